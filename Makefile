@@ -1,0 +1,41 @@
+# make train: install into .venv, then train on the embedded digits.   make test: install, then run the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# CUDA libraries are about 3 GB: only where there is an NVIDIA GPU to use them.
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /proc/driver/nvidia && echo yes; })
+EXTRAS := dev$(if $(HAS_GPU),$(shell echo ,gpu))
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test lint doctor digits clean
+
+help:  ## Show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+
+install: $(STAMP)  ## Make .venv and install the package into it
+
+$(STAMP): setup.cfg pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "tfgpu needs Python 3.11 or newer; run make PYTHON=python3.11"'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	touch $@
+
+train: $(STAMP)  ## Train the default model (more: .venv/bin/tfgpu train --help)
+	$(BIN)/tfgpu train $(ARGS)
+
+test: $(STAMP)  ## Run the tests in two processes
+	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+lint: $(STAMP)  ## Check the style
+	$(BIN)/ruff check .
+
+doctor: $(STAMP)  ## Look for what is missing on this machine
+	$(BIN)/tfgpu doctor
+
+digits: $(STAMP)  ## Accuracy of the default recipe over five seeds and splits
+	$(BIN)/python benchmarks/digits.py
+
+clean:  ## Remove .venv and everything that tools left behind
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,313 @@
+"""What this process may use: devices, GPU memory, logical devices, threads, seeds. Public `tf.config` only.
+
+TensorFlow fixes these when it starts its devices, which the first operation, variable or strategy does.
+A setter that comes later raises a `MachineError` instead of having no effect. Nothing here starts them.
+
+Example:
+    >>> set_logical_devices(4)          # at the top of a script, before any other TensorFlow call
+    >>> [device.name for device in devices("CPU")]
+    ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+
+from tfgpu.errors import InputError, MachineError, unknown
+
+KINDS = ("CPU", "GPU")
+_MIB = 2**20
+_NAME = re.compile(r"(?:/?device:|/)?(cpu|gpu):([0-9]+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One logical device, as TensorFlow will see it once it has started.
+
+    Args:
+        name: `"GPU:0"`; strategies and `tf.device` take it.
+        kind: `"CPU"` or `"GPU"`.
+        physical: the physical device that it is a part of, such as `"GPU:0"`.
+        description: the maker's name, such as `"NVIDIA H100"`; `""` where TensorFlow does not know it.
+        compute_capability: of an NVIDIA GPU, such as `(9, 0)`; `None` otherwise.
+        memory_limit_bytes: the limit that was set for it; `None` where there is none.
+    """
+
+    name: str
+    kind: str
+    physical: str
+    description: str = ""
+    compute_capability: tuple[int, int] | None = None
+    memory_limit_bytes: int | None = None
+
+
+def devices(kind: str | None = None) -> tuple[Device, ...]:
+    """Lists the visible logical devices without starting TensorFlow's devices.
+
+    `tf.config.list_logical_devices` gives the same names but starts them, after which no setter works.
+
+    Args:
+        kind: `"CPU"` or `"GPU"`; `None` lists both, CPUs first.
+
+    Returns:
+        The devices in TensorFlow's order.
+    """
+    return tuple(device for name in _kinds(kind) for device in _logical(name))
+
+
+def accelerators() -> tuple[Device, ...]:
+    """Lists what trains here: the GPUs, or the logical CPU devices where there is no GPU."""
+    return devices("GPU") or devices("CPU")
+
+
+def select(chosen: int | str | Iterable[str]) -> tuple[Device, ...]:
+    """Finds the devices that someone asked for, by number or by name.
+
+    Args:
+        chosen: how many of `accelerators()`, from the first; or names such as `["GPU:0", "/cpu:1"]`.
+
+    Returns:
+        The devices, in the order asked for.
+
+    Raises:
+        InputError: more devices than exist, a name that does not exist or is not one, or one named twice.
+    """
+    if isinstance(chosen, int):
+        _whole("devices", chosen, least=1)
+        found = accelerators()
+        if chosen > len(found):
+            raise _missing(chosen, found)
+        return found[:chosen]
+    by_name = {device.name: device for device in devices()}
+    names = [_normal(name) for name in ([chosen] if isinstance(chosen, str) else chosen)]
+    for name in names:
+        if name not in by_name:
+            raise _missing(name, tuple(by_name.values()))
+    if not names or len(set(names)) != len(names):
+        raise InputError(f"`devices` must name one or more devices, each once. Received: {names}.")
+    return tuple(by_name[name] for name in names)
+
+
+def is_initialized() -> bool:
+    """Tells whether TensorFlow has started its devices, after which the setters here come too late."""
+    # TensorFlow has no public question for this. It refuses a changed thread count once they have started;
+    # where it takes one, the old count is put back at once, and nothing has read it.
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(threads + 1)
+    except RuntimeError:
+        return True
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    return False
+
+
+def set_visible_devices(chosen: int | Iterable[int], *, kind: str = "GPU") -> None:
+    """Hides all physical devices of a kind but the chosen ones; the others keep their memory free.
+
+    Args:
+        chosen: how many, from the first; or the indices of the physical devices, such as `[0, 2]`.
+            0 or `[]` hides them all.
+        kind: `"GPU"` or `"CPU"`.
+
+    Raises:
+        InputError: an index that does not exist, or that stands there twice.
+        MachineError: TensorFlow has started its devices.
+
+    Example:
+        >>> set_visible_devices(0)      # train on the CPU although there is a GPU
+    """
+    (kind,) = _kinds(kind)
+    found = tf.config.list_physical_devices(kind)
+    if isinstance(chosen, int):
+        _whole("chosen", chosen, least=0)
+        chosen = range(chosen)
+    indices = list(chosen)
+    if not set(indices) <= set(range(len(found))) or len(set(indices)) != len(indices):
+        raise InputError(
+            f"`chosen` must name existing {kind}s, each once. Received: {indices}; "
+            f"this machine has {len(found)} {kind}(s), counted from 0."
+        )
+    with _in_time("set_visible_devices"):
+        tf.config.set_visible_devices([found[index] for index in indices], kind)
+
+
+def set_memory_growth(enabled: bool = True) -> None:
+    """Lets every visible GPU take memory as it is needed, instead of nearly all of it at the start.
+
+    Args:
+        enabled: False goes back to TensorFlow's default, all of it at once.
+
+    Raises:
+        InputError: a GPU has a memory limit or logical devices, which exclude growth.
+        MachineError: no GPU is visible, or TensorFlow has started its devices.
+    """
+    for gpu in _visible_gpus("set_memory_growth"):
+        with _in_time("set_memory_growth"):
+            tf.config.experimental.set_memory_growth(gpu, enabled)
+
+
+def set_memory_limit(memory_bytes: int) -> None:
+    """Limits the memory that TensorFlow takes on every visible GPU.
+
+    Args:
+        memory_bytes: bytes a GPU; at least 1 MiB. TensorFlow counts in MiB, so this rounds down to one.
+
+    Raises:
+        InputError: too small a limit, or memory growth is on, which excludes a limit.
+        MachineError: no GPU is visible, or TensorFlow has started its devices.
+    """
+    limit = _mebibytes(memory_bytes)
+    for gpu in _visible_gpus("set_memory_limit"):
+        with _in_time("set_memory_limit"):
+            tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(limit)])
+
+
+def set_logical_devices(count: int, kind: str = "CPU", *, memory_bytes: int | None = None) -> None:
+    """Splits the first visible device of a kind into several, to try a strategy without the hardware.
+
+    Logical CPU devices share the cores: they show that the result is right, not how fast it would come.
+
+    Args:
+        count: how many logical devices, at least 1.
+        kind: `"CPU"` or `"GPU"`.
+        memory_bytes: memory of each, for GPUs only and needed there when `count` is above 1.
+
+    Raises:
+        InputError: a wrong count, or `memory_bytes` for a CPU or left out for several on a GPU.
+        MachineError: no such device is visible, or TensorFlow has started its devices.
+
+    Example:
+        >>> set_logical_devices(4)
+    """
+    (kind,) = _kinds(kind)
+    _whole("count", count, least=1)
+    if kind == "CPU" and memory_bytes is not None:
+        raise InputError("`memory_bytes` applies to GPUs; TensorFlow cannot limit a CPU's memory. Leave it out.")
+    if kind == "GPU" and count > 1 and memory_bytes is None:
+        raise InputError("Several logical devices on one GPU need `memory_bytes`, the memory of each. Give it.")
+    limit = None if memory_bytes is None else _mebibytes(memory_bytes)
+    physical = tf.config.get_visible_devices(kind)
+    if not physical:
+        raise MachineError(f"set_logical_devices found no visible {kind} to split. Use kind='CPU'.")
+    with _in_time("set_logical_devices"):
+        parts = [tf.config.LogicalDeviceConfiguration(limit) for _ in range(count)]
+        tf.config.set_logical_device_configuration(physical[0], parts)
+
+
+def set_threads(*, inter: int | None = None, intra: int | None = None) -> None:
+    """Sets the sizes of TensorFlow's CPU thread pools.
+
+    Args:
+        inter: how many operations may run at once; 0 lets TensorFlow choose; `None` leaves it.
+        intra: how many threads one operation may use; 0 and `None` as above.
+
+    Raises:
+        InputError: a negative count.
+        MachineError: TensorFlow has started its devices.
+    """
+    for name, count in (("inter", inter), ("intra", intra)):
+        if count is not None:
+            _whole(name, count, least=0)
+    with _in_time("set_threads"):
+        if inter is not None:
+            tf.config.threading.set_inter_op_parallelism_threads(inter)
+        if intra is not None:
+            tf.config.threading.set_intra_op_parallelism_threads(intra)
+
+
+def set_seed(seed: int, deterministic: bool = True) -> None:
+    """Seeds Python, NumPy, TensorFlow and Keras, and asks for operations that repeat bit for bit.
+
+    Works at any time, but only affects what is drawn afterwards. Determinism costs speed: some GPU kernels
+    are slower, and tf.data runs random functions one by one. It cannot be turned off again in a process.
+
+    Args:
+        seed: from 0 to 2**32 - 1.
+        deterministic: False leaves TensorFlow's choice of kernels alone.
+
+    Raises:
+        InputError: a seed out of range.
+    """
+    _whole("seed", seed, least=0)
+    if seed >= 2**32:
+        raise InputError(f"`seed` must be below 2**32. Received: seed={seed}.")
+    keras.utils.set_random_seed(seed)
+    if deterministic:
+        tf.config.experimental.enable_op_determinism()
+
+
+def _logical(kind: str) -> Iterator[Device]:
+    index = 0
+    for physical in tf.config.get_visible_devices(kind):
+        details = tf.config.experimental.get_device_details(physical)
+        for part in tf.config.get_logical_device_configuration(physical) or [None]:
+            limit = part.memory_limit if part else None
+            yield Device(
+                name=f"{kind}:{index}",
+                kind=kind,
+                physical=physical.name.removeprefix("/physical_device:"),
+                description=details.get("device_name", ""),
+                compute_capability=details.get("compute_capability"),
+                memory_limit_bytes=None if limit is None else int(limit * _MIB),
+            )
+            index += 1
+
+
+def _normal(name: object) -> str:
+    match = _NAME.fullmatch(name.strip()) if isinstance(name, str) else None
+    if not match:
+        raise InputError(f"A device's name must look like 'GPU:0' or 'CPU:1'. Received: {name!r}.")
+    return f"{match[1].upper()}:{int(match[2])}"
+
+
+def _missing(asked: int | str, found: tuple[Device, ...]) -> InputError:
+    return InputError(
+        f"More devices were asked for than exist. Received: devices={asked!r}. "
+        f"Found: {', '.join(device.name for device in found)}. Ask for these, or make logical devices first: "
+        "`--virtual-devices N`, or `tfgpu.environment.set_logical_devices(N)` at the top of the script."
+    )
+
+
+def _kinds(kind: str | None) -> tuple[str, ...]:
+    if kind is None:
+        return KINDS
+    if kind not in KINDS:
+        raise unknown("device kind", kind, KINDS)
+    return (kind,)
+
+
+def _visible_gpus(setter: str) -> list[tf.config.PhysicalDevice]:
+    gpus = tf.config.get_visible_devices("GPU")
+    if not gpus:
+        raise MachineError(
+            f"{setter} found no GPU that TensorFlow can use. Leave it out on a CPU, or run `tfgpu doctor` to see why."
+        )
+    return gpus
+
+
+def _mebibytes(memory_bytes: int) -> int:
+    _whole("memory_bytes", memory_bytes, least=_MIB)
+    return memory_bytes // _MIB
+
+
+def _whole(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"`{name}` must be a whole number of at least {least}. Received: {name}={value!r}.")
+
+
+@contextmanager
+def _in_time(setter: str) -> Iterator[None]:
+    """Turns TensorFlow's two refusals (too late; settings that exclude each other) into ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise MachineError(
+            f"{setter} comes too late: TensorFlow has started its devices in this process. Call it before "
+            f"the first strategy, model or tensor; in a notebook, restart the kernel first. ({error})"
+        ) from None
+    except ValueError as error:
+        raise InputError(f"{setter} does not go with an earlier setting: {error}. Use one of them.") from None

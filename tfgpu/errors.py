@@ -1,0 +1,33 @@
+"""The two kinds of error that tfgpu raises on purpose, and the sentence for an unknown name."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """Something that the caller wrote is wrong; the message names the fix. The command line exits with 2."""
+
+
+class MachineError(RuntimeError):
+    """The machine or the process is not in a state to do this; the message names the next action."""
+
+
+def unknown(kind: str, name: object, choices: Iterable[str]) -> InputError:
+    """Makes the error for a name that is not one of `choices`, with the closest match.
+
+    Args:
+        kind: what the name stands for, such as `"model"`.
+        name: what was received.
+        choices: the names that would have been right.
+
+    Returns:
+        An `InputError`, to be raised by the caller.
+
+    Example:
+        >>> str(unknown("strategy", "mirored", ["one_device", "mirrored"]))
+        "Unknown strategy 'mirored'. Did you mean 'mirrored'? Choices: one_device, mirrored."
+    """
+    names = list(choices)
+    close = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return InputError(f"Unknown {kind} {name!r}.{hint} Choices: {', '.join(names)}.")

@@ -1,0 +1,376 @@
+"""One factory a strategy. Each returns a plain `tf.distribute.Strategy` and installs the Keras repairs.
+
+Example:
+    >>> import tfgpu
+    >>> strategy = tfgpu.strategy()         # what the cluster and the devices of this process call for
+    >>> with strategy.scope():
+    ...     model = tfgpu.models.mlp(input_shape=(8,), classes=2)
+
+Which option applies where:
+
+| | one_device | mirrored | multi_worker | parameter_server |
+|---|---|---|---|---|
+| `devices` | one | any | the first GPUs of each worker | - |
+| `all_reduce="nccl"` | - | physical GPUs | physical GPUs | - |
+| `all_reduce="ring"` | - | - | yes | - |
+| `all_reduce="hierarchical_copy"` | - | an even number | - | - |
+| `all_reduce="reduction_to_one_device"` | - | yes | - | - |
+| `bytes_per_pack` | - | - | yes | - |
+
+An option that does not apply is an `InputError`, never ignored. `"auto"` and 0 leave it to TensorFlow.
+"""
+
+import logging
+import os
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from tfgpu import environment, keras_fixes
+from tfgpu.cluster import Cluster
+from tfgpu.environment import Device
+from tfgpu.errors import InputError, MachineError, unknown
+
+KINDS = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server")
+ALL_REDUCE = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")
+Devices = int | str | Iterable[str] | None
+
+_log = logging.getLogger(__name__)
+
+
+def strategy(
+    kind: str = "auto",
+    devices: Devices = None,
+    *,
+    all_reduce: str = "auto",
+    bytes_per_pack: int = 0,
+    cluster: Cluster | None = None,
+) -> tf.distribute.Strategy:
+    """Makes the strategy of a name; `"auto"` chooses by the cluster and the devices.
+
+    `auto` is `parameter_server` where the cluster has parameter servers, `multi_worker` where it has several
+    workers, else `mirrored` for several devices and `one_device` for one. An evaluator runs by itself.
+    `auto` uses several logical CPU devices only when `devices` asks for them.
+
+    Args:
+        kind: `"auto"`, `"one_device"`, `"mirrored"`, `"multi_worker"` or `"parameter_server"`.
+        devices: `None`, all GPUs, or the CPU where there is none; a number, the first so many GPUs, or
+            logical CPU devices where there is no GPU; or names such as `["GPU:0", "GPU:1"]`.
+        all_reduce: how replicas sum their gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
+            `"reduction_to_one_device"`. The module's table says which applies where.
+        bytes_per_pack: bytes of gradients in one collective, for `multi_worker`; 0 lets TensorFlow choose.
+        cluster: the facts of the cluster; `None` reads them from the environment.
+
+    Returns:
+        A `tf.distribute.Strategy`.
+
+    Raises:
+        InputError: an unknown name, more devices than exist, or an option that does not apply.
+        MachineError: `multi_worker` after TensorFlow has started its devices.
+    """
+    if kind not in KINDS:
+        raise unknown("strategy", kind, KINDS)
+    cluster = Cluster.from_environment() if cluster is None else cluster
+    if kind == "auto":
+        kind = _choose(devices, cluster)
+    if kind == "multi_worker":
+        return multi_worker(devices, all_reduce=all_reduce, bytes_per_pack=bytes_per_pack, cluster=cluster)
+    _refuse(kind, "bytes_per_pack", bytes_per_pack, 0, "`multi_worker`")
+    if kind == "mirrored":
+        if cluster.is_multi_worker:
+            _log.warning("The cluster has %d workers, but 'mirrored' trains in each by itself.", cluster.size)
+        return mirrored(devices, all_reduce=all_reduce)
+    _refuse(kind, "all_reduce", all_reduce, "auto", "`mirrored` and `multi_worker`")
+    if kind == "one_device":
+        return one_device(devices)
+    _refuse(kind, "devices", devices, None, "the other strategies")
+    return parameter_server(cluster=cluster)
+
+
+def one_device(devices: Devices = None) -> tf.distribute.OneDeviceStrategy:
+    """Makes the strategy that keeps variables and computation on one device.
+
+    Args:
+        devices: 1, or a name such as `"GPU:1"`; `None` is the first GPU, or the CPU where there is none.
+
+    Raises:
+        InputError: the device does not exist, or there are several.
+    """
+    chosen = environment.accelerators()[:1] if devices is None else environment.select(devices)
+    if len(chosen) > 1:
+        raise InputError(f"`one_device` takes one device. Received: {_names(chosen)}. Use `mirrored`.")
+    keras_fixes.install()
+    return tf.distribute.OneDeviceStrategy(f"/device:{chosen[0].name}")
+
+
+def mirrored(devices: Devices = None, *, all_reduce: str = "auto") -> tf.distribute.MirroredStrategy:
+    """Makes the strategy that keeps a copy of the model on every device of this machine.
+
+    Args:
+        devices: as for `strategy`, but `None` is all logical CPU devices where there is no GPU.
+        all_reduce: `"auto"`, `"nccl"` (physical GPUs only), `"hierarchical_copy"` (an even number of devices;
+            made for eight GPUs linked as in a DGX-1) or `"reduction_to_one_device"`.
+
+    Raises:
+        InputError: more devices than exist, or an all-reduce that does not suit them.
+    """
+    chosen = environment.accelerators() if devices is None else environment.select(devices)
+    operations = _cross_device_ops(all_reduce, chosen)
+    keras_fixes.install()
+    names = [f"/device:{device.name}" for device in chosen]
+    return tf.distribute.MirroredStrategy(names, cross_device_ops=operations)
+
+
+def multi_worker(
+    devices: Devices = None,
+    *,
+    all_reduce: str = "auto",
+    bytes_per_pack: int = 0,
+    cluster: Cluster | None = None,
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Makes the strategy that keeps a copy of the model on every GPU of every worker; waits for all workers.
+
+    Must come before anything else that starts TensorFlow's devices. A worker without GPUs is one replica.
+
+    Args:
+        devices: `None`, all GPUs of each worker, or its CPU; or the first so many GPUs, by number or name.
+        all_reduce: `"auto"`, `"ring"` or `"nccl"` (GPUs only).
+        bytes_per_pack: bytes of gradients in one collective; 0 lets TensorFlow choose.
+        cluster: the facts of the cluster; `None` reads them from the environment.
+
+    Raises:
+        InputError: no cluster, a task that does not train, or an option that does not suit the devices.
+        MachineError: TensorFlow has started its devices, or another cluster was joined before.
+    """
+    cluster = Cluster.from_environment() if cluster is None else cluster
+    if not cluster.workers or cluster.rank < 0:
+        raise InputError(
+            f"`multi_worker` needs this process to be a worker of a cluster. Found: {_who(cluster)}. "
+            "Set TF_CONFIG in each worker, or use `mirrored` or `one_device`."
+        )
+    gpus = _worker_gpus(devices)
+    options = tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=_bytes(bytes_per_pack), implementation=_implementation(all_reduce, gpus)
+    )
+    jobs = {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
+    resolver = _resolver(cluster, jobs, gpus=len(gpus))
+    keras_fixes.install()
+    try:
+        return tf.distribute.MultiWorkerMirroredStrategy(resolver, communication_options=options)
+    except (RuntimeError, ValueError) as error:
+        # TensorFlow's two sentences for "the devices have started" and "another cluster is configured".
+        if "at program startup" not in str(error) and "already configured" not in str(error):
+            raise
+        raise MachineError(
+            "`multi_worker` must be made before any other TensorFlow operation, for one cluster a process. "
+            "Move `tfgpu.strategy(...)` above the first tensor, dataset or model; in a notebook, restart the "
+            f"kernel first. ({error})"
+        ) from None
+
+
+def parameter_server(*, cluster: Cluster | None = None) -> tf.distribute.ParameterServerStrategy:
+    """Makes the chief's strategy: parameter servers hold the variables, workers run what the chief schedules.
+
+    Train with `tf.distribute.coordinator.ClusterCoordinator(strategy)`. It waits for the other processes,
+    each of which calls `serve()`.
+
+    Args:
+        cluster: the facts of the cluster; `None` reads them from the environment.
+
+    Raises:
+        InputError: the cluster lacks a chief, workers or parameter servers, or this process is not the chief.
+
+    Source: https://www.tensorflow.org/tutorials/distribute/parameter_server_training
+    """
+    cluster = Cluster.from_environment() if cluster is None else cluster
+    jobs = cluster.jobs()
+    missing = [job for job in ("chief", "worker", "ps") if job not in jobs]
+    if missing:
+        raise InputError(
+            f"`parameter_server` needs a chief, workers and parameter servers. Found: {_who(cluster)}; "
+            f"missing: {', '.join(missing)}. Add them to TF_CONFIG, or use `multi_worker` or `mirrored`."
+        )
+    if cluster.task_type != "chief":
+        raise InputError(
+            f"`parameter_server` is for the chief. Found: {_who(cluster)}. Call `tfgpu.strategies.serve()` "
+            "here: it starts a tf.distribute.Server, which does the chief's work."
+        )
+    _fail_fast()
+    keras_fixes.install()
+    return tf.distribute.ParameterServerStrategy(_resolver(cluster, jobs))
+
+
+def serve(cluster: Cluster | None = None) -> None:
+    """Runs a worker or a parameter server of `parameter_server`. It does not return: end it from outside.
+
+    Args:
+        cluster: the facts of the cluster; `None` reads them from the environment.
+
+    Raises:
+        InputError: this process is neither a worker nor a parameter server beside a chief.
+
+    Example:
+        cluster = tfgpu.Cluster.from_environment()
+        if cluster.task_type in ("worker", "ps"):
+            tfgpu.strategies.serve(cluster)
+    """
+    cluster = Cluster.from_environment() if cluster is None else cluster
+    if cluster.task_type not in ("worker", "ps") or not cluster.has_chief or not cluster.parameter_servers:
+        raise InputError(
+            "`serve` is for the workers and parameter servers of a cluster with a chief. "
+            f"Found: {_who(cluster)}. Set TF_CONFIG's `task`; the chief calls `tfgpu.strategy()`."
+        )
+    _fail_fast()
+    config = tf.compat.v1.ConfigProto()
+    # TensorFlow's guide asks for more threads than workers, which a small machine would not have by itself.
+    config.inter_op_parallelism_threads = max(cluster.size + 1, os.cpu_count() or 1)
+    server = tf.distribute.Server(
+        tf.train.ClusterSpec(cluster.jobs()),
+        job_name=cluster.task_type,
+        task_index=cluster.task_index,
+        protocol="grpc",
+        config=config,
+    )
+    server.join()
+
+
+def describe(strategy: tf.distribute.Strategy) -> dict:
+    """Returns what a strategy is, as plain values for logs, reports and JSON.
+
+    Args:
+        strategy: any `tf.distribute.Strategy`, TensorFlow's default one too.
+
+    Returns:
+        `kind` (this module's name, `"default"`, or the class's name), `replicas` (that train in step),
+        `workers` (processes that train) and `devices` (of this process; of its peers for `parameter_server`).
+
+    Example:
+        >>> describe(tfgpu.strategies.one_device("CPU:0"))
+        {'kind': 'one_device', 'replicas': 1, 'workers': 1, 'devices': ['CPU:0']}
+    """
+    kind, workers = _kind(strategy), 1
+    if kind == "parameter_server":
+        # The strategy has no public word for its peers; TensorFlow lists their devices once it is connected.
+        names = [device.name for device in tf.config.list_logical_devices() if "/job:chief/" not in device.name]
+        workers = len({name.partition("/device:")[0] for name in names if "/job:worker/" in name})
+    elif kind == "default":
+        names = [environment.accelerators()[0].name]
+    else:
+        names = [name.rpartition("/device:")[2] for name in strategy.extended.worker_devices]
+    if kind == "multi_worker":
+        workers = strategy.num_replicas_in_sync // len(names)
+    return {"kind": kind, "replicas": strategy.num_replicas_in_sync, "workers": workers, "devices": names}
+
+
+def _choose(devices: Devices, cluster: Cluster) -> str:
+    if cluster.parameter_servers and cluster.task_type != "evaluator":
+        return "parameter_server"
+    if cluster.is_multi_worker:
+        return "multi_worker"
+    chosen = environment.devices("GPU") if devices is None else environment.select(devices)
+    return "mirrored" if len(chosen) > 1 else "one_device"
+
+
+def _kind(strategy: tf.distribute.Strategy) -> str:
+    classes = {
+        "one_device": tf.distribute.OneDeviceStrategy,
+        "multi_worker": tf.distribute.MultiWorkerMirroredStrategy,
+        "mirrored": tf.distribute.MirroredStrategy,
+        "parameter_server": tf.distribute.ParameterServerStrategy,
+    }
+    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
+        return "default"
+    return next((name for name, made in classes.items() if isinstance(strategy, made)), type(strategy).__name__)
+
+
+def _cross_device_ops(all_reduce: str, chosen: tuple[Device, ...]) -> tf.distribute.CrossDeviceOps | None:
+    if all_reduce not in ALL_REDUCE:
+        raise unknown("all-reduce", all_reduce, ALL_REDUCE)
+    if all_reduce == "ring":
+        raise InputError("all_reduce='ring' applies to `multi_worker`. With `mirrored` use 'auto' or 'nccl'.")
+    if all_reduce == "nccl":
+        _need_physical_gpus(chosen)
+        return tf.distribute.NcclAllReduce()
+    if all_reduce == "hierarchical_copy":
+        # TensorFlow pairs the devices off: with 3 of them, 2.21 returns the sum of 2, without an error.
+        if len(chosen) % 2:
+            raise InputError(
+                "all_reduce='hierarchical_copy' needs an even number of devices: TensorFlow leaves an odd "
+                f"one out of the sum. Received: {_names(chosen)}. Use 'auto'."
+            )
+        return tf.distribute.HierarchicalCopyAllReduce()
+    return tf.distribute.ReductionToOneDevice() if all_reduce == "reduction_to_one_device" else None
+
+
+def _implementation(
+    all_reduce: str, gpus: tuple[Device, ...]
+) -> tf.distribute.experimental.CommunicationImplementation:
+    choices = tf.distribute.experimental.CommunicationImplementation
+    if all_reduce not in ALL_REDUCE:
+        raise unknown("all-reduce", all_reduce, ALL_REDUCE)
+    if all_reduce not in ("auto", "ring", "nccl"):
+        raise InputError(f"all_reduce={all_reduce!r} applies to `mirrored`. With `multi_worker` use 'auto'.")
+    if all_reduce == "nccl":
+        _need_physical_gpus(gpus or environment.devices("CPU"))
+    return {"auto": choices.AUTO, "ring": choices.RING, "nccl": choices.NCCL}[all_reduce]
+
+
+def _need_physical_gpus(chosen: tuple[Device, ...]) -> None:
+    if any(device.kind != "GPU" for device in chosen):
+        raise InputError(f"all_reduce='nccl' works between GPUs only. Found: {_names(chosen)}. Use 'auto'.")
+    if len({device.physical for device in chosen}) < len(chosen):
+        raise InputError(
+            "all_reduce='nccl' needs one physical GPU for each replica. "
+            f"Found logical devices: {_names(chosen)}. Use 'auto'."
+        )
+
+
+def _worker_gpus(devices: Devices) -> tuple[Device, ...]:
+    gpus = environment.devices("GPU")
+    chosen = gpus if devices is None else environment.select(devices)
+    if chosen == gpus[: len(chosen)] or [device.name for device in chosen] == ["CPU:0"]:
+        return tuple(device for device in chosen if device.kind == "GPU")
+    raise InputError(
+        "`multi_worker` uses the first GPUs of each worker, or its CPU as one replica. Received: "
+        f"{_names(chosen)}. Choose other GPUs by `tfgpu.environment.set_visible_devices`; "
+        "start one worker for each CPU replica."
+    )
+
+
+def _resolver(
+    cluster: Cluster, jobs: dict[str, list[str]], *, gpus: int = 0
+) -> tf.distribute.cluster_resolver.ClusterResolver:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        num_accelerators={"GPU": gpus},
+        rpc_layer="grpc",
+    )
+
+
+def _fail_fast() -> None:
+    # Without it gRPC retries a dead peer forever, and the coordinator never hears that a worker is gone.
+    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
+
+
+def _refuse(kind: str, name: str, value: object, default: object, where: str) -> None:
+    if value != default:
+        raise InputError(f"`{name}` does not apply to `{kind}`. Received: {value!r}. Leave it out, or use {where}.")
+
+
+def _bytes(bytes_per_pack: int) -> int:
+    if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, int) or bytes_per_pack < 0:
+        raise InputError(f"`bytes_per_pack` must be a whole number of at least 0. Received: {bytes_per_pack!r}.")
+    return bytes_per_pack
+
+
+def _names(chosen: tuple[Device, ...]) -> str:
+    return ", ".join(device.name for device in chosen)
+
+
+def _who(cluster: Cluster) -> str:
+    if not cluster.jobs():
+        return "one process and no cluster"
+    sizes = ", ".join(f"{len(addresses)} {job}" for job, addresses in cluster.jobs().items())
+    return f"{cluster.task_type} {cluster.task_index} of a cluster of {sizes}"
