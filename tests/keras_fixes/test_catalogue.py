@@ -1,0 +1,54 @@
+"""Every repair is still needed, installs once, can be switched off, and names a Keras that it does not fit."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from tfgpu import keras_fixes
+from tfgpu.errors import MachineError
+
+
+def python(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_every_fault_is_still_in_the_keras_that_is_installed():
+    done = python("-m", "tfgpu.keras_fixes.probes")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found) == [fix.name for fix in keras_fixes.fixes()]
+    assert [name for name, is_there in found.items() if not is_there] == [], "delete these repairs: Keras has them"
+
+
+def test_installing_twice_wraps_once():
+    import keras
+
+    names = keras_fixes.install()
+    wrapped = keras.optimizers.Optimizer.apply
+    assert keras_fixes.install() == names == tuple(fix.name for fix in keras_fixes.fixes())
+    assert keras.optimizers.Optimizer.apply is wrapped
+
+
+def test_a_switch_leaves_keras_alone():
+    code = (
+        "import keras, tfgpu; before = keras.optimizers.Optimizer.apply; "
+        "assert tfgpu.repair_keras() == (); tfgpu.strategy('one_device', devices=['CPU:0']); "
+        "assert keras.optimizers.Optimizer.apply is before"
+    )
+    done = python("-c", code, TFGPU_REPAIR="0")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_missing_seam_names_the_version():
+    with pytest.raises(MachineError, match=r"Keras 3\.\d+\.\d+ has no `trainer.gone`.*TFGPU_REPAIR=0"):
+        keras_fixes.wrap(types.SimpleNamespace(__name__="trainer"), "gone")

@@ -1,0 +1,154 @@
+"""Numbers worked out by hand: what replicas with unequal rows must learn and log."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfgpu
+
+
+@pytest.fixture(params=[2, 4], ids=lambda n: f"{n} replicas")
+def strategy(request):
+    tfgpu.repair_keras()
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(request.param)])
+
+
+def line(optimizer, loss="mse", **compiled):
+    """y = w x with w = 1: a model of one number."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    model.compile(optimizer, loss, **compiled)
+    return model
+
+
+X = np.array([[1.0], [2.0], [3.0]], "float32")
+Y = np.zeros((3, 1), "float32")
+
+
+def weight(model):
+    return model.get_weights()[0].item()
+
+
+def test_three_rows_are_one_mean(strategy):
+    # d/dw mean((w x)^2) = 2 mean(x^2) w = 2 * 14/3; one step of 0.03 leaves 1 - 0.28.
+    with strategy.scope():
+        model = line(keras.optimizers.SGD(0.03))
+    history = model.fit(X, Y, batch_size=3, shuffle=False, verbose=0).history
+    assert weight(model) == pytest.approx(1 - 0.03 * 28 / 3, abs=1e-6)
+    assert history["loss"] == pytest.approx([14 / 3], abs=1e-6)
+
+
+def test_one_row_on_many_replicas(strategy):
+    with strategy.scope():
+        model = line(keras.optimizers.SGD(0.1))
+    model.fit(X[1:2], Y[1:2], batch_size=4, verbose=0)
+    assert weight(model) == pytest.approx(1 - 0.1 * 8, abs=1e-6)  # 2 x^2 = 8
+
+
+def test_clipping_sees_the_whole_gradient(strategy):
+    with strategy.scope():
+        model = line(keras.optimizers.SGD(1.0, global_clipnorm=0.25))
+    model.fit(X, Y, batch_size=3, shuffle=False, verbose=0)
+    assert weight(model) == pytest.approx(0.75, abs=1e-6)  # the gradient, 28/3, is cut to 0.25
+
+
+def test_accumulation_averages_the_batches(strategy):
+    # Batches (1, 2) and (3): gradients 2 * 5/2 = 5 and 2 * 9 = 18; their mean is 11.5.
+    with strategy.scope():
+        model = line(keras.optimizers.SGD(0.01, gradient_accumulation_steps=2))
+    model.fit(X, Y, batch_size=2, shuffle=False, verbose=0)
+    assert weight(model) == pytest.approx(1 - 0.115, abs=1e-6)
+
+
+def test_weights_of_a_weighted_mean_are_summed_over_replicas(strategy):
+    # (1*1 + 4*0 + 9*3) / (1 + 0 + 3) = 7; the gradient is 2 * 7.
+    with strategy.scope():
+        model = line(keras.optimizers.SGD(0.01), keras.losses.MeanSquaredError("mean_with_sample_weight"))
+    model.fit(X, Y, sample_weight=np.array([1.0, 0.0, 3.0], "float32"), batch_size=3, shuffle=False, verbose=0)
+    assert weight(model) == pytest.approx(1 - 0.14, abs=1e-6)
+
+
+def test_a_sum_stays_a_sum(strategy):
+    with strategy.scope():
+        model = line(keras.optimizers.SGD(0.01), keras.losses.MeanSquaredError("sum"))
+    model.fit(X, Y, batch_size=3, shuffle=False, verbose=0)
+    assert weight(model) == pytest.approx(1 - 0.28, abs=1e-6)  # 2 * 14
+
+
+def test_two_tapes_and_two_optimizers_each_average_once(strategy):
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.a = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+            self.b = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+
+        def build(self, shape):
+            self.a.build(shape)
+            self.b.build(shape)
+
+        def compile(self, other):
+            super().compile(keras.optimizers.SGD(0.01))
+            self.other = other
+
+        def train_step(self, data):
+            x, _ = data
+            with tf.GradientTape(persistent=True) as tape:
+                first = self.optimizer.scale_loss(tf.reduce_mean(self.a(x) ** 2))
+                second = tf.reduce_mean(self.b(x) ** 2)
+            self.optimizer.apply(tape.gradient(first, self.a.trainable_variables), self.a.trainable_variables)
+            self.other.apply(tape.gradient(second, self.b.trainable_variables), self.b.trainable_variables)
+            return {"first": first, "second": second}
+
+        def call(self, x):
+            return self.a(x) + self.b(x)
+
+    with strategy.scope():
+        model = Two()
+        model.build((None, 1))
+        model.compile(keras.optimizers.SGD(0.03))
+    logs = model.fit(X, Y, batch_size=3, shuffle=False, verbose=0).history
+    a, b = (value.item() for value in model.get_weights())
+    assert (a, b) == (pytest.approx(1 - 0.01 * 28 / 3, abs=1e-6), pytest.approx(1 - 0.03 * 28 / 3, abs=1e-6))
+    assert logs["first"] == logs["second"] == pytest.approx([14 / 3], abs=1e-5)
+
+
+def test_an_overflow_on_the_last_replica_skips_the_step_on_all(strategy):
+    with strategy.scope():
+        inner = keras.optimizers.SGD(0.01)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+        model = line(optimizer)
+    x = np.ones((8, 1), "float32")
+    x[-1] = np.inf
+    model.fit(x, np.zeros((8, 1), "float32"), batch_size=8, shuffle=False, verbose=0)
+    scales = {float(v) for v in strategy.experimental_local_results(optimizer.dynamic_scale.value)}
+    assert (weight(model), scales, int(inner.iterations)) == (1.0, {4.0}, 0)
+    model.fit(np.ones((8, 1), "float32"), np.zeros((8, 1), "float32"), batch_size=8, verbose=0)
+    assert weight(model) == pytest.approx(1 - 0.01 * 2, abs=1e-6)
+
+
+def test_batch_norm_takes_the_mean_of_all_rows(strategy):
+    with strategy.scope():
+        norm = keras.layers.BatchNormalization(momentum=0.0)
+        model = keras.Sequential([keras.Input((1,)), norm])
+        model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=3, shuffle=False, verbose=0)
+    assert norm.moving_mean.numpy() == pytest.approx([2.0], abs=1e-6)
+    assert norm.moving_variance.numpy() == pytest.approx([2 / 3], abs=1e-6)
+
+
+def test_predict_on_batch_gives_each_row_once_and_in_order(strategy):
+    with strategy.scope():
+        model = line("sgd")
+    assert model.predict_on_batch(X).ravel().tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_second_strategy_in_the_process_is_a_fresh_one():
+    tfgpu.repair_keras()
+    for width in (3, 5, 7):  # stock TensorFlow meets the first one's shapes under the same key
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        total = tf.function(
+            lambda strategy=strategy, width=width: strategy.run(
+                lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([width]))
+            )
+        )()
+        assert strategy.experimental_local_results(total)[1].numpy().tolist() == [2.0] * width

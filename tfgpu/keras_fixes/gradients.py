@@ -1,0 +1,120 @@
+"""Optimizers under replicas: the gradients meet first, in one all-reduce; all that follows is plain local work.
+
+Unscaling, the check for infinities, clipping, accumulation, weight decay, the update and the moving average then see
+same numbers on every replica, as on one device, and no collective stands inside a condition.
+"""
+
+import tensorflow as tf
+from keras.src import backend
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes.seam import wrap
+
+
+def meet_before_applying() -> None:
+    """Sums the gradients over replicas before anything reads them.
+
+    Stock Keras clips, checks and accumulates each replica's part by itself, and sums afterwards. Seen as crashes:
+    https://github.com/keras-team/keras/issues/20582 (accumulation),
+    https://github.com/keras-team/keras/issues/18666 (float16).
+    """
+    @wrap(TensorFlowTrainer, "train_step")
+    def train_step(stock, self, data):
+        facts = replica.step()
+        if facts is None:
+            return stock(self, data)
+        facts.loss_is_weighed = True  # one multiplication of a scalar, where the gradients would need a pass each
+        try:
+            return stock(self, data)
+        finally:
+            facts.loss_is_weighed = False
+
+    @wrap(BaseOptimizer, "scale_loss")
+    def scale_loss(stock, self, loss):
+        facts = replica.step()
+        if facts is not None and facts.loss_is_weighed:
+            loss = replica.by_share(loss)
+        return stock(self, loss)
+
+    @wrap(LossScaleOptimizer, "scale_loss")
+    def scale_loss_in_float16(stock, self, loss):
+        facts = replica.step()
+        if facts is None:
+            return stock(self, loss)
+        # Float16 gradients inside the network are as large as one device's, so they overflow when one device's would.
+        loss = replica.by_share(loss) if facts.loss_is_weighed else loss / replica.count(loss.dtype)
+        return stock(self, loss)
+
+    for owner in (BaseOptimizer, LossScaleOptimizer):
+
+        @wrap(owner, "apply")
+        def apply(stock, self, grads, trainable_variables=None):
+            if replica.context() is None or replica.have_met():
+                return stock(self, grads, trainable_variables)
+            _count_on_every_replica(self)
+            _count_on_every_replica(getattr(self, "inner_optimizer", self))
+            scaled = isinstance(self, LossScaleOptimizer)
+            with replica.gradients_met():
+                return stock(self, _meet(grads, scaled), trainable_variables)
+
+
+def apply_on_every_replica() -> None:
+    """Once the gradients have met, every replica updates its own copy of the variables, with no merge_call."""
+    for name in (
+        "_apply_weight_decay",
+        "_overwrite_model_variables_with_average_value",
+        "_backend_increment_gradient_accumulators",
+    ):
+
+        _make_local(name)
+
+    @wrap(TFOptimizer, "_backend_update_step")
+    def backend_update_step(stock, self, grads, trainable_variables, learning_rate):
+        if not replica.have_met():
+            return stock(self, grads, trainable_variables, learning_rate)
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            variable = variable.value if isinstance(variable, backend.Variable) else variable
+            self.update_step(gradient, variable, learning_rate)
+
+    @wrap(LossScaleOptimizer, "_tf_apply")
+    def tf_apply(stock, self, grads, trainable_variables=None):
+        if replica.have_met():
+            return self._common_apply(grads, trainable_variables)
+        return stock(self, grads, trainable_variables)
+
+
+def _make_local(name: str) -> None:
+    plain = getattr(BaseOptimizer, name)
+
+    @wrap(TFOptimizer, name)
+    def local(stock, self, *args):
+        return plain(self, *args) if replica.have_met() else stock(self, *args)
+
+
+def _meet(grads, scaled: bool) -> list:
+    """Sums gradients over replicas, averaged by share inside a step; a gradient that is None stays None."""
+    facts = replica.step()
+    weigh = facts is not None and not facts.loss_is_weighed
+
+    def part(values: tf.Tensor) -> tf.Tensor:
+        values = replica.by_share(values)
+        return values * replica.count(values.dtype) if scaled else values
+
+    def local(gradient):
+        if not weigh:
+            return gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(part(gradient.values), gradient.indices, gradient.dense_shape)
+        return part(gradient)
+
+    met = iter(replica.all_reduce([local(g) for g in grads if g is not None]))
+    return [None if g is None else next(met) for g in grads]
+
+
+def _count_on_every_replica(optimizer) -> None:
+    """`iterations` is made with ONLY_FIRST_REPLICA, whose assignment hides a merge_call; every replica counts alike."""
+    optimizer._iterations.value._aggregation = tf.VariableAggregation.NONE

@@ -1,0 +1,69 @@
+"""Losses under replicas: each stays the mean over its replica's own rows, as written for one device.
+
+The step then averages the gradients by each replica's share of the batch. So only divisors that are not the number of
+rows need mending: valid positions of a mask, sums of weights, and sums that have no divisor at all.
+"""
+
+import tensorflow as tf
+from keras.src.losses import loss as loss_module
+from keras.src.metrics import reduction_metrics
+
+from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes.seam import wrap
+
+
+def keep_losses_local() -> None:
+    """Stops Keras from dividing a loss by the number of replicas: the step averages by share instead.
+
+    Stock Keras divides by the local rows and then by the replica count, which is right only where every replica has
+    equally many rows: https://github.com/keras-team/keras/issues/19246, https://github.com/tensorflow/tensorflow/issues/36224
+    """
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+
+        @wrap(loss_module, name)
+        def scale(stock, value):
+            return stock(value) if replica.step() is None else value
+
+
+def make_divisors_global() -> None:
+    """Counts the valid positions of masks, and sums the weights of weighted means, over all replicas."""
+
+    @wrap(loss_module, "apply_mask")
+    def apply_mask(stock, sample_weight, mask, dtype, reduction):
+        weight = stock(sample_weight, mask, dtype, reduction)
+        if mask is None or replica.step() is None or reduction not in ("mean", "sum_over_batch_size"):
+            return weight
+        valid = tf.reduce_sum(tf.cast(mask, dtype))
+        return weight * _as_local_part(valid)
+
+    @wrap(loss_module, "reduce_values")
+    def reduce_values(stock, values, sample_weight=None, reduction="sum_over_batch_size"):
+        loss = stock(values, sample_weight, reduction)
+        if replica.step() is None or reduction in (None, "none"):
+            return loss
+        if tuple(values.shape) == (0,):
+            return tf.reduce_sum(values)  # run eagerly without rows, stock returns the empty vector
+        if reduction == "mean_with_sample_weight" and sample_weight is not None and values.shape.rank != 0:
+            return loss * _as_local_part(tf.cast(tf.reduce_sum(sample_weight), loss.dtype))
+        if reduction == "sum":
+            return tf.math.divide_no_nan(loss, tf.cast(replica.share(), loss.dtype))
+        return loss
+
+
+def weigh_scalar_metrics() -> None:
+    """Lets a scalar of the batch, such as `self.add_metric`-style means, count once and not once a replica."""
+
+    @wrap(reduction_metrics.Mean, "update_state")
+    def update_state(stock, self, values, sample_weight=None):
+        if replica.step() is None or len(values.shape) != 0:
+            return stock(self, values, sample_weight)
+        if sample_weight is None:
+            sample_weight = replica.share()
+        values = tf.convert_to_tensor(values)
+        return stock(self, tf.where(replica.share() > 0, values, tf.zeros_like(values)), sample_weight)
+
+
+def _as_local_part(divisor: tf.Tensor) -> tf.Tensor:
+    """The factor that turns a mean over this replica's `divisor` into its part of the mean over everybody's."""
+    (total,) = replica.sum_small([divisor])
+    return tf.math.divide_no_nan(divisor, total * tf.cast(replica.share(), divisor.dtype))

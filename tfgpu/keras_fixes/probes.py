@@ -1,0 +1,142 @@
+"""Is the upstream fault still there? Each probe runs stock Keras on two logical CPU devices and looks.
+
+They must run where no repair is in force: `python -m tfgpu.keras_fixes.probes` does so in a process of its own and
+prints one JSON object, `{"name of the repair": true, ...}`; `tfgpu doctor` reads it.
+"""
+
+import json
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_X = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0]], "float32")
+_Y = np.array([[1.0], [0.0], [2.0]], "float32")
+
+
+def second_strategy_reuses_keys() -> bool:
+    """Whether two strategies of one process number their collectives alike."""
+    first, second = _mirrored(), _mirrored()
+    return first.extended._collective_keys._group_key == second.extended._collective_keys._group_key
+
+
+def uneven_batch_differs() -> bool:
+    """Whether three rows on two replicas teach something else than on one device."""
+    return _differs()
+
+
+def weighted_mean_differs() -> bool:
+    """Whether a mean by sample weight is taken on each replica alone."""
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    return _differs(rows=2, loss=loss, weights=np.array([1.0, 5.0], "float32"))
+
+
+def batch_norm_differs() -> bool:
+    """Whether BatchNormalization sees one replica's rows only."""
+    return _differs(rows=2, layer=keras.layers.BatchNormalization)
+
+
+def clipping_differs() -> bool:
+    """Whether gradients are clipped before they are summed."""
+    return _differs(rows=2, optimizer={"global_clipnorm": 0.1})
+
+
+def accumulation_fails() -> bool:
+    """Whether gradient accumulation crashes or learns something else."""
+    return _differs(rows=2, optimizer={"gradient_accumulation_steps": 2})
+
+
+def many_steps_fail() -> bool:
+    """Whether two steps in one execution crash."""
+    return _differs(rows=2, compile_options={"steps_per_execution": 2})
+
+
+def uneven_first_batch_fails() -> bool:
+    """Whether an unbuilt model cannot be built from a first batch that replicas hold unequal parts of."""
+    return _differs(is_built=False)
+
+
+def lazy_model_fails() -> bool:
+    """Whether a hand-written step cannot build its model and optimizer under two replicas."""
+    strategy = _mirrored()
+    with strategy.scope():
+        model, optimizer = keras.Sequential([keras.layers.Dense(1)]), keras.optimizers.Adam()
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    try:
+        tf.function(lambda x: strategy.run(step, args=(x,)))(tf.ones((1, 2)))
+    except Exception:
+        return True
+    return False
+
+
+def predict_on_batch_repeats() -> bool:
+    """Whether three rows come back as six."""
+    with _mirrored().scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    return len(model.predict_on_batch(_X)) != 3
+
+
+def dropout_masks_repeat() -> bool:
+    """Whether two replicas drop the same positions of different rows."""
+    masks = _mirrored().run(lambda: keras.random.dropout(tf.ones([8, 16]), 0.5, seed=1))
+    first, second = masks.values
+    return bool(tf.reduce_all(first == second))
+
+
+def global_seeds_differ() -> bool:
+    """Whether each replica makes a global seed generator of its own, with another seed."""
+    keras.utils.set_random_seed(0)
+    strategy = _mirrored()
+    try:
+        first, second = tf.function(lambda: strategy.run(lambda: keras.random.uniform([4])))().values
+    except ValueError:  # the second one is made while the first one's graph is
+        return True
+    return not bool(tf.reduce_all(first == second))
+
+
+def _mirrored() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def _differs(
+    *, rows=3, loss="mse", weights=None, layer=None, optimizer=None, compile_options=None, is_built=True
+) -> bool:
+    """Trains for an epoch of one batch on one device and on two replicas: do the weights differ, or does it crash?"""
+
+    def train(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            layers = [keras.layers.Dense(2)] + ([layer()] if layer else []) + [keras.layers.Dense(1)]
+            model = keras.Sequential(([keras.Input((2,))] if is_built else []) + layers)
+            model.compile(keras.optimizers.SGD(0.1, **(optimizer or {})), loss, **(compile_options or {}))
+        data = [a[:rows] for a in (_X, _Y)]
+        model.fit(*data, sample_weight=weights, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    alone = train(tf.distribute.get_strategy())
+    try:
+        spread = train(_mirrored())
+    except Exception:
+        return True
+    return max(float(np.abs(a - b).max()) for a, b in zip(alone, spread, strict=True)) > 1e-5
+
+
+def main() -> None:
+    """Prints what every probe finds, as JSON."""
+    from tfgpu.keras_fixes.catalogue import FIXES
+
+    warnings.simplefilter("ignore")
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    print(json.dumps({fix.name: fix.probe() for fix in FIXES}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""What one replica knows of the others while it runs a step.
+
+`tf.distribute` runs each local replica in a thread of its own, so the facts of a step lie in a `threading.local`.
+Outside a step of `fit`, `evaluate`, `predict` or `Trainer` there are none, and every question here answers `None`.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+
+_here = threading.local()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a replica's rows lie in the global batch: int32 scalar tensors.
+
+    Attributes:
+        local: rows that this replica holds; 0 where the batch was too small for it.
+        offset: rows that the replicas before it hold.
+        total: rows of the global batch.
+    """
+
+    local: tf.Tensor
+    offset: tf.Tensor
+    total: tf.Tensor
+
+
+@dataclass
+class Step:
+    """The facts of the step that a replica is running.
+
+    Attributes:
+        rows: where its rows lie in the global batch.
+        share: its part of the global batch, 0 to 1 (float32 scalar).
+        jit: the step is compiled by XLA (collectives then stay outside).
+        loss_is_weighed: the loss under the tape is multiplied by the share, so the gradients must not be.
+        results: `id(tensor) -> (tensor, metric, position)` for each metric result that the step read.
+    """
+
+    rows: Rows
+    share: tf.Tensor
+    jit: bool = False
+    loss_is_weighed: bool = False
+    results: dict = field(default_factory=dict)
+
+
+def is_spread(strategy: tf.distribute.Strategy) -> bool:
+    """Whether the strategy keeps a copy of the model on each replica, and the replicas meet in collectives."""
+    return isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy))
+
+
+def context() -> tf.distribute.ReplicaContext | None:
+    """The replica context under a strategy of replicas (of one replica too: it has `merge_call` as well), else None."""
+    found = tf.distribute.get_replica_context()
+    return found if found is not None and is_spread(found.strategy) else None
+
+
+def step() -> Step | None:
+    """The facts of the step which this replica is in, or None."""
+    return getattr(_here, "step", None) if context() is not None else None
+
+
+@contextlib.contextmanager
+def stepping(facts: Step):
+    """Makes `facts` the step of this replica for the length of the block."""
+    before = getattr(_here, "step", None)
+    _here.step = facts
+    try:
+        yield facts
+    finally:
+        _here.step = before
+
+
+@contextlib.contextmanager
+def gradients_met():
+    """For the length of the block this replica's optimizer works on gradients that are already summed."""
+    before = getattr(_here, "met", False)
+    _here.met = True
+    try:
+        yield
+    finally:
+        _here.met = before
+
+
+def have_met() -> bool:
+    """Whether this replica is applying gradients that are already summed over replicas."""
+    return getattr(_here, "met", False)
+
+
+def rows() -> Rows | None:
+    """Where this replica's rows lie in the global batch of the running step, or None outside a step."""
+    facts = step()
+    return facts.rows if facts is not None else None
+
+
+def share() -> tf.Tensor | None:
+    """This replica's part of the global batch, 0 to 1 (float32 scalar), or None outside a step."""
+    facts = step()
+    return facts.share if facts is not None else None
+
+
+def by_share(value: tf.Tensor) -> tf.Tensor:
+    """`value` times the share; 0 where this replica has no rows, whatever came of that (a mean of nothing is NaN)."""
+    return tf.math.multiply_no_nan(value, tf.cast(share(), value.dtype))
+
+
+def count(dtype: str = "float32") -> tf.Tensor:
+    """The number of replicas that train together, as a scalar of `dtype`."""
+    return tf.constant(context().num_replicas_in_sync, dtype)
+
+
+def begin(local: tf.Tensor, *, jit: bool = False) -> Step:
+    """Tells the replicas how many rows each holds, and returns the facts of the step for this one.
+
+    Args:
+        local: rows of this replica, int32 scalar.
+        jit: whether XLA compiles the step.
+    """
+    ctx = context()
+    index = tf.cast(ctx.replica_id_in_sync_group, tf.int32)
+    if ctx.num_replicas_in_sync == 1:
+        counts = local[None]
+    else:
+        mine = tf.one_hot(index, ctx.num_replicas_in_sync) * tf.cast(local, tf.float32)
+        counts = tf.cast(sum_small([mine])[0], tf.int32)
+    total = tf.reduce_sum(counts)
+    share = tf.math.divide_no_nan(tf.cast(local, tf.float32), tf.cast(total, tf.float32))
+    return Step(Rows(local, tf.reduce_sum(counts[:index]), total), share, jit=jit)
+
+
+def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums a few small tensors over all replicas: on the host where one process holds every replica."""
+    ctx = context()
+    if spans_processes(ctx.strategy):
+        return all_reduce(values)
+
+    def add(strategy, *columns):
+        with tf.device("CPU:0"):
+            return [tf.add_n(strategy.experimental_local_results(column)) for column in columns]
+
+    with _uncompiled():
+        return ctx.merge_call(add, args=tuple(values))
+
+
+def all_reduce(values: list) -> list:
+    """Sums tensors or IndexedSlices over all replicas in one packed collective, kept out of XLA's clusters."""
+    if not values:
+        return []
+    with _uncompiled():
+        return context().all_reduce(tf.distribute.ReduceOp.SUM, values)
+
+
+@contextlib.contextmanager
+def compiled(facts: Step):
+    """Lets XLA compile what it can of the block where the step asks for it; collectives stay outside."""
+    if not facts.jit:
+        yield
+        return
+    with tf.xla.experimental.jit_scope():
+        yield
+
+
+def spans_processes(strategy: tf.distribute.Strategy) -> bool:
+    """Whether the replicas lie in several processes."""
+    return is_spread(strategy) and strategy.extended._in_multi_worker_mode()
+
+
+def _uncompiled():
+    facts = getattr(_here, "step", None)
+    if facts is not None and facts.jit:
+        return tf.xla.experimental.jit_scope(compile_ops=False)
+    return contextlib.nullcontext()
+
+
+def run_outside(strategy: tf.distribute.Strategy, make: Callable[[], None]) -> None:
+    """Runs `make` as if outside the replicas and outside any graph, under the strategy's scope.
+
+    A replica that creates a variable would make only its own copy; made here, all replicas get theirs at once.
+    """
+    from tensorflow.python.distribute import distribute_lib
+
+    with tf.init_scope():
+        distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
+        try:
+            with strategy.scope():
+                make()
+        finally:
+            distribute_lib._pop_per_thread_mode()

@@ -1,0 +1,224 @@
+"""The compiled steps of `fit`, `evaluate` and `Trainer`: many in one tf.function, logs read once at the end.
+
+Stock Keras feeds distributed values through `Optional`s and a nested tf.function, averages the logs over replicas, and
+draws a real batch (one that training then misses) to build the model: https://github.com/keras-team/keras/issues/20585,
+https://github.com/keras-team/keras/issues/20329, https://github.com/keras-team/keras/issues/20861.
+"""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+from keras.src import backend, tree
+from keras.src.backend.tensorflow import trainer as keras_trainer
+
+from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes.seam import wrap
+
+
+class Steps:
+    """Runs steps of a model on an iterator, `count` of them a call, and returns the logs after the last.
+
+    `model.train_function` and `model.test_function` hold one under replicas; `Trainer` makes them anywhere.
+
+    Args:
+        model: the compiled model.
+        step_function: `model.train_step` or `model.test_step`.
+    """
+
+    def __init__(self, model, step_function: Callable):
+        self._model = model
+        self._strategy = model.distribute_strategy
+        self._is_spread = replica.is_spread(self._strategy)
+        step_function = model._autoconvert_optionals(step_function)
+        if model.jit_compile and not model.run_eagerly and not self._is_spread:
+            step_function = tf.function(step_function, jit_compile=True, reduce_retracing=True)
+        self._step = step_function
+        self._layout = None
+        self._on_iterator = self._compile(lambda iterator: self._finish(self._run(iterator.get_next())))
+        self._on_data = self._compile(lambda data: self._finish(self._run(data)))
+        self._loop = self._compile(self._run_many)
+
+    def __call__(self, iterator):
+        """Runs the model's `steps_per_execution` steps, or those that are left: what `fit` and `evaluate` call.
+
+        Raises:
+            tf.errors.OutOfRangeError: the iterator had no batch left at all.
+        """
+        count = self._model.steps_per_execution
+        if isinstance(iterator, (tf.distribute.DistributedIterator, tf.data.Iterator)):
+            return self.run(iterator, count)[1]
+        for _, data in zip(range(count), iterator, strict=False):
+            logs = self._on_data(self._cut_for_replicas(data) if self._is_spread else data)
+        return logs
+
+    def run(self, iterator, count: int) -> tuple[int, dict]:
+        """Runs up to `count` steps; another count retraces nothing.
+
+        Returns:
+            How many steps there was data for, and the logs after the last of them.
+
+        Raises:
+            tf.errors.OutOfRangeError: the iterator had no batch left at all.
+        """
+        done, logs = 0, None
+        if count == 1 or self._layout is None:  # the first step tells what the loop carries
+            done, logs = 1, self._on_iterator(iterator)
+        if done < count:
+            more, new = self._loop(iterator, tf.constant(count - done, tf.int32))
+            done, logs = done + int(more), new if int(more) else logs
+        if done == 0:
+            raise tf.errors.OutOfRangeError(None, None, "The data has ended.")
+        return done, logs
+
+    def _compile(self, function: Callable) -> Callable:
+        function = tf.autograph.experimental.do_not_convert(function)
+        return function if self._model.run_eagerly else tf.function(function, reduce_retracing=True)
+
+    def _run_many(self, iterator, count: tf.Tensor):
+        # The step is a Python function inside the loop, never a nested tf.function: TensorFlow feeds a collective's key
+        # at call time and loses it where a function is called from a loop ("must feed a value for placeholder").
+        def another(done, left, parts):
+            data = iterator.get_next_as_optional()
+            return tf.cond(
+                data.has_value(),
+                lambda: (done + 1, left - 1, self._run(data.get_value())),
+                lambda: (done, 0, parts),
+            )
+
+        nothing = self._strategy.run(lambda: tree.map_structure(lambda t: tf.zeros(t.shape, t.dtype), self._parts))
+        done, _, parts = tf.while_loop(lambda done, left, parts: left > 0, another, (0, count, nothing))
+        return done, self._finish(parts)
+
+    def _run(self, data):
+        """One step on every replica. Returns what `_finish` needs beside the metrics' own state."""
+        return self._strategy.run(self._replica_step if self._is_spread else self._only_step, args=(data,))
+
+    def _finish(self, parts):
+        return self._finish_spread(parts) if self._is_spread else parts
+
+    def _only_step(self, data):
+        with _after(data):
+            self._layout = logs = self._step(data)
+        self._parts = tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), logs)
+        return logs
+
+    def _replica_step(self, data):
+        facts = replica.begin(_rows_of(data), jit=bool(self._model.jit_compile))
+        for metric in self._model.metrics:
+            _record_results(type(metric))
+        with replica.stepping(facts), replica.compiled(facts), _after(data):
+            logs = self._step(data)
+            leaves = tree.flatten(logs)
+            sources = [facts.results.get(id(leaf), (None, None, None))[1:] for leaf in leaves]
+            parts = [
+                replica.by_share(tf.cast(leaf, tf.float32))
+                for leaf, (metric, _) in zip(leaves, sources, strict=True)
+                if metric is None
+            ]
+        self._layout = logs, sources
+        self._parts = [tf.TensorSpec(part.shape, part.dtype) for part in parts]
+        return parts
+
+    def _finish_spread(self, parts):
+        logs = self._strategy.run(self._make_global, args=(parts,))
+        return tree.map_structure(lambda value: self._strategy.experimental_local_results(value)[0], logs)
+
+    def _make_global(self, parts):
+        """One all-reduce: sums the metrics' state and reads them anew; sums the other entries' parts."""
+        logs, sources = self._layout
+        metrics = list({id(metric): metric for metric, _ in sources if metric is not None}.values())
+        variables = [v for metric in metrics for v in metric.variables]
+        # identity: an all-reduce of a captured variable's own tensor fails inside a tf.function
+        summed = iter(replica.all_reduce([tf.identity(_widen(v.value)) for v in variables] + list(parts)))
+        state = [(v, tf.cast(next(summed), v.dtype)) for v in variables]
+        with backend.StatelessScope(state_mapping=state):
+            read = {id(metric): tree.flatten(metric.result()) for metric in metrics}
+        values = [next(summed) if metric is None else read[id(metric)][at] for metric, at in sources]
+        return tree.pack_sequence_as(logs, values)
+
+    def _cut_for_replicas(self, data):
+        """`train_on_batch`'s one batch in equal parts, in replica order, as a distributed dataset cuts its batches."""
+
+        def part(ctx):
+            def cut(value):
+                if value is None:
+                    return None
+                size = -(-len(value) // ctx.num_replicas_in_sync)
+                return tf.convert_to_tensor(value[ctx.replica_id_in_sync_group * size :][:size])
+
+            return tf.nest.map_structure(cut, data)
+
+        return self._strategy.experimental_distribute_values_from_function(part)
+
+
+def run_many_steps_in_one_call() -> None:
+    """Gives models under replicas `Steps` as their train and test functions."""
+
+    @wrap(keras_trainer.TensorFlowTrainer, "_make_function")
+    def make_function(stock, self, step_function):
+        if not replica.is_spread(self.distribute_strategy):
+            return stock(self, step_function)
+        return Steps(self, step_function)
+
+
+def build_from_spec() -> None:
+    """Builds a model from the data's `element_spec`, where stock Keras draws a batch and averages it over replicas."""
+
+    @wrap(keras_trainer.TensorFlowTrainer, "_maybe_symbolic_build")
+    def maybe_symbolic_build(stock, self, iterator=None, data_batch=None):
+        if iterator is not None and self._distribute_strategy is not None:
+            data_batch = tf.nest.map_structure(_one_replica, iterator._distributed_dataset.element_spec)
+        return stock(self, None, data_batch)
+
+
+def split_batches_to_predict() -> None:
+    """`predict_on_batch` splits its batch over the replicas; stock Keras predicts the whole batch on each of them."""
+
+    @wrap(keras_trainer.TensorFlowTrainer, "predict_on_batch")
+    def predict_on_batch(stock, self, x):
+        if not replica.is_spread(self.distribute_strategy):
+            return stock(self, x)
+        return stock(self, Steps(self, self.predict_step)._cut_for_replicas(x))
+
+
+def _after(data):
+    """Lets nothing of a step run before its data is there: where the data ends, `iterations` must not count one more."""
+    return tf.control_dependencies([t for t in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(t)])
+
+
+def _one_replica(spec):
+    if isinstance(spec, tf.OptionalSpec):
+        return None
+    return spec._value_specs[0] if hasattr(spec, "_value_specs") else spec
+
+
+def _rows_of(data) -> tf.Tensor:
+    """Rows of a replica's data: the first dimension of its first tensor, or 1 where that is a scalar."""
+    for value in tf.nest.flatten(data):
+        if isinstance(value, tf.RaggedTensor):
+            return tf.cast(value.nrows(), tf.int32)
+        if isinstance(value, tf.SparseTensor):
+            return tf.cast(value.dense_shape[0], tf.int32)
+        if value is not None and value.shape.rank != 0:
+            rows = value.shape[0]  # tf.shape(x)[0] of a (4, None) tensor is no longer known to be 4
+            return tf.shape(value)[0] if rows is None else tf.constant(rows)
+    return tf.constant(1)
+
+
+def _widen(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.float32 if value.dtype.is_floating else value.dtype)
+
+
+def _record_results(cls: type) -> None:
+    """Lets a step know which numbers of its logs are results of which metric."""
+    if "_records_results" in cls.__dict__:
+        return
+    cls._records_results = True
+
+    @wrap(cls, "result")
+    def result(stock, self):
+        out = stock(self)
+        facts = replica.step()
+        if facts is not None:
+            facts.results.update({id(t): (t, self, at) for at, t in enumerate(tree.flatten(out))})
+        return out
