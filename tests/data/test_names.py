@@ -1,0 +1,74 @@
+import subprocess
+import sys
+
+import pytest
+
+from tfgpu.data.names import SourceName, parse_source, parse_stages
+from tfgpu.errors import InputError
+
+
+def test_every_kind_of_source_is_told_apart(tmp_path):
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "a.tfrecord-00000-of-00001").touch()
+    assert parse_source("digits") == SourceName("digits", "digits")
+    assert parse_source("tfds:mnist:3.0.1") == SourceName("tfds", "mnist:3.0.1")
+    assert parse_source("my_project.data:load") == SourceName("function", "my_project.data:load")
+    assert parse_source(str(tmp_path / "photos")).kind == "folder"
+    assert parse_source(str(tmp_path / "shards")).kind == "records"
+    assert parse_source("data/*.tfrecord") == SourceName("records", "data/*.tfrecord")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("digit", "Did you mean 'digits'"),
+        ("", "Try 'digits'"),
+        ("tfds:", "needs a data set's name"),
+        ("no/such/folder", "No such data folder"),
+        (7, "must be a name"),
+    ],
+)
+def test_a_wrong_source_names_the_fix(text, message):
+    with pytest.raises(InputError, match=message):
+        parse_source(text)
+
+
+def test_a_file_that_is_no_record_is_refused(tmp_path):
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(InputError, match="single file"):
+        parse_source(str(tmp_path / "a.csv"))
+
+
+def test_stages_are_completed():
+    assert parse_stages("flip") == (("flip", {"horizontal": True, "vertical": False}),)
+    assert parse_stages([("rotate", {"degrees": 5})]) == (("rotate", {"degrees": 5, "fill": "constant"}),)
+    assert parse_stages([{"shift": {"fraction": 0.2}}])[0][1]["fraction"] == 0.2
+    assert parse_stages(()) == ()
+
+
+@pytest.mark.parametrize(
+    "stages, message",
+    [
+        (["flop"], "Did you mean 'flip'"),
+        ([("rotate", {"degree": 5})], "Did you mean 'degrees'"),
+        ([("rotate", {"degrees": 500})], "at most 180"),
+        ([("rotate", {"degrees": "ten"})], "must be a number"),
+        ([("shift", {"fill": "reflekt"})], "Did you mean 'reflect'"),
+        ([("zoom", {"fraction": 1})], "between 0 and 1"),
+        ([("crop", {"padding": 1.5})], "whole number of pixels"),
+        ([("flip", {"vertical": 1})], "true or false"),
+        ([("noise", {"stddev": 0})], "above 0"),
+        ([("rotate", 5)], "pair"),
+        ([5], "pair"),
+    ],
+)
+def test_a_wrong_stage_names_the_fix(stages, message):
+    with pytest.raises(InputError, match=message):
+        parse_stages(stages)
+
+
+def test_names_are_checked_without_tensorflow():
+    code = "import sys; from tfgpu.data import parse_source; parse_source('digits')"
+    check = "; assert 'tensorflow' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code + check], check=True, timeout=60)

@@ -1,0 +1,137 @@
+"""What every source becomes: examples with an index, a label and a way to fetch them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.errors import InputError
+
+
+@dataclass(frozen=True)
+class Examples:
+    """All examples of one source, addressed by index 0 to n-1. Either `array` or `load` is set.
+
+    Attributes:
+        name: what to call the source in logs and reports.
+        labels: [n] or [n, ...] integers from 0.
+        shape: one example's shape as the model will see it.
+        class_names: one name a class.
+        array: [n, ...] when the examples are in memory; uint8 images stay uint8 until they are batched.
+        load: index (int64 scalar tensor) -> one example, for sources that stay on the disk.
+        own: the source's own parts, name to int64 indices; always has `train`.
+        skipped: the names of the corrupt examples that were left out.
+    """
+
+    name: str
+    labels: np.ndarray
+    shape: tuple[int | None, ...]
+    class_names: tuple[str, ...]
+    array: np.ndarray | None = None
+    load: Callable[[tf.Tensor], tf.Tensor] | None = None
+    own: Mapping[str, np.ndarray] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+
+def from_arrays(x, y, *, name: str, own: Mapping[str, np.ndarray] | None = None, class_names=None) -> Examples:
+    """Checks arrays and makes them `Examples`.
+
+    Args:
+        x: [n, ...] numbers. uint8 of [n, height, width] or [n, height, width, channels] are images: they
+            become float32 in [0, 1]. float64 becomes float32; other integers (tokens) stay as they are.
+        y: [n] integers from 0, or strings (sorted into classes); [n, 1] is flattened; [n, length] integers
+            serve sequence models.
+        name: what to call the source.
+        own: the source's own parts, as indices.
+        class_names: one name a class, where they are known.
+
+    Returns:
+        Examples in memory.
+
+    Raises:
+        InputError: lengths that differ, no examples, labels that are not classes, values that are not finite.
+
+    Example:
+        >>> examples = from_arrays(np.zeros([3, 4]), np.array(["cat", "dog", "cat"]), name="pets")
+        >>> examples.class_names, examples.labels.tolist()
+        (('cat', 'dog'), [0, 1, 0])
+    """
+    x = _features(np.asarray(x), name)
+    labels, class_names = labels_of(np.asarray(y), name=name, class_names=class_names)
+    if len(x) != len(labels):
+        raise InputError(
+            f"{name}: x and y must have one row an example. Received: {len(x)} rows in x, {len(labels)} in y."
+        )
+    own = own or {"train": np.arange(len(x))}
+    return Examples(name, labels, x.shape[1:], class_names, array=x, own=own)
+
+
+def labels_of(y: np.ndarray, *, name: str, class_names=None) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Makes labels int64 from 0 and names the classes.
+
+    Returns:
+        The labels and one name a class.
+
+    Raises:
+        InputError: labels that are not whole numbers from 0 or strings, or more classes than examples.
+    """
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim == 0 or not len(y):
+        raise InputError(f"{name}: there are no examples. Give at least one example and its label.")
+    if y.dtype.kind in "USO":
+        words, labels = np.unique([w.decode() if isinstance(w, bytes) else str(w) for w in y], return_inverse=True)
+        return labels.astype(np.int64), tuple(words.tolist())
+    if y.dtype.kind == "b" or (y.dtype.kind == "f" and y.ndim == 1 and np.all(y == np.floor(y))):
+        y = y.astype(np.int64)
+    if y.dtype.kind not in "iu":
+        raise InputError(
+            f"{name}: labels must be whole numbers from 0 to classes-1, or strings. Received: "
+            f"{y.dtype} of shape "
+            f"{y.shape}. For one-hot rows give y.argmax(-1)."
+        )
+    labels = y.astype(np.int64)
+    if labels.min() < 0:
+        raise InputError(f"{name}: labels must be 0 or more. Received: {labels.min()}. Number the classes from 0.")
+    classes = int(labels.max()) + 1
+    if class_names:
+        if classes > len(class_names):
+            raise InputError(
+                f"{name}: a label is {classes - 1}, but there are {len(class_names)} classes. Number them from 0."
+            )
+        return labels, tuple(str(c) for c in class_names)
+    if labels.ndim == 1 and classes > max(len(labels), 2):
+        raise InputError(
+            f"{name}: labels must be 0 to classes-1. Received: {classes - 1} as the largest of {len(labels)} "
+            "examples' labels. Number the classes from 0 without gaps."
+        )
+    return labels, tuple(str(c) for c in range(classes))
+
+
+def to_model(x: tf.Tensor) -> tf.Tensor:
+    """Turns uint8 images [..., channels] into float32 in [0, 1] and leaves other examples as they are."""
+    return tf.cast(x, tf.float32) / 255.0 if x.dtype == tf.uint8 else x
+
+
+def _features(x: np.ndarray, name: str) -> np.ndarray:
+    if x.ndim == 0 or not len(x):
+        raise InputError(f"{name}: there are no examples. Give at least one example and its label.")
+    if x.ndim == 1:
+        x = x[:, None]
+    if x.dtype == np.uint8 and x.ndim == 3:
+        x = x[..., None]
+    if x.dtype == np.uint8 and x.ndim == 2:
+        return x.astype(np.float32)
+    if x.dtype.kind == "f":
+        x = x.astype(np.float32)
+        if not np.isfinite(x).all():
+            row = int(np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(1))[0])
+            raise InputError(
+                f"{name}: x must be finite. Received: NaN or infinity in example {row}. Remove or mend it."
+            )
+    elif x.dtype.kind == "b":
+        x = x.astype(np.float32)
+    elif x.dtype.kind not in "iu":
+        raise InputError(f"{name}: x must be numbers. Received: {x.dtype} of shape {x.shape}. Convert it to float32.")
+    return x

@@ -1,0 +1,110 @@
+"""A folder of images, one folder a class.
+
+    photos/cat/1.jpg            photos/train/cat/1.jpg
+    photos/dog/2.png     or     photos/test/dog/2.png      (train, validation, test)
+
+JPEG, PNG, BMP and the first frame of a GIF. Folders of up to 2 GiB are decoded once before training, so a
+corrupt file is named at the start; in larger ones it is named when training meets it.
+"""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.data.decoding import Files, Reading, decode_image, open_files
+from tfgpu.data.examples import Examples
+from tfgpu.data.splits import PARTS
+from tfgpu.errors import InputError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
+
+_log = logging.getLogger(__name__)
+
+
+def open_folder(folder: str, reading: Reading) -> Examples:
+    """Reads a folder of images by class.
+
+    Args:
+        folder: its path.
+        reading: size, corrupt files, memory.
+
+    Returns:
+        uint8 images, one class a folder, in the order of the names.
+
+    Raises:
+        InputError: no folder, no classes, no images, a corrupt image, images of different sizes.
+    """
+    root = Path(folder)
+    found = _find(root)
+    class_names = _classes(root, found)
+    paths, labels, own = [], [], {}
+    for part, by_class in found.items():
+        first = len(paths)
+        for name, files in by_class.items():
+            paths += files
+            labels += [class_names.index(name)] * len(files)
+        own[part] = np.arange(first, len(paths))
+    with tf.device("CPU:0"):
+        path_of, label_of = tf.constant([str(p) for p in paths]), tf.constant(labels, tf.int64)
+    files = Files(
+        name=root.name,
+        count=len(paths),
+        size=sum(path.stat().st_size for path in paths),
+        read=lambda i: (decode_image(tf.io.read_file(path_of[i])), label_of[i]),
+        label=lambda i: label_of[i],
+        where=lambda i: tf.strings.join(["the image ", path_of[i]]),
+        own=own,
+        class_names=class_names,
+    )
+    return open_files(files, reading)
+
+
+def _find(root: Path) -> dict[str, dict[str, list[Path]]]:
+    """Lists the image files by part and class; a folder without parts is all `train`."""
+    folders = _folders(root)
+    parts = [f for f in folders if f.name in PARTS]
+    if any(f.name == "train" for f in parts) and len(parts) == len(folders):
+        found = {f.name: {c.name: _images(c) for c in _folders(f)} for f in parts}
+    else:
+        found = {"train": {c.name: _images(c) for c in folders}}
+    if not any(files for by_class in found.values() for files in by_class.values()):
+        loose = " They lie directly in it: move them into one folder a class." if _images(root) else ""
+        raise InputError(
+            f"No images in {str(root)!r} by class.{loose} "
+            f"Expected FOLDER/CLASS/*{'|'.join(SUFFIXES)} or FOLDER/train/CLASS/..."
+        )
+    return found
+
+
+def _classes(root: Path, found) -> tuple[str, ...]:
+    train = found["train"]
+    empty = sorted(name for name, files in train.items() if not files)
+    if empty:
+        _log.warning("%s: class folders without images are left out: %s", root, ", ".join(empty))
+    names = tuple(sorted(name for name, files in train.items() if files))
+    if len(names) < 2:
+        raise InputError(
+            f"{str(root)!r} must hold at least two classes with training images. "
+            f"Received: {', '.join(names) or 'none'}. "
+            "Expected FOLDER/CLASS/image.png or FOLDER/train/CLASS/image.png."
+        )
+    for part, by_class in found.items():
+        for name in [n for n, files in by_class.items() if not files]:
+            del by_class[name]
+        extra = sorted(set(by_class) - set(names))
+        if extra:
+            raise InputError(
+                f"{str(root / part)!r} has classes that training lacks: {', '.join(extra)}. Add or remove them."
+            )
+    return names
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _images(folder: Path) -> list[Path]:
+    files = (p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    return sorted(p for p in files if p.is_file())

@@ -1,0 +1,110 @@
+"""Data sets that tensorflow-datasets has prepared on this machine: `tfds:NAME`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.data.decoding import Files, Reading, open_files
+from tfgpu.data.examples import Examples
+from tfgpu.data.records import Index
+from tfgpu.data.splits import PARTS
+from tfgpu.errors import InputError, MachineError, unknown
+
+
+def open_tfds(name: str, reading: Reading) -> Examples:
+    """Opens a prepared data set of tensorflow-datasets; nothing is downloaded.
+
+    Its own train, validation and test splits are used as they are. The records are read by place, as TFRecord
+    files are.
+
+    Args:
+        name: such as `"mnist"` or `"mnist:3.0.1"`; searched in TFDS_DATA_DIR (default
+            `~/tensorflow_datasets`).
+        reading: size, corrupt records, memory.
+
+    Returns:
+        The examples, as the data set's supervised keys say.
+
+    Raises:
+        InputError: an unknown name (with the closest), a data set that is not prepared, or one without
+            labels.
+        MachineError: tensorflow-datasets is not installed.
+    """
+    builder = _builder(name)
+    splits = {part: builder.info.splits[part] for part in PARTS if part in builder.info.splits}
+    if "train" not in splits:
+        raise InputError(
+            f"tfds:{name} has no train split. Received: {', '.join(builder.info.splits)}. Use module:function."
+        )
+    x_name, y_name = _keys(builder, name)
+    paths, own_files = [], {}
+    for part, split in splits.items():
+        own_files[part] = range(len(paths), len(paths) + len(split.filepaths))
+        paths += [Path(p) for p in split.filepaths]
+    index = Index(paths)
+
+    def read(i):
+        example = builder.info.features.deserialize_example(index.record(i))
+        return example[x_name], tf.cast(example[y_name], tf.int64)
+
+    files = Files(
+        name=f"tfds:{name}",
+        count=len(index.offsets),
+        size=sum(p.stat().st_size for p in paths),
+        read=read,
+        label=lambda i: read(i)[1],  # the decoding of what is not used is pruned from the graph
+        where=index.where,
+        own={part: np.flatnonzero(np.isin(index.file_of, list(numbers))) for part, numbers in own_files.items()},
+        class_names=tuple(getattr(builder.info.features[y_name], "names", None) or ()) or None,
+        lost=index.lost,
+    )
+    return open_files(files, reading)
+
+
+def _builder(name: str):
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise MachineError("tfds: sources need tensorflow-datasets. Run: pip install tensorflow-datasets") from error
+    try:
+        builder = tfds.builder(name)
+    except tfds.core.DatasetNotFoundError as error:
+        raise _closest(name, tfds.list_builders()) from error
+    except (ValueError, AssertionError) as error:
+        raise InputError(
+            f"Cannot open 'tfds:{name}': {' '.join(str(error).split())[:200]}. Check the name and version."
+        ) from error
+    if not builder.info.splits:
+        raise InputError(
+            f"tfds:{name} is not prepared in {builder.data_dir}. Run where there is internet: "
+            f"python -c \"import tensorflow_datasets as tfds; tfds.load('{name}')\""
+        )
+    if builder.info.file_format.value != "tfrecord":
+        raise InputError(
+            f"tfds:{name} is stored as {builder.info.file_format.value}. Prepare it as tfrecord: "
+            f"tfds build {name} --file_format=tfrecord"
+        )
+    return builder
+
+
+def _closest(name: str, choices: Iterable[str]) -> InputError:
+    """One line: the hundreds of known names are left out of it."""
+    message = str(unknown("tfds data set", name, choices)).split(" Choices:")[0]
+    return InputError(
+        f'{message} The names: python -c "import tensorflow_datasets as tfds; print(tfds.list_builders())"'
+    )
+
+
+def _keys(builder, name: str) -> tuple[str, str]:
+    keys = builder.info.supervised_keys
+    if not keys or len(keys) != 2 or not all(isinstance(k, str) for k in keys):
+        raise InputError(f"tfds:{name} does not say which features are the example and the label. Use module:function.")
+    x_name, y_name = keys
+    features = builder.info.features
+    if features[x_name].dtype not in (np.uint8, np.float32, np.float64, np.int32, np.int64):
+        raise InputError(
+            f"tfds:{name}: the feature {x_name!r} is {features[x_name].dtype}, not numbers. Use module:function."
+        )
+    return x_name, y_name

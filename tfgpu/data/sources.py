@@ -1,0 +1,171 @@
+"""Opens a source of examples by its name, or arrays and data sets handed over directly."""
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.data import folders, prepared, records
+from tfgpu.data.decoding import Reading, check_unsized
+from tfgpu.data.examples import Examples, from_arrays
+from tfgpu.data.names import parse_source
+from tfgpu.data.splits import PARTS
+from tfgpu.errors import InputError, unknown
+
+
+def digits() -> Examples:
+    """Reads scikit-learn's handwritten digits: 1,797 real images of 8 x 8, ten classes, no download.
+
+    Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI repository, 1998.
+
+    Returns:
+        Examples of shape (8, 8, 1), float32 in [0, 1] (the original 0-16 counts over 16).
+
+    Example:
+        >>> digits().array.shape
+        (1797, 8, 8, 1)
+    """
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    return from_arrays(bunch.images[..., None] / 16.0, bunch.target, name="digits")
+
+
+def open_source(source, reading: Reading | None = None) -> Examples:
+    """Opens whatever `pipeline` accepts as a source.
+
+    Args:
+        source: a name (see `names.parse_source`), arrays `(x, y)`, a `tf.data.Dataset` of `(x, y)`
+            examples, or a dict of such from `train`, `validation`, `test`.
+        reading: how to read files: image size, what to do with corrupt ones, how much to keep in memory.
+
+    Returns:
+        The examples, read or ready to be read.
+
+    Raises:
+        InputError: the source does not exist, is corrupt or cannot be used; one line with the fix.
+
+    Example:
+        >>> open_source((np.zeros([4, 2]), [0, 1, 0, 1])).shape
+        (2,)
+    """
+    reading = reading or Reading()
+    if isinstance(source, Path):
+        source = str(source)
+    if not isinstance(source, str):
+        check_unsized("arrays", reading.image_size)
+        return _from_values(source, name="arrays", reading=reading)
+    name = parse_source(source)
+    if name.kind in ("digits", "function"):
+        check_unsized(source, reading.image_size)
+    if name.kind == "digits":
+        return digits()
+    if name.kind == "folder":
+        return folders.open_folder(name.value, reading)
+    if name.kind == "records":
+        return records.open_records(name.value, reading)
+    if name.kind == "tfds":
+        return prepared.open_tfds(name.value, reading)
+    return _from_values(_call(name.value), name=name.value, reading=reading)
+
+
+def _call(text: str):
+    """Imports `module:function`, also from the working directory, and calls it."""
+    module_name, function_name = text.split(":")
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise InputError(
+            f"Cannot import {module_name!r} for the data source {text!r}: {error}. Install it or run from its folder."
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        choices = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise unknown(f"function of module {module_name!r}", function_name, choices)
+    try:
+        return function()
+    except Exception as error:
+        message = " ".join(str(error).split())
+        raise InputError(
+            f"The data source {text!r} raised {type(error).__name__}: {message}. It is called without arguments."
+        ) from error
+
+
+def _from_values(values, *, name: str, reading: Reading) -> Examples:
+    if isinstance(values, Mapping):
+        for key in values:
+            if key not in PARTS:
+                raise unknown(f"part of {name}", key, PARTS)
+        if "train" not in values:
+            raise InputError(f"{name}: the dict of parts needs 'train'. Received: {', '.join(values) or 'nothing'}.")
+        return _joined({part: _arrays(value, f"{name}, {part}", reading) for part, value in values.items()}, name)
+    return from_arrays(*_arrays(values, name, reading), name=name)
+
+
+def _arrays(value, name: str, reading: Reading) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(value, tf.data.Dataset):
+        return _read_dataset(value, name, reading)
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InputError(
+            f"{name}: data must be (x, y) arrays, a tf.data.Dataset of (x, y) examples, or a dict of parts. "
+            f"Received: {type(value).__name__}."
+        )
+    try:
+        return np.asarray(value[0]), np.asarray(value[1])
+    except ValueError as error:
+        raise InputError(
+            f"{name}: x and y must be arrays of one shape an example. Received rows of different shapes."
+        ) from error
+
+
+def _joined(parts: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str) -> Examples:
+    parts = {part: xy for part, xy in parts.items() if part == "train" or len(xy[0])}
+    own, start = {}, 0
+    for part, (x, y) in parts.items():
+        if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
+            raise InputError(
+                f"{name}, {part}: x and y must have one row an example. Received: shapes {x.shape}, {y.shape}."
+            )
+        own[part] = np.arange(start, start + len(x))
+        start += len(x)
+    shapes = {part: (x.shape[1:], y.shape[1:]) for part, (x, y) in parts.items()}
+    if len(set(shapes.values())) > 1:
+        raise InputError(f"{name}: all parts must have examples of one shape. Received: {shapes}.")
+    x, y = (np.concatenate([xy[i] for xy in parts.values()]) for i in (0, 1))
+    return from_arrays(x, y, name=name, own=own)
+
+
+def _read_dataset(dataset: tf.data.Dataset, name: str, reading: Reading) -> tuple[np.ndarray, np.ndarray]:
+    """Reads a data set of single examples into memory: only then can it be split and shuffled exactly."""
+    spec = dataset.element_spec
+    if not isinstance(spec, tuple) or len(spec) != 2 or not all(isinstance(s, tf.TensorSpec) for s in spec):
+        raise InputError(f"{name}: the data set must give (x, y) examples. Received: elements {spec}.")
+    if spec[1].shape.rank and spec[1].shape[0] is None:
+        raise InputError(f"{name}: the data set must give single examples, not batches. Use dataset.unbatch().")
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise InputError(f"{name}: the data set never ends. Take the repeat() out, or add take(n).")
+    xs, ys, size = [], [], 0
+    for x, y in dataset.as_numpy_iterator():
+        xs.append(x)
+        ys.append(y)
+        size += x.nbytes if isinstance(x, np.ndarray) else 8
+        if size > reading.memory_bytes:
+            raise InputError(
+                f"{name}: the data set is larger than memory_bytes={reading.memory_bytes}. "
+                "Raise it, or write the examples with tfgpu.data.records.write and read the file."
+            )
+    if len({np.shape(x) for x in xs}) > 1:
+        raise InputError(
+            f"{name}: all examples must have one shape. Received: {sorted({np.shape(x) for x in xs})[:5]}."
+        )
+    return np.asarray(xs), np.asarray(ys)

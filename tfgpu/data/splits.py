@@ -1,0 +1,125 @@
+"""Train, validation and test parts without leakage: stratified, disjoint, copies on one side."""
+
+import hashlib
+
+import numpy as np
+
+from tfgpu.errors import InputError
+
+PARTS = ("train", "validation", "test")
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Raises `InputError` unless `value` is a number from 0 up to, not including, 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise InputError(
+            f"`{name}` is the fraction of the examples to set aside, 0 to below 1. Received: {value!r}. Try 0.1."
+        )
+
+
+def split(labels: np.ndarray, *, validation: float, test: float, seed: int = 0, groups: np.ndarray | None = None):
+    """Cuts examples into three disjoint parts that hold every class in the same proportion.
+
+    Each class is shuffled by the seed and cut by itself. What rounding takes from one class it gives to the
+    next, so the parts have the asked size to within one example. A class with enough examples is in every
+    part.
+
+    Args:
+        labels: int [n], the class of each example.
+        validation, test: fractions of n; 0 leaves that part empty. Their sum is below 1.
+        seed: which of the possible splits.
+        groups: int [n]; examples of the same group stay together (exact copies). Default: each alone.
+
+    Returns:
+        A dict from `train`, `validation` and `test` to sorted int64 indices.
+
+    Raises:
+        InputError: a fraction out of range, or too few examples for the parts asked for.
+
+    Example:
+        >>> parts = split(np.array([0, 1] * 10), validation=0.2, test=0.2, seed=3)
+        >>> {name: len(indices) for name, indices in parts.items()}
+        {'train': 12, 'validation': 4, 'test': 4}
+    """
+    check_fraction("validation", validation)
+    check_fraction("test", test)
+    if validation + test >= 1:
+        raise InputError(
+            f"`validation` and `test` leave nothing to train on. Received: {validation} + {test}. "
+            "Their sum must be below 1."
+        )
+    labels = np.asarray(labels)
+    groups = np.arange(len(labels)) if groups is None else np.asarray(groups)
+    asked = {name: value for name, value in (("test", test), ("validation", validation)) if value > 0}
+    taken: dict[str, list[np.ndarray]] = {name: [] for name in PARTS}
+    debt = dict.fromkeys(asked, 0.0)
+    for sets in _groups_by_class(labels, groups, np.random.default_rng(seed)):
+        _cut_class(sets, asked, debt, taken)
+    parts = {name: np.sort(np.concatenate([np.empty(0, np.int64), *taken[name]])) for name in PARTS}
+    _check_filled(parts, asked, len(labels))
+    return parts
+
+
+def copies(array: np.ndarray) -> np.ndarray:
+    """Numbers the examples so that exact copies (the same bytes) share a number.
+
+    Args:
+        array: [n, ...].
+
+    Returns:
+        int64 [n]: for each example, the index of the first that equals it.
+
+    Example:
+        >>> copies(np.array([[1, 2], [3, 4], [1, 2]])).tolist()
+        [0, 1, 0]
+    """
+    first: dict[bytes, int] = {}
+    digests = (hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=16).digest() for row in array)
+    return np.array([first.setdefault(digest, i) for i, digest in enumerate(digests)], np.int64)
+
+
+def _groups_by_class(labels, groups, rng):
+    """Yields each class's groups of indices in random order; a group counts for its first label."""
+    _, first, group_of = np.unique(groups, return_index=True, return_inverse=True)
+    members = np.split(np.argsort(group_of, kind="stable"), np.cumsum(np.bincount(group_of))[:-1])
+    label_of_group = labels[first]
+    for label in np.unique(label_of_group):
+        mine = np.flatnonzero(label_of_group == label)
+        yield [members[i] for i in rng.permutation(mine)]
+
+
+def _cut_class(sets, asked, debt, taken) -> None:
+    total = sum(len(s) for s in sets)
+    left = list(sets)
+    for name, fraction in asked.items():
+        exact = fraction * total + debt[name]
+        waiting = len(asked) - list(asked).index(name)  # parts, this one and train included, still to be served
+        wanted = max(round(exact), 1) if len(left) > waiting else round(exact)
+        got, left = _take(left, wanted, keep=waiting if len(left) > waiting else 1)
+        debt[name] = exact - sum(len(s) for s in got)
+        taken[name] += got
+    taken["train"] += left
+
+
+def _take(groups: list, wanted: int, *, keep: int) -> tuple[list, list]:
+    """Parts `groups` in two: at most `wanted` examples, and the rest, which is at least `keep` groups."""
+    got, rest, size, room = [], [], 0, len(groups) - keep
+    for group in groups:
+        if len(got) < room and size + len(group) <= wanted:
+            got.append(group)
+            size += len(group)
+        else:
+            rest.append(group)
+    if not got and wanted >= 1 and room > 0:  # every group is larger than the share: the smallest serves
+        smallest = min(range(len(rest)), key=lambda i: len(rest[i]))
+        got.append(rest.pop(smallest))
+    return got, rest
+
+
+def _check_filled(parts, asked, count) -> None:
+    empty = [name for name in ("train", *asked) if not len(parts[name])]
+    if empty:
+        raise InputError(
+            f"{count} examples are too few for the parts asked for: none is left for {' and '.join(empty)}. "
+            "Give more examples, or set `validation` or `test` to 0."
+        )
