@@ -1,0 +1,227 @@
+"""Model builders, and `build`, which finds one by its name: ours, one of `keras.applications`, or your own
+function.
+
+Every builder returns a plain functional Keras model whose outputs are logits in float32, whatever the dtype
+policy: compile it with a loss that has `from_logits=True`. It saves as `.keras`, loads and exports without
+tfgpu's help.
+
+    import tfgpu
+    model = tfgpu.models.resnet((32, 32, 3), 10, depth=18)
+    model = tfgpu.models.build("MobileNetV2", input_shape=(96, 96, 3), classes=5)
+    model = tfgpu.models.build("my_models:unet", input_shape=(64, 64, 1), classes=2, options={"width": 16})
+"""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType, ModuleType
+
+import keras
+
+from tfgpu import errors
+from tfgpu.errors import InputError
+from tfgpu.models.cnn import cnn
+from tfgpu.models.mlp import mlp
+from tfgpu.models.resnet import resnet
+from tfgpu.models.transformer import transformer
+from tfgpu.models.vit import vit
+
+__all__ = ["BUILDERS", "applications", "build", "cnn", "mlp", "resnet", "transformer", "vit"]
+
+BUILDERS = MappingProxyType({f.__name__: f for f in (cnn, mlp, resnet, transformer, vit)})
+
+# `build` sets these itself: a head with logits for the data's classes, and no downloaded weights.
+_FIXED = frozenset(
+    {"weights", "include_top", "input_tensor", "input_shape", "classes", "classifier_activation"}
+)
+_WITHOUT_TOP = frozenset({"pooling"})
+
+
+def applications() -> Mapping[str, Callable[..., keras.Model]]:
+    """Names the models of `keras.applications`, by Keras's own spelling.
+
+    Returns:
+        Name -> Keras's function.
+
+    Example:
+        >>> "MobileNetV2" in applications()
+        True
+    """
+    return dict(inspect.getmembers(keras.applications, inspect.isfunction))
+
+
+def build(
+    name: str, *, input_shape: Sequence[int], classes: int, options: Mapping[str, object] | None = None
+) -> keras.Model:
+    """Builds a model by name, for inputs of this shape and this many classes.
+
+    Args:
+        name: a builder's name (`cnn`, `mlp`, `resnet`, `transformer`, `vit`), a name in `keras.applications`
+            (random weights; capitals do not matter), or `module:function`, where the module may lie in the
+            current directory. Such a function gets `input_shape` and `classes` if it takes them, and returns
+            a Keras model with logits.
+        input_shape: shape of one example, without the batch.
+        classes: number of outputs.
+        options: further arguments of the builder, by name. Default: none.
+
+    Returns:
+        A Keras model whose outputs are logits.
+
+    Raises:
+        InputError: an unknown name or option (the message names the closest), an input that the model cannot
+            take, or a function that cannot be found or returns something else.
+
+    Example:
+        >>> build("mlp", input_shape=(8, 8, 1), classes=10, options={"widths": [32]}).count_params()
+        2410
+    """
+    options = dict(options or {})
+    known = applications()
+    by_lower = {spelled.lower(): spelled for spelled in known}
+    if not isinstance(name, str) or not name:
+        raise InputError(f"A model's name must be a text such as 'cnn'. Received: {name!r}.")
+    if ":" in name:
+        return _build_from_module(name, input_shape, classes, options)
+    if name.lower() in BUILDERS:
+        builder = BUILDERS[name.lower()]
+        _check_options(name, options, _keywords(builder))
+        return builder(input_shape, classes, **options)
+    if name.lower() in by_lower:
+        spelled = by_lower[name.lower()]
+        return _build_application(spelled, known[spelled], input_shape, classes, options)
+    raise errors.unknown("model", name, [*BUILDERS, *by_lower, "module:function"])
+
+
+def _build_application(name, function, input_shape, classes, options) -> keras.Model:
+    parameters = inspect.signature(function).parameters
+    _check_options(name, options, [p for p in parameters if p not in _FIXED | _WITHOUT_TOP])
+    if "include_preprocessing" in parameters:
+        # These models would divide by 255 what the data pipeline has scaled already.
+        options.setdefault("include_preprocessing", False)
+    try:
+        model = function(
+            weights=None,
+            input_shape=tuple(input_shape),
+            classes=classes,
+            classifier_activation=None,
+            **options,
+        )
+    except (ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"Model {name!r} cannot be built for input_shape={tuple(input_shape)}, classes={classes}, "
+            f"options={options}: {reason} If the images are too small, enlarge them, or use cnn or resnet."
+        ) from error
+    if keras.backend.standardize_dtype(model.output.dtype) == "float32":
+        return model
+    logits = keras.layers.Activation("linear", dtype="float32", name="float32_logits")(model.output)
+    return keras.Model(model.input, logits, name=model.name)
+
+
+def _build_from_module(name, input_shape, classes, options) -> keras.Model:
+    with _current_directory_importable():
+        function = _find_function(name)
+        given = {"input_shape": tuple(input_shape), "classes": classes}
+        if _takes_any(function):
+            arguments = {**given, **options}
+        else:
+            allowed = _keywords(function, positional=True)
+            _check_options(name, options, [p for p in allowed if p not in given])
+            arguments = {key: value for key, value in given.items() if key in allowed} | options
+        missing = [p for p in _required(function) if p not in arguments]
+        if missing:
+            raise InputError(
+                f"Model {name!r} needs the option {missing[0]!r}. Received: {sorted(options)}. Add it."
+            )
+        model = function(**arguments)
+    if not isinstance(model, keras.Model):
+        raise InputError(
+            f"Model {name!r} must return a keras.Model. Received: {type(model).__name__}. Return the model."
+        )
+    if _ends_in_softmax(model):
+        raise InputError(
+            f"Model {name!r} must return logits, but its layer {model.layers[-1].name!r} applies softmax, "
+            "and the loss would apply it again. Remove that activation."
+        )
+    return model
+
+
+def _find_function(name: str) -> Callable[..., object]:
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise InputError(f"A model of your own is named module:function. Received: {name!r}.")
+    module = _import_module(name, module_name)
+    function = getattr(module, function_name, None)
+    if function is None:
+        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise errors.unknown(f"function of module {module_name}", function_name, names)
+    if not callable(function):
+        raise InputError(f"Model {name!r} must name a function. Received: a {type(function).__name__}.")
+    return function
+
+
+def _import_module(name: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise InputError(
+                f"Model {name!r}: there is no module {module_name!r} in {os.getcwd()} or among the installed "
+                "packages. Correct the name, or start in the directory that holds it."
+            ) from error
+        raise InputError(
+            f"Model {name!r}: {module_name} needs {error.name!r}, which is not installed."
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise InputError(f"Model {name!r}: {module_name!r} is no module's name ({error}).") from error
+
+
+@contextmanager
+def _current_directory_importable() -> Iterator[None]:
+    """Lets imports see the current directory, as `python script.py` does and a command does not."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _check_options(name: str, options: Mapping[str, object], allowed: Sequence[str]) -> None:
+    for option in options:
+        if option not in allowed:
+            raise errors.unknown(f"option of model {name}", option, allowed)
+
+
+def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
+def _keywords(function: Callable[..., object], *, positional: bool = False) -> list[str]:
+    kinds = {inspect.Parameter.KEYWORD_ONLY} | (
+        {inspect.Parameter.POSITIONAL_OR_KEYWORD} if positional else set()
+    )
+    return [p.name for p in _parameters(function) if p.kind in kinds]
+
+
+def _required(function: Callable[..., object]) -> list[str]:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in _parameters(function) if p.default is p.empty and p.kind not in variable]
+
+
+def _takes_any(function: Callable[..., object]) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(function))
+
+
+def _ends_in_softmax(model: keras.Model) -> bool:
+    if not model.layers:
+        return False
+    last = model.layers[-1]
+    return (
+        isinstance(last, keras.layers.Softmax)
+        or getattr(last, "activation", None) is keras.activations.softmax
+    )

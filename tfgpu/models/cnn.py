@@ -1,0 +1,101 @@
+"""A plain convolutional network: convolutions with pooling between. The default of `tfgpu train`."""
+
+from collections.abc import Sequence
+
+import keras
+
+from tfgpu.models import parts
+
+HEADS = ("auto", "flatten", "average")
+MOST_FLATTENED_SIDE = 8
+
+
+def cnn(
+    input_shape: Sequence[int] = (8, 8, 1),
+    classes: int = 10,
+    *,
+    filters: Sequence[int] = (32, 64),
+    convolutions: int = 2,
+    kernel: int = 3,
+    head: str = "auto",
+    units: int = 128,
+    activation: str = "relu",
+    initializer: str = "he_normal",
+    normalization: str = "batch",
+    dropout: float = 0.25,
+) -> keras.Model:
+    """Builds a small convolutional classifier.
+
+    Each stage is `convolutions` times (convolution, normalisation, activation), then a 2x2 maximum pooling.
+    Then the
+    head: the last map flattened or averaged, one hidden layer, the logits.
+
+    Args:
+        input_shape: (height, width, channels) of one image, in pixels.
+        classes: number of outputs.
+        filters: channels of each stage.
+        convolutions: convolutions in a stage.
+        kernel: side of each convolution's kernel, in pixels.
+        head: "flatten" keeps where a feature was, which small images need; "average" keeps the head small for
+            large ones; "auto" flattens maps of at most 8x8.
+        units: units of the hidden layer of the head; 0 leaves it out.
+        activation: a Keras activation's name.
+        initializer: a Keras initialiser's name (He et al., 2015, suits relu).
+        normalization: before each activation: "batch", "sync_batch", "layer", "group" or "none".
+        dropout: rate after each stage and after the hidden layer.
+
+    Returns:
+        A functional Keras model whose outputs are logits in float32 (use a loss with `from_logits=True`).
+
+    Raises:
+        InputError: an argument has no meaning; the message names those that have.
+
+    Example:
+        >>> cnn((8, 8, 1), 10).output_shape
+        (None, 10)
+    """
+    shape = parts.check_shape("cnn", input_shape, ("height", "width", "channels"))
+    filters = parts.check_wholes("filters", filters)
+    parts.check_whole("classes", classes)
+    parts.check_whole("convolutions", convolutions)
+    parts.check_whole("kernel", kernel)
+    parts.check_whole("units", units, least=0)
+    parts.check_choice("head", head, HEADS)
+    parts.check_style(activation, initializer, normalization)
+    dropout = parts.check_rate("dropout", dropout)
+    style = {"activation": activation, "initializer": initializer, "normalization": normalization}
+
+    inputs = x = keras.Input(shape, name="inputs")
+    for stage, channels in enumerate(filters, start=1):
+        for i in range(1, convolutions + 1):
+            x = _convolve(x, channels, kernel, **style, name=f"stage{stage}_conv{i}")
+        # "same" keeps a map of one pixel, so that any depth fits any image.
+        x = keras.layers.MaxPooling2D(2, padding="same", name=f"stage{stage}_pool")(x)
+        x = parts.drop(x, dropout, name=f"stage{stage}_dropout")
+    if head == "flatten" or (head == "auto" and max(x.shape[1:3]) <= MOST_FLATTENED_SIDE):
+        x = keras.layers.Flatten(name="flatten")(x)
+    else:
+        x = keras.layers.GlobalAveragePooling2D(dtype="float32", name="average")(x)
+    if units:
+        x = keras.layers.Dense(
+            units, use_bias=normalization == "none", kernel_initializer=initializer, name="hidden"
+        )(x)
+        x = parts.normalize(x, normalization, name="hidden_norm")
+        x = keras.layers.Activation(activation, name="hidden_activation")(x)
+        x = parts.drop(x, dropout, name="hidden_dropout")
+    return keras.Model(inputs, parts.logits(x, classes), name="cnn")
+
+
+def _convolve(
+    x, channels: int, kernel: int, *, activation: str, initializer: str, normalization: str, name: str
+):
+    x = keras.layers.Conv2D(
+        channels,
+        kernel,
+        padding="same",
+        use_bias=normalization == "none",
+        kernel_initializer=initializer,
+        name=name,
+    )(x)
+    x = parts.normalize(x, normalization, name=f"{name}_norm")
+    return keras.layers.Activation(activation, name=f"{name}_activation")(x)

@@ -1,0 +1,283 @@
+"""What the builders share: checks of arguments, normalisation, the attention block, the float32 head."""
+
+import math
+from collections.abc import Sequence
+
+import keras
+
+from tfgpu import errors
+from tfgpu.errors import InputError
+
+ACTIVATIONS = (
+    "celu", "elu", "gelu", "hard_silu", "leaky_relu", "linear", "mish", "relu", "relu6", "selu", "sigmoid",
+    "silu", "softplus", "tanh",
+)  # fmt: skip
+INITIALIZERS = (
+    "glorot_normal", "glorot_uniform", "he_normal", "he_uniform", "lecun_normal", "lecun_uniform",
+    "orthogonal", "random_normal", "random_uniform", "truncated_normal",
+)  # fmt: skip
+NORMALIZATIONS = ("batch", "sync_batch", "layer", "group", "none")
+
+# The values of the published ResNets; Keras's own momentum of 0.99 needs thousands of steps before
+# the averages used in evaluation are those of the data.
+BATCH_MOMENTUM = 0.9
+BATCH_EPSILON = 1e-5
+LAYER_EPSILON = 1e-6
+MOST_GROUPS = 32
+
+
+def check_whole(name: str, value: object, *, least: int = 1) -> int:
+    """Returns `value` if it is a whole number of at least `least`.
+
+    Raises:
+        InputError: it is not; the message says which argument.
+
+    Example:
+        >>> check_whole("depth", 4)
+        4
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"`{name}` must be a whole number of at least {least}. Received: {name}={value!r}.")
+    return value
+
+
+def check_wholes(name: str, values: object, *, fewest: int = 1) -> tuple[int, ...]:
+    """Returns `values` as a tuple of whole numbers of at least 1, such as the widths of layers.
+
+    Raises:
+        InputError: it is not a list of such numbers, or is shorter than `fewest`.
+
+    Example:
+        >>> check_wholes("filters", [32, 64])
+        (32, 64)
+    """
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < fewest:
+        raise InputError(
+            f"`{name}` must be a list of at least {fewest} whole numbers. Received: {name}={values!r}."
+        )
+    return tuple(check_whole(f"{name}[{i}]", value) for i, value in enumerate(values))
+
+
+def check_rate(name: str, value: object) -> float:
+    """Returns a dropout rate as a float, if it is at least 0 and below 1.
+
+    Raises:
+        InputError: it is not.
+
+    Example:
+        >>> check_rate("dropout", 0.1)
+        0.1
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise InputError(f"`{name}` must be at least 0 and below 1. Received: {name}={value!r}.")
+    return float(value)
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Returns `value` if it is `True` or `False`.
+
+    Raises:
+        InputError: it is something else, such as the text "false", which Python would take for true.
+
+    Example:
+        >>> check_flag("zero_init_residual", False)
+        False
+    """
+    if not isinstance(value, bool):
+        raise InputError(f"`{name}` must be true or false. Received: {name}={value!r}.")
+    return value
+
+
+def check_choice(kind: str, value: object, choices: Sequence[str]) -> str:
+    """Returns `value` if it is one of `choices`; otherwise the error names the closest.
+
+    Raises:
+        InputError: it is not.
+
+    Example:
+        >>> check_choice("normalization", "batch", NORMALIZATIONS)
+        'batch'
+    """
+    if value not in choices:
+        raise errors.unknown(kind, value, choices)
+    return str(value)
+
+
+def check_style(activation: str, initializer: str, normalization: str, normalizations=NORMALIZATIONS) -> None:
+    """Checks the three names that every builder takes.
+
+    Raises:
+        InputError: one of them is unknown; the message names the closest.
+
+    Example:
+        >>> check_style("relu", "he_normal", "batch")
+    """
+    check_choice("activation", activation, ACTIVATIONS)
+    check_choice("initializer", initializer, INITIALIZERS)
+    check_choice("normalization", normalization, normalizations)
+
+
+def check_shape(model: str, input_shape: object, dims: tuple[str, ...]) -> tuple[int, ...]:
+    """Returns `input_shape` as a tuple, if it has one whole number for each name in `dims`.
+
+    Args:
+        model: the builder's name, for the message.
+        input_shape: the shape of one example, without the batch.
+        dims: what each number stands for, such as `("height", "width", "channels")`.
+
+    Raises:
+        InputError: the shape has another length, or holds something else.
+
+    Example:
+        >>> check_shape("cnn", [8, 8, 1], ("height", "width", "channels"))
+        (8, 8, 1)
+    """
+    shape = (
+        tuple(input_shape) if isinstance(input_shape, Sequence) and not isinstance(input_shape, str) else ()
+    )
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
+    if len(shape) != len(dims) or not whole:
+        named = ", ".join(dims) + ("," if len(dims) == 1 else "")
+        raise InputError(
+            f"Model {model!r} needs `input_shape` as ({named}) in whole numbers. "
+            f"Received: input_shape={input_shape!r}. Use other data, or a model made for this shape."
+        )
+    return shape
+
+
+def normalize(x, kind: str, *, name: str, zero_gamma: bool = False):
+    """Adds a normalisation layer to `x`, or nothing for `"none"`.
+
+    `"sync_batch"` takes its statistics over all replicas' examples, as one device would. `"group"` uses the
+    most groups up to 32 that divide the channels (Wu and He, 2018). `"layer"` works over the channels of each
+    position.
+
+    Args:
+        x: a symbolic tensor whose last axis holds the channels.
+        kind: one of `NORMALIZATIONS`.
+        name: the layer's name.
+        zero_gamma: start with a scale of zero, so that a residual branch starts as nothing.
+
+    Returns:
+        A symbolic tensor of the same shape.
+
+    Example:
+        >>> normalize(keras.Input((8, 8, 12)), "group", name="norm").shape
+        (None, 8, 8, 12)
+    """
+    gamma = "zeros" if zero_gamma else "ones"
+    if kind in ("batch", "sync_batch"):
+        return keras.layers.BatchNormalization(
+            momentum=BATCH_MOMENTUM,
+            epsilon=BATCH_EPSILON,
+            gamma_initializer=gamma,
+            synchronized=kind == "sync_batch",
+            name=name,
+        )(x)
+    if kind == "group":
+        groups = math.gcd(MOST_GROUPS, x.shape[-1])
+        return keras.layers.GroupNormalization(
+            groups, epsilon=BATCH_EPSILON, gamma_initializer=gamma, name=name
+        )(x)
+    if kind == "layer":
+        return keras.layers.LayerNormalization(epsilon=LAYER_EPSILON, gamma_initializer=gamma, name=name)(x)
+    return x
+
+
+def drop(x, rate: float, *, name: str):
+    """Adds dropout to `x`, or nothing when the rate is 0.
+
+    Example:
+        >>> drop(keras.Input((4,)), 0.1, name="dropout").shape
+        (None, 4)
+    """
+    return keras.layers.Dropout(rate, name=name)(x) if rate else x
+
+
+def logits(x, classes: int, initializer: str = "glorot_uniform"):
+    """Adds the last layer: one logit a class, computed in float32 whatever the dtype policy.
+
+    float16 holds about three digits: a softmax over rounded logits, and the loss's logarithm, lose more than
+    the layer costs.
+
+    Example:
+        >>> logits(keras.Input((16,)), 10).dtype
+        'float32'
+    """
+    return keras.layers.Dense(classes, kernel_initializer=initializer, dtype="float32", name="logits")(x)
+
+
+def check_heads(width: int, heads: int) -> None:
+    """Checks that attention heads share the width evenly.
+
+    Raises:
+        InputError: they do not; the message names the nearest width that they would.
+
+    Example:
+        >>> check_heads(64, 4)
+    """
+    if width % heads:
+        nearest = max(1, round(width / heads)) * heads
+        raise InputError(
+            f"`width` must divide evenly among the heads. Received: width={width}, heads={heads}. "
+            f"Use width={nearest}."
+        )
+
+
+def attend(
+    x,
+    *,
+    heads: int,
+    mlp_width: int,
+    causal: bool,
+    activation: str,
+    initializer: str,
+    normalization: str,
+    dropout: float,
+    attention_dropout: float,
+    name: str,
+):
+    """Adds one pre-LN transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Pre-LN trains without warm-up and at depths where the first transformer's order does not
+    (Xiong et al., 2020, "On Layer Normalization in the Transformer Architecture").
+
+    Args:
+        x: symbolic tensor (batch, length, width).
+        heads: attention heads; `width` is a multiple of it.
+        mlp_width: units of the hidden layer of the MLP.
+        causal: each position sees only itself and those before it.
+        activation: of the MLP's hidden layer.
+        initializer: of every kernel.
+        normalization: `"layer"` or `"none"`.
+        dropout: after the attention, and after each layer of the MLP.
+        attention_dropout: of the attention weights.
+        name: prefix of the layers' names.
+
+    Returns:
+        A symbolic tensor of the same shape.
+
+    Example:
+        >>> style = dict(activation="gelu", initializer="glorot_uniform", normalization="layer")
+        >>> rates = dict(dropout=0.0, attention_dropout=0.0)
+        >>> attend(keras.Input((4, 8)), heads=2, mlp_width=16, causal=True, **style, **rates, name="b").shape
+        (None, 4, 8)
+    """
+    width = x.shape[-1]
+    y = normalize(x, normalization, name=f"{name}_norm1")
+    y = keras.layers.MultiHeadAttention(
+        heads,
+        width // heads,
+        dropout=attention_dropout,
+        kernel_initializer=initializer,
+        name=f"{name}_attention",
+    )(y, y, use_causal_mask=causal)
+    y = drop(y, dropout, name=f"{name}_dropout1")
+    x = keras.layers.Add(name=f"{name}_add1")([x, y])
+    y = normalize(x, normalization, name=f"{name}_norm2")
+    y = keras.layers.Dense(mlp_width, kernel_initializer=initializer, name=f"{name}_mlp1")(y)
+    y = keras.layers.Activation(activation, name=f"{name}_activation")(y)
+    y = drop(y, dropout, name=f"{name}_dropout2")
+    y = keras.layers.Dense(width, kernel_initializer=initializer, name=f"{name}_mlp2")(y)
+    y = drop(y, dropout, name=f"{name}_dropout3")
+    return keras.layers.Add(name=f"{name}_add2")([x, y])

@@ -1,0 +1,85 @@
+"""A small language model: token ids in, one logit for each possible next token out, at every position."""
+
+from collections.abc import Sequence
+
+import keras
+
+from tfgpu.models import layers, parts
+
+
+def transformer(
+    input_shape: Sequence[int] = (64,),
+    classes: int = 256,
+    *,
+    width: int = 128,
+    depth: int = 2,
+    heads: int = 4,
+    mlp_width: int | None = None,
+    activation: str = "gelu",
+    initializer: str = "glorot_uniform",
+    normalization: str = "layer",
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+) -> keras.Model:
+    """Builds a causal, decoder-only, pre-LN transformer with learned positions, in the manner of GPT-2.
+
+    The output at a position depends on the tokens up to it alone; train it on targets that are the inputs
+    moved by one.
+
+    Args:
+        input_shape: (length,) of one example, in tokens.
+        classes: size of the vocabulary: ids are 0 to classes - 1.
+        width: units of each position.
+        depth: transformer blocks.
+        heads: attention heads; divides `width`.
+        mlp_width: hidden units of each block's MLP. Default: 4 times `width`.
+        activation: a Keras activation's name.
+        initializer: a Keras initialiser's name, for the kernels.
+        normalization: "layer" or "none", before each attention and MLP.
+        dropout: rate after the positions are added and after each attention and MLP layer.
+        attention_dropout: rate of the attention weights.
+
+    Returns:
+        A functional Keras model from (batch, length) int32 to (batch, length, classes) logits in float32 (use
+        a loss with `from_logits=True`).
+
+    Raises:
+        InputError: an argument has no meaning, such as a width that its heads do not divide; the message says
+            which has.
+
+    Example:
+        >>> transformer((16,), 100, width=32, heads=2).output_shape
+        (None, 16, 100)
+
+    Source: Radford et al., 2019, "Language Models are Unsupervised Multitask Learners"
+    """
+    shape = parts.check_shape("transformer", input_shape, ("length",))
+    for name, value in {"classes": classes, "width": width, "depth": depth, "heads": heads}.items():
+        parts.check_whole(name, value)
+    mlp_width = parts.check_whole("mlp_width", 4 * width if mlp_width is None else mlp_width)
+    parts.check_heads(width, heads)
+    parts.check_style(activation, initializer, normalization, ("layer", "none"))
+    dropout = parts.check_rate("dropout", dropout)
+    attention_dropout = parts.check_rate("attention_dropout", attention_dropout)
+
+    inputs = keras.Input(shape, dtype="int32", name="tokens")
+    # Small, so that the positions, which start from the same spread, are heard (GPT-2's value).
+    spread = keras.initializers.RandomNormal(stddev=0.02)
+    x = keras.layers.Embedding(classes, width, embeddings_initializer=spread, name="embedding")(inputs)
+    x = layers.PositionEmbedding(name="positions")(x)
+    x = parts.drop(x, dropout, name="dropout")
+    for i in range(1, depth + 1):
+        x = parts.attend(
+            x,
+            heads=heads,
+            mlp_width=mlp_width,
+            causal=True,
+            activation=activation,
+            initializer=initializer,
+            normalization=normalization,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            name=f"block{i}",
+        )
+    x = parts.normalize(x, normalization, name="norm")
+    return keras.Model(inputs, parts.logits(x, classes), name="transformer")

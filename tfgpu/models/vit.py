@@ -1,0 +1,153 @@
+"""Vision transformers: an image as a sequence of patches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import keras
+
+from tfgpu.errors import InputError
+from tfgpu.models import layers, parts
+
+
+@dataclass(frozen=True)
+class Size:
+    """Width, depth and heads that go together under one name."""
+
+    width: int
+    depth: int
+    heads: int
+
+
+# "nano" is ours, for small images on a laptop; the others are the published ones (ViT-Ti, -S, -B, -L, -H).
+SIZES = MappingProxyType(
+    {
+        "nano": Size(96, 4, 4),
+        "tiny": Size(192, 12, 3),
+        "small": Size(384, 12, 6),
+        "base": Size(768, 12, 12),
+        "large": Size(1024, 24, 16),
+        "huge": Size(1280, 32, 16),
+    }
+)
+POOLS = ("token", "mean")
+# 32x32 gets patches of 4 and 224x224 patches of 16, as in the literature.
+FEWEST_PATCHES_A_SIDE = 7
+
+
+def vit(
+    input_shape: Sequence[int] = (32, 32, 3),
+    classes: int = 10,
+    *,
+    size: str = "nano",
+    patch: int | None = None,
+    width: int | None = None,
+    depth: int | None = None,
+    heads: int | None = None,
+    mlp_width: int | None = None,
+    pool: str = "token",
+    activation: str = "gelu",
+    initializer: str = "glorot_uniform",
+    normalization: str = "layer",
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+) -> keras.Model:
+    """Builds a vision transformer; ViT-B/16 is `vit((224, 224, 3), 1000, size="base", patch=16)`.
+
+    Args:
+        input_shape: (height, width, channels) of one image, in pixels.
+        classes: number of outputs.
+        size: "nano" (width 96, depth 4, 4 heads), "tiny", "small", "base", "large" or "huge": what the next
+            arguments are unless they are given.
+        patch: side of a patch, in pixels; divides both sides. Default: the largest of 16, 8, 4, 2 and 1 that
+            leaves 7 patches a side.
+        width: units of each position.
+        depth: transformer blocks.
+        heads: attention heads; divides `width`.
+        mlp_width: hidden units of each block's MLP. Default: 4 times `width`.
+        pool: what the logits are read from: "token" (a learned token before the patches) or "mean" (of all
+            patches).
+        activation: a Keras activation's name.
+        initializer: a Keras initialiser's name.
+        normalization: "layer" or "none", before each attention and MLP (pre-LN).
+        dropout: rate after the positions are added and after each attention and MLP layer.
+        attention_dropout: rate of the attention weights.
+
+    Returns:
+        A functional Keras model whose outputs are logits in float32 (use a loss with `from_logits=True`).
+
+    Raises:
+        InputError: an argument has no meaning, such as a patch that does not divide the image; the message
+            names those that have.
+
+    Example:
+        >>> vit((32, 32, 3), 10).output_shape
+        (None, 10)
+
+    Source: Dosovitskiy et al., 2020, https://arxiv.org/abs/2010.11929
+    """
+    shape = parts.check_shape("vit", input_shape, ("height", "width", "channels"))
+    parts.check_whole("classes", classes)
+    parts.check_choice("size", size, tuple(SIZES))
+    width = parts.check_whole("width", SIZES[size].width if width is None else width)
+    depth = parts.check_whole("depth", SIZES[size].depth if depth is None else depth)
+    heads = parts.check_whole("heads", SIZES[size].heads if heads is None else heads)
+    mlp_width = parts.check_whole("mlp_width", 4 * width if mlp_width is None else mlp_width)
+    parts.check_heads(width, heads)
+    patch = _check_patch(patch, shape)
+    parts.check_choice("pool", pool, POOLS)
+    parts.check_style(activation, initializer, normalization, ("layer", "none"))
+    dropout = parts.check_rate("dropout", dropout)
+    attention_dropout = parts.check_rate("attention_dropout", attention_dropout)
+
+    inputs = keras.Input(shape, name="inputs")
+    x = keras.layers.Conv2D(width, patch, strides=patch, kernel_initializer=initializer, name="patches")(
+        inputs
+    )
+    x = keras.layers.Reshape((x.shape[1] * x.shape[2], width), name="sequence")(x)
+    if pool == "token":
+        x = layers.ClassToken(name="class_token")(x)
+    x = layers.PositionEmbedding(name="positions")(x)
+    x = parts.drop(x, dropout, name="dropout")
+    for i in range(1, depth + 1):
+        x = parts.attend(
+            x,
+            heads=heads,
+            mlp_width=mlp_width,
+            causal=False,
+            activation=activation,
+            initializer=initializer,
+            normalization=normalization,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            name=f"block{i}",
+        )
+    x = parts.normalize(x, normalization, name="norm")
+    if pool == "token":
+        x = x[:, 0]
+    else:
+        x = keras.layers.GlobalAveragePooling1D(dtype="float32", name="average")(x)
+    return keras.Model(inputs, parts.logits(x, classes), name="vit")
+
+
+def _check_patch(patch: object, shape: tuple[int, ...]) -> int:
+    height, width, _ = shape
+    if patch is None:
+        fits = (
+            p
+            for p in (16, 8, 4, 2)
+            if _divides(p, shape) and min(height, width) // p >= FEWEST_PATCHES_A_SIDE
+        )
+        return next(fits, 1)
+    parts.check_whole("patch", patch)
+    if not _divides(patch, shape):
+        possible = ", ".join(str(p) for p in range(1, min(height, width) + 1) if _divides(p, shape))
+        raise InputError(
+            f"`patch` must divide the image's sides. Received: patch={patch}, input_shape={shape}. "
+            f"Choices: {possible}."
+        )
+    return patch
+
+
+def _divides(patch: int, shape: tuple[int, ...]) -> bool:
+    return shape[0] % patch == 0 and shape[1] % patch == 0
