@@ -121,7 +121,7 @@ def test_an_overflow_on_the_last_replica_skips_the_step_on_all(strategy):
     x[-1] = np.inf
     model.fit(x, np.zeros((8, 1), "float32"), batch_size=8, shuffle=False, verbose=0)
     scales = {float(v) for v in strategy.experimental_local_results(optimizer.dynamic_scale.value)}
-    assert (weight(model), scales, int(inner.iterations)) == (1.0, {4.0}, 0)
+    assert (weight(model), scales, int(inner.iterations.numpy())) == (1.0, {4.0}, 0)
     model.fit(np.ones((8, 1), "float32"), np.zeros((8, 1), "float32"), batch_size=8, verbose=0)
     assert weight(model) == pytest.approx(1 - 0.01 * 2, abs=1e-6)
 

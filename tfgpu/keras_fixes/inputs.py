@@ -1,9 +1,9 @@
 """What `Trainer` needs of Keras and Keras keeps private: its data adapters. So both paths read the same batches."""
 
 import tensorflow as tf
-from keras.src import tree
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.utils.python_utils import pythonify_logs
 
 from tfgpu.keras_fixes.trainer import Steps
 
@@ -96,5 +96,10 @@ def resumed_epoch(model, initial_epoch: int) -> int:
 
 
 def to_numbers(logs: dict) -> dict:
-    """Logs as Python numbers, read from the device once."""
-    return tree.map_structure(lambda value: value.numpy().item() if hasattr(value, "numpy") else value, logs)
+    """Logs as Python numbers, in Keras's order."""
+    return pythonify_logs(logs)
+
+
+def in_order(model, logs: dict):
+    """What `evaluate` returns without `return_dict`: the values in the order of the model's metrics."""
+    return model._flatten_metrics_in_order(logs)

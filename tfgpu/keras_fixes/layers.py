@@ -24,8 +24,9 @@ def make_variables_once() -> None:
 def normalise_by_global_batch() -> None:
     """BatchNormalization takes its mean and variance over the global batch, as one device does, masks included.
 
-    Stock Keras takes them over each replica's rows unless `synchronized=True`, ignores that flag where a mask is given,
-    and squeezes axes of size one away. One packed all-reduce a layer, where stock's synchronised form has three.
+    Stock Keras takes them over each replica's rows unless `synchronized=True`, ignores that flag where a mask is
+    given, and then finds the variance as E[x^2] - E[x]^2, which cancels where the mean is large. Here one collective
+    brings every replica's count, mean and squared deviations together (Chan, Golub and LeVeque, 1979).
     """
 
     @wrap(nn, "_compute_moments_sync")
@@ -46,16 +47,24 @@ def normalise_by_global_batch() -> None:
 
 def _moments(x: tf.Tensor, axes, keepdims: bool, weights: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
     """Mean and variance of `x` over `axes` and over all replicas; positions of weight 0 do not count."""
-    if weights is None:
-        # Sums around a shift common to all replicas would be kinder to rounding; stock uses plain sums too.
-        part, count = x, tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), x.dtype)
-    else:
-        part, count = tf.where(weights > 0, x, tf.zeros_like(x)), tf.reduce_sum(weights, axes, keepdims=True)
-    total, squares, count = replica.all_reduce(
-        [tf.reduce_sum(part, axes, keepdims=True), tf.reduce_sum(part * part, axes, keepdims=True), count]
-    )
-    mean = tf.math.divide_no_nan(total, count)
-    variance = tf.maximum(tf.math.divide_no_nan(squares, count) - mean * mean, 0)
-    if keepdims:
-        return mean, variance
-    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+    weights = tf.ones_like(x) if weights is None else weights
+
+    def total(values):
+        return tf.reduce_sum(tf.where(weights > 0, values, tf.zeros_like(values)), axes, keepdims=True)
+
+    count = tf.reduce_sum(weights, axes, keepdims=True)
+    mean = tf.math.divide_no_nan(total(x), count)
+    counts, means, squares = tf.unstack(_gather(tf.stack([count, mean, total(tf.square(x - mean))])), axis=1)
+    count = tf.reduce_sum(counts, 0)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), count)
+    squares = tf.reduce_sum(squares + counts * tf.square(means - mean), 0)
+    variance = tf.math.divide_no_nan(squares, count)
+    return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
+
+
+def _gather(value: tf.Tensor) -> tf.Tensor:
+    """What every replica has, stacked in replica order; as an all-reduce, whose gradient TensorFlow has everywhere."""
+    ctx = replica.context()
+    place = tf.one_hot(tf.cast(ctx.replica_id_in_sync_group, tf.int32), ctx.num_replicas_in_sync, dtype=value.dtype)
+    (table,) = replica.all_reduce([tf.tensordot(place, value, axes=0)])
+    return table

@@ -182,7 +182,7 @@ def split_batches_to_predict() -> None:
 
 
 def _after(data):
-    """Lets nothing of a step run before its data is there: where the data ends, `iterations` must not count one more."""
+    """Lets nothing of a step run before its data is there: where that ends, `iterations` must not count one more."""
     return tf.control_dependencies([t for t in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(t)])
 
 

@@ -1,0 +1,272 @@
+"""The command line as a user meets it: real processes, their output, files and exit codes."""
+
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import yaml
+
+from tfgpu.recipes.recipe import Recipe, choices
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--model", "mlp", "--model-option", "widths=[16]", "--global-batch", "64"]
+
+
+def environ(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("TF_CPP_MIN_LOG_LEVEL", "TF_CONFIG")}
+    return kept | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb", "CUDA_VISIBLE_DEVICES": ""} | changes
+
+
+def tfgpu(*words: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tfgpu", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=cwd, env=environ(**changes))
+
+
+def complaint(*words: str, cwd: Path, code: int = 2, **changes: str) -> str:
+    """Runs a command that must fail: one line on stderr, and nothing new on the disk."""
+    before = sorted(cwd.rglob("*"))
+    done = tfgpu(*words, cwd=cwd, **changes)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == code, done.stdout + done.stderr
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    assert sorted(path for path in cwd.rglob("*") if "__pycache__" not in path.parts) == before
+    return lines[0]
+
+
+def rows(run: Path) -> list[list[str]]:
+    """metrics.csv without the two columns of times."""
+    return [line.split(",")[:-2] for line in (run / "metrics.csv").read_text().splitlines()]
+
+
+def weights(run: Path) -> list[np.ndarray]:
+    return keras.models.load_model(run / "model.keras", compile=False).get_weights()
+
+
+def equal(one: Path, other: Path) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
+
+
+# Help
+
+
+def test_help_has_every_setting_of_the_schema_with_its_default_and_choices(tmp_path):
+    text = tfgpu("train", "--help", cwd=tmp_path).stdout
+    joined = re.sub(r"[\s│]+", " ", text)
+    for name, field in Recipe.model_fields.items():
+        flag = field.json_schema_extra.get("flag", "--" + name.replace("_", "-"))
+        assert f"{flag} " in joined, flag
+        for choice in choices(name):
+            assert choice in joined
+    for expected in (
+        "[default: digits]",
+        "[default: cosine]",
+        "--no-jit",
+        "--resume",
+        "--overwrite",
+        "Examples",
+    ):
+        assert expected in joined
+    for panel in ("Run", "Data", "Model", "Hardware", "Training", "Optimizer"):
+        assert f"─ {panel} ─" in text
+
+
+def test_help_and_version_are_there(tmp_path):
+    assert "train" in tfgpu("--help", cwd=tmp_path).stdout and "doctor" in tfgpu("-h", cwd=tmp_path).stdout
+
+
+# Wrong input: one line, exit code 2, nothing written
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trian"], "Did you mean 'train'?"),
+        (["train", "--epoch", "3"], "--epochs"),
+        (["train", "--epochs"], "requires an argument"),
+        (["train", "--epochs", "0"], "`epochs` should be greater than or equal to 1"),
+        (["train", "--strategy", "mirored"], "Did you mean 'mirrored'?"),
+        (["train", "--data", "digts"], "Did you mean 'digits'?"),
+        (["train", "--augment", "flp"], "Did you mean 'flip'?"),
+        (["train", "--optimizer-option", "beta"], "--optimizer-option must be KEY=VALUE. Received: 'beta'."),
+        (["train", "--model-option", "a=1", "--model-option", "a=2"], "gives 'a' twice"),
+        (["train", "--config", "none.yaml"], "Cannot read the config file 'none.yaml'"),
+        (["train", "--resume"], "Add --output DIR"),
+        (["train", "--resume", "--output", "none"], "holds no run to resume"),
+        (["train", "--output", "thesis"], "is not empty and holds no run of tfgpu"),
+        (["train", "--output", "thesis", "--overwrite"], "is not empty and holds no run of tfgpu"),
+    ],
+)
+def test_wrong_input_found_without_tensorflow(tmp_path, words, expected):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "one.tex").write_text("mine")
+    assert expected in complaint(*words, cwd=tmp_path)
+
+
+def test_a_malformed_cluster(tmp_path):
+    assert "TF_CONFIG" in complaint("train", cwd=tmp_path, TF_CONFIG='{"cluster": ')
+
+
+# One process for all that need TensorFlow, which takes seconds to start.
+LIBRARY_ERRORS = [
+    (
+        ["--global-batch", "3", "--virtual-devices", "4"],
+        "Received: global_batch=3, replicas=4. Use 4 or more",
+    ),
+    (["--devices", "5"], "5"),
+    (["--model", "cn"], "Did you mean 'cnn'?"),
+    (["--model-option", "dropot=0.1"], "Did you mean 'dropout'?"),
+    (["--optimizer", "adm"], "Did you mean 'adam'?"),
+    (["--optimizer-option", "beta1=0.9"], "Did you mean 'beta_1'?"),
+    (["--schedule-option", "finale=0.1"], "Did you mean 'final'?"),
+    (["--strategy", "parameter_server"], "cannot use a parameter server"),
+    (["--global-batch", "5000"], "5000"),
+    (["--data", "photos"], "photos"),
+    (["--data", "broken", "--image-size", "8"], "bad.png"),
+]
+
+
+def test_wrong_input_found_by_the_library(tmp_path):
+    (tmp_path / "photos" / "cats").mkdir(parents=True)
+    for kind in ("cats", "dogs"):
+        (tmp_path / "broken" / kind).mkdir(parents=True)
+        for number in range(4):
+            picture = np.full((8, 8, 3), 40 * number, "uint8")
+            keras.utils.save_img(tmp_path / "broken" / kind / f"{number}.png", picture)
+    (tmp_path / "broken" / "cats" / "bad.png").write_bytes(b"no picture")
+    before = sorted(tmp_path.rglob("*"))
+    code = (
+        "import json, sys; from tfgpu.cli import _execute\n"
+        "for words in json.loads(sys.argv[1]): print('exit', _execute(['train', *words]), file=sys.stderr)"
+    )
+    commands = json.dumps([words for words, _ in LIBRARY_ERRORS])
+    done = subprocess.run(
+        [sys.executable, "-c", code, commands],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+        env=environ(),
+    )
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 2 * len(LIBRARY_ERRORS), done.stderr
+    for (words, expected), line, code in zip(LIBRARY_ERRORS, lines[::2], lines[1::2], strict=True):
+        assert line.startswith("error: ") and expected in line, (words, line)
+        assert code == "exit 2", (words, line)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One short run, which the tests below only read."""
+    folder = tmp_path_factory.mktemp("runs")
+    done = tfgpu("train", *SMALL, "--epochs", "4", "--output", "first", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_a_run_says_what_it_does_and_leaves_a_directory(runs):
+    folder, done = runs
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("mlp on digits: ") and "one_device" in lines[1]
+    assert sum(line.startswith("epoch ") for line in lines) == 4
+    assert re.fullmatch(r"test accuracy: \d+\.\d%", lines[-2]) and lines[-1] == "first"
+    assert done.stderr == ""
+    run = folder / "first"
+    names = {path.name for path in run.iterdir()}
+    assert names == {"model.keras", "config.yaml", "metrics.csv", "logs", "checkpoints", "report.html"}
+    assert list((run / "logs" / "train").glob("events.*")) and len(rows(run)) == 5
+    facts = yaml.safe_load((run / "config.yaml").read_text())["run"]
+    assert facts["strategy"] == "one_device" and facts["replicas"] == 1 and facts["versions"]["keras"]
+    assert f"{facts['test_accuracy']:.1%}" in lines[-2]
+    assert "<svg" in (run / "report.html").read_text()
+
+
+def test_the_config_repeats_the_run(runs):
+    folder, _ = runs
+    done = tfgpu("train", "--config", "first/config.yaml", "--output", "again", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert equal(folder / "first", folder / "again") and rows(folder / "first") == rows(folder / "again")
+
+
+def test_both_paths_learn_the_same(runs):
+    folder, _ = runs
+    done = tfgpu("train", *SMALL, "--epochs", "4", "--path", "loop", "--output", "loop", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    pairs = zip(weights(folder / "first"), weights(folder / "loop"), strict=True)
+    assert max(np.abs(a - b).max() for a, b in pairs) <= 1e-6
+
+
+def test_a_directory_with_a_run_is_safe(runs):
+    folder, _ = runs
+    assert "holds another run. Add --resume or --overwrite" in complaint("train", "--output", "first", cwd=folder)
+    words = ["train", "--resume", "--output", "first", "--seed", "1"]
+    assert "`seed` was 0, received 1" in complaint(*words, cwd=folder)
+    config = (folder / "first" / "config.yaml").read_text()
+    failing = ["train", "--overwrite", "--output", "first", "--model", "cn"]
+    assert "Did you mean 'cnn'?" in complaint(*failing, cwd=folder)
+    assert (folder / "first" / "config.yaml").read_text() == config
+
+
+SCHEDULES = {
+    "cosine": ["--schedule", "cosine"],
+    "plateau": ["--schedule", "plateau", "--schedule-option", "patience=1", "--optimizer", "sgd"],
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "number"),
+    [("cosine", signal.SIGINT), ("plateau", signal.SIGTERM)],
+    ids=["ctrl-c", "sigterm"],
+)
+def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number):
+    words = ["train", *SMALL, *SCHEDULES[schedule], "--epochs", "16"]
+    whole = tfgpu(*words, "--output", "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+
+    command = [sys.executable, "-m", "tfgpu", *words, "--output", "cut"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell's background job ignores SIGINT and hands that on: tests may run in one.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=tmp_path, env=environ(PYTHONUNBUFFERED="1"), preexec_fn=heed, **pipes)
+    try:
+        next(line for line in process.stdout if line.startswith("epoch  3/16"))
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    (line,) = stderr.splitlines()
+    assert "cut/checkpoints" in line and line.endswith("Go on with: tfgpu train --resume --output cut")
+    assert not (tmp_path / "cut" / "model.keras").exists() and 4 <= len(rows(tmp_path / "cut")) < 17
+
+    resumed = tfgpu("train", "--resume", "--output", "cut", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "epoch  1/16" not in resumed.stdout and "epoch 16/16" in resumed.stdout
+    assert equal(tmp_path / "whole", tmp_path / "cut")
+    assert rows(tmp_path / "whole") == rows(tmp_path / "cut")
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    words = ["train", *SMALL, "--optimizer", "sgd", "--learning-rate", "1e30", "--schedule", "constant"]
+    done = tfgpu(*words, "--output", "bad", cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "The loss became" in line and "Lower --learning-rate" in line
+
+
+def test_doctor_as_json(tmp_path):
+    done = tfgpu("doctor", "--json", cwd=tmp_path)
+    checks = json.loads(done.stdout)
+    assert {"name", "status", "found", "fix"} <= checks[0].keys()
+    assert done.returncode == (1 if any(check["status"] == "problem" for check in checks) else 0)

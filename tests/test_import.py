@@ -1,0 +1,117 @@
+"""The order of the house: who may import whom, what starts TensorFlow, where Keras's private names may stand."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "tfgpu"
+
+# The design's table: each part, and the parts it may import. All may import `errors`; `cli` may import all.
+ALLOWED = {
+    "errors": set(),
+    "cluster": set(),
+    "environment": set(),
+    "precision": {"environment"},
+    "keras_fixes": set(),
+    "strategies": {"cluster", "environment", "keras_fixes"},
+    "data": {"cluster"},
+    "models": {"precision"},
+    "training": {"data", "strategies", "precision", "keras_fixes"},
+    "callbacks": {"cluster", "environment", "training"},
+}
+ALLOWED["recipes"] = {*ALLOWED}
+ALLOWED["doctor"] = {*ALLOWED}
+FREE = {"__init__", "__main__", "cli"}
+QUICK = (
+    "tfgpu",
+    "tfgpu.errors",
+    "tfgpu.cluster",
+    "tfgpu.cli",
+    "tfgpu.recipes.recipe",
+    "tfgpu.recipes.directory",
+)
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of tfgpu that a file imports, anywhere in it and however it is written."""
+    inside = ("tfgpu", *path.relative_to(PACKAGE).parent.parts)
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(inside[: len(inside) - node.level + 1]) if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("tfgpu.")}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_from_the_rows_above(path):
+    name = part(path)
+    if name in FREE:
+        return
+    assert name in ALLOWED, f"{name} has no row in the table of the house"
+    below = imported(path) - ALLOWED[name] - {"errors", name}
+    assert not below, f"{name} may not import {', '.join(sorted(below))}"
+
+
+def private_names(path: Path) -> set[str]:
+    """Keras's and TensorFlow's private modules and underscored attributes that a file uses."""
+    found, roots = set(), ("keras", "tensorflow", "tf")
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        for name in names:
+            words = name.split(".")
+            private = any(word.startswith("_") and not word.startswith("__") for word in words[1:])
+            if words[0] in roots and (private or words[:2] in (["keras", "src"], ["tensorflow", "python"])):
+                found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_of_keras_stand_in_keras_fixes_alone(path):
+    if part(path) != "keras_fixes":
+        assert not private_names(path)
+
+
+@pytest.mark.parametrize("module", QUICK)
+def test_importing_it_starts_no_tensorflow(module):
+    code = (
+        f"import sys, {module}; "
+        "slow = {'tensorflow', 'keras', 'matplotlib', 'sklearn', 'jinja2'} & set(sys.modules); "
+        "print(','.join(slow) or 'quick')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent
+    )
+    assert done.stdout.strip() == "quick", done.stdout + done.stderr
+
+
+def test_every_public_name_is_there():
+    import tfgpu
+
+    assert {"strategy", "Trainer", "data", "models", "callbacks", "repair_keras"} <= set(tfgpu.__all__)
+    for name in tfgpu.__all__:
+        assert getattr(tfgpu, name) is not None
+    assert set(tfgpu.__all__) <= set(dir(tfgpu))
+    with pytest.raises(AttributeError, match="no attribute 'strateggy'"):
+        tfgpu.strateggy  # noqa: B018

@@ -1,0 +1,80 @@
+"""The table of a run: one row an epoch, as a CSV file that is whole at every moment."""
+
+import csv
+import io
+import statistics
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfgpu.callbacks.files import replace_text
+
+_LAST = ("learning_rate", "step_time_s", "epoch_time_s")
+
+
+class MetricsFile(keras.callbacks.Callback):
+    """Times steps and epochs, adds the times and the learning rate to the logs, and writes `metrics.csv`.
+
+    Put it before callbacks that keep the logs (checkpoint, TensorBoard), so that they get the times too.
+
+    Args:
+        path: the CSV file; None writes no file (on a worker that is not the chief) and still times.
+        rows: the rows of the epochs already done, as a checkpoint keeps them; new ones follow.
+
+    The columns are `epoch` (from 1), the metrics, `learning_rate` (at the epoch's end), `step_time_s` (median
+    seconds a step; a call that runs many steps counts as its time over their number) and `epoch_time_s`
+    (seconds, without validation).
+
+    Example:
+        >>> model.fit(x, y, callbacks=[MetricsFile("run/metrics.csv")])
+    """
+
+    every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
+
+    def __init__(self, path: str | Path | None, *, rows: Iterable[Mapping[str, float]] = ()):
+        super().__init__()
+        self.rows: list[dict[str, float]] = [dict(row) for row in rows]
+        self._path = Path(path) if path else None
+        self._step_times: list[float] = []
+        self._begun = self._epoch_begun = self._last_end = 0.0
+        self._first = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._step_times = []
+        self._epoch_begun = self._last_end = time.perf_counter()
+        del self.rows[epoch:]
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._first = batch
+        self._begun = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._last_end = time.perf_counter()
+        steps = batch - self._first + 1
+        # One entry a step, so that a block of 50 steps weighs as much as 50 single ones.
+        self._step_times.extend([(self._last_end - self._begun) / steps] * steps)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        logs = {} if logs is None else logs
+        logs["learning_rate"] = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        logs["step_time_s"] = statistics.median(self._step_times) if self._step_times else 0.0
+        logs["epoch_time_s"] = self._last_end - self._epoch_begun
+        self.rows.append({name: float(value) for name, value in logs.items()})
+        self.write()
+
+    def write(self) -> None:
+        """Writes the file from the rows; nothing when there is no path or no row."""
+        if self._path is None or not self.rows:
+            return
+        metrics = dict.fromkeys(
+            name for row in self.rows for name in row if name not in _LAST and name != "epoch"
+        )
+        text = io.StringIO()
+        table = csv.DictWriter(text, ["epoch", *metrics, *_LAST], restval="", lineterminator="\n")
+        table.writeheader()
+        for number, row in enumerate(self.rows, start=1):
+            table.writerow({**row, "epoch": number})
+        replace_text(self._path, text.getvalue())

@@ -1,0 +1,107 @@
+"""What a person sees while a model trains: a bar on a terminal, one line an epoch everywhere."""
+
+import time
+from typing import Any
+
+import keras
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+_REDRAW_S = 0.1  # Ten times a second looks smooth; a faster redraw costs more than a small model's step.
+_HIDDEN = ("epoch_time_s",)
+
+
+class Progress(keras.callbacks.Callback):
+    """Shows an epoch's bar with its metrics and time left, and keeps one line of each finished epoch.
+
+    Works with `fit` and with `Trainer.fit`, which reports once for a block of many steps. Where the output is
+    not a terminal (a log file, a scheduler) there is no bar, and an epoch is one plain line.
+
+    Args:
+        console: where to write; None takes the standard output.
+        first_total: steps of an epoch, when the data cannot tell before the first epoch is over.
+
+    Example:
+        >>> model.fit(x, y, epochs=3, verbose=0, callbacks=[Progress()])
+    """
+
+    every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
+
+    def __init__(self, *, console: Console | None = None, first_total: int | None = None):
+        super().__init__()
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._bars: Bars | None = None
+        self._task: Any = None
+        self._steps = first_total
+        self._done = 0
+        self._drawn = self._begun = 0.0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if not self._console.is_terminal or self._console.is_dumb_terminal:
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[metrics]}"),
+        )
+        self._bars = Bars(*columns, console=self._console, transient=True)
+        self._bars.start()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._done, self._begun = 0, time.perf_counter()
+        if self._bars is None:
+            return
+        if self._task is not None:
+            self._bars.remove_task(self._task)
+        total = self.params.get("steps") or self._steps
+        self._task = self._bars.add_task(self._name(epoch), total=total, metrics="")
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._done = batch + 1
+        now = time.perf_counter()
+        if self._bars is not None and now - self._drawn >= _REDRAW_S:
+            self._drawn = now
+            self._bars.update(self._task, completed=self._done, metrics=line(logs))
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, completed=self._done, metrics="validation")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._steps = self._done or self._steps
+        seconds = time.perf_counter() - self._begun
+        self._console.print(f"{self._name(epoch)}  {line(logs)}  {seconds:.1f} s", markup=False)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes the bar away and gives the terminal back; also after an error."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = self._task = None
+
+    def _name(self, epoch: int) -> str:
+        last = self.params.get("epochs") or epoch + 1
+        return f"epoch {epoch + 1:>{len(str(last))}}/{last}"
+
+
+def line(logs: dict[str, Any] | None) -> str:
+    """Writes metrics for a person: rates in percent, times in milliseconds, the rest with four digits.
+
+    Example:
+        >>> line({"loss": 0.08121, "val_accuracy": 0.986, "step_time_s": 0.0053})
+        'loss 0.0812  val_accuracy 98.6%  5.3 ms/step'
+    """
+    return "  ".join(_item(name, float(value)) for name, value in (logs or {}).items() if name not in _HIDDEN)
+
+
+def _item(name: str, value: float) -> str:
+    if name == "step_time_s":
+        return f"{value * 1e3:.1f} ms/step"
+    if name == "learning_rate":
+        return f"lr {value:.1e}"
+    return f"{name} {value:.1%}" if name.endswith("accuracy") else f"{name} {value:.4f}"

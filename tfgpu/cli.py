@@ -1,0 +1,307 @@
+"""The command line. Each command calls one library function; `train` has its flags from the schema.
+
+Nothing here imports TensorFlow before the input is validated, so that `--help` and errors are quick.
+Exit codes: 0 done, 1 training failed or the doctor found a problem, 2 wrong input, 130 interrupted.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from tfgpu.cluster import Cluster
+from tfgpu.errors import InputError, MachineError
+from tfgpu.recipes import recipe as recipes
+
+app = typer.Typer(
+    help="Change the hardware, not the result: Keras training on one GPU, eight, or many machines.",
+    epilog="Start with [bold]tfgpu train[/], or [bold]tfgpu doctor[/] to see what this machine has.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits with its code.
+
+    Args:
+        arguments: the words after `tfgpu`; None takes the process's own.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(_execute(words))
+
+
+def _execute(words: list[str]) -> int:
+    try:
+        return app(words, prog_name="tfgpu", standalone_mode=False) or 0
+    except typer.TyperException as error:
+        _complain(f"{error.format_message()} See `tfgpu {_command(words)}--help`.")
+        return error.exit_code
+    except InputError as error:
+        _complain(str(error))
+        return 2
+    except MachineError as error:
+        _complain(str(error))
+        return 1
+    except Exception as error:
+        if _debugging(words):
+            traceback.print_exc()
+        _complain(_one_line(error) + ("" if _debugging(words) else " Set TFGPU_DEBUG=1 to see where."))
+        return 1
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"tfgpu {version('tfgpu')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _train(
+    *,
+    config: Path | None,
+    output: Path | None,
+    resume: bool,
+    overwrite: bool,
+    debug: bool,
+    **flags: Any,
+) -> None:
+    from tfgpu.recipes import directory
+
+    settings = (recipes.read(config) if config else {}) | _given(flags)
+    if resume:
+        if output is None:
+            raise InputError("--resume needs the run to go on with. Add --output DIR.")
+        settings = directory.recorded(output) | settings
+    recipe = recipes.make(settings, source=str(config) if config else None)
+    recipes.check(recipe)
+    Cluster.from_environment()
+    directory.check(output, resume=resume, overwrite=overwrite)
+    with Console().status("starting TensorFlow"):  # On a terminal only.
+        _start_tensorflow(quiet=not _debugging(["--debug"] if debug else []))
+        from tfgpu.recipes import runner
+
+    try:
+        result = runner.run(recipe, output=output, resume=resume, overwrite=overwrite, show=True)
+    except KeyboardInterrupt as interrupt:  # Typer would swallow the message.
+        _complain(str(interrupt) or "Interrupted.")
+        raise typer.Exit(130) from None
+    if result.run_directory is not None:
+        print(f"test accuracy: {result.accuracy:.1%}")
+        print(result.run_directory)
+
+
+def _train_signature() -> inspect.Signature:
+    """Makes a parameter of each setting of the schema, then the few that are about the run and not in it."""
+    own = {
+        "config": (
+            Path | None,
+            None,
+            ["--config", "-c"],
+            "FILE",
+            "Settings from a YAML file; flags win over it.",
+        ),
+        "output": (Path | None, None, ["--output", "-o"], "DIR", "The run directory [runs/<time>-<model>]."),
+        "resume": (
+            bool,
+            False,
+            ["--resume"],
+            None,
+            "Go on with the run in --output, after its last checkpoint.",
+        ),
+        "overwrite": (bool, False, ["--overwrite"], None, "Replace the run in --output."),
+        "debug": (
+            bool,
+            False,
+            ["--debug"],
+            None,
+            "Show a traceback when training fails (also TFGPU_DEBUG=1).",
+        ),
+    }
+    parameters = [
+        _parameter(
+            name,
+            kind,
+            typer.Option(
+                default, *flags, metavar=metavar, help=escape(text), show_default=False, rich_help_panel="Run"
+            ),
+        )
+        for name, (kind, default, flags, metavar, text) in own.items()
+    ]
+    for name, field in recipes.Recipe.model_fields.items():
+        kind, flag, metavar = _flag(name, field)
+        panel = field.json_schema_extra["panel"]
+        option = typer.Option(None, *flag, metavar=metavar, help=_help(name, field), rich_help_panel=panel)
+        parameters.append(_parameter(name, kind, option))
+    return inspect.Signature(parameters)
+
+
+def _flag(name: str, field: Any) -> tuple[Any, list[str], str | None]:
+    """Gives a setting's type on the command line, its flag and its placeholder.
+
+    Values stay text: the schema reads them, so that a flag and a file get the same sentence for a wrong one.
+    """
+    words = name.replace("_", "-")
+    flag = field.json_schema_extra.get("flag", f"--{words}")
+    if field.annotation is bool:
+        return bool | None, [f"{flag}/--no-{words}"], None
+    if get_origin(field.annotation) is dict:
+        return list[str] | None, [flag], "KEY=VALUE"
+    if isinstance(field.default, tuple):
+        return list[str] | None, [flag], "NAME"
+    if recipes.choices(name):
+        return str | None, [flag], "NAME"
+    placeholders = {"devices": "N|NAMES", "image_size": "HxW", int: "INTEGER", float: "NUMBER", str: "TEXT"}
+    keys = (name, field.annotation, *get_args(field.annotation))
+    return str | None, [flag], next(placeholders[key] for key in keys if key in placeholders)
+
+
+def _help(name: str, field: Any) -> str:
+    """Writes a setting's description, choices and default; backticks become bold."""
+    parts = escape(field.description).split("`")
+    text = "".join(f"[bold]{part}[/]" if i % 2 else part for i, part in enumerate(parts))
+    if names := recipes.choices(name):
+        text += f" One of: {', '.join(names)}."
+    if field.default in (None, {}, ()):
+        return text
+    shown = ", ".join(field.default) if isinstance(field.default, tuple) else str(field.default)
+    if field.annotation is bool:
+        shown = "yes" if field.default else "no"
+    return f"{text} [dim]{escape(f'[default: {shown}]')}[/]"
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+
+
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Keeps the flags that were written, with KEY=VALUE pairs as a mapping."""
+    given = {name: value for name, value in flags.items() if value not in (None, [], ())}
+    for name, value in given.items():
+        if get_origin(recipes.Recipe.model_fields[name].annotation) is dict:
+            given[name] = _pairs(recipes.Recipe.model_fields[name].json_schema_extra["flag"], value)
+    return given
+
+
+def _pairs(flag: str, words: Sequence[str]) -> dict[str, Any]:
+    pairs = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise InputError(
+                f"{flag} must be KEY=VALUE. Received: {word!r}. Write for example {flag} name=0.5."
+            )
+        if key in pairs:
+            raise InputError(f"{flag} gives {key!r} twice. Keep one of them.")
+        pairs[key] = recipes.parse_value(text)
+    return pairs
+
+
+_train.__signature__ = _train_signature()
+_train.__annotations__ = {name: p.annotation for name, p in _train.__signature__.parameters.items()}
+app.command(
+    "train",
+    help="Train a model and leave a run directory with the model, its metrics and a report.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu train\n\n"
+        "tfgpu train --data photos/ --image-size 64 --model resnet --model-option depth=18 --epochs 30\n\n"
+        "tfgpu train --strategy mirrored --virtual-devices 4 --path loop\n\n"
+        "tfgpu train --config runs/best/config.yaml --output again --seed 1\n\n"
+        "tfgpu train --resume --output runs/best"
+    ),
+)(_train)
+
+
+@app.command(help="Look for what stops or slows training on this machine, and say how to mend it.")
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="Also advise on the layer sizes of this model."),
+    ] = None,
+) -> None:
+    _start_tensorflow()
+    from tfgpu.doctor import examine, stops_training, to_json
+
+    checks = examine(model=model)
+    if as_json:
+        print(to_json(checks))
+    else:
+        _show_checks(checks)
+    if stops_training(checks):
+        raise typer.Exit(1)
+
+
+def _show_checks(checks: Sequence[Any]) -> None:
+    from rich.table import Table
+
+    marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "problem": "[red]problem[/]"}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("check", "status", "found"):
+        table.add_column(heading, overflow="fold")
+    for check in checks:
+        fix = f"\n[bold]fix:[/] {escape(check.fix)}" if check.fix else ""
+        table.add_row(escape(check.name), marks[check.status], escape(check.found) + fix)
+    Console().print(table)
+
+
+def _start_tensorflow(*, quiet: bool = True) -> None:
+    """Imports TensorFlow without its start-up notes, unless the user has asked for a level of them."""
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    if not quiet or "TF_CPP_MIN_LOG_LEVEL" in os.environ:
+        return
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    # The first notes are written before TensorFlow reads that variable, past Python's own stderr.
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as aside:
+        screen = os.dup(2)
+        os.dup2(aside.fileno(), 2)
+        try:
+            importlib.import_module("tensorflow")
+        except BaseException:
+            aside.seek(0)
+            os.write(screen, aside.read())
+            raise
+        finally:
+            os.dup2(screen, 2)
+            os.close(screen)
+
+
+def _debugging(words: Sequence[str]) -> bool:
+    return "--debug" in words or os.environ.get("TFGPU_DEBUG", "0") not in ("", "0")
+
+
+def _command(words: Sequence[str]) -> str:
+    return f"{words[0]} " if words and words[0] in ("train", "doctor") else ""
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(message)}")

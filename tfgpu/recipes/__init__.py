@@ -1,0 +1,1 @@
+"""A run from one recipe: schema, runner, run directory and report."""

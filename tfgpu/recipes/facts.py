@@ -1,0 +1,172 @@
+"""What a run should say about itself: versions, device, sizes, times; for `config.yaml` and the report."""
+
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfgpu import environment, strategies
+from tfgpu.data import Info
+from tfgpu.recipes.directory import git_commit
+from tfgpu.recipes.recipe import Recipe
+from tfgpu.recipes.report import Report, best_epoch
+
+
+def collect(
+    recipe: Recipe, *, strategy: tf.distribute.Strategy, model: keras.Model, info: Info, started: datetime
+) -> dict[str, Any]:
+    """Gathers what is known before the first step, as plain values that YAML can hold."""
+    spread = strategies.describe(strategy)
+    names = {device.name: device.description for device in environment.devices()}
+    described = sorted({names[name] for name in spread["devices"] if names.get(name)})
+    return {
+        "started": started.isoformat(timespec="seconds"),
+        "strategy": spread["kind"],
+        "replicas": spread["replicas"],
+        "workers": spread["workers"],
+        "devices": list(spread["devices"]),
+        "device_names": described or [_processor()],
+        "precision": model.dtype_policy.name,
+        "parameters": model.count_params(),
+        "data": info.name,
+        "input_shape": list(info.input_shape),
+        "classes": info.classes,
+        "train_examples": info.train_examples,
+        "validation_examples": info.validation_examples,
+        "test_examples": info.test_examples,
+        "skipped_examples": info.skipped,
+        "augment": [{name: dict(options)} for name, options in info.augment],
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Gives the versions that decide a result."""
+    found = {"python": platform.python_version()}
+    for name in ("tfgpu", "tensorflow", "keras", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def headline(recipe: Recipe, facts: Mapping[str, Any]) -> list[str]:
+    """Says in two lines what is about to run."""
+    shape = "×".join(str(n) for n in facts["input_shape"])
+    skipped = f", {facts['skipped_examples']} corrupt left out" if facts["skipped_examples"] else ""
+    counts = (
+        f"{facts['train_examples']:,} training, {facts['validation_examples']:,} validation, "
+        f"{facts['test_examples']:,} test"
+    )
+    return [
+        f"{recipe.model} on {recipe.data}: {counts} examples of {shape}{skipped}",
+        f"{_where(facts)}, {facts['precision']}, {facts['parameters']:,} parameters, seed {recipe.seed}",
+    ]
+
+
+def report(
+    recipe: Recipe,
+    facts: Mapping[str, Any],
+    *,
+    rows: Sequence[Mapping[str, float]],
+    accuracy: float,
+    advice: Sequence[str],
+    confusion: Sequence[Sequence[int]] | None,
+    class_names: Sequence[str],
+) -> Report:
+    """Puts a finished run's facts in the order in which the report shows them."""
+    defaults = Recipe().model_dump()
+    settings = {
+        name: f"{_text(value)}{'' if value == defaults[name] else ' *'}" for name, value in recipe.model_dump().items()
+    }
+    data = ("train_examples", "validation_examples", "test_examples", "skipped_examples", "classes")
+    return Report(
+        title=f"{recipe.model} on {recipe.data}",
+        subtitle=f"{facts['started'].replace('T', ' ')} · {_where(facts)}",
+        accuracy=accuracy,
+        rows=rows,
+        cards=_cards(recipe, facts, rows),
+        facts={
+            "Hardware": {
+                "strategy": facts["strategy"],
+                "replicas": facts["replicas"],
+                "workers": facts["workers"],
+                "devices": ", ".join(facts["devices"]),
+                "device names": ", ".join(facts["device_names"]),
+                "precision": facts["precision"],
+            },
+            "Data": {
+                **{name.replace("_", " "): f"{facts[name]:,}" for name in data},
+                "input shape": " × ".join(str(n) for n in facts["input_shape"]),
+                "augmentation": _text(facts["augment"]),
+            },
+            "Result": {
+                "test accuracy": f"{accuracy:.2%}",
+                "test loss": f"{facts['test_loss']:.4f}",
+                "training time": _seconds(facts["training_time_s"]),
+                "started": facts["started"].replace("T", " "),
+                "finished": facts["finished"].replace("T", " "),
+            },
+            "Versions": {**facts["versions"], "git commit": facts["git_commit"] or "-"},
+        },
+        settings=settings,
+        advice=advice,
+        confusion=confusion,
+        class_names=class_names,
+    )
+
+
+def _cards(recipe: Recipe, facts: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
+    best = best_epoch(rows)
+    step_s = statistics.median(row["step_time_s"] for row in rows)
+    cards = [
+        ("parameters", f"{facts['parameters']:,}", ""),
+        ("training time", _seconds(sum(row["epoch_time_s"] for row in rows)), f"{len(rows)} epochs"),
+        (
+            "step time",
+            f"{step_s * 1e3:.1f} ms",
+            f"{recipe.global_batch / step_s:,.0f} examples/s" if step_s else "",
+        ),
+    ]
+    if best and "val_accuracy" in rows[best - 1]:
+        cards.insert(0, ("best validation accuracy", f"{rows[best - 1]['val_accuracy']:.1%}", f"epoch {best}"))
+    return cards
+
+
+def _processor() -> str:
+    """Names the CPU, which TensorFlow does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _where(facts: Mapping[str, Any]) -> str:
+    several = f" × {facts['replicas']}" if facts["replicas"] > 1 else ""
+    return f"{facts['strategy']}{several} on {', '.join(facts['devices'])} ({', '.join(facts['device_names'])})"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
+
+
+def _text(value: Any) -> str:
+    if value is None or value in ({}, (), []):
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_text(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return "; ".join(_text(item) for item in value)
+    return str(value)

@@ -1,0 +1,200 @@
+"""`report.html`: what a run did, on one page that needs no network and no other file."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+import matplotlib
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+MOST_CLASSES = 20  # A larger confusion matrix says little on a screen.
+
+# Matplotlib writes these odd colours into the SVG; they are then exchanged for CSS variables, so that one
+# drawing suits a light and a dark page.
+_INK, _FAINT, _FIRST, _SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
+_VARIABLES = {_INK: "var(--muted)", _FAINT: "var(--line)", _FIRST: "var(--first)", _SECOND: "var(--second)"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a report shows.
+
+    Args:
+        title: such as `"cnn on digits"`.
+        subtitle: one line under it: when, on what.
+        accuracy: on the test part, 0 to 1.
+        rows: one mapping an epoch, with the columns of `metrics.csv`.
+        cards: the few numbers that matter most, as (label, value, remark).
+        facts: sections of the table of facts: name -> (label -> value).
+        settings: the recipe.
+        advice: sentences about layer sizes and Tensor Cores.
+        confusion: counts [true class][predicted class]; None where there is none.
+        class_names: one for each row of `confusion`.
+    """
+
+    title: str
+    subtitle: str
+    accuracy: float
+    rows: Sequence[Mapping[str, float]]
+    cards: Sequence[tuple[str, str, str]] = ()
+    facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    advice: Sequence[str] = ()
+    confusion: Sequence[Sequence[int]] | None = None
+    class_names: Sequence[str] = ()
+
+
+def render(report: Report) -> str:
+    """Makes the page.
+
+    Args:
+        report: what to show; every text in it is escaped.
+
+    Returns:
+        HTML with its style and drawings inside.
+
+    Example:
+        >>> "<html" in render(Report("cnn on digits", "", 0.99, rows=[{"loss": 0.1}]))
+        True
+    """
+    environment = Environment(
+        loader=PackageLoader("tfgpu.recipes", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template("report.html.j2")
+    return template.render(
+        report=report,
+        charts=_charts(report.rows),
+        confusion=_confusion(report.confusion, report.class_names),
+        confused=_most_confused(report.confusion, report.class_names),
+    )
+
+
+def best_epoch(rows: Sequence[Mapping[str, float]]) -> int | None:
+    """Finds the epoch (from 1) with the highest validation accuracy, or else the lowest validation loss."""
+    for name, sign in (("val_accuracy", -1), ("val_loss", 1)):
+        values = [(sign * row[name], number) for number, row in enumerate(rows, start=1) if name in row]
+        if values:
+            return min(values)[1]
+    return None
+
+
+def _charts(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    percent = FuncFormatter(lambda value, _: f"{value:.4g}%")
+    best = best_epoch(rows)
+    drawn = [
+        _chart("Accuracy", rows, ("accuracy", "val_accuracy"), best=best, scale=100, ticks=percent),
+        _chart("Loss", rows, ("loss", "val_loss"), best=best),
+        _chart("Learning rate", rows, ("learning_rate",)),
+        _chart("Step time, ms", rows, ("step_time_s",), scale=1000, from_zero=True),
+    ]
+    return [chart for chart in drawn if chart]
+
+
+def _chart(
+    title: str,
+    rows: Sequence[Mapping[str, float]],
+    names: Sequence[str],
+    *,
+    best: int | None = None,
+    scale: float = 1.0,
+    ticks: Any = None,
+    from_zero: bool = False,
+) -> dict[str, Any] | None:
+    series = {
+        name: (
+            [n for n, row in enumerate(rows, start=1) if name in row],
+            [row[name] * scale for row in rows if name in row],
+        )
+        for name in names
+    }
+    series = {name: points for name, points in series.items() if points[0]}
+    if not series:
+        return None
+    figure = Figure(figsize=(4.2, 2.5), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    for (epochs, values), color in zip(series.values(), (_FIRST, _SECOND), strict=False):
+        axes.plot(epochs, values, color=color, linewidth=1.8, marker="o", markersize=3 if len(epochs) < 3 else 0)
+    watched = series.get(names[-1]) if best and len(names) > 1 else None
+    if watched and best in watched[0]:
+        value = watched[1][watched[0].index(best)]
+        axes.plot([best], [value], "o", color=_SECOND, markersize=5.5, zorder=5)
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    _style(axes, ticks)
+    labels = {
+        "accuracy": "training",
+        "loss": "training",
+        "val_accuracy": "validation",
+        "val_loss": "validation",
+    }
+    return {
+        "title": title,
+        "svg": _svg(figure, salt=title),
+        "legend": [labels[name] for name in series if name in labels],
+        "best": best if watched else None,
+    }
+
+
+def _style(axes: Any, ticks: Any) -> None:
+    axes.patch.set_alpha(0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    axes.grid(axis="y", color=_FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, length=0, labelsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+    axes.set_xlabel("epoch", color=_INK, fontsize=9)
+    if ticks:
+        axes.yaxis.set_major_formatter(ticks)
+
+
+def _svg(figure: Figure, *, salt: str) -> Markup:
+    text = StringIO()
+    # Text stays text (small, in the page's font); the salt keeps ids apart and the same in every run.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    drawing = text.getvalue()
+    drawing = drawing[drawing.index("<svg") :]
+    for color, variable in _VARIABLES.items():
+        drawing = drawing.replace(color, variable)
+    return Markup(drawing)
+
+
+def _confusion(counts: Sequence[Sequence[int]] | None, names: Sequence[str]) -> list[dict[str, Any]] | None:
+    if counts is None or len(counts) > MOST_CLASSES:
+        return None
+    return [
+        {
+            "name": names[true],
+            "cells": [
+                {"count": count, "share": round(count / max(sum(row), 1), 3), "right": true == guess}
+                for guess, count in enumerate(row)
+            ],
+            "recall": f"{row[true] / max(sum(row), 1):.1%}",
+        }
+        for true, row in enumerate(counts)
+    ]
+
+
+def _most_confused(counts: Sequence[Sequence[int]] | None, names: Sequence[str]) -> list[str]:
+    if counts is None:
+        return []
+    wrong = [
+        (count, true, guess)
+        for true, row in enumerate(counts)
+        for guess, count in enumerate(row)
+        if count and guess != true
+    ]
+    return [
+        f"{names[true]} taken for {names[guess]}: {count}" for count, true, guess in sorted(wrong, reverse=True)[:5]
+    ]

@@ -1,0 +1,402 @@
+"""From a recipe to a run directory. Everything is checked and built before the first file is written."""
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from rich.console import Console
+
+from tfgpu import environment, models, precision, strategies
+from tfgpu.callbacks.checkpoint import Checkpoint
+from tfgpu.callbacks.files import replace_text
+from tfgpu.callbacks.metrics_file import MetricsFile
+from tfgpu.callbacks.progress import Progress
+from tfgpu.cluster import Cluster
+from tfgpu.data import Data, pipeline
+from tfgpu.errors import InputError
+from tfgpu.recipes import compiling, directory, facts, recipe
+from tfgpu.recipes.recipe import Recipe
+from tfgpu.recipes.report import MOST_CLASSES, render
+from tfgpu.training import Trainer
+
+_MOST_PREDICTED = 100_000  # Test examples up to which the confusion matrix is made.
+
+
+class TrainingError(RuntimeError):
+    """Training began and could not go on; the message says where, and what may help."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Args:
+        accuracy: on the test part, 0 to 1.
+        loss: on the test part.
+        history: one mapping an epoch, as in `metrics.csv`.
+        run_directory: where the files are; None on a worker that is not the chief.
+        facts: what `config.yaml` says under `run`.
+    """
+
+    accuracy: float
+    loss: float
+    history: tuple[Mapping[str, float], ...]
+    run_directory: Path | None
+    facts: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """All parts of a run, built and checked."""
+
+    recipe: Recipe
+    cluster: Cluster
+    strategy: tf.distribute.Strategy
+    data: Data
+    model: keras.Model
+    schedule_callbacks: tuple[keras.callbacks.Callback, ...]
+    trainer: Any
+
+
+def run(
+    what: Recipe,
+    *,
+    output: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    show: bool = False,
+) -> Result:
+    """Trains, tests and writes the run directory.
+
+    A failure before the first step leaves nothing behind. In a cluster every worker calls it; the chief
+    writes.
+
+    Args:
+        what: the recipe.
+        output: the run directory; None makes `runs/<time>-<model>`.
+        resume: go on with the run in `output`, after its last checkpoint. Only `epochs` may differ from it.
+        overwrite: replace the run in `output`.
+        show: print a headline and the progress of the training.
+
+    Returns:
+        The result on the test part.
+
+    Raises:
+        InputError: something in the recipe or the output directory cannot work.
+        TrainingError: training began and failed.
+        KeyboardInterrupt: interrupted (SIGINT or SIGTERM); the message says how to go on.
+
+    Example:
+        >>> run(Recipe(epochs=2), output="runs/first").run_directory
+        PosixPath('runs/first')
+    """
+    started = datetime.now()
+    cluster = _check(what, output, resume=resume, overwrite=overwrite)
+    path = (Path(output) if output else directory.fresh(what)) if cluster.is_chief else None
+    with _prepare(what):
+        job = _build(what, cluster)
+        about = facts.collect(what, strategy=job.strategy, model=job.model, info=job.data.info, started=started)
+        console = Console(highlight=False, soft_wrap=True) if show and cluster.is_chief else None
+        if console:
+            console.print("\n".join(facts.headline(what, about)), markup=False)
+        # A worker that is not the chief reads the chief's checkpoints and writes nothing.
+        shared = path or (Path(output) if output else None)
+        rows = _train(job, path, shared, about, resume=resume, console=console)
+        return _finish(job, path, about, rows)
+
+
+def _check(what: Recipe, output: str | Path | None, *, resume: bool, overwrite: bool) -> Cluster:
+    """Refuses what can be refused before any device is started."""
+    if keras.backend.backend() != "tensorflow":
+        raise InputError(
+            f"tfgpu trains with Keras on TensorFlow. Received: the backend {keras.backend.backend()!r}. "
+            "Unset KERAS_BACKEND."
+        )
+    cluster = Cluster.from_environment()
+    recipe.check(what)
+    compiling.check_optimizer(what)
+    if what.strategy == "parameter_server" or cluster.parameter_servers:
+        raise InputError(
+            "`tfgpu train` cannot use a parameter server. Use multi_worker, or train in a script of your own "
+            "with tfgpu.strategies.parameter_server()."
+        )
+    if what.virtual_devices and cluster.is_multi_worker:
+        raise InputError("`virtual_devices` does not go with several workers. Leave it out, or unset TF_CONFIG.")
+    if cluster.is_chief:
+        directory.check(output, resume=resume, overwrite=overwrite)
+    if resume:
+        if output is None:
+            raise InputError("Resuming needs the run to go on with. Give its directory as the output.")
+        directory.check_same(what, recipe.make(directory.recorded(output)), directory=output)
+    return cluster
+
+
+def _prepare(what: Recipe) -> precision.Precision:
+    """Prepares devices and seeds, and sets the precision; a context manager that restores the precision."""
+    if what.virtual_devices and what.virtual_devices != len(environment.devices("CPU")):
+        environment.set_logical_devices(what.virtual_devices)
+    environment.set_seed(what.seed)
+    return precision.use(what.precision)
+
+
+def _build(what: Recipe, cluster: Cluster) -> _Job:
+    chosen = what.devices
+    if what.virtual_devices and chosen is None and what.strategy != "one_device":
+        chosen = tuple(f"CPU:{number}" for number in range(what.virtual_devices))
+    # The strategy comes first: workers must meet before anything else starts TensorFlow's devices.
+    strategy = strategies.strategy(what.strategy, chosen, cluster=cluster)
+    replicas = strategy.num_replicas_in_sync
+    if what.global_batch < replicas:
+        raise InputError(
+            "`global_batch` must be at least the number of replicas. "
+            f"Received: global_batch={what.global_batch}, replicas={replicas}. "
+            f"Use {replicas} or more, or fewer devices."
+        )
+    data = pipeline(
+        what.data,
+        global_batch=what.global_batch,
+        augment="auto" if what.augment == ("auto",) else what.augment,
+        seed=what.seed,
+        split_seed=what.split_seed,
+        validation=what.validation,
+        test=what.test,
+        image_size=what.image_size,
+        skip_corrupt=what.skip_corrupt,
+        cluster=cluster,
+    )
+    _check_parts(data, what)
+    schedule = compiling.schedule(what, steps_per_epoch=data.info.steps_per_epoch)
+    with strategy.scope():
+        model = models.build(
+            what.model,
+            input_shape=data.info.input_shape,
+            classes=data.info.classes,
+            options=what.model_options,
+        )
+        compiling.compile_model(model, what, learning_rate=schedule.learning_rate)
+    trainer = Trainer(model) if what.path == "loop" else model
+    return _Job(what, cluster, strategy, data, model, schedule.callbacks, trainer)
+
+
+def _check_parts(data: Data, what: Recipe) -> None:
+    for name, part in (("validation", data.validation), ("test", data.test)):
+        if part is None:
+            raise InputError(
+                f"{what.data} leaves no {name} examples. Received: {name}={getattr(what, name)}. Give a larger share."
+            )
+
+
+def _train(
+    job: _Job,
+    path: Path | None,
+    shared: Path | None,
+    about: Mapping[str, Any],
+    *,
+    resume: bool,
+    console: Console | None,
+) -> list[dict[str, float]]:
+    """Runs the epochs that are left and returns the rows of them all."""
+    made = directory.prepare(path, resume=resume) if path else []
+    watch = _Watch(job.data, begun=lambda: directory.settle(path) if path else None)
+    progress = Progress(console=console) if console else None
+    try:
+        with _terminable():
+            if path:
+                directory.write_config(path, job.recipe, about)
+            checkpoint = _checkpoint(job, shared)
+            position = checkpoint.restore(job.model) if resume and checkpoint else None
+            first = position.epoch if position else 0
+            done = [dict(row) for row in position.history] if position else []
+            metrics = MetricsFile(path / directory.METRICS if path else None, rows=done)
+            metrics.write()
+            watch.epoch = first
+            if first < job.recipe.epochs:
+                callbacks = [*_replaying(job, done), metrics, watch, *_logs(path)]
+                callbacks += [extra for extra in (progress, checkpoint) if extra]
+                _fit(job, first, callbacks)
+            return metrics.rows
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_interrupted(path, made, watch, resume=resume)) from None
+    except Exception as error:
+        if not watch.steps and not resume and path:
+            directory.abandon(path, made)
+        if isinstance(error, InputError | TrainingError):
+            raise
+        raise TrainingError(_failure(error, watch, job.recipe)) from error
+    finally:
+        if progress:
+            progress.close()
+
+
+def _fit(job: _Job, first: int, callbacks: list[keras.callbacks.Callback]) -> None:
+    job.data.seek(first)
+    job.trainer.fit(
+        job.data.train,
+        validation_data=job.data.validation,
+        initial_epoch=first,
+        epochs=job.recipe.epochs,
+        callbacks=callbacks,
+        shuffle=False,  # The data has an order of its own for each epoch.
+        verbose=0,
+    )
+
+
+def _finish(job: _Job, path: Path | None, about: dict[str, Any], rows: list[dict[str, float]]) -> Result:
+    """Tests the trained model, and writes the model, the report and the last facts."""
+    tested = job.trainer.evaluate(job.data.test, verbose=0, return_dict=True)
+    accuracy, loss = float(tested["accuracy"]), float(tested["loss"])
+    about = {
+        **about,
+        "finished": datetime.now().isoformat(timespec="seconds"),
+        "training_time_s": round(sum(row["epoch_time_s"] for row in rows), 3),
+        "test_accuracy": accuracy,
+        "test_loss": loss,
+    }
+    confusion = None if job.cluster.is_multi_worker else _confusion(job)
+    if path:
+        _save(job.model, path / directory.MODEL)
+        page = facts.report(
+            job.recipe,
+            about,
+            rows=rows,
+            accuracy=accuracy,
+            advice=_advice(job.model),
+            confusion=confusion,
+            class_names=job.data.info.class_names,
+        )
+        replace_text(path / directory.REPORT, render(page))
+        directory.write_config(path, job.recipe, about)
+    return Result(accuracy, loss, tuple(rows), path, about)
+
+
+def _checkpoint(job: _Job, path: Path | None) -> Checkpoint | None:
+    if path is None:
+        return None
+    return Checkpoint(path / directory.CHECKPOINTS, data=job.data, is_chief=job.cluster.is_chief)
+
+
+def _logs(path: Path | None) -> list[keras.callbacks.Callback]:
+    return [keras.callbacks.TensorBoard(path / directory.LOGS, write_graph=False)] if path else []
+
+
+def _replaying(job: _Job, done: Sequence[Mapping[str, float]]) -> list[keras.callbacks.Callback]:
+    """Gives the schedule's callbacks, each of which sees the finished epochs again before the first new one.
+
+    A plateau counts epochs without progress, which no checkpoint of the model holds.
+    """
+    return [part for callback in job.schedule_callbacks for part in (callback, _Replay(callback, done, job.recipe))]
+
+
+class _Replay(keras.callbacks.Callback):
+    def __init__(self, callback: keras.callbacks.Callback, rows: Sequence[Mapping[str, float]], what: Recipe):
+        super().__init__()
+        self._callback, self._rows, self._what = callback, rows, what
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._rows:
+            self.model.optimizer.learning_rate = self._what.learning_rate
+        for epoch, row in enumerate(self._rows):
+            self._callback.on_epoch_end(epoch, dict(row))
+
+
+class _Watch(keras.callbacks.Callback):
+    """Knows where the training is, gives each epoch its order of data, stops at a loss that is no number."""
+
+    every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
+
+    def __init__(self, data: Data, *, begun: Any):
+        super().__init__()
+        self.epoch = self.steps = 0
+        self._data, self._begun = data, begun
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._data.seek(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self.steps:
+            self._begun()
+        self.steps += 1
+        loss = (logs or {}).get("loss", 0.0)
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"The loss became {loss} in epoch {self.epoch + 1}, step {batch + 1}. "
+                "Lower --learning-rate, add --clip-norm 1, or use --precision float32."
+            )
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.epoch = epoch + 1
+
+
+def _interrupted(path: Path | None, made: list[Path], watch: _Watch, *, resume: bool) -> str:
+    if path is None:
+        return "Interrupted."
+    if not watch.steps and not resume:
+        directory.abandon(path, made)
+        return "Interrupted before the first step; nothing was written."
+    again = f"Go on with: tfgpu train --resume --output {path}"
+    if not watch.epoch:
+        return f"Interrupted in the first epoch, before a checkpoint. {again}"
+    return f"Interrupted. Epoch {watch.epoch} is in {path / directory.CHECKPOINTS}. {again}"
+
+
+def _failure(error: Exception, watch: _Watch, what: Recipe) -> str:
+    if isinstance(error, tf.errors.ResourceExhaustedError):
+        return (
+            f"Out of memory in epoch {watch.epoch + 1} with global_batch={what.global_batch}. Use a smaller "
+            "--global-batch (with --accumulate for the same update), or more devices."
+        )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[0] if lines else "no message"
+    return f"Training failed in epoch {watch.epoch + 1}: {type(error).__name__}: {reason}"
+
+
+def _advice(model: keras.Model) -> list[str]:
+    findings = precision.advice(model)
+    return [f"{found.layer}: {found.dimension} = {found.size}. {found.suggestion}" for found in findings]
+
+
+def _confusion(job: _Job) -> list[list[int]] | None:
+    classes = job.data.info.classes
+    if classes > MOST_CLASSES or job.data.info.test_examples > _MOST_PREDICTED:
+        return None
+    labels = np.concatenate([np.asarray(y) for _, y in job.data.test]).astype(int).ravel()
+    guesses = np.argmax(job.trainer.predict(job.data.test, verbose=0), axis=-1).ravel()
+    counts = np.zeros((classes, classes), int)
+    np.add.at(counts, (labels, guesses), 1)
+    return counts.tolist()
+
+
+def _save(model: keras.Model, path: Path) -> None:
+    beside = path.with_name(f".{path.stem}.{os.getpid()}.keras")
+    try:
+        model.save(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Makes SIGTERM end the training as Ctrl-C does. Multi-worker strategies set a handler: ours is later."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,269 @@
+"""Learning-rate schedules by name: Keras's own, and the warm-up that Keras has for the cosine alone.
+
+All steps here are updates of the weights. Keras asks its schedules by batches instead: with
+`gradient_accumulation_steps=k` a plain Keras schedule runs k times too fast (measured in Keras 3.15). Give
+`accumulate=k`, and the schedule moves once per update, as it would with k times the batch.
+
+    from tfgpu.training import schedules
+    schedule = schedules.build("cosine", 1e-3, total_steps=1000, warmup_steps=100)
+    model.compile(optimizer=keras.optimizers.AdamW(schedule.learning_rate), loss="mse")
+    model.fit(x, y, callbacks=list(schedule.callbacks))
+"""
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import keras
+
+from tfgpu import errors
+from tfgpu.errors import InputError
+
+Rate = float | keras.optimizers.schedules.LearningRateSchedule
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a schedule asks of a training job.
+
+    Attributes:
+        learning_rate: for the optimizer: a number, or a Keras schedule over updates.
+        callbacks: to be given to `fit` as well; only "plateau" has one.
+    """
+
+    learning_rate: Rate
+    callbacks: tuple[keras.callbacks.Callback, ...] = ()
+
+
+@keras.saving.register_keras_serializable(package="tfgpu")
+class Warmup(keras.optimizers.schedules.LearningRateSchedule):
+    """Rises in a straight line for `steps` updates to what `then` starts with, and follows `then` from there.
+
+    Update s of the warm-up (counted from 0) gets (s + 1) / (steps + 1) of it, so that no update has a rate of
+    zero.
+
+    Args:
+        then: the rate, or the schedule, after the warm-up; it counts from the warm-up's end.
+        steps: updates of the warm-up, at least 1.
+
+    Example:
+        >>> [round(float(Warmup(0.4, 3)(step)), 3) for step in range(5)]
+        [0.1, 0.2, 0.3, 0.4, 0.4]
+    """
+
+    def __init__(self, then: Rate, steps: int):
+        self.then = then
+        self.steps = steps
+
+    def __call__(self, step):
+        step = keras.ops.cast(step, "float32")
+        after = keras.ops.maximum(step - self.steps, 0.0)
+        rate = self.then(after) if callable(self.then) else self.then
+        return rate * keras.ops.minimum((step + 1.0) / (self.steps + 1.0), 1.0)
+
+    def get_config(self):
+        then = keras.optimizers.schedules.serialize(self.then) if callable(self.then) else self.then
+        return {"then": then, "steps": self.steps}
+
+    @classmethod
+    def from_config(cls, config):
+        then = config["then"]
+        if isinstance(then, Mapping):
+            then = keras.optimizers.schedules.deserialize(then)
+        return cls(then, config["steps"])
+
+
+@keras.saving.register_keras_serializable(package="tfgpu")
+class PerUpdate(keras.optimizers.schedules.LearningRateSchedule):
+    """Moves `then` once every `accumulate` batches, because Keras hands a schedule the count of batches.
+
+    Args:
+        then: a schedule over updates.
+        accumulate: batches in an update.
+
+    Example:
+        >>> [round(float(PerUpdate(Warmup(0.3, 2), 2)(batch)), 3) for batch in range(6)]
+        [0.1, 0.1, 0.2, 0.2, 0.3, 0.3]
+    """
+
+    def __init__(self, then: keras.optimizers.schedules.LearningRateSchedule, accumulate: int):
+        self.then = then
+        self.accumulate = accumulate
+
+    def __call__(self, step):
+        return self.then(keras.ops.floor_divide(keras.ops.cast(step, "int64"), self.accumulate))
+
+    def get_config(self):
+        return {"then": keras.optimizers.schedules.serialize(self.then), "accumulate": self.accumulate}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(keras.optimizers.schedules.deserialize(config["then"]), config["accumulate"])
+
+
+def build(
+    name: str,
+    learning_rate: float,
+    *,
+    total_steps: int,
+    warmup_steps: int = 0,
+    accumulate: int = 1,
+    options: Mapping[str, object] | None = None,
+) -> Schedule:
+    """Builds a schedule by name.
+
+    Args:
+        name: "constant"; "cosine" (half a cosine down; Loshchilov and Hutter, 2016); "exponential" (the same
+            factor at every update); or "plateau" (a factor whenever a watched metric has stopped getting
+            better).
+        learning_rate: the highest rate: after the warm-up, or from the start.
+        total_steps: updates of the weights in the whole training job, warm-up included: epochs *
+            steps_per_epoch / accumulate. Only "cosine" and "exponential" depend on it; all check it.
+        warmup_steps: updates in which the rate rises in a straight line, from learning_rate / (warmup_steps +
+            1); fewer than `total_steps`. "plateau" has none.
+        accumulate: batches in an update: the optimizer's `gradient_accumulation_steps`.
+        options: further settings of the schedule, by name. "cosine": `final` (0.0) and "exponential": `final`
+            (0.01), the part of `learning_rate` that is left at `total_steps`. "plateau": `monitor`
+            ("val_loss"), `mode` ("auto"), `factor` (0.5), `patience` (5 epochs), `min_delta` (1e-4),
+            `cooldown` (0 epochs), `min_learning_rate` (0.0).
+
+    Returns:
+        A `Schedule`: the learning rate for the optimizer, and callbacks.
+
+    Raises:
+        InputError: an unknown name or option (the message names the closest), or a number out of range.
+
+    Example:
+        >>> schedule = build("cosine", 0.1, total_steps=100)
+        >>> round(float(schedule.learning_rate(50)), 3)
+        0.05
+    """
+    if name not in _SCHEDULES:
+        raise errors.unknown("schedule", name, _SCHEDULES)
+    _check_number("learning_rate", learning_rate, above=0.0)
+    _check_whole("total_steps", total_steps, least=1)
+    _check_whole("warmup_steps", warmup_steps, least=0)
+    _check_whole("accumulate", accumulate, least=1)
+    if warmup_steps >= total_steps:
+        raise InputError(
+            f"`warmup_steps` must be fewer than the updates of the whole training job. Received: "
+            f"warmup_steps={warmup_steps}, total_steps={total_steps}. Warm up for less, or train longer."
+        )
+    options = dict(options or {})
+    schedule = _SCHEDULES[name]
+    kinds = inspect.signature(schedule).parameters.values()
+    allowed = [p.name for p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    for option in options:
+        if not allowed:
+            raise InputError(
+                f"Schedule {name!r} has no options. Received: {option}={options[option]!r}. Remove it."
+            )
+        if option not in allowed:
+            raise errors.unknown(f"option of schedule {name}", option, allowed)
+    built = schedule(float(learning_rate), total_steps, warmup_steps, **options)
+    if accumulate > 1 and callable(built.learning_rate):
+        return replace(built, learning_rate=PerUpdate(built.learning_rate, accumulate))
+    return built
+
+
+def _constant(learning_rate: float, total_steps: int, warmup_steps: int) -> Schedule:
+    return Schedule(Warmup(learning_rate, warmup_steps) if warmup_steps else learning_rate)
+
+
+def _cosine(learning_rate: float, total_steps: int, warmup_steps: int, *, final: float = 0.0) -> Schedule:
+    _check_number("final", final, at_least=0.0, at_most=1.0)
+    decay_steps = total_steps - warmup_steps
+    if not warmup_steps:
+        return Schedule(
+            keras.optimizers.schedules.CosineDecay(learning_rate, decay_steps, alpha=float(final))
+        )
+    return Schedule(
+        keras.optimizers.schedules.CosineDecay(
+            # Keras starts exactly here; a start of zero would waste the first update.
+            learning_rate / (warmup_steps + 1),
+            decay_steps,
+            alpha=float(final),
+            warmup_target=learning_rate,
+            warmup_steps=warmup_steps,
+        )
+    )
+
+
+def _exponential(
+    learning_rate: float, total_steps: int, warmup_steps: int, *, final: float = 0.01
+) -> Schedule:
+    _check_number("final", final, above=0.0, at_most=1.0)
+    decay = keras.optimizers.schedules.ExponentialDecay(
+        learning_rate, total_steps - warmup_steps, float(final)
+    )
+    return Schedule(Warmup(decay, warmup_steps) if warmup_steps else decay)
+
+
+def _plateau(
+    learning_rate: float,
+    total_steps: int,
+    warmup_steps: int,
+    *,
+    monitor: str = "val_loss",
+    mode: str = "auto",
+    factor: float = 0.5,
+    patience: int = 5,
+    min_delta: float = 1e-4,
+    cooldown: int = 0,
+    min_learning_rate: float = 0.0,
+) -> Schedule:
+    if warmup_steps:
+        raise InputError(
+            f"Schedule 'plateau' sets the rate between epochs and cannot warm up. Received: "
+            f"warmup_steps={warmup_steps}. Use warmup_steps=0, or the schedule 'cosine'."
+        )
+    if not isinstance(monitor, str) or not monitor:
+        raise InputError(
+            f"`monitor` must be a metric's name such as 'val_loss'. Received: monitor={monitor!r}."
+        )
+    if mode not in ("auto", "min", "max"):
+        raise errors.unknown("mode", mode, ("auto", "min", "max"))
+    _check_number("factor", factor, above=0.0, below=1.0)
+    _check_whole("patience", patience, least=1)
+    _check_number("min_delta", min_delta, at_least=0.0)
+    _check_whole("cooldown", cooldown, least=0)
+    _check_number("min_learning_rate", min_learning_rate, at_least=0.0, below=learning_rate)
+    callback = keras.callbacks.ReduceLROnPlateau(
+        monitor=monitor,
+        mode=mode,
+        factor=factor,
+        patience=patience,
+        min_delta=min_delta,
+        cooldown=cooldown,
+        min_lr=min_learning_rate,
+    )
+    return Schedule(learning_rate, (callback,))
+
+
+_SCHEDULES = MappingProxyType(
+    {"constant": _constant, "cosine": _cosine, "exponential": _exponential, "plateau": _plateau}
+)
+
+
+def _check_whole(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"`{name}` must be a whole number of at least {least}. Received: {name}={value!r}.")
+
+
+def _check_number(
+    name: str,
+    value: object,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    at_least: float = -math.inf,
+    at_most: float = math.inf,
+) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if number and above < value < below and at_least <= value <= at_most:
+        return
+    words = {"above": above, "at least": at_least, "below": below, "at most": at_most}
+    limits = " and ".join(f"{word} {limit:g}" for word, limit in words.items() if math.isfinite(limit))
+    raise InputError(f"`{name}` must be a number {limits}. Received: {name}={value!r}.")
