@@ -1,10 +1,12 @@
 """The command line as a user meets it: real processes, their output, files and exit codes."""
 
+import contextlib
 import functools
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -230,7 +232,7 @@ SCHEDULES = {
     ids=["ctrl-c", "sigterm"],
 )
 def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number):
-    words = ["train", *SMALL, *SCHEDULES[schedule], "--epochs", "16"]
+    words = ["train", *SMALL, *SCHEDULES[schedule], "--epochs", "8"]
     whole = tfgpu(*words, "--output", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
 
@@ -240,7 +242,7 @@ def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number):
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, cwd=tmp_path, env=environ(PYTHONUNBUFFERED="1"), preexec_fn=heed, **pipes)
     try:
-        next(line for line in process.stdout if line.startswith("epoch  3/16"))
+        next(line for line in process.stdout if line.startswith("epoch 2/8"))
         process.send_signal(number)
         _, stderr = process.communicate(timeout=100)
     finally:
@@ -248,13 +250,46 @@ def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number):
     assert process.returncode == 130, stderr
     (line,) = stderr.splitlines()
     assert "cut/checkpoints" in line and line.endswith("Go on with: tfgpu train --resume --output cut")
-    assert not (tmp_path / "cut" / "model.keras").exists() and 4 <= len(rows(tmp_path / "cut")) < 17
+    assert not (tmp_path / "cut" / "model.keras").exists() and 3 <= len(rows(tmp_path / "cut")) < 9
 
     resumed = tfgpu("train", "--resume", "--output", "cut", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    assert "epoch  1/16" not in resumed.stdout and "epoch 16/16" in resumed.stdout
+    assert "epoch 1/8" not in resumed.stdout and "epoch 8/8" in resumed.stdout
     assert equal(tmp_path / "whole", tmp_path / "cut")
     assert rows(tmp_path / "whole") == rows(tmp_path / "cut")
+
+
+@pytest.mark.processes
+def test_two_workers_learn_what_one_process_learns_and_only_the_chief_writes(tmp_path):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        workers = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    words = [*SMALL, "--optimizer", "sgd", "--clip-norm", "0.5", "--accumulate", "2", "--epochs", "2"]
+    (tmp_path / "other").mkdir()
+    processes = []
+    for index, folder in enumerate((tmp_path, tmp_path / "other")):
+        place = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+        command = [sys.executable, "-m", "tfgpu", "train", *words, "--output", str(tmp_path / "two")]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(
+            subprocess.Popen(command, cwd=folder, env=environ(TF_CONFIG=json.dumps(place)), **pipes)
+        )
+    try:
+        outputs = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "multi_worker" in outputs[0][0] and outputs[1][0] == ""
+    assert list((tmp_path / "other").iterdir()) == []
+    alone = tfgpu("train", *words, "--output", "one", cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    pairs = zip(weights(tmp_path / "one"), weights(tmp_path / "two"), strict=True)
+    assert max(np.abs(a - b).max() for a, b in pairs) <= 1e-5
+    for a, b in zip(rows(tmp_path / "one")[1:], rows(tmp_path / "two")[1:], strict=True):
+        assert [float(x) for x in a] == pytest.approx([float(x) for x in b], abs=1e-5)
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):

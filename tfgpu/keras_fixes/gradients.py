@@ -36,14 +36,14 @@ def meet_before_applying() -> None:
     @wrap(BaseOptimizer, "scale_loss")
     def scale_loss(stock, self, loss):
         facts = replica.step()
-        if facts is not None and facts.loss_is_weighed:
+        if facts is not None and facts.loss_is_weighed and len(loss.shape) == 0:  # a vector's gradient is a sum
             loss = replica.by_share(loss)
         return stock(self, loss)
 
     @wrap(LossScaleOptimizer, "scale_loss")
     def scale_loss_in_float16(stock, self, loss):
         facts = replica.step()
-        if facts is None:
+        if facts is None or len(loss.shape) != 0:
             return stock(self, loss)
         # Float16 gradients inside the network are as large as one device's, so they overflow when one device's would.
         loss = replica.by_share(loss) if facts.loss_is_weighed else loss / replica.count(loss.dtype)
@@ -111,7 +111,11 @@ def _meet(grads, scaled: bool) -> list:
             return tf.IndexedSlices(part(gradient.values), gradient.indices, gradient.dense_shape)
         return part(gradient)
 
-    met = iter(replica.all_reduce([local(g) for g in grads if g is not None]))
+    parts = [local(g) for g in grads if g is not None]
+    if facts is not None and tf.get_static_value(facts.rows.local) is None:
+        # The row that stands in where there is none may have brought infinities; a cond passes tensors on uncopied.
+        parts = tf.cond(replica.has_rows(), lambda: parts, lambda: tf.nest.map_structure(tf.zeros_like, parts))
+    met = iter(replica.all_reduce(parts))
     return [None if g is None else next(met) for g in grads]
 
 

@@ -47,7 +47,7 @@ def normalise_by_global_batch() -> None:
 
 def _moments(x: tf.Tensor, axes, keepdims: bool, weights: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
     """Mean and variance of `x` over `axes` and over all replicas; positions of weight 0 do not count."""
-    weights = tf.ones_like(x) if weights is None else weights
+    weights = (tf.ones_like(x) if weights is None else weights) * replica.has_rows(x.dtype)
 
     def total(values):
         return tf.reduce_sum(tf.where(weights > 0, values, tf.zeros_like(values)), axes, keepdims=True)

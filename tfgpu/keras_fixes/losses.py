@@ -39,10 +39,12 @@ def make_divisors_global() -> None:
     @wrap(loss_module, "reduce_values")
     def reduce_values(stock, values, sample_weight=None, reduction="sum_over_batch_size"):
         loss = stock(values, sample_weight, reduction)
-        if replica.step() is None or reduction in (None, "none"):
+        if replica.context() is None or reduction in (None, "none"):
             return loss
         if tuple(values.shape) == (0,):
-            return tf.reduce_sum(values)  # run eagerly without rows, stock returns the empty vector
+            return tf.reduce_sum(values)  # stock returns the empty vector, where the other replicas have a scalar
+        if replica.step() is None:
+            return loss
         if reduction == "mean_with_sample_weight" and sample_weight is not None and values.shape.rank != 0:
             return loss * _as_local_part(tf.cast(tf.reduce_sum(sample_weight), loss.dtype))
         if reduction == "sum":
@@ -65,5 +67,6 @@ def weigh_scalar_metrics() -> None:
 
 def _as_local_part(divisor: tf.Tensor) -> tf.Tensor:
     """The factor that turns a mean over this replica's `divisor` into its part of the mean over everybody's."""
+    divisor *= replica.has_rows(divisor.dtype)
     (total,) = replica.sum_small([divisor])
     return tf.math.divide_no_nan(divisor, total * tf.cast(replica.share(), divisor.dtype))

@@ -20,7 +20,7 @@ class Rows:
 
     Attributes:
         local: rows that this replica holds; 0 where the batch was too small for it.
-        offset: rows that the replicas before it hold.
+        offset: rows before its own in the global batch; 0 where it has none.
         total: rows of the global batch.
     """
 
@@ -35,7 +35,7 @@ class Step:
 
     Attributes:
         rows: where its rows lie in the global batch.
-        share: its part of the global batch, 0 to 1 (float32 scalar).
+        share: its part of the global batch, 0 to 1 (float32 scalar); 0 where it has only a row that stands in.
         jit: the step is compiled by XLA (collectives then stay outside).
         loss_is_weighed: the loss under the tape is multiplied by the share, so the gradients must not be.
         results: `id(tensor) -> (tensor, metric, position)` for each metric result that the step read.
@@ -108,6 +108,12 @@ def by_share(value: tf.Tensor) -> tf.Tensor:
     return tf.math.multiply_no_nan(value, tf.cast(share(), value.dtype))
 
 
+def has_rows(dtype=tf.bool) -> tf.Tensor:
+    """Whether this replica holds rows of the batch, as a scalar of `dtype`; True outside a step."""
+    found = rows()
+    return tf.cast(True if found is None else found.local > 0, dtype)
+
+
 def count(dtype: str = "float32") -> tf.Tensor:
     """The number of replicas that train together, as a scalar of `dtype`."""
     return tf.constant(context().num_replicas_in_sync, dtype)
@@ -121,15 +127,25 @@ def begin(local: tf.Tensor, *, jit: bool = False) -> Step:
         jit: whether XLA compiles the step.
     """
     ctx = context()
-    index = tf.cast(ctx.replica_id_in_sync_group, tf.int32)
     if ctx.num_replicas_in_sync == 1:
-        counts = local[None]
-    else:
-        mine = tf.one_hot(index, ctx.num_replicas_in_sync) * tf.cast(local, tf.float32)
-        counts = tf.cast(sum_small([mine])[0], tf.int32)
+        return Step(Rows(local, tf.constant(0), local), tf.constant(1.0), jit=jit)
+    at = piece_of(ctx.strategy, tf.cast(ctx.replica_id_in_sync_group, tf.int32))
+    mine = tf.one_hot(at, ctx.num_replicas_in_sync) * tf.cast(local, tf.float32)
+    counts = tf.cast(sum_small([mine])[0], tf.int32)
     total = tf.reduce_sum(counts)
+    offset = tf.where(local > 0, tf.reduce_sum(counts[:at]), 0)
     share = tf.math.divide_no_nan(tf.cast(local, tf.float32), tf.cast(total, tf.float32))
-    return Step(Rows(local, tf.reduce_sum(counts[:index]), total), share, jit=jit)
+    return Step(Rows(local, offset, total), share, jit=jit)
+
+
+def piece_of(strategy: tf.distribute.Strategy, index):
+    """Which piece of the global batch replica number `index` gets, from 0.
+
+    A distributed dataset cuts a batch into one piece a replica and deals them to the workers in turn, so with W
+    workers, device d of worker w holds piece d * W + w.
+    """
+    devices = len(strategy.extended.worker_devices)
+    return index % devices * (strategy.num_replicas_in_sync // devices) + index // devices
 
 
 def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -148,10 +164,14 @@ def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 def all_reduce(values: list) -> list:
     """Sums tensors or IndexedSlices over all replicas in one packed collective, kept out of XLA's clusters."""
-    if not values:
-        return []
+    summed = [None] * len(values)
     with _uncompiled():
-        return context().all_reduce(tf.distribute.ReduceOp.SUM, values)
+        for dtype in dict.fromkeys(value.dtype for value in values):  # numbers of one kind make one pack
+            places = [at for at, value in enumerate(values) if value.dtype == dtype]
+            parts = context().all_reduce(tf.distribute.ReduceOp.SUM, [values[at] for at in places])
+            for at, part in zip(places, parts, strict=True):
+                summed[at] = part
+    return summed
 
 
 @contextlib.contextmanager

@@ -103,11 +103,15 @@ class Steps:
         return logs
 
     def _replica_step(self, data):
-        facts = replica.begin(_rows_of(data), jit=bool(self._model.jit_compile))
+        local = _rows_of(data)
+        facts = replica.begin(local, jit=bool(self._model.jit_compile))
         for metric in self._model.metrics:
             _record_results(type(metric))
         with replica.stepping(facts), replica.compiled(facts), _after(data):
-            logs = self._step(data)
+            if tf.get_static_value(local) is None:
+                logs = self._step_with_a_row(data)
+            else:
+                logs = self._step(data)
             leaves = tree.flatten(logs)
             sources = [facts.results.get(id(leaf), (None, None, None))[1:] for leaf in leaves]
             parts = [
@@ -118,6 +122,19 @@ class Steps:
         self._layout = logs, sources
         self._parts = [tf.TensorSpec(part.shape, part.dtype) for part in parts]
         return parts
+
+    def _step_with_a_row(self, data):
+        """Runs the step on one made-up row where this replica has none, and undoes what that does to the metrics.
+
+        An empty batch is a mean of nothing, and oneDNN ends the process at an empty pooling gradient.
+        """
+        variables = [v for metric in self._model.metrics for v in metric.variables]
+        before = [tf.identity(v.value) for v in variables]
+        logs = self._step(tree.map_structure(_with_a_row, data))
+        is_real = replica.has_rows()
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(tf.where(is_real, variable.value, value))
+        return logs
 
     def _finish_spread(self, parts):
         logs = self._strategy.run(self._make_global, args=(parts,))
@@ -140,11 +157,14 @@ class Steps:
         """`train_on_batch`'s one batch in equal parts, in replica order, as a distributed dataset cuts its batches."""
 
         def part(ctx):
+            at = replica.piece_of(self._strategy, ctx.replica_id_in_sync_group)
+
             def cut(value):
                 if value is None:
                     return None
+                value = tf.convert_to_tensor(value)
                 size = -(-len(value) // ctx.num_replicas_in_sync)
-                return tf.convert_to_tensor(value[ctx.replica_id_in_sync_group * size :][:size])
+                return value[at * size :][:size]
 
             return tf.nest.map_structure(cut, data)
 
@@ -203,6 +223,22 @@ def _rows_of(data) -> tf.Tensor:
             rows = value.shape[0]  # tf.shape(x)[0] of a (4, None) tensor is no longer known to be 4
             return tf.shape(value)[0] if rows is None else tf.constant(rows)
     return tf.constant(1)
+
+
+def _with_a_row(value):
+    """A tensor of at least one row: of ones (0 for whole numbers), which logarithms and norms can bear."""
+    if not tf.is_tensor(value) or isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or value.shape.rank == 0:
+        return value
+    if value.shape[0] is not None:
+        return value
+
+    def one():
+        shape = tf.concat([[1], tf.shape(value)[1:]], 0)
+        return tf.ones(shape, value.dtype) if value.dtype.is_floating else tf.zeros(shape, value.dtype)
+
+    row = tf.cond(tf.shape(value)[0] > 0, lambda: value, one)  # passes the tensor on uncopied
+    row.set_shape(value.shape)
+    return row
 
 
 def _widen(value: tf.Tensor) -> tf.Tensor:

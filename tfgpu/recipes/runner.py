@@ -1,11 +1,7 @@
 """From a recipe to a run directory. Everything is checked and built before the first file is written."""
 
-import math
 import os
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,13 +23,17 @@ from tfgpu.errors import InputError
 from tfgpu.recipes import compiling, directory, facts, recipe
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.report import MOST_CLASSES, render
+from tfgpu.recipes.watch import (
+    Replay,
+    TrainingError,
+    Watch,
+    describe_failure,
+    describe_interrupt,
+    terminable,
+)
 from tfgpu.training import Trainer
 
 _MOST_PREDICTED = 100_000  # Test examples up to which the confusion matrix is made.
-
-
-class TrainingError(RuntimeError):
-    """Training began and could not go on; the message says where, and what may help."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +207,10 @@ def _train(
 ) -> list[dict[str, float]]:
     """Runs the epochs that are left and returns the rows of them all."""
     made = directory.prepare(path, resume=resume) if path else []
-    watch = _Watch(job.data, begun=lambda: directory.settle(path) if path else None)
+    watch = Watch(job.data, begun=lambda: directory.settle(path) if path else None)
     progress = Progress(console=console) if console else None
     try:
-        with _terminable():
+        with terminable():
             if path:
                 directory.write_config(path, job.recipe, about)
             checkpoint = _checkpoint(job, shared)
@@ -226,13 +226,13 @@ def _train(
                 _fit(job, first, callbacks)
             return metrics.rows
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_interrupted(path, made, watch, resume=resume)) from None
+        raise KeyboardInterrupt(describe_interrupt(path, made, watch, resume=resume)) from None
     except Exception as error:
         if not watch.steps and not resume and path:
             directory.abandon(path, made)
         if isinstance(error, InputError | TrainingError):
             raise
-        raise TrainingError(_failure(error, watch, job.recipe)) from error
+        raise TrainingError(describe_failure(error, watch, job.recipe)) from error
     finally:
         if progress:
             progress.close()
@@ -294,70 +294,7 @@ def _replaying(job: _Job, done: Sequence[Mapping[str, float]]) -> list[keras.cal
 
     A plateau counts epochs without progress, which no checkpoint of the model holds.
     """
-    return [part for callback in job.schedule_callbacks for part in (callback, _Replay(callback, done, job.recipe))]
-
-
-class _Replay(keras.callbacks.Callback):
-    def __init__(self, callback: keras.callbacks.Callback, rows: Sequence[Mapping[str, float]], what: Recipe):
-        super().__init__()
-        self._callback, self._rows, self._what = callback, rows, what
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self._rows:
-            self.model.optimizer.learning_rate = self._what.learning_rate
-        for epoch, row in enumerate(self._rows):
-            self._callback.on_epoch_end(epoch, dict(row))
-
-
-class _Watch(keras.callbacks.Callback):
-    """Knows where the training is, gives each epoch its order of data, stops at a loss that is no number."""
-
-    every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
-
-    def __init__(self, data: Data, *, begun: Any):
-        super().__init__()
-        self.epoch = self.steps = 0
-        self._data, self._begun = data, begun
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._data.seek(epoch)
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if not self.steps:
-            self._begun()
-        self.steps += 1
-        loss = (logs or {}).get("loss", 0.0)
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"The loss became {loss} in epoch {self.epoch + 1}, step {batch + 1}. "
-                "Lower --learning-rate, add --clip-norm 1, or use --precision float32."
-            )
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.epoch = epoch + 1
-
-
-def _interrupted(path: Path | None, made: list[Path], watch: _Watch, *, resume: bool) -> str:
-    if path is None:
-        return "Interrupted."
-    if not watch.steps and not resume:
-        directory.abandon(path, made)
-        return "Interrupted before the first step; nothing was written."
-    again = f"Go on with: tfgpu train --resume --output {path}"
-    if not watch.epoch:
-        return f"Interrupted in the first epoch, before a checkpoint. {again}"
-    return f"Interrupted. Epoch {watch.epoch} is in {path / directory.CHECKPOINTS}. {again}"
-
-
-def _failure(error: Exception, watch: _Watch, what: Recipe) -> str:
-    if isinstance(error, tf.errors.ResourceExhaustedError):
-        return (
-            f"Out of memory in epoch {watch.epoch + 1} with global_batch={what.global_batch}. Use a smaller "
-            "--global-batch (with --accumulate for the same update), or more devices."
-        )
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = lines[0] if lines else "no message"
-    return f"Training failed in epoch {watch.epoch + 1}: {type(error).__name__}: {reason}"
+    return [part for callback in job.schedule_callbacks for part in (callback, Replay(callback, done, job.recipe))]
 
 
 def _advice(model: keras.Model) -> list[str]:
@@ -383,20 +320,3 @@ def _save(model: keras.Model, path: Path) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Makes SIGTERM end the training as Ctrl-C does. Multi-worker strategies set a handler: ours is later."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

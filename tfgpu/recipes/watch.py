@@ -1,0 +1,104 @@
+"""What watches over the training of a run: its place, a loss that is no number, signals, and the words for each end."""
+
+import math
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfgpu.data import Data
+from tfgpu.recipes import directory
+from tfgpu.recipes.recipe import Recipe
+
+
+class TrainingError(RuntimeError):
+    """Training began and could not go on; the message says where, and what may help."""
+
+
+class Watch(keras.callbacks.Callback):
+    """Knows where the training is, gives each epoch its order of data, stops at a loss that is no number."""
+
+    every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
+
+    def __init__(self, data: Data, *, begun: Any):
+        super().__init__()
+        self.epoch = self.steps = 0
+        self._data, self._begun = data, begun
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._data.seek(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self.steps:
+            self._begun()
+        self.steps += 1
+        loss = (logs or {}).get("loss", 0.0)
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"The loss became {loss} in epoch {self.epoch + 1}, step {batch + 1}. "
+                "Lower --learning-rate, add --clip-norm 1, or use --precision float32."
+            )
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.epoch = epoch + 1
+
+
+class Replay(keras.callbacks.Callback):
+    """Shows the epochs that are done to a callback which counts epochs, so that it goes on where it was."""
+
+    def __init__(self, callback: keras.callbacks.Callback, rows: Sequence[Mapping[str, float]], what: Recipe):
+        super().__init__()
+        self._callback, self._rows, self._what = callback, rows, what
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._rows:
+            self.model.optimizer.learning_rate = self._what.learning_rate
+        for epoch, row in enumerate(self._rows):
+            self._callback.on_epoch_end(epoch, dict(row))
+
+
+def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, resume: bool) -> str:
+    """Says what an interrupted run has saved, and how to go on; takes back a run that never made a step."""
+    if path is None:
+        return "Interrupted."
+    if not watch.steps and not resume:
+        directory.abandon(path, made)
+        return "Interrupted before the first step; nothing was written."
+    again = f"Go on with: tfgpu train --resume --output {path}"
+    if not watch.epoch:
+        return f"Interrupted in the first epoch, before a checkpoint. {again}"
+    return f"Interrupted. Epoch {watch.epoch} is in {path / directory.CHECKPOINTS}. {again}"
+
+
+def describe_failure(error: Exception, watch: Watch, what: Recipe) -> str:
+    """Says in one line where a training failed and, where it is known, what helps."""
+    if isinstance(error, tf.errors.ResourceExhaustedError):
+        return (
+            f"Out of memory in epoch {watch.epoch + 1} with global_batch={what.global_batch}. Use a smaller "
+            "--global-batch (with --accumulate for the same update), or more devices."
+        )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[0] if lines else "no message"
+    return f"Training failed in epoch {watch.epoch + 1}: {type(error).__name__}: {reason}"
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Makes SIGTERM end the training as Ctrl-C does. Multi-worker strategies set a handler: ours is later."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
