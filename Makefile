@@ -8,7 +8,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /proc/
 EXTRAS := dev$(if $(HAS_GPU),$(shell echo ,gpu))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint doctor digits clean
+.PHONY: help install train test lint doctor digits matrix clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
@@ -35,6 +35,10 @@ doctor: $(STAMP)  ## Look for what is missing on this machine
 
 digits: $(STAMP)  ## Accuracy of the default recipe over five seeds and splits
 	$(BIN)/python benchmarks/digits.py
+
+matrix: $(STAMP)  ## Compare every option with one device, stock Keras beside tfgpu (hours)
+	mkdir -p build
+	$(BIN)/python tests/matrix/run.py --paths fit trainer loop --json build/matrix.json --write docs/equivalence.md
 
 clean:  ## Remove .venv and everything that tools left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

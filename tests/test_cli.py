@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import keras
@@ -104,11 +105,14 @@ def test_help_and_version_are_there(tmp_path):
         (["train", "--resume", "--output", "none"], "holds no run to resume"),
         (["train", "--output", "thesis"], "is not empty and holds no run of tfgpu"),
         (["train", "--output", "thesis", "--overwrite"], "is not empty and holds no run of tfgpu"),
+        (["train", "--output", "foreign", "--overwrite"], "a config.yaml that no run of tfgpu wrote"),
     ],
 )
 def test_wrong_input_found_without_tensorflow(tmp_path, words, expected):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "one.tex").write_text("mine")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.yaml").write_text("epochs: 3\n")
     assert expected in complaint(*words, cwd=tmp_path)
 
 
@@ -132,7 +136,21 @@ LIBRARY_ERRORS = [
     (["--global-batch", "5000"], "5000"),
     (["--data", "photos"], "photos"),
     (["--data", "broken", "--image-size", "8"], "bad.png"),
+    (["--data", "own:leave"], "raised SystemExit: 0"),
+    (["--data", "own:one_class"], "at least two classes"),
+    (["--model", "own:three"], "Received: 3 outputs, 10 classes in digits."),
+    (["--output", "/proc/x"], "Cannot write in '/proc"),
 ]
+
+OWN = """
+import sys, keras, numpy as np
+def leave():
+    sys.exit(0)
+def one_class():
+    return np.zeros([60, 2]), np.zeros([60], int)
+def three(input_shape):
+    return keras.Sequential([keras.layers.Input(input_shape), keras.layers.Flatten(), keras.layers.Dense(3)])
+"""
 
 
 def test_wrong_input_found_by_the_library(tmp_path):
@@ -143,6 +161,7 @@ def test_wrong_input_found_by_the_library(tmp_path):
             picture = np.full((8, 8, 3), 40 * number, "uint8")
             keras.utils.save_img(tmp_path / "broken" / kind / f"{number}.png", picture)
     (tmp_path / "broken" / "cats" / "bad.png").write_bytes(b"no picture")
+    (tmp_path / "own.py").write_text(OWN)
     before = sorted(tmp_path.rglob("*"))
     code = (
         "import json, sys; from tfgpu.cli import _execute\n"
@@ -155,7 +174,7 @@ def test_wrong_input_found_by_the_library(tmp_path):
         text=True,
         timeout=200,
         cwd=tmp_path,
-        env=environ(),
+        env=environ(PYTHONDONTWRITEBYTECODE="1"),
     )
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 2 * len(LIBRARY_ERRORS), done.stderr
@@ -257,6 +276,40 @@ def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number):
     assert "epoch 1/8" not in resumed.stdout and "epoch 8/8" in resumed.stdout
     assert equal(tmp_path / "whole", tmp_path / "cut")
     assert rows(tmp_path / "whole") == rows(tmp_path / "cut")
+
+
+def start(*words: str, cwd: Path) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [sys.executable, "-m", "tfgpu", *words]
+    return subprocess.Popen(command, cwd=cwd, env=environ(PYTHONUNBUFFERED="1"), preexec_fn=heed, **pipes)
+
+
+def test_an_interrupt_while_tensorflow_starts_writes_nothing(tmp_path):
+    process = start("train", *SMALL, "--output", "cut", cwd=tmp_path)
+    maps = Path(f"/proc/{process.pid}/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc to see how far the import is")
+    try:
+        while process.poll() is None and "tensorflow" not in maps.read_text():
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert stderr == "error: Interrupted before the first step; nothing was written.\n"
+    assert process.returncode == 130 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["fit", "loop"])
+def test_resuming_a_finished_run_ends_with_the_same_averaged_weights(tmp_path, path):
+    words = [*SMALL, "--epochs", "1", "--path", path, "--optimizer-option", "use_ema=true"]
+    averaged = [*words, "--optimizer-option", "ema_momentum=0.999", "--output", "run"]
+    assert tfgpu("train", *averaged, cwd=tmp_path).returncode == 0
+    before = weights(tmp_path / "run")
+    done = tfgpu("train", "--resume", "--output", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(np.array_equal(a, b) for a, b in zip(before, weights(tmp_path / "run"), strict=True))
 
 
 @pytest.mark.processes

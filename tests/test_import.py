@@ -22,6 +22,7 @@ ALLOWED = {
     "training": {"data", "strategies", "precision", "keras_fixes"},
     "callbacks": {"cluster", "environment", "training"},
 }
+ALLOWED["run"] = {"keras_fixes"}
 ALLOWED["recipes"] = {*ALLOWED}
 ALLOWED["doctor"] = {*ALLOWED}
 FREE = {"__init__", "__main__", "cli"}
@@ -30,6 +31,7 @@ QUICK = (
     "tfgpu.errors",
     "tfgpu.cluster",
     "tfgpu.cli",
+    "tfgpu.run",
     "tfgpu.recipes.recipe",
     "tfgpu.recipes.directory",
 )

@@ -7,11 +7,15 @@ Exit codes: 0 done, 1 training failed or the doctor found a problem, 2 wrong inp
 import importlib
 import inspect
 import os
+import signal
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
@@ -21,6 +25,7 @@ from rich.markup import escape
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError
 from tfgpu.recipes import recipe as recipes
+from tfgpu.run import run
 
 app = typer.Typer(
     help="Change the hardware, not the result: Keras training on one GPU, eight, or many machines.",
@@ -46,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _execute(words: list[str]) -> int:
     try:
         return app(words, prog_name="tfgpu", standalone_mode=False) or 0
+    except typer.Abort:  # An interrupt in a command that has no words of its own for it.
+        _complain("Interrupted.")
+        return 130
     except typer.TyperException as error:
         _complain(f"{error.format_message()} See `tfgpu {_command(words)}--help`.")
         return error.exit_code
@@ -99,11 +107,10 @@ def _train(
     recipes.check(recipe)
     Cluster.from_environment()
     directory.check(output, resume=resume, overwrite=overwrite)
-    with Console().status("starting TensorFlow"):  # On a terminal only.
-        _start_tensorflow(quiet=not _debugging(["--debug"] if debug else []))
-        from tfgpu.recipes import runner
-
     try:
+        with Console().status("starting TensorFlow"):  # On a terminal only.
+            _start_tensorflow(quiet=not _debugging(["--debug"] if debug else []))
+            runner = _imported("tfgpu.recipes.runner")
         result = runner.run(recipe, output=output, resume=resume, overwrite=overwrite, show=True)
     except KeyboardInterrupt as interrupt:  # Typer would swallow the message.
         _complain(str(interrupt) or "Interrupted.")
@@ -235,6 +242,19 @@ app.command(
 )(_train)
 
 
+@app.command(
+    "run",
+    help="Run a script of your own, unmodified, with the Keras repairs in force.",
+    epilog="[bold]Example[/]\n\ntfgpu run train.py --epochs 3",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
+)
+def run_script(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None,
+) -> None:
+    run(script, arguments or [])
+
+
 @app.command(help="Look for what stops or slows training on this machine, and say how to mend it.")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
@@ -246,7 +266,8 @@ def doctor(
     _start_tensorflow()
     from tfgpu.doctor import examine, stops_training, to_json
 
-    checks = examine(model=model)
+    with Console(stderr=True).status("looking at this machine; trying the faults of Keras takes some 20 s"):
+        checks = examine(model=model)
     if as_json:
         print(to_json(checks))
     else:
@@ -262,10 +283,28 @@ def _show_checks(checks: Sequence[Any]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("check", "status", "found"):
         table.add_column(heading, overflow="fold")
-    for check in checks:
+    for check in _summed_up(checks):
         fix = f"\n[bold]fix:[/] {escape(check.fix)}" if check.fix else ""
         table.add_row(escape(check.name), marks[check.status], escape(check.found) + fix)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    counts = Counter(check.status for check in checks)
+    if counts["problem"] or counts["warning"]:
+        console.print(f"\n{counts['problem']} problem(s), {counts['warning']} warning(s).")
+    else:
+        console.print("\nNothing stands in the way of training.")
+
+
+def _summed_up(checks: Sequence[Any]) -> list[Any]:
+    """Puts the Keras repairs that need no attention into one line; `--json` has them all."""
+    repairs = [check for check in checks if check.name.startswith("Keras repair") and check.status == "ok"]
+    if len(repairs) < 2:
+        return list(checks)
+    needed = sum("needed here;" in check.found for check in repairs)
+    text = f"{needed} of {len(repairs)} faults are in this Keras; tfgpu.strategy() mends them (--json lists them)"
+    at = checks.index(repairs[0])
+    kept = [check for check in checks if check not in repairs]
+    return [*kept[:at], replace(repairs[0], name="Keras repairs", found=text), *kept[at:]]
 
 
 def _start_tensorflow(*, quiet: bool = True) -> None:
@@ -280,8 +319,8 @@ def _start_tensorflow(*, quiet: bool = True) -> None:
         screen = os.dup(2)
         os.dup2(aside.fileno(), 2)
         try:
-            importlib.import_module("tensorflow")
-        except BaseException:
+            _imported("tensorflow")
+        except Exception:
             aside.seek(0)
             os.write(screen, aside.read())
             raise
@@ -290,12 +329,37 @@ def _start_tensorflow(*, quiet: bool = True) -> None:
             os.close(screen)
 
 
+def _imported(name: str) -> ModuleType:
+    """Imports a module that takes seconds; Ctrl-C ends that whatever the module makes of the interrupt.
+
+    A library's C++ code may turn it into an error of its own, or an `except` without a name may swallow it.
+    """
+    from tfgpu.recipes.directory import NOTHING_WRITTEN
+
+    interrupts = []
+
+    def interrupt(*_: Any) -> None:
+        interrupts.append(True)
+        raise KeyboardInterrupt
+
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        if heeded:
+            signal.signal(signal.SIGINT, interrupt)
+        return importlib.import_module(name)
+    finally:
+        if heeded:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupts:
+            raise KeyboardInterrupt(NOTHING_WRITTEN) from None
+
+
 def _debugging(words: Sequence[str]) -> bool:
     return "--debug" in words or os.environ.get("TFGPU_DEBUG", "0") not in ("", "0")
 
 
 def _command(words: Sequence[str]) -> str:
-    return f"{words[0]} " if words and words[0] in ("train", "doctor") else ""
+    return f"{words[0]} " if words and words[0] in ("train", "run", "doctor") else ""
 
 
 def _one_line(error: Exception) -> str:

@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+MOST_NAMED = 40
+"""How many choices an error lists."""
+
 
 class InputError(ValueError):
     """Something that the caller wrote is wrong; the message names the fix. The command line exits with 2."""
@@ -30,4 +33,6 @@ def unknown(kind: str, name: object, choices: Iterable[str]) -> InputError:
     names = list(choices)
     close = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return InputError(f"Unknown {kind} {name!r}.{hint} Choices: {', '.join(names)}.")
+    shown = ", ".join(names[:MOST_NAMED])
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return InputError(f"Unknown {kind} {name!r}.{hint} Choices: {shown}{more}.")

@@ -245,7 +245,7 @@ def describe(strategy: tf.distribute.Strategy) -> dict:
         `workers` (processes that train) and `devices` (of this process; of its peers for `parameter_server`).
 
     Example:
-        >>> describe(tfgpu.strategies.one_device("CPU:0"))
+        >>> describe(one_device("CPU:0"))
         {'kind': 'one_device', 'replicas': 1, 'workers': 1, 'devices': ['CPU:0']}
     """
     kind, workers = _kind(strategy), 1

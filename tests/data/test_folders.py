@@ -35,6 +35,25 @@ def test_classes_are_folders_in_the_order_of_their_names(photos):
     assert examples.array[:, 0, 0, 0].tolist() == [*range(6), *range(100, 106)]
 
 
+def test_hidden_folders_and_files_do_not_count(photos):
+    put(photos / "cat" / ".ipynb_checkpoints" / "x.png", image(1))
+    put(photos / "cat" / "more" / ".hidden.png", image(1))
+    (photos / "cat" / ".thumbnails").mkdir()
+    (photos / "cat" / ".thumbnails" / "1.webp").write_bytes(b"RIFF")
+    assert len(open_source(str(photos)).labels) == 12
+
+
+def test_images_of_other_kinds_are_named_or_counted(photos):
+    for name in ("cat/7.webp", "dog/7.TIFF", "dog/8.webp", "dog/9.heic"):
+        (photos / name).write_bytes(b"RIFF")
+    (photos / "logo.svg").write_text("in no class")
+    with pytest.raises(InputError, match=r"has 4 image.* cannot be read: .*cat/7.webp, .*dog/7.TIFF, .*, \.\.\.\. "):
+        open_source(str(photos))
+    examples = open_source(str(photos), Reading(skip_corrupt=True))
+    assert len(examples.labels) == 12 and len(examples.skipped) == 4
+    assert pipeline(str(photos), global_batch=2, skip_corrupt=True).info.skipped == 4
+
+
 def test_pixels_become_fractions(photos):
     data = pipeline(str(photos), global_batch=12, validation=0, test=0, shuffle=False)
     x, y = next(iter(data.train))

@@ -19,6 +19,12 @@ def broken():
     raise KeyError("no file")
 def wrong():
     return 5
+def leaves():
+    raise SystemExit(0)
+def alone():
+    return np.zeros([3, 2]), np.array(["a", "a", "a"])
+def numbered():
+    return np.zeros([8, 2]), np.full([8], 5)
 """
 
 
@@ -54,6 +60,9 @@ def test_a_function_gives_arrays_parts_or_a_dataset(module):
         ("array", "Did you mean 'arrays'"),
         ("broken", "raised KeyError: 'no file'"),
         ("wrong", "Received: int"),
+        ("leaves", "raised SystemExit: 0"),
+        ("alone", "must hold at least two classes with training examples. Received: a."),
+        ("numbered", "must hold at least two classes with training examples. Received: 5."),
     ],
 )
 def test_a_function_that_does_not_work_is_named(module, function, message):
@@ -64,6 +73,13 @@ def test_a_function_that_does_not_work_is_named(module, function, message):
 def test_a_module_that_does_not_exist_is_named():
     with pytest.raises(InputError, match="Cannot import 'no_such_module'"):
         open_source("no_such_module:load")
+
+
+def test_a_module_that_ends_the_program_is_named(tmp_path, monkeypatch):
+    (tmp_path / "leaving_source.py").write_text("import sys; sys.exit(0)")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="'leaving_source' .* ended the program"):
+        open_source("leaving_source:load")
 
 
 def test_kinds_of_arrays():

@@ -52,3 +52,15 @@ def test_a_switch_leaves_keras_alone():
 def test_a_missing_seam_names_the_version():
     with pytest.raises(MachineError, match=r"Keras 3\.\d+\.\d+ has no `trainer.gone`.*TFGPU_REPAIR=0"):
         keras_fixes.wrap(types.SimpleNamespace(__name__="trainer"), "gone")
+
+
+def test_a_distribution_of_keras_s_own_is_warned_of():
+    import keras
+
+    keras_fixes.install()
+    parallel = keras.distribution.DataParallel(devices=["cpu:0"])
+    with pytest.warns(UserWarning, match=r"keras.distribution does nothing .* DataParallel .* tfgpu.strategy\(\)"):
+        keras.distribution.set_distribution(parallel)
+    with pytest.warns(UserWarning, match="does nothing"), parallel.scope():
+        pass
+    keras.distribution.set_distribution(None)

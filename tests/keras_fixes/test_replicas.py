@@ -136,6 +136,28 @@ def test_batch_norm_takes_the_mean_of_all_rows(strategy):
     assert norm.moving_variance.numpy() == pytest.approx([2 / 3], abs=1e-6)
 
 
+def test_state_of_a_metric_is_put_together_as_its_variables_say(strategy):
+    class Counts(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="counts")
+            self.rows = self.add_variable((), "zeros", dtype="int64", name="rows")
+            self.steps = self.add_variable((), "zeros", name="steps", aggregation="only_first_replica")
+            self.one = self.add_variable((), "zeros", name="one", aggregation="mean")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.rows.assign_add(tf.shape(y_true, out_type=tf.int64)[0])
+            self.steps.assign_add(1.0)
+            self.one.assign(1.0)
+
+        def result(self):
+            return {"rows": self.rows, "steps": self.steps, "one": self.one}
+
+    with strategy.scope():
+        model = line("sgd", metrics=[Counts()])
+    logs = model.evaluate(np.ones((9, 1)), np.ones((9, 1)), batch_size=4, return_dict=True, verbose=0)
+    assert (logs["rows"], logs["steps"]) == (9, 3)
+
+
 def test_predict_on_batch_gives_each_row_once_and_in_order(strategy):
     with strategy.scope():
         model = line("sgd")

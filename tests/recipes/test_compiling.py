@@ -65,8 +65,8 @@ def test_cosine_warms_up_for_one_epoch_and_ends_at_zero():
 
 
 def test_a_schedule_counts_updates_and_not_steps():
-    # 4 steps an update: 25 updates, of which round(2.5) are warm-up.
-    assert rates([2, 25], epochs=10, learning_rate=0.1, accumulate=4) == pytest.approx([0.1, 0.0], abs=1e-7)
+    # 4 steps an update: 25 updates, of which round(2.5) are warm-up. Keras asks with the number of steps.
+    assert rates([8, 100], epochs=10, learning_rate=0.1, accumulate=4) == pytest.approx([0.1, 0.0], abs=1e-7)
 
 
 def test_one_epoch_still_rises_and_falls():
@@ -91,3 +91,12 @@ def test_the_model_is_compiled_for_logits_and_class_numbers():
     compiling.compile_model(model, Recipe(), learning_rate=0.1)
     assert model.loss.get_config()["from_logits"] is True
     assert model.jit_compile is False
+
+
+@pytest.mark.parametrize("name", ["cosine", "exponential"])
+def test_accumulation_leaves_the_rates_of_the_epochs_as_they_are(name):
+    plain = compiling.schedule(Recipe(schedule=name, epochs=4), steps_per_epoch=40)
+    grouped = compiling.schedule(Recipe(schedule=name, epochs=4, accumulate=8), steps_per_epoch=40)
+    for epoch in (2, 3):  # Keras asks with the number of batches, accumulated or not
+        steps = 40 * epoch
+        assert float(grouped.learning_rate(steps)) == pytest.approx(float(plain.learning_rate(steps)), rel=0.1)

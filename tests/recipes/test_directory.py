@@ -1,6 +1,10 @@
 import os
+import re
 import subprocess
-from datetime import datetime
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -8,13 +12,19 @@ from tfgpu.errors import InputError
 from tfgpu.recipes import directory, recipe
 from tfgpu.recipes.recipe import Recipe
 
+FACTS = {"strategy": "one_device", "versions": {"tfgpu": "0"}}
+
+
+def contents(path):
+    return {one.relative_to(path): one.read_text() for one in path.rglob("*") if one.is_file()}
+
 
 @pytest.fixture
 def finished(tmp_path):
     """A directory that holds a run, and a file that is not the run's."""
     path = tmp_path / "run"
-    directory.prepare(path, resume=False)
-    directory.write_config(path, Recipe(epochs=5), {"strategy": "one_device"})
+    with directory.claim(path, Recipe(epochs=5)):
+        directory.write_config(path, Recipe(epochs=5), FACTS)
     (path / "checkpoints").mkdir()
     (path / "checkpoints" / "1").write_text("weights")
     (path / "notes.txt").write_text("mine")
@@ -72,26 +82,102 @@ def test_checking_makes_nothing(tmp_path):
 
 
 def test_overwriting_removes_the_run_and_nothing_else(finished):
-    made = directory.prepare(finished, resume=False)
-    directory.settle(finished)
+    with directory.claim(finished, Recipe(), overwrite=True) as (_, made):
+        directory.settle(finished)
     assert made == []
     assert [path.name for path in finished.iterdir()] == ["notes.txt"]
 
 
 def test_a_failure_before_the_first_step_brings_the_earlier_run_back(finished):
-    before = {path: path.read_text() for path in finished.rglob("*") if path.is_file()}
-    made = directory.prepare(finished, resume=False)
-    directory.write_config(finished, Recipe(epochs=9), {})
-    directory.abandon(finished, made)
-    assert {path: path.read_text() for path in finished.rglob("*") if path.is_file()} == before
+    before = contents(finished)
+    with directory.claim(finished, Recipe(epochs=9), overwrite=True) as (_, made):
+        directory.write_config(finished, Recipe(epochs=9), {})
+        directory.abandon(finished, made)
+    assert contents(finished) == before
     assert not (finished / ".replaced").exists()
 
 
 def test_a_failure_before_the_first_step_takes_new_folders_back(tmp_path):
-    made = directory.prepare(tmp_path / "runs" / "one", resume=False)
-    directory.write_config(tmp_path / "runs" / "one", Recipe(), {})
-    directory.abandon(tmp_path / "runs" / "one", made)
+    with directory.claim(tmp_path / "runs" / "one", Recipe()) as (path, made):
+        directory.write_config(path, Recipe(), {})
+        directory.abandon(path, made)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("config", ["epochs: 3\n", "epochs: 3\nrun: {name: mine}\n", "a: [\n", "run: 1\nother: 2\n"])
+def test_a_config_that_no_run_wrote_protects_its_folder(tmp_path, config):
+    for name, text in (("config.yaml", config), ("logs/mine.txt", "mine"), ("checkpoints/w.bin", "mine")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = contents(tmp_path)
+    with pytest.raises(InputError, match="no run of tfgpu wrote"):
+        directory.check(tmp_path, overwrite=True)
+    with pytest.raises(InputError, match="no run of tfgpu wrote"), directory.claim(tmp_path, Recipe(), overwrite=True):
+        pass
+    assert contents(tmp_path) == before
+
+
+def leave(finished, *, at):
+    """Leaves what a run with --overwrite leaves that is killed before its first step."""
+    aside = finished / ".replaced"
+    aside.mkdir()
+    (finished / "checkpoints").rename(aside / "checkpoints")
+    if at == "moving":
+        return
+    (finished / "config.yaml").rename(aside / "config.yaml")
+    if at == "started":
+        directory.write_config(finished, Recipe(epochs=9), FACTS)
+        (finished / "metrics.csv").write_text("epoch\n")
+    if at == "returning":
+        os.replace(aside / "config.yaml", finished / "config.yaml")
+
+
+@pytest.mark.parametrize("at", ["moving", "moved", "started", "returning"])
+def test_a_run_set_aside_by_a_killed_one_is_not_lost(finished, at):
+    before = contents(finished)
+    leave(finished, at=at)
+    with pytest.raises(InputError, match="holds another run"):
+        directory.check(finished)
+    directory.check(finished, overwrite=True)
+    with directory.claim(finished, Recipe(), overwrite=True) as (path, made):
+        assert (path / ".replaced" / "checkpoints" / "1").is_file()
+        directory.abandon(path, made)
+    assert contents(finished) == before and not (finished / ".replaced").exists()
+
+
+@pytest.mark.parametrize(("at", "epochs"), [("moving", 5), ("moved", 5), ("started", 9)])
+def test_after_a_kill_the_run_whose_config_is_there_is_resumed(finished, at, epochs):
+    leave(finished, at=at)
+    assert directory.recorded(finished)["epochs"] == epochs
+    with directory.claim(finished, Recipe(), resume=True):
+        assert recipe.load(finished / "config.yaml").epochs == epochs
+        assert (finished / "checkpoints" / "1").exists() == (epochs == 5)
+        directory.settle(finished)
+    assert not list(finished.glob(".replaced*"))
+
+
+def test_one_directory_has_one_run_at_a_time(finished, tmp_path):
+    for path, options in ((finished, {"overwrite": True}), (finished, {"resume": True}), (tmp_path / "new", {})):
+        with directory.claim(path, Recipe(), **options):
+            code = (
+                "import sys; from tfgpu.recipes import directory; from tfgpu.recipes.recipe import Recipe\n"
+                f"with directory.claim(sys.argv[1], Recipe(), **{options}): pass"
+            )
+            done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
+            assert done.returncode and "holds another run, which is running now" in done.stderr
+    with directory.claim(tmp_path / "new", Recipe()):  # The lock ends with the run.
+        pass
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which nobody can write")
+def test_a_directory_that_cannot_be_made_is_wrong_input():
+    with pytest.raises(InputError, match="Cannot write in '/proc/x'"), directory.claim("/proc/x", Recipe()):
+        pass
+
+
+def test_a_path_that_the_system_refuses_is_wrong_input(tmp_path):
+    with pytest.raises(InputError, match="name too long"):
+        directory.check(tmp_path / ("x" * 300) / "y")
 
 
 def test_resuming_names_each_setting_that_differs():
@@ -103,11 +189,11 @@ def test_resuming_names_each_setting_that_differs():
 
 def test_new_directories_have_names_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    now = datetime(2024, 1, 2, 3, 4, 5)
-    first = directory.fresh(Recipe(model="my.models:small"), now=now)
-    assert str(first) == "runs/20240102-030405-my.models-small"
-    first.mkdir(parents=True)
-    assert str(directory.fresh(Recipe(model="my.models:small"), now=now)) == f"{first}-2"
+    with ThreadPoolExecutor(8) as pool, ExitStack() as held:
+        claims = [directory.claim(None, Recipe(model="my.models:small")) for _ in range(8)]
+        paths = [path for path, _ in pool.map(held.enter_context, claims)]
+    assert len(set(paths)) == 8
+    assert all(re.fullmatch(r"runs/\d{8}-\d{6}-my\.models-small(-\d)?", str(path)) for path in paths)
 
 
 def test_the_commit_is_recorded_and_changes_are_marked(tmp_path, monkeypatch):

@@ -85,6 +85,44 @@ def test_a_callback_that_looks_at_batches_is_called_after_each():
     assert recorder.seen == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1), ("epoch", 0)]
 
 
+def test_a_lambda_callback_is_called_after_each_batch():
+    seen = []
+    each = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    tfgpu.Trainer(build(tf.distribute.get_strategy())).fit(X, Y, batch_size=10, callbacks=[each], verbose=0)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_each_validation_begins_with_the_first_rows():
+    arguments = dict(batch_size=10, epochs=3, validation_data=(X, Y), validation_steps=2, shuffle=False, verbose=0)
+    by_fit, by_loop = build(tf.distribute.get_strategy()), build(tf.distribute.get_strategy())
+    expected = by_fit.fit(X, Y, **arguments).history
+    assert tfgpu.Trainer(by_loop).fit(X, Y, **arguments).history["val_loss"] == pytest.approx(expected["val_loss"])
+
+
+def test_a_dataset_of_one_s_own_hears_of_the_same_epochs():
+    class Told(keras.utils.PyDataset):
+        def __init__(self):
+            super().__init__()
+            self.heard = []
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return X[index * 8 :][:8], Y[index * 8 :][:8]
+
+        def on_epoch_begin(self):
+            self.heard.append("begin")
+
+        def on_epoch_end(self):
+            self.heard.append("end")
+
+    by_fit, by_loop = Told(), Told()
+    build(tf.distribute.get_strategy()).fit(by_fit, epochs=2, shuffle=False, verbose=0)
+    tfgpu.Trainer(build(tf.distribute.get_strategy())).fit(by_loop, epochs=2, shuffle=False, verbose=0)
+    assert by_loop.heard == by_fit.heard
+
+
 def test_stopping_in_the_middle_of_an_epoch():
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

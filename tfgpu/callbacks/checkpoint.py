@@ -55,10 +55,10 @@ class Checkpoint(keras.callbacks.Callback):
         InputError: `keep` is not a whole number from 1.
 
     Example:
-        >>> checkpoint = tfgpu.callbacks.Checkpoint("run/checkpoints", data=data)
-        >>> position = checkpoint.restore(model)  # None in a new run
-        >>> first = position.epoch if position else 0
-        >>> model.fit(data.train, initial_epoch=first, epochs=10, callbacks=[checkpoint])
+        checkpoint = tfgpu.callbacks.Checkpoint("run/checkpoints", data=data)
+        position = checkpoint.restore(model)  # None in a new run
+        first = position.epoch if position else 0
+        model.fit(data.train, initial_epoch=first, epochs=10, callbacks=[checkpoint])
     """
 
     every_batch = False

@@ -29,7 +29,7 @@ class MetricsFile(keras.callbacks.Callback):
     (seconds, without validation).
 
     Example:
-        >>> model.fit(x, y, callbacks=[MetricsFile("run/metrics.csv")])
+        model.fit(x, y, callbacks=[MetricsFile("run/metrics.csv")])
     """
 
     every_batch = False  # Blocks of steps are enough for tfgpu's own loop.

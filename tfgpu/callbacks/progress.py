@@ -23,7 +23,7 @@ class Progress(keras.callbacks.Callback):
         first_total: steps of an epoch, when the data cannot tell before the first epoch is over.
 
     Example:
-        >>> model.fit(x, y, epochs=3, verbose=0, callbacks=[Progress()])
+        model.fit(x, y, epochs=3, verbose=0, callbacks=[Progress()])
     """
 
     every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
@@ -93,7 +93,7 @@ def line(logs: dict[str, Any] | None) -> str:
     """Writes metrics for a person: rates in percent, times in milliseconds, the rest with four digits.
 
     Example:
-        >>> line({"loss": 0.08121, "val_accuracy": 0.986, "step_time_s": 0.0053})
+        line({"loss": 0.08121, "val_accuracy": 0.986, "step_time_s": 0.0053})
         'loss 0.0812  val_accuracy 98.6%  5.3 ms/step'
     """
     return "  ".join(_item(name, float(value)) for name, value in (logs or {}).items() if name not in _HIDDEN)

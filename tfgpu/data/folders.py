@@ -3,7 +3,8 @@
     photos/cat/1.jpg            photos/train/cat/1.jpg
     photos/dog/2.png     or     photos/test/dog/2.png      (train, validation, test)
 
-JPEG, PNG, BMP and the first frame of a GIF. Folders of up to 2 GiB are decoded once before training, so a
+JPEG, PNG, BMP and the first frame of a GIF; an image of another kind is an error, or counted as corrupt. Hidden files
+and folders, whose names begin with a dot, do not count. Folders of up to 2 GiB are decoded once before training, so a
 corrupt file is named at the start; in larger ones it is named when training meets it.
 """
 
@@ -19,6 +20,10 @@ from tfgpu.data.splits import PARTS
 from tfgpu.errors import InputError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
+OTHER_SUFFIXES = (
+    *(".webp", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".jfif", ".jpe", ".ppm", ".pgm", ".pbm"),
+    *(".tga", ".ico", ".svg", ".dng", ".raw", ".psd"),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +42,9 @@ def open_folder(folder: str, reading: Reading) -> Examples:
         InputError: no folder, no classes, no images, a corrupt image, images of different sizes.
     """
     root = Path(folder)
+    unread = tuple(f"the image {path}" for path in _files(root, OTHER_SUFFIXES) if path.parent != root)
+    if unread and not reading.skip_corrupt:
+        _refuse_kinds(root, unread)
     found = _find(root)
     class_names = _classes(root, found)
     paths, labels, own = [], [], {}
@@ -57,6 +65,7 @@ def open_folder(folder: str, reading: Reading) -> Examples:
         where=lambda i: tf.strings.join(["the image ", path_of[i]]),
         own=own,
         class_names=class_names,
+        lost=unread,
     )
     return open_files(files, reading)
 
@@ -106,5 +115,19 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _images(folder: Path) -> list[Path]:
-    files = (p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
-    return sorted(p for p in files if p.is_file())
+    return _files(folder, SUFFIXES)
+
+
+def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Lists the files of these kinds below a folder, but none that is hidden or lies in a hidden folder."""
+    files = (path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    shown = (p for p in files if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    return sorted(p for p in shown if p.is_file())
+
+
+def _refuse_kinds(root: Path, unread: tuple[str, ...]) -> None:
+    names = ", ".join(name.removeprefix("the image ") for name in unread[:3]) + (", ..." if len(unread) > 3 else "")
+    raise InputError(
+        f"{str(root)!r} has {len(unread)} image(s) of a kind that cannot be read: {names}. "
+        f"Convert them to {', '.join(SUFFIXES)}, or leave them out with skip_corrupt (--skip-corrupt)."
+    )

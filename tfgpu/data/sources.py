@@ -69,7 +69,20 @@ def open_source(source, reading: Reading | None = None) -> Examples:
         return records.open_records(name.value, reading)
     if name.kind == "tfds":
         return prepared.open_tfds(name.value, reading)
-    return _from_values(_call(name.value), name=name.value, reading=reading)
+    examples = _from_values(_call(name.value), name=name.value, reading=reading)
+    _check_classes(examples)
+    return examples
+
+
+def _check_classes(examples: Examples) -> None:
+    """With one class there is nothing to tell apart, and any model is always right."""
+    present = np.unique(examples.labels[examples.own["train"]])
+    if len(present) < 2:
+        raise InputError(
+            f"{examples.name!r} must hold at least two classes with training examples. "
+            f"Received: {', '.join(examples.class_names[i] for i in present) or 'none'}. "
+            "Give examples of another class."
+        )
 
 
 def _call(text: str):
@@ -85,6 +98,11 @@ def _call(text: str):
         raise InputError(
             f"Cannot import {module_name!r} for the data source {text!r}: {error}. Install it or run from its folder."
         ) from error
+    except SystemExit as error:
+        raise InputError(
+            f"The module {module_name!r} of the data source {text!r} ended the program (sys.exit({error})) when it was "
+            'imported. Put what it does as a script under `if __name__ == "__main__":`.'
+        ) from error
     finally:
         if added:
             sys.path.remove(here)
@@ -94,7 +112,7 @@ def _call(text: str):
         raise unknown(f"function of module {module_name!r}", function_name, choices)
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit would end the training, and say that all is well.
         message = " ".join(str(error).split())
         raise InputError(
             f"The data source {text!r} raised {type(error).__name__}: {message}. It is called without arguments."

@@ -8,6 +8,7 @@ Example:
     ...     print(check.name, check.status, check.found, check.fix)
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,7 @@ __all__ = ["Check", "examine", "gather", "judge", "stops_training", "tensor_core
 
 
 def examine(*, environ: Mapping[str, str] | None = None, model: "keras.Model | str | None" = None) -> list[Check]:
-    """Looks at everything that training needs here. Changes nothing; takes some seconds.
+    """Looks at everything that training needs here. Changes nothing; takes about 20 s, mostly to try Keras.
 
     Args:
         environ: environment variables by name; `None` means this process's.
@@ -38,11 +39,11 @@ def examine(*, environ: Mapping[str, str] | None = None, model: "keras.Model | s
         InputError: `model` is a name that is not known.
     """
     environ = dict(os.environ if environ is None else environ)
-    facts = gather(environ)
-    checks = judge(facts, environ)
-    if model is not None and "error" not in facts["tensorflow"] and "error" not in facts["keras"]:
-        checks.append(tensor_cores(model))
-    return checks
+    advice = []
+    if model is not None:  # first, so that a wrong name is said at once
+        with contextlib.suppress(ImportError):
+            advice.append(tensor_cores(model))
+    return [*judge(gather(environ), environ), *advice]
 
 
 def stops_training(checks: Iterable[Check]) -> bool:
@@ -56,7 +57,14 @@ def to_json(checks: Iterable[Check]) -> str:
 
 
 def tensor_cores(model: "keras.Model | str") -> Check:
-    # Only here is TensorFlow wanted in this process; `examine` has made sure that it can be imported.
+    """Looks for layer sizes that Tensor Cores cannot use well.
+
+    Args:
+        model: a Keras model, or a name that `tfgpu.models.build` knows.
+
+    Returns:
+        A check that is ok, or a warning with a suggestion for each size.
+    """
     from tfgpu import models, precision
 
     if isinstance(model, str):

@@ -219,7 +219,8 @@ def _cuda(facts: Mapping[str, dict]) -> Check:
     there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     missing = [name for name, version in found.items() if not version]
     if not facts["driver"].get("gpus"):
-        return Check("CUDA libraries", "ok", there or "none, and none needed without an NVIDIA GPU")
+        text = "none needed without an NVIDIA GPU" + (f"; found: {there}" if there else "")
+        return Check("CUDA libraries", "ok", text)
     if missing and not facts["tensorflow"].get("gpus"):
         text = f"missing: {', '.join(missing)}" + (f"; found: {there}" if there else "")
         return Check("CUDA libraries", "problem", text, INSTALL_CUDA)

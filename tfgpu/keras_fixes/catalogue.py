@@ -1,6 +1,6 @@
 """Every repair, in the order in which it is applied. `tfgpu doctor` lists them with what their probes found."""
 
-from tfgpu.keras_fixes import collectives, gradients, layers, losses, probes, random, seeds, trainer
+from tfgpu.keras_fixes import collectives, distribution, gradients, layers, losses, probes, random, seeds, trainer
 from tfgpu.keras_fixes.seam import Fix
 
 _KERAS = "https://github.com/keras-team/keras/issues/"
@@ -97,5 +97,12 @@ FIXES = (
         "",
         probes.global_seeds_differ,
         seeds.share_seed_state,
+    ),
+    Fix(
+        "no-distribution",
+        "keras.distribution does nothing on TensorFlow, and says nothing",
+        "",
+        probes.distribution_is_silent,
+        distribution.warn_of_no_distribution,
     ),
 )

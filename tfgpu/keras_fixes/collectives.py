@@ -18,7 +18,7 @@ def give_each_strategy_its_own_keys() -> None:
     instance", a wrong sum, or the death of the process. Notebooks, tests and searches make many strategies.
     """
     for cls in (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy):
-        numbers = itertools.count()
+        numbers = itertools.count(1)  # 0 is what a strategy has that was made before this
 
         @wrap(cls, "__init__")
         def init(stock, self, *args, numbers=numbers, **kwargs):

@@ -36,6 +36,11 @@ class Batches:
         """Steps of an epoch, or None where that is not known before its end."""
         return self._epochs.num_batches
 
+    def restart(self) -> None:
+        """Forgets an unfinished pass, and tells the data so, as `fit` and `evaluate` do before their first batch."""
+        self._epochs.reset()
+        self._iterator = None
+
     def begin_epoch(self) -> None:
         """Starts a new pass over the data; with `steps_per_epoch` an unfinished pass goes on."""
         self._epochs.data_adapter.on_epoch_begin()

@@ -101,6 +101,17 @@ def global_seeds_differ() -> bool:
     return not bool(tf.reduce_all(first == second))
 
 
+def distribution_is_silent() -> bool:
+    """Whether a distribution over two devices leaves a variable on one, without a word."""
+    before = keras.distribution.distribution()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))
+        value = keras.Variable([1.0]).value
+        keras.distribution.set_distribution(before)
+    return not said and not isinstance(value, tf.distribute.DistributedValues)
+
+
 def _mirrored() -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 

@@ -145,8 +145,7 @@ class Steps:
         logs, sources = self._layout
         metrics = list({id(metric): metric for metric, _ in sources if metric is not None}.values())
         variables = [v for metric in metrics for v in metric.variables]
-        # identity: an all-reduce of a captured variable's own tensor fails inside a tf.function
-        summed = iter(replica.all_reduce([tf.identity(_widen(v.value)) for v in variables] + list(parts)))
+        summed = iter(replica.all_reduce([_contribution(v) for v in variables] + list(parts)))
         state = [(v, tf.cast(next(summed), v.dtype)) for v in variables]
         with backend.StatelessScope(state_mapping=state):
             read = {id(metric): tree.flatten(metric.result()) for metric in metrics}
@@ -241,8 +240,16 @@ def _with_a_row(value):
     return row
 
 
-def _widen(value: tf.Tensor) -> tf.Tensor:
-    return tf.cast(value, tf.float32 if value.dtype.is_floating else value.dtype)
+def _contribution(variable) -> tf.Tensor:
+    """What this replica adds to the global value of a metric's variable, as the variable's `aggregation` says."""
+    value = variable.value
+    # identity: an all-reduce of a captured variable's own tensor fails inside a tf.function
+    value = tf.identity(tf.cast(value, tf.float32 if value.dtype.is_floating else value.dtype))
+    if variable.aggregation == "sum":
+        return value
+    if variable.aggregation == "mean":
+        return value / replica.count(value.dtype)
+    return value * tf.cast(replica.context().replica_id_in_sync_group == 0, value.dtype)
 
 
 def _record_results(cls: type) -> None:

@@ -5,7 +5,7 @@ import inspect
 import keras
 
 from tfgpu.errors import InputError, unknown
-from tfgpu.recipes.recipe import Recipe
+from tfgpu.recipes.recipe import SETTINGS_OF_THEIR_OWN, Recipe
 from tfgpu.training import schedules
 
 
@@ -29,7 +29,8 @@ def check_optimizer(recipe: Recipe) -> type[keras.optimizers.Optimizer]:
     name = recipe.optimizer.lower()
     if name not in known:
         raise unknown("optimizer", recipe.optimizer, known)
-    options = [p for p in inspect.signature(known[name]).parameters if p not in ("self", "kwargs", "name")]
+    parameters = inspect.signature(known[name]).parameters
+    options = [p for p in parameters if p not in ("self", "kwargs", "name", *SETTINGS_OF_THEIR_OWN)]
     for option in recipe.optimizer_options:
         if option not in options:
             raise unknown(f"option of optimizer {name}", option, options)
@@ -43,7 +44,12 @@ def schedule(recipe: Recipe, *, steps_per_epoch: int) -> schedules.Schedule:
         InputError: the schedule has no such option, or the numbers do not go together.
     """
     updates_per_epoch = steps_per_epoch / recipe.accumulate
-    total = max(1, int(recipe.epochs * updates_per_epoch))
+    total = int(recipe.epochs * updates_per_epoch)
+    if total < 1:
+        raise InputError(
+            f"`accumulate` must be at most the steps of the run, or nothing is ever learned. Received: "
+            f"accumulate={recipe.accumulate}, epochs={recipe.epochs} of {steps_per_epoch} steps. Use a smaller one."
+        )
     warmup = recipe.warmup_epochs
     if warmup is None:
         warmup = min(1.0, recipe.epochs / 4) if recipe.schedule == "cosine" else 0.0
@@ -52,6 +58,7 @@ def schedule(recipe: Recipe, *, steps_per_epoch: int) -> schedules.Schedule:
         recipe.learning_rate,
         total_steps=total,
         warmup_steps=min(round(warmup * updates_per_epoch), total - 1),
+        accumulate=recipe.accumulate,
         options=recipe.schedule_options,
     )
 

@@ -1,12 +1,14 @@
 """The run directory: what is in it, when it may be written, what `config.yaml` records. No TensorFlow here.
 
-A directory holds a run when it has a `config.yaml`. Nothing that is not a run's own file is ever deleted.
+A directory holds a run when it has a `config.yaml` that a run wrote. Nothing that is not a run's own file is ever
+deleted.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,12 @@ from typing import Any
 import yaml
 
 from tfgpu.errors import InputError
-from tfgpu.recipes.recipe import FACTS, Recipe, read
+from tfgpu.recipes.recipe import FACTS, Recipe, make, read, read_facts
+
+try:
+    import fcntl
+except ImportError:  # Not on Windows, where two runs that claim one directory are not told apart.
+    fcntl = None
 
 CONFIG = "config.yaml"
 MODEL = "model.keras"
@@ -22,8 +29,10 @@ METRICS = "metrics.csv"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
+NOTHING_WRITTEN = "Interrupted before the first step; nothing was written."
 _OWN = (MODEL, METRICS, REPORT, CHECKPOINTS, LOGS, CONFIG)
-_ASIDE = ".replaced"
+_ASIDE = ".replaced"  # The earlier run, until the new one has made a step.
+_SETTLED = ".replaced-settled"  # The earlier run while it is being deleted.
 
 
 def check(output: str | Path | None, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -44,16 +53,9 @@ def check(output: str | Path | None, *, resume: bool = False, overwrite: bool = 
             raise InputError("--resume needs the run to go on with. Add --output DIR.")
         return
     path = Path(output)
-    holds_run = (path / CONFIG).is_file()
-    if resume and not holds_run:
-        raise InputError(f"{str(path)!r} holds no run to resume: it has no {CONFIG}. Leave out --resume to start one.")
-    if path.exists() and not path.is_dir():
-        raise InputError(f"The output {str(path)!r} is a file. Give a directory.")
-    if holds_run and not resume and not overwrite:
-        raise InputError(f"{str(path)!r} holds another run. Add --resume or --overwrite, or give another --output.")
-    if path.is_dir() and not holds_run and any(path.iterdir()):
-        raise InputError(f"{str(path)!r} is not empty and holds no run of tfgpu. Give another --output.")
-    _check_writable(path)
+    with _reported(path):
+        _check_content(path, resume=resume, overwrite=overwrite)
+        _check_writable(path)
 
 
 def recorded(output: str | Path) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def recorded(output: str | Path) -> dict[str, Any]:
         InputError: it holds no run.
     """
     check(output, resume=True)
-    return read(Path(output) / CONFIG)
+    return read(_config(Path(output)))
 
 
 def check_same(recipe: Recipe, earlier: Recipe, *, directory: str | Path) -> None:
@@ -84,43 +86,51 @@ def check_same(recipe: Recipe, earlier: Recipe, *, directory: str | Path) -> Non
         )
 
 
-def fresh(recipe: Recipe, *, now: datetime | None = None) -> Path:
-    """Names a directory that does not exist: `runs/<time>-<model>`."""
-    model = "".join(c if c.isalnum() or c in "._-" else "-" for c in recipe.model)
-    base = Path("runs") / f"{(now or datetime.now()):%Y%m%d-%H%M%S}-{model}"
-    names = (base if n == 1 else base.with_name(f"{base.name}-{n}") for n in range(1, 1000))
-    return next(name for name in names if not name.exists())
+@contextlib.contextmanager
+def claim(
+    output: str | Path | None, recipe: Recipe, *, resume: bool = False, overwrite: bool = False
+) -> Iterator[tuple[Path, list[Path]]]:
+    """Makes a directory ready for a run, which alone may write in it as long as the block lasts.
 
+    An earlier run in it is set aside, unless it is resumed. Follow it by `settle` at the first step, or by `abandon`
+    when there is none. The claim is a lock of the operating system, which a killed process loses too.
 
-def prepare(path: Path, *, resume: bool) -> list[Path]:
-    """Makes the directory ready for a run; an earlier run in it is set aside, unless it is resumed.
+    Args:
+        output: the directory; None makes `runs/<time>-<model>`.
+        recipe: gives a new directory its name.
+        resume: whether the run in it is to be continued.
+        overwrite: whether a run in it may be replaced.
 
-    Follow it by `settle` at the first step, or by `abandon` when there is none.
+    Yields:
+        The directory, and the folders that were made, the innermost first.
 
-    Returns:
-        The folders that were made, the innermost first.
+    Raises:
+        InputError: as `check`, or another process writes in it now, or it cannot be made.
     """
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    if not resume and (path / CONFIG).exists():
-        (path / _ASIDE).mkdir(exist_ok=True)
-        _move_run(path, path / _ASIDE)
-    return made
+    with contextlib.ExitStack() as held:
+        with _reported(Path(output or "runs")):
+            path, made = _make(Path(output)) if output else _make_fresh(recipe)
+            _lock(path, held)
+            # Another process may have come since the first look.
+            _check_content(path, resume=resume, overwrite=overwrite)
+            _mend(path, resume=resume)
+            if not resume and (path / CONFIG).exists():
+                (path / _ASIDE).mkdir(exist_ok=True)
+                _move_run(path, path / _ASIDE, _OWN)
+        yield path, made
 
 
 def settle(path: Path) -> None:
-    """Removes the earlier run that `prepare` set aside, now that the new one has begun."""
+    """Removes the earlier run that `claim` set aside, now that the new one has begun."""
     if (path / _ASIDE).is_dir():
-        _remove_run(path / _ASIDE)
-        (path / _ASIDE).rmdir()
+        os.replace(path / _ASIDE, path / _SETTLED)
+    _remove_settled(path)
 
 
 def abandon(path: Path, made: list[Path]) -> None:
     """Takes back what a run wrote that failed before its first step; an earlier run returns."""
     _remove_run(path)
-    if (path / _ASIDE).is_dir():
-        _move_run(path / _ASIDE, path)
-        (path / _ASIDE).rmdir()
+    _bring_back(path)
     for folder in made:
         try:
             folder.rmdir()
@@ -151,10 +161,124 @@ def _git(*words: str) -> str:
     return subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
-def _move_run(source: Path, target: Path) -> None:
-    for name in _OWN:
+def _config(path: Path) -> Path:
+    """Gives the config of the run in a directory, also of one that a killed run had set aside."""
+    aside = path / _ASIDE / CONFIG
+    return aside if aside.is_file() and not (path / CONFIG).exists() else path / CONFIG
+
+
+def _is_of_a_run(config: Path) -> bool:
+    try:
+        versions = read_facts(config).get("versions")
+        make(read(config))
+    except InputError:
+        return False
+    return isinstance(versions, dict) and "tfgpu" in versions
+
+
+def _check_content(path: Path, *, resume: bool, overwrite: bool) -> None:
+    config = _config(path)
+    if resume and not config.is_file():
+        raise InputError(f"{str(path)!r} holds no run to resume: it has no {CONFIG}. Leave out --resume to start one.")
+    if path.exists() and not path.is_dir():
+        raise InputError(f"The output {str(path)!r} is a file. Give a directory.")
+    if config.is_file() and not resume and not overwrite:
+        raise InputError(f"{str(path)!r} holds another run. Add --resume or --overwrite, or give another --output.")
+    if config.is_file() and overwrite and not _is_of_a_run(config):
+        raise InputError(
+            f"{str(path)!r} has a {CONFIG} that no run of tfgpu wrote, so nothing in it is replaced. "
+            "Give another --output."
+        )
+    if path.is_dir() and not config.is_file() and any(path.iterdir()):
+        raise InputError(f"{str(path)!r} is not empty and holds no run of tfgpu. Give another --output.")
+
+
+@contextlib.contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    """Says of a directory that cannot be looked at, made or moved in why that is so."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(
+            f"Cannot write in {str(path)!r}: {reason}. Give an --output in a directory of yours."
+        ) from error
+
+
+def _make(path: Path) -> tuple[Path, list[Path]]:
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    return path, made
+
+
+def _make_fresh(recipe: Recipe) -> tuple[Path, list[Path]]:
+    """Makes `runs/<time>-<model>`, which no other process gets: the one that makes a directory has it."""
+    model = "".join(c if c.isalnum() or c in "._-" else "-" for c in recipe.model)
+    base = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{model}"
+    _, made = _make(base.parent)
+    number = 1
+    while True:
+        path = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            path.mkdir()
+            return path, [path, *made]
+        except FileExistsError:
+            number += 1
+
+
+def _lock(path: Path, held: contextlib.ExitStack) -> None:
+    if fcntl is None:
+        return
+    lock = os.open(path, os.O_RDONLY)
+    held.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(
+            f"{str(path)!r} holds another run, which is running now. Wait for its end, or give another --output."
+        ) from None
+    except OSError:  # Some network file systems lock no directories; they train all the same.
+        return
+
+
+def _mend(path: Path, *, resume: bool) -> None:
+    """Ends what a killed process began: a run that was set aside returns, unless its successor is resumed.
+
+    While the folder of the earlier run is there, its successor has made no step.
+    """
+    _remove_settled(path)
+    replaced = (path / _ASIDE / CONFIG).exists()  # The last file to be moved: all are there.
+    if replaced and not (resume and (path / CONFIG).exists()):
+        _remove_run(path)
+        replaced = False
+    if not replaced:
+        _bring_back(path)
+
+
+def _bring_back(path: Path) -> None:
+    if (path / _ASIDE).is_dir():
+        # The config first: without it, a second try takes what lies outside for the same run's.
+        _move_run(path / _ASIDE, path, _OWN[::-1])
+        _remove_empty(path / _ASIDE)
+
+
+def _move_run(source: Path, target: Path, names: tuple[str, ...]) -> None:
+    for name in names:
         if (source / name).exists():
             os.replace(source / name, target / name)
+
+
+def _remove_settled(path: Path) -> None:
+    if (path / _SETTLED).is_dir():
+        _remove_run(path / _SETTLED)
+        _remove_empty(path / _SETTLED)
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # Something else was put there meanwhile.
+        folder.rmdir()
 
 
 def _remove_run(path: Path) -> None:

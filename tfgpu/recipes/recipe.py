@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tfgpu.data.names import parse_source, parse_stages
 from tfgpu.errors import InputError, unknown
 
 FACTS = "run"  # The key of config.yaml under which a run leaves facts about itself; a recipe skips it.
-_OWN_FIELDS = {  # Optimizer arguments that a recipe has a word of its own for.
+SETTINGS_OF_THEIR_OWN = {  # Optimizer arguments that a recipe has a word of its own for.
     "learning_rate": "learning_rate",
     "weight_decay": "weight_decay",
     "global_clipnorm": "clip_norm",
@@ -27,14 +36,20 @@ _OWN_FIELDS = {  # Optimizer arguments that a recipe has a word of its own for.
 def _stages(value: Any) -> Any:
     """Turns `"flip,rotate"` or `["flip", "rotate: {degrees: 5}"]` into a tuple; `"none"` is the empty one."""
     stages: list[Any] = []
-    for part in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
+    for part in value if isinstance(value, list | tuple) else [value]:
         if isinstance(part, str) and ":" not in part:
             stages += [name.strip() for name in part.split(",") if name.strip()]
         else:
             stages.append(parse_value(part) if isinstance(part, str) else part)
-    if isinstance(value, str | list | tuple):
-        return () if stages == ["none"] else tuple(stages)
-    return value
+    if not isinstance(value, str | list | tuple) or not all(map(_is_stage, stages)):
+        raise ValueError("should be a list of names, with options in braces, such as [flip, rotate: {degrees: 5}]")
+    return () if stages == ["none"] else tuple(stages)
+
+
+def _is_stage(stage: Any) -> bool:
+    if isinstance(stage, dict):
+        return len(stage) == 1 and all(isinstance(k, str) and isinstance(v, dict) for k, v in stage.items())
+    return isinstance(stage, str)
 
 
 def _devices(value: Any) -> Any:
@@ -180,6 +195,16 @@ class Recipe(BaseModel):
         None, "Optimizer", "Scale gradients down to this global norm; not clipped when not given.", gt=0
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses `epochs: true`, which Python counts as 1."""
+        annotation = cls.model_fields[info.field_name].annotation
+        kinds = {annotation, *get_args(annotation)} & {int, float}
+        if isinstance(value, bool) and kinds:
+            raise ValueError("should be a number")
+        return value
+
     @model_validator(mode="after")
     def _agree(self) -> "Recipe":
         if self.validation + self.test >= 1:
@@ -190,8 +215,8 @@ class Recipe(BaseModel):
             raise ValueError(
                 f"`warmup_epochs` must be below `epochs`. Received: {self.warmup_epochs:g} of {self.epochs}"
             )
-        for name in sorted(_OWN_FIELDS.keys() & self.optimizer_options.keys()):
-            raise ValueError(f"`optimizer_options` must not hold {name!r}. Use `{_OWN_FIELDS[name]}` instead")
+        for name in sorted(SETTINGS_OF_THEIR_OWN.keys() & self.optimizer_options.keys()):
+            raise ValueError(f"`optimizer_options` must not hold {name!r}. Use `{SETTINGS_OF_THEIR_OWN[name]}` instead")
         return self
 
 
@@ -251,6 +276,16 @@ def read(path: str | Path) -> dict[str, Any]:
     content = _parse(path)
     content.pop(FACTS, None)
     return content
+
+
+def read_facts(path: str | Path) -> dict[str, Any]:
+    """Reads the facts that a run left in its config file; empty when no run wrote it.
+
+    Raises:
+        InputError: when the file is missing, is not YAML or is not a mapping.
+    """
+    facts = _parse(path).get(FACTS)
+    return facts if isinstance(facts, dict) else {}
 
 
 def parse_value(text: str) -> Any:

@@ -1,5 +1,6 @@
 """From a recipe to a run directory. Everything is checked and built before the first file is written."""
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from tfgpu.recipes.watch import (
     describe_failure,
     describe_interrupt,
     terminable,
+    unstarted,
 )
 from tfgpu.training import Trainer
 
@@ -102,16 +104,21 @@ def run(
     """
     started = datetime.now()
     cluster = _check(what, output, resume=resume, overwrite=overwrite)
-    path = (Path(output) if output else directory.fresh(what)) if cluster.is_chief else None
-    with _prepare(what):
-        job = _build(what, cluster)
-        about = facts.collect(what, strategy=job.strategy, model=job.model, info=job.data.info, started=started)
+    with contextlib.ExitStack() as held:
+        with unstarted():
+            held.enter_context(_prepare(what))
+            job = _build(what, cluster)
+            about = facts.collect(what, strategy=job.strategy, model=job.model, info=job.data.info, started=started)
         console = Console(highlight=False, soft_wrap=True) if show and cluster.is_chief else None
         if console:
             console.print("\n".join(facts.headline(what, about)), markup=False)
+        path, made = None, []
+        if cluster.is_chief:
+            claim = directory.claim(output, what, resume=resume, overwrite=overwrite)
+            path, made = held.enter_context(claim)
         # A worker that is not the chief reads the chief's checkpoints and writes nothing.
         shared = path or (Path(output) if output else None)
-        rows = _train(job, path, shared, about, resume=resume, console=console)
+        rows = _train(job, path, shared, about, made=made, resume=resume, console=console)
         return _finish(job, path, about, rows)
 
 
@@ -183,6 +190,7 @@ def _build(what: Recipe, cluster: Cluster) -> _Job:
             classes=data.info.classes,
             options=what.model_options,
         )
+        _check_outputs(model, what, data)
         compiling.compile_model(model, what, learning_rate=schedule.learning_rate)
     trainer = Trainer(model) if what.path == "loop" else model
     return _Job(what, cluster, strategy, data, model, schedule.callbacks, trainer)
@@ -196,17 +204,28 @@ def _check_parts(data: Data, what: Recipe) -> None:
             )
 
 
+def _check_outputs(model: keras.Model, what: Recipe, data: Data) -> None:
+    """A model of the user's own may have any number of outputs; a wrong one fails late, or learns nonsense."""
+    shape = getattr(model, "output_shape", None) if model.built else None
+    classes = data.info.classes
+    if isinstance(shape, tuple) and shape and shape[-1] != classes:
+        raise InputError(
+            f"The model {what.model!r} must have an output for each class. Received: {shape[-1]} outputs, "
+            f"{classes} classes in {what.data}. Take the number from the function's argument `classes`."
+        )
+
+
 def _train(
     job: _Job,
     path: Path | None,
     shared: Path | None,
     about: Mapping[str, Any],
     *,
+    made: list[Path],
     resume: bool,
     console: Console | None,
 ) -> list[dict[str, float]]:
     """Runs the epochs that are left and returns the rows of them all."""
-    made = directory.prepare(path, resume=resume) if path else []
     watch = Watch(job.data, begun=lambda: directory.settle(path) if path else None)
     progress = Progress(console=console) if console else None
     try:
@@ -224,6 +243,9 @@ def _train(
                 callbacks = [*_replaying(job, done), metrics, watch, *_logs(path)]
                 callbacks += [extra for extra in (progress, checkpoint) if extra]
                 _fit(job, first, callbacks)
+            else:
+                # The last checkpoint is from before the end of `fit`, which puts the averaged weights in place.
+                job.model.optimizer.finalize_variable_values(job.model.trainable_weights)
             return metrics.rows
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_interrupt(path, made, watch, resume=resume)) from None

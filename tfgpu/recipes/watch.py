@@ -68,7 +68,7 @@ def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, res
         return "Interrupted."
     if not watch.steps and not resume:
         directory.abandon(path, made)
-        return "Interrupted before the first step; nothing was written."
+        return directory.NOTHING_WRITTEN
     again = f"Go on with: tfgpu train --resume --output {path}"
     if not watch.epoch:
         return f"Interrupted in the first epoch, before a checkpoint. {again}"
@@ -85,6 +85,15 @@ def describe_failure(error: Exception, watch: Watch, what: Recipe) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0] if lines else "no message"
     return f"Training failed in epoch {watch.epoch + 1}: {type(error).__name__}: {reason}"
+
+
+@contextmanager
+def unstarted() -> Iterator[None]:
+    """Gives an interrupt its words where nothing has been written yet."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(directory.NOTHING_WRITTEN) from None
 
 
 @contextmanager

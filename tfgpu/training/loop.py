@@ -78,7 +78,14 @@ def needs_every_batch(callback: keras.callbacks.Callback) -> bool:
     for attribute in ("save_freq", "update_freq"):  # ModelCheckpoint, BackupAndRestore, TensorBoard
         if hasattr(callback, attribute):
             return getattr(callback, attribute) != "epoch"
-    if isinstance(callback, (keras.callbacks.History, keras.callbacks.ProgbarLogger, keras.callbacks.TerminateOnNaN)):
+    if isinstance(callback, (keras.callbacks.History, keras.callbacks.ProgbarLogger)):
         return False
+    stock = keras.callbacks.Callback()
     hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
-    return any(getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook) for hook in hooks)
+    # By function, because LambdaCallback puts its hooks on the instance.
+    return any(_function(callback, hook) is not _function(stock, hook) for hook in hooks)
+
+
+def _function(callback: keras.callbacks.Callback, name: str):
+    hook = getattr(callback, name)
+    return getattr(hook, "__func__", hook)

@@ -75,7 +75,7 @@ class Trainer:
             The Keras `History`, one entry an epoch.
 
         Example:
-            >>> tfgpu.Trainer(model).fit(data.train, validation_data=data.validation, epochs=10)
+            tfgpu.Trainer(model).fit(data.train, validation_data=data.validation, epochs=10)
         """
         model = self._compiled("fit")
         if validation_split and validation_data is None:
@@ -102,6 +102,7 @@ class Trainer:
         pace = self._pace(callbacks)
         model.stop_training = False
         steps = inputs.train_steps(model)
+        train.restart()
         callbacks.on_train_begin()
         logs: dict = {}
         for epoch in range(inputs.resumed_epoch(model, initial_epoch), epochs):
@@ -160,6 +161,7 @@ class Trainer:
     def _evaluate(self, batches, callbacks) -> dict:
         model = self.model
         model.stop_evaluating = False
+        batches.restart()
         callbacks.on_test_begin()
         model.reset_metrics()
         logs = run_epoch(

@@ -1,0 +1,537 @@
+"""The table of cases: what must be equal to one device, whatever the number of replicas and workers.
+
+A case is data: how to build and compile a model, the rows, how they are fed, and its script
+(default `scripts.train`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import keras
+import material as kit
+import scripts
+from keras import layers as L
+from keras import losses as S
+from keras import optimizers as O
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. The thunks run inside the strategy's scope; `compile` and `fit` are extra arguments."""
+
+    name: str
+    group: str = ""
+    model: Callable = None
+    data: Callable = None
+    rows: int = 40
+    batch: int = 8
+    feed: str = "dataset"
+    policy: str = "float32"
+    optimizer: Callable = lambda: O.SGD(0.2)
+    loss: Callable = lambda: S.SparseCategoricalCrossentropy(from_logits=True)
+    metrics: Callable = lambda: ["accuracy"]
+    compile: dict = field(default_factory=dict)
+    fit: dict = field(default_factory=dict)
+    callbacks: Callable = lambda at: []
+    script: Callable = scripts.train
+    judged: bool = True  # evaluate and predict too: half of a case's time goes into tracing them
+    loop: bool = False  # the row also runs by hand-written strategy.run loops
+    rounding: bool = False  # compared with what one device differs from itself under a re-ordered sum
+
+
+def group(name, *cases, judged=True):
+    return [replace(case, group=name, judged=judged) for case in cases]
+
+
+def ragged(*cases, rows=37):
+    """Each case on even batches, and with a last batch of 5: 2 + 2 + 1 + 0 rows on four replicas."""
+    return [c for case in cases for c in (case, replace(case, name=f"{case.name}-uneven", rows=rows))]
+
+
+def batches():
+    plain = Case("even", loop=True)
+    arrays = replace(plain, name="arrays", feed="arrays", loop=False)
+    return group(
+        "batches",
+        plain,
+        *[replace(plain, name=f"last-of-{n}", rows=32 + n) for n in (1, 3, 5, 6)],
+        replace(plain, name="batch-of-10", batch=10),
+        replace(plain, name="batch-of-3", batch=3, rows=14),
+        replace(plain, name="static-shapes", feed="static"),
+        replace(arrays, rows=37),
+        replace(arrays, name="arrays-shuffled", fit={"shuffle": True}),
+        replace(arrays, name="validation-split", rows=50, fit={"validation_split": 0.25}),
+        replace(
+            arrays,
+            name="validation-arrays",
+            fit={"validation_data": kit.numbers(13, 5), "validation_batch_size": 4},
+        ),
+        replace(plain, name="pydataset", feed="pydataset", rows=37, loop=False),
+        replace(plain, name="generator", feed="generator", rows=37, loop=False, fit={"steps_per_epoch": 2}),
+        Case("dict-inputs", model=kit.functional(kit.dict_inputs, kit.joined), data=kit.dictionary, rows=37),
+        Case("nested-inputs", model=kit.functional(kit.nested_inputs, kit.joined), data=kit.nested, rows=37),
+        Case("steps-per-epoch", feed="repeat", rows=37, fit={"steps_per_epoch": 3}),
+        Case("distributed-dataset", script=scripts.distributed, feed="repeat"),
+    )
+
+
+# Losses that mix the rows of a batch, and losses that do not.
+COUPLED = {"Dice": kit.one_hot, "Tversky": kit.one_hot, "Circle": kit.numbers}
+ROW_BY_ROW = ("CategoricalFocalCrossentropy", "CosineSimilarity", "KLDivergence", "Huber", "CategoricalHinge")
+
+
+def losses():
+    entropy = S.SparseCategoricalCrossentropy
+    reductions = ("sum", "mean", "sum_over_batch_size", "mean_with_sample_weight", None)
+    values_loss = {"model": kit.dense(last=2), "data": kit.values, "metrics": lambda: ["mae"]}
+    tagger = kit.words(lambda: L.LSTM(4, return_sequences=True))
+    pooled = kit.words(lambda: L.GlobalAveragePooling1D())
+    own = kit.wired(train_step=kit.own_step)
+    return group(
+        "losses",
+        *ragged(
+            *[
+                Case(
+                    f"reduction-{r}",
+                    loss=lambda r=r: entropy(from_logits=True, reduction=r),
+                    loop=r is not None,
+                )
+                for r in reductions
+            ]
+        ),
+        *[
+            Case(
+                f"weights-{r}",
+                data=kit.weighted,
+                rows=37,
+                loss=lambda r=r: entropy(from_logits=True, reduction=r),
+            )
+            for r in reductions[:4]
+        ],
+        Case("weights-even", data=kit.weighted, loop=True),
+        Case("weights-zero-on-half", data=kit.half_weightless),
+        Case("weighted-metrics", data=kit.weighted, rows=37, compile={"weighted_metrics": ["accuracy"]}),
+        *ragged(Case("class-weights", fit={"class_weight": {0: 0.2, 1: 1.0, 2: 3.0}})),
+        *ragged(
+            Case("mask", model=tagger, data=kit.tagged),
+            Case("mask-weights", model=tagger, data=kit.tagged_weighted),
+        ),
+        Case(
+            "mask-reduction-weighted",
+            model=tagger,
+            data=kit.tagged_weighted,
+            loss=lambda: entropy(True, reduction="mean_with_sample_weight"),
+        ),
+        Case("mask-reduction-sum", model=tagger, data=kit.tagged, loss=lambda: entropy(True, reduction="sum")),
+        Case("mask-inside", model=pooled, data=kit.tokens),
+        *ragged(
+            Case("add-loss", model=kit.dense(kit.Adds)),
+            Case("weight-regularizer", model=kit.dense(kernel_regularizer="l2", bias_regularizer="l1")),
+            Case("activity-regularizer", model=kit.dense(activity_regularizer="l2")),
+            Case(
+                "two-outputs",
+                model=kit.two_heads,
+                data=kit.two_targets,
+                loss=lambda: {"kind": entropy(True), "size": "mse"},
+                metrics=lambda: {"kind": ["accuracy"], "size": ["mae"]},
+                compile={"loss_weights": {"kind": 0.3, "size": 2.0}},
+            ),
+            Case("own-loss-function", loss=lambda: kit.smooth, **values_loss),
+            Case("own-scalar-loss", loss=lambda: kit.scalar, **values_loss),
+            Case("own-loss-class", loss=kit.OwnLoss, **values_loss),
+            Case("own-train-step", model=own, metrics=lambda: None),
+            Case("own-scalar-step", model=kit.wired(train_step=kit.scalar_step), metrics=lambda: None),
+            Case("own-compute-loss", model=kit.wired(compute_loss=kit.own_loss), metrics=lambda: None),
+            Case(
+                "two-optimizers",
+                model=kit.Gan,
+                loss=lambda: "mse",
+                data=lambda n: (kit.numbers(n)[0], kit.numbers(n)[1][:, None]),
+                metrics=lambda: None,
+            ),
+        ),
+        *[
+            Case(f"loss-{n}", rows=37, data=d, model=kit.shares(), loss=getattr(S, n), metrics=lambda: None)
+            for n, d in {**COUPLED, **dict.fromkeys(ROW_BY_ROW, kit.one_hot)}.items()
+        ],
+    )
+
+
+def gradients():
+    limits = {"clipnorm": 0.05, "global_clipnorm": 0.05, "clipvalue": 0.01}
+    embedding = {"model": kit.words(lambda: L.GlobalAveragePooling1D(), mask=False), "data": kit.tokens}
+    return group(
+        "gradients",
+        *[
+            Case(
+                f"{k}{'-uneven' * u}",
+                rows=37 if u else 40,
+                optimizer=lambda k=k, v=v: O.SGD(0.5, **{k: v}),
+                loop=True,
+            )
+            for k, v in limits.items()
+            for u in (0, 1)
+        ],
+        *[
+            Case(
+                f"accumulate-{n}",
+                rows=37,
+                optimizer=lambda n=n: O.Adam(0.02, gradient_accumulation_steps=n),
+                loop=True,
+            )
+            for n in (2, 5)
+        ],
+        *[
+            Case(
+                f"accumulate-{k}",
+                rows=37,
+                optimizer=lambda k=k, v=v: O.SGD(0.5, gradient_accumulation_steps=2, **{k: v}),
+            )
+            for k, v in limits.items()
+        ],
+        *[
+            Case(f"embedding-{name}", optimizer=make, loop=True, **embedding)
+            for name, make in {
+                "sgd": lambda: O.SGD(0.5),
+                "adam": lambda: O.Adam(0.02),
+                "clipnorm": lambda: O.SGD(0.5, clipnorm=0.02),
+                "global-clipnorm": lambda: O.SGD(0.5, global_clipnorm=0.02),
+                "clipvalue": lambda: O.SGD(0.5, clipvalue=0.002),
+                "accumulate": lambda: O.SGD(0.5, gradient_accumulation_steps=2),
+            }.items()
+        ],
+        Case("embedding-uneven", rows=37, **embedding),
+        Case("none-gradients", model=kit.unused_layer, optimizer=lambda: O.Adam(0.02)),
+        Case(
+            "none-gradients-clipped",
+            model=kit.unused_layer,
+            optimizer=lambda: O.Adam(0.02, global_clipnorm=0.05),
+        ),
+        judged=False,
+    )
+
+
+def _made(cls, rate, **options):
+    if cls is not getattr(O, "MultiOptimizer", None):
+        return cls(rate, **options)
+    first, second = O.SGD(rate, **options), O.Adam(rate, **options)
+    return cls(lambda variable: first if "bias" in variable.path else second)
+
+
+def optimizers():
+    """Every optimizer that the installed Keras has, plain, and with weight decay and an overwriting EMA."""
+    found = {
+        c
+        for c in vars(O).values()
+        if isinstance(c, type) and issubclass(c, O.Optimizer) and c not in (O.Optimizer, O.LossScaleOptimizer)
+    }
+    rates = {"SGD": 0.2, "Adadelta": 1.0, "Ftrl": 0.2, "Adagrad": 0.1}
+    rounding = {"Lion"}
+    # Keras 3.15 builds it wrongly within the first step, on one device: its momentum starts at 0, not at
+    # the weights.
+    built_first = {"ScheduleFreeAdamW"}
+    rows = []
+    for cls in sorted(found, key=lambda c: c.__name__):
+        rate, same = rates.get(cls.__name__, 0.02), {"rounding": cls.__name__ in rounding}
+        lazy = cls.__name__ not in built_first
+        same["script"] = scripts.train if lazy else scripts.prepared
+        more = {"weight_decay": 0.01, "use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3}
+        rows.append(Case(cls.__name__, rows=37, optimizer=lambda c=cls, r=rate: _made(c, r), loop=lazy, **same))
+        rows.append(
+            Case(
+                f"{cls.__name__}-decay-ema",
+                rows=37,
+                optimizer=lambda c=cls, r=rate, m=more: _made(c, r, **m),
+                **same,
+            )
+        )
+    return group(
+        "optimizers",
+        *rows,
+        Case("SGD-momentum-nesterov", optimizer=lambda: O.SGD(0.1, momentum=0.9, nesterov=True)),
+        Case("Adam-amsgrad", optimizer=lambda: O.Adam(0.02, amsgrad=True)),
+        Case("Adam-tiny-epsilon", optimizer=lambda: O.Adam(0.02, epsilon=1e-12), rounding=True),
+        Case("Lion-clipnorm", optimizer=lambda: O.Lion(0.02, clipnorm=0.05), rounding=True),
+        Case("ema-at-end", rows=37, optimizer=lambda: O.SGD(0.2, use_ema=True, ema_momentum=0.9)),
+        Case(
+            "ema-accumulate",
+            rows=37,
+            optimizer=lambda: O.Adam(0.02, use_ema=True, ema_overwrite_frequency=2, gradient_accumulation_steps=2),
+        ),
+        Case("schedule", optimizer=lambda: O.Adam(O.schedules.CosineDecay(0.05, 10))),
+        judged=False,
+    )
+
+
+def building():
+    bare = [lambda: L.Dense(8, "tanh"), lambda: L.Dense(3)]
+
+    def lazy(*stack):
+        return lambda: keras.Sequential([make() for make in stack])
+
+    return group(
+        "building",
+        Case("lazy-sequential", model=lazy(*bare), rows=37, optimizer=lambda: O.Adam(0.02), loop=True),
+        Case("lazy-subclass", model=kit.wired(), rows=37, optimizer=lambda: O.Adam(0.02), loop=True),
+        Case("lazy-batchnorm", model=lazy(bare[0], L.BatchNormalization, bare[1]), loop=True),
+        Case("lazy-dropout", model=lazy(bare[0], lambda: L.Dropout(0.5), bare[1]), loop=True),
+        Case(
+            "lazy-metrics",
+            model=lazy(*bare),
+            metrics=lambda: [keras.metrics.SparseTopKCategoricalAccuracy(2), "accuracy"],
+        ),
+        Case("built-before", script=scripts.prepared, optimizer=lambda: O.Adam(0.02)),
+        Case("fit-inside-scope", script=scripts.inside_scope, model=lazy(*bare)),
+        Case("fit-twice", script=scripts.two_fits, rows=37),
+    )
+
+
+def layers():
+    def norm(**options):
+        return lambda: L.BatchNormalization(**options)
+
+    masked_norm = kit.words(lambda: L.BatchNormalization(), lambda: L.LSTM(4))
+    random = {
+        "dropout": lambda: L.Dropout(0.5),
+        "dropout-seeded": lambda: L.Dropout(0.3, seed=9),
+        "gaussian-noise": lambda: L.GaussianNoise(0.3),
+        "gaussian-dropout": lambda: L.GaussianDropout(0.3),
+        "keras-random": kit.Noise,
+    }
+    pictures = {
+        "spatial-dropout": lambda: L.SpatialDropout2D(0.5),
+        "flip": lambda: L.RandomFlip(),
+        "contrast": lambda: L.RandomContrast(0.5),
+        "rotation": lambda: L.RandomRotation(0.2),
+        "translation": lambda: L.RandomTranslation(0.3, 0.3),
+        "zoom": lambda: L.RandomZoom(0.3),
+    }
+    cells = {
+        "SimpleRNN": lambda: L.SimpleRNN(4),
+        "GRU": lambda: L.GRU(4),
+        "LSTM": lambda: L.LSTM(4),
+        "Bidirectional": lambda: L.Bidirectional(L.LSTM(3)),
+        "LSTM-dropout": lambda: L.LSTM(4, dropout=0.3, recurrent_dropout=0.3),
+    }
+    stats = ["AUC", "Precision", "Recall", "BinaryAccuracy"]
+
+    def frozen():
+        model = kit.dense(lambda: L.BatchNormalization())()
+        model.layers[0].trainable = model.layers[1].trainable = False
+        return model
+
+    def adapted():
+        layer = L.Normalization()
+        layer.adapt(kit.numbers(40)[0])
+        return keras.Sequential([keras.Input((6,)), layer, L.Dense(3)])
+
+    return group(
+        "layers",
+        *ragged(
+            Case("batchnorm", model=kit.dense(norm()), loop=True),
+            Case("batchnorm-synchronized", model=kit.dense(norm(synchronized=True)), loop=True),
+        ),
+        Case("batchnorm-conv", model=kit.conv(norm(momentum=0.8)), data=kit.images, rows=36),
+        Case("batchnorm-mask", model=masked_norm, data=kit.tokens),
+        Case("frozen", model=frozen),
+        *[Case(n, model=kit.dense(m), rows=37, loop=n == "dropout") for n, m in random.items()],
+        *[Case(n, model=kit.conv(m), data=kit.images) for n, m in pictures.items()],
+        Case("attention-dropout", data=kit.sequences, model=lambda: kit.attention(0.3)),
+        Case("attention", data=kit.sequences, model=lambda: kit.attention(0.0)),
+        Case(
+            "constraints",
+            model=kit.dense(kernel_constraint=keras.constraints.MaxNorm(0.5), bias_constraint="non_neg"),
+        ),
+        Case("own-state", model=kit.dense(kit.Counter), rows=37),
+        Case(
+            "spectral-norm",
+            model=kit.sequential((6,), lambda: L.SpectralNormalization(L.Dense(8)), lambda: L.Dense(3)),
+        ),
+        Case("layer-norm", model=kit.dense(L.LayerNormalization)),
+        Case("normalization-adapted", model=adapted),
+        # A replica with no rows: TensorFlow 2.21's oneDNN gradient of max pooling ends the process (SIGABRT).
+        *ragged(Case("cnn", model=kit.conv(), data=kit.images, loop=True)),
+        *[Case(n, model=kit.recurrent(m), data=kit.sequences, rows=37) for n, m in cells.items()],
+        Case(
+            "binary-metrics",
+            model=kit.dense(lambda: L.Dense(2), last=2),
+            data=kit.binary,
+            rows=37,
+            loss=lambda: S.BinaryCrossentropy(True),
+            metrics=lambda: [getattr(keras.metrics, n)() for n in stats],
+        ),
+        Case(
+            "other-metrics",
+            model=kit.dense(last=2),
+            data=kit.values,
+            rows=37,
+            loss=lambda: "mse",
+            metrics=lambda: [
+                keras.metrics.R2Score(),
+                keras.metrics.RootMeanSquaredError(),
+                keras.metrics.CosineSimilarity(),
+            ],
+        ),
+        Case(
+            "class-metrics",
+            model=kit.dense(lambda: L.Softmax()),
+            data=kit.one_hot,
+            rows=37,
+            loss=lambda: "mse",
+            metrics=lambda: [keras.metrics.F1Score(), keras.metrics.OneHotMeanIoU(num_classes=3)],
+        ),
+    )
+
+
+def execution():
+    k = keras.callbacks
+    return group(
+        "execution",
+        *[Case(f"steps-per-execution-{n}", rows=37, compile={"steps_per_execution": n}) for n in (2, 5, 7)],
+        Case(
+            "steps-per-execution-accumulate",
+            compile={"steps_per_execution": 2},
+            optimizer=lambda: O.SGD(0.5, gradient_accumulation_steps=2),
+        ),
+        Case(
+            "steps-per-execution-validation",
+            feed="arrays",
+            rows=50,
+            compile={"steps_per_execution": 2},
+            fit={"validation_split": 0.3},
+        ),
+        *[
+            Case(f"jit{n}", compile={"jit_compile": True, **c}, model=m, optimizer=o, rows=r)
+            for n, c, m, o, r in (
+                ("", {}, kit.dense(), lambda: O.SGD(0.2), 40),
+                ("-uneven", {}, kit.dense(), lambda: O.SGD(0.2), 37),
+                ("-clipnorm", {}, kit.dense(), lambda: O.Adam(0.02, global_clipnorm=0.05), 40),
+                ("-steps", {"steps_per_execution": 2}, kit.dense(), lambda: O.SGD(0.2), 40),
+                ("-batchnorm", {}, kit.dense(L.BatchNormalization), lambda: O.SGD(0.2), 40),
+                ("-dropout", {}, kit.dense(lambda: L.Dropout(0.5)), lambda: O.SGD(0.2), 40),
+            )
+        ],
+        Case("eager", rows=37, compile={"run_eagerly": True}),
+        Case(
+            "eager-clip-accumulate",
+            rows=21,
+            compile={"run_eagerly": True},
+            optimizer=lambda: O.SGD(0.5, clipnorm=0.05, gradient_accumulation_steps=2),
+        ),
+        Case("stop-in-epoch", callbacks=lambda at: [scripts.Stops()]),
+        Case("rate-each-batch", callbacks=lambda at: [scripts.Cools()]),
+        Case("LearningRateScheduler", callbacks=lambda at: [k.LearningRateScheduler(lambda e, r: r * 0.5)]),
+        Case(
+            "ReduceLROnPlateau",
+            callbacks=lambda at: [k.ReduceLROnPlateau("val_loss", min_delta=10.0, patience=1)],
+            rows=50,
+            feed="arrays",
+            fit={"validation_split": 0.25, "epochs": 3},
+        ),
+        Case(
+            "EarlyStopping",
+            callbacks=lambda at: [k.EarlyStopping("val_loss", min_delta=10.0, restore_best_weights=True)],
+            rows=50,
+            feed="arrays",
+            fit={"validation_split": 0.25, "epochs": 4},
+        ),
+        Case(
+            "SwapEMAWeights",
+            callbacks=lambda at: [k.SwapEMAWeights()],
+            optimizer=lambda: O.SGD(0.2, use_ema=True, ema_momentum=0.9),
+        ),
+        Case("batch-logs", script=scripts.reading, rows=37),
+        Case("validation-freq", fit={"validation_freq": 2, "validation_split": 0.25}, feed="arrays", rows=52),
+        Case("on-batch", script=scripts.on_batches),
+        Case("on-batch-uneven", script=scripts.on_batches, rows=37),
+        Case("on-batch-weights", script=scripts.on_batches, data=kit.weighted, rows=21),
+        Case("ModelCheckpoint", script=scripts.best),
+        Case("BackupAndRestore", script=scripts.interrupted(7), optimizer=lambda: O.Adam(0.02)),
+        Case(
+            "BackupAndRestore-within",
+            script=scripts.interrupted(8, save_freq=2),
+            optimizer=lambda: O.Adam(0.02),
+        ),
+    )
+
+
+def precision():
+    rows = []
+    changes = {
+        "": {},
+        "-clip": {"clipnorm": 0.05},
+        "-global-clip": {"global_clipnorm": 0.05},
+        "-accumulate": {"gradient_accumulation_steps": 2},
+        "-clip-accumulate": {"clipnorm": 0.05, "gradient_accumulation_steps": 2},
+    }
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        for n, more in changes.items():
+            rows.append(
+                Case(
+                    f"{policy}{n}",
+                    policy=policy,
+                    rows=37,
+                    rounding=True,
+                    metrics=lambda: None,  # one row's flipped accuracy would hide all else
+                    optimizer=lambda m=more: O.SGD(0.2, **m),
+                    loop=n in ("", "-clip"),
+                )
+            )
+        rows.append(
+            Case(
+                f"{policy}-batchnorm",
+                policy=policy,
+                rounding=True,
+                metrics=lambda: None,
+                model=kit.dense(L.BatchNormalization),
+            )
+        )
+
+    def scaled(**more):
+        return lambda: O.LossScaleOptimizer(O.SGD(0.2, **more), initial_scale=1024.0, dynamic_growth_steps=3)
+
+    half = {"policy": "mixed_float16", "rounding": True, "script": scripts.scale, "metrics": lambda: None}
+    return group(
+        "precision",
+        *rows,
+        Case("scale-grows", optimizer=scaled(), **half),
+        *[
+            Case(f"overflow-{n}", data=kit.overflowing(*w), optimizer=scaled(), **half)
+            for n, w in {"first": (0,), "second": (2,), "last": (7,), "all": range(8)}.items()
+        ],
+        Case("overflow-clip", data=kit.overflowing(5), optimizer=scaled(clipnorm=0.05), **half),
+        Case(
+            "overflow-accumulate",
+            data=kit.overflowing(5),
+            optimizer=scaled(gradient_accumulation_steps=2),
+            **half,
+        ),
+        judged=False,
+    )
+
+
+def files():
+    adam = {"optimizer": lambda: O.Adam(0.02), "model": kit.dense(L.BatchNormalization)}
+    return group(
+        "files",
+        Case("save-keras", script=scripts.saved(*scripts.AS_KERAS), **adam),
+        Case("save-weights", script=scripts.saved(*scripts.AS_WEIGHTS)),
+        Case("tf-checkpoint", script=scripts.saved(*scripts.AS_CHECKPOINT), **adam),
+        Case("other-replicas-keras", script=scripts.saved(*scripts.AS_KERAS, other=True), **adam),
+        Case("other-replicas-checkpoint", script=scripts.saved(*scripts.AS_CHECKPOINT, other=True), **adam),
+        Case(
+            "other-replicas-accumulate",
+            script=scripts.saved(*scripts.AS_KERAS, other=True),
+            optimizer=lambda: O.SGD(0.5, gradient_accumulation_steps=2),
+        ),
+        Case("export", script=scripts.exported),
+        Case("only-chief-writes", script=scripts.chief_writes),
+    )
+
+
+def table():
+    """All cases, with the default model and data filled in."""
+    groups = (batches, losses, gradients, optimizers, building, layers, execution, precision, files)
+    cases = [replace(c, model=c.model or kit.dense(), data=c.data or kit.numbers) for make in groups for c in make()]
+    assert len({c.name for c in cases}) == len(cases), "two cases have one name"
+    return {case.name: case for case in cases}

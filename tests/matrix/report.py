@@ -1,0 +1,91 @@
+"""The matrix as text and as Markdown, from the cells that run.py measured."""
+
+from cases import table
+from driver import TOPOLOGIES
+
+ENDS = ("equal", "differs", "crashes", "dies", "hangs", "no reference")
+INTRO = """# The same result on every number of replicas
+
+Written by `make matrix`. A figure is the largest difference from one device (stock Keras, no strategy) of
+final weights, iterations, logs, `evaluate` and `predict`, after two epochs with the same seed and global
+batch. Equal means at most 1e-5, or, for mixed precision and optimizers that amplify rounding, at most
+twice what one device differs from itself when its sums are re-ordered (`bound`). **Bold** is not equal:
+`crashes` raises, `dies` ends the process, `hangs` gives no answer. Replicas are logical CPU devices;
+workers are real processes on loopback.
+"""
+
+
+def label(repair):
+    return "stock" if repair == "stock" else "tfgpu"
+
+
+def counted(column):
+    """How many cells of a column ended in each way."""
+    return {end: sum(cell.status == end for cell in column.values()) for end in ENDS}
+
+
+def red(cells):
+    """Every cell that is not equal, with its column."""
+    return [(*key, n, c) for key, column in cells.items() for n, c in column.items() if c.status != "equal"]
+
+
+def text(cells):
+    """The table, every cell that is not equal, and totals."""
+    names = list(dict.fromkeys(n for column in cells.values() for n in column))
+    heads = [f"{path} {label(repair)} {topology}" for path, repair, topology in cells]
+    out = [" " * 34 + "".join(f"  {head}" for head in heads)]
+    for name in names:
+        shown = [_short(column.get(name)) for column in cells.values()]
+        out.append(f"{name:34s}" + "".join(f"{s:>{len(h) + 2}s}" for s, h in zip(shown, heads, strict=True)))
+    out += ["", *[f"{p} {label(r)} {t} {n}: {c.status} {c.message}" for p, r, t, n, c in red(cells)], ""]
+    for head, column in zip(heads, cells.values(), strict=True):
+        ends = ", ".join(f"{n} {end}" for end, n in counted(column).items() if n)
+        out.append(f"{head}: {len(column)} cases: {ends}")
+    return "\n".join(out)
+
+
+def _short(cell):
+    if cell is None:
+        return "-"
+    return {"equal": "{:.0e}", "differs": "{:.0e} !"}.get(cell.status, cell.status).format(cell.value)
+
+
+def document(cells):
+    """The table in Markdown: totals, one section a path and group, and what is not equal with tfgpu."""
+    out = [INTRO, _row("path", "Keras", "topology", "cases", *ENDS), _rule(4 + len(ENDS))]
+    for (path, repair, topology), column in cells.items():
+        if topology != "one":
+            out.append(_row(path, label(repair), topology, len(column), *counted(column).values()))
+    for path in dict.fromkeys(path for path, _, _ in cells):
+        keys = [key for key in cells if key[0] == path and key[2] != "one"]
+        keys.sort(key=lambda key: (list(TOPOLOGIES).index(key[2]), key[1] != "stock"))
+        out += _sections(path, {key: cells[key] for key in keys})
+    out += ["", "## What is not equal with tfgpu", "", _row("path", "topology", "case", "ends", ""), _rule(5)]
+    out += [_row(p, t, n, c.status, c.message.replace("|", "/")) for p, r, t, n, c in red(cells) if r != "stock"]
+    return "\n".join(out) + "\n"
+
+
+def _sections(path, columns):
+    known = table()
+    names = [name for name in known if any(name in column for column in columns.values())]
+    for group in dict.fromkeys(known[name].group for name in names):
+        heads = [f"{topology} {label(repair)}" for _, repair, topology in columns]
+        yield from ("", f"## {path}: {group}", "", _row("case", "bound", *heads), _rule(2 + len(heads)))
+        for name in (name for name in names if known[name].group == group):
+            row = [column.get(name) for column in columns.values()]
+            bound = max((cell.bound for cell in row if cell), default=0.0)
+            yield _row(name, f"{bound:.0e}", *map(_marked, row))
+
+
+def _marked(cell):
+    if cell is None:
+        return ""
+    return {"equal": "{:.0e}", "differs": "**{:.0e}**"}.get(cell.status, f"**{cell.status}**").format(cell.value)
+
+
+def _row(*values):
+    return f"| {' | '.join(map(str, values))} |"
+
+
+def _rule(count):
+    return "|" + "---|" * count

@@ -1,0 +1,24 @@
+"""A fast slice of the equivalence matrix: the cases that were hardest to make equal, in real processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).with_name("run.py")
+CASES = ("last-of-1", "class-weights-uneven", "accumulate-global_clipnorm", "batchnorm-uneven", "cnn-uneven")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_replicas_and_workers_learn_what_one_device_learns(tmp_path):
+    command = [sys.executable, RUN, "--topologies", "mirrored-4", "workers-2x1", "--paths", "fit"]
+    command += ["--repairs", "tfgpu.keras_fixes", "--cases", *CASES, "--json", tmp_path / "cells.json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    columns = json.loads((tmp_path / "cells.json").read_text())["cells"]
+    cells = {(column, name): cell for column, part in columns.items() for name, cell in part.items()}
+    assert len(cells) == 3 * len(CASES)  # the reference is a column too
+    assert not {key: (c["status"], c["message"]) for key, c in cells.items() if c["status"] != "equal"}

@@ -1,0 +1,24 @@
+"""The examples in docstrings say what happens. Those that need a process of their own stand in the modules' tests."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import tfgpu
+
+# `environment` changes devices before TensorFlow starts; `doctor` describes the machine that it runs on.
+ELSEWHERE = ("tfgpu.environment", "tfgpu.doctor", "tfgpu.__main__", "tfgpu.cli", "tfgpu.keras_fixes.probes")
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(tfgpu.__path__, "tfgpu.")
+    if not module.name.startswith(ELSEWHERE)
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.testmod(importlib.import_module(name), optionflags=flags).failed == 0
