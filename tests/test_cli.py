@@ -213,6 +213,15 @@ def test_a_run_says_what_it_does_and_leaves_a_directory(runs):
     assert "<svg" in (run / "report.html").read_text()
 
 
+@pytest.mark.slow
+def test_the_main_job_reaches_its_accuracy(tmp_path):
+    done = tfgpu("train", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    accuracy, folder = done.stdout.splitlines()[-2:]
+    assert float(accuracy.removeprefix("test accuracy: ").removesuffix("%")) >= 98.5
+    assert re.fullmatch(r"runs/\d{8}-\d{6}-cnn", folder) and (tmp_path / folder / "model.keras").exists()
+
+
 def test_the_config_repeats_the_run(runs):
     folder, _ = runs
     done = tfgpu("train", "--config", "first/config.yaml", "--output", "again", cwd=folder)

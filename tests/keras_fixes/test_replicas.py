@@ -75,6 +75,16 @@ def test_a_sum_stays_a_sum(strategy):
     assert weight(model) == pytest.approx(1 - 0.28, abs=1e-6)  # 2 * 14
 
 
+def test_rows_of_an_embedding_that_no_replica_saw_stay(strategy):
+    # Words 1, 1 and 3, targets 0: d/de mean(e[w]^2) is 2 * 2/3 for word 1 and 2 * 1/3 for word 3.
+    with strategy.scope():
+        table = keras.layers.Embedding(5, 1, embeddings_initializer="ones")
+        model = keras.Sequential([keras.Input((), dtype="int32"), table])
+        model.compile(keras.optimizers.SGD(0.3), "mse")
+    model.fit(np.array([1, 1, 3]), Y, batch_size=3, shuffle=False, verbose=0)
+    assert table.get_weights()[0].ravel().tolist() == pytest.approx([1, 1 - 0.4, 1, 1 - 0.2, 1], abs=1e-6)
+
+
 def test_two_tapes_and_two_optimizers_each_average_once(strategy):
     class Two(keras.Model):
         def __init__(self):

@@ -113,10 +113,20 @@ def _meet(grads, scaled: bool) -> list:
 
     parts = [local(g) for g in grads if g is not None]
     if facts is not None and tf.get_static_value(facts.rows.local) is None:
-        # The row that stands in where there is none may have brought infinities; a cond passes tensors on uncopied.
-        parts = tf.cond(replica.has_rows(), lambda: parts, lambda: tf.nest.map_structure(tf.zeros_like, parts))
+        parts = _zero_without_rows(parts)
     met = iter(replica.all_reduce(parts))
     return [None if g is None else next(met) for g in grads]
+
+
+def _zero_without_rows(gradients: list) -> list:
+    """Zeros where only a row that stands in was seen, as it may have brought infinities; else what came, uncopied."""
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    with replica.uncompiled():
+        values = tf.cond(replica.has_rows(), lambda: values, lambda: [tf.zeros_like(v) for v in values])
+    return [
+        tf.IndexedSlices(v, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else v
+        for g, v in zip(gradients, values, strict=True)
+    ]
 
 
 def _count_on_every_replica(optimizer) -> None:

@@ -158,14 +158,14 @@ def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
         with tf.device("CPU:0"):
             return [tf.add_n(strategy.experimental_local_results(column)) for column in columns]
 
-    with _uncompiled():
+    with uncompiled():
         return ctx.merge_call(add, args=tuple(values))
 
 
 def all_reduce(values: list) -> list:
     """Sums tensors or IndexedSlices over all replicas in one packed collective, kept out of XLA's clusters."""
     summed = [None] * len(values)
-    with _uncompiled():
+    with uncompiled():
         for dtype in dict.fromkeys(value.dtype for value in values):  # numbers of one kind make one pack
             places = [at for at, value in enumerate(values) if value.dtype == dtype]
             parts = context().all_reduce(tf.distribute.ReduceOp.SUM, [values[at] for at in places])
@@ -189,7 +189,8 @@ def spans_processes(strategy: tf.distribute.Strategy) -> bool:
     return is_spread(strategy) and strategy.extended._in_multi_worker_mode()
 
 
-def _uncompiled():
+def uncompiled():
+    """Keeps what the block makes out of XLA's clusters, in a step that XLA compiles."""
     facts = getattr(_here, "step", None)
     if facts is not None and facts.jit:
         return tf.xla.experimental.jit_scope(compile_ops=False)

@@ -129,11 +129,13 @@ class Steps:
         An empty batch is a mean of nothing, and oneDNN ends the process at an empty pooling gradient.
         """
         variables = [v for metric in self._model.metrics for v in metric.variables]
-        before = [tf.identity(v.value) for v in variables]
-        logs = self._step(tree.map_structure(_with_a_row, data))
-        is_real = replica.has_rows()
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(tf.where(is_real, variable.value, value))
+        with replica.uncompiled():
+            before = [tf.identity(v.value) for v in variables]
+            data = tree.map_structure(_with_a_row, data)
+        logs = self._step(data)
+        with replica.uncompiled():
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(tf.where(replica.has_rows(), variable.value, value))
         return logs
 
     def _finish_spread(self, parts):
