@@ -211,3 +211,10 @@ def test_what_is_wrong_with_a_function_is_said_in_one_line(here, name, options, 
     with pytest.raises(InputError, match=message) as e:
         own(name, **options)
     assert "\n" not in str(e.value)
+
+
+def test_a_function_that_ends_the_program_is_named(tmp_path, monkeypatch):
+    (tmp_path / "leaving.py").write_text("import sys\ndef build(**_): sys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="leaving:build ended the program with 0. Let it return a Keras model"):
+        models.build("leaving:build", input_shape=(8,), classes=2)

@@ -136,7 +136,10 @@ def _build_from_module(name, input_shape, classes, options) -> keras.Model:
             raise InputError(
                 f"Model {name!r} needs the option {missing[0]!r}. Received: {sorted(options)}. Add it."
             )
-        model = function(**arguments)
+        try:
+            model = function(**arguments)
+        except SystemExit as error:  # or the whole run would end here, with the function's own exit code
+            raise InputError(f"{name} ended the program with {error.code!r}. Let it return a Keras model.") from None
     if not isinstance(model, keras.Model):
         raise InputError(
             f"Model {name!r} must return a keras.Model. Received: {type(model).__name__}. Return the model."
