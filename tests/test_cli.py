@@ -334,6 +334,7 @@ def test_two_workers_learn_what_one_process_learns_and_only_the_chief_writes(tmp
     for index, folder in enumerate((tmp_path, tmp_path / "other")):
         place = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
         command = [sys.executable, "-m", "tfgpu", "train", *words, "--output", str(tmp_path / "two")]
+        command += ["--virtual-devices", "2"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         processes.append(
             subprocess.Popen(command, cwd=folder, env=environ(TF_CONFIG=json.dumps(place)), **pipes)
@@ -344,7 +345,7 @@ def test_two_workers_learn_what_one_process_learns_and_only_the_chief_writes(tmp
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert "multi_worker" in outputs[0][0] and outputs[1][0] == ""
+    assert "multi_worker" in outputs[0][0] and "× 4" in outputs[0][0] and outputs[1][0] == ""
     assert list((tmp_path / "other").iterdir()) == []
     alone = tfgpu("train", *words, "--output", "one", cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr

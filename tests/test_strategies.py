@@ -1,8 +1,3 @@
-import json
-import os
-import socket
-import subprocess
-import sys
 
 import keras
 import pytest
@@ -122,10 +117,10 @@ def test_tensorflow_still_loses_a_replica_of_three_in_hierarchical_copy():
         ),
         ({"kind": "multi_worker", "cluster": WORKER, "all_reduce": "x"}, "Unknown all-reduce 'x'"),
         ({"kind": "multi_worker", "cluster": WORKER, "bytes_per_pack": -1}, "at least 0"),
-        ({"kind": "multi_worker", "cluster": WORKER, "devices": 2}, "one worker for each CPU replica"),
+        ({"kind": "multi_worker", "cluster": WORKER, "devices": 5}, "More devices.*Found: CPU:0, CPU:1"),
         (
             {"kind": "multi_worker", "cluster": WORKER, "devices": ["CPU:1"]},
-            "one worker for each CPU replica",
+            "first logical CPU devices. Received: CPU:1. Name them from 0 on",
         ),
         ({"kind": "parameter_server"}, "Found: one process and no cluster; missing: chief, worker, ps"),
         ({"kind": "parameter_server", "cluster": WORKER}, "2 worker; missing: chief, ps"),
@@ -169,41 +164,6 @@ def test_the_choices_are_the_ones_that_the_errors_list():
     assert strategies.KINDS[0] == "auto"
 
 
-def together(script: str, jobs: dict[str, int], *, wait_for: str, timeout: float = 120) -> dict[str, dict]:
-    """Runs `script` once a task, each with its TF_CONFIG; returns the JSON that `wait_for`'s tasks print."""
-    sockets = [socket.socket() for _ in range(sum(jobs.values()))]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-    for each in sockets:
-        each.close()
-    left = iter(addresses)
-    cluster = {job: [next(left) for _ in range(count)] for job, count in jobs.items()}
-    running = {}
-    try:
-        for job, count in jobs.items():
-            for index in range(count):
-                task = {"cluster": cluster, "task": {"type": job, "index": index}}
-                running[f"{job}{index}"] = subprocess.Popen(
-                    [sys.executable, "-c", script],
-                    env={**os.environ, "TF_CONFIG": json.dumps(task)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-        answers = {}
-        for name, process in running.items():
-            if name.startswith(wait_for):
-                out, err = process.communicate(timeout=timeout)
-                assert process.returncode == 0, err[-3000:]
-                answers[name] = json.loads(out.splitlines()[-1])
-        return answers
-    finally:
-        for process in running.values():
-            process.kill()
-            process.communicate()
-
-
 ALL_REDUCE_SCRIPT = """
 import json
 import tensorflow as tf
@@ -220,7 +180,7 @@ print(json.dumps({"sum": total.numpy().tolist(), **strategies.describe(strategy)
 
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-def test_two_workers_sum_known_numbers():
+def test_two_workers_sum_known_numbers(together):
     answers = together(ALL_REDUCE_SCRIPT, {"chief": 1, "worker": 1}, wait_for="")
     for answer in answers.values():
         assert answer == {
@@ -231,6 +191,50 @@ def test_two_workers_sum_known_numbers():
             "devices": ["CPU:0"],
         }
     assert len(answers) == 2
+
+
+# y = w x from w = 0, so d/dw (w x - y)^2 = -2 x y. Replica r of 4 has x = r + 1 and y = 1: the gradients' sum is -20.
+SEVERAL_CPUS_SCRIPT = """
+import json
+import sys
+import keras
+import numpy as np
+import tensorflow as tf
+from tfgpu import environment, strategies
+environment.set_logical_devices(3)
+strategy = strategies.strategy(devices=2)
+@tf.function
+def gradient():
+    def replica():
+        context = tf.distribute.get_replica_context()
+        x = tf.cast(context.replica_id_in_sync_group, tf.float32) + 1
+        w = tf.constant(0.0)
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            loss = (w * x - 1.0) ** 2
+        return context.all_reduce("sum", tape.gradient(loss, w))
+    return strategy.experimental_local_results(strategy.run(replica))
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)])
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+x = np.arange(1.0, 6.0, dtype="float32")[:, None]
+model.fit(x, np.ones_like(x), batch_size=5, shuffle=False, verbose=0)
+print(json.dumps({"sums": [float(s) for s in gradient()], "weight": model.get_weights()[0].item(),
+                  **strategies.describe(strategy)}))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+def test_two_workers_of_two_cpu_devices_sum_four_gradients(together):
+    answers = together(SEVERAL_CPUS_SCRIPT, {"worker": 2}, wait_for="")
+    assert len(answers) == 2
+    for answer in answers.values():
+        assert answer["sums"] == [-20, -20]
+        # One uneven batch of x = 1 ... 5, y = 1: the mean gradient is -2 * mean(x) = -6, and 0.1 of it is taken off.
+        assert answer["weight"] == pytest.approx(0.6, abs=1e-6)
+        assert (answer["kind"], answer["replicas"], answer["workers"]) == ("multi_worker", 4, 2)
+        assert answer["devices"] == ["CPU:0", "CPU:1"]
 
 
 # Gradient descent on the mean of (w - x)^2 over x = 1, 3, that workers draw in turn: w goes to 2.
@@ -270,7 +274,7 @@ print(json.dumps({"weight": float(weight), "updates": int(updates), "on": weight
 
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-def test_a_hand_written_loop_trains_on_parameter_servers():
+def test_a_hand_written_loop_trains_on_parameter_servers(together):
     (answer,) = together(PARAMETER_SERVER_SCRIPT, {"chief": 1, "worker": 2, "ps": 1}, wait_for="chief").values()
     # Each update takes 0.2 * (w - 2) off w, from 10. Two workers may read the same w, so the path is not
     # exact, but 40 updates shrink the distance at least as 20 exact ones would: 8 * 0.8**20 = 0.09.

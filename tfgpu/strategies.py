@@ -10,7 +10,7 @@ Which option applies where:
 
 | | one_device | mirrored | multi_worker | parameter_server |
 |---|---|---|---|---|
-| `devices` | one | any | the first GPUs of each worker | - |
+| `devices` | one | any | the first GPUs, or the first logical CPU devices, of each worker | - |
 | `all_reduce="nccl"` | - | physical GPUs | physical GPUs | - |
 | `all_reduce="ring"` | - | - | yes | - |
 | `all_reduce="hierarchical_copy"` | - | an even number | - | - |
@@ -30,6 +30,7 @@ from tfgpu import environment, keras_fixes
 from tfgpu.cluster import Cluster
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.keras_fixes.devices import worker_devices
 
 KINDS = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server")
 ALL_REDUCE = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")
@@ -130,10 +131,11 @@ def multi_worker(
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every GPU of every worker; waits for all workers.
 
-    Must come before anything else that starts TensorFlow's devices. A worker without GPUs is one replica.
+    Must come before anything else that starts TensorFlow's devices. All workers must use equally many devices.
 
     Args:
-        devices: `None`, all GPUs of each worker, or its CPU; or the first so many GPUs, by number or name.
+        devices: `None`, all GPUs of each worker, or its first CPU device; or the first so many GPUs (logical CPU
+            devices where there is no GPU), by number or name.
         all_reduce: `"auto"`, `"ring"` or `"nccl"` (GPUs only).
         bytes_per_pack: bytes of gradients in one collective; 0 lets TensorFlow choose.
         cluster: the facts of the cluster; `None` reads them from the environment.
@@ -148,15 +150,17 @@ def multi_worker(
             f"`multi_worker` needs this process to be a worker of a cluster. Found: {_who(cluster)}. "
             "Set TF_CONFIG in each worker, or use `mirrored` or `one_device`."
         )
-    gpus = _worker_gpus(devices)
+    chosen = _worker_devices(devices)
+    gpus = tuple(device for device in chosen if device.kind == "GPU")
     options = tf.distribute.experimental.CommunicationOptions(
-        bytes_per_pack=_bytes(bytes_per_pack), implementation=_implementation(all_reduce, gpus)
+        bytes_per_pack=_bytes(bytes_per_pack), implementation=_implementation(all_reduce, chosen)
     )
     jobs = {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
     resolver = _resolver(cluster, jobs, gpus=len(gpus))
     keras_fixes.install()
     try:
-        return tf.distribute.MultiWorkerMirroredStrategy(resolver, communication_options=options)
+        with worker_devices([device.name for device in chosen]):
+            return tf.distribute.MultiWorkerMirroredStrategy(resolver, communication_options=options)
     except (RuntimeError, ValueError) as error:
         # TensorFlow's two sentences for "the devices have started" and "another cluster is configured".
         if "at program startup" not in str(error) and "already configured" not in str(error):
@@ -303,7 +307,7 @@ def _cross_device_ops(all_reduce: str, chosen: tuple[Device, ...]) -> tf.distrib
 
 
 def _implementation(
-    all_reduce: str, gpus: tuple[Device, ...]
+    all_reduce: str, chosen: tuple[Device, ...]
 ) -> tf.distribute.experimental.CommunicationImplementation:
     choices = tf.distribute.experimental.CommunicationImplementation
     if all_reduce not in ALL_REDUCE:
@@ -311,7 +315,7 @@ def _implementation(
     if all_reduce not in ("auto", "ring", "nccl"):
         raise InputError(f"all_reduce={all_reduce!r} applies to `mirrored`. With `multi_worker` use 'auto'.")
     if all_reduce == "nccl":
-        _need_physical_gpus(gpus or environment.devices("CPU"))
+        _need_physical_gpus(chosen)
     return {"auto": choices.AUTO, "ring": choices.RING, "nccl": choices.NCCL}[all_reduce]
 
 
@@ -325,15 +329,17 @@ def _need_physical_gpus(chosen: tuple[Device, ...]) -> None:
         )
 
 
-def _worker_gpus(devices: Devices) -> tuple[Device, ...]:
-    gpus = environment.devices("GPU")
-    chosen = gpus if devices is None else environment.select(devices)
-    if chosen == gpus[: len(chosen)] or [device.name for device in chosen] == ["CPU:0"]:
-        return tuple(device for device in chosen if device.kind == "GPU")
+def _worker_devices(devices: Devices) -> tuple[Device, ...]:
+    if devices is None:
+        # One replica where there is no GPU: more logical CPU devices must be asked for, as in `auto`.
+        return environment.devices("GPU") or environment.devices("CPU")[:1]
+    chosen = environment.select(devices)
+    if chosen == environment.devices(chosen[0].kind)[: len(chosen)]:
+        return chosen
     raise InputError(
-        "`multi_worker` uses the first GPUs of each worker, or its CPU as one replica. Received: "
-        f"{_names(chosen)}. Choose other GPUs by `tfgpu.environment.set_visible_devices`; "
-        "start one worker for each CPU replica."
+        "`multi_worker` uses the first GPUs of each worker, or its first logical CPU devices. Received: "
+        f"{_names(chosen)}. Name them from 0 on, in order; choose other GPUs by "
+        "`tfgpu.environment.set_visible_devices`."
     )
 
 

@@ -40,7 +40,7 @@ class Case:
 
 
 def group(name, *cases, judged=True):
-    return [replace(case, group=name, judged=judged) for case in cases]
+    return [replace(case, group=name, judged=judged and case.judged) for case in cases]
 
 
 def ragged(*cases, rows=37):
@@ -58,6 +58,9 @@ def batches():
         replace(plain, name="batch-of-10", batch=10),
         replace(plain, name="batch-of-3", batch=3, rows=14),
         replace(plain, name="static-shapes", feed="static"),
+        replace(plain, name="mapped-after-batch", feed="mapped", rows=37),
+        replace(plain, name="files", feed="files", rows=37, loop=False),
+        replace(plain, name="sparse-inputs", model=kit.sparse, data=kit.sparsely, rows=37, loop=False),
         replace(arrays, rows=37),
         replace(arrays, name="arrays-shuffled", fit={"shuffle": True}),
         replace(arrays, name="validation-split", rows=50, fit={"validation_split": 0.25}),
@@ -75,9 +78,146 @@ def batches():
     )
 
 
-# Losses that mix the rows of a batch, and losses that do not.
-COUPLED = {"Dice": kit.one_hot, "Tversky": kit.one_hot, "Circle": kit.numbers}
-ROW_BY_ROW = ("CategoricalFocalCrossentropy", "CosineSimilarity", "KLDivergence", "Huber", "CategoricalHinge")
+# What a loss needs beside one-hot targets and shares from 0 to 1; losses that are not here get those.
+LABELS = {"data": kit.numbers}
+SUITED = {
+    "SparseCategoricalCrossentropy": LABELS,
+    "CategoricalGeneralizedCrossEntropy": LABELS,
+    "Circle": {**LABELS, "model": kit.directions, "loss": lambda: S.Circle(gamma=4)},
+    "CTC": {"data": kit.spelled, "model": kit.words(lambda: L.LSTM(4, return_sequences=True), mask=False)},
+    "MeanAbsolutePercentageError": {"data": kit.above_zero},
+}
+
+
+def every_loss():
+    """A row for each loss class that the installed Keras has: each must be right where replicas have unequal rows."""
+    found = {c for c in vars(S).values() if isinstance(c, type) and issubclass(c, S.Loss) and c is not S.Loss}
+    for cls in sorted(found, key=lambda c: c.__name__):
+        same = {"data": kit.one_hot, "model": kit.shares(), "loss": cls, "metrics": lambda: None, "judged": False}
+        yield Case(f"loss-{cls.__name__}", rows=37, **{**same, **SUITED.get(cls.__name__, {})})
+
+
+def mixing_losses():
+    """Losses that mix the rows of a batch, in more than their default form."""
+    same = {"data": kit.one_hot, "model": kit.shares(), "metrics": lambda: None, "rows": 37, "judged": False}
+    drawn = {**same, "data": kit.drawings, "model": kit.drawing()}
+    faces = {**same, "data": kit.numbers, "model": kit.directions}
+    own = kit.wired(train_step=kit.own_step)
+    return [
+        Case("dice-weights", loss=S.Dice, **{**same, "data": kit.one_hot_weighted}),
+        Case("dice-by-class", loss=lambda: S.Dice(axis=0), **same),
+        Case("dice-by-row", loss=lambda: S.Dice(axis=-1), **same),
+        Case("dice-pictures-by-class", loss=lambda: S.Dice(axis=(0, 1, 2)), **drawn),
+        Case("dice-pictures-by-row", loss=lambda: S.Dice(axis=(1, 2, 3)), **drawn),
+        Case("dice-in-own-loss", loss=lambda: kit.entropy_and_dice, **drawn),
+        Case("dice-by-name", loss=lambda: "dice", **same),
+        Case("dice-reduction-sum", loss=lambda: S.Dice(reduction="sum"), **same),
+        Case("dice-own-step", loss=S.Dice, **{**same, "model": own}),
+        Case("tversky-by-class", loss=lambda: S.Tversky(alpha=0.2, beta=0.8, axis=(0,)), **same),
+        Case("circle-even", loss=lambda: S.Circle(gamma=4), **{**faces, "rows": 40}),
+        Case("circle-weights", loss=lambda: S.Circle(gamma=4), **{**faces, "data": kit.weighted}),
+        Case("circle-own-step", loss=lambda: S.Circle(gamma=4), **{**faces, "model": kit.pointing()}),
+    ]
+
+
+def shapes_of_losses():
+    """Several outputs, none, and weights in every form that Keras takes."""
+    entropy = S.SparseCategoricalCrossentropy
+    tagger = kit.words(lambda: L.LSTM(4, return_sequences=True))
+    untagged = kit.words(lambda: L.LSTM(4, return_sequences=True), mask=False)
+    both = {"kind": entropy(True), "size": "mse"}
+    heads = {"model": kit.two_heads, "data": kit.two_targets, "metrics": lambda: None}
+    listed = {"model": kit.listed_heads, "data": kit.listed_targets, "metrics": lambda: None}
+    rows = {"rows": 37}
+    return [
+        Case(
+            "outputs-nested",
+            model=kit.nested_heads,
+            data=kit.nested_targets,
+            loss=lambda: "mse",
+            metrics=lambda: None,
+            **rows,
+        ),
+        Case("outputs-one-without-loss", loss=lambda: {"kind": entropy(True), "size": None}, **heads, **rows),
+        Case(
+            "outputs-listed",
+            loss=lambda: [entropy(True), "mse"],
+            compile={"loss_weights": [0.5, 0.3]},
+            **listed,
+            **rows,
+        ),
+        Case("outputs-listed-one-without-loss", loss=lambda: [entropy(True), None], **listed, **rows),
+        Case("outputs-weights", loss=lambda: both, **{**heads, "data": kit.two_targets_weighted}, **rows),
+        Case(
+            "outputs-weighted-metrics",
+            loss=lambda: both,
+            compile={"weighted_metrics": {"kind": ["accuracy"], "size": ["mae"]}},
+            **{**heads, "data": kit.two_targets_weighted},
+            **rows,
+        ),
+        Case("outputs-coupled", loss=lambda: {"kind": entropy(True), "size": S.Dice(axis=0)}, **heads, **rows),
+        Case(
+            "outputs-reduction-None",
+            loss=lambda: {"kind": entropy(True, reduction=None), "size": "mse"},
+            **heads,
+            compile={"loss_weights": {"kind": 0.1, "size": 0.02}},
+            rows=40,
+        ),
+        Case("add-loss-only", model=kit.dense(kit.Adds), loss=lambda: None, metrics=lambda: None, **rows),
+        Case(
+            "add-loss-no-targets",
+            model=kit.dense(kit.Adds),
+            data=kit.no_targets,
+            loss=lambda: None,
+            metrics=lambda: None,
+            **rows,
+        ),
+        Case("loss-float64", loss=lambda: entropy(True, dtype="float64"), **rows),
+        Case(
+            "loss-bfloat16", loss=lambda: entropy(True, dtype="bfloat16"), rounding=True, metrics=lambda: None, **rows
+        ),
+        Case("loss-weight-of-one", compile={"loss_weights": 0.25}, **rows),
+        Case("weights-by-step", model=untagged, data=kit.tagged_weighted, **rows),
+        Case(
+            "weights-by-step-mean",
+            model=untagged,
+            data=kit.tagged_weighted,
+            loss=lambda: entropy(True, reduction="mean_with_sample_weight"),
+            **rows,
+        ),
+        Case("weights-zero-in-a-batch", data=kit.weightless_batch),
+        Case(
+            "weights-zero-in-a-batch-mean",
+            data=kit.weightless_batch,
+            loss=lambda: entropy(True, reduction="mean_with_sample_weight"),
+        ),
+        Case("weights-None", data=kit.weighted, loss=lambda: entropy(True, reduction=None), **rows),
+        Case("mask-weights-zero", model=tagger, data=kit.tagged_half_weightless, **rows),
+        Case(
+            "mask-weights-zero-mean",
+            model=tagger,
+            data=kit.tagged_half_weightless,
+            loss=lambda: entropy(True, reduction="mean_with_sample_weight"),
+            **rows,
+        ),
+        Case("mask-whole-rows", model=tagger, data=kit.half_empty, **rows),
+        Case("mask-None", model=tagger, data=kit.tagged, loss=lambda: entropy(True, reduction=None)),
+        Case(
+            "mask-weighted-metrics",
+            model=tagger,
+            data=kit.tagged_weighted,
+            compile={"weighted_metrics": ["accuracy"]},
+            **rows,
+        ),
+        Case("ignore-class", loss=lambda: entropy(True, ignore_class=1), **rows),
+        Case(
+            "sum-and-regularizer",
+            model=kit.dense(kernel_regularizer="l2"),
+            loss=lambda: entropy(True, reduction="sum"),
+            optimizer=lambda: O.SGD(0.02),
+            **rows,
+        ),
+    ]
 
 
 def losses():
@@ -150,10 +290,9 @@ def losses():
                 metrics=lambda: None,
             ),
         ),
-        *[
-            Case(f"loss-{n}", rows=37, data=d, model=kit.shares(), loss=getattr(S, n), metrics=lambda: None)
-            for n, d in {**COUPLED, **dict.fromkeys(ROW_BY_ROW, kit.one_hot)}.items()
-        ],
+        *every_loss(),
+        *mixing_losses(),
+        *shapes_of_losses(),
     )
 
 
@@ -342,7 +481,13 @@ def layers():
             "constraints",
             model=kit.dense(kernel_constraint=keras.constraints.MaxNorm(0.5), bias_constraint="non_neg"),
         ),
-        Case("own-state", model=kit.dense(kit.Counter), rows=37),
+        *ragged(Case("own-state", model=kit.dense(kit.Counter))),
+        Case("own-state-sums", model=kit.dense(kit.Sums), rows=37),
+        Case("own-state-codebook", model=kit.dense(kit.Codebook), rows=37),
+        Case("own-state-eager", model=kit.dense(kit.Counter), rows=21, compile={"run_eagerly": True}),
+        Case("own-state-jit", model=kit.dense(kit.Counter), compile={"jit_compile": True}),
+        Case("own-state-steps", model=kit.dense(kit.Counter), rows=37, compile={"steps_per_execution": 3}),
+        Case("batchnorm-own-step", model=kit.normed(), rows=37, metrics=lambda: None),
         Case(
             "spectral-norm",
             model=kit.sequential((6,), lambda: L.SpectralNormalization(L.Dense(8)), lambda: L.Dense(3)),
@@ -351,6 +496,9 @@ def layers():
         Case("normalization-adapted", model=adapted),
         # A replica with no rows: TensorFlow 2.21's oneDNN gradient of max pooling ends the process (SIGABRT).
         *ragged(Case("cnn", model=kit.conv(), data=kit.images, loop=True)),
+        Case(
+            "picture-outputs", model=kit.filtered, data=kit.pictures, rows=33, loss=lambda: "mse", metrics=lambda: None
+        ),
         *[Case(n, model=kit.recurrent(m), data=kit.sequences, rows=37) for n, m in cells.items()],
         Case(
             "binary-metrics",
@@ -383,6 +531,12 @@ def layers():
     )
 
 
+def _with_nan(rows):
+    x, y = kit.numbers(rows)
+    x[18] = float("nan")  # in the third batch of 8, on one replica
+    return x, y
+
+
 def execution():
     k = keras.callbacks
     return group(
@@ -412,6 +566,13 @@ def execution():
             )
         ],
         Case("eager", rows=37, compile={"run_eagerly": True}),
+        Case("eager-cnn", rows=17, compile={"run_eagerly": True}, model=kit.conv(), data=kit.images),
+        Case(
+            "jit-accumulate",
+            rows=37,
+            compile={"jit_compile": True},
+            optimizer=lambda: O.SGD(0.5, gradient_accumulation_steps=2),
+        ),
         Case(
             "eager-clip-accumulate",
             rows=21,
@@ -447,11 +608,21 @@ def execution():
         Case("on-batch-weights", script=scripts.on_batches, data=kit.weighted, rows=21),
         Case("ModelCheckpoint", script=scripts.best),
         Case("BackupAndRestore", script=scripts.interrupted(7), optimizer=lambda: O.Adam(0.02)),
-        Case(
-            "BackupAndRestore-within",
-            script=scripts.interrupted(8, save_freq=2),
-            optimizer=lambda: O.Adam(0.02),
-        ),
+        *[
+            Case(f"BackupAndRestore-within{name}", script=scripts.interrupted(stop, save_freq=often), **more)
+            for name, stop, often, more in (
+                ("", 8, 2, {"optimizer": lambda: O.Adam(0.02)}),
+                ("-uneven", 8, 3, {"rows": 37, "optimizer": lambda: O.Adam(0.02)}),
+                ("-arrays", 8, 2, {"feed": "arrays", "fit": {"validation_split": 0.2}, "rows": 50}),
+                ("-shuffled", 8, 2, {"feed": "arrays", "fit": {"shuffle": True}}),
+                ("-repeat", 5, 2, {"feed": "repeat", "fit": {"steps_per_epoch": 3}}),
+                ("-dropout", 8, 2, {"model": kit.dense(lambda: L.Dropout(0.3))}),
+                ("-at-end", 6, 5, {}),
+                ("-steps", 5, 2, {"compile": {"steps_per_execution": 2}}),
+                ("-accumulate", 8, 1, {"optimizer": lambda: O.SGD(0.5, gradient_accumulation_steps=3)}),
+            )
+        ],
+        Case("TerminateOnNaN", callbacks=lambda at: [k.TerminateOnNaN()], data=_with_nan),
     )
 
 
@@ -515,13 +686,42 @@ def files():
     return group(
         "files",
         Case("save-keras", script=scripts.saved(*scripts.AS_KERAS), **adam),
+        Case("save-keras-by-all", script=scripts.saved(*scripts.AS_KERAS, by_all=True), **adam),
         Case("save-weights", script=scripts.saved(*scripts.AS_WEIGHTS)),
+        Case("save-weights-by-all", script=scripts.saved(*scripts.AS_WEIGHTS, by_all=True), **adam),
         Case("tf-checkpoint", script=scripts.saved(*scripts.AS_CHECKPOINT), **adam),
-        Case("other-replicas-keras", script=scripts.saved(*scripts.AS_KERAS, other=True), **adam),
-        Case("other-replicas-checkpoint", script=scripts.saved(*scripts.AS_CHECKPOINT, other=True), **adam),
+        # Neither file holds the state of random draws: on one device too they begin anew after a load.
+        Case(
+            "save-draws",
+            script=scripts.saved(*scripts.AS_WEIGHTS, always=True),
+            model=kit.dense(lambda: L.Dropout(0.3, seed=9)),
+        ),
+        Case(
+            "save-ema",
+            script=scripts.saved(*scripts.AS_KERAS),
+            optimizer=lambda: O.Adam(0.02, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3),
+        ),
+        *[
+            Case(
+                f"save-loss-scale{name}",
+                script=scripts.saved(*way, to_other=bool(name)),
+                policy="mixed_float16",
+                rounding=True,
+                metrics=lambda: None,
+                optimizer=lambda: O.LossScaleOptimizer(O.SGD(0.2), initial_scale=1024.0, dynamic_growth_steps=3),
+            )
+            for name, way in {"": scripts.AS_WEIGHTS, "-other-replicas": scripts.AS_KERAS}.items()
+        ],
+        Case("other-replicas-keras", script=scripts.saved(*scripts.AS_KERAS, to_other=True), **adam),
+        Case("other-replicas-weights", script=scripts.saved(*scripts.AS_WEIGHTS, to_other=True), **adam),
+        Case("other-replicas-checkpoint", script=scripts.saved(*scripts.AS_CHECKPOINT, to_other=True), **adam),
+        *[
+            Case(f"more-replicas-{name}", script=scripts.saved(*way, from_other=True), **adam)
+            for name, way in {"keras": scripts.AS_KERAS, "checkpoint": scripts.AS_CHECKPOINT}.items()
+        ],
         Case(
             "other-replicas-accumulate",
-            script=scripts.saved(*scripts.AS_KERAS, other=True),
+            script=scripts.saved(*scripts.AS_KERAS, to_other=True, by_all=True),
             optimizer=lambda: O.SGD(0.5, gradient_accumulation_steps=2),
         ),
         Case("export", script=scripts.exported),

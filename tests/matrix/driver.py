@@ -23,6 +23,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.keras_fixes.devices import worker_devices
+
 DISAGREE = 3
 BROKEN = 4  # a collective was aborted, and every later one would be
 TOPOLOGIES = {
@@ -80,7 +82,13 @@ class Place:
             source = Batches(data, case.batch)
             return {"x": source if case.feed == "pydataset" else endless(source)}
         rows = tf.data.Dataset.from_tensor_slices(data if targets else data[0])
+        if case.feed == "files" and targets:
+            rows = from_files(data, self.directory)
         dataset = rows.batch(case.batch, drop_remainder=case.feed == "static")
+        if case.feed == "files" and targets:  # else Keras counts one step too many an epoch, on one device
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(-(-case.rows // case.batch)))
+        if case.feed == "mapped":  # TensorFlow no longer knows the size of such batches
+            dataset = dataset.map(lambda *row: row if len(row) > 1 else row[0]).prefetch(2)
         return {"x": dataset.repeat() if case.feed == "repeat" and targets == "fit" else dataset}
 
     def fit(self, model, case, **options):
@@ -138,6 +146,19 @@ class Batches(keras.utils.PyDataset):
 
     def __getitem__(self, i):
         return tuple(part[i * self.batch : (i + 1) * self.batch] for part in self.data)
+
+
+def from_files(data, folder, count=3):
+    """The rows in files, which TensorFlow would deal to workers whole."""
+    x, y = data
+    rows = np.concatenate([x, y[:, None]], 1).astype("float32")
+    paths = [str(folder / f"{i}.rows") for i in range(count)]
+    for part, path in zip(np.array_split(rows, count), paths, strict=True):
+        Path(path).write_bytes(part.tobytes())
+    read = tf.data.FixedLengthRecordDataset(paths, 4 * rows.shape[1])
+    return read.map(lambda row: tf.ensure_shape(tf.io.decode_raw(row, tf.float32), [rows.shape[1]])).map(
+        lambda row: (row[:-1], tf.cast(row[-1], tf.int64))
+    )
 
 
 def endless(batches):
@@ -252,16 +273,9 @@ def strategy_for(topology):
             if devices == 1
             else tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(devices)])
         )
-    # TensorFlow gives a worker all its GPUs but one CPU, with no public way to change it; CPUs are GPUs here.
-    from tensorflow.python.distribute.collective_all_reduce_strategy import (
-        CollectiveAllReduceExtended as Extended,
-    )
-
-    Extended._initialize_local_devices = lambda self, resolver, worker_device: (
-        tuple(f"{worker_device}/device:CPU:{i}" for i in range(devices)),
-        "CPU",
-    )
-    return tf.distribute.MultiWorkerMirroredStrategy()
+    # Stock Keras too gets several CPU devices a worker: they stand for GPUs here.
+    with worker_devices([f"CPU:{i}" for i in range(devices)]):
+        return tf.distribute.MultiWorkerMirroredStrategy()
 
 
 def wait_for(condition, seconds=120):

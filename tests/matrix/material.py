@@ -37,6 +37,30 @@ def one_hot(rows):
     return x, np.eye(3, dtype="float32")[y]
 
 
+def sparsely(rows):
+    x, y = numbers(rows)
+    return tf.sparse.from_dense(np.where(x > 0, x, 0)), y
+
+
+def one_hot_weighted(rows):
+    return *one_hot(rows), weighted(rows)[2]
+
+
+def above_zero(rows):
+    x, y = one_hot(rows)
+    return x, y + 0.5
+
+
+def weightless_batch(rows):
+    """The first batch of 8 weighs nothing at all."""
+    x, y, weight = weighted(rows)
+    return x, y, np.where(np.arange(rows) < 8, 0, weight).astype("float32")
+
+
+def no_targets(rows):
+    return (numbers(rows)[0],)
+
+
 def images(rows):
     rng = np.random.default_rng(3)
     return rng.normal(size=(rows, 8, 8, 1)).astype("float32") + np.linspace(0, 1, rows)[:, None, None, None].astype(
@@ -64,6 +88,30 @@ def tagged_weighted(rows):
     return *tagged(rows), (np.arange(rows * 7).reshape(rows, 7) % 5 / 2).astype("float32")
 
 
+def tagged_half_weightless(rows):
+    """Masked, and of each batch of 8 the first 4 rows weigh nothing: two of four replicas."""
+    x, y, weight = tagged_weighted(rows)
+    return x, y, weight * (np.arange(rows) % 8 >= 4)[:, None].astype("float32")
+
+
+def half_empty(rows):
+    """Of each batch of 8 the first 4 rows are padding alone."""
+    x, y = tagged(rows)
+    return np.where((np.arange(rows) % 8 < 4)[:, None], 0, x), y
+
+
+def spelled(rows):
+    """Words of two or three letters, 0 where there is none: targets of CTC."""
+    y = np.random.default_rng(4).integers(1, 3, (rows, 3))
+    return tokens(rows)[0], np.where(np.arange(3) < 2 + np.arange(rows)[:, None] % 2, y, 0)
+
+
+def drawings(rows):
+    """Pictures, and which of their dots are bright."""
+    x, _ = images(rows)
+    return x, np.concatenate([x > 0.8, x < 0.2], -1).astype("float32")
+
+
 def dictionary(rows):
     x, y = numbers(rows)
     return {"a": x[:, :2], "b": x[:, 2:]}, y
@@ -77,6 +125,21 @@ def nested(rows):
 def two_targets(rows):
     x, y = numbers(rows)
     return x, {"kind": y, "size": x[:, :1] * 2}
+
+
+def two_targets_weighted(rows):
+    weight = weighted(rows)[2]
+    return *two_targets(rows), {"kind": weight, "size": weight[::-1].copy()}
+
+
+def listed_targets(rows):
+    x, y = two_targets(rows)
+    return x, (y["kind"], y["size"])
+
+
+def nested_targets(rows):
+    x, _ = numbers(rows)
+    return x, {"a": x[:, :1], "more": {"b": x[:, 1:3], "c": x[:, 3:]}}
 
 
 def overflowing(*where):
@@ -103,6 +166,15 @@ def dense(*between, last=3, **options):
 def shares():
     """Ends in three shares from 0 to 1, for losses on probabilities."""
     return sequential((6,), lambda: L.Dense(8, "tanh"), lambda: L.Dense(3, "sigmoid"))
+
+
+def directions():
+    """Ends in vectors of length 1."""
+    return keras.Sequential([keras.Input((6,)), L.Dense(8, "tanh"), L.Dense(4), L.UnitNormalization()])
+
+
+def drawing():
+    return sequential((8, 8, 1), lambda: L.Dense(4, "tanh"), lambda: L.Dense(2, "sigmoid"))
 
 
 def conv(*between):
@@ -150,6 +222,18 @@ def two_heads():
     return keras.Model(x, {"kind": L.Dense(3, name="kind")(h), "size": L.Dense(1, name="size")(h)})
 
 
+def listed_heads():
+    x = keras.Input((6,))
+    h = L.Dense(8, "tanh")(x)
+    return keras.Model(x, [L.Dense(3, name="kind")(h), L.Dense(1, name="size")(h)])
+
+
+def nested_heads():
+    x = keras.Input((6,))
+    h = L.Dense(8, "tanh")(x)
+    return keras.Model(x, {"a": L.Dense(1)(h), "more": {"b": L.Dense(2)(h), "c": L.Dense(3)(h)}})
+
+
 def unused_layer():
     model = dense()()
     model.spare = L.Dense(2)
@@ -190,6 +274,47 @@ class Counter(L.Layer):
         return x - self.mean
 
 
+class Sums(L.Layer):
+    """Counts rows and adds them up, as its variables' aggregation says; and keeps what the first replica saw."""
+
+    def build(self, shape):
+        options = {"initializer": "zeros", "trainable": False}
+        self.total = self.add_weight(shape=(shape[-1],), aggregation="sum", **options)
+        self.rows = self.add_weight(shape=(), dtype="int32", aggregation="sum", **options)
+        self.now = self.add_weight(shape=(), aggregation="sum", **options)
+        self.steps = self.add_weight(shape=(), dtype="int64", **options)
+        self.first = self.add_weight(shape=(), aggregation="only_first_replica", **options)
+
+    def call(self, x, training=False):
+        if training:
+            self.total.assign_add(keras.ops.sum(x, axis=0))
+            self.rows.assign_add(keras.ops.shape(x)[0])
+            self.now.assign(keras.ops.sum(keras.ops.square(x)))
+            self.steps.assign_add(1)
+            self.first.assign(keras.ops.sum(x[0]))
+        return x - self.total / keras.ops.cast(1 + self.rows, "float32")
+
+
+class Codebook(L.Layer):
+    """Vectors that move to the mean of what is nearest to them: a mean, and then a value made of it."""
+
+    def build(self, shape):
+        options = {"trainable": False, "shape": (4, shape[-1])}
+        self.book = self.add_weight(initializer=keras.initializers.RandomNormal(seed=1), **options)
+        self.sums = self.add_weight(initializer="ones", **options)
+        self.counts = self.add_weight(initializer="ones", trainable=False, shape=(4, 1))
+
+    def call(self, x, training=False):
+        book = keras.ops.convert_to_tensor(self.book)
+        near = keras.ops.one_hot(keras.ops.argmax(keras.ops.matmul(x, keras.ops.transpose(book)), -1), 4)
+        if training:
+            seen = keras.ops.mean(near, axis=0)[:, None]
+            self.counts.assign(0.9 * self.counts + 0.1 * seen)
+            self.sums.assign(0.9 * self.sums + 0.1 * keras.ops.mean(near[:, :, None] * x[:, None], axis=0))
+            self.book.assign(self.sums / self.counts)
+        return x + keras.ops.matmul(near, book)
+
+
 def wired(**members):
     """A subclass of keras.Model around two lazily built layers, with other methods of its own."""
 
@@ -216,6 +341,29 @@ def own_step(self, data):
     self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
     self.seen.update_state(loss)
     return {"seen": self.seen.result(), "now": loss}
+
+
+def normed():
+    """A hand-written step around layers that see the whole batch."""
+
+    def call(self, x, training=False):
+        return self.stack[1](self.norm(self.stack[0](x), training=training))
+
+    class Normed(wired(train_step=own_step, call=call)):
+        def __init__(self):
+            super().__init__()
+            self.norm = L.BatchNormalization()
+
+    return Normed
+
+
+def pointing():
+    """A hand-written step around a model that ends in vectors of length 1."""
+
+    def call(self, x, training=False):
+        return keras.ops.normalize(self.stack[1](self.stack[0](x)))
+
+    return wired(train_step=own_step, call=call)
 
 
 def scalar_step(self, data):
@@ -275,6 +423,23 @@ def scalar(y, p):
     return keras.ops.mean(keras.ops.square(p - y))
 
 
+def entropy_and_dice(y, p):
+    return keras.ops.mean(keras.losses.binary_crossentropy(y, p)) + keras.losses.dice(y, p, axis=(0, 1, 2))
+
+
 class OwnLoss(keras.losses.Loss):
     def call(self, y, p):
         return keras.ops.sum(keras.ops.abs(p - y), axis=-1)
+
+
+def sparse():
+    return keras.Sequential([keras.Input((6,), sparse=True), L.Dense(8, "tanh"), L.Dense(3)])
+
+
+def pictures(rows):
+    x = images(rows)[0]
+    return x, np.tanh(x)
+
+
+def filtered():
+    return keras.Sequential([keras.Input((8, 8, 1)), L.Conv2D(1, 3, padding="same", activation="tanh")])

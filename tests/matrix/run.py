@@ -203,7 +203,7 @@ def measure(
     topologies=tuple(TOPOLOGIES)[1:],
     paths=("fit", "loop"),
     repairs=REPAIRS,
-    timeout=60,
+    timeout=130,
     lanes=2,
     folder=None,
     say=print,
@@ -265,19 +265,27 @@ def main():
     add("--topologies", nargs="*", default=list(TOPOLOGIES)[1:], choices=TOPOLOGIES)
     add("--paths", nargs="*", default=["fit", "loop"], choices=PATHS)
     add("--repairs", nargs="*", default=list(REPAIRS), help="`stock`, or a module with install()")
-    add("--timeout", type=float, default=60, help="idle seconds that count as a hang")
+    add("--timeout", type=float, default=130, help="idle seconds that count as a hang (tf.data may wait 60 s to end)")
     add("--lanes", type=int, default=2, help="processes (or clusters) at once")
     add("--folder", type=Path, help="keep all results and logs there")
-    add("--json", type=Path)
+    add("--json", type=Path, help="write all cells there")
+    add("--add", type=Path, nargs="*", default=[], help="columns that earlier runs wrote with --json; new ones win")
+    add("--check", action="store_true", help="end with 1 where a cell of ours is red and not in known.json")
     add("--write", type=Path, help="the Markdown file to write")
     options = vars(parser.parse_args())
-    data, page = options.pop("json"), options.pop("write")
+    data, page, older, check = (options.pop(name) for name in ("json", "write", "add", "check"))
     began = time.monotonic()
 
     def say(line):
         print(f"[{time.monotonic() - began:5.0f} s] {line}", flush=True)
 
     cells, exits = measure(say=say, **options)
+    surprises = report.surprises(cells)
+    for path in older:
+        for column, found in json.loads(path.read_text())["cells"].items():
+            cells[tuple(column.split(" "))] = {n: Cell(**c) for n, c in found.items()} | cells.get(
+                tuple(column.split(" ")), {}
+            )
     say("measured\n" + report.text(cells))
     early = [e for e in exits if e["verdict"] != "done"]
     say(f"{len(exits)} starts, {len(early)} not to the end: {early}")
@@ -288,6 +296,8 @@ def main():
     if page:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(report.document(cells))
+    if check and surprises:
+        sys.exit("not equal, and not known:\n" + "\n".join(surprises))
 
 
 if __name__ == "__main__":

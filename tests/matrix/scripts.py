@@ -103,30 +103,38 @@ def interrupted(at_batch, **options):
             except InterruptedError:
                 pass
         model = at.build(case)
-        at.fit(
+        history = at.fit(
             model,
             case,
             callbacks=[] if at.reference else [keras.callbacks.BackupAndRestore(folder, **options)],
-        )
-        return outcome(case, at, model)
+        ).history
+        return {"last": {name: values[-1] for name, values in history.items()}, **outcome(case, at, model)}
 
     return script
 
 
-def saved(save, load, other=False):
-    """One epoch, save, load (perhaps onto another number of replicas), another epoch: as if never stopped."""
+def saved(save, load, *, to_other=False, from_other=False, by_all=False, always=False):
+    """One epoch, save, load (perhaps onto another number of replicas), another epoch: as if never stopped.
+
+    `by_all`: every worker saves to the one path. `always`: one device loads too, where a file does not hold all.
+    """
 
     def script(case, at):
-        model = at.build(case)
-        at.fit(model, case, epochs=1)
-        if not at.reference:
+        begins = at.other() if from_other and not at.reference else at
+        model = begins.build(case)
+        begins.fit(model, case, epochs=1)
+        if always or not at.reference:
             path = at.shared / "saved"
-            at.on_chief(lambda: save(model, path))
-            at = at.other() if other else at
+            if by_all:
+                save(model, path)
+            at.on_chief((lambda: None) if by_all else (lambda: save(model, path)))
+            at = at.other() if to_other else at
             with at.strategy.scope():
                 model = load(case, at, path)
         at.fit(model, case, epochs=2, initial_epoch=1)
-        return outcome(case, at, model)
+        names = ("dynamic_scale", "step_counter")
+        scale = {n: getattr(model.optimizer, n).numpy() for n in names if hasattr(model.optimizer, n)}
+        return {"scale": scale, **outcome(case, at, model)}
 
     return script
 
@@ -137,6 +145,7 @@ def _load_keras(case, at, path):
 
 def _load_weights(case, at, path):
     model = at.build(case)
+    model.optimizer.build(model.trainable_variables)  # on one device too, an optimizer that is not built loads nothing
     model.load_weights(f"{path}.weights.h5")
     return model
 
@@ -162,23 +171,38 @@ def exported(case, at):
     model = at.build(case)
     at.fit(model, case)
     path, x = at.shared / "exported", case.data(case.rows)[0]
-    at.on_chief(lambda: model.export(path, verbose=False))
+    model.export(path, verbose=False)
+    at.on_chief(lambda: None)  # the chief has written it
     loaded = tf.saved_model.load(str(path))
     return {"served": loaded.serve(x).numpy(), "predict": at.predict(model, case)}
 
 
 def chief_writes(case, at):
-    """Callbacks and save on every worker: files appear on the chief alone."""
-    model, folder = at.build(case), at.directory
-    checkpoint = keras.callbacks.ModelCheckpoint(str(folder / "{epoch}.keras"))
-    at.fit(model, case, callbacks=[checkpoint, keras.callbacks.BackupAndRestore(str(folder / "backup"))])
+    """Callbacks and saves on every worker: files and folders appear on the chief alone."""
+    model, folder, k = at.build(case), at.directory, keras.callbacks
+    history = at.fit(
+        model,
+        case,
+        callbacks=[
+            k.ModelCheckpoint(str(folder / "full" / "{epoch}.keras")),
+            k.ModelCheckpoint(str(folder / "weights" / "{epoch}.weights.h5"), save_weights_only=True, save_freq=5),
+            k.BackupAndRestore(str(folder / "backup"), save_freq=2),
+            k.CSVLogger(str(folder / "log.csv")),
+            k.TensorBoard(str(folder / "board"), histogram_freq=1),
+        ],
+    ).history
     model.save(folder / "last.keras")
+    model.save(folder / "last.h5")
     model.save_weights(folder / "last.weights.h5")
-    expected = {"1.keras", "2.keras", "last.keras", "last.weights.h5"} if at.rank == 0 else set()
-    written = {p.name for p in Path(folder).rglob("*") if p.is_file()}
+    model.export(folder / "exported", verbose=False)
+    expected = {f"full/{e}.keras" for e in (1, 2)} | {f"weights/{e}.weights.h5" for e in (1, 2)}
+    expected |= {"log.csv", "last.keras", "last.h5", "last.weights.h5", "exported/saved_model.pb"}
+    found = {str(p.relative_to(folder)) for p in Path(folder).rglob("*")}
+    boards = {name for name in found if "events.out" in name}
     return {
-        "unexpected": len(written - expected),
-        "missing": len(expected - written),
+        "unexpected": len({n for n in found if Path(n).name.startswith(".")} if at.rank == 0 else found),
+        "missing": len(expected - found) + (not boards) if at.rank == 0 else 0,
+        "history": history,
         "weights": model.get_weights(),
     }
 

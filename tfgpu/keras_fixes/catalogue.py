@@ -1,6 +1,23 @@
 """Every repair, in the order in which it is applied. `tfgpu doctor` lists them with what their probes found."""
 
-from tfgpu.keras_fixes import collectives, distribution, gradients, layers, losses, probes, random, seeds, trainer
+from tfgpu.keras_fixes import (
+    accumulation,
+    collectives,
+    coupled,
+    distribution,
+    gradients,
+    layers,
+    losses,
+    orders,
+    pieces,
+    probes,
+    random,
+    resuming,
+    saving,
+    seeds,
+    state,
+    trainer,
+)
 from tfgpu.keras_fixes.seam import Fix
 
 _KERAS = "https://github.com/keras-team/keras/issues/"
@@ -36,6 +53,13 @@ FIXES = (
         losses.weigh_scalar_metrics,
     ),
     Fix(
+        "coupled-losses",
+        "Dice, Tversky and Circle mix the rows of one replica only",
+        "",
+        probes.dice_differs,
+        coupled.mix_rows_of_all_replicas,
+    ),
+    Fix(
         "variables-once",
         "a model built inside the first step makes its variables inside one replica",
         "",
@@ -50,6 +74,13 @@ FIXES = (
         layers.normalise_by_global_batch,
     ),
     Fix(
+        "layer-state",
+        "what a layer assigns to its own variables is made of one replica's rows",
+        "",
+        probes.own_state_differs,
+        state.assign_for_all,
+    ),
+    Fix(
         "gradients-meet-first",
         "gradients are clipped, checked and accumulated on each replica before they are summed",
         _KERAS + "20582",
@@ -62,6 +93,27 @@ FIXES = (
         _KERAS + "20582",
         probes.accumulation_fails,
         gradients.apply_on_every_replica,
+    ),
+    Fix(
+        "local-accumulation",
+        "accumulated gradients meet in every batch, or crash",
+        _KERAS + "20582",
+        probes.accumulation_fails,
+        accumulation.accumulate_on_each_replica,
+    ),
+    Fix(
+        "even-pieces",
+        "a short batch goes to the first replicas alone, and workers are dealt files, so other rows meet in a batch",
+        _TENSORFLOW + "36846",
+        probes.short_batch_is_dealt_unevenly,
+        pieces.cut_evenly,
+    ),
+    Fix(
+        "one-order",
+        "without a seed each worker shuffles in its own way, so examples are read twice or never",
+        "",
+        probes.order_depends_on_the_process,
+        orders.agree_on_orders,
     ),
     Fix(
         "many-steps-a-call",
@@ -104,5 +156,26 @@ FIXES = (
         "",
         probes.distribution_is_silent,
         distribution.warn_of_no_distribution,
+    ),
+    Fix(
+        "whole-files",
+        "a save empties the old file first: where it is cut short, both are lost",
+        "",
+        probes.failed_save_destroys,
+        saving.write_whole_files,
+    ),
+    Fix(
+        "chief-writes",
+        "every worker writes the same files",
+        _TENSORFLOW + "38635",
+        probes.every_worker_writes,
+        saving.let_only_the_chief_write,
+    ),
+    Fix(
+        "resume-within-epoch",
+        "BackupAndRestore saves the batch and never reads it: the epoch begins again with the weights of its middle",
+        "https://github.com/keras-team/keras-hub/issues/204",
+        probes.resumed_epoch_repeats,
+        resuming.resume_within_the_epoch,
     ),
 )

@@ -1,7 +1,9 @@
 """Optimizers under replicas: the gradients meet first, in one all-reduce; all that follows is plain local work.
 
-Unscaling, the check for infinities, clipping, accumulation, weight decay, the update and the moving average then see
-same numbers on every replica, as on one device, and no collective stands inside a condition.
+Unscaling, the check for infinities, clipping, weight decay, the update and the moving average then see the same numbers
+on every replica, as on one device, and no collective stands inside a condition.
+
+`accumulation.py` has what differs with `gradient_accumulation_steps`.
 """
 
 import tensorflow as tf
@@ -11,7 +13,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes import accumulation, replica
 from tfgpu.keras_fixes.seam import wrap
 
 
@@ -55,11 +57,16 @@ def meet_before_applying() -> None:
         def apply(stock, self, grads, trainable_variables=None):
             if replica.context() is None or replica.have_met():
                 return stock(self, grads, trainable_variables)
+            inner = getattr(self, "inner_optimizer", self)
             _count_on_every_replica(self)
-            _count_on_every_replica(getattr(self, "inner_optimizer", self))
-            scaled = isinstance(self, LossScaleOptimizer)
+            _count_on_every_replica(inner)
+            parts = _weigh(grads, isinstance(self, LossScaleOptimizer))
+            if inner.gradient_accumulation_steps and len(parts) > 0:
+                met = accumulation.meet_at_update(self, inner, parts, trainable_variables)
+            else:
+                met = replica.all_reduce(parts)
             with replica.gradients_met():
-                return stock(self, _meet(grads, scaled), trainable_variables)
+                return stock(self, met, trainable_variables)
 
 
 def apply_on_every_replica() -> None:
@@ -95,8 +102,8 @@ def _make_local(name: str) -> None:
         return plain(self, *args) if replica.have_met() else stock(self, *args)
 
 
-def _meet(grads, scaled: bool) -> list:
-    """Sums gradients over replicas, averaged by share inside a step; a gradient that is None stays None."""
+def _weigh(grads, scaled: bool) -> list:
+    """Each replica's part of the gradients' sum: weighed by its share inside a step; None stays None."""
     facts = replica.step()
     weigh = facts is not None and not facts.loss_is_weighed
 
@@ -105,17 +112,20 @@ def _meet(grads, scaled: bool) -> list:
         return values * replica.count(values.dtype) if scaled else values
 
     def local(gradient):
-        if not weigh:
+        if gradient is None or not weigh:
             return gradient
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(part(gradient.values), gradient.indices, gradient.dense_shape)
         return part(gradient)
 
-    parts = [local(g) for g in grads if g is not None]
-    if facts is not None and tf.get_static_value(facts.rows.local) is None:
-        parts = _zero_without_rows(parts)
-    met = iter(replica.all_reduce(parts))
-    return [None if g is None else next(met) for g in grads]
+    return _without_stand_ins([local(g) for g in grads])
+
+
+def _without_stand_ins(grads: list) -> list:
+    if replica.has_rows_for_sure():
+        return grads
+    kept = iter(_zero_without_rows([g for g in grads if g is not None]))
+    return [None if g is None else next(kept) for g in grads]
 
 
 def _zero_without_rows(gradients: list) -> list:

@@ -5,7 +5,7 @@ from keras import ops
 from keras.src.backend.tensorflow import core, nn
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
 
-from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes import replica, sums
 from tfgpu.keras_fixes.seam import wrap
 
 
@@ -66,5 +66,5 @@ def _gather(value: tf.Tensor) -> tf.Tensor:
     """What every replica has, stacked in replica order; as an all-reduce, whose gradient TensorFlow has everywhere."""
     ctx = replica.context()
     place = tf.one_hot(tf.cast(ctx.replica_id_in_sync_group, tf.int32), ctx.num_replicas_in_sync, dtype=value.dtype)
-    (table,) = replica.all_reduce([tf.tensordot(place, value, axes=0)])
+    (table,) = sums.over_replicas([tf.tensordot(place, value, axes=0)])
     return table

@@ -47,7 +47,7 @@ def make_divisors_global() -> None:
             return loss
         if reduction == "mean_with_sample_weight" and sample_weight is not None and values.shape.rank != 0:
             return loss * _as_local_part(tf.cast(tf.reduce_sum(sample_weight), loss.dtype))
-        if reduction == "sum":
+        if reduction == "sum" and values.shape.rank != 0:  # one number is no sum over rows: Keras leaves it as it is
             return tf.math.divide_no_nan(loss, tf.cast(replica.share(), loss.dtype))
         return loss
 

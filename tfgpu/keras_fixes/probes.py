@@ -5,6 +5,9 @@ prints one JSON object, `{"name of the repair": true, ...}`; `tfgpu doctor` read
 """
 
 import json
+import os
+import pathlib
+import tempfile
 import warnings
 
 import keras
@@ -32,6 +35,25 @@ def weighted_mean_differs() -> bool:
     return _differs(rows=2, loss=loss, weights=np.array([1.0, 5.0], "float32"))
 
 
+def dice_differs() -> bool:
+    """Whether a loss that mixes rows is computed on each replica alone."""
+    return _differs(rows=2, loss="dice")
+
+
+def own_state_differs() -> bool:
+    """Whether a running mean that a layer keeps is one replica's."""
+
+    class Centre(keras.layers.Layer):
+        def build(self, shape):
+            self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+        def call(self, x):
+            self.mean.assign(keras.ops.mean(x, axis=0))
+            return x - self.mean
+
+    return _differs(rows=2, layer=Centre)
+
+
 def batch_norm_differs() -> bool:
     """Whether BatchNormalization sees one replica's rows only."""
     return _differs(rows=2, layer=keras.layers.BatchNormalization)
@@ -45,6 +67,20 @@ def clipping_differs() -> bool:
 def accumulation_fails() -> bool:
     """Whether gradient accumulation crashes or learns something else."""
     return _differs(rows=2, optimizer={"gradient_accumulation_steps": 2})
+
+
+def order_depends_on_the_process() -> bool:
+    """Whether a shuffle without a seed has another order each time that a process makes it, so in each worker too."""
+    tf.random.set_seed(None)
+    orders = [list(tf.data.Dataset.range(20).shuffle(20).as_numpy_iterator()) for _ in range(2)]
+    return orders[0] != orders[1]
+
+
+def short_batch_is_dealt_unevenly() -> bool:
+    """Whether the last 2 of 5 rows, in batches of 3 on two replicas, go to one of them."""
+    data = _mirrored().experimental_distribute_dataset(tf.data.Dataset.range(5).batch(3))
+    *_, last = [[len(part) for part in batch.values] for batch in data]
+    return last != [1, 1]
 
 
 def many_steps_fail() -> bool:
@@ -110,6 +146,54 @@ def distribution_is_silent() -> bool:
         value = keras.Variable([1.0]).value
         keras.distribution.set_distribution(before)
     return not said and not isinstance(value, tf.distribute.DistributedValues)
+
+
+def every_worker_writes() -> bool:
+    """Whether a worker that is not the chief leaves a file."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    strategy.extended._is_chief = False
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_weights(f"{folder}/w.weights.h5")
+        return bool(os.listdir(folder))
+
+
+def failed_save_destroys() -> bool:
+    """Whether a save that fails half-way takes the file with it that was there."""
+
+    class Fails(keras.layers.Layer):
+        def save_own_variables(self, store):
+            raise InterruptedError
+
+    model = keras.Sequential([keras.Input((2,)), Fails()])
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "m.keras")
+        path.write_text("before")
+        try:
+            model.save(path)
+        except InterruptedError:
+            pass
+        return path.read_bytes() != b"before"
+
+
+def resumed_epoch_repeats() -> bool:
+    """Whether a run that stopped after one of three batches trains on all three again."""
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise InterruptedError
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with tempfile.TemporaryDirectory() as folder:
+        backup = keras.callbacks.BackupAndRestore(folder, save_freq=1)
+        try:
+            model.fit(_X, _Y, batch_size=1, callbacks=[backup, Stops()], verbose=0)
+        except InterruptedError:
+            pass
+        model.fit(_X, _Y, batch_size=1, callbacks=[backup], verbose=0)
+    return int(model.optimizer.iterations) != 3
 
 
 def _mirrored() -> tf.distribute.Strategy:

@@ -22,8 +22,8 @@ Which draws are by example? A draw's first dimension is compared with the rows t
 | a multiple of them, known only at run time or of a layer's input | rows flattened batch first |
 | none; anything else; a plain number where the batch size is known only at run time | same on all replicas |
 
-Draws that initialize variables are always the same on all replicas. Outside a step that knows its rows, Keras
-is as it was.
+Draws that initialize variables are always the same on all replicas. In a hand-written `strategy.run` the rows are
+those of the first tensor among its distributed arguments; where there is none, Keras is as it was.
 
 Not mended: MixUp and CutMix pair the images that one replica holds; AugMix picks its operations with Python's
 `random` once for each replica's graph; RandomElasticTransform needs a fixed batch size and draws without
@@ -44,10 +44,13 @@ from keras.src.backend.tensorflow import core
 from keras.src.backend.tensorflow import random as backend
 from keras.src.layers import AlphaDropout, CutMix, GaussianDropout, GaussianNoise, MixUp
 from keras.src.random import seed_generator
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.distribute.values import PerReplica
 from tensorflow.python.framework import tensor_util
 from tensorflow.python.ops import control_flow_util
 
-from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes import pieces, replica
 from tfgpu.keras_fixes.seam import wrap
 
 _here = threading.local()
@@ -80,7 +83,7 @@ def find_part(shape, *, follows_input: bool = False) -> Part | None:
         shape: of the replica's own draw: numbers, tensors or both, or one tensor.
         follows_input: the shape is that of a layer's input, so any multiple of the rows is by example.
     """
-    rows = replica.rows()
+    rows = replica.rows_to_draw()
     if rows is None or getattr(_here, "shared", False):
         return None
     shape = tf.convert_to_tensor(shape, tf.int32) if _is_plain(shape) else tf.cast(tf.stack(shape), tf.int32)
@@ -151,7 +154,8 @@ def spread_rows(value, part: Part) -> tf.Tensor:
 
 
 def draw_by_example() -> None:
-    """Wraps the backend's ten random functions."""
+    """Wraps the backend's ten random functions, and lets `strategy.run` tell a replica which rows it holds."""
+    _wrap_run()
     _wrap_sliced()
     _wrap_taken()
     _wrap_shuffle()
@@ -166,6 +170,23 @@ def draw_by_example() -> None:
     def initialize(stock, self, initializer):
         with _holding(shared=True):
             return stock(self, initializer)
+
+
+def _wrap_run() -> None:
+    @wrap(tf.distribute.Strategy, "run")
+    def run(stock, self, fn, args=(), kwargs=None, options=None):
+        given = tf.nest.flatten((args, kwargs or {}))
+        if not replica.is_spread(self) or not any(isinstance(v, PerReplica) for v in given):
+            return stock(self, fn, args, kwargs, options)
+        # As `run` does; afterwards autograph has nothing left to convert.
+        fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
+
+        @tf.autograph.experimental.do_not_convert
+        def with_rows(*args, **kwargs):
+            with replica.holding(pieces.rows_of((args, kwargs))):
+                return fn(*args, **kwargs)
+
+        return stock(self, with_rows, args, kwargs, options)
 
 
 def _wrap_sliced() -> None:
@@ -209,7 +230,7 @@ def _wrap_sliced() -> None:
 
     @wrap(backend, "dropout")
     def dropout(stock, inputs, rate, noise_shape=None, seed=None):
-        if rate in (0.0, 1.0) or replica.rows() is None:
+        if rate in (0.0, 1.0) or replica.rows_to_draw() is None:
             return stock(inputs, rate, noise_shape, seed)
         inputs = tf.convert_to_tensor(inputs)
         part = find_part(backend._get_concrete_noise_shape(inputs, noise_shape), follows_input=True)
@@ -290,7 +311,8 @@ def _wrap_shuffle() -> None:
 
 
 def _is_compiled() -> bool:
-    return replica.step().jit or control_flow_util.GraphOrParentsInXlaContext(
+    facts = replica.step()
+    return (facts is not None and facts.jit) or control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
 

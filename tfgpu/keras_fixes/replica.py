@@ -97,6 +97,51 @@ def rows() -> Rows | None:
     return facts.rows if facts is not None else None
 
 
+@dataclass
+class Held:
+    """What a hand-written `strategy.run` gave this replica: rows that it can be asked for where a draw needs them."""
+
+    local: tf.Tensor
+    graph: tf.Graph | None
+    rows: Rows | None = None
+
+
+@contextlib.contextmanager
+def holding(local: tf.Tensor):
+    """For the length of the block this replica, outside a step, holds `local` rows of somebody's batch."""
+    before = getattr(_here, "held", None)
+    _here.held = Held(local, _main_graph())
+    try:
+        yield
+    finally:
+        _here.held = before
+
+
+def rows_to_draw() -> Rows | None:
+    """Where this replica's rows lie for a random draw: the step's, else the rows that `strategy.run` was given.
+
+    In a hand-written loop the replicas tell each other at the first draw, outside of any condition or loop around it. A
+    tf.function that is called within a replica cannot ask, and gets None.
+    """
+    held = getattr(_here, "held", None)
+    if step() is not None or held is None or context() is None or _main_graph() is not held.graph:
+        return rows()
+    if held.rows is None:
+        with contextlib.nullcontext() if held.graph is None else held.graph.as_default():
+            held.rows = Rows(held.local, *_ask_for_place(held.local))
+    return held.rows
+
+
+def _main_graph() -> tf.Graph | None:
+    """The function graph that is being made, seen from inside its conditions and loops too; None where eager."""
+    if tf.executing_eagerly():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "is_control_flow_graph", False):
+        graph = graph.outer_graph
+    return graph
+
+
 def share() -> tf.Tensor | None:
     """This replica's part of the global batch, 0 to 1 (float32 scalar), or None outside a step."""
     facts = step()
@@ -114,28 +159,41 @@ def has_rows(dtype=tf.bool) -> tf.Tensor:
     return tf.cast(True if found is None else found.local > 0, dtype)
 
 
+def has_rows_for_sure() -> bool:
+    """Whether it is known, before the step runs, that this replica holds rows; True outside a step."""
+    found = rows()
+    return found is None or bool(tf.get_static_value(found.local))
+
+
 def count(dtype: str = "float32") -> tf.Tensor:
     """The number of replicas that train together, as a scalar of `dtype`."""
     return tf.constant(context().num_replicas_in_sync, dtype)
 
 
-def begin(local: tf.Tensor, *, jit: bool = False) -> Step:
-    """Tells the replicas how many rows each holds, and returns the facts of the step for this one.
+def begin(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = None, *, jit: bool = False) -> Step:
+    """The facts of the step that this replica begins.
 
     Args:
         local: rows of this replica, int32 scalar.
+        place: rows before its own and rows of the whole batch; None where the data does not tell: the replicas then
+            tell each other, in a small collective.
         jit: whether XLA compiles the step.
     """
+    if place is None:
+        place = _ask_for_place(local)
+    offset, total = place
+    share = tf.math.divide_no_nan(tf.cast(local, tf.float32), tf.cast(total, tf.float32))
+    return Step(Rows(local, offset, total), share, jit=jit)
+
+
+def _ask_for_place(local: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     ctx = context()
     if ctx.num_replicas_in_sync == 1:
-        return Step(Rows(local, tf.constant(0), local), tf.constant(1.0), jit=jit)
+        return tf.constant(0), local
     at = piece_of(ctx.strategy, tf.cast(ctx.replica_id_in_sync_group, tf.int32))
     mine = tf.one_hot(at, ctx.num_replicas_in_sync) * tf.cast(local, tf.float32)
     counts = tf.cast(sum_small([mine])[0], tf.int32)
-    total = tf.reduce_sum(counts)
-    offset = tf.where(local > 0, tf.reduce_sum(counts[:at]), 0)
-    share = tf.math.divide_no_nan(tf.cast(local, tf.float32), tf.cast(total, tf.float32))
-    return Step(Rows(local, offset, total), share, jit=jit)
+    return tf.where(local > 0, tf.reduce_sum(counts[:at]), 0), tf.reduce_sum(counts)
 
 
 def piece_of(strategy: tf.distribute.Strategy, index):
@@ -163,11 +221,11 @@ def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def all_reduce(values: list) -> list:
-    """Sums tensors or IndexedSlices over all replicas in one packed collective, kept out of XLA's clusters."""
+    """Sums tensors or IndexedSlices over all replicas, kept out of XLA's clusters; None stays None."""
     summed = [None] * len(values)
     with uncompiled():
-        for dtype in dict.fromkeys(value.dtype for value in values):  # numbers of one kind make one pack
-            places = [at for at, value in enumerate(values) if value.dtype == dtype]
+        for dtype in dict.fromkeys(value.dtype for value in values if value is not None):  # one kind makes one pack
+            places = [at for at, value in enumerate(values) if value is not None and value.dtype == dtype]
             parts = context().all_reduce(tf.distribute.ReduceOp.SUM, [values[at] for at in places])
             for at, part in zip(places, parts, strict=True):
                 summed[at] = part

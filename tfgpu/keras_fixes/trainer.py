@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src import backend, tree
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
-from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes import pieces, replica
 from tfgpu.keras_fixes.seam import wrap
 
 
@@ -103,15 +103,15 @@ class Steps:
         return logs
 
     def _replica_step(self, data):
-        local = _rows_of(data)
-        facts = replica.begin(local, jit=bool(self._model.jit_compile))
+        place = None
+        if isinstance(data, pieces.Piece):
+            data, *place = data
+        local = pieces.rows_of(data)
+        facts = replica.begin(local, place, jit=bool(self._model.jit_compile))
         for metric in self._model.metrics:
             _record_results(type(metric))
         with replica.stepping(facts), replica.compiled(facts), _after(data):
-            if tf.get_static_value(local) is None:
-                logs = self._step_with_a_row(data)
-            else:
-                logs = self._step(data)
+            logs = self._step(data) if replica.has_rows_for_sure() else self._step_with_a_row(data)
             leaves = tree.flatten(logs)
             sources = [facts.results.get(id(leaf), (None, None, None))[1:] for leaf in leaves]
             parts = [
@@ -154,20 +154,15 @@ class Steps:
         values = [next(summed) if metric is None else read[id(metric)][at] for metric, at in sources]
         return tree.pack_sequence_as(logs, values)
 
-    def _cut_for_replicas(self, data):
+    def _cut_for_replicas(self, data, *, with_places=True):
         """`train_on_batch`'s one batch in equal parts, in replica order, as a distributed dataset cuts its batches."""
+
+        batch = tf.nest.map_structure(lambda v: None if v is None else tf.convert_to_tensor(v), data)
 
         def part(ctx):
             at = replica.piece_of(self._strategy, ctx.replica_id_in_sync_group)
-
-            def cut(value):
-                if value is None:
-                    return None
-                value = tf.convert_to_tensor(value)
-                size = -(-len(value) // ctx.num_replicas_in_sync)
-                return value[at * size :][:size]
-
-            return tf.nest.map_structure(cut, data)
+            piece = pieces.piece_of_batch(batch, at, ctx.num_replicas_in_sync)
+            return piece if with_places else piece.data
 
         return self._strategy.experimental_distribute_values_from_function(part)
 
@@ -188,18 +183,32 @@ def build_from_spec() -> None:
     @wrap(keras_trainer.TensorFlowTrainer, "_maybe_symbolic_build")
     def maybe_symbolic_build(stock, self, iterator=None, data_batch=None):
         if iterator is not None and self._distribute_strategy is not None:
-            data_batch = tf.nest.map_structure(_one_replica, iterator._distributed_dataset.element_spec)
+            spec = iterator._distributed_dataset.element_spec
+            data_batch = tf.nest.map_structure(_one_replica, spec.data if isinstance(spec, pieces.Piece) else spec)
         return stock(self, None, data_batch)
 
 
 def split_batches_to_predict() -> None:
-    """`predict_on_batch` splits its batch over the replicas; stock Keras predicts the whole batch on each of them."""
+    """`predict_on_batch` splits its batch over the replicas; stock Keras predicts the whole batch on each of them.
+
+    A replica without rows predicts one that stands in, and gives nothing: oneDNN has no empty convolution.
+    """
 
     @wrap(keras_trainer.TensorFlowTrainer, "predict_on_batch")
     def predict_on_batch(stock, self, x):
         if not replica.is_spread(self.distribute_strategy):
             return stock(self, x)
-        return stock(self, Steps(self, self.predict_step)._cut_for_replicas(x))
+        return stock(self, Steps(self, self.predict_step)._cut_for_replicas(x, with_places=False))
+
+
+    @wrap(keras_trainer.TensorFlowTrainer, "predict_step")
+    def predict_step(stock, self, data):
+        local = pieces.rows_of(data)
+        if replica.context() is None or self.jit_compile or tf.get_static_value(local):
+            return stock(self, data)
+        found = stock(self, tf.nest.map_structure(_with_a_row, data))
+        kept = [v[: tf.where(local > 0, tf.shape(v)[0], 0)] if v.shape.rank else v for v in tf.nest.flatten(found)]
+        return tf.nest.pack_sequence_as(found, kept)
 
 
 def _after(data):
@@ -213,24 +222,11 @@ def _one_replica(spec):
     return spec._value_specs[0] if hasattr(spec, "_value_specs") else spec
 
 
-def _rows_of(data) -> tf.Tensor:
-    """Rows of a replica's data: the first dimension of its first tensor, or 1 where that is a scalar."""
-    for value in tf.nest.flatten(data):
-        if isinstance(value, tf.RaggedTensor):
-            return tf.cast(value.nrows(), tf.int32)
-        if isinstance(value, tf.SparseTensor):
-            return tf.cast(value.dense_shape[0], tf.int32)
-        if value is not None and value.shape.rank != 0:
-            rows = value.shape[0]  # tf.shape(x)[0] of a (4, None) tensor is no longer known to be 4
-            return tf.shape(value)[0] if rows is None else tf.constant(rows)
-    return tf.constant(1)
-
-
 def _with_a_row(value):
     """A tensor of at least one row: of ones (0 for whole numbers), which logarithms and norms can bear."""
     if not tf.is_tensor(value) or isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or value.shape.rank == 0:
         return value
-    if value.shape[0] is not None:
+    if value.shape[0]:
         return value
 
     def one():
@@ -238,7 +234,8 @@ def _with_a_row(value):
         return tf.ones(shape, value.dtype) if value.dtype.is_floating else tf.zeros(shape, value.dtype)
 
     row = tf.cond(tf.shape(value)[0] > 0, lambda: value, one)  # passes the tensor on uncopied
-    row.set_shape(value.shape)
+    if value.shape[0] is None:
+        row.set_shape(value.shape)
     return row
 
 

@@ -137,7 +137,7 @@ class Recipe(BaseModel):
     virtual_devices: int = _field(
         0,
         "Hardware",
-        "Split the CPU into this many logical devices, to try a strategy without GPUs.",
+        "Split the CPU (of each worker) into this many logical devices, to try a strategy without GPUs.",
         ge=0,
         le=64,
     )

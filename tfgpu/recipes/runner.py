@@ -137,8 +137,6 @@ def _check(what: Recipe, output: str | Path | None, *, resume: bool, overwrite: 
             "`tfgpu train` cannot use a parameter server. Use multi_worker, or train in a script of your own "
             "with tfgpu.strategies.parameter_server()."
         )
-    if what.virtual_devices and cluster.is_multi_worker:
-        raise InputError("`virtual_devices` does not go with several workers. Leave it out, or unset TF_CONFIG.")
     if cluster.is_chief:
         directory.check(output, resume=resume, overwrite=overwrite)
     if resume:

@@ -52,8 +52,8 @@ def run_epoch(
     Returns:
         The logs after the last step; empty where there was no data.
     """
-    limit, at, logs, ended = batches.steps, 0, {}, False
-    batches.begin_epoch()
+    limit, logs, ended = batches.steps, {}, False
+    at = batches.begin_epoch()
     while not ended and (limit is None or at < limit):
         count = pace.steps if limit is None else min(pace.steps, limit - at)
         started = time.perf_counter()

@@ -50,6 +50,7 @@ class Trainer:
         self.model = model
         self._steps_per_call = steps_per_call
 
+    @inputs.resumes
     def fit(
         self,
         x=None,
@@ -116,6 +117,7 @@ class Trainer:
                     before=callbacks.on_train_batch_begin,
                     after=lambda step, logs: callbacks.on_train_batch_end(step, logs) or model.stop_training,
                 )
+                or inputs.results_before(model)
             )
             if held_out is not None and _is_due(epoch, validation_freq):
                 found = self._evaluate(held_out, callbacks)

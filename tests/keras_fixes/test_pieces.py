@@ -1,0 +1,60 @@
+"""A batch in pieces: every row once, in order, in equal parts."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfgpu.keras_fixes import pieces
+
+
+def all_pieces(batch, count):
+    return [pieces.piece_of_batch(batch, at, count) for at in range(count)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.integers(0, 23), count=st.integers(1, 8), is_known=st.booleans())
+def test_every_row_goes_to_one_piece_in_order(rows, count, is_known):
+    spec = tf.TensorSpec([rows if is_known else None], tf.int32)
+    cut = tf.function(lambda batch: all_pieces(batch, count), input_signature=[spec])
+    found = cut(tf.range(rows))
+    lengths = [len(piece.data) for piece in found]
+    assert np.concatenate([piece.data for piece in found]).tolist() == list(range(rows))
+    assert max(lengths) - min(lengths) <= 1
+    starts = [sum(lengths[:at]) for at in range(count)]
+    assert [int(p.offset) for p in found] == [s if n else 0 for s, n in zip(starts, lengths, strict=True)]
+    assert {int(piece.total) for piece in found} == {rows}
+
+
+def test_known_lengths_stay_known():
+    spec = tf.TensorSpec([8, 3], tf.float32)
+    graph = tf.function(lambda x: pieces.piece_of_batch(x, 1, 4).data, input_signature=[spec])
+    assert graph.get_concrete_function().output_shapes == tf.TensorShape([2, 3])
+
+
+def test_structures_ragged_and_sparse():
+    batch = {
+        "a": tf.constant([[1, 2], [3, 4], [5, 6]]),
+        "ragged": tf.ragged.constant([[1], [2, 3], []]),
+        "sparse": tf.sparse.from_dense([[0, 1], [2, 0], [0, 3]]),
+        "scalar": tf.constant(7),
+        "none": None,
+    }
+    first, second = (piece.data for piece in all_pieces(batch, 2))
+    assert first["a"].numpy().tolist() == [[1, 2], [3, 4]] and second["a"].numpy().tolist() == [[5, 6]]
+    assert first["ragged"].to_list() == [[1], [2, 3]] and second["ragged"].to_list() == [[]]
+    assert tf.sparse.to_dense(first["sparse"]).numpy().tolist() == [[0, 1], [2, 0]]
+    assert tf.sparse.to_dense(second["sparse"]).numpy().tolist() == [[0, 3]]
+    assert int(first["scalar"]) == int(second["scalar"]) == 7 and first["none"] is None
+
+
+def test_unequal_parts_are_refused():
+    with pytest.raises(ValueError, match="equally many rows"):
+        pieces.piece_of_batch((tf.zeros([4, 1]), tf.zeros([3])), 0, 2)
+    unknown = tf.function(
+        lambda x, y: pieces.piece_of_batch((x, y), 0, 2).data,
+        input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])],
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="equally many rows"):
+        unknown(tf.zeros([4]), tf.zeros([3]))

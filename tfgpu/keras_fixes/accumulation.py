@@ -1,0 +1,128 @@
+"""Gradient accumulation under replicas: each adds up its own gradients, and they meet once in k batches."""
+
+import functools
+
+import tensorflow as tf
+from keras.src import backend
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from tensorflow.python.distribute import distribute_utils
+
+from tfgpu.errors import MachineError
+from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes.seam import wrap
+
+PATIENCE_S = 300.0
+"""How long one worker waits for the others to save as well."""
+_PLAIN = str.maketrans("/:", "__")
+
+
+def accumulate_on_each_replica() -> None:
+    """Keeps each replica's own sum of gradients; read from outside, an accumulator is the sum over replicas.
+
+    So a checkpoint between two updates holds what one device's holds, and loads on any number of replicas. On several
+    workers that read is a collective, in which every worker must take part; right after an update there is nothing to
+    ask the others for.
+    """
+
+    @wrap(TFOptimizer, "add_variable_from_reference")
+    def add_variable_from_reference(stock, self, reference_variable, name=None, initializer="zeros"):
+        spread = replica.is_spread(self._distribution_strategy)
+        if not spread or name != "gradient_accumulator" or self._overwrite_variable_with_gradient(reference_variable):
+            return stock(self, reference_variable, name=name, initializer=initializer)
+        variable = backend.Variable(
+            initializer="zeros",
+            shape=reference_variable.shape,
+            dtype=reference_variable.dtype,
+            trainable=False,
+            aggregation="sum",
+            synchronization="on_read",
+            name=f"{getattr(reference_variable, 'path', reference_variable.name)}_{name}".translate(_PLAIN),
+        )
+        variable.value._get_cross_replica = functools.partial(_total, self, variable.value)
+        self._track_variable(variable)
+        return variable
+
+
+def _total(optimizer, accumulator) -> tf.Tensor:
+    """The sum over replicas of what waits for the next update, read from outside the replicas."""
+    strategy = accumulator.distribute_strategy
+    if not (replica.spans_processes(strategy) and tf.executing_eagerly()):
+        return type(accumulator)._get_cross_replica(accumulator)
+    if int(optimizer._iterations.numpy()) % optimizer.gradient_accumulation_steps == 0:
+        return tf.zeros(accumulator.shape, accumulator.dtype)
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=PATIENCE_S)
+    try:
+        total = strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, accumulator, "/device:CPU:0", options)
+    except tf.errors.DeadlineExceededError:
+        raise MachineError(
+            "Gradients that wait for the next update lie on all workers, but the others did not save within "
+            f"{PATIENCE_S} s. Let every worker call `save` (only the chief writes), or save right after an update."
+        ) from None
+    return strategy.experimental_local_results(total)[0]
+
+
+def meet_at_update(optimizer, inner, grads: list, variables) -> list:
+    """What the optimizer is to apply: the sum over replicas and batches at an update, else this replica's part.
+
+    The condition stands between the replicas, where a collective may stand inside it. Float16 needs one more number to
+    meet in every batch: an overflow on any replica must skip the batch on all.
+    """
+    if not inner.built:
+        with backend.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(list(variables))
+    variables = list(inner._trainable_variables if variables is None else variables)
+    places = [  # variables that a gradient overwrites, or that have none, do not accumulate
+        at
+        for at, (g, v) in enumerate(zip(grads, variables, strict=True))
+        if g is not None and not inner._overwrite_variable_with_gradient(v)
+    ]
+    if not places:
+        return replica.all_reduce(grads)
+    parts = [tf.convert_to_tensor(grads[at]) for at in places]
+    sums = [inner._accumulated_gradients[inner._get_variable_index(variables[at])] for at in places]
+    scale, is_finite = _scale_of(optimizer), tf.constant(True)
+    if isinstance(optimizer, LossScaleOptimizer):
+        bad = [tf.reduce_any(~tf.math.is_finite(part)) for part in parts]
+        (count,) = replica.sum_small([tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)])
+        is_finite = count < 0.5
+
+    def take(*parts):
+        """This replica's sum of all batches, as scaled as the last gradients are; the sums begin anew."""
+        taken = [part + total.value * tf.cast(scale, part.dtype) for part, total in zip(parts, sums, strict=True)]
+        with tf.control_dependencies(taken):
+            for total in sums:
+                total.assign(tf.zeros(total.shape, total.dtype))
+        return taken
+
+    def across(strategy, is_finite, *parts):
+        is_update = (inner._iterations.value + 1) % inner.gradient_accumulation_steps == 0
+        is_finite = strategy.experimental_local_results(is_finite)[0]
+
+        def meet():
+            own = strategy.extended.call_for_each_replica(take, args=parts)
+            return on_each(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, [(o, o) for o in own]))
+
+        def on_each(values):
+            return [list(strategy.experimental_local_results(value)) for value in values]
+
+        met = tf.cond(is_finite & is_update, meet, lambda: on_each(parts))
+        return [distribute_utils.regroup(value) for value in met]
+
+    with replica.uncompiled():
+        met = replica.context().merge_call(across, args=(is_finite, *parts))
+        met[0] += tf.where(is_finite, tf.zeros([], met[0].dtype), float("inf"))  # what one saw, all skip
+    out = list(grads)
+    overwriting = [at for at in range(len(grads)) if at not in places]
+    for at, value in zip(places, met, strict=True):
+        out[at] = value
+    for at, value in zip(overwriting, replica.all_reduce([grads[at] for at in overwriting]), strict=True):
+        out[at] = value
+    return out
+
+
+def _scale_of(optimizer):
+    """What the loss, and so the gradients, were multiplied by."""
+    if isinstance(optimizer, LossScaleOptimizer):
+        return optimizer.dynamic_scale.value
+    return 1.0 if optimizer.loss_scale_factor is None else optimizer.loss_scale_factor

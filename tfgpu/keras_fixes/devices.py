@@ -1,0 +1,52 @@
+"""TensorFlow's multi-worker strategy on several logical CPU devices of each worker.
+
+TensorFlow gives a worker all its GPUs but one CPU, and has no public way to change it. Several CPU replicas a worker
+show on any machine what several GPUs a worker would learn.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import tensorflow as tf
+from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+
+from tfgpu.errors import MachineError
+
+_SEAM = "_initialize_local_devices"
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def worker_devices(names: Sequence[str]) -> Iterator[None]:
+    """Lets a `MultiWorkerMirroredStrategy` that is made inside use these devices in this worker.
+
+    Every worker must use equally many. The strategy that was made keeps them; TensorFlow is left as it was.
+
+    Args:
+        names: logical devices of one kind, such as `["CPU:0", "CPU:1"]`. They must exist.
+
+    Raises:
+        MachineError: this TensorFlow lacks the function that is replaced.
+
+    Example:
+        with worker_devices(["CPU:0", "CPU:1"]):
+            strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    """
+    stock = getattr(CollectiveAllReduceExtended, _SEAM, None)
+    if stock is None:
+        raise MachineError(
+            f"TensorFlow {tf.__version__} has no `CollectiveAllReduceExtended.{_SEAM}`, which several CPU devices a "
+            "worker need. Install `tensorflow~=2.21`, or use one CPU device a worker."
+        )
+    kind = names[0].partition(":")[0]
+
+    def local_devices(self, cluster_resolver, worker_device):
+        return tuple(f"{worker_device}/device:{name}" for name in names), kind
+
+    with _one_at_a_time:
+        setattr(CollectiveAllReduceExtended, _SEAM, local_devices)
+        try:
+            yield
+        finally:
+            setattr(CollectiveAllReduceExtended, _SEAM, stock)

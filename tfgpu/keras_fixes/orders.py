@@ -1,0 +1,73 @@
+"""One order for all workers: where no seed says how to shuffle, the chief decides for everybody.
+
+Every worker makes the whole batch and keeps its part. Workers that shuffle differently would keep parts of different
+batches: some examples would be read twice in an epoch, others never.
+"""
+
+import random
+
+import tensorflow as tf
+from keras.src import tree
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from tensorflow.python.eager import context as tf_context
+
+from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes.seam import wrap
+
+_agreed: list[int] = []
+
+
+def agree_on_orders() -> None:
+    """Gives all workers one seed where the script sets none, when they join.
+
+    `Dataset.shuffle` and Keras's own shuffling of arrays follow it; a seed that the script sets, before or afterwards,
+    takes its place. (TensorFlow lets no data set be made before the workers have joined.)
+    """
+
+    @wrap(tf.distribute.MultiWorkerMirroredStrategy, "__init__")
+    def init(stock, self, *args, **kwargs):
+        stock(self, *args, **kwargs)
+        if replica.spans_processes(self) and tf_context.global_seed() is None:
+            _agreed[:] = [_from_chief(self, random.SystemRandom().randrange(2**31))]
+            tf.random.set_seed(_agreed[0])
+
+    @wrap(ArrayDataAdapter, "get_tf_dataset")
+    def get_tf_dataset(stock, self):
+        # Under a seed, Keras shuffles arrays alike in every epoch; a script without one expects new orders.
+        if self._shuffle is not True or not _agreed or tf_context.global_seed() != _agreed[0]:
+            return stock(self)
+        return _shuffled_anew(self)
+
+
+def _from_chief(strategy: tf.distribute.Strategy, number: int) -> int:
+    mine = number if strategy.extended.should_checkpoint else 0
+
+    def part():
+        first = replica.context().replica_id_in_sync_group == 0
+        return tf.cast(mine, tf.int64) * tf.cast(first, tf.int64)
+
+    total = tf.function(lambda: strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(part), axis=None))
+    return int(total())
+
+
+def _shuffled_anew(adapter) -> tf.data.Dataset:
+    """The adapter's batches, in another order each time that they are read."""
+    rows = adapter._num_samples
+    inputs = tree.lists_to_tuples(array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow"))
+
+    def batch_of(places, inputs):
+        def part(value):
+            if isinstance(value, array_slicing.TensorflowSparseWrapper):
+                return array_slicing.slice_tensorflow_sparse_wrapper(value, places)
+            if isinstance(value, (list, tuple, dict)):
+                return None
+            return tf.gather(value, places) if tf.is_tensor(value) else value
+
+        return tree.traverse(part, inputs)
+
+    seeds = tf.data.Dataset.random(seed=_agreed[0], rerandomize_each_iteration=True).take(1)
+    orders = seeds.map(lambda seed: tf.random.experimental.stateless_shuffle(tf.range(rows), [seed, 0]))
+    batches = orders.flat_map(tf.data.Dataset.from_tensor_slices).batch(adapter._batch_size)
+    with_inputs = tf.data.Dataset.zip((batches, tf.data.Dataset.from_tensors(inputs).repeat()))
+    return with_inputs.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)

@@ -1,0 +1,159 @@
+"""A layer's own state: what becomes of a variable that a layer assigns while replicas run a step.
+
+On one device such a variable is made of the whole batch; under replicas each one sees its own rows. The rule, within a
+step of `fit`, `evaluate` or `Trainer`, for `assign`, `assign_add` and `assign_sub` of a `keras.Variable`:
+
+=====================  =================================================================================================
+`aggregation`          every replica ends with
+=====================  =================================================================================================
+`"none"` or `"mean"`   the average of the replicas' values, each weighed by its rows of the batch: a running mean of the
+                       batch's means is one device's to rounding. Values that agree stay as they are, to the bit.
+                       Whole numbers and truth values have no average: the first replica's.
+`"sum"`                the sum of the assigned values; `assign_add` and `assign_sub` sum what they add. For counts and
+                       sums over the batch: `self.add_weight(..., aggregation="sum")`.
+`"only_first_replica"` the first replica's value.
+=====================  =================================================================================================
+
+A value that is made of variables and constants alone (`steps.assign_add(1)`, a decay, a moving copy of weights) is the
+same on every replica and costs nothing; any other assignment costs one collective. A replica without rows adds nothing.
+
+Each replica keeps its own value: of a variable with `synchronization="on_read"` (as metrics have; TensorFlow puts the
+values together when it is read outside); of Keras's layers whose state is alike everywhere already (BatchNormalization,
+SpectralNormalization, seed generators) or belongs to single rows (a stateful RNN's); within `tf.cond`, `tf.while_loop`
+or another `tf.function`, where replicas cannot meet; and where a layer assigns a plain `tf.Variable`.
+
+A statistic that is no mean and no sum cannot be told from one. The running sum `x = 0.9 x + 0.1 sum(rows)`, say, needs
+the sum from all replicas first: `sums.of_batch(sum(rows))`.
+"""
+
+import contextlib
+import threading
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import core
+from keras.src.layers.normalization.batch_normalization import BatchNormalization
+from keras.src.layers.normalization.spectral_normalization import SpectralNormalization
+from keras.src.layers.rnn.rnn import RNN
+from keras.src.random.seed_generator import SeedGenerator
+
+from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes.seam import wrap
+
+_here = threading.local()
+
+
+def assign_for_all() -> None:
+    """Makes what a layer assigns to its variables one device's, by the rule above."""
+
+    @wrap(core.Variable, "_direct_assign")
+    def direct_assign(stock, self, value):
+        if not _is_shared():
+            return stock(self, value)
+        if self.synchronization == "on_read":
+            return stock(self, _kept_without_rows(self, value))
+        if self.aggregation == "sum":
+            return _assign_here(self, _sum(value))
+        if not _is_same_everywhere(value):
+            value = _average(value) if _has_average(self) else _first(value)
+        return _assign_here(self, value)
+
+    for name, sign in (("assign_add", 1), ("assign_sub", -1)):
+        _sum_what_is_added(name, sign)
+    for owner, name in (
+        (BatchNormalization, "call"),
+        (SpectralNormalization, "call"),
+        (RNN, "call"),
+        (SeedGenerator, "next"),
+    ):
+        _keep_own(owner, name)
+
+
+def _sum_what_is_added(name: str, sign: int) -> None:
+    @wrap(core.Variable, name)
+    def assign_more(stock, self, value):
+        if not _is_shared() or self.aggregation != "sum" or self.synchronization == "on_read":
+            return stock(self, value)
+        value = sign * _sum(tf.cast(tf.convert_to_tensor(value), self.value.dtype))
+        return _assign_here(self, self.value + value)
+
+
+def _keep_own(owner: type, name: str) -> None:
+    @wrap(owner, name)
+    def call(stock, self, *args, **kwargs):
+        with _own_values():
+            return stock(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _own_values():
+    before = getattr(_here, "keeps_own", False)
+    _here.keeps_own = True
+    try:
+        yield
+    finally:
+        _here.keeps_own = before
+
+
+def _is_shared() -> bool:
+    """Whether this assignment is one that replicas make together, and where they can meet."""
+    if replica.step() is None or replica.have_met() or getattr(_here, "keeps_own", False):
+        return False
+    # A replica's thread begins in this graph; in the graph of a branch, a loop or a function, merge_call fails.
+    return getattr(threading.current_thread(), "graph", None) is tf.compat.v1.get_default_graph()
+
+
+def _is_same_everywhere(value) -> bool:
+    """Whether a value in a graph is made of variables and constants alone."""
+    if not tf.is_tensor(value):
+        return True
+    if not hasattr(value, "graph"):
+        return False  # an eager value has no history
+    left, seen = [value.op], set()
+    while left:
+        op = left.pop()
+        if op in seen or op.type in ("ReadVariableOp", "Const"):
+            continue
+        seen.add(op)
+        if not op.inputs or (op.op_def is not None and op.op_def.is_stateful):
+            return False
+        left += [tensor.op for tensor in op.inputs]
+    return True
+
+
+def _has_average(variable) -> bool:
+    return variable.aggregation != "only_first_replica" and tf.as_dtype(variable.dtype).is_floating
+
+
+def _average(value: tf.Tensor) -> tf.Tensor:
+    """The replicas' average by rows; in float64, so that equal values come back as they were."""
+    local, total = replica.rows().local, replica.rows().total
+    part = tf.math.multiply_no_nan(tf.cast(value, tf.float64), tf.cast(local, tf.float64))
+    (part,) = replica.all_reduce([part])
+    return tf.cast(part / tf.cast(total, tf.float64), value.dtype)
+
+
+def _sum(value: tf.Tensor) -> tf.Tensor:
+    (part,) = replica.all_reduce([tf.where(replica.has_rows(), value, tf.zeros_like(value))])
+    return part
+
+
+def _first(value: tf.Tensor) -> tf.Tensor:
+    wide = tf.float64 if value.dtype.is_floating else tf.int64
+    is_first = replica.context().replica_id_in_sync_group == 0
+    (part,) = replica.all_reduce([tf.where(is_first, tf.cast(value, wide), tf.zeros_like(value, wide))])
+    return tf.cast(part, value.dtype)
+
+
+def _kept_without_rows(variable, value: tf.Tensor) -> tf.Tensor:
+    if replica.has_rows_for_sure():
+        return value
+    return tf.where(replica.has_rows(), value, tf.cast(variable.value, value.dtype))
+
+
+def _assign_here(variable, value: tf.Tensor) -> tf.Tensor:
+    """Assigns this replica's copy alone: with an `aggregation` TensorFlow would put the values together once more."""
+    copy = variable.value
+    if isinstance(copy, tf.distribute.DistributedValues):
+        copy = copy._get_on_device_or_primary()
+    copy.assign(tf.cast(value, copy.dtype))
+    return value
