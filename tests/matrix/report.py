@@ -12,10 +12,10 @@ INTRO = """# The same result on every number of replicas
 
 Written by `make matrix`. A figure is the largest difference from one device (stock Keras, no strategy) of
 final weights, iterations, logs, `evaluate` and `predict`, after two epochs with the same seed and global
-batch. Equal means at most 1e-5, or, for mixed precision and optimizers that amplify rounding, at most
-twice what one device differs from itself when its sums are re-ordered (`bound`). **Bold** is not equal:
-`crashes` raises, `dies` ends the process, `hangs` gives no answer. Replicas are logical CPU devices;
-workers are real processes on loopback.
+batch; relative to the value where that is above 1. Equal means at most 1e-5, or, for mixed precision and
+what else amplifies rounding, at most twice what one device differs from itself when its sums are
+re-ordered (`bound`). **Bold** is not equal: `crashes` raises, `dies` ends the process, `hangs` gives no
+answer. Replicas are logical CPU devices; workers are real processes on loopback.
 """
 
 

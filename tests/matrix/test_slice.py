@@ -8,15 +8,26 @@ from pathlib import Path
 import pytest
 
 RUN = Path(__file__).with_name("run.py")
-CASES = ("last-of-1", "class-weights-uneven", "accumulate-global_clipnorm", "batchnorm-uneven", "cnn-uneven")
+CASES = (
+    "last-of-1",
+    "files",
+    "class-weights-uneven",
+    "loss-Circle",
+    "own-state",
+    "accumulate-5",
+    "accumulate-global_clipnorm",
+    "batchnorm-uneven",
+    "cnn-uneven",
+)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_replicas_and_workers_learn_what_one_device_learns(tmp_path):
     command = [sys.executable, RUN, "--topologies", "mirrored-4", "workers-2x1", "--paths", "fit"]
     command += ["--repairs", "tfgpu.keras_fixes", "--cases", *CASES, "--json", tmp_path / "cells.json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stderr[-2000:]
     columns = json.loads((tmp_path / "cells.json").read_text())["cells"]
     cells = {(column, name): cell for column, part in columns.items() for name, cell in part.items()}

@@ -19,7 +19,7 @@ class Fix:
         name: short name, shown by `tfgpu doctor`.
         fault: what stock Keras does, in one line.
         issue: the upstream issue's address, or `""` where none was reported.
-        probe: tells whether this Keras still has the fault; under one second on a CPU with two logical devices.
+        probe: tells whether this Keras still has the fault; under one second on a CPU with four logical devices.
         apply: wraps the Keras functions at fault. Called once a process.
     """
 
