@@ -4,6 +4,7 @@ A case is data: how to build and compile a model, the rows, how they are fed, an
 (default `scripts.train`).
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -425,6 +426,55 @@ def building():
     )
 
 
+# What a layer on pictures is given where `factor=0.5` is not what it takes.
+OPTIONS = {
+    "CenterCrop": {"height": 6, "width": 6},
+    "RandomColorJitter": {f"{name}_factor": 0.5 for name in ("brightness", "contrast", "saturation", "hue")},
+    "RandomCrop": {"height": 6, "width": 6},
+    "RandomPosterization": {"factor": 4},
+    "RandomShear": {"x_factor": 0.3, "y_factor": 0.3},
+    "RandomTranslation": {"height_factor": 0.3, "width_factor": 0.3},
+    "RandomZoom": {"height_factor": 0.3},
+    "Resizing": {"height": 6, "width": 6},
+    "Solarization": {"addition_factor": 0.5, "threshold_factor": 0.5},
+}
+
+
+def every_layer_on_pictures():
+    """A row for each layer of the installed Keras that changes pictures, at random or not."""
+    for name, cls in sorted(vars(L).items()):
+        if hasattr(cls, "get_random_transformation") and cls is not L.MaxNumBoundingBoxes:
+            takes = inspect.signature(cls).parameters
+            options = OPTIONS.get(name, {"factor": 0.5} if "factor" in takes else {})
+            # RandomCrop crops in training alone: what comes after it must take pictures of either size.
+            flat = L.GlobalAveragePooling2D if cls is L.RandomCrop else L.Flatten
+            model = kit.coloured(lambda c=cls, o=options: c(**o), flat)
+            yield Case(f"picture-{name}", model=model, data=kit.colours, rows=13, judged=False)
+
+
+def mixing_layers():
+    """Layers that pair the pictures of a batch, or draw in a way of their own, in more than their default form."""
+    same = {"data": kit.colours, "rows": 11, "judged": False}  # the last batch leaves a replica without rows
+    mix, cut, augment, bend = lambda: L.MixUp(0.8), L.CutMix, L.AugMix, L.RandomElasticTransform
+    both = {**same, "data": kit.colours_and_labels}
+    # AugMix picks anew each time the step is traced, and Keras traces it twice where metrics are made in it.
+    once = {**same, "metrics": lambda: None}
+    return [
+        Case("mixup-short", model=kit.coloured(mix), **{**same, "judged": True}),
+        Case("mixup-labels", model=kit.mixed(mix), **both),
+        Case("mixup-eager", model=kit.coloured(mix), compile={"run_eagerly": True}, **same),
+        Case("mixup-half", model=kit.coloured(mix), policy="mixed_bfloat16", rounding=True, **same),
+        Case("mixup-within", model=kit.deep(mix), **same),
+        Case("cutmix-short", model=kit.coloured(cut), **same),
+        Case("cutmix-labels", model=kit.mixed(cut), **both),
+        Case("cutmix-static", model=kit.coloured(cut), feed="static", **{**same, "rows": 16}),
+        Case("augmix-twice", model=kit.coloured(lambda: keras.Sequential([augment(), augment()])), **once),
+        Case("augmix-eager", model=kit.coloured(augment), compile={"run_eagerly": True}, **once),
+        Case("augmix-steps", model=kit.coloured(augment), compile={"steps_per_execution": 2}, **{**once, "rows": 29}),
+        Case("elastic-static", model=kit.coloured(bend), feed="static", **{**same, "rows": 16}),
+    ]
+
+
 def layers():
     def norm(**options):
         return lambda: L.BatchNormalization(**options)
@@ -475,6 +525,8 @@ def layers():
         Case("frozen", model=frozen),
         *[Case(n, model=kit.dense(m), rows=37, loop=n == "dropout") for n, m in random.items()],
         *[Case(n, model=kit.conv(m), data=kit.images) for n, m in pictures.items()],
+        *every_layer_on_pictures(),
+        *mixing_layers(),
         Case("attention-dropout", data=kit.sequences, model=lambda: kit.attention(0.3)),
         Case("attention", data=kit.sequences, model=lambda: kit.attention(0.0)),
         Case(

@@ -68,6 +68,18 @@ def images(rows):
     ), rng.integers(0, 3, rows)
 
 
+def colours(rows):
+    """Pictures of three colours, from 0 to 255."""
+    x, y = images(rows)
+    return np.clip(80 * x + np.array([90, 120, 150]), 0, 255).astype("float32"), y
+
+
+def colours_and_labels(rows):
+    """Pictures and labels that a layer may mix, and targets that it does not see."""
+    x, y = colours(rows)
+    return {"images": x, "labels": np.eye(3, dtype="float32")[y]}, y
+
+
 def sequences(rows):
     rng = np.random.default_rng(3)
     return rng.normal(size=(rows, 5, 4)).astype("float32"), rng.integers(0, 3, rows)
@@ -186,6 +198,29 @@ def conv(*between):
         lambda: L.Flatten(),
         lambda: L.Dense(3),
     )
+
+
+def coloured(make, flat=L.Flatten):
+    """A layer on pictures of three colours, and a dense one on what it makes of them."""
+    return sequential((8, 8, 3), make, lambda: L.Rescaling(1 / 255), flat, lambda: L.Dense(3))
+
+
+def deep(make):
+    """The layer lies between layers that learn, so gradients go through it, to other replicas' pictures too."""
+    before = lambda: L.Rescaling(1 / 255), lambda: L.Conv2D(2, 3, activation="tanh")
+    return sequential((8, 8, 3), *before, make, lambda: L.Flatten(), lambda: L.Dense(3))
+
+
+def mixed(make):
+    """A layer on pictures and their labels; what it makes of both goes on."""
+
+    def build():
+        given = {"images": keras.Input((8, 8, 3), name="images"), "labels": keras.Input((3,), name="labels")}
+        out = make()(given)
+        flat = [L.Flatten()(L.Rescaling(1 / 255)(out["images"])), out["labels"]]
+        return keras.Model(given, L.Dense(3)(L.Concatenate()(flat)))
+
+    return build
 
 
 def recurrent(make):

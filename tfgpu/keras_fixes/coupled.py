@@ -68,7 +68,7 @@ def _circle(stock, y_true, y_pred, ref_labels=None, ref_embeddings=None, **optio
     if ref_labels is not None or ref_embeddings is not None:
         return stock(y_true, y_pred, ref_labels, ref_embeddings, **options)
     labels = ops.reshape(ops.cast(y_true, "int32"), [-1])
-    loss = _own_rows(stock(_all_rows(labels), _all_rows(y_pred), **options), y_pred)
+    loss = sums.own_rows(stock(sums.all_rows(labels), sums.all_rows(y_pred), **options), y_pred)
     backend.set_keras_mask(loss, loss > 0)
     return loss
 
@@ -80,27 +80,3 @@ def _crosses_rows(axis, value: tf.Tensor) -> bool:
 
 def _sums(axis, *values) -> list[tf.Tensor]:
     return tf.unstack(sums.of_batch(tf.stack([ops.sum(value, axis=axis) for value in values])))
-
-
-def _place(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Where these rows begin in the table of all replicas' rows, their number and the table's.
-
-    A model may make several rows of each example, or a step may stand a row in where there is none.
-    """
-    facts, count = replica.rows(), tf.shape(rows)[0]
-    an_example = count // tf.maximum(facts.local, 1)
-    return facts.offset * an_example, count, facts.total * an_example
-
-
-def _all_rows(rows: tf.Tensor) -> tf.Tensor:
-    """The rows of all replicas, in the order of the batch."""
-    offset, count, total = _place(rows)
-    around = tf.concat([[[offset, total - offset - count]], tf.zeros([rows.shape.rank - 1, 2], tf.int32)], 0)
-    table = tf.pad(tf.where(replica.has_rows(), rows, tf.zeros_like(rows)), around)
-    (table,) = sums.over_replicas([table]) if rows.dtype.is_floating else replica.all_reduce([table])
-    return table
-
-
-def _own_rows(table: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    offset, count, _ = _place(rows)
-    return table[offset : offset + count]

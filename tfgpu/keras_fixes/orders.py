@@ -16,6 +16,7 @@ from tfgpu.keras_fixes import replica
 from tfgpu.keras_fixes.seam import wrap
 
 _agreed: list[int] = []
+_randoms: dict[int, random.Random] = {}
 
 
 def agree_on_orders() -> None:
@@ -38,6 +39,13 @@ def agree_on_orders() -> None:
         if self._shuffle is not True or not _agreed or tf_context.global_seed() != _agreed[0]:
             return stock(self)
         return _shuffled_anew(self)
+
+
+def agreed_random() -> random.Random | None:
+    """Random numbers that all workers draw alike where the script sets no seed; None elsewhere."""
+    if not _agreed or tf_context.global_seed() != _agreed[0]:
+        return None
+    return _randoms.setdefault(_agreed[0], random.Random(_agreed[0]))
 
 
 def _from_chief(strategy: tf.distribute.Strategy, number: int) -> int:

@@ -126,6 +126,28 @@ def dropout_masks_repeat() -> bool:
     return bool(tf.reduce_all(first == second))
 
 
+def pictures_stay_on_their_replica() -> bool:
+    """Whether the only picture of a replica is mixed with itself."""
+    mix = keras.layers.MixUp(seed=1)
+    pictures = iter([tf.zeros([1, 2, 2, 1]), tf.ones([1, 2, 2, 1])])
+    first, second = _mirrored().run(lambda: mix(next(pictures), training=True)).values
+    return float(tf.reduce_max(first)) < 1e-5 and float(tf.reduce_min(second)) > 1 - 1e-5
+
+
+def picks_differ() -> bool:
+    """Whether two replicas pick other operations for the same pictures."""
+    augment = keras.layers.AugMix(num_chains=4, chain_depth=4)
+    pictures = tf.ones([1, 2, 2, 3])
+    picked = []
+
+    def step():
+        chains = augment.get_random_transformation(pictures)["chain_transforms"]
+        picked.append([[one["layer_name"] for one in chain] for chain in chains])
+
+    _mirrored().run(step)
+    return picked[0] != picked[1]
+
+
 def global_seeds_differ() -> bool:
     """Whether each replica makes a global seed generator of its own, with another seed."""
     keras.utils.set_random_seed(0)

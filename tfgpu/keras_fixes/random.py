@@ -25,10 +25,8 @@ Which draws are by example? A draw's first dimension is compared with the rows t
 Draws that initialize variables are always the same on all replicas. In a hand-written `strategy.run` the rows are
 those of the first tensor among its distributed arguments; where there is none, Keras is as it was.
 
-Not mended: MixUp and CutMix pair the images that one replica holds; AugMix picks its operations with Python's
-`random` once for each replica's graph; RandomElasticTransform needs a fixed batch size and draws without
-`keras.random`. Under XLA, a draw whose seed is a plain number and whose shape is fixed may be folded into a
-constant by TensorFlow's kernels.
+Layers that mix the rows of a batch draw for all of it: see `mixing`. Not mended: under XLA, a draw whose seed is a
+plain number and whose shape is fixed may be folded into a constant by TensorFlow's kernels.
 """
 
 import contextlib
@@ -42,7 +40,7 @@ import tensorflow as tf
 from keras.src.backend.common import standardize_dtype
 from keras.src.backend.tensorflow import core
 from keras.src.backend.tensorflow import random as backend
-from keras.src.layers import AlphaDropout, CutMix, GaussianDropout, GaussianNoise, MixUp
+from keras.src.layers import AlphaDropout, GaussianDropout, GaussianNoise
 from keras.src.random import seed_generator
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
@@ -50,7 +48,7 @@ from tensorflow.python.distribute.values import PerReplica
 from tensorflow.python.framework import tensor_util
 from tensorflow.python.ops import control_flow_util
 
-from tfgpu.keras_fixes import pieces, replica
+from tfgpu.keras_fixes import picks, pieces, replica
 from tfgpu.keras_fixes.seam import wrap
 
 _here = threading.local()
@@ -180,10 +178,11 @@ def _wrap_run() -> None:
             return stock(self, fn, args, kwargs, options)
         # As `run` does; afterwards autograph has nothing left to convert.
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
+        made = []
 
         @tf.autograph.experimental.do_not_convert
         def with_rows(*args, **kwargs):
-            with replica.holding(pieces.rows_of((args, kwargs))):
+            with replica.holding(pieces.rows_of((args, kwargs))), picks.picking(made):
                 return fn(*args, **kwargs)
 
         return stock(self, with_rows, args, kwargs, options)
@@ -294,20 +293,17 @@ def _wrap_shuffle() -> None:
     def shuffle(stock, x, axis=0, seed=None):
         x = tf.convert_to_tensor(x)
         part = find_part(tf.shape(x)) if axis in (0, -x.shape.rank) else None
-        if part is None or getattr(_here, "within", False):
+        if part is None:
             return stock(x, axis, seed)
         # A row may go to any replica, so all rows must come together.
         whole = replica.context().all_gather(x, axis=0)
         mine = stock(whole, axis, seed)[part.start : part.start + part.local]
         return tf.ensure_shape(mine, x.shape)
 
-    # These shuffle the numbers 0..rows-1 to pair images; the images of other replicas are out of reach.
-    for layer in (MixUp, CutMix):
 
-        @wrap(layer, "get_random_transformation")
-        def transformation(stock, self, *args, **kwargs):
-            with _holding(within=True):
-                return stock(self, *args, **kwargs)
+def same_on_all_replicas():
+    """For the length of the block every replica draws what one device draws for the shape that it asks for."""
+    return _holding(shared=True)
 
 
 def _is_compiled() -> bool:

@@ -1,4 +1,4 @@
-"""Sums over the rows of all replicas, with the gradient that makes the replicas' training one device's."""
+"""Sums and tables of the rows of all replicas, with the gradient that makes the replicas' training one device's."""
 
 import tensorflow as tf
 
@@ -42,9 +42,41 @@ def of_batch(value: tf.Tensor) -> tf.Tensor:
         The sum over all replicas' rows; `value` itself on one device and outside a step of `fit` or `evaluate`.
 
     Example:
-        >>> self.total.assign(0.9 * self.total + 0.1 * of_batch(keras.ops.sum(x, axis=0)))
+        In a layer's `call`: `self.total.assign(0.9 * self.total + 0.1 * of_batch(keras.ops.sum(x, axis=0)))`.
+
+        >>> float(of_batch(tf.constant(3.0)))  # one device sees all rows
+        3.0
     """
     if replica.step() is None:
         return value
     (total,) = over_replicas([tf.where(replica.has_rows(), value, tf.zeros_like(value))])
     return total
+
+
+def all_rows(rows: tf.Tensor) -> tf.Tensor:
+    """The rows of all replicas, in the order of the batch, on each replica; a gradient goes through floats.
+
+    A row that stands in where a replica has none becomes a row of zeros, and is not in the table.
+    """
+    offset, count, total = _place(rows)
+    around = tf.concat([[[offset, total - offset - count]], tf.zeros([rows.shape.rank - 1, 2], tf.int32)], 0)
+    table = tf.pad(tf.where(replica.has_rows(), rows, tf.zeros_like(rows)), around)
+    (table,) = over_replicas([table]) if rows.dtype.is_floating else replica.all_reduce([table])
+    table.set_shape([None, *rows.shape[1:]])
+    return table
+
+
+def own_rows(table: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """The part of a table of all replicas' rows that belongs to this replica's `rows`."""
+    offset, count, _ = _place(rows)
+    return table[offset : offset + count]
+
+
+def _place(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Where these rows begin in the table of all replicas' rows, their number and the table's.
+
+    A model may make several rows of each example, or a step may stand a row in where there is none.
+    """
+    facts, count = replica.rows_to_draw(), tf.shape(rows)[0]
+    an_example = tf.maximum(count // tf.maximum(facts.local, 1), 1)
+    return facts.offset * an_example, count, facts.total * an_example

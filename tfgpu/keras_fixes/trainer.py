@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src import backend, tree
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
-from tfgpu.keras_fixes import pieces, replica
+from tfgpu.keras_fixes import picks, pieces, replica
 from tfgpu.keras_fixes.seam import wrap
 
 
@@ -34,8 +34,9 @@ class Steps:
             step_function = tf.function(step_function, jit_compile=True, reduce_retracing=True)
         self._step = step_function
         self._layout = None
-        self._on_iterator = self._compile(lambda iterator: self._finish(self._run(iterator.get_next())))
-        self._on_data = self._compile(lambda data: self._finish(self._run(data)))
+        self._picks = []
+        self._on_iterator = self._compile(lambda iterator: self._finish(self._run_anew(iterator.get_next())))
+        self._on_data = self._compile(lambda data: self._finish(self._run_anew(data)))
         self._loop = self._compile(self._run_many)
 
     def __call__(self, iterator):
@@ -77,17 +78,24 @@ class Steps:
     def _run_many(self, iterator, count: tf.Tensor):
         # The step is a Python function inside the loop, never a nested tf.function: TensorFlow feeds a collective's key
         # at call time and loses it where a function is called from a loop ("must feed a value for placeholder").
+        again = self._run_anew if self._model.run_eagerly else self._run
+
         def another(done, left, parts):
             data = iterator.get_next_as_optional()
             return tf.cond(
                 data.has_value(),
-                lambda: (done + 1, left - 1, self._run(data.get_value())),
+                lambda: (done + 1, left - 1, again(data.get_value())),
                 lambda: (done, 0, parts),
             )
 
         nothing = self._strategy.run(lambda: tree.map_structure(lambda t: tf.zeros(t.shape, t.dtype), self._parts))
         done, _, parts = tf.while_loop(lambda done, left, parts: left > 0, another, (0, count, nothing))
         return done, self._finish(parts)
+
+    def _run_anew(self, data):
+        """A step whose layers pick with Python's `random` afresh; the loop's trace then picks what this one did."""
+        self._picks = []
+        return self._run(data)
 
     def _run(self, data):
         """One step on every replica. Returns what `_finish` needs beside the metrics' own state."""
@@ -97,7 +105,7 @@ class Steps:
         return self._finish_spread(parts) if self._is_spread else parts
 
     def _only_step(self, data):
-        with _after(data):
+        with _after(data), picks.picking(self._picks):
             self._layout = logs = self._step(data)
         self._parts = tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), logs)
         return logs
@@ -110,7 +118,7 @@ class Steps:
         facts = replica.begin(local, place, jit=bool(self._model.jit_compile))
         for metric in self._model.metrics:
             _record_results(type(metric))
-        with replica.stepping(facts), replica.compiled(facts), _after(data):
+        with replica.stepping(facts), replica.compiled(facts), _after(data), picks.picking(self._picks):
             logs = self._step(data) if replica.has_rows_for_sure() else self._step_with_a_row(data)
             leaves = tree.flatten(logs)
             sources = [facts.results.get(id(leaf), (None, None, None))[1:] for leaf in leaves]
