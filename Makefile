@@ -37,8 +37,7 @@ digits: $(STAMP)  ## Accuracy of the default recipe over five seeds and splits
 	$(BIN)/python benchmarks/digits.py
 
 matrix: $(STAMP)  ## Compare every option with one device, stock Keras beside tfgpu (hours)
-	mkdir -p build
-	$(BIN)/python tests/matrix/run.py --paths fit trainer loop --json build/matrix.json --write docs/equivalence.md
+	$(BIN)/python tests/matrix/run.py --paths fit trainer loop loop-mean --folder build/matrix --json build/matrix.json --write docs/equivalence.md
 
 clean:  ## Remove .venv and everything that tools left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,9 @@
 """The matrix as text and as Markdown, from the cells that run.py measured."""
 
 import json
+import os
+import platform
+from importlib import metadata
 from pathlib import Path
 
 from cases import table
@@ -15,7 +18,8 @@ final weights, iterations, logs, `evaluate` and `predict`, after two epochs with
 batch; relative to the value where that is above 1. Equal means at most 1e-5, or, for mixed precision and
 what else amplifies rounding, at most twice what one device differs from itself when its sums are
 re-ordered (`bound`). **Bold** is not equal: `crashes` raises, `dies` ends the process, `hangs` gives no
-answer. Replicas are logical CPU devices; workers are real processes on loopback.
+answer. Replicas are logical CPU devices; workers are real processes on loopback. Measured on {machine}
+with Python {python}, TensorFlow {tensorflow} and Keras {keras}.
 """
 
 
@@ -66,7 +70,10 @@ def _short(cell):
 
 def document(cells):
     """The table in Markdown: totals, one section a path and group, and what is not equal with tfgpu."""
-    out = [INTRO, _row("path", "Keras", "topology", "cases", *ENDS), _rule(4 + len(ENDS))]
+    facts = {name: metadata.version(name) for name in ("tensorflow", "keras")}
+    machine = f"{os.cpu_count()} CPU cores ({platform.machine()})"
+    intro = INTRO.format(machine=machine, python=platform.python_version(), **facts)
+    out = [intro, _row("path", "Keras", "topology", "cases", *ENDS), _rule(4 + len(ENDS))]
     for (path, repair, topology), column in cells.items():
         if topology != "one":
             out.append(_row(path, label(repair), topology, len(column), *counted(column).values()))

@@ -12,6 +12,7 @@ or hangs, that is the case's result, and a fresh process goes on with the rest. 
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -137,7 +138,11 @@ def attend(processes, folder, timeout):
 
 
 def execute(job, names, folder, timeout, say):
-    """Runs all cases of a job, through as many processes as its crashes and hangs need."""
+    """Runs all cases of a job, through as many processes as its crashes and hangs need; or finds them run before."""
+    record = folder / "ended.json"
+    if record.exists() and (found := json.loads(record.read_text()))["names"] == names:
+        return {n: Cell(**cell, folder=str(folder)) for n, cell in found["cells"].items()}, found["exits"]
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     count, _ = TOPOLOGIES[job.topology]
     cells, exits, left, failed_starts = {}, [], list(names), 0
@@ -166,6 +171,8 @@ def execute(job, names, folder, timeout, say):
         cells[name] = Cell("dies", message="the process never started")
     for cell in cells.values():
         cell.folder = str(folder)
+    kept = {n: {"status": c.status, "message": c.message, "seconds": c.seconds} for n, c in cells.items()}
+    record.write_text(json.dumps({"names": names, "cells": kept, "exits": exits}))
     say(f"{job}: {len(cells)} cases, {sum(c.seconds for c in cells.values()):.0f} s, {len(exits)} starts")
     return cells, exits
 
@@ -267,7 +274,7 @@ def main():
     add("--repairs", nargs="*", default=list(REPAIRS), help="`stock`, or a module with install()")
     add("--timeout", type=float, default=130, help="idle seconds that count as a hang (tf.data may wait 60 s to end)")
     add("--lanes", type=int, default=2, help="processes (or clusters) at once")
-    add("--folder", type=Path, help="keep all results and logs there")
+    add("--folder", type=Path, help="keep all results and logs there; what has ended there is not run again")
     add("--json", type=Path, help="write all cells there")
     add("--add", type=Path, nargs="*", default=[], help="columns that earlier runs wrote with --json; new ones win")
     add("--check", action="store_true", help="end with 1 where a cell of ours is red and not in known.json")
