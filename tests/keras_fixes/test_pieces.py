@@ -58,3 +58,42 @@ def test_unequal_parts_are_refused():
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match="equally many rows"):
         unknown(tf.zeros([4]), tf.zeros([3]))
+
+
+OTHER_LENGTHS_SCRIPT = """
+import json
+import keras, tensorflow as tf, tfgpu
+strategy = tfgpu.strategy()
+rank = strategy.cluster_resolver.task_id
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+data = tf.data.Dataset.from_tensor_slices((tf.ones([16 + 8 * rank, 3]), tf.ones([16 + 8 * rank, 1]))).batch(8)
+try:
+    model.fit(data, verbose=0)
+    said = "nothing"
+except tfgpu.errors.InputError as error:
+    said = str(error)
+own = tf.data.Options()
+own.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+loss = model.fit(data.with_options(own), verbose=0, steps_per_epoch=2).history["loss"]
+print(json.dumps({"said": said, "loss": loss}))
+"""
+
+
+@pytest.mark.processes
+def test_workers_with_data_of_different_lengths_are_told(together):
+    found = together(OTHER_LENGTHS_SCRIPT, {"worker": 2})
+    for rank, batches in ((0, 2), (1, 3)):
+        assert f"this one's has {batches} batches" in found[f"worker{rank}"]["said"]
+    assert found["worker0"]["loss"] == found["worker1"]["loss"]
+
+
+def test_the_replicas_of_a_process_get_their_pieces_in_order():
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
+    data = tf.data.Dataset.range(11).batch(6)
+    with pieces.places(True):
+        batches = list(pieces._Cutter(strategy).experimental_distribute_dataset(data))
+    rows = [[piece.numpy().tolist() for piece in batch.data.values] for batch in batches]
+    assert rows == [[[0, 1], [2, 3], [4], [5]], [[6, 7], [8], [9], [10]]]
+    assert [[int(p) for p in batch.offset.values] for batch in batches] == [[0, 2, 4, 5], [0, 2, 3, 4]]

@@ -7,11 +7,13 @@ one device.
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
+from tfgpu.errors import InputError
 from tfgpu.keras_fixes import replica
 from tfgpu.keras_fixes.seam import wrap
 
@@ -114,25 +116,122 @@ class _Cutter:
         policy = dataset.options().experimental_distribute.auto_shard_policy
         if policy not in (policies.AUTO, policies.DATA) and replica.spans_processes(self._strategy):
             return self._strategy.experimental_distribute_dataset(dataset)
+        if replica.spans_processes(self._strategy):
+            _agree_on_length(self._strategy, int(dataset.cardinality()))
         with_places = getattr(_here, "places", False)
+        if _on_host(self._strategy):
+            return Dealt(self._strategy, dataset, with_places)
 
         def of_worker(worker: tf.distribute.InputContext) -> tf.data.Dataset:
+            pieces = dataset.map(_cut(self._strategy, dataset, with_places))
             devices = len(self._strategy.extended.worker_devices)
-            count, first = self._strategy.num_replicas_in_sync, worker.input_pipeline_id * devices
-
-            def cut(*batch):
-                batch = batch if isinstance(dataset.element_spec, tuple) else batch[0]
-
-                def piece(device):
-                    at = replica.piece_of(self._strategy, first + tf.cast(device, tf.int32))
-                    found = piece_of_batch(batch, at, count)
-                    return found if with_places else found.data
-
-                return tf.data.Dataset.range(devices).map(piece)
-
-            return dataset.flat_map(cut).prefetch(devices)
+            return pieces.flat_map(_one_after_another).prefetch(devices)
 
         return self._strategy.distribute_datasets_from_function(of_worker)
+
+
+class Dealt:
+    """A dataset whose batches this process hands to its replicas in pieces, where all of them compute on the CPU.
+
+    Each element holds the pieces of all local replicas, so an epoch needs one plain tf.data iterator. TensorFlow's own
+    has one a device, asks all workers at every step whether they have data, and forgets the batch's size on workers.
+
+    Args:
+        strategy: whose replicas get the pieces.
+        dataset: of whole batches, the same on every worker.
+        with_places: whether a piece says where it lies in the batch.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, with_places: bool):
+        self._strategy = strategy
+        self._pieces = dataset.map(_cut(strategy, dataset, with_places)).prefetch(2)
+
+    @property
+    def element_spec(self):
+        """What one replica gets of a batch."""
+        return self._pieces.element_spec.pieces[0]
+
+    def __iter__(self):
+        return DealtIterator(self._strategy, iter(self._pieces))
+
+
+class DealtIterator:
+    """The pieces of batch after batch as values of the strategy; compiled steps read its `source` themselves."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, source: tf.data.Iterator):
+        self._strategy = strategy
+        self.source = source
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return deal(self._strategy, next(self.source))
+
+
+class Hand(NamedTuple):
+    """The pieces of one batch for the replicas of this process, in their order."""
+
+    pieces: tuple
+
+
+def deal(strategy: tf.distribute.Strategy, data):
+    """Gives each replica its piece of a `Hand`; what the strategy has dealt already comes back as it is."""
+    if not isinstance(data, Hand):
+        return data
+    first = _first_replica(strategy)
+    return strategy.experimental_distribute_values_from_function(
+        lambda ctx: data.pieces[ctx.replica_id_in_sync_group - first]
+    )
+
+
+def _cut(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, with_places: bool) -> Callable:
+    """The function from a batch of `dataset` to the pieces of this process's replicas."""
+    first, count = _first_replica(strategy), strategy.num_replicas_in_sync
+    places = [replica.piece_of(strategy, first + device) for device in range(len(strategy.extended.worker_devices))]
+
+    @tf.autograph.experimental.do_not_convert
+    def cut(*batch):
+        batch = batch if isinstance(dataset.element_spec, tuple) else batch[0]
+        pieces = [piece_of_batch(batch, at, count) for at in places]
+        return Hand(tuple(piece if with_places else piece.data for piece in pieces))
+
+    return cut
+
+
+def _one_after_another(hand) -> tf.data.Dataset:
+    """The pieces of a batch as elements, one a device."""
+    found = tf.data.Dataset.from_tensors(hand[0])
+    for piece in hand[1:]:
+        found = found.concatenate(tf.data.Dataset.from_tensors(piece))
+    return found
+
+
+def _first_replica(strategy: tf.distribute.Strategy) -> int:
+    """The number of this process's first replica."""
+    worker = strategy.extended._id_in_cluster if replica.spans_processes(strategy) else 0
+    return worker * len(strategy.extended.worker_devices)
+
+
+def _agree_on_length(strategy: tf.distribute.Strategy, mine: int) -> None:
+    """Every worker makes the whole batch and asks nobody whether there is one: a shorter data set would hang others.
+
+    Raises:
+        InputError: on all workers, where their data sets have different numbers of batches.
+    """
+    sums = strategy.run(lambda: tf.constant([1, mine, mine * mine], tf.int64))
+    count, total, squares = strategy.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None).numpy()
+    if total * total != count * squares:
+        raise InputError(
+            "The workers have data sets of different lengths; "
+            f"this one's has {mine if mine >= 0 else 'unknown'} batches. Give each worker the whole data set; "
+            "where each has data of its own, set `experimental_distribute.auto_shard_policy` in the data set's "
+            "options to OFF."
+        )
+
+
+def _on_host(strategy: tf.distribute.Strategy) -> bool:
+    return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in strategy.extended.worker_devices)
 
 
 def _rows(value):

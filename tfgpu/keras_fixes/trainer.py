@@ -46,7 +46,7 @@ class Steps:
             tf.errors.OutOfRangeError: the iterator had no batch left at all.
         """
         count = self._model.steps_per_execution
-        if isinstance(iterator, (tf.distribute.DistributedIterator, tf.data.Iterator)):
+        if isinstance(iterator, (pieces.DealtIterator, tf.distribute.DistributedIterator, tf.data.Iterator)):
             return self.run(iterator, count)[1]
         for _, data in zip(range(count), iterator, strict=False):
             logs = self._on_data(self._cut_for_replicas(data) if self._is_spread else data)
@@ -62,6 +62,7 @@ class Steps:
             tf.errors.OutOfRangeError: the iterator had no batch left at all.
         """
         done, logs = 0, None
+        iterator = getattr(iterator, "source", iterator)
         if count == 1 or self._layout is None:  # the first step tells what the loop carries
             done, logs = 1, self._on_iterator(iterator)
         if done < count:
@@ -99,7 +100,9 @@ class Steps:
 
     def _run(self, data):
         """One step on every replica. Returns what `_finish` needs beside the metrics' own state."""
-        return self._strategy.run(self._replica_step if self._is_spread else self._only_step, args=(data,))
+        if not self._is_spread:
+            return self._strategy.run(self._only_step, args=(data,))
+        return self._strategy.run(self._replica_step, args=(pieces.deal(self._strategy, data),))
 
     def _finish(self, parts):
         return self._finish_spread(parts) if self._is_spread else parts
