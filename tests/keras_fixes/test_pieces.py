@@ -1,11 +1,13 @@
 """A batch in pieces: every row once, in order, in equal parts."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tfgpu
 from tfgpu.keras_fixes import pieces
 
 
@@ -89,7 +91,9 @@ def test_workers_with_data_of_different_lengths_are_told(together):
     assert found["worker0"]["loss"] == found["worker1"]["loss"]
 
 
-def test_the_replicas_of_a_process_get_their_pieces_in_order():
+@pytest.mark.parametrize("on_host", [True, False])  # False: as for GPUs, by TensorFlow's own iterator
+def test_the_replicas_of_a_process_get_their_pieces_in_order(monkeypatch, on_host):
+    monkeypatch.setattr(pieces, "_on_host", lambda strategy: on_host)
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     data = tf.data.Dataset.range(11).batch(6)
     with pieces.places(True):
@@ -97,3 +101,19 @@ def test_the_replicas_of_a_process_get_their_pieces_in_order():
     rows = [[piece.numpy().tolist() for piece in batch.data.values] for batch in batches]
     assert rows == [[[0, 1], [2, 3], [4], [5]], [[6, 7], [8], [9], [10]]]
     assert [[int(p) for p in batch.offset.values] for batch in batches] == [[0, 2, 4, 5], [0, 2, 3, 4]]
+
+
+def test_a_model_learns_the_same_by_either_iterator(monkeypatch):
+    tfgpu.repair_keras()
+    x = np.random.default_rng(0).normal(size=(19, 3)).astype("float32")
+    learned = []
+    for on_host in (True, False):
+        monkeypatch.setattr(pieces, "_on_host", lambda strategy, on_host=on_host: on_host)
+        keras.utils.set_random_seed(1)
+        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            model.compile("adam", "mse", steps_per_execution=2)
+        model.fit(x, x[:, :2], batch_size=4, verbose=0)
+        learned.append([*model.get_weights(), model.predict(x, batch_size=8, verbose=0)])
+    for ours, theirs in zip(*learned, strict=True):
+        np.testing.assert_array_equal(ours, theirs)

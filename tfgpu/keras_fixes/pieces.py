@@ -199,10 +199,10 @@ def _cut(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, with_places
     return cut
 
 
-def _one_after_another(hand) -> tf.data.Dataset:
+def _one_after_another(hand: Hand) -> tf.data.Dataset:
     """The pieces of a batch as elements, one a device."""
-    found = tf.data.Dataset.from_tensors(hand[0])
-    for piece in hand[1:]:
+    found = tf.data.Dataset.from_tensors(hand.pieces[0])
+    for piece in hand.pieces[1:]:
         found = found.concatenate(tf.data.Dataset.from_tensors(piece))
     return found
 
