@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import keras
 import material as kit
+import own_code
 import scripts
 from keras import layers as L
 from keras import losses as S
@@ -781,9 +782,35 @@ def files():
     )
 
 
+def of_own():
+    uneven = {"rows": 37}
+    silent = {"metrics": lambda: None, "judged": False, **uneven}
+    vector = {"model": kit.wired(train_step=own_code.vector_step), "optimizer": lambda: O.SGD(0.02), **silent}
+    paired, accumulate = kit.wired(train_step=own_code.paired_step), {"gradient_accumulation_steps": 2}
+
+    def scaled():
+        return O.LossScaleOptimizer(O.SGD(0.02), initial_scale=64.0)
+
+    return group(
+        "code of one's own",
+        Case("weight-dropout", model=kit.dense(own_code.DropConnect), **uneven),
+        Case("table-dropout", model=kit.dense(own_code.Positions), rows=35),
+        Case("call-is-a-function", model=kit.dense(own_code.Traced), **uneven),
+        Case("step-is-a-function", model=kit.wired(train_step=own_code.traced_step), **silent),
+        Case("vector-loss-own-step", **vector),
+        Case("vector-loss-own-step-float16", policy="mixed_float16", rounding=True, **{**vector, "optimizer": scaled}),
+        Case("loss-of-shape-1", model=kit.wired(compute_loss=own_code.kept_loss), **uneven),
+        Case("own-layout", model=paired, data=own_code.paired, **silent),
+        Case("own-predict-step", model=own_code.pictures_to_predict, data=kit.images, rows=33),
+        Case("layer-metrics", model=kit.dense(own_code.Totals), **uneven),
+        Case("float8", model=own_code.float8, rows=37),
+        Case("float8-accumulate", model=own_code.float8, optimizer=lambda: O.SGD(0.2, **accumulate), rows=32),
+    )
+
+
 def table():
     """All cases, with the default model and data filled in."""
-    groups = (batches, losses, gradients, optimizers, building, layers, execution, precision, files)
+    groups = (batches, losses, gradients, optimizers, building, layers, execution, precision, files, of_own)
     cases = [replace(c, model=c.model or kit.dense(), data=c.data or kit.numbers) for make in groups for c in make()]
     assert len({c.name for c in cases}) == len(cases), "two cases have one name"
     return {case.name: case for case in cases}

@@ -72,13 +72,9 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
         with backend.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
     variables = list(inner._trainable_variables if variables is None else variables)
-    places = [  # variables that a gradient overwrites, or that have none, do not accumulate
-        at
-        for at, (g, v) in enumerate(zip(grads, variables, strict=True))
-        if g is not None and not inner._overwrite_variable_with_gradient(v)
-    ]
+    places = [at for at, gradient in enumerate(grads) if gradient is not None]
     if not places:
-        return replica.all_reduce(grads)
+        return list(grads)
     parts = [tf.convert_to_tensor(grads[at]) for at in places]
     sums = [inner._accumulated_gradients[inner._get_variable_index(variables[at])] for at in places]
     scale, is_finite = _scale_of(optimizer), tf.constant(True)
@@ -113,10 +109,7 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
         met = replica.context().merge_call(across, args=(is_finite, *parts))
         met[0] += tf.where(is_finite, tf.zeros([], met[0].dtype), float("inf"))  # what one saw, all skip
     out = list(grads)
-    overwriting = [at for at in range(len(grads)) if at not in places]
     for at, value in zip(places, met, strict=True):
-        out[at] = value
-    for at, value in zip(overwriting, replica.all_reduce([grads[at] for at in overwriting]), strict=True):
         out[at] = value
     return out
 

@@ -5,6 +5,7 @@ from tfgpu.keras_fixes import (
     collectives,
     coupled,
     distribution,
+    functions,
     gradients,
     layers,
     losses,
@@ -83,6 +84,13 @@ FIXES = (
         state.assign_for_all,
     ),
     Fix(
+        "functions-within",
+        "a tf.function inside a step gets a graph of its own, in which replicas cannot meet",
+        "",
+        probes.function_cannot_meet,
+        functions.trace_functions_within_the_step,
+    ),
+    Fix(
         "gradients-meet-first",
         "gradients are clipped, checked and accumulated on each replica before they are summed",
         _KERAS + "20582",
@@ -116,6 +124,13 @@ FIXES = (
         "",
         probes.order_depends_on_the_process,
         orders.agree_on_orders,
+    ),
+    Fix(
+        "compiled-in-scope",
+        "a model compiled outside the scope that it was made in gets an optimizer that cannot train it",
+        "",
+        probes.compiled_outside_fails,
+        trainer.compile_in_scope,
     ),
     Fix(
         "many-steps-a-call",

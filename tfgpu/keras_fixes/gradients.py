@@ -13,7 +13,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-from tfgpu.keras_fixes import accumulation, replica
+from tfgpu.keras_fixes import accumulation, replica, sums
 from tfgpu.keras_fixes.seam import wrap
 
 
@@ -38,14 +38,19 @@ def meet_before_applying() -> None:
     @wrap(BaseOptimizer, "scale_loss")
     def scale_loss(stock, self, loss):
         facts = replica.step()
-        if facts is not None and facts.loss_is_weighed and len(loss.shape) == 0:  # a vector's gradient is a sum
+        if facts is not None and _is_sum(facts, loss):
+            facts.loss_is_sum = True
+        elif facts is not None and facts.loss_is_weighed:
             loss = replica.by_share(loss)
         return stock(self, loss)
 
     @wrap(LossScaleOptimizer, "scale_loss")
     def scale_loss_in_float16(stock, self, loss):
         facts = replica.step()
-        if facts is None or len(loss.shape) != 0:
+        if facts is None:
+            return stock(self, loss)
+        if _is_sum(facts, loss):
+            facts.loss_is_sum = True
             return stock(self, loss)
         # Float16 gradients inside the network are as large as one device's, so they overflow when one device's would.
         loss = replica.by_share(loss) if facts.loss_is_weighed else loss / replica.count(loss.dtype)
@@ -60,11 +65,15 @@ def meet_before_applying() -> None:
             inner = getattr(self, "inner_optimizer", self)
             _count_on_every_replica(self)
             _count_on_every_replica(inner)
-            parts = _weigh(grads, isinstance(self, LossScaleOptimizer))
+            grads, found = list(grads), _found(inner, grads, trainable_variables)
+            summed = [None if at in found else gradient for at, gradient in enumerate(grads)]
+            parts = _weigh(summed, isinstance(self, LossScaleOptimizer))
             if inner.gradient_accumulation_steps and len(parts) > 0:
                 met = accumulation.meet_at_update(self, inner, parts, trainable_variables)
             else:
                 met = replica.all_reduce(parts)
+            for at, most in zip(found, sums.most([grads[at] for at in found]), strict=True):
+                met[at] = most
             with replica.gradients_met():
                 return stock(self, met, trainable_variables)
 
@@ -94,6 +103,22 @@ def apply_on_every_replica() -> None:
         return stock(self, grads, trainable_variables)
 
 
+def _is_sum(facts: replica.Step, loss: tf.Tensor) -> bool:
+    """Whether the gradient of a loss is a sum over rows, as a vector's is; a shape of [1] is one number too."""
+    is_one = loss.shape.num_elements() == 1 and tf.get_static_value(facts.rows.local) != 1
+    return loss.shape.rank != 0 and not is_one
+
+
+def _found(optimizer, grads: list, variables) -> list[int]:
+    """Places of the variables that their gradient overwrites: float8 keeps the largest numbers of a batch there."""
+    variables = list(optimizer._trainable_variables if variables is None else variables)
+    return [
+        at
+        for at, (gradient, v) in enumerate(zip(grads, variables, strict=False))
+        if gradient is not None and optimizer._overwrite_variable_with_gradient(v)
+    ]
+
+
 def _make_local(name: str) -> None:
     plain = getattr(BaseOptimizer, name)
 
@@ -105,7 +130,7 @@ def _make_local(name: str) -> None:
 def _weigh(grads, scaled: bool) -> list:
     """Each replica's part of the gradients' sum: weighed by its share inside a step; None stays None."""
     facts = replica.step()
-    weigh = facts is not None and not facts.loss_is_weighed
+    weigh = facts is not None and not (facts.loss_is_weighed or facts.loss_is_sum)
 
     def part(values: tf.Tensor) -> tf.Tensor:
         values = replica.by_share(values)

@@ -53,16 +53,25 @@ def make_divisors_global() -> None:
 
 
 def weigh_scalar_metrics() -> None:
-    """Lets a scalar of the batch, such as `self.add_metric`-style means, count once and not once a replica."""
+    """Lets a scalar of the batch, such as a loss under a `Mean` or `Sum`, count once and not once a replica."""
 
-    @wrap(reduction_metrics.Mean, "update_state")
-    def update_state(stock, self, values, sample_weight=None):
-        if replica.step() is None or len(values.shape) != 0:
-            return stock(self, values, sample_weight)
-        if sample_weight is None:
-            sample_weight = replica.share()
-        values = tf.convert_to_tensor(values)
-        return stock(self, tf.where(replica.share() > 0, values, tf.zeros_like(values)), sample_weight)
+    for metric in (reduction_metrics.Mean, reduction_metrics.Sum):
+
+        @wrap(metric, "update_state")
+        def update_state(stock, self, values, sample_weight=None):
+            if replica.step() is None or len(getattr(values, "shape", ())) != 0 or isinstance(values, (list, tuple)):
+                return stock(self, values, sample_weight)
+            values, share = tf.convert_to_tensor(values), replica.share()
+            if sample_weight is None:
+                sample_weight = share
+            elif isinstance(self, reduction_metrics.Sum) or _is_constant(sample_weight):
+                sample_weight *= share
+            return stock(self, tf.where(share > 0, values, tf.zeros_like(values)), sample_weight)
+
+
+def _is_constant(weight) -> bool:
+    """Whether a scalar's weight is the same on all replicas; else it is taken for the number of rows, as in Keras."""
+    return isinstance(weight, (int, float)) and weight != tf.get_static_value(replica.rows().local)
 
 
 def _as_local_part(divisor: tf.Tensor) -> tf.Tensor:

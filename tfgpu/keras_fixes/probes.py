@@ -126,6 +126,33 @@ def dropout_masks_repeat() -> bool:
     return bool(tf.reduce_all(first == second))
 
 
+def compiled_outside_fails() -> bool:
+    """Whether training fails where a model was made inside the scope and compiled by name outside it."""
+    with _mirrored().scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    try:
+        model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+    except (RuntimeError, ValueError, AssertionError):
+        return True
+    return False
+
+
+def function_cannot_meet() -> bool:
+    """Whether a tf.function that a replica calls fails where replicas are to meet."""
+
+    @tf.function
+    def meet():
+        tf.distribute.get_replica_context().merge_call(lambda strategy: None)
+
+    strategy = _mirrored()
+    try:
+        tf.function(lambda: strategy.run(lambda: meet()))()
+    except RuntimeError:
+        return True
+    return False
+
+
 def pictures_stay_on_their_replica() -> bool:
     """Whether the only picture of a replica is mixed with itself."""
     mix = keras.layers.MixUp(seed=1)

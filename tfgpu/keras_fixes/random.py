@@ -22,6 +22,9 @@ Which draws are by example? A draw's first dimension is compared with the rows t
 | a multiple of them, known only at run time or of a layer's input | rows flattened batch first |
 | none; anything else; a plain number where the batch size is known only at run time | same on all replicas |
 
+A layer's input that is made of weights alone is no batch, whatever its shape. A plain number that happens to be the
+fixed number of rows is taken for it.
+
 Draws that initialize variables are always the same on all replicas. In a hand-written `strategy.run` the rows are
 those of the first tensor among its distributed arguments; where there is none, Keras is as it was.
 
@@ -49,6 +52,7 @@ from tensorflow.python.framework import tensor_util
 from tensorflow.python.ops import control_flow_util
 
 from tfgpu.keras_fixes import picks, pieces, replica
+from tfgpu.keras_fixes.origins import CONSTANTS, DATA, WEIGHTS, origin_of
 from tfgpu.keras_fixes.seam import wrap
 
 _here = threading.local()
@@ -100,6 +104,12 @@ def find_part(shape, *, follows_input: bool = False) -> Part | None:
     leading, held = shape[0], tf.maximum(rows.local, 1)
     times = tf.where(leading % held == 0, leading // held, 0)
     return Part(shape, static, rows.offset * times, leading, tf.where(times > 0, rows.total * times, leading))
+
+
+def _part_of_input(inputs: tf.Tensor, shape) -> Part | None:
+    """The part of a draw for a layer's input; weights alone get the same numbers on all replicas."""
+    origin = origin_of(inputs)
+    return None if origin == WEIGHTS else find_part(shape, follows_input=origin == DATA)
 
 
 def draw(operation: Callable, part: Part, seed: tf.Tensor, dtype) -> tf.Tensor:
@@ -160,9 +170,10 @@ def draw_by_example() -> None:
     for layer in (GaussianNoise, GaussianDropout, AlphaDropout):
 
         @wrap(layer, "call")
-        def call(stock, self, *args, **kwargs):
-            with _holding(follows_input=True):
-                return stock(self, *args, **kwargs)
+        def call(stock, self, inputs, *args, **kwargs):
+            origin = origin_of(inputs)
+            with _holding(**{"shared" if origin == WEIGHTS else "follows_input": origin != CONSTANTS}):
+                return stock(self, inputs, *args, **kwargs)
 
     @wrap(core.Variable, "_initialize_with_initializer")
     def initialize(stock, self, initializer):
@@ -232,7 +243,7 @@ def _wrap_sliced() -> None:
         if rate in (0.0, 1.0) or replica.rows_to_draw() is None:
             return stock(inputs, rate, noise_shape, seed)
         inputs = tf.convert_to_tensor(inputs)
-        part = find_part(backend._get_concrete_noise_shape(inputs, noise_shape), follows_input=True)
+        part = _part_of_input(inputs, backend._get_concrete_noise_shape(inputs, noise_shape))
         if part is None:
             return stock(inputs, rate, noise_shape, seed)
         seed = _seed(seed)
@@ -282,7 +293,7 @@ def _wrap_taken() -> None:
     @wrap(backend, "categorical")
     def categorical(stock, logits, num_samples, dtype="int64", seed=None):
         logits = tf.convert_to_tensor(logits)
-        part = find_part(tf.shape(logits), follows_input=True)
+        part = _part_of_input(logits, tf.shape(logits))
         if part is None:
             return stock(logits, num_samples, dtype, seed)
         return take(lambda whole: stock(spread_rows(logits, part), num_samples, dtype, seed), part)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
+from tfgpu.errors import InputError
+
 _here = threading.local()
 
 
@@ -38,6 +40,7 @@ class Step:
         share: its part of the global batch, 0 to 1 (float32 scalar); 0 where it has only a row that stands in.
         jit: the step is compiled by XLA (collectives then stay outside).
         loss_is_weighed: the loss under the tape is multiplied by the share, so the gradients must not be.
+        loss_is_sum: the loss is a vector, whose gradient is a sum over rows: it needs no share.
         results: `id(tensor) -> (tensor, metric, position)` for each metric result that the step read.
     """
 
@@ -45,6 +48,7 @@ class Step:
     share: tf.Tensor
     jit: bool = False
     loss_is_weighed: bool = False
+    loss_is_sum: bool = False
     results: dict = field(default_factory=dict)
 
 
@@ -216,7 +220,7 @@ def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
         with tf.device("CPU:0"):
             return [tf.add_n(strategy.experimental_local_results(column)) for column in columns]
 
-    with uncompiled():
+    with uncompiled(), _meeting():
         return ctx.merge_call(add, args=tuple(values))
 
 
@@ -226,10 +230,29 @@ def all_reduce(values: list) -> list:
     with uncompiled():
         for dtype in dict.fromkeys(value.dtype for value in values if value is not None):  # one kind makes one pack
             places = [at for at, value in enumerate(values) if value is not None and value.dtype == dtype]
-            parts = context().all_reduce(tf.distribute.ReduceOp.SUM, [values[at] for at in places])
+            with _meeting():
+                parts = context().all_reduce(tf.distribute.ReduceOp.SUM, [values[at] for at in places])
             for at, part in zip(places, parts, strict=True):
                 summed[at] = part
     return summed
+
+
+@contextlib.contextmanager
+def _meeting():
+    """Says what to do where TensorFlow says that `merge_call` was called in another graph.
+
+    Raises:
+        InputError: the replicas were to meet in a graph within the step's.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise InputError(
+            "Replicas cannot meet inside tf.cond, tf.while_loop or a tf.function with jit_compile=True, as Batch"
+            "Normalization and `optimizer.apply` must. Move it out, or compute both sides and choose with tf.where."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -53,6 +53,18 @@ def of_batch(value: tf.Tensor) -> tf.Tensor:
     return total
 
 
+def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The largest of each value over the replicas that hold rows; no gradient goes through."""
+    if not values:
+        return []
+    ctx = replica.context()
+    lowest = [tf.fill(tf.shape(v), v.dtype.min) for v in values]
+    mine = [tf.where(replica.has_rows(), v, low) for v, low in zip(values, lowest, strict=True)]
+    place = tf.one_hot(tf.cast(ctx.replica_id_in_sync_group, tf.int32), ctx.num_replicas_in_sync)
+    tables = replica.all_reduce([tf.tensordot(tf.cast(place, v.dtype), v, axes=0) for v in mine])
+    return [tf.reduce_max(table, 0) for table in tables]
+
+
 def all_rows(rows: tf.Tensor) -> tf.Tensor:
     """The rows of all replicas, in the order of the batch, on each replica; a gradient goes through floats.
 

@@ -5,14 +5,20 @@ draws a real batch (one that training then misses) to build the model: https://g
 https://github.com/keras-team/keras/issues/20329, https://github.com/keras-team/keras/issues/20861.
 """
 
+import contextlib
+import logging
 from collections.abc import Callable
 
 import tensorflow as tf
 from keras.src import backend, tree
 from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.trainers.trainer import Trainer
 
+from tfgpu.errors import InputError
 from tfgpu.keras_fixes import picks, pieces, replica
 from tfgpu.keras_fixes.seam import wrap
+
+_log = logging.getLogger(__name__)
 
 
 class Steps:
@@ -109,7 +115,7 @@ class Steps:
 
     def _only_step(self, data):
         with _after(data), picks.picking(self._picks):
-            self._layout = logs = self._step(data)
+            self._layout = logs = tree.map_structure(tf.convert_to_tensor, self._step(data))
         self._parts = tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), logs)
         return logs
 
@@ -188,6 +194,22 @@ def run_many_steps_in_one_call() -> None:
         return Steps(self, step_function)
 
 
+def compile_in_scope() -> None:
+    """Compiles a model under the strategy that it was made under, so that the optimizer belongs to it too.
+
+    Raises:
+        InputError: by `compile`, where the model was made before the strategy's scope.
+    """
+
+    @wrap(Trainer, "compile")
+    def compile_model(stock, self, *args, **kwargs):
+        own, here = self._distribute_strategy, tf.distribute.get_strategy()
+        if own is None and replica.is_spread(here):
+            raise InputError("The model was made outside `strategy.scope()`. Make it inside, where you compile it.")
+        with own.scope() if replica.is_spread(own) and own is not here else contextlib.nullcontext():
+            return stock(self, *args, **kwargs)
+
+
 def build_from_spec() -> None:
     """Builds a model from the data's `element_spec`, where stock Keras draws a batch and averages it over replicas."""
 
@@ -196,7 +218,13 @@ def build_from_spec() -> None:
         if iterator is not None and self._distribute_strategy is not None:
             spec = iterator._distributed_dataset.element_spec
             data_batch = tf.nest.map_structure(_one_replica, spec.data if isinstance(spec, pieces.Piece) else spec)
-        return stock(self, None, data_batch)
+        try:
+            return stock(self, None, data_batch)
+        except Exception as error:  # whatever a model of the user's raises
+            if iterator is None or type(self).train_step is keras_trainer.TensorFlowTrainer.train_step:
+                raise
+            # The data may be laid out for a train step of the model's own, which builds what is left in its first run.
+            _log.debug("The model was not built from the data's spec: %s", error)
 
 
 def split_batches_to_predict() -> None:
@@ -212,7 +240,23 @@ def split_batches_to_predict() -> None:
         return stock(self, Steps(self, self.predict_step)._cut_for_replicas(x, with_places=False))
 
 
-    @wrap(keras_trainer.TensorFlowTrainer, "predict_step")
+    _stand_in_to_predict(keras_trainer.TensorFlowTrainer)
+
+    @wrap(keras_trainer.TensorFlowTrainer, "make_predict_function")
+    def make_predict_function(stock, self, force=False):
+        for cls in type(self).__mro__:  # a model may have a step of its own
+            if "predict_step" in vars(cls) and issubclass(cls, keras_trainer.TensorFlowTrainer):
+                _stand_in_to_predict(cls)
+        return stock(self, force)
+
+
+def _stand_in_to_predict(cls: type) -> None:
+    """Gives the class's `predict_step` a row that stands in where a replica has none, and drops what comes of it."""
+    if vars(cls).get("_predicts_stand_ins"):
+        return
+    cls._predicts_stand_ins = True
+
+    @wrap(cls, "predict_step")
     def predict_step(stock, self, data):
         local = pieces.rows_of(data)
         if replica.context() is None or self.jit_compile or tf.get_static_value(local):

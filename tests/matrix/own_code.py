@@ -1,0 +1,124 @@
+"""Models whose layers and steps their users wrote: what no option of Keras's names."""
+
+import keras
+import tensorflow as tf
+from keras import layers as L
+from material import dense, numbers
+
+
+class DropConnect(L.Layer):
+    """Drops weights, of which every row of a batch must see the same."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 8), name="kernel")
+        self.seed = keras.random.SeedGenerator(5)
+
+    def call(self, x, training=False):
+        return x @ (keras.random.dropout(self.kernel, 0.5, seed=self.seed) if training else self.kernel)
+
+
+class Positions(L.Layer):
+    """Adds a table that is dropped out by itself, as positions of transformers are."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(1, shape[-1]), name="table", initializer="ones")
+        self.drop = L.Dropout(0.5, seed=3)
+        self.noise = L.GaussianNoise(0.1, seed=4)
+
+    def call(self, x, training=False):
+        return x + self.noise(self.drop(self.table, training=training), training=training)
+
+
+class Traced(L.Layer):
+    """A block whose `call` is a tf.function of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = L.BatchNormalization(), L.Dropout(0.3, seed=3)
+
+    def build(self, shape):
+        self.norm.build(shape)
+
+    @tf.function
+    def call(self, x, training=False):
+        if tf.reduce_sum(x) > 1e9:  # autograph must still see this
+            x = -x
+        return self.drop(self.norm(x, training=training), training=training)
+
+
+@tf.function
+def traced_step(self, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+        loss = self.compute_loss(x, y, self(x, training=True))
+    self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+    return {"loss": loss}
+
+
+def vector_step(self, data):
+    """Trains on the sum over rows: the gradient of a vector."""
+    x, y = data
+    with tf.GradientTape() as tape:
+        losses = keras.losses.sparse_categorical_crossentropy(y, self(x, training=True), from_logits=True)
+        scaled = self.optimizer.scale_loss(losses)
+    self.optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+    return {"loss": tf.reduce_mean(losses)}
+
+
+def paired_step(self, data):
+    """Reads `((x, y), unlabelled)`, which is no `(x, y)` of Keras's."""
+    (x, y), unlabelled = data
+    with tf.GradientTape() as tape:
+        loss = self.compute_loss(x, y, self(x, training=True)) + 0.1 * tf.reduce_mean(self(unlabelled) ** 2)
+    self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+    return {"loss": loss}
+
+
+def paired(rows):
+    x, y = numbers(rows)
+    return (x, y), x[::-1].copy()
+
+
+def kept_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+    """One number of shape [1]."""
+    return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True), keepdims=True)
+
+
+def own_prediction(self, data):
+    x = data[0] if isinstance(data, tuple) else data
+    return tf.nn.softmax(self(x, training=False))
+
+
+class Totals(L.Layer):
+    """Counts by metrics of its own what it sees in one step."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = keras.metrics.Sum(name="steps")
+        self.size, self.most = keras.metrics.Sum(name="size"), keras.metrics.Mean(name="weighed")
+
+    def call(self, x):
+        self.steps.update_state(1.0)
+        self.size.update_state(keras.ops.mean(x))
+        self.most.update_state(keras.ops.mean(x), sample_weight=2.0)
+        return x
+
+
+def float8():
+    model = dense()()
+    model.quantize("float8")
+    return model
+
+
+def pictures_to_predict():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = L.Conv2D(4, 3), L.Dense(3)
+
+        def call(self, x, training=False):
+            return self.head(keras.ops.mean(self.conv(x), (1, 2)))
+
+        predict_step = own_prediction
+
+    return Own()

@@ -1,0 +1,38 @@
+"""A tf.function that a step calls becomes part of the step: in a graph of its own the replicas could not meet."""
+
+import types
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.eager.polymorphic_function import polymorphic_function, tf_method_target
+from tensorflow.python.util import tf_decorator
+
+from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes.seam import wrap
+
+
+def trace_functions_within_the_step() -> None:
+    """Traces a `@tf.function` (a layer's `call`, a `train_step`) into the step that calls it.
+
+    TensorFlow makes a graph of its own for it, in which `merge_call` fails: a BatchNormalization or an optimizer in it
+    could not meet the other replicas. What XLA is to compile by itself (`jit_compile=True`) stays a function.
+    """
+
+    @wrap(polymorphic_function.Function, "__call__")
+    def call(stock, self, *args, **kwargs):
+        if replica.step() is None or tf.executing_eagerly() or self._jit_compile:
+            return stock(self, *args, **kwargs)
+        function = _bound(self._python_function)
+        if self._autograph:
+            function = autograph.tf_convert(function, ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED))
+        return function(*args, **kwargs)
+
+
+def _bound(function):
+    """The function; a method of the object itself where TensorFlow has bound it to a stand-in for a weak reference."""
+    _, method = tf_decorator.unwrap(function)
+    owner = getattr(method, "__self__", None)
+    if isinstance(owner, tf_method_target.TfMethodTarget):
+        return types.MethodType(method.__func__, owner.target)
+    return function

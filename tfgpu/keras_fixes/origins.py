@@ -1,0 +1,45 @@
+"""Whether a tensor comes of the batch, or of weights alone, which some layers drop out."""
+
+import tensorflow as tf
+
+_READS_DATA = {"IteratorGetNext", "IteratorGetNextSync", "IteratorGetNextAsOptional", "OptionalGetValue"}
+
+
+DATA, WEIGHTS, CONSTANTS = "data", "weights", "constants"
+
+
+def origin_of(tensor) -> str:
+    """What goes into `tensor`: a step's data (or its shape), else weights, else constants alone.
+
+    Args:
+        tensor: a tensor of a graph that is being made; where that cannot be told, as in eager code, it counts as data.
+    """
+    if not tf.is_tensor(tensor) or tf.executing_eagerly() or hasattr(tensor, "numpy"):
+        return DATA
+    found_weights, seen, waiting = False, set(), [tensor]
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if hasattr(found, "numpy") or not hasattr(found, "op"):  # captured from eager code: a constant
+            continue
+        if found.op.type in _READS_DATA:
+            return DATA
+        found_weights |= found.op.type == "ReadVariableOp"
+        if found.op.type == "Placeholder":
+            outer = _captured(found)
+            if outer is None and found.dtype not in (tf.resource, tf.variant):
+                return DATA  # an argument
+            waiting += [outer] if outer is not None else []
+        else:
+            waiting += found.op.inputs
+    return WEIGHTS if found_weights else CONSTANTS
+
+
+def _captured(placeholder: tf.Tensor) -> tf.Tensor | None:
+    """What stands outside the graph for this placeholder, or None where it is an argument of the function."""
+    for outer, inner in getattr(placeholder.graph, "captures", ()):
+        if inner is placeholder:
+            return outer
+    return None
