@@ -43,6 +43,9 @@ ALL = (
 SETS = {"core": CORE, "all": ALL}
 # Tests of what a repair changes on purpose.
 CHANGED = {
+    "callbacks/backup_and_restore_test.py::BackupAndRestoreCallbackTest::test_best_case_step": (
+        "it counts 17 steps where 15 are asked for: two are trained twice after the interruption; here they are not"
+    ),
     "backend/tensorflow/optimizer_distribute_test.py::OptimizerDistributeTest::test_gradient_accumulation": (
         "an accumulator read from outside is the sum over replicas, as one device's is the sum over the batch; "
         "test_core.py holds what the test states of the weights"

@@ -126,6 +126,7 @@ def _note_the_position() -> None:
         os.makedirs(self.backup_dir, exist_ok=True)
         if self.double_checkpoint and os.path.exists(self._weights_path):
             shutil.copy(self._weights_path, self._prev_weights_path)
+            shutil.copy(self._training_metadata_path, self._prev_training_metadata_path)
         with saving.beside(self._weights_path) as path:
             self.model.save_weights(path)
             _write_note(path, position, values)

@@ -258,8 +258,10 @@ def _stand_in_to_predict(cls: type) -> None:
 
     @wrap(cls, "predict_step")
     def predict_step(stock, self, data):
+        if replica.context() is None or self.jit_compile:
+            return stock(self, data)
         local = pieces.rows_of(data)
-        if replica.context() is None or self.jit_compile or tf.get_static_value(local):
+        if tf.get_static_value(local):
             return stock(self, data)
         found = stock(self, tf.nest.map_structure(_with_a_row, data))
         kept = [v[: tf.where(local > 0, tf.shape(v)[0], 0)] if v.shape.rank else v for v in tf.nest.flatten(found)]
