@@ -184,3 +184,35 @@ def test_a_second_strategy_in_the_process_is_a_fresh_one():
             )
         )()
         assert strategy.experimental_local_results(total)[1].numpy().tolist() == [2.0] * width
+
+
+@pytest.mark.parametrize(
+    "kinds", [("Conv1D", "MaxPooling1D", "Conv1D"), ("Conv2D", "AveragePooling2D", "Conv2DTranspose")]
+)
+def test_replicas_without_rows_in_a_loop_of_one_s_own(kinds):
+    # Two rows on four replicas. Without rows TensorFlow's pooling ends the process, and its convolutions fail.
+    tfgpu.repair_keras()
+    rank = int(kinds[0][-2])
+    x = np.random.default_rng(0).normal(size=(2, *[9] * rank, 2)).astype("float32")
+    found = {}
+    for name, strategy in (
+        ("one", tf.distribute.get_strategy()),
+        ("four", tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])),
+    ):
+        keras.utils.set_random_seed(2)
+        with strategy.scope():
+            first, pool, last = (getattr(keras.layers, kind) for kind in kinds)
+            model = keras.Sequential([keras.Input(x.shape[1:]), first(4, 3, activation="relu"), pool(2), last(3, 3)])
+            optimizer = keras.optimizers.Nadam(0.1)  # not built: its variables are made inside the first step
+
+        def step(batch, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(model(batch, training=True))) / 2
+            variables = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+        train = tf.function(lambda batch, strategy=strategy, step=step: strategy.run(step, args=(batch,)))
+        for batch in strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(x).repeat(3)):
+            train(batch)
+        found[name] = model.get_weights()
+    assert all(np.abs(a - b).max() <= 1e-5 for a, b in zip(found["one"], found["four"], strict=True))

@@ -77,6 +77,13 @@ FIXES = (
         layers.normalise_by_global_batch,
     ),
     Fix(
+        "no-rows",
+        "a replica without rows dies in the gradient of pooling (SIGABRT), or fails in Conv1D",
+        "",
+        probes.convolution_of_nothing_fails,
+        layers.stand_in_where_no_rows_are,
+    ),
+    Fix(
         "layer-state",
         "what a layer assigns to its own variables is made of one replica's rows",
         "",

@@ -18,7 +18,41 @@ def make_variables_once() -> None:
         eager = tf.executing_eagerly() and not tf.inside_function()
         if ctx is None or isinstance(value, tf.Variable) or (eager and replica.step() is None):
             return stock(self, value)
+        if tf.is_tensor(value) and (known := tf.get_static_value(value)) is not None:
+            value = known  # a number that Keras made a tensor of, in a graph that is not there outside
         replica.run_outside(ctx.strategy, lambda: stock(self, value))
+
+
+def stand_in_where_no_rows_are() -> None:
+    """Pooling and convolution of no rows, in a hand-written loop: of one row that stands in, and is dropped again.
+
+    A batch with fewer rows than replicas leaves some of them with none.
+    """
+    for name in ("max_pool", "average_pool", "adaptive_max_pool", "conv", "depthwise_conv", "conv_transpose"):
+
+        @wrap(nn, name)
+        def call(stock, inputs, *args, **kwargs):
+            is_sure = replica.context() is None or replica.step() is not None or bool(inputs.shape[0])
+            if is_sure:
+                return stock(inputs, *args, **kwargs)
+            return stock(with_a_row(inputs), *args, **kwargs)[: tf.shape(inputs)[0]]
+
+
+def with_a_row(value):
+    """A tensor of at least one row: of ones (0 for whole numbers), which logarithms and norms can bear."""
+    if not tf.is_tensor(value) or isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or value.shape.rank == 0:
+        return value
+    if value.shape[0]:
+        return value
+
+    def one():
+        shape = tf.concat([[1], tf.shape(value)[1:]], 0)
+        return tf.ones(shape, value.dtype) if value.dtype.is_floating else tf.zeros(shape, value.dtype)
+
+    row = tf.cond(tf.shape(value)[0] > 0, lambda: value, one)  # passes the tensor on uncopied
+    if value.shape[0] is None:
+        row.set_shape(value.shape)
+    return row
 
 
 def normalise_by_global_batch() -> None:

@@ -40,6 +40,25 @@ def dice_differs() -> bool:
     return _differs(rows=2, loss="dice")
 
 
+def convolution_of_nothing_fails() -> bool:
+    """Whether a layer cannot bear a batch without rows. (Pooling ends the process, so it is not tried here.)"""
+    layer = keras.layers.Conv1D(2, 2)
+    layer.build((None, 4, 1))
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 4, 1))])
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x)
+        return tape.gradient(y, x)
+
+    try:
+        gradient(tf.zeros((0, 4, 1)))
+    except tf.errors.InvalidArgumentError:
+        return True
+    return False
+
+
 def own_state_differs() -> bool:
     """Whether a running mean that a layer keeps is one replica's."""
 

@@ -15,7 +15,7 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.trainers.trainer import Trainer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import picks, pieces, replica
+from tfgpu.keras_fixes import layers, picks, pieces, replica
 from tfgpu.keras_fixes.seam import wrap
 
 _log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Steps:
         variables = [v for metric in self._model.metrics for v in metric.variables]
         with replica.uncompiled():
             before = [tf.identity(v.value) for v in variables]
-            data = tree.map_structure(_with_a_row, data)
+            data = tree.map_structure(layers.with_a_row, data)
         logs = self._step(data)
         with replica.uncompiled():
             for variable, value in zip(variables, before, strict=True):
@@ -263,7 +263,7 @@ def _stand_in_to_predict(cls: type) -> None:
         local = pieces.rows_of(data)
         if tf.get_static_value(local):
             return stock(self, data)
-        found = stock(self, tf.nest.map_structure(_with_a_row, data))
+        found = stock(self, tf.nest.map_structure(layers.with_a_row, data))
         kept = [v[: tf.where(local > 0, tf.shape(v)[0], 0)] if v.shape.rank else v for v in tf.nest.flatten(found)]
         return tf.nest.pack_sequence_as(found, kept)
 
@@ -277,23 +277,6 @@ def _one_replica(spec):
     if isinstance(spec, tf.OptionalSpec):
         return None
     return spec._value_specs[0] if hasattr(spec, "_value_specs") else spec
-
-
-def _with_a_row(value):
-    """A tensor of at least one row: of ones (0 for whole numbers), which logarithms and norms can bear."""
-    if not tf.is_tensor(value) or isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or value.shape.rank == 0:
-        return value
-    if value.shape[0]:
-        return value
-
-    def one():
-        shape = tf.concat([[1], tf.shape(value)[1:]], 0)
-        return tf.ones(shape, value.dtype) if value.dtype.is_floating else tf.zeros(shape, value.dtype)
-
-    row = tf.cond(tf.shape(value)[0] > 0, lambda: value, one)  # passes the tensor on uncopied
-    if value.shape[0] is None:
-        row.set_shape(value.shape)
-    return row
 
 
 def _contribution(variable) -> tf.Tensor:
