@@ -2,6 +2,7 @@
 
 from tfgpu.keras_fixes import (
     accumulation,
+    blocks,
     collectives,
     coupled,
     distribution,
@@ -145,6 +146,20 @@ FIXES = (
         _KERAS + "20861",
         probes.many_steps_fail,
         trainer.run_many_steps_in_one_call,
+    ),
+    Fix(
+        "blocks-of-steps",
+        "fit goes back to Python after every batch, whether a callback looks at it or not",
+        "",
+        probes.fit_calls_for_every_batch,
+        blocks.run_in_blocks,
+    ),
+    Fix(
+        "results-once",
+        "at the epoch's end every metric that the logs hold is reduced over replicas again",
+        "",
+        probes.results_are_read_again,
+        trainer.read_results_once,
     ),
     Fix(
         "build-from-spec",

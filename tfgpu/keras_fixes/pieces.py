@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes import blocks, replica
 from tfgpu.keras_fixes.seam import wrap
 
 _here = threading.local()
@@ -114,13 +114,19 @@ class _Cutter:
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset):
         policies = tf.data.experimental.AutoShardPolicy
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        if policy not in (policies.AUTO, policies.DATA) and replica.spans_processes(self._strategy):
-            return self._strategy.experimental_distribute_dataset(dataset)
         if replica.spans_processes(self._strategy):
-            _agree_on_length(self._strategy, int(dataset.cardinality()))
+            own_cut = policy in (policies.AUTO, policies.DATA)
+            _agree(self._strategy, int(dataset.cardinality()), same_length=own_cut)
+            if not own_cut:
+                return self._strategy.experimental_distribute_dataset(dataset)
         with_places = getattr(_here, "places", False)
         if _on_host(self._strategy):
-            return Dealt(self._strategy, dataset, with_places)
+            # Kept with the data set, because a cut is traced anew each time that it is made: some 50 ms a call of `fit`.
+            kept = vars(dataset).setdefault("_tfgpu_dealt", {})
+            key = self._strategy, with_places
+            if key not in kept:
+                kept[key] = Dealt(self._strategy, dataset, with_places)
+            return kept[key]
 
         def of_worker(worker: tf.distribute.InputContext) -> tf.data.Dataset:
             pieces = dataset.map(_cut(self._strategy, dataset, with_places))
@@ -213,18 +219,26 @@ def _first_replica(strategy: tf.distribute.Strategy) -> int:
     return worker * len(strategy.extended.worker_devices)
 
 
-def _agree_on_length(strategy: tf.distribute.Strategy, mine: int) -> None:
-    """Every worker makes the whole batch and asks nobody whether there is one: a shorter data set would hang others.
+def _agree(strategy: tf.distribute.Strategy, length: int, *, same_length: bool) -> None:
+    """Tells the workers, who ask nobody later on, that all will run the same blocks of steps.
+
+    Every worker makes the whole batch: a shorter data set would hang the others. So would a callback that only one
+    worker has, and that wants to be called after every batch: if one does, all do.
 
     Raises:
         InputError: on all workers, where their data sets have different numbers of batches.
     """
-    sums = strategy.run(lambda: tf.constant([1, mine, mine * mine], tf.int64))
-    count, total, squares = strategy.reduce(tf.distribute.ReduceOp.SUM, sums, axis=None).numpy()
-    if total * total != count * squares:
+    run = blocks.current()
+    asked = list(run.every_batch.values()) if run is not None else []
+    mine = [1, length, length * length, *map(int, asked)]
+    sums = strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(lambda: tf.constant(mine, tf.int64)), axis=None)
+    count, total, squares, *asking = sums.numpy()
+    if run is not None:
+        run.every_batch = {kind: bool(number) for kind, number in zip(run.every_batch, asking, strict=True)}
+    if same_length and total * total != count * squares:
         raise InputError(
             "The workers have data sets of different lengths; "
-            f"this one's has {mine if mine >= 0 else 'unknown'} batches. Give each worker the whole data set; "
+            f"this one's has {length if length >= 0 else 'unknown'} batches. Give each worker the whole data set; "
             "where each has data of its own, set `experimental_distribute.auto_shard_policy` in the data set's "
             "options to OFF."
         )

@@ -107,6 +107,37 @@ def many_steps_fail() -> bool:
     return _differs(rows=2, compile_options={"steps_per_execution": 2})
 
 
+def fit_calls_for_every_batch() -> bool:
+    """Whether `fit` calls callbacks after every batch of an epoch where none of them looks at batches."""
+
+    class Calls(keras.callbacks.Callback):
+        every_batch, made = False, 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.made += 1
+
+    model, calls = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), Calls()
+    model.compile("sgd", "mse")
+    model.fit(np.ones((8, 1)), np.ones((8, 1)), batch_size=1, verbose=0, callbacks=[calls])
+    return calls.made == 8
+
+
+def results_are_read_again() -> bool:
+    """Whether `fit` reads a metric once more, outside its steps, when the epoch has ended."""
+
+    class Mean(keras.metrics.MeanMetricWrapper):
+        read = 0
+
+        def result(self):
+            Mean.read += tf.executing_eagerly()
+            return super().result()
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[Mean(lambda y, y_pred: y_pred, name="mean")])
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+    return Mean.read > 0
+
+
 def uneven_first_batch_fails() -> bool:
     """Whether an unbuilt model cannot be built from a first batch that replicas hold unequal parts of."""
     return _differs(is_built=False)

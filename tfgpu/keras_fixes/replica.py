@@ -7,7 +7,7 @@ Outside a step of `fit`, `evaluate`, `predict` or `Trainer` there are none, and 
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import tensorflow as tf
 
@@ -41,7 +41,6 @@ class Step:
         jit: the step is compiled by XLA (collectives then stay outside).
         loss_is_weighed: the loss under the tape is multiplied by the share, so the gradients must not be.
         loss_is_sum: the loss is a vector, whose gradient is a sum over rows: it needs no share.
-        results: `id(tensor) -> (tensor, metric, position)` for each metric result that the step read.
     """
 
     rows: Rows
@@ -49,7 +48,6 @@ class Step:
     jit: bool = False
     loss_is_weighed: bool = False
     loss_is_sum: bool = False
-    results: dict = field(default_factory=dict)
 
 
 def is_spread(strategy: tf.distribute.Strategy) -> bool:

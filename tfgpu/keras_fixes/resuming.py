@@ -32,7 +32,7 @@ from keras.src.trainers.trainer import Trainer
 from keras.src.utils import file_utils
 
 from tfgpu.errors import MachineError
-from tfgpu.keras_fixes import replica, saving
+from tfgpu.keras_fixes import blocks, replica, saving
 from tfgpu.keras_fixes.seam import wrap
 
 _log = logging.getLogger(__name__)
@@ -187,8 +187,11 @@ def _pass_over_what_is_trained() -> None:
         for _ in range(position.first, position.epoch):
             _pass_over_an_epoch(self, lambda: stock(self))
         for begin, end, iterator in stock(self):
-            draw(iterator, min(position.done - begin, self.steps_per_execution))
-            if position.done <= end:
+            trained = min(max(position.done - begin, 0), end - begin + 1)
+            draw(iterator, trained)
+            if isinstance(iterator, blocks.Block):
+                begin, iterator = begin + trained, iterator.after(trained)
+            if begin <= end and position.done <= end:
                 yield begin, end, iterator
 
 
@@ -196,8 +199,8 @@ def _pass_over_an_epoch(data, enumerate_epoch) -> None:
     """Does with the data what an epoch does, so that the next one finds its order or its place in the stream."""
     if data.steps_per_epoch:
         with data.catch_stop_iteration():
-            for _, _, iterator in enumerate_epoch():
-                draw(iterator, data.steps_per_execution)
+            for begin, end, iterator in enumerate_epoch():
+                draw(iterator, end - begin + 1)
     elif data.num_batches:
         for begin, _, iterator in enumerate_epoch():
             # Making the iterator is enough for a seeded shuffle; a PyDataset is shuffled when it is first read.
@@ -220,6 +223,7 @@ def draw(iterator, count: int) -> None:
     Raises:
         tf.errors.OutOfRangeError: there were fewer.
     """
+    iterator = blocks.single_batches(iterator)
     for _ in range(count):
         try:
             next(iterator)

@@ -6,7 +6,10 @@ https://github.com/keras-team/keras/issues/20329, https://github.com/keras-team/
 """
 
 import contextlib
+import functools
 import logging
+import threading
+import time
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -15,94 +18,121 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.trainers.trainer import Trainer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import layers, picks, pieces, replica
+from tfgpu.keras_fixes import blocks, layers, picks, pieces, replica
 from tfgpu.keras_fixes.seam import wrap
 
 _log = logging.getLogger(__name__)
+_here = threading.local()
 
 
 class Steps:
-    """Runs steps of a model on an iterator, `count` of them a call, and returns the logs after the last.
+    """Runs steps of a model on an iterator, many of them a call, and returns the logs after the last.
 
-    `model.train_function` and `model.test_function` hold one under replicas; `Trainer` makes them anywhere.
+    `model.train_function` and `model.test_function` hold one.
 
     Args:
         model: the compiled model.
         step_function: `model.train_step` or `model.test_step`.
+
+    Attributes:
+        pace: how long blocks are where nobody asked for a length.
+        logs: what the last call returned.
     """
 
     def __init__(self, model, step_function: Callable):
         self._model = model
         self._strategy = model.distribute_strategy
         self._is_spread = replica.is_spread(self._strategy)
+        self.pace = blocks.Pace()
+        self.logs = None
+        self._before = 0, 0.0  # steps and seconds of the last block
         step_function = model._autoconvert_optionals(step_function)
         if model.jit_compile and not model.run_eagerly and not self._is_spread:
             step_function = tf.function(step_function, jit_compile=True, reduce_retracing=True)
         self._step = step_function
-        self._layout = None
-        self._picks = []
-        self._on_iterator = self._compile(lambda iterator: self._finish(self._run_anew(iterator.get_next())))
-        self._on_data = self._compile(lambda data: self._finish(self._run_anew(data)))
-        self._loop = self._compile(self._run_many)
+        self._on_data = self._compile(self._run_once)
+        self._loops = {sure: self._compile(functools.partial(self._run_many, is_sure=sure)) for sure in (False, True)}
 
-    def __call__(self, iterator):
-        """Runs the model's `steps_per_execution` steps, or those that are left: what `fit` and `evaluate` call.
+    def __call__(self, batches):
+        """What `fit`, `evaluate` and `train_on_batch` call.
+
+        Args:
+            batches: a `Block`; or an iterator, for the model's `steps_per_execution` steps or those that are left.
 
         Raises:
-            tf.errors.OutOfRangeError: the iterator had no batch left at all.
+            tf.errors.OutOfRangeError: there was no batch left at all.
         """
-        count = self._model.steps_per_execution
-        if isinstance(iterator, (pieces.DealtIterator, tf.distribute.DistributedIterator, tf.data.Iterator)):
-            return self.run(iterator, count)[1]
-        for _, data in zip(range(count), iterator, strict=False):
-            logs = self._on_data(self._cut_for_replicas(data) if self._is_spread else data)
+        count, logs = self._model.steps_per_execution, None
+        is_data_set = isinstance(batches, (pieces.DealtIterator, tf.distribute.DistributedIterator, tf.data.Iterator))
+        if isinstance(batches, blocks.Block):
+            return self._run_block(batches)
+        if is_data_set and not self._model.run_eagerly:
+            return self._run_block(blocks.Block(batches, count))
+        for _, data in zip(range(count), batches, strict=False):
+            logs = self._on_data(data if is_data_set or not self._is_spread else self._cut_for_replicas(data))
+        if logs is None:
+            raise tf.errors.OutOfRangeError(None, None, "The data has ended.")
         return logs
 
-    def run(self, iterator, count: int) -> tuple[int, dict]:
-        """Runs up to `count` steps; another count retraces nothing.
-
-        Returns:
-            How many steps there was data for, and the logs after the last of them.
-
-        Raises:
-            tf.errors.OutOfRangeError: the iterator had no batch left at all.
-        """
-        done, logs = 0, None
-        iterator = getattr(iterator, "source", iterator)
-        if count == 1 or self._layout is None:  # the first step tells what the loop carries
-            done, logs = 1, self._on_iterator(iterator)
-        if done < count:
-            more, new = self._loop(iterator, tf.constant(count - done, tf.int32))
-            done, logs = done + int(more), new if int(more) else logs
-        if done == 0:
+    def _run_block(self, block: blocks.Block) -> dict:
+        iterator = getattr(block.iterator, "source", block.iterator)
+        is_sure = block.is_sure and isinstance(iterator, tf.data.Iterator)
+        steps, seconds = self._before
+        began = time.perf_counter()
+        done, logs, seconds = self._loops[is_sure](iterator, tf.constant(block.count), tf.constant(seconds, tf.float32))
+        block.done = block.count if is_sure else int(done)
+        if block.done == 0:
             raise tf.errors.OutOfRangeError(None, None, "The data has ended.")
-        return done, logs
+        self._before = block.done, time.perf_counter() - began
+        if replica.spans_processes(self._strategy):
+            self.pace.note(steps, float(seconds))
+        else:
+            self.pace.note(*self._before)
+        self.logs = logs
+        return logs
+
+    @property
+    def are_logs_results(self) -> bool:
+        """Whether the logs are the results of all the model's metrics, and nothing else."""
+        cls, stock = type(self._model), keras_trainer.TensorFlowTrainer
+        names = "train_step", "test_step", "compute_metrics", "get_metrics_result"
+        is_stock = all(getattr(cls, name) is getattr(stock, name) for name in names)
+        return is_stock and all(metric is not None for metric, _ in self._layout[1])
 
     def _compile(self, function: Callable) -> Callable:
         function = tf.autograph.experimental.do_not_convert(function)
         return function if self._model.run_eagerly else tf.function(function, reduce_retracing=True)
 
-    def _run_many(self, iterator, count: tf.Tensor):
+    def _run_once(self, data):
+        self._picks = []
+        return self._finish(self._run(data), tf.constant(0.0))[0]
+
+    def _run_many(self, iterator, count: tf.Tensor, seconds: tf.Tensor, *, is_sure: bool):
+        """Up to `count` steps: how many there was data for, the logs, and `seconds` as the workers agree on them.
+
+        Args:
+            iterator: of the pieces that this process's replicas get, or of whole batches.
+            count: int32 scalar; another one retraces nothing.
+            seconds: how long the block before took here, float32 scalar.
+            is_sure: there is data for all of them, so that nothing needs to ask for its end.
+        """
+        self._picks = []
+
         # The step is a Python function inside the loop, never a nested tf.function: TensorFlow feeds a collective's key
         # at call time and loses it where a function is called from a loop ("must feed a value for placeholder").
-        again = self._run_anew if self._model.run_eagerly else self._run
-
-        def another(done, left, parts):
+        def another(done, left, kept):
+            if is_sure:
+                return done + 1, left - 1, self._keep(self._run(iterator.get_next()), kept)
             data = iterator.get_next_as_optional()
             return tf.cond(
                 data.has_value(),
-                lambda: (done + 1, left - 1, again(data.get_value())),
-                lambda: (done, 0, parts),
+                lambda: (done + 1, left - 1, self._keep(self._run(data.get_value()), kept)),
+                lambda: (done, 0, kept),
             )
 
-        nothing = self._strategy.run(lambda: tree.map_structure(lambda t: tf.zeros(t.shape, t.dtype), self._parts))
-        done, _, parts = tf.while_loop(lambda done, left, parts: left > 0, another, (0, count, nothing))
-        return done, self._finish(parts)
-
-    def _run_anew(self, data):
-        """A step whose layers pick with Python's `random` afresh; the loop's trace then picks what this one did."""
-        self._picks = []
-        return self._run(data)
+        nothing = self._strategy.run(tf.raw_ops.OptionalNone)
+        done, _, kept = tf.while_loop(lambda done, left, kept: left > 0, another, (0, count, nothing))
+        return done, *self._finish(self._strategy.run(self._kept_parts, args=(kept,)), seconds)
 
     def _run(self, data):
         """One step on every replica. Returns what `_finish` needs beside the metrics' own state."""
@@ -110,14 +140,34 @@ class Steps:
             return self._strategy.run(self._only_step, args=(data,))
         return self._strategy.run(self._replica_step, args=(pieces.deal(self._strategy, data),))
 
-    def _finish(self, parts):
-        return self._finish_spread(parts) if self._is_spread else parts
+    def _keep(self, parts, kept):
+        """The parts in the place of the last step's, as an optional: before the first step nobody knows their shapes."""
+        if not self._parts:
+            return kept
+        return self._strategy.run(lambda parts: tf.raw_ops.OptionalFromValue(components=parts), args=(parts,))
+
+    def _kept_parts(self, kept):
+        """The last step's parts; where there was none, nothing looks at what this returns."""
+        if not self._parts:
+            return []
+        return tf.cond(
+            tf.raw_ops.OptionalHasValue(optional=kept),
+            lambda: tf.raw_ops.OptionalGetValue(
+                optional=kept, output_types=[p.dtype for p in self._parts], output_shapes=[p.shape for p in self._parts]
+            ),
+            lambda: [tf.zeros([size or 0 for size in p.shape], p.dtype) for p in self._parts],
+        )
+
+    def _finish(self, parts, seconds):
+        if not self._is_spread:
+            return self._logs(parts), seconds
+        found = self._strategy.run(self._make_global, args=(parts, seconds))
+        return tree.map_structure(lambda value: self._strategy.experimental_local_results(value)[0], found)
 
     def _only_step(self, data):
-        with _after(data), picks.picking(self._picks):
-            self._layout = logs = tree.map_structure(tf.convert_to_tensor, self._step(data))
-        self._parts = tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), logs)
-        return logs
+        with _after(data), picks.picking(self._picks), _recording(self._model) as results:
+            logs = tree.map_structure(tf.convert_to_tensor, self._step(data))
+        return self._part(logs, results, lambda leaf: leaf)
 
     def _replica_step(self, data):
         place = None
@@ -125,20 +175,47 @@ class Steps:
             data, *place = data
         local = pieces.rows_of(data)
         facts = replica.begin(local, place, jit=bool(self._model.jit_compile))
-        for metric in self._model.metrics:
-            _record_results(type(metric))
-        with replica.stepping(facts), replica.compiled(facts), _after(data), picks.picking(self._picks):
+        with (
+            replica.stepping(facts),
+            replica.compiled(facts),
+            _after(data),
+            picks.picking(self._picks),
+            _recording(self._model) as results,
+        ):
             logs = self._step(data) if replica.has_rows_for_sure() else self._step_with_a_row(data)
-            leaves = tree.flatten(logs)
-            sources = [facts.results.get(id(leaf), (None, None, None))[1:] for leaf in leaves]
-            parts = [
-                replica.by_share(tf.cast(leaf, tf.float32))
-                for leaf, (metric, _) in zip(leaves, sources, strict=True)
-                if metric is None
-            ]
+            return self._part(logs, results, lambda leaf: replica.by_share(tf.cast(leaf, tf.float32)))
+
+    def _part(self, logs, results: dict, value_of: Callable) -> list[tf.Tensor]:
+        """The values in the logs that are no results of metrics: those are read anew where they are needed."""
+        leaves = tree.flatten(logs)
+        sources = [results.get(id(leaf), (None, None, None))[1:] for leaf in leaves]
+        parts = [value_of(leaf) for leaf, (metric, _) in zip(leaves, sources, strict=True) if metric is None]
         self._layout = logs, sources
         self._parts = [tf.TensorSpec(part.shape, part.dtype) for part in parts]
         return parts
+
+    def _logs(self, parts, state=()):
+        """The logs, of the parts and of the metrics, whose state may stand for their variables'."""
+        logs, sources = self._layout
+        parts = iter(parts)
+        with backend.StatelessScope(state_mapping=state) if state else contextlib.nullcontext():
+            metrics = {id(metric): metric for metric, _ in sources if metric is not None}
+            read = {key: tree.flatten(metric.result()) for key, metric in metrics.items()}
+        values = [next(parts) if metric is None else read[id(metric)][at] for metric, at in sources]
+        return tree.pack_sequence_as(logs, [tf.convert_to_tensor(value) for value in values])
+
+    def _make_global(self, parts, seconds):
+        """One all-reduce: sums the metrics' state and reads them anew; sums the other entries' parts."""
+        metrics = list({id(metric): metric for metric, _ in self._layout[1] if metric is not None}.values())
+        variables = [v for metric in metrics for v in metric.variables]
+        mine = [_contribution(v) for v in variables] + list(parts)
+        if replica.spans_processes(self._strategy):
+            mine.append(seconds / replica.count())
+        summed = replica.all_reduce(mine)
+        state = [(v, tf.cast(value, v.dtype)) for v, value in zip(variables, summed, strict=False)]
+        if replica.spans_processes(self._strategy):
+            seconds = summed.pop()
+        return self._logs(summed[len(variables) :], state), seconds
 
     def _step_with_a_row(self, data):
         """Runs the step on one made-up row where this replica has none, and undoes what that does to the metrics.
@@ -155,22 +232,6 @@ class Steps:
                 variable.assign(tf.where(replica.has_rows(), variable.value, value))
         return logs
 
-    def _finish_spread(self, parts):
-        logs = self._strategy.run(self._make_global, args=(parts,))
-        return tree.map_structure(lambda value: self._strategy.experimental_local_results(value)[0], logs)
-
-    def _make_global(self, parts):
-        """One all-reduce: sums the metrics' state and reads them anew; sums the other entries' parts."""
-        logs, sources = self._layout
-        metrics = list({id(metric): metric for metric, _ in sources if metric is not None}.values())
-        variables = [v for metric in metrics for v in metric.variables]
-        summed = iter(replica.all_reduce([_contribution(v) for v in variables] + list(parts)))
-        state = [(v, tf.cast(next(summed), v.dtype)) for v in variables]
-        with backend.StatelessScope(state_mapping=state):
-            read = {id(metric): tree.flatten(metric.result()) for metric in metrics}
-        values = [next(summed) if metric is None else read[id(metric)][at] for metric, at in sources]
-        return tree.pack_sequence_as(logs, values)
-
     def _cut_for_replicas(self, data, *, with_places=True):
         """`train_on_batch`'s one batch in equal parts, in replica order, as a distributed dataset cuts its batches."""
 
@@ -185,13 +246,26 @@ class Steps:
 
 
 def run_many_steps_in_one_call() -> None:
-    """Gives models under replicas `Steps` as their train and test functions."""
+    """Gives models on one device, or under replicas, `Steps` as their train and test functions."""
 
     @wrap(keras_trainer.TensorFlowTrainer, "_make_function")
     def make_function(stock, self, step_function):
-        if not replica.is_spread(self.distribute_strategy):
-            return stock(self, step_function)
-        return Steps(self, step_function)
+        strategy = self._distribute_strategy
+        if strategy is None or isinstance(strategy, tf.distribute.OneDeviceStrategy) or replica.is_spread(strategy):
+            return Steps(self, step_function)
+        return stock(self, step_function)
+
+
+def read_results_once() -> None:
+    """Takes the metrics at the epoch's end from the last step's logs, which hold them: read anew they cost a reduction
+    over replicas each."""
+
+    @wrap(Trainer, "_get_metrics_result_or_logs")
+    def results_or_logs(stock, self, logs):
+        for steps in (self.train_function, self.test_function):
+            if isinstance(steps, Steps) and logs and logs is steps.logs and steps.are_logs_results:
+                return logs
+        return stock(self, logs)
 
 
 def compile_in_scope() -> None:
@@ -291,8 +365,19 @@ def _contribution(variable) -> tf.Tensor:
     return value * tf.cast(replica.context().replica_id_in_sync_group == 0, value.dtype)
 
 
+@contextlib.contextmanager
+def _recording(model):
+    """Notes which numbers are results of which metric: `id(tensor) -> (tensor, metric, position)`."""
+    for metric in model.metrics:
+        _record_results(type(metric))
+    before, _here.results = getattr(_here, "results", None), {}
+    try:
+        yield _here.results
+    finally:
+        _here.results = before
+
+
 def _record_results(cls: type) -> None:
-    """Lets a step know which numbers of its logs are results of which metric."""
     if "_records_results" in cls.__dict__:
         return
     cls._records_results = True
@@ -300,7 +385,7 @@ def _record_results(cls: type) -> None:
     @wrap(cls, "result")
     def result(stock, self):
         out = stock(self)
-        facts = replica.step()
-        if facts is not None:
-            facts.results.update({id(t): (t, self, at) for at, t in enumerate(tree.flatten(out))})
+        results = getattr(_here, "results", None)
+        if results is not None:
+            results.update({id(t): (t, self, at) for at, t in enumerate(tree.flatten(out))})
         return out

@@ -1,0 +1,233 @@
+"""`fit` and `evaluate` in blocks of steps: each block is one call of a compiled loop, and callbacks run between blocks.
+
+Keras goes back to Python after every batch unless `steps_per_execution` says otherwise, and on a small model that takes
+several times as long as the step. What shows the length of a block are the callbacks alone. So where
+`steps_per_execution` is 1, as by default, or "auto", and no callback looks at single batches, blocks grow to about a
+tenth of a second: long enough for speed, short enough for progress bars and Ctrl-C. The batches, the steps, and so the
+result are the same.
+"""
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+from keras.src import callbacks as keras_callbacks
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.trainer import Trainer
+
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes.seam import wrap
+
+MOST_STEPS = 1024
+BLOCK_S = 0.1
+
+_here = threading.local()
+
+
+class Pace:
+    """How many steps the next block has: 1, doubled until a block takes `BLOCK_S`."""
+
+    def __init__(self):
+        self.steps = 1
+
+    def note(self, done: int, seconds: float) -> None:
+        """Takes in how long a block of `done` steps took."""
+        if done == self.steps and seconds < BLOCK_S / 2:
+            self.steps = min(2 * self.steps, MOST_STEPS)
+
+
+@dataclass
+class Block:
+    """Steps that a compiled loop runs in one call.
+
+    Attributes:
+        iterator: where their batches come from.
+        count: how many steps.
+        is_sure: it is known that the data has as many batches.
+        begin: the epoch's number of the first step.
+        done: how many there was data for, once the block has run.
+    """
+
+    iterator: object
+    count: int
+    is_sure: bool = False
+    begin: int = 0
+    done: int | None = None
+
+    @property
+    def end(self) -> int:
+        """The epoch's number of the last step."""
+        return self.begin + self.count - 1
+
+    def after(self, steps: int) -> "Block":
+        """What is left of the block where its first batches are passed over."""
+        return Block(self.iterator, self.count - steps, self.is_sure, self.begin + steps)
+
+
+@dataclass
+class Run:
+    """What a running `fit` or `evaluate` asks of its blocks.
+
+    Attributes:
+        model: which model runs.
+        kind: "train" or "test".
+        every_batch: by kind, whether a callback looks at single batches.
+        steps: the length of all blocks, where somebody has asked for one.
+        block: the block that ran last.
+    """
+
+    model: object
+    kind: str
+    every_batch: dict[str, bool] = field(default_factory=dict)
+    steps: int | None = None
+    block: Block | None = None
+
+    def wanted(self) -> int | None:
+        """Steps of the next block; None where Keras is to decide, batch by batch."""
+        function = getattr(self.model, f"{self.kind}_function")
+        if not hasattr(function, "pace") or self.model.run_eagerly or self.model.steps_per_execution != 1:
+            return None
+        if self.steps is not None:
+            return self.steps
+        return 1 if self.every_batch[self.kind] else function.pace.steps
+
+
+def run_in_blocks() -> None:
+    """Lets the epoch's iterator hand out blocks of steps where it handed out single steps."""
+    _accept_auto()
+    _remember_what_runs()
+    _hand_out_blocks()
+    _number_last_steps()
+
+
+def current() -> Run | None:
+    """The `fit` or `evaluate` that this thread is in, or None."""
+    return getattr(_here, "run", None)
+
+
+@contextlib.contextmanager
+def steps_a_call(count: int | None):
+    """The blocks of every `fit` and `evaluate` inside have `count` steps; None leaves it to them."""
+    before, _here.steps = getattr(_here, "steps", None), count
+    try:
+        yield
+    finally:
+        _here.steps = before
+
+
+def needs_every_batch(callback, kind: str = "train") -> bool:
+    """Whether a callback looks at single batches, so that it must be called after each.
+
+    A callback of one's own that can do with blocks says so by an attribute `every_batch = False`.
+
+    Args:
+        callback: a Keras callback.
+        kind: "train", or "test" for `evaluate`.
+    """
+    if hasattr(callback, "every_batch"):
+        return callback.every_batch
+    if isinstance(callback, (keras_callbacks.History, keras_callbacks.ProgbarLogger)):
+        return False
+    for attribute in ("save_freq", "update_freq"):  # ModelCheckpoint, BackupAndRestore, TensorBoard
+        if hasattr(callback, attribute):
+            return getattr(callback, attribute) != "epoch" or bool(getattr(callback, "profile_batch", 0))
+    stock = keras_callbacks.Callback()
+    hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
+    hooks += ["on_batch_begin", "on_batch_end"] if kind == "train" else []
+    # By function, because LambdaCallback puts its hooks on the instance.
+    return any(_function(callback, hook) is not _function(stock, hook) for hook in hooks)
+
+
+def _function(callback, name: str):
+    hook = getattr(callback, name)
+    return getattr(hook, "__func__", hook)
+
+
+def _accept_auto() -> None:
+    @wrap(Trainer, "compile")
+    def compile_model(stock, self, *args, **kwargs):
+        arguments = inspect.signature(stock).bind(self, *args, **kwargs).arguments
+        steps = arguments.get("steps_per_execution", 1)
+        if steps == "auto":
+            arguments["steps_per_execution"] = 1  # what stock Keras can read in a saved model too
+        elif isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise InputError(f'`steps_per_execution` must be a whole number from 1, or "auto". Received: {steps!r}.')
+        arguments.pop("self")
+        return stock(self, **arguments)
+
+
+def _remember_what_runs() -> None:
+    for name, kind in (("fit", "train"), ("evaluate", "test"), ("predict", None)):
+
+        @wrap(keras_trainer.TensorFlowTrainer, name)
+        def method(stock, self, *args, kind=kind, **kwargs):
+            run = None
+            if kind is not None:
+                callbacks = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("callbacks")
+                run = Run(self, kind, _asked(self, callbacks), getattr(_here, "steps", None))
+            before, _here.run = current(), run
+            try:
+                return stock(self, *args, **kwargs)
+            finally:
+                _here.run = before
+
+
+def _asked(model, callbacks) -> dict[str, bool]:
+    outer = current()
+    if isinstance(callbacks, keras_callbacks.CallbackList):
+        if outer is not None and outer.model is model:
+            return outer.every_batch  # the validation of a `fit`, whose workers have agreed
+        callbacks = callbacks.callbacks
+    callbacks = tf.nest.flatten(callbacks) if callbacks else []
+    return {kind: any(needs_every_batch(c, kind) for c in callbacks) for kind in ("train", "test")}
+
+
+def _hand_out_blocks() -> None:
+    @wrap(keras_trainer.TFEpochIterator, "_enumerate_iterator")
+    def enumerate_iterator(stock, self):
+        run, steps = current(), stock(self)
+        if run is None or run.wanted() is None:
+            yield from steps
+            return
+        is_sure = _has_known_length(self)
+        for begin, _, iterator in steps:
+            count = min(run.wanted(), _left(self, begin))
+            for _ in range(count - 1):
+                next(steps)
+            block = run.block = Block(iterator, count, is_sure, begin)
+            yield begin, block.end, block
+
+    def _left(data, begin: int) -> float:
+        """Steps that Keras's own count still allows: beyond its last one it tells the data that the epoch has ended."""
+        limit = data.steps_per_epoch or data._num_batches
+        left = limit - begin if limit else float("inf")
+        return min(left, data._num_batches - data._steps_seen + 1) if data._num_batches else left
+
+    def _has_known_length(data) -> bool:
+        adapter = data.data_adapter
+        if isinstance(adapter, TFDatasetAdapter):
+            return int(adapter.get_tf_dataset().cardinality()) != tf.data.UNKNOWN_CARDINALITY
+        return isinstance(adapter, ArrayDataAdapter)
+
+
+def _number_last_steps() -> None:
+    """A block that the data's end cut short tells callbacks the number of its last step."""
+    for name in ("on_train_batch_end", "on_test_batch_end"):
+
+        @wrap(keras_callbacks.CallbackList, name)
+        def on_batch_end(stock, self, batch, logs=None):
+            run = current()
+            block = run.block if run is not None else None
+            if block is not None and block.done and batch == block.end:
+                batch = block.begin + block.done - 1
+            return stock(self, batch, logs)
+
+
+def single_batches(iterator) -> Iterator:
+    """The iterator of the batches themselves, whether Keras was handed a block or not."""
+    return iterator.iterator if isinstance(iterator, Block) else iterator
