@@ -121,7 +121,7 @@ class _Cutter:
                 return self._strategy.experimental_distribute_dataset(dataset)
         with_places = getattr(_here, "places", False)
         if _on_host(self._strategy):
-            # Kept with the data set, because a cut is traced anew each time that it is made: some 50 ms a call of `fit`.
+            # Kept with the data set: a cut is traced each time that it is made, which takes some 50 ms a call of `fit`.
             kept = vars(dataset).setdefault("_tfgpu_dealt", {})
             key = self._strategy, with_places
             if key not in kept:

@@ -141,7 +141,7 @@ class Steps:
         return self._strategy.run(self._replica_step, args=(pieces.deal(self._strategy, data),))
 
     def _keep(self, parts, kept):
-        """The parts in the place of the last step's, as an optional: before the first step nobody knows their shapes."""
+        """The parts in the place of the last step's; an optional: at first nobody knows their shapes."""
         if not self._parts:
             return kept
         return self._strategy.run(lambda parts: tf.raw_ops.OptionalFromValue(components=parts), args=(parts,))
