@@ -135,7 +135,7 @@ def needs_every_batch(callback, kind: str = "train") -> bool:
         return False
     for attribute in ("save_freq", "update_freq"):  # ModelCheckpoint, BackupAndRestore, TensorBoard
         if hasattr(callback, attribute):
-            return getattr(callback, attribute) != "epoch" or bool(getattr(callback, "profile_batch", 0))
+            return getattr(callback, attribute) != "epoch" or getattr(callback, "_should_trace", False)
     stock = keras_callbacks.Callback()
     hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
     hooks += ["on_batch_begin", "on_batch_end"] if kind == "train" else []
