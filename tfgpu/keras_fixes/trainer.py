@@ -37,6 +37,7 @@ class Steps:
     Attributes:
         pace: how long blocks are where nobody asked for a length.
         logs: what the last call returned.
+        logs_are_results: the logs are the results of the model's metrics, and nothing else: the steps are Keras's own.
     """
 
     def __init__(self, model, step_function: Callable):
@@ -50,6 +51,9 @@ class Steps:
         if model.jit_compile and not model.run_eagerly and not self._is_spread:
             step_function = tf.function(step_function, jit_compile=True, reduce_retracing=True)
         self._step = step_function
+        stock = keras_trainer.TensorFlowTrainer
+        names = "train_step", "test_step", "compute_metrics", "get_metrics_result"
+        self.logs_are_results = all(_function(getattr(model, name)) is getattr(stock, name) for name in names)
         self._on_data = self._compile(self._run_once)
         self._loops = {sure: self._compile(functools.partial(self._run_many, is_sure=sure)) for sure in (False, True)}
 
@@ -90,14 +94,6 @@ class Steps:
             self.pace.note(*self._before)
         self.logs = logs
         return logs
-
-    @property
-    def are_logs_results(self) -> bool:
-        """Whether the logs are the results of all the model's metrics, and nothing else."""
-        cls, stock = type(self._model), keras_trainer.TensorFlowTrainer
-        names = "train_step", "test_step", "compute_metrics", "get_metrics_result"
-        is_stock = all(getattr(cls, name) is getattr(stock, name) for name in names)
-        return is_stock and all(metric is not None for metric, _ in self._layout[1])
 
     def _compile(self, function: Callable) -> Callable:
         function = tf.autograph.experimental.do_not_convert(function)
@@ -165,7 +161,7 @@ class Steps:
         return tree.map_structure(lambda value: self._strategy.experimental_local_results(value)[0], found)
 
     def _only_step(self, data):
-        with _after(data), picks.picking(self._picks), _recording(self._model) as results:
+        with _after(data), picks.picking(self._picks), _recording(self._model, self.logs_are_results) as results:
             logs = tree.map_structure(tf.convert_to_tensor, self._step(data))
         return self._part(logs, results, lambda leaf: leaf)
 
@@ -180,7 +176,7 @@ class Steps:
             replica.compiled(facts),
             _after(data),
             picks.picking(self._picks),
-            _recording(self._model) as results,
+            _recording(self._model, self.logs_are_results) as results,
         ):
             logs = self._step(data) if replica.has_rows_for_sure() else self._step_with_a_row(data)
             return self._part(logs, results, lambda leaf: replica.by_share(tf.cast(leaf, tf.float32)))
@@ -199,6 +195,8 @@ class Steps:
         logs, sources = self._layout
         parts = iter(parts)
         with backend.StatelessScope(state_mapping=state) if state else contextlib.nullcontext():
+            if self.logs_are_results:
+                return tree.map_structure(tf.convert_to_tensor, self._model.get_metrics_result())
             metrics = {id(metric): metric for metric, _ in sources if metric is not None}
             read = {key: tree.flatten(metric.result()) for key, metric in metrics.items()}
         values = [next(parts) if metric is None else read[id(metric)][at] for metric, at in sources]
@@ -206,7 +204,8 @@ class Steps:
 
     def _make_global(self, parts, seconds):
         """One all-reduce: sums the metrics' state and reads them anew; sums the other entries' parts."""
-        metrics = list({id(metric): metric for metric, _ in self._layout[1] if metric is not None}.values())
+        metrics = {id(metric): metric for metric, _ in self._layout[1] if metric is not None}.values()
+        metrics = self._model.metrics if self.logs_are_results else metrics
         variables = [v for metric in metrics for v in metric.variables]
         mine = [_contribution(v) for v in variables] + list(parts)
         if replica.spans_processes(self._strategy):
@@ -257,13 +256,16 @@ def run_many_steps_in_one_call() -> None:
 
 
 def read_results_once() -> None:
-    """Takes the metrics at the epoch's end from the last step's logs, which hold them: read anew they cost a reduction
-    over replicas each."""
+    """Reads the metrics once a block of steps, and not again at the epoch's end, where each costs a reduction."""
+
+    @wrap(Trainer, "get_metrics_result")
+    def metrics_result(stock, self):
+        return {} if getattr(_here, "unread", None) is self else stock(self)
 
     @wrap(Trainer, "_get_metrics_result_or_logs")
     def results_or_logs(stock, self, logs):
         for steps in (self.train_function, self.test_function):
-            if isinstance(steps, Steps) and logs and logs is steps.logs and steps.are_logs_results:
+            if isinstance(steps, Steps) and logs and logs is steps.logs and steps.logs_are_results:
                 return logs
         return stock(self, logs)
 
@@ -342,6 +344,11 @@ def _stand_in_to_predict(cls: type) -> None:
         return tf.nest.pack_sequence_as(found, kept)
 
 
+def _function(method):
+    """The function of a method; None where someone put something else in its place."""
+    return getattr(method, "__func__", None)
+
+
 def _after(data):
     """Lets nothing of a step run before its data is there: where that ends, `iterations` must not count one more."""
     return tf.control_dependencies([t for t in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(t)])
@@ -366,15 +373,19 @@ def _contribution(variable) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def _recording(model):
-    """Notes which numbers are results of which metric: `id(tensor) -> (tensor, metric, position)`."""
-    for metric in model.metrics:
+def _recording(model, are_results: bool):
+    """Notes which numbers are results of which metric: `id(tensor) -> (tensor, metric, position)`.
+
+    Where all the logs are results (`are_results`) the step need not read any: they are read when the block has ended.
+    """
+    for metric in () if are_results else model.metrics:
         _record_results(type(metric))
-    before, _here.results = getattr(_here, "results", None), {}
+    before = getattr(_here, "results", None), getattr(_here, "unread", None)
+    _here.results, _here.unread = {}, model if are_results else None
     try:
         yield _here.results
     finally:
-        _here.results = before
+        _here.results, _here.unread = before
 
 
 def _record_results(cls: type) -> None:
