@@ -2,6 +2,7 @@
 
 from tfgpu.keras_fixes import (
     accumulation,
+    attributes,
     blocks,
     collectives,
     coupled,
@@ -43,6 +44,13 @@ FIXES = (
         losses.keep_losses_local,
     ),
     Fix(
+        "own-means",
+        "tf.nn.compute_average_loss in a train_step divides by the replicas, which the step does too",
+        "",
+        probes.average_loss_counts_replicas,
+        losses.keep_own_means_local,
+    ),
+    Fix(
         "global-divisors",
         "masks and weighted means are divided by each replica's own count",
         "",
@@ -62,6 +70,13 @@ FIXES = (
         "",
         probes.dice_differs,
         coupled.mix_rows_of_all_replicas,
+    ),
+    Fix(
+        "own-attributes",
+        "a tensor that a layer keeps, and `Layer.losses`, are another replica's after any collective",
+        "",
+        probes.attributes_are_shared,
+        attributes.keep_attributes_apart,
     ),
     Fix(
         "variables-once",

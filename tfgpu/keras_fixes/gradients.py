@@ -13,6 +13,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
+from tfgpu.errors import InputError
 from tfgpu.keras_fixes import accumulation, replica, sums
 from tfgpu.keras_fixes.seam import wrap
 
@@ -56,26 +57,83 @@ def meet_before_applying() -> None:
         loss = replica.by_share(loss) if facts.loss_is_weighed else loss / replica.count(loss.dtype)
         return stock(self, loss)
 
+    @wrap(tf.GradientTape, "gradient")
+    def gradient(stock, self, target, sources, *args, **kwargs):
+        facts = replica.step()
+        is_vector = facts is not None and tf.is_tensor(target) and _is_sum(facts, target)
+        if is_vector and any(isinstance(source, backend.Variable) for source in tf.nest.flatten(sources)):
+            facts.loss_is_sum = True  # until it is applied
+        return stock(self, target, sources, *args, **kwargs)
+
+    @wrap(BaseOptimizer, "__init__")
+    def init(stock, self, *args, **kwargs):
+        for cls in type(self).__mro__:  # one that changes the gradients first must see the sum
+            if not cls.__module__.startswith("keras.") and issubclass(cls, BaseOptimizer):
+                _meet_before(cls)
+        stock(self, *args, **kwargs)
+
     for owner in (BaseOptimizer, LossScaleOptimizer):
+        _meet_before(owner)
+
+
+def _meet_before(owner: type) -> None:
+    """Lets the class's own `apply` and `apply_gradients` see gradients that have met."""
+    if "_meets_before" in vars(owner):
+        return
+    owner._meets_before = True
+    if "apply" in vars(owner):
 
         @wrap(owner, "apply")
         def apply(stock, self, grads, trainable_variables=None):
             if replica.context() is None or replica.have_met():
                 return stock(self, grads, trainable_variables)
-            inner = getattr(self, "inner_optimizer", self)
-            _count_on_every_replica(self)
-            _count_on_every_replica(inner)
-            grads, found = list(grads), _found(inner, grads, trainable_variables)
-            summed = [None if at in found else gradient for at, gradient in enumerate(grads)]
-            parts = _weigh(summed, isinstance(self, LossScaleOptimizer))
-            if inner.gradient_accumulation_steps and len(parts) > 0:
-                met = accumulation.meet_at_update(self, inner, parts, trainable_variables)
-            else:
-                met = replica.all_reduce(parts)
-            for at, most in zip(found, sums.most([grads[at] for at in found]), strict=True):
-                met[at] = most
+            met = _meet(self, list(grads), trainable_variables)
             with replica.gradients_met():
                 return stock(self, met, trainable_variables)
+
+    if "apply_gradients" in vars(owner) and owner is not BaseOptimizer:
+
+        @wrap(owner, "apply_gradients")
+        def apply_gradients(stock, self, grads_and_vars, *args, **kwargs):
+            if replica.context() is None or replica.have_met():
+                return stock(self, grads_and_vars, *args, **kwargs)
+            grads, variables = map(list, zip(*grads_and_vars, strict=True))
+            met = _meet(self, grads, variables)
+            with replica.gradients_met():
+                return stock(self, list(zip(met, variables, strict=True)), *args, **kwargs)
+
+
+def _meet(optimizer, grads: list, variables) -> list:
+    """The gradients as one device has them.
+
+    Raises:
+        InputError: a variable is no replica's: it was made outside the strategy's scope.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    _check_made_inside(inner._trainable_variables if variables is None else variables)
+    _count_on_every_replica(optimizer)
+    _count_on_every_replica(inner)
+    found = _found(inner, grads, variables)
+    summed = [None if at in found else gradient for at, gradient in enumerate(grads)]
+    parts = _weigh(summed, isinstance(optimizer, LossScaleOptimizer))
+    if replica.step() is not None:
+        replica.step().loss_is_sum = False
+    if inner.gradient_accumulation_steps and len(parts) > 0:
+        met = accumulation.meet_at_update(optimizer, inner, parts, variables)
+    else:
+        met = replica.all_reduce(parts)
+    for at, most in zip(found, sums.most([grads[at] for at in found]), strict=True):
+        met[at] = most
+    return met
+
+
+def _check_made_inside(variables) -> None:
+    for variable in variables:
+        if isinstance(variable, backend.Variable) and not isinstance(variable._value, tf.distribute.DistributedValues):
+            raise InputError(
+                f"The variable {variable.path!r} was made outside `strategy.scope()`: all replicas would update one "
+                "copy. Make its layer inside the scope, or set `trainable = False` before you compile."
+            )
 
 
 def apply_on_every_replica() -> None:

@@ -25,6 +25,26 @@ def keep_losses_local() -> None:
             return stock(value) if replica.step() is None else value
 
 
+def keep_own_means_local() -> None:
+    """TensorFlow's helpers for hand-written loops count the replicas in, because such a loop's gradients are summed; in
+    a `train_step`, whose gradients are averaged, they mean what they mean on one device.
+    """
+
+    @wrap(tf.nn, "compute_average_loss")
+    def compute_average_loss(stock, per_example_loss, sample_weight=None, global_batch_size=None):
+        loss = stock(per_example_loss, sample_weight, global_batch_size)
+        if replica.step() is None:
+            return loss
+        if global_batch_size is None:
+            return loss * replica.count(loss.dtype)
+        return tf.math.divide_no_nan(loss, tf.cast(replica.share(), loss.dtype))
+
+    @wrap(tf.nn, "scale_regularization_loss")
+    def scale_regularization_loss(stock, regularization_loss):
+        loss = stock(regularization_loss)
+        return loss if replica.step() is None else loss * replica.count(loss.dtype)
+
+
 def make_divisors_global() -> None:
     """Counts the valid positions of masks, and sums the weights of weighted means, over all replicas."""
 

@@ -24,12 +24,14 @@ class Piece(NamedTuple):
     """What one replica gets of a batch.
 
     Attributes:
-        data: its rows, in the batch's structure.
+        data: its rows, in the batch's structure; where it has none, the batch's first row stands in.
+        local: how many rows are its own, int32 scalar.
         offset: rows of the batch before its own, int32 scalar; 0 where it has none.
         total: rows of the whole batch, int32 scalar.
     """
 
     data: object
+    local: tf.Tensor
     offset: tf.Tensor
     total: tf.Tensor
 
@@ -49,11 +51,11 @@ def cut_evenly() -> None:
         self._distribute_strategy = distribute_strategy
 
     # An epoch iterator that someone else makes gives the rows alone, as it does in stock Keras.
-    for name, wanted in (("fit", True), ("evaluate", True), ("predict", False)):
+    for name in ("fit", "evaluate", "predict"):
 
         @wrap(keras_trainer.TensorFlowTrainer, name)
-        def method(stock, self, *args, wanted=wanted, **kwargs):
-            with places(wanted):
+        def method(stock, self, *args, name=name, **kwargs):
+            with places(name != "predict" or not self.jit_compile):  # XLA cannot drop a row that stands in
                 return stock(self, *args, **kwargs)
 
 
@@ -67,15 +69,16 @@ def places(wanted: bool):
         _here.places = before
 
 
-def piece_of_batch(batch, at, count: int) -> Piece:
+def piece_of_batch(batch, at, count: int, *, stand_in: bool = True) -> Piece:
     """Piece number `at` of `count` of a batch: any structure of tensors, ragged and sparse ones too.
 
-    A scalar, and a batch of nothing but scalars, goes whole to each.
+    A scalar, and a batch of nothing but scalars, goes whole to each. A piece without rows holds the batch's first one,
+    which the step can bear as it bears any other; without `stand_in` it holds none.
     """
     values = [v for v in tf.nest.flatten(batch) if v is not None]
     batched = [v for v in values if v.shape.rank != 0]
     if not batched:
-        return Piece(batch, tf.cast(at, tf.int32), tf.constant(count))
+        return Piece(batch, tf.constant(1), tf.cast(at, tf.int32), tf.constant(count))
     static = {v.shape[0] for v in batched} - {None}
     if len(static) > 1:
         raise ValueError(f"The parts of a batch must have equally many rows. Received: {sorted(static)} rows.")
@@ -86,12 +89,15 @@ def piece_of_batch(batch, at, count: int) -> Piece:
             total = tf.identity(total)
     elif total % count == 0:  # every piece has the same shape, which spares the step its care for empty ones
         rows, at = total // count, tf.cast(at, tf.int32)
-        return Piece(tf.nest.map_structure(lambda v: _part(v, at * rows, rows), batch), at * rows, tf.constant(total))
+        data = tf.nest.map_structure(lambda v: _part(v, at * rows, rows), batch)
+        return Piece(data, tf.constant(rows), at * rows, tf.constant(total))
     at = tf.cast(at, tf.int32)
     rows, left = total // count, total % count
     start, rows = at * rows + tf.minimum(at, left), rows + tf.cast(at < left, tf.int32)
-    data = tf.nest.map_structure(lambda v: _part(v, start, rows), batch)
-    return Piece(data, tf.where(rows > 0, start, 0), tf.convert_to_tensor(total))
+    offset = tf.where(rows > 0, start, 0)
+    held = tf.minimum(tf.maximum(rows, 1), total) if stand_in else rows
+    data = tf.nest.map_structure(lambda v: _part(v, offset if stand_in else start, held), batch)
+    return Piece(data, rows, offset, tf.convert_to_tensor(total))
 
 
 def rows_of(data) -> tf.Tensor:
@@ -198,8 +204,8 @@ def _cut(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, with_places
 
     @tf.autograph.experimental.do_not_convert
     def cut(*batch):
-        batch = batch if isinstance(dataset.element_spec, tuple) else batch[0]
-        pieces = [piece_of_batch(batch, at, count) for at in places]
+        batch = batch if type(dataset.element_spec) is tuple else batch[0]  # as tf.data asks: no namedtuple
+        pieces = [piece_of_batch(batch, at, count, stand_in=with_places) for at in places]
         return Hand(tuple(piece if with_places else piece.data for piece in pieces))
 
     return cut

@@ -143,6 +143,26 @@ def uneven_first_batch_fails() -> bool:
     return _differs(is_built=False)
 
 
+def attributes_are_shared() -> bool:
+    """Whether a replica finds another one's tensor in a layer's attribute after they have met."""
+    strategy, layer = _mirrored(), keras.layers.Layer()
+
+    def step():
+        ctx = tf.distribute.get_replica_context()
+        mine = layer.kept = tf.cast(ctx.replica_id_in_sync_group, tf.float32)
+        ctx.all_reduce("SUM", mine)
+        return layer.kept - mine
+
+    return any(value.numpy() != 0 for value in strategy.experimental_local_results(strategy.run(step)))
+
+
+def average_loss_counts_replicas() -> bool:
+    """Whether `tf.nn.compute_average_loss` of one row on each of two replicas is half of that row's loss."""
+    strategy = _mirrored()
+    found = strategy.run(lambda: tf.nn.compute_average_loss([1.0]))
+    return strategy.experimental_local_results(found)[0].numpy() == 0.5
+
+
 def lazy_model_fails() -> bool:
     """Whether a hand-written step cannot build its model and optimizer under two replicas."""
     strategy = _mirrored()

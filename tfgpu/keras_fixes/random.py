@@ -51,7 +51,7 @@ from tensorflow.python.distribute.values import PerReplica
 from tensorflow.python.framework import tensor_util
 from tensorflow.python.ops import control_flow_util
 
-from tfgpu.keras_fixes import picks, pieces, replica
+from tfgpu.keras_fixes import picks, pieces, replica, sums
 from tfgpu.keras_fixes.origins import CONSTANTS, DATA, WEIGHTS, origin_of
 from tfgpu.keras_fixes.seam import wrap
 
@@ -185,7 +185,8 @@ def _wrap_run() -> None:
     @wrap(tf.distribute.Strategy, "run")
     def run(stock, self, fn, args=(), kwargs=None, options=None):
         given = tf.nest.flatten((args, kwargs or {}))
-        if not replica.is_spread(self) or not any(isinstance(v, PerReplica) for v in given):
+        is_distributed = [isinstance(v, PerReplica) for v in given]
+        if not replica.is_spread(self) or not any(is_distributed):
             return stock(self, fn, args, kwargs, options)
         # As `run` does; afterwards autograph has nothing left to convert.
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
@@ -193,7 +194,8 @@ def _wrap_run() -> None:
 
         @tf.autograph.experimental.do_not_convert
         def with_rows(*args, **kwargs):
-            with replica.holding(pieces.rows_of((args, kwargs))), picks.picking(made):
+            held = [v for v, is_own in zip(tf.nest.flatten((args, kwargs)), is_distributed, strict=True) if is_own]
+            with replica.holding(pieces.rows_of(held)), picks.picking(made):
                 return fn(*args, **kwargs)
 
         return stock(self, with_rows, args, kwargs, options)
@@ -306,10 +308,9 @@ def _wrap_shuffle() -> None:
         part = find_part(tf.shape(x)) if axis in (0, -x.shape.rank) else None
         if part is None:
             return stock(x, axis, seed)
-        # A row may go to any replica, so all rows must come together.
-        whole = replica.context().all_gather(x, axis=0)
-        mine = stock(whole, axis, seed)[part.start : part.start + part.local]
-        return tf.ensure_shape(mine, x.shape)
+        # A row may go to any replica, so all rows must come together. The order is drawn for places: whole numbers.
+        order = stock(tf.range(part.total), 0, seed)
+        return tf.ensure_shape(sums.own_rows(tf.gather(sums.all_rows(x), order), x), x.shape)
 
 
 def same_on_all_replicas():

@@ -41,6 +41,7 @@ class Step:
         jit: the step is compiled by XLA (collectives then stay outside).
         loss_is_weighed: the loss under the tape is multiplied by the share, so the gradients must not be.
         loss_is_sum: the loss is a vector, whose gradient is a sum over rows: it needs no share.
+        varies: a collective has another shape in another step.
     """
 
     rows: Rows
@@ -48,6 +49,7 @@ class Step:
     jit: bool = False
     loss_is_weighed: bool = False
     loss_is_sum: bool = False
+    varies: bool = False
 
 
 def is_spread(strategy: tf.distribute.Strategy) -> bool:
@@ -112,7 +114,7 @@ class Held:
 def holding(local: tf.Tensor):
     """For the length of the block this replica, outside a step, holds `local` rows of somebody's batch."""
     before = getattr(_here, "held", None)
-    _here.held = Held(local, _main_graph())
+    _here.held = Held(local, None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
     try:
         yield
     finally:
@@ -122,11 +124,11 @@ def holding(local: tf.Tensor):
 def rows_to_draw() -> Rows | None:
     """Where this replica's rows lie for a random draw: the step's, else the rows that `strategy.run` was given.
 
-    In a hand-written loop the replicas tell each other at the first draw, outside of any condition or loop around it. A
-    tf.function that is called within a replica cannot ask, and gets None.
+    In a hand-written loop the replicas tell each other at the first draw, in the graph in which they began, outside of
+    any condition or loop within. A tf.function that is called within a replica cannot ask, and gets None.
     """
     held = getattr(_here, "held", None)
-    if step() is not None or held is None or context() is None or _main_graph() is not held.graph:
+    if step() is not None or held is None or context() is None or not _is_within(held.graph):
         return rows()
     if held.rows is None:
         with contextlib.nullcontext() if held.graph is None else held.graph.as_default():
@@ -134,14 +136,14 @@ def rows_to_draw() -> Rows | None:
     return held.rows
 
 
-def _main_graph() -> tf.Graph | None:
-    """The function graph that is being made, seen from inside its conditions and loops too; None where eager."""
+def _is_within(graph: tf.Graph | None) -> bool:
+    """Whether what is made now is made in `graph`, or in a condition or loop within it; None where eager."""
     if tf.executing_eagerly():
-        return None
-    graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "is_control_flow_graph", False):
-        graph = graph.outer_graph
-    return graph
+        return graph is None
+    found = tf.compat.v1.get_default_graph()
+    while found is not None and found is not graph and getattr(found, "is_control_flow_graph", False):
+        found = found.outer_graph
+    return found is graph
 
 
 def share() -> tf.Tensor | None:
@@ -225,6 +227,9 @@ def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
 def all_reduce(values: list) -> list:
     """Sums tensors or IndexedSlices over all replicas, kept out of XLA's clusters; None stays None."""
     summed = [None] * len(values)
+    if step() is not None:
+        parts = [v.values if isinstance(v, tf.IndexedSlices) else v for v in values if v is not None]
+        step().varies |= not all(part.shape.is_fully_defined() for part in parts)
     with uncompiled():
         for dtype in dict.fromkeys(value.dtype for value in values if value is not None):  # one kind makes one pack
             places = [at for at, value in enumerate(values) if value is not None and value.dtype == dtype]

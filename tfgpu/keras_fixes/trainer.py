@@ -18,7 +18,7 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.trainers.trainer import Trainer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import blocks, layers, picks, pieces, replica
+from tfgpu.keras_fixes import attributes, blocks, layers, picks, pieces, replica
 from tfgpu.keras_fixes.seam import wrap
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,9 @@ class Steps:
         self._strategy = model.distribute_strategy
         self._is_spread = replica.is_spread(self._strategy)
         self.pace = blocks.Pace()
-        self.logs = None
+        self.logs = self._layout = None
+        # TensorFlow keeps a collective's shape for the length of a call: one that varies allows one step a call.
+        self._varies = False
         self._before = 0, 0.0  # steps and seconds of the last block
         step_function = model._autoconvert_optionals(step_function)
         if model.jit_compile and not model.run_eagerly and not self._is_spread:
@@ -79,21 +81,31 @@ class Steps:
         return logs
 
     def _run_block(self, block: blocks.Block) -> dict:
-        iterator = getattr(block.iterator, "source", block.iterator)
-        is_sure = block.is_sure and isinstance(iterator, tf.data.Iterator)
-        steps, seconds = self._before
-        began = time.perf_counter()
-        done, logs, seconds = self._loops[is_sure](iterator, tf.constant(block.count), tf.constant(seconds, tf.float32))
-        block.done = block.count if is_sure else int(done)
+        block.done, began, (steps, seconds) = 0, time.perf_counter(), self._before
+        while block.done < block.count:
+            # The first step tells whether many can be run in one call.
+            count = block.count - block.done if self._layout is not None and not self._varies else 1
+            done, logs, agreed = self._call_loop(block, count, seconds)
+            block.done += done
+            if done:
+                self.logs = logs
+            if done < count:
+                break
         if block.done == 0:
             raise tf.errors.OutOfRangeError(None, None, "The data has ended.")
         self._before = block.done, time.perf_counter() - began
         if replica.spans_processes(self._strategy):
-            self.pace.note(steps, float(seconds))
+            self.pace.note(steps, float(agreed))
         else:
             self.pace.note(*self._before)
-        self.logs = logs
-        return logs
+        return self.logs
+
+    def _call_loop(self, block: blocks.Block, count: int, seconds: float) -> tuple[int, dict, tf.Tensor]:
+        iterator = getattr(block.iterator, "source", block.iterator)
+        is_sure = block.is_sure and isinstance(iterator, tf.data.Iterator)
+        loop = self._loops[is_sure]
+        done, logs, agreed = loop(iterator, tf.constant(count), tf.constant(seconds, tf.float32))
+        return count if is_sure else int(done), logs, agreed
 
     def _compile(self, function: Callable) -> Callable:
         function = tf.autograph.experimental.do_not_convert(function)
@@ -166,19 +178,22 @@ class Steps:
         return self._part(logs, results, lambda leaf: leaf)
 
     def _replica_step(self, data):
-        place = None
         if isinstance(data, pieces.Piece):
-            data, *place = data
-        local = pieces.rows_of(data)
+            data, local, *place = data
+        else:
+            local, place = pieces.rows_of(data), None
+            data = data if tf.get_static_value(local) else tree.map_structure(layers.with_a_row, data)
         facts = replica.begin(local, place, jit=bool(self._model.jit_compile))
         with (
+            attributes.of_model(self._model),
             replica.stepping(facts),
             replica.compiled(facts),
             _after(data),
             picks.picking(self._picks),
             _recording(self._model, self.logs_are_results) as results,
         ):
-            logs = self._step(data) if replica.has_rows_for_sure() else self._step_with_a_row(data)
+            logs = self._step(data) if replica.has_rows_for_sure() else self._step_on_a_stand_in(data)
+            self._varies |= facts.varies
             return self._part(logs, results, lambda leaf: replica.by_share(tf.cast(leaf, tf.float32)))
 
     def _part(self, logs, results: dict, value_of: Callable) -> list[tf.Tensor]:
@@ -216,15 +231,14 @@ class Steps:
             seconds = summed.pop()
         return self._logs(summed[len(variables) :], state), seconds
 
-    def _step_with_a_row(self, data):
-        """Runs the step on one made-up row where this replica has none, and undoes what that does to the metrics.
+    def _step_on_a_stand_in(self, data):
+        """Runs the step, and undoes what that does to the metrics where this replica has only a row that stands in.
 
         An empty batch is a mean of nothing, and oneDNN ends the process at an empty pooling gradient.
         """
         variables = [v for metric in self._model.metrics for v in metric.variables]
         with replica.uncompiled():
             before = [tf.identity(v.value) for v in variables]
-            data = tree.map_structure(layers.with_a_row, data)
         logs = self._step(data)
         with replica.uncompiled():
             for variable, value in zip(variables, before, strict=True):
@@ -238,7 +252,7 @@ class Steps:
 
         def part(ctx):
             at = replica.piece_of(self._strategy, ctx.replica_id_in_sync_group)
-            piece = pieces.piece_of_batch(batch, at, ctx.num_replicas_in_sync)
+            piece = pieces.piece_of_batch(batch, at, ctx.num_replicas_in_sync, stand_in=with_places)
             return piece if with_places else piece.data
 
         return self._strategy.experimental_distribute_values_from_function(part)
@@ -313,7 +327,8 @@ def split_batches_to_predict() -> None:
     def predict_on_batch(stock, self, x):
         if not replica.is_spread(self.distribute_strategy):
             return stock(self, x)
-        return stock(self, Steps(self, self.predict_step)._cut_for_replicas(x, with_places=False))
+        cut = Steps(self, self.predict_step)._cut_for_replicas
+        return stock(self, cut(x, with_places=not self.jit_compile))
 
 
     _stand_in_to_predict(keras_trainer.TensorFlowTrainer)
@@ -334,12 +349,17 @@ def _stand_in_to_predict(cls: type) -> None:
 
     @wrap(cls, "predict_step")
     def predict_step(stock, self, data):
-        if replica.context() is None or self.jit_compile:
+        if type(data) is tuple and len(data) == 1 and isinstance(data[0], pieces.Piece):
+            local, data = data[0].local, (data[0].data,)  # of `predict_on_batch`
+        elif isinstance(data, pieces.Piece):
+            local, data = data.local, data.data
+        elif replica.context() is None or self.jit_compile:
             return stock(self, data)
-        local = pieces.rows_of(data)
+        else:
+            local, data = pieces.rows_of(data), tf.nest.map_structure(layers.with_a_row, data)
+        found = stock(self, data)
         if tf.get_static_value(local):
-            return stock(self, data)
-        found = stock(self, tf.nest.map_structure(layers.with_a_row, data))
+            return found
         kept = [v[: tf.where(local > 0, tf.shape(v)[0], 0)] if v.shape.rank else v for v in tf.nest.flatten(found)]
         return tf.nest.pack_sequence_as(found, kept)
 
@@ -355,7 +375,7 @@ def _after(data):
 
 
 def _one_replica(spec):
-    if isinstance(spec, tf.OptionalSpec):
+    if isinstance(spec, (tf.OptionalSpec, tf.NoneTensorSpec)):
         return None
     return spec._value_specs[0] if hasattr(spec, "_value_specs") else spec
 
@@ -394,9 +414,9 @@ def _record_results(cls: type) -> None:
     cls._records_results = True
 
     @wrap(cls, "result")
-    def result(stock, self):
-        out = stock(self)
+    def result(stock, self, *args, **kwargs):
+        out = stock(self, *args, **kwargs)
         results = getattr(_here, "results", None)
-        if results is not None:
+        if results is not None and not args and not kwargs:
             results.update({id(t): (t, self, at) for at, t in enumerate(tree.flatten(out))})
         return out
