@@ -26,13 +26,33 @@ with strategy.scope():
 arrays = model.fit(rows, rows, batch_size=8, epochs=6, verbose=0).history
 dataset = tf.data.Dataset.from_tensor_slices((rows, rows)).shuffle(23).batch(8)
 shuffled = model.fit(dataset, epochs=6, verbose=0).history
-print(json.dumps({"arrays": [arrays["most"], arrays["order"]], "dataset": [shuffled["most"], shuffled["order"]]}))
+
+class Own(keras.utils.PyDataset):
+    def __init__(self):
+        super().__init__()
+        self.order = np.random.permutation(23)
+    def __len__(self):
+        return 3
+    def __getitem__(self, i):
+        at = self.order[8 * i : 8 * i + 8]
+        return rows[at], rows[at]
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+
+own = model.fit(Own(), epochs=3, verbose=0).history
+assert own["most"] == [0.0] * 3, own
+noise = strategy.run(lambda: tf.random.normal([]))
+print(json.dumps({
+    "arrays": [arrays["most"], arrays["order"]], "dataset": [shuffled["most"], shuffled["order"]],
+    "noise": float(strategy.experimental_local_results(noise)[0]),
+}))
 """
 
 
 @pytest.mark.processes
 def test_every_example_once_in_an_order_that_changes(together):
     found = together(SCRIPT, {"worker": 2})
+    assert found["worker0"].pop("noise") != found["worker1"].pop("noise")
     for most, order in (*found["worker0"].values(), *found["worker1"].values()):
         assert most == [0.0] * 6  # no example was seen twice or never
         assert len(set(order)) > 1

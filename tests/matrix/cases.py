@@ -791,6 +791,11 @@ def of_own():
     def scaled():
         return O.LossScaleOptimizer(O.SGD(0.02), initial_scale=64.0)
 
+    def regularized():
+        words = L.Embedding(20, 4, mask_zero=True)
+        cell = L.LSTM(4, return_sequences=True, activity_regularizer="l2")
+        return keras.Sequential([keras.Input((7,), dtype="int32"), words, cell, L.Dense(3)])
+
     return group(
         "code of one's own",
         Case("weight-dropout", model=kit.dense(own_code.DropConnect), **uneven),
@@ -803,6 +808,15 @@ def of_own():
         Case("own-layout", model=paired, data=own_code.paired, **silent),
         Case("own-predict-step", model=own_code.pictures_to_predict, data=kit.images, rows=33),
         Case("layer-metrics", model=kit.dense(own_code.Totals), **uneven),
+        *ragged(Case("kept-tensors", model=own_code.Keeps), rows=33),
+        Case("kept-losses", model=kit.dense(L.BatchNormalization, activity_regularizer="l2"), **uneven),
+        Case("kept-losses-masked", model=regularized, data=kit.tagged, rows=37),
+        Case("vector-loss-unscaled", **{**vector, "model": kit.wired(train_step=own_code.unscaled_vector_step)}),
+        Case("average-loss-own-step", model=kit.wired(train_step=own_code.average_step), **silent),
+        Case("own-optimizer", optimizer=lambda: own_code.ByNorm(0.02), **uneven),
+        Case("rows-that-stand-in", model=own_code.looked_up, data=own_code.known_words, rows=33),
+        Case("rows-of-an-embedding-in-blocks", model=own_code.looked_up, data=own_code.known_words, rows=69, batch=4),
+        Case("shuffled-rows", model=kit.dense(own_code.Shuffled), **uneven),
         Case("float8", model=own_code.float8, rows=37),
         Case("float8-accumulate", model=own_code.float8, optimizer=lambda: O.SGD(0.2, **accumulate), rows=32),
     )

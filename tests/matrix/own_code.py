@@ -122,3 +122,91 @@ def pictures_to_predict():
         predict_step = own_prediction
 
     return Own()
+
+
+class Penalty(L.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+class Keeps(keras.Model):
+    """Keeps tensors for its loss and for later layers, with collectives in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second, self.last = L.Dense(5), L.BatchNormalization(), L.Dense(5), L.Dense(3)
+        self.late, self.penalty, self.skips = L.BatchNormalization(), Penalty(), {}
+
+    def call(self, x, training=False):
+        self.code, self.order = self.first(x), []
+        self.skips["first"] = self.norm(self.penalty(self.code), training=training)
+        self.order.append(self.skips["first"])
+        x = self.late(self.second(self.skips["first"]), training=training)
+        self.order.append(x)
+        return self.last(keras.ops.concatenate([*self.order, self.skips["first"]], -1))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss + 0.3 * keras.ops.mean(keras.ops.square(self.code))
+
+
+def unscaled_vector_step(self, data):
+    """`tape.gradient` of a vector, as it stands in many a tutorial."""
+    x, y = data
+    with tf.GradientTape() as tape:
+        losses = keras.losses.sparse_categorical_crossentropy(y, self(x, training=True), from_logits=True)
+    self.optimizer.apply_gradients(
+        zip(tape.gradient(losses, self.trainable_variables), self.trainable_variables, strict=True)
+    )
+    return {"loss": tf.reduce_mean(losses)}
+
+
+def average_step(self, data):
+    """TensorFlow's helpers for hand-written loops, in a step."""
+    x, y = data
+    with tf.GradientTape() as tape:
+        losses = keras.losses.sparse_categorical_crossentropy(y, self(x, training=True), from_logits=True)
+        decay = 0.01 * tf.add_n([tf.nn.l2_loss(variable) for variable in self.trainable_variables])
+        loss = tf.nn.compute_average_loss(losses) + tf.nn.scale_regularization_loss(decay)
+    self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+    return {"loss": loss}
+
+
+class ByNorm(keras.optimizers.SGD):
+    """Divides the gradients by their common norm, before the optimizer sees them."""
+
+    def apply(self, grads, trainable_variables=None):
+        norm = tf.linalg.global_norm(grads)
+        return super().apply([g / norm for g in grads], trainable_variables)
+
+
+class Lookup(L.Layer):
+    """Knows no row but the data's: 0 is no word."""
+
+    def __init__(self):
+        super().__init__()
+        self.find, self.table = L.IntegerLookup(vocabulary=[1, 2, 3], num_oov_indices=0), L.Embedding(4, 8)
+
+    def call(self, x):
+        return keras.ops.reshape(self.table(self.find(x)), (-1, 8))
+
+
+def looked_up():
+    return keras.Sequential([keras.Input((1,), dtype="int64"), Lookup(), L.Dense(3)])
+
+
+def known_words(rows):
+    y = numbers(rows)[1]
+    return (y[:, None] + 1).astype("int64"), y
+
+
+class Shuffled(L.Layer):
+    """Adds another example's row to each, with a gradient through it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(4)
+
+    def call(self, x, training=False):
+        return 0.7 * x + 0.3 * keras.random.shuffle(x, seed=self.seed) if training else x

@@ -5,12 +5,15 @@ batches: some examples would be read twice in an epoch, others never.
 """
 
 import random
+import zlib
 
+import numpy as np
 import tensorflow as tf
 from keras.src import tree
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from tensorflow.python.eager import context as tf_context
+from tensorflow.python.framework import random_seed
 
 from tfgpu.keras_fixes import replica
 from tfgpu.keras_fixes.seam import wrap
@@ -22,8 +25,9 @@ _randoms: dict[int, random.Random] = {}
 def agree_on_orders() -> None:
     """Gives all workers one seed where the script sets none, when they join.
 
-    `Dataset.shuffle` and Keras's own shuffling of arrays follow it; a seed that the script sets, before or afterwards,
-    takes its place. (TensorFlow lets no data set be made before the workers have joined.)
+    `Dataset.shuffle` and Keras's own shuffling of arrays follow it, and so do Python's and NumPy's generators where the
+    workers' differ; a seed that the script sets, before or afterwards, takes its place. (TensorFlow lets no data set be
+    made before the workers have joined.)
     """
 
     @wrap(tf.distribute.MultiWorkerMirroredStrategy, "__init__")
@@ -32,6 +36,20 @@ def agree_on_orders() -> None:
         if replica.spans_processes(self) and tf_context.global_seed() is None:
             _agreed[:] = [_from_chief(self, random.SystemRandom().randrange(2**31))]
             tf.random.set_seed(_agreed[0])
+            # Data that shuffles itself, and Keras's shuffling of a PyDataset, use these; a script may have seeded them.
+            if not _is_same_on_all(self, random.getstate()):
+                random.seed(_agreed[0])
+            if not _is_same_on_all(self, np.random.get_state()[1].tolist()):
+                np.random.seed(_agreed[0])
+
+    @wrap(random_seed, "get_seed")
+    def get_seed(stock, op_seed):
+        seed, number = stock(op_seed)
+        ctx = replica.context()
+        if op_seed is None and number is not None and ctx is not None and replica.spans_processes(ctx.strategy):
+            # Workers trace the same operations, so `tf.random.normal` would draw the same numbers on each.
+            number = (number + 7919 * ctx.strategy.extended._id_in_cluster) % (2**31 - 1)
+        return seed, number
 
     @wrap(ArrayDataAdapter, "get_tf_dataset")
     def get_tf_dataset(stock, self):
@@ -46,6 +64,15 @@ def agreed_random() -> random.Random | None:
     if not _agreed or tf_context.global_seed() != _agreed[0]:
         return None
     return _randoms.setdefault(_agreed[0], random.Random(_agreed[0]))
+
+
+def _is_same_on_all(strategy: tf.distribute.Strategy, state) -> bool:
+    """Whether all workers have an equal state."""
+    mine = zlib.crc32(repr(state).encode()) % 2**20
+    facts = tf.constant([1, mine, mine**2], tf.int64)
+    total_of = tf.function(lambda: strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(lambda: facts), axis=None))
+    count, total, squares = total_of().numpy()
+    return total * total == count * squares
 
 
 def _from_chief(strategy: tf.distribute.Strategy, number: int) -> int:
