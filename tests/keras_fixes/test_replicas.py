@@ -216,3 +216,19 @@ def test_replicas_without_rows_in_a_loop_of_one_s_own(kinds):
             train(batch)
         found[name] = model.get_weights()
     assert all(np.abs(a - b).max() <= 1e-5 for a, b in zip(found["one"], found["four"], strict=True))
+
+
+def test_a_layer_that_was_made_outside_the_scope_is_refused(strategy):
+    outside = keras.layers.Dense(2)
+    outside.build((None, 1))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), outside, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(tfgpu.InputError, match="'dense.*kernel' was made outside `strategy.scope()"):
+        model.fit(X, Y, verbose=0)
+    outside.trainable = False
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    before = outside.get_weights()
+    model.fit(X, Y, verbose=0)
+    assert all((a == b).all() for a, b in zip(before, outside.get_weights(), strict=True))

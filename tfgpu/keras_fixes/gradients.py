@@ -13,7 +13,6 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-from tfgpu.errors import InputError
 from tfgpu.keras_fixes import accumulation, replica, sums
 from tfgpu.keras_fixes.seam import wrap
 
@@ -110,7 +109,8 @@ def _meet(optimizer, grads: list, variables) -> list:
         InputError: a variable is no replica's: it was made outside the strategy's scope.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    _check_made_inside(inner._trainable_variables if variables is None else variables)
+    for variable in inner._trainable_variables if variables is None else variables:
+        replica.check_has_copies(variable)
     _count_on_every_replica(optimizer)
     _count_on_every_replica(inner)
     found = _found(inner, grads, variables)
@@ -125,15 +125,6 @@ def _meet(optimizer, grads: list, variables) -> list:
     for at, most in zip(found, sums.most([grads[at] for at in found]), strict=True):
         met[at] = most
     return met
-
-
-def _check_made_inside(variables) -> None:
-    for variable in variables:
-        if isinstance(variable, backend.Variable) and not isinstance(variable._value, tf.distribute.DistributedValues):
-            raise InputError(
-                f"The variable {variable.path!r} was made outside `strategy.scope()`: all replicas would update one "
-                "copy. Make its layer inside the scope, or set `trainable = False` before you compile."
-            )
 
 
 def apply_on_every_replica() -> None:

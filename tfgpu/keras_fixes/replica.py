@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import keras
 import tensorflow as tf
 
 from tfgpu.errors import InputError
@@ -238,6 +239,19 @@ def all_reduce(values: list) -> list:
             for at, part in zip(places, parts, strict=True):
                 summed[at] = part
     return summed
+
+
+def check_has_copies(variable) -> None:
+    """Refuses to let every replica change one and the same variable.
+
+    Raises:
+        InputError: a Keras variable that was made outside the strategy's scope.
+    """
+    if isinstance(variable, keras.Variable) and not isinstance(variable._value, tf.distribute.DistributedValues):
+        raise InputError(
+            f"The variable {variable.path!r} was made outside `strategy.scope()`: all replicas would change one copy. "
+            "Make its layer inside the scope (or, for a layer that shall not train, set `trainable = False`)."
+        )
 
 
 @contextlib.contextmanager

@@ -49,6 +49,7 @@ def assign_for_all() -> None:
     def direct_assign(stock, self, value):
         if not _is_shared():
             return stock(self, value)
+        replica.check_has_copies(self)
         if self.synchronization == "on_read":
             return stock(self, _kept_without_rows(self, value))
         if self.aggregation == "sum":
