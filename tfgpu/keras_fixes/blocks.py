@@ -202,17 +202,19 @@ def _hand_out_blocks() -> None:
             block = run.block = Block(iterator, count, is_sure, begin)
             yield begin, block.end, block
 
-    def _left(data, begin: int) -> float:
-        """Steps that Keras's own count still allows: beyond its last one it tells the data that the epoch has ended."""
-        limit = data.steps_per_epoch or data._num_batches
-        left = limit - begin if limit else float("inf")
-        return min(left, data._num_batches - data._steps_seen + 1) if data._num_batches else left
 
-    def _has_known_length(data) -> bool:
-        adapter = data.data_adapter
-        if isinstance(adapter, TFDatasetAdapter):
-            return int(adapter.get_tf_dataset().cardinality()) != tf.data.UNKNOWN_CARDINALITY
-        return isinstance(adapter, ArrayDataAdapter)
+def _left(data, begin: int) -> float:
+    """Steps that Keras's own count still allows: beyond its last one it tells the data that the epoch has ended."""
+    limit = data.steps_per_epoch or data._num_batches
+    left = limit - begin if limit else float("inf")
+    return min(left, data._num_batches - data._steps_seen + 1) if data._num_batches else left
+
+
+def _has_known_length(data) -> bool:
+    if isinstance(data.data_adapter, ArrayDataAdapter):
+        return True
+    source = data.data_adapter.get_tf_dataset() if isinstance(data.data_adapter, TFDatasetAdapter) else None
+    return isinstance(source, tf.data.Dataset) and int(source.cardinality()) != tf.data.UNKNOWN_CARDINALITY
 
 
 def _number_last_steps() -> None:
