@@ -174,6 +174,31 @@ def test_fitting_again_traces_nothing(strategy):
     assert len(traces) == before
 
 
+def test_a_dataset_of_one_s_own_hears_of_the_same_epochs():
+    class Told(keras.utils.PyDataset):
+        def __init__(self):
+            super().__init__()
+            self.heard = []
+
+        def __len__(self):
+            return 7
+
+        def __getitem__(self, index):
+            return X[index * 8 :][:8], Y[index * 8 :][:8]
+
+        def on_epoch_begin(self):
+            self.heard.append("begin")
+
+        def on_epoch_end(self):
+            self.heard.append("end")
+
+    each = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    by_batch, by_block = Told(), Told()
+    for told, callbacks in ((by_batch, [each]), (by_block, [])):
+        build(tf.distribute.get_strategy()).fit(told, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    assert by_block.heard == by_batch.heard and by_block.heard.count("begin") == 2
+
+
 def test_stopping_between_blocks():
     class Stop(Recorder):
         def on_train_batch_end(self, batch, logs=None):
