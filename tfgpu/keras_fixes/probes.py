@@ -160,7 +160,7 @@ def average_loss_counts_replicas() -> bool:
     """Whether `tf.nn.compute_average_loss` of one row on each of two replicas is half of that row's loss."""
     strategy = _mirrored()
     found = strategy.run(lambda: tf.nn.compute_average_loss([1.0]))
-    return strategy.experimental_local_results(found)[0].numpy() == 0.5
+    return float(strategy.experimental_local_results(found)[0]) == 0.5
 
 
 def lazy_model_fails() -> bool:
