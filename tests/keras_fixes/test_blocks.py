@@ -216,6 +216,10 @@ def test_a_wrong_number_of_steps_is_one_clear_error(wrong):
         build(tf.distribute.get_strategy(), steps_per_execution=wrong)
 
 
+def test_a_number_of_numpy_s_is_a_number():
+    assert build(tf.distribute.get_strategy(), steps_per_execution=np.int64(2)).steps_per_execution == 2
+
+
 def test_a_model_with_auto_is_read_by_stock_keras(tmp_path):
     build(tf.distribute.get_strategy(), steps_per_execution="auto").save(tmp_path / "m.keras")
     code = (

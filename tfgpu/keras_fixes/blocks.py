@@ -9,6 +9,7 @@ result are the same.
 
 import contextlib
 import inspect
+import numbers
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -155,7 +156,7 @@ def _accept_auto() -> None:
         steps = arguments.get("steps_per_execution", 1)
         if steps == "auto":
             arguments["steps_per_execution"] = 1  # what stock Keras can read in a saved model too
-        elif isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        elif isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
             raise InputError(f'`steps_per_execution` must be a whole number from 1, or "auto". Received: {steps!r}.')
         arguments.pop("self")
         return stock(self, **arguments)

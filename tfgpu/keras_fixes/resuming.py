@@ -191,6 +191,7 @@ def _pass_over_what_is_trained() -> None:
             draw(iterator, trained)
             if isinstance(iterator, blocks.Block):
                 begin, iterator = begin + trained, iterator.after(trained)
+                blocks.current().block = iterator
             if begin <= end and position.done <= end:
                 yield begin, end, iterator
 

@@ -1,5 +1,7 @@
 """`Trainer(model)`: the job of `model.fit` with the length of a compiled call in the caller's hand."""
 
+import numbers
+
 import keras
 
 from tfgpu import keras_fixes
@@ -42,7 +44,8 @@ class Trainer:
                 raise InputError(
                     f"Trainer runs `train_step`, but {type(model).__name__} overrides `{name}`. Use model.fit."
                 )
-        if steps_per_call is not None and (not isinstance(steps_per_call, int) or steps_per_call < 1):
+        is_number = isinstance(steps_per_call, numbers.Integral) and not isinstance(steps_per_call, bool)
+        if steps_per_call is not None and (not is_number or steps_per_call < 1):
             raise InputError(f"`steps_per_call` must be a whole number from 1. Received: {steps_per_call!r}.")
         if not keras_fixes.install():
             raise InputError("Trainer needs the Keras repairs. Unset TFGPU_REPAIR.")
