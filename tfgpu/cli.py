@@ -255,6 +255,60 @@ def run_script(
     run(script, arguments or [])
 
 
+data_app = typer.Typer(help="Write data as TFRecord shards with an index, and check them.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+@data_app.command(
+    "write",
+    help="Write any source as TFRecord shards with checksums and an index; training on them gives the same batches.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu data write photos/ shards/ --shards 64\n\n"
+        "tfgpu data write 'flowers.csv#species' shards/"
+    ),
+)
+def write_data(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="What [bold]train --data[/] takes.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder for the shards.")],
+    shards: Annotated[int, typer.Option(metavar="N", help="Files of the training part.")] = 8,
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="What the files' names begin with.")] = None,
+    image_size: Annotated[str | None, typer.Option(metavar="HxW", help="Resize images; they become PNG.")] = None,
+    skip_corrupt: Annotated[bool, typer.Option("--skip-corrupt", help="Leave corrupt examples out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace shards that lie in OUT already.")] = False,
+) -> None:
+    from tfgpu.data import manifest, parse_source
+
+    parse_source(source)
+    manifest.check_shard_count(shards)
+    manifest.check_output(out, overwrite=overwrite)
+    size = recipes.make({"image_size": image_size}).image_size if image_size else None
+    with Console(stderr=True).status("writing shards"):
+        _start_tensorflow()
+        write_shards = _imported("tfgpu.data.writer").write_shards
+        listed = write_shards(
+            source, out, shards=shards, name=name, image_size=size, skip_corrupt=skip_corrupt, overwrite=overwrite
+        )
+    _show_shards(listed, out)
+
+
+@data_app.command("check", help="Read the shards in a folder and compare their checksums with the index.")
+def check_data(
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="What [bold]data write[/] wrote.")],
+) -> None:
+    from tfgpu.data import check_shards
+
+    with Console(stderr=True).status("comparing checksums"):
+        listed = check_shards(folder)
+    _show_shards(listed, folder)
+
+
+def _show_shards(listed: Any, folder: Path) -> None:
+    counts = ", ".join(f"{part} {count:,}" for part, count in listed.examples.items())
+    print(f"{listed.name}: {counts} examples in {len(listed.shards)} shards, {listed.bytes:,} bytes")
+    print(folder)
+
+
 @app.command(help="Look for what stops or slows training on this machine, and say how to mend it.")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
@@ -359,7 +413,9 @@ def _debugging(words: Sequence[str]) -> bool:
 
 
 def _command(words: Sequence[str]) -> str:
-    return f"{words[0]} " if words and words[0] in ("train", "run", "doctor") else ""
+    if words[:1] == ["data"] and words[1:2] in (["write"], ["check"]):
+        return f"data {words[1]} "
+    return f"{words[0]} " if words and words[0] in ("train", "run", "doctor", "data") else ""
 
 
 def _one_line(error: Exception) -> str:

@@ -35,9 +35,22 @@ def test_a_wrong_source_names_the_fix(text, message):
 
 
 def test_a_file_that_is_no_record_is_refused(tmp_path):
-    (tmp_path / "a.csv").touch()
+    (tmp_path / "a.xls").touch()
     with pytest.raises(InputError, match="single file"):
-        parse_source(str(tmp_path / "a.csv"))
+        parse_source(str(tmp_path / "a.xls"))
+
+
+def test_tables_and_their_labels(tmp_path):
+    for name in ("a#b.csv", "tables/one.parquet", "both/one.csv", "both/one.tfrecord"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert parse_source("a.csv#species") == SourceName("csv", "a.csv", "species")
+    assert parse_source("a.CSV.gz") == SourceName("csv", "a.CSV.gz")
+    assert parse_source("parquet:some/*.part#y") == SourceName("parquet", "some/*.part", "y")
+    assert parse_source(f"{tmp_path}/a#b.csv") == SourceName("csv", f"{tmp_path}/a#b.csv")
+    assert parse_source(f"{tmp_path}/tables#kind") == SourceName("parquet", f"{tmp_path}/tables", "kind")
+    assert parse_source(f"{tmp_path}/both").kind == "records"
+    assert parse_source("csv.tools:load").kind == "function"
 
 
 def test_stages_are_completed():

@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
+import tensorflow as tf
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.utils import file_utils
 
-from tfgpu.data import pipeline
+from tfgpu.data import pipeline, write_shards
 from tfgpu.data.decoding import Reading
 from tfgpu.data.prepared import open_tfds
+from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
 
 
@@ -60,6 +62,14 @@ def test_it_streams_too(squares):
     memory, disk = (open_tfds(squares, Reading(memory_bytes=m)) for m in (1 << 30, 0))
     assert disk.array is None
     assert np.array_equal(memory.array, np.stack([disk.load(i) for i in range(26)]))
+
+
+def test_it_can_be_written_as_shards(squares, tmp_path):
+    listed = write_shards(f"tfds:{squares}", tmp_path / "out", shards=3)
+    assert listed.examples == {"train": 20, "test": 6} and listed.shards[0].file.startswith("tfds-tiny_squares-train-")
+    one, two = (open_source(source) for source in (f"tfds:{squares}", str(tmp_path / "out")))
+    assert np.array_equal(one.array, two.array) and np.array_equal(one.labels, two.labels)
+    assert one.encoded(tf.constant(7)).numpy() == two.encoded(tf.constant(7)).numpy()
 
 
 def test_names_that_cannot_be_opened_are_one_line(squares):

@@ -17,6 +17,8 @@ def dataset():
     return tf.data.Dataset.from_tensor_slices((np.arange(6.0).reshape(3, 2), [1, 0, 1]))
 def broken():
     raise KeyError("no file")
+def stream():
+    yield from zip(np.arange(6.0).reshape(3, 2), ["b", "a", "b"])
 def wrong():
     return 5
 def leaves():
@@ -50,6 +52,8 @@ def test_a_function_gives_arrays_parts_or_a_dataset(module):
     parts = open_source(f"{module}:parts")
     assert {name: i.tolist() for name, i in parts.own.items()} == {"train": [0, 1, 2], "test": [3]}
     assert parts.labels.tolist() == [1, 0, 1, 0]
+    stream = open_source(f"{module}:stream")
+    assert stream.array.tolist() == examples.array.tolist() and stream.labels.tolist() == [1, 0, 1]
     dataset = open_source(f"{module}:dataset")
     assert dataset.array.tolist() == [[0, 1], [2, 3], [4, 5]] and dataset.labels.tolist() == [1, 0, 1]
 
@@ -132,5 +136,19 @@ def test_datasets_that_cannot_be_used_are_named():
     ):
         with pytest.raises(InputError, match=message):
             open_source(wrong)
-    with pytest.raises(InputError, match="larger than memory_bytes=20"):
-        open_source(dataset, Reading(memory_bytes=20))
+    with pytest.raises(InputError, match="all parts must be"):
+        open_source({"train": dataset, "test": Columns()})
+
+
+def test_a_stream_that_does_not_fit_in_memory_is_read_from_a_file():
+    dataset = tf.data.Dataset.from_tensor_slices((np.arange(8.0).reshape(4, 2), [0, 1, 0, 1]))
+    examples = open_source(dataset, Reading(memory_bytes=20))
+    assert examples.array is None and examples.stored().numpy().tolist() == np.arange(8).reshape(4, 2).tolist()
+    assert examples.labels.tolist() == [0, 1, 0, 1]
+
+
+class Columns:
+    """What a Hugging Face data set looks like from afar."""
+
+    features = {"x": None, "label": None}
+    with_format = iter = cast_column = None

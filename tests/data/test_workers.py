@@ -1,4 +1,4 @@
-"""Two real processes under MultiWorkerMirroredStrategy get the batches that one device gets."""
+"""Two real processes under MultiWorkerMirroredStrategy get the batches that one device gets, or files of their own."""
 
 import json
 import os
@@ -10,23 +10,34 @@ import sys
 import numpy as np
 import pytest
 
-from tfgpu.data import pipeline
+from tfgpu.data import pipeline, write_shards
 
 WORKER = """
 import pickle, sys
-import tensorflow as tf
+import keras, numpy as np, tensorflow as tf, tfgpu
 from tfgpu.data import pipeline
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
+strategy = tfgpu.strategy()
 got = []
-for global_batch in map(int, sys.argv[2:]):
+for global_batch in map(int, sys.argv[3:]):
     with strategy.scope():
         data = pipeline("digits", global_batch=global_batch, augment="auto", seed=4)
     data.seek(2)
     for part in (data.train, data.test):
         for batch in strategy.experimental_distribute_dataset(part):
             got.append([[p.numpy() for p in strategy.experimental_local_results(t)] for t in batch])
+keras.utils.set_random_seed(0)
+with strategy.scope():
+    own = pipeline(sys.argv[2], global_batch=256, memory_bytes=0, sharding="file", augment="auto")
+    model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+labels = [
+    np.concatenate([p.numpy() for p in strategy.experimental_local_results(y)])
+    for _, y in strategy.experimental_distribute_dataset(own.train)
+]
+losses = model.fit(own.train, validation_data=own.validation, epochs=2, verbose=0).history["loss"]
+steps = int(strategy.experimental_local_results(model.optimizer.iterations.value)[0])
 with open(sys.argv[1], "wb") as file:
-    pickle.dump((strategy.num_replicas_in_sync, got), file)
+    pickle.dump((got, {"labels": labels, "losses": losses, "steps": steps, "info": own.info}), file)
 """
 
 
@@ -41,14 +52,14 @@ def free_ports(count):
             s.close()
 
 
-def run_workers(tmp_path, *global_batches):
+def run_workers(tmp_path, shards, *global_batches):
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     processes, outputs = [], []
     try:
         for i in range(2):
             config = json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": i}})
             outputs.append(tmp_path / f"{i}.pickle")
-            command = [sys.executable, "-c", WORKER, str(outputs[-1]), *map(str, global_batches)]
+            command = [sys.executable, "-c", WORKER, str(outputs[-1]), shards, *map(str, global_batches)]
             processes.append(
                 subprocess.Popen(
                     command,
@@ -67,11 +78,24 @@ def run_workers(tmp_path, *global_batches):
     return [pickle.loads(path.read_bytes()) for path in outputs]
 
 
+def check_files_of_their_own(own, other):
+    whole = pipeline("digits", global_batch=256)
+    read = [np.concatenate(each["labels"]) for each in (own, other)]
+    expected = np.concatenate([y for _, y in whole.train])
+    assert np.bincount(np.concatenate(read)).tolist() == np.bincount(expected).tolist()
+    assert own["info"] == other["info"] and own["info"].steps_per_epoch == len(own["labels"]) == len(other["labels"])
+    assert own["info"].train_examples == whole.info.train_examples
+    assert max(len(a) + len(b) for a, b in zip(own["labels"], other["labels"], strict=True)) <= 256
+    assert own["losses"] == other["losses"] and own["losses"][1] < own["losses"][0], (own["losses"], other["losses"])
+    assert own["steps"] == other["steps"] == 2 * own["info"].steps_per_epoch
+
+
 @pytest.mark.processes
 def test_the_workers_parts_in_order_are_the_one_device_batches(tmp_path):
     sizes = (500, 419)  # 1258 = 500 + 500 + 258 = 3 * 419 + 1: the last batch has one example for two workers
-    (replicas, first), (_, second) = run_workers(tmp_path, *sizes)
-    assert replicas == 2
+    write_shards("digits", tmp_path / "shards", shards=6)
+    (first, own), (second, other) = run_workers(tmp_path, str(tmp_path / "shards"), *sizes)
+    check_files_of_their_own(own, other)
     expected = []
     for size in sizes:
         data = pipeline("digits", global_batch=size, augment="auto", seed=4)

@@ -15,6 +15,8 @@ _PUBLIC = {
     "Info": "tfgpu.data.batches",
     "parse_source": "tfgpu.data.names",
     "parse_stages": "tfgpu.data.names",
+    "write_shards": "tfgpu.data.writer",
+    "check_shards": "tfgpu.data.manifest",
 }
 __all__ = sorted(_PUBLIC)
 

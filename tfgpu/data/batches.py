@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.cluster import Cluster
 from tfgpu.data import augment as augmentation
-from tfgpu.data import names, position, sources, splits
+from tfgpu.data import names, position, shards, sources, splits
 from tfgpu.data.decoding import Reading, check_size
 from tfgpu.data.examples import Examples, to_model
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, unknown
 
 _log = logging.getLogger(__name__)
 
@@ -100,17 +101,20 @@ def pipeline(
     image_size: int | tuple[int, int] | None = None,
     skip_corrupt: bool = False,
     memory_bytes: int = 1 << 30,
-    cluster=None,
+    sharding: str = "data",
+    cluster: Cluster | None = None,
 ) -> Data:
     """Opens a source and makes its train, validation and test batches.
 
     Examples that fit in `memory_bytes` are decoded once and stay in memory; others are read and decoded as
-    they are needed, in the same order and with the same result.
+    they are needed, in the same order and with the same result. Streams and tables that do not fit are read through
+    once, into a temporary file.
 
     Args:
-        source: `"digits"`, `"tfds:NAME"`, a folder of images by class, `.tfrecord` files,
-            `"module:function"`, arrays `(x, y)`, a dict of such parts, or a `tf.data.Dataset` of `(x, y)`
-            examples.
+        source: `"digits"`, `"tfds:NAME"`, a folder of images by class, `.tfrecord` files, `.csv` or `.parquet` files
+            (`"iris.csv#species"` names the label's column), `"module:function"`, arrays `(x, y)`, a
+            `tf.data.Dataset` of `(x, y)` examples, a function that yields them, a Hugging Face data set, or a dict
+            of such parts.
         global_batch: examples in a batch over all replicas together; a strategy gives each replica its part.
         augment: training stages, `"flip"` or `("rotate", {"degrees": 10})` (see `tfgpu.data.augment`), or
             `"auto"`: a careful choice by data set, recorded in `info.augment`.
@@ -123,7 +127,13 @@ def pipeline(
         image_size: side, or (height, width), in pixels to resize images of files to.
         skip_corrupt: leave corrupt files and records out (counted in `info.skipped`) rather than stop.
         memory_bytes: the most bytes of decoded examples to keep in memory.
-        cluster: this process's place, a `tfgpu.cluster.Cluster`; only the chief logs.
+        sharding: who reads which training examples where there are several workers. `"data"`: each makes the global
+            batches and keeps its part, so that the result does not depend on the workers. `"file"`: each reads files
+            of its own (see `tfgpu.data.shards`); then the batches depend on the number of workers, are evened out to
+            at most `global_batch`, and the data set does not say its length. `"auto"`: by file where the data is read
+            from the disk and its files come out even.
+        cluster: this process's place; only the chief logs. Default: all processes log, and `sharding` looks into the
+            environment.
 
     Returns:
         The parts and facts. `train` is finite: one iteration is one epoch.
@@ -140,6 +150,8 @@ def pipeline(
     _check_numbers(global_batch, seed, split_seed, cluster)
     splits.check_fraction("validation", validation)
     splits.check_fraction("test", test)
+    if sharding not in shards.CHOICES:
+        raise unknown("sharding", sharding, shards.CHOICES)
     quiet = cluster is not None and not cluster.is_chief
     reading = Reading(image_size=check_size(image_size), skip_corrupt=skip_corrupt, memory_bytes=memory_bytes)
     examples = sources.open_source(source, reading)
@@ -155,11 +167,12 @@ def pipeline(
         stages = names.parse_stages(augmentation.automatic(examples.name, examples.shape))
     _check_augmentable(examples, stages)
     epoch = position.counter()
+    share = _share(examples, parts["train"], sharding, global_batch, cluster, quiet)
     return Data(
-        train=_train(examples, parts["train"], epoch, global_batch, seed, shuffle, stages),
+        train=_train(examples, share, epoch, seed, shuffle, stages),
         validation=_fixed(examples, parts["validation"], global_batch),
         test=_fixed(examples, parts["test"], global_batch),
-        info=_info(examples, parts, global_batch, stages),
+        info=_info(examples, parts, global_batch, share.steps, stages),
         _epoch=epoch,
     )
 
@@ -177,12 +190,21 @@ def _check_numbers(global_batch, seed, split_seed, cluster) -> None:
         )
 
 
+def _share(examples, indices, sharding: str, global_batch: int, cluster: Cluster | None, quiet: bool) -> shards.Share:
+    cluster = Cluster.from_environment() if cluster is None and sharding != "data" else cluster or Cluster()
+    share = shards.share(examples, indices, sharding=sharding, global_batch=global_batch, cluster=cluster)
+    if share.reason and not quiet:
+        _log.info("%s: training examples are shared out by %s: %s.", examples.name, share.by, share.reason)
+    return share
+
+
 def _parts(examples: Examples, validation: float, test: float, seed: int, quiet: bool) -> dict[str, np.ndarray]:
     """Uses the source's own parts, and cuts those that it lacks out of its training part."""
     own = {name: np.asarray(indices, np.int64) for name, indices in examples.own.items() if len(indices)}
     pool = own["train"]
     labels = examples.labels[pool] if examples.labels.ndim == 1 else np.zeros(len(pool), np.int64)
-    groups = None if examples.array is None else splits.copies(examples.array[pool])
+    copies = _copies(examples)
+    groups = None if copies is None else splits.first_of(copies[pool])
     cut = splits.split(
         labels,
         validation=0.0 if "validation" in own else validation,
@@ -198,10 +220,14 @@ def _parts(examples: Examples, validation: float, test: float, seed: int, quiet:
     return parts
 
 
+def _copies(examples: Examples) -> np.ndarray | None:
+    return examples.copies if examples.array is None else splits.copies(examples.array)
+
+
 def _warn_of_copies(examples: Examples, parts: dict[str, np.ndarray], given: list[str]) -> None:
-    if examples.array is None:
+    original = _copies(examples)
+    if original is None:
         return
-    original = splits.copies(examples.array)
     for name in given:
         shared = int(np.isin(original[parts[name]], original[parts["train"]]).sum())
         if shared:
@@ -226,6 +252,7 @@ def _batches(examples: Examples, keys: tf.data.Dataset, count: int, global_batch
     with tf.device("CPU:0"):
         labels = tf.constant(examples.labels)
         array = None if examples.array is None else tf.constant(examples.array)
+        array = examples.stored() if examples.stored else array
     steps = -(-count // global_batch)
 
     def rows(epoch, indices):
@@ -250,9 +277,9 @@ def _batches(examples: Examples, keys: tf.data.Dataset, count: int, global_batch
     return loaded.batch(global_batch).map(lambda e, p, x, y: change(e[0], p[0], to_model(x), y))
 
 
-def _train(examples, indices, epoch, global_batch, seed, shuffle, stages) -> tf.data.Dataset:
+def _train(examples, share: shards.Share, epoch, seed, shuffle, stages) -> tf.data.Dataset:
     with tf.device("CPU:0"):
-        indices = tf.constant(indices)
+        indices = tf.constant(share.indices)
 
     def begin(_):
         number = epoch.assign_add(1) - 1
@@ -261,12 +288,13 @@ def _train(examples, indices, epoch, global_batch, seed, shuffle, stages) -> tf.
     def change(number, start, x, y):
         if not stages:
             return x, y
-        numbers = position.Numbers(seed=seed, epoch=number, start=start, count=tf.shape(x)[0])
+        numbers = position.Numbers(seed=seed, epoch=number, start=share.first + start, count=tf.shape(x)[0])
         return augmentation.apply(x, stages, numbers), y
 
     # One element, made when an iteration starts: the number of its epoch, and that epoch's order.
     keys = tf.data.Dataset.range(1).map(begin)
-    return _finish(_batches(examples, keys, len(indices), global_batch, change), len(indices), global_batch)
+    batches = _batches(examples, keys, len(indices), share.batch, change)
+    return shards.own(_finish(batches, len(indices), share.batch), share)
 
 
 def _fixed(examples, indices, global_batch) -> tf.data.Dataset | None:
@@ -288,7 +316,7 @@ def _finish(batches: tf.data.Dataset, count: int, global_batch: int) -> tf.data.
     return sized.prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
-def _info(examples: Examples, parts, global_batch: int, stages) -> Info:
+def _info(examples: Examples, parts, global_batch: int, steps: int, stages) -> Info:
     return Info(
         name=examples.name,
         input_shape=tuple(examples.shape),
@@ -298,7 +326,7 @@ def _info(examples: Examples, parts, global_batch: int, stages) -> Info:
         validation_examples=len(parts["validation"]),
         test_examples=len(parts["test"]),
         global_batch=int(global_batch),
-        steps_per_epoch=-(-len(parts["train"]) // global_batch),
+        steps_per_epoch=steps,
         skipped=len(examples.skipped),
         augment=stages,
     )

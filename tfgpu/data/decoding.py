@@ -21,12 +21,14 @@ class Reading:
         examine_bytes: files of at most this many bytes together are all decoded once before training.
             Larger sets are not, unless `skip_corrupt`: there a corrupt example stops training when it is
             met, and is named.
+        any_size: images may have different sizes, for copying them as they are.
     """
 
     image_size: tuple[int, int] | None = None
     skip_corrupt: bool = False
     memory_bytes: int = 1 << 30
     examine_bytes: int = 2 << 30
+    any_size: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Files:
         own: the source's own parts, name to int64 indices.
         class_names: one name a class, where they are known.
         lost: names of what is known to be corrupt already.
+        encoded: index -> the encoded image, for sources of images.
+        file_of: int64 [count], the number of the file that each lies in.
+        labels: [count], where they are known without reading.
     """
 
     name: str
@@ -54,6 +59,9 @@ class Files:
     own: Mapping[str, np.ndarray]
     class_names: tuple[str, ...] | None = None
     lost: tuple[str, ...] = ()
+    encoded: Callable[[tf.Tensor], tf.Tensor] | None = None
+    file_of: np.ndarray | None = None
+    labels: np.ndarray | None = None
 
 
 def check_size(image_size) -> tuple[int, int] | None:
@@ -118,7 +126,7 @@ def open_files(files: Files, reading: Reading) -> Examples:
         )
     if not len(survey.good):
         raise InputError(f"{files.name}: none of its {files.count} examples can be read. Check the files.")
-    shape, channels = survey.shape(reading.image_size)
+    shape, channels = survey.shape(reading.image_size, reading.any_size)
     labels, class_names = labels_of(survey.labels, name=files.name, class_names=files.class_names)
     position = np.full(files.count, -1, np.int64)
     position[survey.good] = np.arange(len(survey.good))
@@ -126,7 +134,11 @@ def open_files(files: Files, reading: Reading) -> Examples:
     if not len(own["train"]):
         raise InputError(f"{files.name}: none of its training examples can be read. Check the files.")
     facts = {"labels": labels, "shape": shape, "class_names": class_names, "own": own, "skipped": lost}
-    array = survey.stacked(channels, reading.memory_bytes)
+    if files.file_of is not None:
+        facts["file_of"] = files.file_of[survey.good]
+    if files.encoded is not None and channels:
+        facts["encoded"] = _encoded(files, survey.good)
+    array = None if None in shape else survey.stacked(channels, reading.memory_bytes)
     if array is not None:
         return Examples(files.name, array=array, **facts)
     return Examples(files.name, load=_loader(files, survey.good, shape, channels, reading, guard=not whole), **facts)
@@ -141,7 +153,8 @@ class _Survey:
         self._images = False
         self.shapes: dict[tuple[int, ...], int] = {}  # shape -> index of the first example that has it
         good, labels, size = [], [], 0
-        for index, x, label in _readable(files, reading.image_size, whole):
+        known = files.labels is not None and not whole  # A million labels one by one take minutes.
+        for index, x, label in () if known else _readable(files, reading.image_size, whole):
             good.append(index)
             labels.append(label)
             self.shapes.setdefault(x.shape, int(index))
@@ -151,7 +164,10 @@ class _Survey:
                 self._kept = None
             if self._kept is not None:
                 self._kept.append(x)
-        self.good, self.labels = np.array(good, np.int64), np.array(labels)
+        if known:
+            self._kept = None
+        self.good = np.arange(files.count) if known else np.array(good, np.int64)
+        self.labels = files.labels if known else np.array(labels)
         self.lost = self._describe(np.setdiff1d(np.arange(files.count), self.good))
         if not whole and len(self.good):
             x = files.read(tf.constant(self.good[0]))[0]
@@ -161,7 +177,7 @@ class _Survey:
     def _describe(self, missing) -> tuple[str, ...]:
         return tuple(self._files.where(tf.constant(i, tf.int64)).numpy().decode() for i in missing)
 
-    def shape(self, size) -> tuple[tuple[int, ...], int]:
+    def shape(self, size, any_size: bool) -> tuple[tuple[int | None, ...], int]:
         """Returns one example's shape and its channels (0: not an image)."""
         if not self._images:
             check_unsized(self._files.name, size)
@@ -170,6 +186,8 @@ class _Survey:
             return next(iter(self.shapes)), 0
         channels = 1 if all(s[2] < 3 for s in self.shapes) else 3
         sizes = {s[:2] for s in self.shapes}
+        if size is None and any_size:
+            return (None, None, channels), channels
         if size is None and len(sizes) > 1:
             raise InputError(
                 f"{self._files.name}: the images have different sizes. Received: {self._seen()}. "
@@ -206,6 +224,12 @@ def _readable(files: Files, size, whole: bool):
     indices = tf.data.Dataset.range(files.count)
     read_all = indices.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     yield from read_all.ignore_errors().as_numpy_iterator()
+
+
+def _encoded(files: Files, good):
+    with tf.device("CPU:0"):
+        good = tf.constant(good)
+    return lambda place: files.encoded(good[place])
 
 
 def _loader(files: Files, good, shape, channels, reading: Reading, guard: bool):

@@ -11,7 +11,7 @@ from tfgpu.errors import InputError
 
 @dataclass(frozen=True)
 class Examples:
-    """All examples of one source, addressed by index 0 to n-1. Either `array` or `load` is set.
+    """All examples of one source, addressed by index 0 to n-1. One of `array`, `stored` and `load` is set.
 
     Attributes:
         name: what to call the source in logs and reports.
@@ -19,7 +19,11 @@ class Examples:
         shape: one example's shape as the model will see it.
         class_names: one name a class.
         array: [n, ...] when the examples are in memory; uint8 images stay uint8 until they are batched.
+        stored: makes the [n, ...] tensor of decoded examples that lie in a file, mapped into memory.
         load: index (int64 scalar tensor) -> one example, for sources that stay on the disk.
+        encoded: index -> the image as its file has it, a string scalar; for sources of encoded images.
+        file_of: int64 [n], the number of the file that an example lies in, for sources that are read by place.
+        copies: int64 [n]; equal examples share a number. None: not known, or told from `array`.
         own: the source's own parts, name to int64 indices; always has `train`.
         skipped: the names of the corrupt examples that were left out.
     """
@@ -29,7 +33,11 @@ class Examples:
     shape: tuple[int | None, ...]
     class_names: tuple[str, ...]
     array: np.ndarray | None = None
+    stored: Callable[[], tf.Tensor] | None = None
     load: Callable[[tf.Tensor], tf.Tensor] | None = None
+    encoded: Callable[[tf.Tensor], tf.Tensor] | None = None
+    file_of: np.ndarray | None = None
+    copies: np.ndarray | None = None
     own: Mapping[str, np.ndarray] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
 
@@ -57,7 +65,7 @@ def from_arrays(x, y, *, name: str, own: Mapping[str, np.ndarray] | None = None,
         >>> examples.class_names, examples.labels.tolist()
         (('cat', 'dog'), [0, 1, 0])
     """
-    x = _features(np.asarray(x), name)
+    x = features(np.asarray(x), name=name)
     labels, class_names = labels_of(np.asarray(y), name=name, class_names=class_names)
     if len(x) != len(labels):
         raise InputError(
@@ -114,7 +122,12 @@ def to_model(x: tf.Tensor) -> tf.Tensor:
     return tf.cast(x, tf.float32) / 255.0 if x.dtype == tf.uint8 else x
 
 
-def _features(x: np.ndarray, name: str) -> np.ndarray:
+def features(x: np.ndarray, *, name: str, first: int = 0) -> np.ndarray:
+    """Makes rows of examples what `from_arrays` says; `first` is the number of the first row, for errors.
+
+    Raises:
+        InputError: no rows, values that are no numbers or not finite.
+    """
     if x.ndim == 0 or not len(x):
         raise InputError(f"{name}: there are no examples. Give at least one example and its label.")
     if x.ndim == 1:
@@ -128,7 +141,7 @@ def _features(x: np.ndarray, name: str) -> np.ndarray:
         if not np.isfinite(x).all():
             row = int(np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(1))[0])
             raise InputError(
-                f"{name}: x must be finite. Received: NaN or infinity in example {row}. Remove or mend it."
+                f"{name}: x must be finite. Received: NaN or infinity in example {first + row}. Remove or mend it."
             )
     elif x.dtype.kind == "b":
         x = x.astype(np.float32)

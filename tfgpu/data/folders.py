@@ -66,6 +66,9 @@ def open_folder(folder: str, reading: Reading) -> Examples:
         own=own,
         class_names=class_names,
         lost=unread,
+        encoded=lambda i: tf.io.read_file(path_of[i]),
+        file_of=np.arange(len(paths)),
+        labels=np.array(labels),
     )
     return open_files(files, reading)
 

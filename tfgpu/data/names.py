@@ -20,24 +20,33 @@ STAGES: Mapping[str, Mapping[str, object]] = {
 }
 FILLS = ("constant", "reflect", "nearest")
 
-_CHOICES = ("digits", "tfds:NAME", "a folder of images by class", "a .tfrecord file", "module:function")
+_CHOICES = (
+    *("digits", "tfds:NAME", "a folder of images by class", "a .tfrecord, .csv or .parquet file", "module:function"),
+)
+_TABLE = re.compile(r"(?:(csv|parquet):)?(.+?)(?:#([^#/]+))?")
+_TABLE_ENDS = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet"}
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
 class SourceName:
-    """What `--data` means: `kind` is digits, tfds, function, records or folder; `value` the rest."""
+    """What `--data` means: `kind` is digits, tfds, function, records, csv, parquet or folder; `value` the rest.
+
+    `label` is the column of a table that holds the label, where it is named.
+    """
 
     kind: str
     value: str
+    label: str | None = None
 
 
 def parse_source(text: str) -> SourceName:
     """Says what kind of source a text names, looking at the disk but reading no data.
 
     Args:
-        text: `"digits"`, `"tfds:NAME"`, `"module:function"`, a folder of images by class, or a `.tfrecord`
-            file, glob or folder of such files.
+        text: `"digits"`, `"tfds:NAME"`, `"module:function"`, a folder of images by class, or a file, glob or
+            folder of files: `.tfrecord`, `.csv` or `.parquet`. `csv:` or `parquet:` before a name says what other
+            endings hold; `#COLUMN` after it names a table's label.
 
     Returns:
         The kind and the value: a path, a tfds name, or `module:function`.
@@ -47,9 +56,11 @@ def parse_source(text: str) -> SourceName:
 
     Example:
         >>> parse_source("digits")
-        SourceName(kind='digits', value='digits')
-        >>> parse_source("my_project.data:load")
-        SourceName(kind='function', value='my_project.data:load')
+        SourceName(kind='digits', value='digits', label=None)
+        >>> parse_source("my_project.data:load").kind
+        'function'
+        >>> parse_source("csv:flowers.txt#species")
+        SourceName(kind='csv', value='flowers.txt', label='species')
     """
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"The data source must be a name or a path. Received: {text!r}. Try 'digits'.")
@@ -61,15 +72,18 @@ def parse_source(text: str) -> SourceName:
         if not re.fullmatch(r"[\w./:\-]+", name):
             raise InputError(f"'tfds:' needs a data set's name. Received: {text!r}. Try 'tfds:mnist'.")
         return SourceName("tfds", name)
+    table = _table(text)
+    if table is not None:
+        return table
     path = Path(text).expanduser()
     if path.is_dir():
-        return SourceName("records" if _holds_records(path) else "folder", str(path))
+        return SourceName("records" if _holds(path, ".tfrecord") else "folder", str(path))
     if ".tfrecord" in path.name:
         return SourceName("records", str(path))
     if path.exists():
         raise InputError(
-            f"Cannot read {text!r} as data: it is a single file and not a .tfrecord. "
-            "Give a folder of images by class, .tfrecord files, or module:function."
+            f"Cannot read {text!r} as data: it is a single file and not a .tfrecord, .csv or "
+            ".parquet. Give a folder of images by class, such files, or module:function."
         )
     if _FUNCTION.fullmatch(text):
         return SourceName("function", text)
@@ -143,5 +157,19 @@ def _check_option(name: str, key: str, value: object, *, default: object) -> Non
         raise InputError(f"{where} must be above 0. Received: {value!r}.")
 
 
-def _holds_records(path: Path) -> bool:
-    return any(".tfrecord" in entry.name for entry in path.iterdir())
+def _table(text: str) -> SourceName | None:
+    """Reads `[csv:|parquet:]PATH[#COLUMN]`; None where it is no table."""
+    kind, value, label = _TABLE.fullmatch(text).groups()
+    if label and Path(f"{value}#{label}").expanduser().exists():  # The name of a file may have a # in it.
+        value, label = f"{value}#{label}", None
+    path = Path(value).expanduser()
+    if kind is None and path.is_dir():
+        found = (kind for end, kind in _TABLE_ENDS.items() if _holds(path, end) and not _holds(path, ".tfrecord"))
+        kind = next(found, None)
+    elif kind is None:
+        kind = next((kind for end, kind in _TABLE_ENDS.items() if path.name.lower().endswith(end)), None)
+    return SourceName(kind, str(path), label) if kind else None
+
+
+def _holds(path: Path, end: str) -> bool:
+    return any(end in entry.name for entry in path.iterdir() if not entry.name.startswith("."))

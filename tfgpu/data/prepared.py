@@ -49,6 +49,12 @@ def open_tfds(name: str, reading: Reading) -> Examples:
         example = builder.info.features.deserialize_example(index.record(i))
         return example[x_name], tf.cast(example[y_name], tf.int64)
 
+    def encoded(i):
+        from tensorflow_datasets import decode
+
+        undecoded = {x_name: decode.SkipDecoding()}
+        return builder.info.features.deserialize_example(index.record(i), decoders=undecoded)[x_name]
+
     files = Files(
         name=f"tfds:{name}",
         count=len(index.offsets),
@@ -59,6 +65,8 @@ def open_tfds(name: str, reading: Reading) -> Examples:
         own={part: np.flatnonzero(np.isin(index.file_of, list(numbers))) for part, numbers in own_files.items()},
         class_names=tuple(getattr(builder.info.features[y_name], "names", None) or ()) or None,
         lost=index.lost,
+        file_of=index.file_of,
+        encoded=encoded if type(builder.info.features[x_name]).__name__ == "Image" else None,
     )
     return open_files(files, reading)
 

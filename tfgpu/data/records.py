@@ -13,28 +13,33 @@ The first record tells which features hold the example and the label:
 
 Files are named by a path, a glob or a folder. `NAME-train...`, `NAME-validation...` and `NAME-test...` are
 the source's own parts where a training part is among them. Records are read by their place, so the order of
-an epoch is exact without reading the files through. Compressed files cannot be read by place.
+an epoch is exact without reading the files through. Compressed files cannot be read by place. Where
+`tfgpu.data.writer` wrote the files, their index says all of that, and the files are not read to be opened.
 """
 
 import glob
+import logging
 import os
 import re
-import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
+from tfgpu.data import manifest
 from tfgpu.data.decoding import Files, Reading, decode_image, open_files
 from tfgpu.data.examples import Examples
+from tfgpu.data.places import Index
 from tfgpu.data.splits import PARTS
 from tfgpu.errors import InputError
 
 _X_NAMES = ("image/encoded", "image", "x")
+_KINDS = {".tfrecord": "TFRecord", ".csv": "CSV", ".parquet": "Parquet"}
 _Y_NAMES = ("image/class/label", "label", "y")
-_HEAD, _FOOT = 12, 4  # bytes around a record: its length with a checksum, and the data's checksum
+
+_log = logging.getLogger(__name__)
 
 
 def write(path: str | Path, examples: Iterable) -> int:
@@ -67,7 +72,7 @@ def write(path: str | Path, examples: Iterable) -> int:
     try:
         with tf.io.TFRecordWriter(str(aside)) as writer:
             for x, y in examples:
-                writer.write(_example(np.asarray(x), np.asarray(y), count).SerializeToString())
+                writer.write(serialize(np.asarray(x), np.asarray(y), number=count))
                 count += 1
         os.replace(aside, path)
     finally:
@@ -87,136 +92,104 @@ def open_records(pattern: str, reading: Reading) -> Examples:
 
     Raises:
         InputError: no such files, compressed files, unknown features, a corrupt record (file and place
-            named).
+            named), a shard that is not as its index says.
     """
     paths = find(pattern)
-    index = Index(paths)
-    features = _features(index, paths)
+    listed = _listed(Path(pattern), paths, reading.skip_corrupt)
+    facts = _found(pattern, paths) if listed is None else _from_manifest(listed, paths)
+    index, features = facts.pop("index"), facts.pop("features")
     files = Files(
-        name=Path(pattern).name,
         count=len(index.offsets),
         size=sum(p.stat().st_size for p in paths),
         read=lambda i: _parse(index.record(i), features),
-        label=lambda i: _parse_label(index.record(i), features),
         where=index.where,
-        own=_own_parts(paths, index),
         lost=index.lost,
+        encoded=(lambda i: _parse_encoded(index.record(i), features)) if features["kind"] == "bytes_list" else None,
+        file_of=index.file_of,
+        **facts,
     )
     return open_files(files, reading)
 
 
-def find(pattern: str) -> list[Path]:
-    """Lists the files that a path, a glob or a folder names, sorted.
+def _listed(pattern: Path, paths: list[Path], skip_corrupt: bool) -> manifest.Manifest | None:
+    """Returns the files' index, if they have one and are as it says."""
+    listed = manifest.find(pattern) if pattern.is_dir() else manifest.of_files(paths)
+    if listed is None:
+        return None
+    shards = {shard.file: shard for shard in listed.shards}
+    try:
+        if pattern.is_dir():
+            manifest.check_files(pattern, listed)
+        for path in paths:
+            manifest.check_shard(path, shards[path.name])
+    except InputError as error:
+        if not skip_corrupt:
+            raise
+        _log.warning("%s The files are read without the index, in the order that they have on the disk.", error)
+        return None
+    return listed
+
+
+def _found(pattern: str, paths: list[Path]) -> dict:
+    """Finds out by reading what files without an index hold."""
+    index = Index(paths)
+    features = _features(index, paths)
+    return {
+        "name": Path(pattern).name,
+        "index": index,
+        "features": features,
+        "label": lambda i: _parse_label(index.record(i), features),
+        "own": _own_parts(paths, index),
+    }
+
+
+def _from_manifest(listed: manifest.Manifest, paths: list[Path]) -> dict:
+    """Reads from the index what the files hold, in the order that the source had."""
+    path_of = {path.name: path for path in paths}
+    shards = sorted((shard for shard in listed.shards if shard.file in path_of), key=lambda s: PARTS.index(s.part))
+    index = Index([path_of[shard.file] for shard in shards], known=[shard.offsets() for shard in shards])
+    part_of = np.repeat([PARTS.index(shard.part) for shard in shards], [shard.examples for shard in shards])
+    # The source's order: a part's examples were dealt to its shards in turn.
+    order = np.lexsort((index.file_of, index.places, part_of))
+    index = index.reordered(order)
+    features = {**listed.features, "shape": tuple(listed.features["shape"]), "dtype": listed.dtype}
+    own = {PARTS[number]: np.flatnonzero(part_of == number) for number in np.unique(part_of)}
+    return {
+        "name": listed.name,
+        "index": index,
+        "features": features,
+        **_labels_of(shards, index, order, features),
+        "own": own if "train" in own else {"train": np.arange(len(order))},
+        "class_names": listed.class_names,
+    }
+
+
+def _labels_of(shards: Sequence[manifest.Shard], index: Index, order: np.ndarray, features: dict) -> dict:
+    """The labels and the function from an index to one: from the index, if it has them."""
+    if any(shard.labels is None for shard in shards):
+        return {"label": lambda i: _parse_label(index.record(i), features)}
+    labels = np.concatenate([manifest.unpack(shard.labels) for shard in shards])[order]
+    with tf.device("CPU:0"):
+        label_of = tf.constant(labels)
+    return {"label": lambda i: label_of[i], "labels": labels}
+
+
+def find(pattern: str, *, end: str = ".tfrecord") -> list[Path]:
+    """Lists the files that a path, a glob or a folder names, sorted; of a folder those with `end` in their names.
 
     Raises:
         InputError: there is none.
     """
     path = Path(pattern)
     if path.is_dir():
-        names = sorted(p for p in path.iterdir() if ".tfrecord" in p.name and not p.name.startswith("."))
+        names = sorted(p for p in path.iterdir() if end in p.name and not p.name.startswith("."))
     else:
         names = [path] if path.is_file() else sorted(Path(p) for p in glob.glob(pattern))
     if not names:
         raise InputError(
-            f"No TFRecord files at {pattern!r}. Give a file, a folder or a glob such as 'data/*.tfrecord'."
+            f"No {_KINDS.get(end, end)} files at {pattern!r}. Give a file, a folder or a glob such as 'data/*{end}'."
         )
     return names
-
-
-class Index:
-    """Where each record of some files begins, so that any of them can be read by its number.
-
-    Only the records' headers are read. A broken header ends its file: what follows cannot be found; it is
-    named in `lost`.
-
-    Args:
-        paths: the files.
-
-    Raises:
-        InputError: a file is compressed.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.tfrecord"
-        >>> _ = write(path, [([1.0], 0), ([2.0], 1)])
-        >>> Index([path]).offsets.tolist()[0]
-        0
-    """
-
-    def __init__(self, paths: list[Path]):
-        lost, offsets, file_of, places = [], [], [], []
-        for number, path in enumerate(paths):
-            starts, broken = _scan(path)
-            offsets += starts
-            file_of += [number] * len(starts)
-            places += range(len(starts))
-            if broken:
-                lost.append(f"record {len(starts)} of {path} and what follows it")
-        self.lost = tuple(lost)
-        self.offsets, self.file_of = np.array(offsets, np.int64), np.array(file_of, np.int64)
-        with tf.device("CPU:0"):
-            self._paths = tf.constant([str(p) for p in paths])
-            self._offsets, self._file_of = tf.constant(self.offsets), tf.constant(self.file_of)
-            self._places = tf.constant(np.array(places, np.int64))
-
-    def record(self, i: tf.Tensor) -> tf.Tensor:
-        """Reads record `i` as a string tensor; its checksums are compared."""
-        opened = tf.raw_ops.TFRecordDatasetV2(
-            filenames=self._paths[self._file_of[i]][None],
-            compression_type="",
-            buffer_size=0,
-            byte_offsets=self._offsets[i][None],
-        )
-        one = tf.data.experimental.from_variant(opened, tf.TensorSpec([], tf.string)).take(1)
-        return one.get_single_element()
-
-    def where(self, i: tf.Tensor) -> tf.Tensor:
-        """Names record `i`: its place in its file, from 0, and the file."""
-        return tf.strings.join(
-            ["record ", tf.strings.as_string(self._places[i]), " of ", self._paths[self._file_of[i]]]
-        )
-
-
-def _scan(path: Path) -> tuple[list[int], bool]:
-    """Returns where the records begin, and whether the file ends in something that is no record."""
-    starts, size, place = [], path.stat().st_size, 0
-    with open(path, "rb") as file:
-        if file.read(2) == b"\x1f\x8b":
-            raise InputError(
-                f"{path} is compressed, so its records cannot be read by place. Decompress it: gunzip {path}."
-            )
-        while place < size:
-            file.seek(place)
-            head = file.read(_HEAD)
-            if len(head) < _HEAD or struct.unpack("<I", head[8:])[0] != _masked_checksum(head[:8]):
-                return starts, True
-            after = place + _HEAD + struct.unpack("<Q", head[:8])[0] + _FOOT
-            if after > size:
-                return starts, True
-            starts.append(place)
-            place = after
-    return starts, False
-
-
-def _checksum_table() -> tuple[int, ...]:
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
-        table.append(value)
-    return tuple(table)
-
-
-_TABLE = _checksum_table()
-
-
-def _masked_checksum(data: bytes) -> int:
-    """CRC-32C, rotated and shifted as the format does; of eight bytes only, so Python is quick enough."""
-    value = 0xFFFFFFFF
-    for byte in data:
-        value = _TABLE[(value ^ byte) & 0xFF] ^ (value >> 8)
-    value ^= 0xFFFFFFFF
-    return (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _features(index: Index, paths) -> dict:
@@ -236,7 +209,7 @@ def _features(index: Index, paths) -> dict:
     shape = example.features.feature[f"{x}/shape"].int64_list.value if f"{x}/shape" in kinds else None
     count = len(getattr(example.features.feature[x], kinds[x]).value)
     many = len(example.features.feature[y].int64_list.value)
-    return {"x": x, "y": y, "kind": kinds[x], "shape": tuple(shape or (count,)), "labels": many}
+    return {"x": x, "y": y, "kind": kinds[x], "shape": tuple(shape or (count,)), "labels": many, "dtype": None}
 
 
 def _first_example(index: Index, paths) -> tf.train.Example:
@@ -257,7 +230,16 @@ def _parse(record: tf.Tensor, features: dict) -> tuple[tf.Tensor, tf.Tensor]:
         spec = tf.io.FixedLenFeature(features["shape"], dtype)
     parsed = tf.io.parse_single_example(record, {features["x"]: spec, features["y"]: _label_spec(features)})
     x = parsed[features["x"]]
-    return decode_image(x) if features["kind"] == "bytes_list" else x, parsed[features["y"]]
+    if features["kind"] == "bytes_list":
+        x = decode_image(x)
+    elif features["dtype"]:
+        x = tf.cast(x, features["dtype"])
+    return x, parsed[features["y"]]
+
+
+def _parse_encoded(record: tf.Tensor, features: dict) -> tf.Tensor:
+    spec = tf.io.FixedLenFeature([], tf.string)
+    return tf.io.parse_single_example(record, {features["x"]: spec})[features["x"]]
 
 
 def _parse_label(record: tf.Tensor, features: dict) -> tf.Tensor:
@@ -268,28 +250,48 @@ def _label_spec(features: dict) -> tf.io.FixedLenFeature:
     return tf.io.FixedLenFeature([] if features["labels"] == 1 else [features["labels"]], tf.int64)
 
 
-def _own_parts(paths, index: Index) -> dict[str, np.ndarray]:
-    """Reads the parts out of the file names, where one of them is called train."""
+def parts_of(paths: list[Path]) -> dict[str, list[int]]:
+    """Reads the parts out of the file names, where one of them is called train: the numbers of each part's files."""
     words = [set(re.split(r"[^a-z]+", p.name.lower())) for p in paths]
     part_of = [next((part for part in PARTS if part in w), None) for w in words]
-    if "train" not in part_of or None in part_of or set(part_of) == {"train"}:
-        return {"train": np.arange(len(index.offsets))}
-    numbers = {part: [i for i, p in enumerate(part_of) if p == part] for part in PARTS if part in part_of}
-    return {part: np.flatnonzero(np.isin(index.file_of, files)) for part, files in numbers.items()}
+    if "train" not in part_of or None in part_of:
+        return {"train": list(range(len(paths)))}
+    return {part: [i for i, p in enumerate(part_of) if p == part] for part in PARTS if part in part_of}
 
 
-def _example(x: np.ndarray, y: np.ndarray, number: int) -> tf.train.Example:
-    if y.dtype.kind not in "iub" or x.dtype.kind not in "fiub":
-        raise InputError(f"Example {number}: x must be numbers and y integers. Received: {x.dtype} and {y.dtype}.")
+def _own_parts(paths, index: Index) -> dict[str, np.ndarray]:
+    return {part: np.flatnonzero(np.isin(index.file_of, files)) for part, files in parts_of(paths).items()}
+
+
+def serialize(x: np.ndarray | bytes, y: np.ndarray, *, number: int) -> bytes:
+    """Makes the record of one example.
+
+    Args:
+        x: numbers, or an encoded image as it is.
+        y: an integer or an array of integers.
+        number: the example's, for errors.
+
+    Raises:
+        InputError: other values.
+    """
+    is_encoded = isinstance(x, bytes)
+    if y.dtype.kind not in "iub" or not (is_encoded or x.dtype.kind in "fiub"):
+        kind = "bytes" if is_encoded else x.dtype
+        raise InputError(f"Example {number}: x must be numbers and y integers. Received: {kind} and {y.dtype}.")
     label = tf.train.Feature(int64_list=tf.train.Int64List(value=np.ravel(y).tolist()))
-    if x.dtype == np.uint8 and x.ndim == 3 and x.shape[-1] in (1, 3):
-        encoded = tf.train.BytesList(value=[tf.io.encode_png(x).numpy()])
-        named = {"image/encoded": tf.train.Feature(bytes_list=encoded), "image/class/label": label}
-        return tf.train.Example(features=tf.train.Features(feature=named))
+    if not is_encoded and x.dtype == np.uint8 and x.ndim == 3 and x.shape[-1] in (1, 3):
+        x, is_encoded = tf.io.encode_png(x).numpy(), True
+    if is_encoded:
+        encoded = tf.train.BytesList(value=[x])
+        return _serialized({"image/encoded": tf.train.Feature(bytes_list=encoded), "image/class/label": label})
     flat = np.ravel(x)
     if x.dtype.kind == "f":
         values = tf.train.Feature(float_list=tf.train.FloatList(value=flat.astype(np.float32)))
     else:
         values = tf.train.Feature(int64_list=tf.train.Int64List(value=flat.tolist()))
     shape = tf.train.Feature(int64_list=tf.train.Int64List(value=x.shape))
-    return tf.train.Example(features=tf.train.Features(feature={"x": values, "x/shape": shape, "y": label}))
+    return _serialized({"x": values, "x/shape": shape, "y": label})
+
+
+def _serialized(named: Mapping[str, tf.train.Feature]) -> bytes:
+    return tf.train.Example(features=tf.train.Features(feature=named)).SerializeToString()

@@ -2,18 +2,20 @@
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.data import folders, prepared, records
+from tfgpu.data import columns, folders, prepared, records, spool, tables
 from tfgpu.data.decoding import Reading, check_unsized
 from tfgpu.data.examples import Examples, from_arrays
 from tfgpu.data.names import parse_source
 from tfgpu.data.splits import PARTS
 from tfgpu.errors import InputError, unknown
+
+_CHUNK = 256
 
 
 def digits() -> Examples:
@@ -39,7 +41,8 @@ def open_source(source, reading: Reading | None = None) -> Examples:
 
     Args:
         source: a name (see `names.parse_source`), arrays `(x, y)`, a `tf.data.Dataset` of `(x, y)`
-            examples, or a dict of such from `train`, `validation`, `test`.
+            examples, a function that yields them, a Hugging Face data set, or a dict of such from `train`,
+            `validation`, `test`. A stream of examples must end; it is read through once.
         reading: how to read files: image size, what to do with corrupt ones, how much to keep in memory.
 
     Returns:
@@ -56,12 +59,10 @@ def open_source(source, reading: Reading | None = None) -> Examples:
     if isinstance(source, Path):
         source = str(source)
     if not isinstance(source, str):
-        check_unsized("arrays", reading.image_size)
-        return _from_values(source, name="arrays", reading=reading)
+        return _from_values(source, name=_name(source), reading=reading)
     name = parse_source(source)
-    if name.kind in ("digits", "function"):
-        check_unsized(source, reading.image_size)
     if name.kind == "digits":
+        check_unsized(source, reading.image_size)
         return digits()
     if name.kind == "folder":
         return folders.open_folder(name.value, reading)
@@ -69,6 +70,10 @@ def open_source(source, reading: Reading | None = None) -> Examples:
         return records.open_records(name.value, reading)
     if name.kind == "tfds":
         return prepared.open_tfds(name.value, reading)
+    if name.kind in ("csv", "parquet"):
+        examples = tables.open_tables(name, reading)
+        _check_classes(examples)
+        return examples
     examples = _from_values(_call(name.value), name=name.value, reading=reading)
     _check_classes(examples)
     return examples
@@ -120,24 +125,49 @@ def _call(text: str):
 
 
 def _from_values(values, *, name: str, reading: Reading) -> Examples:
-    if isinstance(values, Mapping):
-        for key in values:
-            if key not in PARTS:
-                raise unknown(f"part of {name}", key, PARTS)
-        if "train" not in values:
-            raise InputError(f"{name}: the dict of parts needs 'train'. Received: {', '.join(values) or 'nothing'}.")
-        return _joined({part: _arrays(value, f"{name}, {part}", reading) for part, value in values.items()}, name)
-    return from_arrays(*_arrays(values, name, reading), name=name)
+    whole = not isinstance(values, Mapping)
+    parts = {"train": values} if whole else dict(values)
+    for key in parts:
+        if key not in PARTS:
+            raise unknown(f"part of {name}", key, PARTS)
+    if "train" not in parts:
+        raise InputError(f"{name}: the dict of parts needs 'train'. Received: {', '.join(parts) or 'nothing'}.")
+    kinds = {_kind(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
+    if kinds != {"columns"}:
+        check_unsized(name, reading.image_size)
+    if kinds == {"columns"}:
+        return columns.open_columns(parts, name=name, reading=reading)
+    if kinds == {"arrays"}:
+        pairs = {part: _arrays(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
+        return from_arrays(*pairs["train"], name=name) if whole else _joined(pairs, name)
+    if "columns" in kinds:
+        raise InputError(f"{name}: all parts must be Hugging Face data sets, or none. Received: {', '.join(parts)}.")
+    chunks = {part: _chunks(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
+    return spool.keep_rows(chunks, name=name, reading=reading)
 
 
-def _arrays(value, name: str, reading: Reading) -> tuple[np.ndarray, np.ndarray]:
-    if isinstance(value, tf.data.Dataset):
-        return _read_dataset(value, name, reading)
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise InputError(
-            f"{name}: data must be (x, y) arrays, a tf.data.Dataset of (x, y) examples, or a dict of parts. "
-            f"Received: {type(value).__name__}."
-        )
+def _name(value) -> str:
+    """What to call a source that was handed over."""
+    if columns.has_columns(value):
+        return getattr(getattr(value, "info", None), "dataset_name", None) or "data"
+    return getattr(value, "__name__", "function") if callable(value) else "arrays"
+
+
+def _kind(value, name: str) -> str:
+    """Says what was handed over: arrays, a stream of examples, or columns with names."""
+    if columns.has_columns(value):
+        return "columns"
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return "arrays"
+    if isinstance(value, (tf.data.Dataset, Iterator)) or callable(value):
+        return "stream"
+    raise InputError(
+        f"{name}: data must be (x, y) arrays, a tf.data.Dataset of (x, y) examples, a Hugging Face data set, a "
+        f"function that yields (x, y) examples, or a dict of such parts. Received: {type(value).__name__}."
+    )
+
+
+def _arrays(value, name: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         return np.asarray(value[0]), np.asarray(value[1])
     except ValueError as error:
@@ -163,8 +193,43 @@ def _joined(parts: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str) -> Ex
     return from_arrays(x, y, name=name, own=own)
 
 
-def _read_dataset(dataset: tf.data.Dataset, name: str, reading: Reading) -> tuple[np.ndarray, np.ndarray]:
-    """Reads a data set of single examples into memory: only then can it be split and shuffled exactly."""
+def _chunks(value, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Gives a stream's examples as rows of a few hundred."""
+    if _kind(value, name) == "arrays":
+        yield _arrays(value, name)
+        return
+    waiting = []
+    for pair in _examples(value, name):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise InputError(f"{name}: each example must be a pair (x, y). Received: {type(pair).__name__}.")
+        waiting.append((np.asarray(pair[0]), np.asarray(pair[1])))
+        if len(waiting) == _CHUNK:
+            yield _stacked(waiting, name)
+            waiting = []
+    if waiting:
+        yield _stacked(waiting, name)
+
+
+def _examples(value, name: str) -> Iterator:
+    if isinstance(value, tf.data.Dataset):
+        _check_dataset(value, name)
+        return value.as_numpy_iterator()
+    found = value() if not isinstance(value, Iterator) else value
+    if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping)):
+        raise InputError(f"{name}: the function must yield (x, y) examples. It returned {type(found).__name__}.")
+    return iter(found)
+
+
+def _stacked(pairs, name: str) -> tuple[np.ndarray, np.ndarray]:
+    for values in zip(*pairs, strict=True):
+        shapes = {value.shape for value in values}
+        if len(shapes) > 1:
+            raise InputError(f"{name}: all examples must have one shape. Received: {sorted(shapes)[:5]}.")
+    xs, ys = zip(*pairs, strict=True)
+    return np.stack(xs), np.stack(ys)
+
+
+def _check_dataset(dataset: tf.data.Dataset, name: str) -> None:
     spec = dataset.element_spec
     if not isinstance(spec, tuple) or len(spec) != 2 or not all(isinstance(s, tf.TensorSpec) for s in spec):
         raise InputError(f"{name}: the data set must give (x, y) examples. Received: elements {spec}.")
@@ -172,18 +237,3 @@ def _read_dataset(dataset: tf.data.Dataset, name: str, reading: Reading) -> tupl
         raise InputError(f"{name}: the data set must give single examples, not batches. Use dataset.unbatch().")
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise InputError(f"{name}: the data set never ends. Take the repeat() out, or add take(n).")
-    xs, ys, size = [], [], 0
-    for x, y in dataset.as_numpy_iterator():
-        xs.append(x)
-        ys.append(y)
-        size += x.nbytes if isinstance(x, np.ndarray) else 8
-        if size > reading.memory_bytes:
-            raise InputError(
-                f"{name}: the data set is larger than memory_bytes={reading.memory_bytes}. "
-                "Raise it, or write the examples with tfgpu.data.records.write and read the file."
-            )
-    if len({np.shape(x) for x in xs}) > 1:
-        raise InputError(
-            f"{name}: all examples must have one shape. Received: {sorted({np.shape(x) for x in xs})[:5]}."
-        )
-    return np.asarray(xs), np.asarray(ys)

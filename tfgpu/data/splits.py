@@ -78,6 +78,17 @@ def copies(array: np.ndarray) -> np.ndarray:
     return np.array([first.setdefault(digest, i) for i, digest in enumerate(digests)], np.int64)
 
 
+def first_of(numbers: np.ndarray) -> np.ndarray:
+    """For each place, the first one that has the same number: `copies` of a part, from those of the whole.
+
+    Example:
+        >>> first_of(np.array([7, 5, 7])).tolist()
+        [0, 1, 0]
+    """
+    _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+    return first[which]
+
+
 def _groups_by_class(labels, groups, rng):
     """Yields each class's groups of indices in random order; a group counts for its first label."""
     _, first, group_of = np.unique(groups, return_index=True, return_inverse=True)

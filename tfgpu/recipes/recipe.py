@@ -101,7 +101,7 @@ class Recipe(BaseModel):
         "digits",
         "Data",
         "What to learn from: `digits`, `tfds:NAME`, a folder with one folder of images a class, "
-        "`.tfrecord` files, or `module:function`.",
+        "`.tfrecord`, `.csv` or `.parquet` files (`FILE#COLUMN` names a table's label), or `module:function`.",
         min_length=1,
     )
     augment: Stages = _field(

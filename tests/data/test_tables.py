@@ -1,0 +1,120 @@
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'tfgpu[arrow]'")
+
+from pyarrow import csv, parquet  # noqa: E402
+
+from tfgpu.data import pipeline, tables  # noqa: E402
+from tfgpu.data.decoding import Reading  # noqa: E402
+from tfgpu.data.sources import open_source  # noqa: E402
+from tfgpu.errors import InputError  # noqa: E402
+
+
+def flowers(count=60):
+    random = np.random.default_rng(0)
+    return pa.table(
+        {
+            "length": random.normal(size=count),
+            "petals": random.integers(3, 9, count),
+            "species": [("iris", "rose", "tulip")[i % 3] for i in range(count)],
+            "wild": random.integers(0, 2, count).astype(bool),
+        }
+    )
+
+
+def expected(table):
+    return np.stack([table[n].to_numpy().astype(np.float32) for n in ("length", "petals", "wild")], axis=1)
+
+
+def write(path, table):
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".csv":
+        csv.write_csv(table, path)
+    else:
+        parquet.write_table(table, path, row_group_size=16)
+    return str(path)
+
+
+@pytest.mark.parametrize("end", ["csv", "parquet"])
+def test_columns_become_examples_and_labels(tmp_path, end):
+    table = flowers()
+    examples = open_source(write(tmp_path / f"flowers.{end}", table) + "#species")
+    np.testing.assert_array_equal(examples.array, expected(table))
+    assert examples.array.dtype == np.float32 and examples.name == f"flowers.{end}"
+    assert examples.class_names == ("iris", "rose", "tulip")
+    assert examples.labels.tolist() == [i % 3 for i in range(60)]
+
+
+@pytest.mark.parametrize("end", ["csv", "parquet"])
+def test_a_table_larger_than_memory_gives_the_same_batches(tmp_path, end):
+    table = pa.concat_tables([flowers(), flowers(10)])  # with copies
+    source = write(tmp_path / f"flowers.{end}", table) + "#species"
+    memory, disk = (pipeline(source, global_batch=8, seed=2, memory_bytes=m) for m in (1 << 30, 100))
+    assert memory.info == disk.info
+    for part in ("train", "validation", "test"):
+        for (x, y), (u, v) in zip(getattr(memory, part), getattr(disk, part), strict=True):
+            np.testing.assert_array_equal(x, u)
+            np.testing.assert_array_equal(y, v)
+
+
+def test_files_of_parts_and_the_usual_names_of_labels(tmp_path):
+    table = flowers().rename_columns(["a", "b", "target", "c"])
+    for name, rows in (("train-0", (0, 30)), ("train-1", (30, 45)), ("test-0", (45, 60))):
+        write(tmp_path / "set" / f"{name}.parquet", table.slice(rows[0], rows[1] - rows[0]))
+    info = pipeline(str(tmp_path / "set"), global_batch=4, validation=0).info
+    assert (info.train_examples, info.test_examples, info.input_shape) == (45, 15, (3,))
+
+
+def test_whole_numbers_at_the_beginning_of_a_csv_do_not_fix_its_type(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_CSV_BLOCK", 64)
+    path = tmp_path / "a.csv"
+    path.write_text("a,y\n" + "".join(f"{i},{i % 2}\n" for i in range(50)) + "0.5,1\n")
+    assert open_source(str(path)).array[-1].tolist() == [0.5]
+
+
+def test_lists_of_one_length_are_features(tmp_path):
+    lists = {"fixed": pa.array([[1, 2], [3, 4]], pa.list_(pa.float64(), 2)), "free": [[5], [6]], "y": [0, 1]}
+    examples = open_source(write(tmp_path / "a.parquet", pa.table(lists)))
+    assert examples.array.tolist() == [[1, 2, 5], [3, 4, 6]]
+    ragged = pa.table({"a": [[1, 2], [3]], "y": [0, 1]})
+    with pytest.raises(InputError, match="'a' must be of one length"):
+        open_source(write(tmp_path / "b.parquet", ragged))
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "message"),
+    [
+        ("a,b\n1,2\n", "", "has no column label, class, target or y. Received: a, b.*#b'"),
+        ("a,y\n1,2\n", "#why", "Did you mean 'y'"),
+        ("a,b,y\n1,red,0\n2,blue,1\n", "", r"1 column.* do not hold numbers: 'b' \(string\)"),
+        ("a,y\n1,0\n,1\n", "", "column 'a' lacks 1 value.*row 1"),
+        ("a,y\n1,x\n2,\n", "", "column 'y' lacks 1 value.*row 1"),
+        ("a,y\n1,0\n2,1,3\n", "", "Cannot read .*a.csv as csv"),
+        ("a,y\n1,0.5\n2,1\n", "", "whole numbers"),
+        ("a,y\n1,2020-01-01\n2,2020-01-02\n", "", "labels must be whole numbers or strings. Received: date32"),
+        ("a,y\n1,0\n2,0\n", "", "at least two classes"),
+        ("y\n1\n", "", "no column but the label"),
+        ("", "", "Cannot read .*a.csv as csv"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_named(tmp_path, text, label, message):
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        open_source(f"{path}{label}")
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_not_alike_or_not_there_are_named(tmp_path):
+    with pytest.raises(InputError, match="No Parquet files"):
+        open_source(str(tmp_path / "none.parquet"))
+    write(tmp_path / "a.csv", pa.table({"a": [1, 2], "y": [0, 1]}))
+    write(tmp_path / "b.csv", pa.table({"b": [1, 2], "y": [0, 1]}))
+    with pytest.raises(InputError, match="b.csv has other columns than .*a.csv"):
+        open_source(str(tmp_path / "*.csv"))
+    (tmp_path / "c.parquet").write_text("text")
+    with pytest.raises(InputError, match="Cannot read .*c.parquet as parquet"):
+        open_source(str(tmp_path / "c.parquet"))
+    with pytest.raises(InputError, match="images of files only"):
+        open_source(str(tmp_path / "a.csv"), Reading(image_size=(4, 4)))

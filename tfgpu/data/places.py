@@ -1,0 +1,122 @@
+"""Where the records of TFRecord files begin, so that any of them can be read by its number."""
+
+import copy
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.errors import InputError
+
+_HEAD, _FOOT = 12, 4  # bytes around a record: its length with a checksum, and the data's checksum
+
+
+class Index:
+    """Where each record of some files begins, so that any of them can be read by its number.
+
+    Only the records' headers are read. A broken header ends its file: what follows cannot be found; it is
+    named in `lost`.
+
+    Args:
+        paths: the files.
+        known: where the records of each file begin, where that is known.
+
+    Raises:
+        InputError: a file is compressed.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.tfrecord"
+        >>> with tf.io.TFRecordWriter(str(path)) as writer:
+        ...     writer.write(b"first")
+        ...     writer.write(b"second")
+        >>> Index([path]).offsets.tolist()
+        [0, 21]
+    """
+
+    def __init__(self, paths: list[Path], *, known: Sequence[np.ndarray] | None = None):
+        scanned = [(starts, False) for starts in known] if known is not None else [_scan(path) for path in paths]
+        self.lost = tuple(
+            f"record {len(starts)} of {path} and what follows it"
+            for path, (starts, broken) in zip(paths, scanned, strict=True)
+            if broken
+        )
+        counts = [len(starts) for starts, _ in scanned]
+        offsets = np.concatenate([np.asarray(starts, np.int64) for starts, _ in scanned])
+        places = np.concatenate([np.arange(count) for count in counts])
+        with tf.device("CPU:0"):
+            self._paths = tf.constant([str(p) for p in paths])
+        self._put(offsets, np.repeat(np.arange(len(paths)), counts), places)
+
+    def _put(self, offsets: np.ndarray, file_of: np.ndarray, places: np.ndarray) -> None:
+        self.offsets, self.file_of, self.places = offsets, file_of, places
+        with tf.device("CPU:0"):
+            self._offsets, self._file_of = tf.constant(offsets), tf.constant(file_of)
+            self._places = tf.constant(places)
+
+    def reordered(self, order: np.ndarray) -> "Index":
+        """Returns an index whose record `i` is this one's `order[i]`."""
+        other = copy.copy(self)
+        other._put(self.offsets[order], self.file_of[order], self.places[order])
+        return other
+
+    def record(self, i: tf.Tensor) -> tf.Tensor:
+        """Reads record `i` as a string tensor; its checksums are compared."""
+        opened = tf.raw_ops.TFRecordDatasetV2(
+            filenames=self._paths[self._file_of[i]][None],
+            compression_type="",
+            buffer_size=0,
+            byte_offsets=self._offsets[i][None],
+        )
+        one = tf.data.experimental.from_variant(opened, tf.TensorSpec([], tf.string)).take(1)
+        return one.get_single_element()
+
+    def where(self, i: tf.Tensor) -> tf.Tensor:
+        """Names record `i`: its place in its file, from 0, and the file."""
+        return tf.strings.join(
+            ["record ", tf.strings.as_string(self._places[i]), " of ", self._paths[self._file_of[i]]]
+        )
+
+
+def _scan(path: Path) -> tuple[list[int], bool]:
+    """Returns where the records begin, and whether the file ends in something that is no record."""
+    starts, size, place = [], path.stat().st_size, 0
+    with open(path, "rb") as file:
+        if file.read(2) == b"\x1f\x8b":
+            raise InputError(
+                f"{path} is compressed, so its records cannot be read by place. Decompress it: gunzip {path}."
+            )
+        while place < size:
+            file.seek(place)
+            head = file.read(_HEAD)
+            if len(head) < _HEAD or struct.unpack("<I", head[8:])[0] != _masked_checksum(head[:8]):
+                return starts, True
+            after = place + _HEAD + struct.unpack("<Q", head[:8])[0] + _FOOT
+            if after > size:
+                return starts, True
+            starts.append(place)
+            place = after
+    return starts, False
+
+
+def _checksum_table() -> tuple[int, ...]:
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
+        table.append(value)
+    return tuple(table)
+
+
+_TABLE = _checksum_table()
+
+
+def _masked_checksum(data: bytes) -> int:
+    """CRC-32C, rotated and shifted as the format does; of eight bytes only, so Python is quick enough."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value = _TABLE[(value ^ byte) & 0xFF] ^ (value >> 8)
+    value ^= 0xFFFFFFFF
+    return (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF

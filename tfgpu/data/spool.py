@@ -1,0 +1,219 @@
+"""Keeps examples that come one after another: in memory while they fit, else in a temporary file.
+
+Generators, `tf.data.Dataset`s and tables cannot be read by place, and an exact order needs that. So they are read
+through once. What does not fit in `memory_bytes` goes to a file below the temporary folder (`TMPDIR` says where), which
+is mapped into memory and removed when the process ends. Either way the batches are the same.
+"""
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.data.decoding import Files, Reading, decode_image, open_files
+from tfgpu.data.examples import Examples, features, from_arrays, labels_of
+from tfgpu.data.records import Index
+from tfgpu.data.splits import PARTS, first_of
+from tfgpu.errors import InputError, MachineError
+
+_LEAST_FREE = 1 << 28  # bytes of the disk that are left alone
+_BETWEEN_LOOKS = 1 << 26  # bytes written between two looks at the disk
+
+
+def keep_rows(
+    parts: Mapping[str, Iterable[tuple[np.ndarray, np.ndarray]]], *, name: str, reading: Reading, class_names=None
+) -> Examples:
+    """Reads chunks of numbers through once.
+
+    Args:
+        parts: for each of the source's parts, chunks `(x, y)` of rows.
+        name: what to call the source.
+        reading: how much to keep in memory.
+        class_names: one name a class, where they are known.
+
+    Returns:
+        The examples, in memory or in a file.
+
+    Raises:
+        InputError: values that `from_arrays` refuses, or rows of different shapes or types.
+        MachineError: the disk has no room.
+
+    Example:
+        >>> chunks = [(np.zeros([2, 3]), np.array([0, 1])), (np.ones([1, 3]), np.array([1]))]
+        >>> keep_rows({"train": chunks}, name="few", reading=Reading()).labels.tolist()
+        [0, 1, 1]
+    """
+    rows, labels, own = _Rows(name, reading.memory_bytes), [], {}
+    for part in (part for part in PARTS if part in parts):
+        first = rows.count
+        for x, y in parts[part]:
+            labels.append(_same_kind(y, labels, name))
+            rows.add(x)
+        if rows.count > first or part == "train":
+            own[part] = np.arange(first, rows.count)
+    if not len(own["train"]):
+        raise InputError(f"{name}: there are no examples. Give at least one example and its label.")
+    y = np.concatenate(labels)
+    if rows.path is None:
+        return from_arrays(np.concatenate(rows.chunks), y, name=name, own=own, class_names=class_names)
+    labels, class_names = labels_of(y, name=name, class_names=class_names)
+    shape, dtype, path = rows.shape, rows.dtype, str(rows.path)
+
+    def stored() -> tf.Tensor:
+        with tf.device("CPU:0"):
+            return tf.raw_ops.ImmutableConst(dtype=dtype, shape=(len(labels), *shape), memory_region_name=path)
+
+    return Examples(name, labels, shape, class_names, stored=stored, own=own, copies=rows.finish())
+
+
+def keep_images(
+    parts: Mapping[str, Iterable[tuple[bytes, int]]], *, name: str, reading: Reading, class_names=None
+) -> Examples:
+    """Reads encoded images and labels through once.
+
+    Args:
+        parts: for each of the source's parts, pairs of an encoded image and its label.
+        name, reading, class_names: as in `keep_rows`.
+
+    Returns:
+        The examples, as those of files: decoded in memory or read as they are needed.
+
+    Raises:
+        InputError: no examples, images that cannot be read, or of different sizes.
+        MachineError: the disk has no room.
+    """
+    images, labels, own = _Images(name, reading.memory_bytes), [], {}
+    for part in (part for part in PARTS if part in parts):
+        first = len(labels)
+        for encoded, label in parts[part]:
+            images.add(encoded)
+            labels.append(label)
+        if len(labels) > first or part == "train":
+            own[part] = np.arange(first, len(labels))
+    if not len(own["train"]):
+        raise InputError(f"{name}: there are no examples. Give at least one example and its label.")
+    image, size = images.finish()
+    labels = np.asarray(labels)
+    with tf.device("CPU:0"):
+        label_of = tf.constant(labels)
+    files = Files(
+        name=name,
+        count=len(labels),
+        size=size,
+        read=lambda i: (decode_image(image(i)), label_of[i]),
+        label=lambda i: label_of[i],
+        where=lambda i: tf.strings.join(["image ", tf.strings.as_string(i), " of ", name]),
+        own=own,
+        class_names=class_names,
+        encoded=image,
+        labels=labels,
+    )
+    return open_files(files, reading)
+
+
+class _Rows:
+    """Rows of numbers: `chunks` while they fit, else all in the file at `path`."""
+
+    def __init__(self, name: str, memory_bytes: int):
+        self._name, self._memory_bytes = name, memory_bytes
+        self._size, self._digests, self._file = 0, [], None
+        self.chunks: list[np.ndarray] = []
+        self.count, self.path = 0, None
+        self.shape, self.dtype = None, None
+
+    def add(self, x: np.ndarray) -> None:
+        x = features(x, name=self._name, first=self.count)
+        if self.shape is None:
+            self.shape, self.dtype = x.shape[1:], x.dtype
+        if x.shape[1:] != self.shape:
+            raise InputError(f"{self._name}: all examples must have one shape. Received: {self.shape}, {x.shape[1:]}.")
+        if x.dtype != self.dtype:
+            raise InputError(f"{self._name}: all examples must have one type. Received: {self.dtype} and {x.dtype}.")
+        self.count += len(x)
+        self._size += x.nbytes
+        self.chunks.append(x)
+        if self.path is None and self._size > self._memory_bytes:
+            self.path = _temporary_folder() / "examples"
+            self._file, self._room = open(self.path, "wb"), _Room(self.path, self._name)
+        if self.path is not None:
+            for chunk in self.chunks:
+                self._room.take(chunk.nbytes)
+                self._file.write(np.ascontiguousarray(chunk).tobytes())
+                self._digests.append(b"".join(blake2b(row.tobytes(), digest_size=8).digest() for row in chunk))
+            self.chunks = []
+
+    def finish(self) -> np.ndarray:
+        """Closes the file; returns for each row the index of the first that equals it."""
+        self._file.close()
+        digests = np.frombuffer(b"".join(self._digests), np.int64)
+        return first_of(digests)
+
+
+class _Images:
+    """Encoded images: in a tensor while they fit, else in a TFRecord file."""
+
+    def __init__(self, name: str, memory_bytes: int):
+        self._name, self._memory_bytes = name, memory_bytes
+        self._kept: list[bytes] = []
+        self._size, self._path, self._writer = 0, None, None
+
+    def add(self, encoded: bytes) -> None:
+        self._size += len(encoded)
+        self._kept.append(encoded)
+        if self._writer is None and self._size > self._memory_bytes:
+            self._path = _temporary_folder() / "images.tfrecord"
+            self._writer, self._room = tf.io.TFRecordWriter(str(self._path)), _Room(self._path, self._name)
+        if self._writer is not None:
+            for image in self._kept:
+                self._room.take(len(image))
+                self._writer.write(image)
+            self._kept = []
+
+    def finish(self):
+        """Returns the function from an index to an encoded image, and the bytes of all."""
+        if self._writer is not None:
+            self._writer.close()
+            return Index([self._path]).record, self._size
+        with tf.device("CPU:0"):
+            images = tf.constant(self._kept)
+        return lambda i: images[i], self._size
+
+
+class _Room:
+    """Looks from time to time whether the disk has room for more: a generator may never end."""
+
+    def __init__(self, path: Path, name: str):
+        self._path, self._name, self._taken = path, name, _BETWEEN_LOOKS
+
+    def take(self, size: int) -> None:
+        self._taken += size
+        if self._taken < _BETWEEN_LOOKS:
+            return
+        free = shutil.disk_usage(self._path.parent).free
+        if free - self._taken < _LEAST_FREE:
+            raise MachineError(
+                f"{self._name} does not fit in memory_bytes, and {self._path.parent} has no room for it. Free: "
+                f"{free >> 20} MiB. Set TMPDIR to a larger disk, raise memory_bytes, or see that the data ends."
+            )
+        self._taken = 0
+
+
+def _temporary_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="tfgpu-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _same_kind(y: np.ndarray, before: list[np.ndarray], name: str) -> np.ndarray:
+    """Refuses labels that numpy would join silently: numbers with strings, or rows of other lengths."""
+    if before and ((y.dtype.kind in "USO") != (before[0].dtype.kind in "USO") or y.shape[1:] != before[0].shape[1:]):
+        raise InputError(
+            f"{name}: all labels must be of one kind. Received: {before[0].dtype} of shape {before[0].shape[1:]}, and "
+            f"{y.dtype} of shape {y.shape[1:]}."
+        )
+    return y

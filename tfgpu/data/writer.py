@@ -1,0 +1,225 @@
+"""Writes any source as TFRecord shards with an index: read by place, copied, checked and shared out easily.
+
+    OUT/digits-train-00000-of-00008.tfrecord
+    OUT/...
+    OUT/index.json                              see `tfgpu.data.manifest`
+
+`pipeline("OUT", ...)` gives the batches that the source gives. An image that is a file's stays the file's bytes; other
+images become lossless PNG, other numbers float32 or int64. What a record held beside example and label is left out.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.data import manifest, records, sources
+from tfgpu.data.decoding import Reading, check_size
+from tfgpu.data.examples import Examples
+from tfgpu.data.splits import PARTS
+from tfgpu.errors import InputError, MachineError
+
+_log = logging.getLogger(__name__)
+
+
+def write_shards(
+    source,
+    out: str | Path,
+    *,
+    shards: int = 8,
+    name: str | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    skip_corrupt: bool = False,
+    overwrite: bool = False,
+) -> manifest.Manifest:
+    """Writes a source's parts as TFRecord shards with an index.
+
+    The folder appears when it is whole: it is written aside and renamed.
+
+    Args:
+        source: whatever `pipeline` accepts.
+        out: the folder.
+        shards: files of the training part; the other parts get files of about the same size.
+        name: what the files' names begin with; default: the source's name.
+        image_size: side, or (height, width), in pixels to resize images to; they are then stored as PNG.
+        skip_corrupt: leave corrupt examples out rather than stop.
+        overwrite: replace shards that lie in the folder already.
+
+    Returns:
+        The index.
+
+    Raises:
+        InputError: the source cannot be read, has fewer training examples than shards, or the folder is in use.
+        MachineError: the disk has no room.
+
+    Example:
+        >>> import tempfile
+        >>> out = tempfile.mkdtemp() + "/shards"
+        >>> written = write_shards((np.zeros([6, 2]), [0, 1, 0, 1, 0, 1]), out, shards=2, name="few")
+        >>> [(shard.file, shard.examples) for shard in written.shards]
+        [('few-train-00000-of-00002.tfrecord', 3), ('few-train-00001-of-00002.tfrecord', 3)]
+    """
+    manifest.check_shard_count(shards)
+    path = manifest.check_output(out, overwrite=overwrite)
+    reading = Reading(image_size=check_size(image_size), skip_corrupt=skip_corrupt, any_size=True)
+    examples = sources.open_source(source, reading)
+    if examples.skipped:
+        _log.warning("%s: left out %d corrupt: %s", examples.name, len(examples.skipped), ", ".join(examples.skipped))
+    resized = image_size is not None
+    _check_writable(examples, shards, resized)
+    stem = _stem(examples.name if name is None else name)
+    with _aside(path, overwrite) as aside:
+        layout = _layout(examples, shards)
+        payloads = _payloads(examples, np.concatenate([indices for *_, indices in layout]), resized)
+        written = []
+        for part, number, count, indices in layout:
+            file = aside / f"{stem}-{part}-{number:05d}-of-{count:05d}.tfrecord"
+            written.append(_write_shard(file, part, payloads, examples, indices))
+        listed = _manifest(examples, tuple(written), resized)
+        listed.write(aside)
+    return listed
+
+
+def _check_writable(examples: Examples, shards: int, resized: bool) -> None:
+    train = len(examples.own["train"])
+    if shards > train:
+        raise InputError(
+            f"There are more shards than training examples. Received: shards={shards}, {train} training examples in "
+            f"{examples.name}. Use {train} or less."
+        )
+    if not resized and examples.encoded is not None:
+        return
+    if _is_image(examples) and examples.shape[-1] not in (1, 3):
+        raise InputError(
+            f"{examples.name}: uint8 images must have 1 or 3 channels to be written. Received: shape {examples.shape}. "
+            "Give them as float32 in [0, 1]."
+        )
+
+
+def _is_image(examples: Examples) -> bool:
+    return _dtype(examples) == np.uint8 and len(examples.shape) == 3
+
+
+def _dtype(examples: Examples) -> np.dtype:
+    if examples.array is not None:
+        return examples.array.dtype
+    if examples.stored is not None:
+        return np.dtype(examples.stored().dtype.as_numpy_dtype)
+    one = tf.data.Dataset.range(1).map(examples.load)
+    return np.dtype(one.element_spec.dtype.as_numpy_dtype)
+
+
+def _stem(name: str) -> str:
+    """Makes a source's name the beginning of file names; one that names a part would be mistaken for it."""
+    stem = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-") or "data"
+    words = set(re.split(r"[^a-z]+", stem.lower()))
+    return "data" if words & set(PARTS) else stem
+
+
+def _layout(examples: Examples, shards: int) -> list[tuple[str, int, int, np.ndarray]]:
+    """Deals each part's examples to its shards in turn: (part, number, count, indices)."""
+    train = len(examples.own["train"])
+    layout = []
+    for part in PARTS:
+        indices = np.asarray(examples.own.get(part, ()), np.int64)
+        count = shards if part == "train" else min(max(round(shards * len(indices) / train), 1), len(indices))
+        layout += [(part, number, count, indices[number::count]) for number in range(count)]
+    return layout
+
+
+def _payloads(examples: Examples, order: np.ndarray, resized: bool) -> Iterator:
+    """Reads the examples in an order, in parallel: encoded images, or numbers."""
+    if examples.encoded is not None and not resized:
+        payload = examples.encoded
+    elif _is_image(examples):
+        payload = lambda i: tf.io.encode_png(_value(examples, i))  # noqa: E731
+    else:
+        payload = lambda i: _value(examples, i)  # noqa: E731
+    read = tf.data.Dataset.from_tensor_slices(order).map(payload, num_parallel_calls=tf.data.AUTOTUNE)
+    return read.prefetch(tf.data.AUTOTUNE).as_numpy_iterator()
+
+
+def _value(examples: Examples, index: tf.Tensor) -> tf.Tensor:
+    if examples.load is not None:
+        return examples.load(index)
+    with tf.device("CPU:0"):
+        return tf.gather(examples.array if examples.stored is None else examples.stored(), index)
+
+
+def _read(payloads: Iterator, name: str):
+    try:
+        return next(payloads)
+    except tf.errors.OpError as error:
+        message = " ".join(error.message.split())
+        raise InputError(f"{name} cannot be read: {message}. Leave such examples out with skip_corrupt.") from error
+
+
+def _write_shard(path: Path, part: str, payloads, examples: Examples, indices) -> manifest.Shard:
+    lengths = []
+    try:
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for index in indices.tolist():
+                payload = _read(payloads, examples.name)
+                lengths.append(len(record := records.serialize(payload, examples.labels[index], number=index)))
+                writer.write(record)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    except (OSError, tf.errors.OpError) as error:
+        message = error.message if isinstance(error, tf.errors.OpError) else error.strerror
+        raise MachineError(f"Cannot write {path}: {message}. Give another folder.") from error
+    one_label = examples.labels.ndim == 1
+    return manifest.Shard(
+        file=path.name,
+        part=part,
+        examples=len(lengths),
+        bytes=path.stat().st_size,
+        sha256=manifest.digest(path),
+        lengths=manifest.pack(lengths),
+        labels=manifest.pack(examples.labels[indices]) if one_label else None,
+    )
+
+
+def _manifest(examples: Examples, written: tuple[manifest.Shard, ...], resized: bool) -> manifest.Manifest:
+    encoded = (examples.encoded is not None and not resized) or _is_image(examples)
+    kind = "bytes_list" if encoded else "float_list" if _dtype(examples).kind == "f" else "int64_list"
+    x, y = ("image/encoded", "image/class/label") if encoded else ("x", "y")
+    labels = 1 if examples.labels.ndim == 1 else examples.labels.shape[1]
+    return manifest.Manifest(
+        name=examples.name,
+        features={"x": x, "y": y, "kind": kind, "shape": list(examples.shape), "labels": labels},
+        dtype=None if encoded else _dtype(examples).name,
+        shape=tuple(examples.shape),
+        class_names=examples.class_names,
+        shards=written,
+    )
+
+
+@contextlib.contextmanager
+def _aside(path: Path, overwrite: bool):
+    """Gives a folder that takes the place of `path` when all went well, and goes when it did not."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"Cannot write {str(path)!r}: {error.strerror}. Give another folder.") from error
+    try:
+        yield aside
+        manifest.check_output(path, overwrite=overwrite)  # Another process may have written there meanwhile.
+        if path.exists():
+            os.rename(path, replaced)
+        try:
+            os.rename(aside, path)
+        except OSError:
+            os.rename(replaced, path)
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        if path.exists():  # Not so where the process was interrupted between the two renames.
+            shutil.rmtree(replaced, ignore_errors=True)
