@@ -82,6 +82,8 @@ def test_help_has_every_setting_of_the_schema_with_its_default_and_choices(tmp_p
 
 
 def test_help_and_version_are_there(tmp_path):
+    bench = tfgpu("bench", cwd=tmp_path)
+    assert "input" in bench.stdout and not bench.stderr
     assert "train" in tfgpu("--help", cwd=tmp_path).stdout and "doctor" in tfgpu("-h", cwd=tmp_path).stdout
 
 
@@ -100,6 +102,10 @@ def test_help_and_version_are_there(tmp_path):
         (["train", "--augment", "flp"], "Did you mean 'flip'?"),
         (["train", "--optimizer-option", "beta"], "--optimizer-option must be KEY=VALUE. Received: 'beta'."),
         (["train", "--model-option", "a=1", "--model-option", "a=2"], "gives 'a' twice"),
+        (["train", "--cache", "dsk"], "Did you mean 'disk'?"),
+        (["train", "--balance", "oversampel"], "Did you mean 'oversample'?"),
+        (["bench", "input", "--seconds", "0"], "`seconds` must be above 0"),
+        (["bench", "input", "--cache", "dsk"], "Did you mean 'disk'?"),
         (["train", "--config", "none.yaml"], "Cannot read the config file 'none.yaml'"),
         (["train", "--resume"], "Add --output DIR"),
         (["train", "--resume", "--output", "none"], "holds no run to resume"),

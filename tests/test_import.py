@@ -24,6 +24,7 @@ ALLOWED = {
 }
 ALLOWED["run"] = {"keras_fixes"}
 ALLOWED["recipes"] = {*ALLOWED}
+ALLOWED["measure"] = {*ALLOWED}
 ALLOWED["doctor"] = {*ALLOWED}
 FREE = {"__init__", "__main__", "cli"}
 QUICK = (

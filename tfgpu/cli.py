@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 training failed or the doctor found a problem, 2 wrong inp
 
 import importlib
 import inspect
+import json
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from rich.markup import escape
 
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError
+from tfgpu.measure import rates
 from tfgpu.recipes import recipe as recipes
 from tfgpu.run import run
 
@@ -55,7 +57,8 @@ def _execute(words: list[str]) -> int:
         _complain("Interrupted.")
         return 130
     except typer.TyperException as error:
-        _complain(f"{error.format_message()} See `tfgpu {_command(words)}--help`.")
+        if message := error.format_message():  # None after a help that was asked for by saying nothing.
+            _complain(f"{message} See `tfgpu {_command(words)}--help`.")
         return error.exit_code
     except InputError as error:
         _complain(str(error))
@@ -147,6 +150,11 @@ def _train_signature() -> inspect.Signature:
             "Show a traceback when training fails (also TFGPU_DEBUG=1).",
         ),
     }
+    return _recipe_signature(own)
+
+
+def _recipe_signature(own: Mapping[str, tuple]) -> inspect.Signature:
+    """Makes a command's own parameters, then one of each setting of the schema."""
     parameters = [
         _parameter(
             name,
@@ -217,9 +225,7 @@ def _pairs(flag: str, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key.isidentifier():
-            raise InputError(
-                f"{flag} must be KEY=VALUE. Received: {word!r}. Write for example {flag} name=0.5."
-            )
+            raise InputError(f"{flag} must be KEY=VALUE. Received: {word!r}. Write for example {flag} name=0.5.")
         if key in pairs:
             raise InputError(f"{flag} gives {key!r} twice. Keep one of them.")
         pairs[key] = recipes.parse_value(text)
@@ -330,6 +336,86 @@ def doctor(
         raise typer.Exit(1)
 
 
+bench = typer.Typer(help="Measure how fast this machine does your own job.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+def _bench_input(*, config: Path | None, seconds: float, repeats: int, as_json: bool, **flags: Any) -> None:
+    recipe = recipes.make((recipes.read(config) if config else {}) | _given(flags), source=str(config or "") or None)
+    recipes.check(recipe)
+    rates.check(seconds, repeats)
+    with Console(stderr=True).status("starting TensorFlow") as status:
+        _start_tensorflow()
+        measured = _imported("tfgpu.measure.input").measure_input(
+            recipe,
+            seconds=seconds,
+            repeats=repeats,
+            progress=lambda text: status.update(f"measuring: {text}"),
+        )
+    if as_json:
+        print(json.dumps(measured.as_json(), indent=2))
+    else:
+        _show_input(measured)
+
+
+def _bench_input_signature() -> inspect.Signature:
+    """Makes a parameter of each setting of the schema, and those of the measuring."""
+    own = {
+        "config": (Path | None, None, ["--config", "-c"], "FILE", "Settings from a YAML file; flags win over it."),
+        "seconds": (float, 1.0, ["--seconds"], "NUMBER", "How long each single measurement takes [1]."),
+        "repeats": (int, 3, ["--repeats"], "INTEGER", "How many there are of each [3]."),
+        "as_json": (bool, False, ["--json"], None, "Print everything that was measured as JSON."),
+    }
+    return _recipe_signature(own)
+
+
+def _show_input(measured: Any) -> None:
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    about = measured.facts
+    shape = "×".join(str(n) for n in about["input_shape"])
+    console.print(
+        f"{measured.recipe.model} on {measured.recipe.data}: examples of {shape}, "
+        f"batches of {about['global_batch']:,}, {', '.join(about['devices'])}, {about['cores']} processor cores\n",
+        markup=False,
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading, justify in (("", "left"), ("examples/s", "right"), ("spread", "right"), ("", "left")):
+        table.add_column(heading, justify=justify, overflow="fold")
+    for name, label in (("input", "input alone"), ("model", "model alone"), ("together", "together")):
+        rate = getattr(measured, name)
+        mark = "[yellow]the bottleneck[/]" if name == measured.bottleneck else ""
+        table.add_row(f"[bold]{label}[/]", f"{rate.median:,.0f}", f"{rate.spread:.0%}", mark)
+    console.print(table)
+    console.print(f"\n{escape(measured.advice)}\n", soft_wrap=True)
+    tried = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading, justify in (("the input with", "left"), ("examples/s", "right"), ("ratio", "right"), ("", "left")):
+        tried.add_column(heading, justify=justify, overflow="fold")
+    for trial in measured.trials:
+        colour = "green" if trial.ratio >= 1.1 else "red" if trial.ratio <= 0.9 else "none"
+        tried.add_row(
+            escape(trial.setting),
+            f"{trial.rate.median:,.0f}",
+            f"[{colour}]{trial.ratio:.2f}[/]",
+            f"[dim]{escape(trial.note)}[/]",
+        )
+    console.print(tried)
+
+
+_bench_input.__signature__ = _bench_input_signature()
+_bench_input.__annotations__ = {name: p.annotation for name, p in _bench_input.__signature__.parameters.items()}
+bench.command(
+    "input",
+    help="Measure the input alone, the model alone and both together; say which is the bottleneck and what moves it.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu bench input --data photos/ --image-size 224 --model resnet --global-batch 64\n\n"
+        "tfgpu bench input --config runs/best/config.yaml --json"
+    ),
+)(_bench_input)
+
+
 def _show_checks(checks: Sequence[Any]) -> None:
     from rich.table import Table
 
@@ -413,9 +499,9 @@ def _debugging(words: Sequence[str]) -> bool:
 
 
 def _command(words: Sequence[str]) -> str:
-    if words[:1] == ["data"] and words[1:2] in (["write"], ["check"]):
-        return f"data {words[1]} "
-    return f"{words[0]} " if words and words[0] in ("train", "run", "doctor", "data") else ""
+    if words[:1] in (["data"], ["bench"]) and words[1:2] in (["write"], ["check"], ["input"]):
+        return f"{words[0]} {words[1]} "
+    return f"{words[0]} " if words and words[0] in ("train", "run", "doctor", "data", "bench") else ""
 
 
 def _one_line(error: Exception) -> str:

@@ -3,8 +3,9 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.data import augment
-from tfgpu.data.names import STAGES, parse_stages
 from tfgpu.data.position import Numbers
+from tfgpu.data.stages import MIXING, STAGES, parse_stages
+from tfgpu.errors import InputError
 
 
 class Fixed:
@@ -21,7 +22,8 @@ IMAGE = np.arange(9, dtype=np.float32).reshape(1, 3, 3, 1)
 
 
 def run(stage, numbers, image=IMAGE, **options):
-    return augment.apply(tf.constant(image), parse_stages([(stage, options)]), numbers).numpy()
+    labels = tf.zeros([len(image)], tf.int64)
+    return augment.apply(tf.constant(image), labels, parse_stages([(stage, options)]), numbers)[0].numpy()
 
 
 def test_flip_by_hand():
@@ -63,6 +65,25 @@ def test_contrast_by_hand():
     np.testing.assert_allclose(run("contrast", Fixed([1.0])), 4 + (IMAGE - 4) * 1.2, atol=1e-6)
 
 
+RED = np.array([[[[1.0, 0.0, 0.0], [0.5, 0.5, 0.5]]]], np.float32)  # one row: pure red, grey
+
+
+def test_brightness_by_hand():
+    np.testing.assert_allclose(run("brightness", Fixed([0.0])), IMAGE * 0.8, atol=1e-6)
+
+
+def test_saturation_by_hand():
+    # Red's grey is 0.299; at the full draw the distance to it is scaled by 1.5. Grey stays.
+    expected = [[0.299 + 0.701 * 1.5, -0.299 * 0.5, -0.299 * 0.5], [0.5, 0.5, 0.5]]
+    np.testing.assert_allclose(run("saturation", Fixed([1.0]), RED, fraction=0.5)[0, 0], expected, atol=1e-6)
+
+
+def test_hue_by_hand():
+    # A third of the circle takes red to green; grey has no hue.
+    turned = run("hue", Fixed([1.0]), RED, fraction=1 / 3)[0, 0]
+    np.testing.assert_allclose(turned, [[0, 1, 0], [0.5, 0.5, 0.5]], atol=1e-6)
+
+
 def test_cutout_by_hand():
     # A third of three pixels is one; 0.5 * 3 = 1.5 is pixel 1.
     expected = IMAGE.copy()
@@ -70,7 +91,7 @@ def test_cutout_by_hand():
     assert np.array_equal(run("cutout", Fixed([0.5, 0.5]), fraction=1 / 3), expected)
 
 
-@pytest.mark.parametrize("stage", sorted(STAGES))
+@pytest.mark.parametrize("stage", sorted(set(STAGES) - set(MIXING)))
 def test_each_place_gets_its_own_change_however_the_epoch_is_cut(stage):
     images = tf.random.stateless_uniform([12, 8, 8, 3], seed=[1, 2])
     stages = parse_stages([stage])
@@ -82,7 +103,7 @@ def test_each_place_gets_its_own_change_however_the_epoch_is_cut(stage):
             start=tf.constant(start, tf.int64),
             count=stop - start,
         )
-        return augment.apply(images[start:stop], stages, numbers).numpy()
+        return augment.apply(images[start:stop], tf.zeros([stop - start]), stages, numbers)[0].numpy()
 
     whole = change(0, 12)
     assert whole.shape == (12, 8, 8, 3) and whole.dtype == np.float32
@@ -116,3 +137,26 @@ def test_automatic_never_flips():
         assert "flip" not in [stage for stage, _ in augment.automatic(name, shape)]
         parse_stages(augment.automatic(name, shape))
     assert augment.automatic("arrays", (64,)) == ()
+
+
+def test_the_same_numbers_one_by_one_when_examples_overtake_each_other():
+    zero = tf.constant(0, tf.int64)
+    whole = Numbers(seed=3, epoch=zero, start=zero, count=9)
+    places = np.array([7, 0, 4])
+    some = Numbers(seed=3, epoch=zero, start=tf.constant(places), count=3)
+    for draw in ("uniform", "normal"):
+        expected = getattr(whole, draw)(6, stream=2).numpy()[places]
+        np.testing.assert_array_equal(getattr(some, draw)(6, stream=2).numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    "stage, shape, rank, message",
+    [
+        ("flip", (64,), 1, "images of one size"),
+        ("hue", (8, 8, 1), 1, "three colours"),
+        ("mixup", (8, 8, 1), 2, "mixes class labels"),
+    ],
+)
+def test_a_stage_that_the_examples_cannot_go_through_is_refused(stage, shape, rank, message):
+    with pytest.raises(InputError, match=message):
+        augment.check(parse_stages(stage), name="pets", shape=shape, labels_rank=rank)

@@ -84,7 +84,7 @@ def test_a_resumed_run_repeats_the_straight_one(tmp_path, memory_bytes):
 def test_examples_in_memory_and_on_disk_are_the_same(tmp_path):
     source = _folder(tmp_path, 20)
     memory, disk = (pipeline(source, global_batch=6, augment=STAGES, memory_bytes=m) for m in (1 << 30, 0))
-    assert memory.info == disk.info
+    assert memory.info == disk.info and (memory.info.cache, disk.info.cache) == ("memory", "none")
     for part in ("train", "validation", "test"):
         assert same(batches(getattr(memory, part)), batches(getattr(disk, part)))
 

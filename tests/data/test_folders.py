@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.data import pipeline
+from tfgpu.data import feed, pipeline
 from tfgpu.data.decoding import Reading
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
@@ -104,14 +104,26 @@ def test_a_corrupt_image_is_named_or_left_out(photos, damage, caplog):
     assert str(bad) in caplog.text
 
 
-def test_in_a_large_folder_a_corrupt_image_is_named_when_it_is_met(photos):
-    (photos / "cat" / "3.png").write_bytes(b"text")
-    examples = open_source(str(photos), Reading(examine_bytes=0))
-    assert examples.array is None and examples.shape == (4, 5, 3)
-    assert examples.load(tf.constant(7, tf.int64))[0, 0, 0] == 101
-    with pytest.raises(tf.errors.InvalidArgumentError, match="3.png"):
-        for _ in tf.data.Dataset.range(12).map(examples.load):
-            pass
+@pytest.mark.parametrize("bad", [[3], [1, 2, 5], [11]])
+def test_in_a_large_folder_a_corrupt_image_is_named_when_it_is_met(photos, bad):
+    for number in bad:
+        (sorted(photos.rglob("*.png"))[number]).write_bytes(b"text")
+    examples = open_source(str(photos), Reading(examine_bytes=0, memory_bytes=0))
+    assert examples.cache == "none" and examples.shape == (4, 5, 3)
+    epochs = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64))
+    backwards = tf.range(11, -1, -1, dtype=tf.int64)
+    read = feed.batches(examples, epochs, lambda _: backwards, 12, 5, lambda _, start, x, y: (start, x), feed.Feed())
+    named = str(sorted(photos.rglob("*.png"))[max(bad)])  # The order is backwards: the last one is met first.
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"Corrupt:.*{named}"):
+        for start, x in read:
+            expected = [n if n < 6 else n + 94 for n in range(11 - int(start), 11 - int(start) - len(x), -1)]
+            assert x.numpy()[:, 0, 0, 0] * 255 == pytest.approx(expected)
+
+
+def test_in_a_large_folder_a_corrupt_first_image_is_named_at_once(photos):
+    (photos / "cat" / "0.png").write_bytes(b"text")
+    with pytest.raises(InputError, match="Corrupt:.*cat/0.png"):
+        open_source(str(photos), Reading(examine_bytes=0, memory_bytes=0))
 
 
 def test_all_corrupt_is_an_error_even_when_skipping(photos):

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from tfgpu.data.names import SourceName, parse_source, parse_stages
+from tfgpu.data.names import SourceName, parse_source
 from tfgpu.errors import InputError
 
 
@@ -51,34 +51,6 @@ def test_tables_and_their_labels(tmp_path):
     assert parse_source(f"{tmp_path}/tables#kind") == SourceName("parquet", f"{tmp_path}/tables", "kind")
     assert parse_source(f"{tmp_path}/both").kind == "records"
     assert parse_source("csv.tools:load").kind == "function"
-
-
-def test_stages_are_completed():
-    assert parse_stages("flip") == (("flip", {"horizontal": True, "vertical": False}),)
-    assert parse_stages([("rotate", {"degrees": 5})]) == (("rotate", {"degrees": 5, "fill": "constant"}),)
-    assert parse_stages([{"shift": {"fraction": 0.2}}])[0][1]["fraction"] == 0.2
-    assert parse_stages(()) == ()
-
-
-@pytest.mark.parametrize(
-    "stages, message",
-    [
-        (["flop"], "Did you mean 'flip'"),
-        ([("rotate", {"degree": 5})], "Did you mean 'degrees'"),
-        ([("rotate", {"degrees": 500})], "at most 180"),
-        ([("rotate", {"degrees": "ten"})], "must be a number"),
-        ([("shift", {"fill": "reflekt"})], "Did you mean 'reflect'"),
-        ([("zoom", {"fraction": 1})], "between 0 and 1"),
-        ([("crop", {"padding": 1.5})], "whole number of pixels"),
-        ([("flip", {"vertical": 1})], "true or false"),
-        ([("noise", {"stddev": 0})], "above 0"),
-        ([("rotate", 5)], "pair"),
-        ([5], "pair"),
-    ],
-)
-def test_a_wrong_stage_names_the_fix(stages, message):
-    with pytest.raises(InputError, match=message):
-        parse_stages(stages)
 
 
 def test_names_are_checked_without_tensorflow():

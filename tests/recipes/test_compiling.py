@@ -100,3 +100,13 @@ def test_accumulation_leaves_the_rates_of_the_epochs_as_they_are(name):
     for epoch in (2, 3):  # Keras asks with the number of batches, accumulated or not
         steps = 40 * epoch
         assert float(grouped.learning_rate(steps)) == pytest.approx(float(plain.learning_rate(steps)), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [("class", keras.losses.SparseCategoricalCrossentropy), ("one_hot", keras.losses.CategoricalCrossentropy)],
+)
+def test_the_loss_fits_the_labels(labels, kind):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    compiling.compile_model(model, Recipe(), learning_rate=0.1, labels=labels)
+    assert isinstance(model.loss, kind)

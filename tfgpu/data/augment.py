@@ -1,6 +1,6 @@
 """Random changes to training images, a whole batch at a time, the same whatever the number of replicas.
 
-Stages (options and defaults; all fractions are of the image's side):
+Stages (options and defaults; all fractions are of the image's side unless said otherwise):
 
 | stage | what it does | options |
 |---|---|---|
@@ -9,20 +9,28 @@ Stages (options and defaults; all fractions are of the image's side):
 | `shift` | moves by a part of a pixel too | `fraction=0.1, fill="constant"` |
 | `rotate` | turns about the centre | `degrees=10, fill="constant"` |
 | `zoom` | scales by 1 - fraction to 1 + fraction | `fraction=0.1, fill="constant"` |
-| `contrast` | scales the distance to the image's mean by 1 - fraction to 1 + fraction | `fraction=0.2` |
+| `brightness` | scales the values by 1 - fraction to 1 + fraction | `fraction=0.2` |
+| `contrast` | scales the distance to the image's mean likewise | `fraction=0.2` |
+| `saturation` | scales the distance to the image's grey likewise; three colours | `fraction=0.2` |
+| `hue` | turns the colour circle by up to this fraction of it; three colours | `fraction=0.05` |
 | `noise` | adds normal noise | `stddev=0.05` |
 | `cutout` | blanks one square (DeVries and Taylor 2017, arXiv:1708.04552) | `fraction=0.25` |
+| `randaugment` | a few of fourteen changes (see `tfgpu.data.randaugment`) | `num_ops=2, magnitude=9, fill="constant"` |
+| `mixup` | blends two examples and their labels (see `tfgpu.data.mixing`) | `alpha=0.2, probability=1` |
+| `cutmix` | puts a box of another example in, and its label's share | `alpha=1, probability=1` |
 
-`fill` is what comes in at the border: `constant` (0), `reflect` or `nearest`.
+`fill` is what comes in at the border: `constant` (0), `reflect` or `nearest`. Values may leave [0, 1]; `hue` and
+`randaugment` clip them. Every number is drawn by (seed, epoch, place in the epoch).
 """
 
 import math
 
 import tensorflow as tf
 
+from tfgpu.data import colour, geometry, mixing, randaugment
 from tfgpu.data.position import Numbers
-
-_GEOMETRIC = ("flip", "crop", "shift", "rotate", "zoom")
+from tfgpu.data.stages import COLOUR, MIXING
+from tfgpu.errors import InputError
 
 
 def automatic(name: str, shape: tuple[int, ...]) -> tuple:
@@ -47,37 +55,73 @@ def automatic(name: str, shape: tuple[int, ...]) -> tuple:
     return (("shift", {"fraction": 0.05, "fill": "reflect"}), ("zoom", {"fraction": 0.05, "fill": "reflect"}))
 
 
-def apply(images: tf.Tensor, stages: tuple[tuple[str, dict], ...], numbers: Numbers) -> tf.Tensor:
-    """Runs the stages on a batch of images.
+def check(stages: tuple[tuple[str, dict], ...], *, name: str, shape: tuple, labels_rank: int) -> None:
+    """Refuses stages that examples of this kind cannot go through.
+
+    Args:
+        stages: complete `(name, options)` pairs.
+        name: the data set's name, for the error.
+        shape: one example's shape.
+        labels_rank: 1 for one class an example.
+
+    Raises:
+        InputError: the examples are no images of one size, lack colours, or have no single class to mix.
+    """
+    if not stages:
+        return
+    if len(shape) != 3 or None in shape:
+        raise InputError(
+            f"Augmentation needs images of one size. Received: examples of shape {shape} in {name}. "
+            "Leave `augment` empty."
+        )
+    for stage, _ in stages:
+        if stage in COLOUR and shape[-1] != 3:
+            raise InputError(
+                f"Augmentation {stage!r} needs images of three colours. Received: examples of shape {shape} in {name}. "
+                "Leave it out."
+            )
+        if stage in MIXING and labels_rank != 1:
+            raise InputError(
+                f"Augmentation {stage!r} mixes class labels, one an example. Received: labels with {labels_rank - 1} "
+                f"more axis in {name}. Leave it out."
+            )
+
+
+def apply(images: tf.Tensor, labels: tf.Tensor, stages: tuple[tuple[str, dict], ...], numbers: Numbers):
+    """Runs the stages on a batch.
 
     Neighbouring geometric stages with one `fill` become a single transformation, so the image is resampled
     once.
 
     Args:
         images: float32 [batch, height, width, channels].
-        stages: complete `(name, options)` pairs, as `names.parse_stages` returns them.
+        labels: [batch], or float32 [batch, classes] where a stage mixes examples; only those stages change them.
+        stages: complete `(name, options)` pairs, as `stages.parse_stages` returns them.
         numbers: the random numbers of these examples.
 
     Returns:
-        float32, the same shape.
+        Images and labels of the same shapes.
 
     Example:
-        >>> from tfgpu.data.names import parse_stages
+        >>> from tfgpu.data.stages import parse_stages
         >>> zero = tf.constant(0, tf.int64)
         >>> numbers = Numbers(seed=0, epoch=zero, start=zero, count=2)
-        >>> apply(tf.ones([2, 8, 8, 1]), parse_stages(["flip"]), numbers).shape
-        TensorShape([2, 8, 8, 1])
+        >>> images, labels = apply(tf.ones([2, 8, 8, 1]), tf.constant([3, 7]), parse_stages(["flip"]), numbers)
+        >>> images.shape, labels.numpy().tolist()
+        (TensorShape([2, 8, 8, 1]), [3, 7])
     """
     stream, shape = 0, images.shape
     for block in _blocks(stages):
-        if block[0][0] in _GEOMETRIC:
-            images = _transform(images, block, numbers, stream)
+        name, options = block[0]
+        if name in geometry.STAGES:
+            images = geometry.transform(images, block, numbers, stream)
+        elif name in MIXING:
+            images, labels = mixing.apply(name, images, labels, options, numbers, stream)
         else:
-            name, options = block[0]
             images = _PIXEL_STAGES[name](images, options, numbers, stream)
         images = tf.ensure_shape(images, shape)
         stream += len(block)
-    return images
+    return images, labels
 
 
 def _blocks(stages):
@@ -93,84 +137,29 @@ def _blocks(stages):
 
 
 def _joinable(one, other) -> bool:
-    if one[0] not in _GEOMETRIC or other[0] not in _GEOMETRIC:
+    if one[0] not in geometry.STAGES or other[0] not in geometry.STAGES:
         return False
     return "flip" in (one[0], other[0]) or one[1]["fill"] == other[1]["fill"]
 
 
-def _transform(images, block, numbers, stream):
-    shape = tf.shape(images)
-    height, width = tf.cast(shape[1], tf.float32), tf.cast(shape[2], tf.float32)
-    ones = tf.ones([shape[0]])
-    middle_x, middle_y = (width - 1.0) / 2.0, (height - 1.0) / 2.0
-    total = _matrix(ones, 1, 0, middle_x, 0, 1, middle_y)
-    for offset, (name, options) in enumerate(block):
-        draw = numbers.uniform(2, stream=stream + offset)
-        total = total @ _MATRICES[name](ones, draw[:, 0], draw[:, 1], (height, width), options)
-    total = total @ _matrix(ones, 1, 0, -middle_x, 0, 1, -middle_y)
-    fills = [options["fill"] for _, options in block if "fill" in options]
-    return tf.raw_ops.ImageProjectiveTransformV3(
-        images=images,
-        transforms=tf.reshape(total, [-1, 9])[:, :8],
-        output_shape=shape[1:3],
-        fill_value=0.0,
-        interpolation="BILINEAR",
-        fill_mode=(fills[0] if fills else "nearest").upper(),
-    )
+def _factor(options, numbers, stream):
+    return 1.0 + geometry.spread(numbers.uniform(1, stream=stream)[:, 0], options["fraction"])
 
 
-def _matrix(ones, a, b, c, d, e, f):
-    """Stacks [batch, 3, 3] matrices that take an output pixel (x, y, 1) to the input pixel it shows."""
-    values = [tf.cast(v, tf.float32) * ones for v in (a, b, c, d, e, f, 0, 0, 1)]
-    return tf.reshape(tf.stack(values, axis=-1), [-1, 3, 3])
-
-
-def _spread(u, limit):
-    """Takes [0, 1) to [-limit, limit)."""
-    return (2.0 * u - 1.0) * limit
-
-
-def _flip_matrix(ones, u, v, size, options):
-    x = tf.where(u < 0.5, -1.0, 1.0) if options["horizontal"] else ones
-    y = tf.where(v < 0.5, -1.0, 1.0) if options["vertical"] else ones
-    return _matrix(ones, x, 0, 0, 0, y, 0)
-
-
-def _crop_matrix(ones, u, v, size, options):
-    steps = 2.0 * options["padding"] + 1.0
-    dx, dy = (tf.floor(w * steps) - options["padding"] for w in (u, v))
-    return _matrix(ones, 1, 0, dx, 0, 1, dy)
-
-
-def _shift_matrix(ones, u, v, size, options):
-    height, width = size
-    return _matrix(ones, 1, 0, _spread(u, options["fraction"] * width), 0, 1, _spread(v, options["fraction"] * height))
-
-
-def _rotate_matrix(ones, u, v, size, options):
-    angle = _spread(u, math.radians(options["degrees"]))
-    cos, sin = tf.cos(angle), tf.sin(angle)
-    return _matrix(ones, cos, -sin, 0, sin, cos, 0)
-
-
-def _zoom_matrix(ones, u, v, size, options):
-    inverse = 1.0 / (1.0 + _spread(u, options["fraction"]))
-    return _matrix(ones, inverse, 0, 0, 0, inverse, 0)
-
-
-_MATRICES = {
-    "flip": _flip_matrix,
-    "crop": _crop_matrix,
-    "shift": _shift_matrix,
-    "rotate": _rotate_matrix,
-    "zoom": _zoom_matrix,
-}
+def _brightness(images, options, numbers, stream):
+    return colour.brighten(images, _factor(options, numbers, stream))
 
 
 def _contrast(images, options, numbers, stream):
-    factor = 1.0 + _spread(numbers.uniform(1, stream=stream)[:, 0], options["fraction"])
-    mean = tf.reduce_mean(images, axis=[1, 2], keepdims=True)
-    return mean + (images - mean) * factor[:, None, None, None]
+    return colour.contrast(images, _factor(options, numbers, stream))
+
+
+def _saturation(images, options, numbers, stream):
+    return colour.saturate(images, _factor(options, numbers, stream))
+
+
+def _hue(images, options, numbers, stream):
+    return colour.turn_hue(images, _factor(options, numbers, stream) - 1.0)
 
 
 def _noise(images, options, numbers, stream):
@@ -180,16 +169,18 @@ def _noise(images, options, numbers, stream):
 
 
 def _cutout(images, options, numbers, stream):
-    height, width = images.shape[1], images.shape[2]
-    centre = numbers.uniform(2, stream=stream)
-    inside = []
-    for axis, side in enumerate((height, width)):
-        length = max(1, round(options["fraction"] * side))
-        first = tf.floor(centre[:, axis] * side) - length // 2
-        place = tf.range(side, dtype=tf.float32)[None, :] - first[:, None]
-        inside.append((place >= 0.0) & (place < float(length)))
-    blank = inside[0][:, :, None] & inside[1][:, None, :]
+    height, width = images.shape[1:3]
+    lengths = [max(1, round(options["fraction"] * side)) for side in (height, width)]
+    blank = geometry.boxes((height, width), numbers.uniform(2, stream=stream), lengths)
     return tf.where(blank[..., None], 0.0, images)
 
 
-_PIXEL_STAGES = {"contrast": _contrast, "noise": _noise, "cutout": _cutout}
+_PIXEL_STAGES = {
+    "brightness": _brightness,
+    "contrast": _contrast,
+    "saturation": _saturation,
+    "hue": _hue,
+    "noise": _noise,
+    "cutout": _cutout,
+    "randaugment": randaugment.apply,
+}

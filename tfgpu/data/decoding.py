@@ -1,13 +1,18 @@
-"""Reads examples from files: finds the corrupt ones before training starts, keeps in memory what fits."""
+"""Reads examples from files: finds the corrupt ones before training starts, keeps decoded what fits."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.data import cache, splits
 from tfgpu.data.examples import Examples, labels_of
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, MachineError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -17,15 +22,20 @@ class Reading:
     Attributes:
         image_size: (height, width) to resize images to, or None to keep their own.
         skip_corrupt: leave corrupt examples out rather than stop.
+        cache: where to keep decoded examples: `memory`, `disk`, `none`, or `auto`: memory if they fit, else
+            disk if there is a directory for it, else none.
+        cache_directory: the folder for those on disk.
         memory_bytes: the most bytes of decoded examples to keep in memory.
         examine_bytes: files of at most this many bytes together are all decoded once before training.
-            Larger sets are not, unless `skip_corrupt`: there a corrupt example stops training when it is
-            met, and is named.
+            Larger sets are not, unless `skip_corrupt` or they will be kept in memory: there a corrupt example
+            stops training when it is met, and is named.
         any_size: images may have different sizes, for copying them as they are.
     """
 
     image_size: tuple[int, int] | None = None
     skip_corrupt: bool = False
+    cache: str = "auto"
+    cache_directory: str | Path | None = None
     memory_bytes: int = 1 << 30
     examine_bytes: int = 2 << 30
     any_size: bool = False
@@ -48,6 +58,7 @@ class Files:
         encoded: index -> the encoded image, for sources of images.
         file_of: int64 [count], the number of the file that each lies in.
         labels: [count], where they are known without reading.
+        paths: the files themselves; a cache on disk needs them, to know when they have changed.
     """
 
     name: str
@@ -62,6 +73,7 @@ class Files:
     encoded: Callable[[tf.Tensor], tf.Tensor] | None = None
     file_of: np.ndarray | None = None
     labels: np.ndarray | None = None
+    paths: tuple[Path, ...] = ()
 
 
 def check_size(image_size) -> tuple[int, int] | None:
@@ -86,37 +98,78 @@ def check_unsized(name: str, image_size) -> None:
         raise InputError(f"`image_size` resizes images of files only. Received: {image_size} for {name}. Leave it out.")
 
 
-def decode_image(encoded: tf.Tensor) -> tf.Tensor:
-    """Decodes JPEG, PNG, BMP or the first frame of a GIF to uint8 [height, width, channels]."""
-    image = tf.io.decode_image(encoded, channels=0, expand_animations=False)
-    return tf.ensure_shape(image, [None, None, None])
+def decode_image(encoded: tf.Tensor, size: tuple[int, int] | None = None) -> tf.Tensor:
+    """Decodes JPEG, PNG, BMP or the first frame of a GIF to uint8 [height, width, channels].
+
+    Args:
+        encoded: string scalar.
+        size: (height, width) that the image will be resized to. A JPEG that is at least twice as large is decoded
+            at 1/2, 1/4 or 1/8 of its size, which costs that much less and smooths as a resizing does.
+    """
+
+    def whole():
+        image = tf.io.decode_image(encoded, channels=0, expand_animations=False)
+        image.set_shape([None, None, None])
+        return image
+
+    if size is None:
+        return whole()
+    return tf.cond(tf.io.is_jpeg(encoded), lambda: _decode_scaled(encoded, size), whole)
 
 
-def shape_image(image: tf.Tensor, *, channels: int, size: tuple[int, int] | None) -> tf.Tensor:
-    """Gives a uint8 image 1 or 3 channels (alpha is dropped) and the wanted size; uint8 again, rounded."""
+def _decode_scaled(encoded: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
+    times = tf.reduce_min(tf.image.extract_jpeg_shape(encoded)[:2] // tf.constant(size))
+    which = tf.reduce_sum(tf.cast(times >= tf.constant([2, 4, 8]), tf.int32))
+    return tf.switch_case(which, [lambda r=ratio: tf.io.decode_jpeg(encoded, ratio=r) for ratio in (1, 2, 4, 8)])
+
+
+def with_channels(image: tf.Tensor, channels: int) -> tf.Tensor:
+    """Gives a uint8 image 1 or 3 channels; alpha is dropped, and one grey becomes three."""
     own = tf.shape(image)[-1]
     wanted = tf.where(own < 3, [0, 0, 0], [0, 1, 2]) if channels == 3 else tf.constant([0])
-    image = tf.gather(image, wanted, axis=-1)
-    return image if size is None else tf.ensure_shape(resize(image, size), [*size, channels])
+    # Gathering channels takes as long as decoding a JPEG (measured): only where they are others than wanted.
+    image = tf.cond(own == channels, lambda: image, lambda: tf.gather(image, wanted, axis=-1))
+    return tf.ensure_shape(image, [None, None, channels])
 
 
 def resize(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
     """Resizes a uint8 image, smoothly, to (height, width); uint8 again, rounded."""
     resized = tf.image.resize(image, size, method="bilinear", antialias=True)
-    return tf.cast(tf.clip_by_value(tf.round(resized), 0.0, 255.0), tf.uint8)
+    return tf.cast(tf.round(resized), tf.uint8)  # Weights above 0 that sum to 1 stay within 0 to 255.
 
 
 def open_files(files: Files, reading: Reading) -> Examples:
-    """Examines the files, then keeps the decoded examples or a way to read them.
+    """Opens a cache of the decoded examples, or examines the files and keeps what `reading.cache` says.
 
     Returns:
-        Examples in memory if they fit, else ones that are read as they are needed; the same values either
-        way.
+        Examples in memory, in a file, or ones that are read as they are needed; the same values either way.
 
     Raises:
-        InputError: a corrupt example (named, unless `skip_corrupt`), images of different sizes, no examples.
+        InputError: a corrupt example (named, unless `skip_corrupt`), images of different sizes, no examples,
+            or more than fits in memory where they must.
+        MachineError: no room on the disk for what must be kept there.
     """
-    whole = reading.skip_corrupt or files.size <= reading.examine_bytes
+    kept = None
+    if reading.cache_directory is not None:
+        settings = (reading.image_size, reading.skip_corrupt, files.count)
+        kept = cache.place(files.name, files.paths, reading.cache_directory, *settings)
+        found = cache.find(kept)
+        if found is not None:
+            return found
+    examples = _examine(files, reading)
+    if kept is None or examples.array is not None:
+        return examples
+    try:
+        return cache.write(kept, examples)
+    except MachineError as error:
+        if reading.cache == "disk":
+            raise
+        _log.warning("%s They are decoded as they are needed.", error)
+        return examples
+
+
+def _examine(files: Files, reading: Reading) -> Examples:
+    whole = reading.skip_corrupt or files.size <= reading.examine_bytes or _fits(files, reading)
     survey = _Survey(files, reading, whole)
     lost = (*files.lost, *survey.lost)
     if lost and not reading.skip_corrupt:
@@ -138,10 +191,34 @@ def open_files(files: Files, reading: Reading) -> Examples:
         facts["file_of"] = files.file_of[survey.good]
     if files.encoded is not None and channels:
         facts["encoded"] = _encoded(files, survey.good)
-    array = None if None in shape else survey.stacked(channels, reading.memory_bytes)
+    if whole:
+        facts["copies"] = splits.same(survey.digests)
+    array = None if None in shape else survey.stacked(channels)
     if array is not None:
         return Examples(files.name, array=array, **facts)
-    return Examples(files.name, load=_loader(files, survey.good, shape, channels, reading, guard=not whole), **facts)
+    if reading.cache == "memory":
+        raise InputError(
+            f"{files.name}: {len(labels)} decoded examples of shape {shape} do not fit in memory_bytes="
+            f"{reading.memory_bytes}. Raise it, or use cache='auto' or 'disk'."
+        )
+    as_they_are = whole and {s[2] for s in survey.shapes if len(s) == 3} <= {channels}
+    load, where = _loader(files, survey.good, shape, 0 if as_they_are else channels, reading)
+    return Examples(files.name, load=load, where=None if whole else where, **facts)
+
+
+def _fits(files: Files, reading: Reading) -> bool:
+    """Says whether all decoded examples may be kept in memory, judging by the first."""
+    if reading.cache not in ("auto", "memory"):
+        return False
+    try:
+        x = files.read(tf.constant(0, tf.int64))[0].numpy()
+    except tf.errors.OpError:
+        return False
+    if x.dtype == np.uint8 and x.ndim == 3 and reading.image_size:
+        size = reading.image_size[0] * reading.image_size[1] * x.shape[-1]
+    else:
+        size = x.nbytes
+    return size * files.count <= reading.memory_bytes
 
 
 class _Survey:
@@ -149,8 +226,9 @@ class _Survey:
 
     def __init__(self, files: Files, reading: Reading, whole: bool):
         self._files, self._size = files, reading.image_size
-        self._kept: list[np.ndarray] | None = []
+        self._kept: list[np.ndarray] | None = [] if reading.cache in ("auto", "memory") else None
         self._images = False
+        self.digests: list[bytes] = []  # of all that were decoded; equal examples have equal ones
         self.shapes: dict[tuple[int, ...], int] = {}  # shape -> index of the first example that has it
         good, labels, size = [], [], 0
         known = files.labels is not None and not whole  # A million labels one by one take minutes.
@@ -164,13 +242,19 @@ class _Survey:
                 self._kept = None
             if self._kept is not None:
                 self._kept.append(x)
+            if whole:
+                self.digests.append(splits.digest(x))
         if known:
             self._kept = None
         self.good = np.arange(files.count) if known else np.array(good, np.int64)
         self.labels = files.labels if known else np.array(labels)
         self.lost = self._describe(np.setdiff1d(np.arange(files.count), self.good))
         if not whole and len(self.good):
-            x = files.read(tf.constant(self.good[0]))[0]
+            try:
+                x = files.read(tf.constant(self.good[0]))[0]
+            except tf.errors.OpError:
+                self.lost = (*self.lost, *self._describe(self.good[:1]))
+                return
             self.shapes = {tuple(x.shape): int(self.good[0])}
             self._images = x.dtype == tf.uint8 and len(x.shape) == 3
 
@@ -201,7 +285,7 @@ class _Survey:
         more = f" and {len(seen) - 4} more" if len(seen) > 4 else ""
         return ", ".join("x".join(map(str, s)) for s in seen[:4]) + more
 
-    def stacked(self, channels: int, memory_bytes: int) -> np.ndarray | None:
+    def stacked(self, channels: int) -> np.ndarray | None:
         if self._kept is None:
             return None
         if not channels:
@@ -228,27 +312,32 @@ def _readable(files: Files, size, whole: bool):
 
 def _encoded(files: Files, good):
     with tf.device("CPU:0"):
-        good = tf.constant(good)
-    return lambda place: files.encoded(good[place])
+        chosen = tf.constant(good)
+    return lambda place: files.encoded(tf.gather(chosen, place))
 
 
-def _loader(files: Files, good, shape, channels, reading: Reading, guard: bool):
+def _loader(files: Files, good, shape, channels: int, reading: Reading):
+    """Makes the functions that read the example at a place among the good ones, and that name it.
+
+    Every operation costs some microseconds an example, beside 300 for a small JPEG (measured), so none is there that
+    is not needed; `channels` is 0 where all have the right ones.
+    """
     with tf.device("CPU:0"):
-        good = tf.constant(good)
+        chosen = tf.constant(good)
+    whole = len(good) == files.count
 
-    def read(index):
-        x = files.read(index)[0]
-        return tf.ensure_shape(shape_image(x, channels=channels, size=reading.image_size) if channels else x, shape)
+    def index(place):
+        return place if whole else tf.gather(chosen, place)
 
     def load(place):
-        index = good[place]
-        if not guard:
-            return read(index)
-        # A decoder's error names no file: read in a data set of one, and look whether it came out.
-        one = tf.data.Dataset.from_tensors(index).map(read).ignore_errors()
-        start = (tf.constant(0), tf.zeros(shape, one.element_spec.dtype))
-        count, x = one.reduce(start, lambda state, value: (state[0] + 1, tf.ensure_shape(value, shape)))
-        with tf.control_dependencies([tf.debugging.Assert(tf.equal(count, 1), ["Corrupt:", files.where(index)])]):
-            return tf.identity(x)
+        x = files.read(index(place))[0]
+        if channels:
+            x = with_channels(x, channels)
+        if reading.image_size is not None and x.dtype == tf.uint8:
+            x = resize(x, reading.image_size)
+        return tf.ensure_shape(x, shape)
 
-    return load
+    def where(place):
+        return files.where(index(place))
+
+    return load, where

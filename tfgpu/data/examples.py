@@ -20,7 +20,8 @@ class Examples:
         class_names: one name a class.
         array: [n, ...] when the examples are in memory; uint8 images stay uint8 until they are batched.
         stored: makes the [n, ...] tensor of decoded examples that lie in a file, mapped into memory.
-        load: index (int64 scalar tensor) -> one example, for sources that stay on the disk.
+        load: index (int64 scalar tensor) -> one example, read and decoded as it is needed.
+        where: index -> string tensor that names an example; set where `load` may meet a corrupt one.
         encoded: index -> the image as its file has it, a string scalar; for sources of encoded images.
         file_of: int64 [n], the number of the file that an example lies in, for sources that are read by place.
         copies: int64 [n]; equal examples share a number. None: not known, or told from `array`.
@@ -35,11 +36,17 @@ class Examples:
     array: np.ndarray | None = None
     stored: Callable[[], tf.Tensor] | None = None
     load: Callable[[tf.Tensor], tf.Tensor] | None = None
+    where: Callable[[tf.Tensor], tf.Tensor] | None = None
     encoded: Callable[[tf.Tensor], tf.Tensor] | None = None
     file_of: np.ndarray | None = None
     copies: np.ndarray | None = None
     own: Mapping[str, np.ndarray] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+
+    @property
+    def cache(self) -> str:
+        """Where decoded examples are kept: `memory`, `disk` or `none`."""
+        return "memory" if self.array is not None else "disk" if self.stored is not None else "none"
 
 
 def from_arrays(x, y, *, name: str, own: Mapping[str, np.ndarray] | None = None, class_names=None) -> Examples:

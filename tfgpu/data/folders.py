@@ -60,15 +60,19 @@ def open_folder(folder: str, reading: Reading) -> Examples:
         name=root.name,
         count=len(paths),
         size=sum(path.stat().st_size for path in paths),
-        read=lambda i: (decode_image(tf.io.read_file(path_of[i])), label_of[i]),
-        label=lambda i: label_of[i],
+        read=lambda i: (
+            decode_image(tf.io.read_file(tf.gather(path_of, i)), reading.image_size),
+            tf.gather(label_of, i),
+        ),
+        label=lambda i: tf.gather(label_of, i),
         where=lambda i: tf.strings.join(["the image ", path_of[i]]),
         own=own,
         class_names=class_names,
         lost=unread,
-        encoded=lambda i: tf.io.read_file(path_of[i]),
+        encoded=lambda i: tf.io.read_file(tf.gather(path_of, i)),
         file_of=np.arange(len(paths)),
         labels=np.array(labels),
+        paths=tuple(paths),
     )
     return open_files(files, reading)
 

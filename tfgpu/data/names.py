@@ -1,24 +1,10 @@
-"""What data sources and augmentation stages are called; no TensorFlow: a wrong name fails at once."""
+"""What data sources are called; no TensorFlow: a wrong name fails at once."""
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfgpu.errors import InputError, unknown
-
-#: Every augmentation stage with its options and their defaults; `tfgpu.data.augment` says what they do.
-STAGES: Mapping[str, Mapping[str, object]] = {
-    "flip": {"horizontal": True, "vertical": False},
-    "crop": {"padding": 4, "fill": "constant"},
-    "shift": {"fraction": 0.1, "fill": "constant"},
-    "rotate": {"degrees": 10.0, "fill": "constant"},
-    "zoom": {"fraction": 0.1, "fill": "constant"},
-    "contrast": {"fraction": 0.2},
-    "noise": {"stddev": 0.05},
-    "cutout": {"fraction": 0.25},
-}
-FILLS = ("constant", "reflect", "nearest")
 
 _CHOICES = (
     *("digits", "tfds:NAME", "a folder of images by class", "a .tfrecord, .csv or .parquet file", "module:function"),
@@ -90,71 +76,6 @@ def parse_source(text: str) -> SourceName:
     if "/" in text or "\\" in text:
         raise InputError(f"No such data folder or file: {text!r}. Check the path (it is relative to {Path.cwd()}).")
     raise unknown("data source", text, _CHOICES)
-
-
-def parse_stages(augment: str | Iterable) -> tuple[tuple[str, dict], ...]:
-    """Completes a list of augmentation stages with their default options and checks every name and value.
-
-    Args:
-        augment: a stage's name, or a sequence of names and `(name, options)` pairs. `"auto"` is not resolved
-            here, because it depends on the data.
-
-    Returns:
-        One `(name, options)` pair a stage, every option present.
-
-    Raises:
-        InputError: an unknown stage or option, or a value out of range.
-
-    Example:
-        >>> parse_stages(["flip", ("rotate", {"degrees": 5})])[1]
-        ('rotate', {'degrees': 5, 'fill': 'constant'})
-    """
-    items = [augment] if isinstance(augment, str) else list(augment or ())
-    return tuple(_stage(item) for item in items)
-
-
-def _stage(item) -> tuple[str, dict]:
-    name, given = (item, {}) if isinstance(item, str) else _pair(item)
-    if name not in STAGES:
-        raise unknown("augmentation", name, STAGES)
-    for key in given:
-        if key not in STAGES[name]:
-            raise unknown(f"option of augmentation {name!r}", key, STAGES[name])
-    options = {**STAGES[name], **given}
-    for key, value in options.items():
-        _check_option(name, key, value, default=STAGES[name][key])
-    return name, options
-
-
-def _pair(item) -> tuple[str, Mapping]:
-    if isinstance(item, Mapping) and len(item) == 1:  # as YAML writes it: `- rotate: {degrees: 5}`
-        item = next(iter(item.items()))
-    if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[1], Mapping)):
-        raise InputError(
-            f"An augmentation stage is a name or a (name, options) pair. Received: {item!r}. "
-            "Write 'flip' or ('rotate', {'degrees': 10})."
-        )
-    return item[0], item[1]
-
-
-def _check_option(name: str, key: str, value: object, *, default: object) -> None:
-    where = f"augmentation {name!r}, option {key!r}"
-    if key == "fill":
-        if value not in FILLS:
-            raise unknown(f"fill of augmentation {name!r}", value, FILLS)
-    elif isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise InputError(f"{where} must be true or false. Received: {value!r}.")
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"{where} must be a number. Received: {value!r}. The default is {default!r}.")
-    elif key == "padding" and (value != int(value) or value < 1):
-        raise InputError(f"{where} must be a whole number of pixels from 1. Received: {value!r}.")
-    elif key == "fraction" and not 0 < value < 1:
-        raise InputError(f"{where} must be between 0 and 1. Received: {value!r}. The default is {default!r}.")
-    elif key == "degrees" and not 0 < value <= 180:
-        raise InputError(f"{where} must be above 0 and at most 180. Received: {value!r}.")
-    elif key == "stddev" and value <= 0:
-        raise InputError(f"{where} must be above 0. Received: {value!r}.")
 
 
 def _table(text: str) -> SourceName | None:

@@ -4,43 +4,90 @@ All three depend on the seed, the epoch and the place in the epoch alone. So a r
 has another number of replicas, sees the same examples, in the same order, augmented in the same way.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
 
+import numpy as np
 import tensorflow as tf
 
-_ORDER, _NUMBERS = 1, 2  # keeps the order's random stream apart from the augmentation's
+from tfgpu.errors import InputError
+
+_ORDER, _NUMBERS, _BATCHES, _BALANCE = 1, 2, 3, 4  # keep one use's random numbers apart from the others'
 
 
-def counter() -> tf.Variable:
-    """Makes the variable that says which epoch the next iteration of the training data is.
+class Counter:
+    """Says which epoch the next iteration of the training data is; the first is 0."""
 
-    It lives on the CPU, and is a plain variable even under `strategy.scope()`: a strategy's scope belongs
-    to the thread that entered it, so the variable is made in another one.
+    def __init__(self):
+        self.next = 0
+        self._one_at_a_time = threading.Lock()
 
-    Returns:
-        An int64 variable that holds 0.
-    """
+    def take(self) -> int:
+        """Returns the next epoch's number, and moves on."""
+        with self._one_at_a_time:
+            self.next += 1
+            return self.next - 1
 
-    def make() -> tf.Variable:
-        with tf.device("CPU:0"):
-            return tf.Variable(0, dtype=tf.int64, trainable=False, name="epoch")
+    def epochs(self) -> tf.data.Dataset:
+        """Makes the data set of one element, the number of the epoch that starts with this iteration.
 
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(make).result()
+        A variable's `assign_add` would do, but under `tf.config.experimental.enable_op_determinism`, which every
+        `tfgpu train` asks for, tf.data gives up all parallel calls and all prefetching of a data set that has one
+        stateful operation anywhere (TensorFlow's make_deterministic.cc). A Python function that is declared
+        stateless is let be. It may be: it runs once, when an iteration starts. Its argument, which it does not
+        need, keeps it from being folded into a constant.
+        """
+
+        def take(_) -> np.int64:
+            return np.int64(self.take())
+
+        def start(n: tf.Tensor) -> tf.Tensor:
+            return tf.ensure_shape(tf.numpy_function(take, [n], tf.int64, stateful=False), [])
+
+        return tf.data.Dataset.range(1).map(start)
 
 
-def order(indices: tf.Tensor, *, seed: int, epoch: tf.Tensor) -> tf.Tensor:
+class Epochs:
+    """What has `train`, a data set of which each iteration is the next epoch, and the counter of them."""
+
+    train: tf.data.Dataset
+    _counter: Counter
+
+    def seek(self, epoch: int) -> None:
+        """Makes the next iteration of `train` epoch number `epoch` (from 0), as a resumed run needs.
+
+        The order and the augmentation of an epoch depend on its number and the seed alone. A training loop
+        that seeks at the start of each epoch is exact even when something looked into `train` before.
+
+        Raises:
+            InputError: `epoch` is not a whole number from 0.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)) or epoch < 0:
+            raise InputError(f"`epoch` must be a whole number from 0. Received: {epoch!r}.")
+        self._counter.next = int(epoch)
+
+    def peek(self):
+        """Returns the first batch of the next epoch, and leaves the epoch where it is."""
+        epoch = self._counter.next
+        batch = next(iter(self.train))
+        self.seek(epoch)
+        return batch
+
+
+def order(indices: tf.Tensor, *, seed: int, epoch: tf.Tensor, of: str = "examples") -> tf.Tensor:
     """Shuffles a whole epoch's indices, as a function of `(seed, epoch)` alone.
 
     Args:
         indices: int64 [n].
         seed: the run's seed.
         epoch: int64 scalar.
+        of: what is put in order: `"examples"`, `"batches"` or a balanced draw of examples, `"balance"`; each
+            has random numbers of its own.
 
     Returns:
         int64 [n], a permutation of `indices`.
     """
-    return tf.random.experimental.stateless_shuffle(indices, seed=_key(seed, _ORDER, epoch))
+    use = {"examples": _ORDER, "batches": _BATCHES, "balance": _BALANCE}[of]
+    return tf.random.experimental.stateless_shuffle(indices, seed=_key(seed, use, epoch))
 
 
 class Numbers:
@@ -53,7 +100,8 @@ class Numbers:
     Args:
         seed: the run's seed.
         epoch: int64 scalar.
-        start: int64 scalar, the place of the first example in the epoch.
+        start: int64 scalar, the place of the first example in the epoch; or int64 [count], the place of each,
+            where examples may overtake each other: that costs an operation an example.
         count: int32 scalar, how many examples.
 
     Example:
@@ -82,14 +130,19 @@ class Numbers:
 
     def _draw(self, operation, width: int, stream: int) -> tf.Tensor:
         groups = -(-width // self._PER_COUNT)
-        first = self._start * tf.constant(groups, tf.uint64)
-        drawn = operation(
-            shape=tf.stack([self.count, groups * self._PER_COUNT]),
-            key=self._philox_key,
-            counter=tf.stack([first, tf.constant(stream, tf.uint64)]),
-            alg=self._PHILOX,
-        )
-        return drawn[:, :width]
+
+        def rows(start, count):
+            return operation(
+                shape=tf.stack([count, groups * self._PER_COUNT]),
+                key=self._philox_key,
+                counter=tf.stack([start * tf.constant(groups, tf.uint64), tf.constant(stream, tf.uint64)]),
+                alg=self._PHILOX,
+            )[:, :width]
+
+        if self._start.shape.rank == 0:
+            return rows(self._start, self.count)
+        one = tf.TensorSpec([width], tf.float32)
+        return tf.map_fn(lambda place: rows(place, 1)[0], self._start, fn_output_signature=one)
 
 
 def _key(seed: int, use: int, epoch: tf.Tensor) -> tf.Tensor:

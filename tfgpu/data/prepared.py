@@ -67,6 +67,7 @@ def open_tfds(name: str, reading: Reading) -> Examples:
         lost=index.lost,
         file_of=index.file_of,
         encoded=encoded if type(builder.info.features[x_name]).__name__ == "Image" else None,
+        paths=tuple(paths),
     )
     return open_files(files, reading)
 

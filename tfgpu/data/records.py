@@ -101,11 +101,12 @@ def open_records(pattern: str, reading: Reading) -> Examples:
     files = Files(
         count=len(index.offsets),
         size=sum(p.stat().st_size for p in paths),
-        read=lambda i: _parse(index.record(i), features),
+        read=lambda i: _parse(index.record(i), features, reading.image_size),
         where=index.where,
         lost=index.lost,
         encoded=(lambda i: _parse_encoded(index.record(i), features)) if features["kind"] == "bytes_list" else None,
         file_of=index.file_of,
+        paths=tuple(paths),
         **facts,
     )
     return open_files(files, reading)
@@ -222,7 +223,7 @@ def _first_example(index: Index, paths) -> tf.train.Example:
     raise InputError(f"No readable records in {', '.join(map(str, paths[:3]))}.{detail} Write them again.")
 
 
-def _parse(record: tf.Tensor, features: dict) -> tuple[tf.Tensor, tf.Tensor]:
+def _parse(record: tf.Tensor, features: dict, size: tuple[int, int] | None) -> tuple[tf.Tensor, tf.Tensor]:
     if features["kind"] == "bytes_list":
         spec = tf.io.FixedLenFeature([], tf.string)
     else:
@@ -231,7 +232,7 @@ def _parse(record: tf.Tensor, features: dict) -> tuple[tf.Tensor, tf.Tensor]:
     parsed = tf.io.parse_single_example(record, {features["x"]: spec, features["y"]: _label_spec(features)})
     x = parsed[features["x"]]
     if features["kind"] == "bytes_list":
-        x = decode_image(x)
+        x = decode_image(x, size)
     elif features["dtype"]:
         x = tf.cast(x, features["dtype"])
     return x, parsed[features["y"]]

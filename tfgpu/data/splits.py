@@ -1,6 +1,7 @@
 """Train, validation and test parts without leakage: stratified, disjoint, copies on one side."""
 
 import hashlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -73,9 +74,18 @@ def copies(array: np.ndarray) -> np.ndarray:
         >>> copies(np.array([[1, 2], [3, 4], [1, 2]])).tolist()
         [0, 1, 0]
     """
+    return same(digest(row) for row in array)
+
+
+def digest(example: np.ndarray) -> bytes:
+    """Tells examples apart in 16 bytes: those that are equal have the same."""
+    return hashlib.blake2b(np.ascontiguousarray(example).tobytes(), digest_size=16).digest()
+
+
+def same(digests: Iterable[bytes]) -> np.ndarray:
+    """Numbers examples by their digests, as `copies` does."""
     first: dict[bytes, int] = {}
-    digests = (hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=16).digest() for row in array)
-    return np.array([first.setdefault(digest, i) for i, digest in enumerate(digests)], np.int64)
+    return np.array([first.setdefault(each, i) for i, each in enumerate(digests)], np.int64)
 
 
 def first_of(numbers: np.ndarray) -> np.ndarray:

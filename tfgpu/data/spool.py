@@ -105,7 +105,7 @@ def keep_images(
         name=name,
         count=len(labels),
         size=size,
-        read=lambda i: (decode_image(image(i)), label_of[i]),
+        read=lambda i: (decode_image(image(i), reading.image_size), label_of[i]),
         label=lambda i: label_of[i],
         where=lambda i: tf.strings.join(["image ", tf.strings.as_string(i), " of ", name]),
         own=own,

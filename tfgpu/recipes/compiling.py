@@ -84,11 +84,22 @@ def optimizer(recipe: Recipe, *, learning_rate: schedules.Rate) -> keras.optimiz
         raise InputError(f"Keras's {kind.__name__} refuses its options {settings}: {reason}") from None
 
 
-def compile_model(model: keras.Model, recipe: Recipe, *, learning_rate: schedules.Rate) -> None:
-    """Compiles a classifier whose outputs are logits and whose labels are class numbers."""
+def compile_model(model: keras.Model, recipe: Recipe, *, learning_rate: schedules.Rate, labels: str = "class") -> None:
+    """Compiles a classifier whose outputs are logits.
+
+    Args:
+        model: the classifier.
+        recipe: its optimizer's settings and precision.
+        learning_rate: the optimizer's.
+        labels: as `data.info.labels` says: `"class"` numbers, or `"one_hot"` shares where examples are mixed.
+    """
+    kinds = {
+        "class": keras.losses.SparseCategoricalCrossentropy,
+        "one_hot": keras.losses.CategoricalCrossentropy,
+    }
     model.compile(
         optimizer=optimizer(recipe, learning_rate=learning_rate),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=kinds[labels](from_logits=True),
         metrics=["accuracy"],
         jit_compile=recipe.jit,
     )

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from tfgpu.errors import InputError
-from tfgpu.recipes.recipe import FACTS, Recipe, make, read, read_facts
+from tfgpu.recipes.recipe import FACTS, INPUT, Recipe, make, read, read_facts
 
 try:
     import fcntl
@@ -69,20 +69,20 @@ def recorded(output: str | Path) -> dict[str, Any]:
 
 
 def check_same(recipe: Recipe, earlier: Recipe, *, directory: str | Path) -> None:
-    """Refuses to resume a run with other settings; only `epochs` may grow.
+    """Refuses to resume a run with other settings; only `epochs` may grow, and the reading of the data be another.
 
     Raises:
         InputError: names every setting that differs, with both values.
     """
     new, old = recipe.model_dump(), earlier.model_dump()
-    differing = [name for name in new if new[name] != old[name] and name != "epochs"]
+    differing = [name for name in new if new[name] != old[name] and name not in ("epochs", *INPUT)]
     if recipe.epochs < earlier.epochs:
         differing.append("epochs")
     if differing:
         listed = "; ".join(f"`{name}` was {old[name]!r}, received {new[name]!r}" for name in differing)
         raise InputError(
-            f"Cannot resume {str(directory)!r} with other settings (only `epochs` may grow): {listed}. "
-            "Leave the settings out, or start a new run."
+            f"Cannot resume {str(directory)!r} with other settings (only `epochs` may grow, and how data is read "
+            f"differ): {listed}. Leave the settings out, or start a new run."
         )
 
 

@@ -41,6 +41,8 @@ def collect(
         "validation_examples": info.validation_examples,
         "test_examples": info.test_examples,
         "skipped_examples": info.skipped,
+        "epoch_examples": info.epoch_examples,
+        "cache": info.cache,
         "augment": [{name: dict(options)} for name, options in info.augment],
         "versions": versions(),
         "git_commit": git_commit(),

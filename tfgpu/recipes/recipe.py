@@ -21,10 +21,12 @@ from pydantic import (
     model_validator,
 )
 
-from tfgpu.data.names import parse_source, parse_stages
+from tfgpu.data.names import parse_source
+from tfgpu.data.stages import parse_stages
 from tfgpu.errors import InputError, unknown
 
 FACTS = "run"  # The key of config.yaml under which a run leaves facts about itself; a recipe skips it.
+INPUT = ("cache", "cache_directory", "memory_bytes", "parallel_calls", "prefetch")  # How fast, and never what, is read.
 SETTINGS_OF_THEIR_OWN = {  # Optimizer arguments that a recipe has a word of its own for.
     "learning_rate": "learning_rate",
     "weight_decay": "weight_decay",
@@ -114,7 +116,27 @@ class Recipe(BaseModel):
     validation: float = _field(0.1, "Data", "Share of the examples kept for validation.", gt=0, lt=1)
     test: float = _field(0.2, "Data", "Share of the examples kept for the final test.", gt=0, lt=1)
     skip_corrupt: bool = _field(False, "Data", "Leave out examples that cannot be read, and report their number.")
+    balance: Literal["none", "oversample", "undersample", "weights"] = _field(
+        "none",
+        "Data",
+        "What to do about classes that are not equally frequent in training; `oversample` makes an epoch longer, "
+        "`undersample` shorter, `weights` weighs the loss.",
+    )
     split_seed: int = _field(0, "Data", "Decides which examples are for training, validation and test.", ge=0)
+
+    cache: Literal["auto", "memory", "disk", "none"] = _field(
+        "auto",
+        "Input",
+        "Where to keep decoded examples; `auto`: in memory if they fit, else in `--cache-directory` if there is one.",
+    )
+    cache_directory: str | None = _field(None, "Input", "A folder for decoded examples, for later runs too.")
+    memory_bytes: int = _field(1 << 30, "Input", "The most bytes of decoded examples to keep in memory.", ge=0)
+    parallel_calls: int | None = _field(
+        None, "Input", "How many examples are decoded at once; found while it runs when not given.", ge=1
+    )
+    prefetch: int | None = _field(
+        None, "Input", "How many batches are made ahead; found while it runs when not given.", ge=0
+    )
 
     model: str = _field(
         "cnn",

@@ -58,7 +58,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """All parts of a run, built and checked."""
 
     recipe: Recipe
@@ -86,7 +86,8 @@ def run(
     Args:
         what: the recipe.
         output: the run directory; None makes `runs/<time>-<model>`.
-        resume: go on with the run in `output`, after its last checkpoint. Only `epochs` may differ from it.
+        resume: go on with the run in `output`, after its last checkpoint. Only `epochs` may grow, and how data is
+            read differ.
         overwrite: replace the run in `output`.
         show: print a headline and the progress of the training.
 
@@ -103,11 +104,11 @@ def run(
         PosixPath('runs/first')
     """
     started = datetime.now()
-    cluster = _check(what, output, resume=resume, overwrite=overwrite)
+    cluster = check(what, output, resume=resume, overwrite=overwrite)
     with contextlib.ExitStack() as held:
         with unstarted():
-            held.enter_context(_prepare(what))
-            job = _build(what, cluster)
+            held.enter_context(prepare(what))
+            job = build(what, cluster)
             about = facts.collect(what, strategy=job.strategy, model=job.model, info=job.data.info, started=started)
         console = Console(highlight=False, soft_wrap=True) if show and cluster.is_chief else None
         if console:
@@ -122,7 +123,7 @@ def run(
         return _finish(job, path, about, rows)
 
 
-def _check(what: Recipe, output: str | Path | None, *, resume: bool, overwrite: bool) -> Cluster:
+def check(what: Recipe, output: str | Path | None, *, resume: bool, overwrite: bool) -> Cluster:
     """Refuses what can be refused before any device is started."""
     if keras.backend.backend() != "tensorflow":
         raise InputError(
@@ -146,7 +147,7 @@ def _check(what: Recipe, output: str | Path | None, *, resume: bool, overwrite: 
     return cluster
 
 
-def _prepare(what: Recipe) -> precision.Precision:
+def prepare(what: Recipe) -> precision.Precision:
     """Prepares devices and seeds, and sets the precision; a context manager that restores the precision."""
     if what.virtual_devices and what.virtual_devices != len(environment.devices("CPU")):
         environment.set_logical_devices(what.virtual_devices)
@@ -154,7 +155,17 @@ def _prepare(what: Recipe) -> precision.Precision:
     return precision.use(what.precision)
 
 
-def _build(what: Recipe, cluster: Cluster) -> _Job:
+def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
+    """Makes the strategy, opens the data, and builds and compiles the model, in this order.
+
+    Args:
+        what: the recipe.
+        cluster: the facts of the cluster.
+        source: what to open in place of the source that the recipe names.
+
+    Raises:
+        InputError: something in the recipe cannot work.
+    """
     chosen = what.devices
     if what.virtual_devices and chosen is None and what.strategy != "one_device":
         chosen = tuple(f"CPU:{number}" for number in range(what.virtual_devices))
@@ -167,18 +178,7 @@ def _build(what: Recipe, cluster: Cluster) -> _Job:
             f"Received: global_batch={what.global_batch}, replicas={replicas}. "
             f"Use {replicas} or more, or fewer devices."
         )
-    data = pipeline(
-        what.data,
-        global_batch=what.global_batch,
-        augment="auto" if what.augment == ("auto",) else what.augment,
-        seed=what.seed,
-        split_seed=what.split_seed,
-        validation=what.validation,
-        test=what.test,
-        image_size=what.image_size,
-        skip_corrupt=what.skip_corrupt,
-        cluster=cluster,
-    )
+    data = open_data(what, cluster, source=source)
     _check_parts(data, what)
     schedule = compiling.schedule(what, steps_per_epoch=data.info.steps_per_epoch)
     with strategy.scope():
@@ -189,9 +189,31 @@ def _build(what: Recipe, cluster: Cluster) -> _Job:
             options=what.model_options,
         )
         _check_outputs(model, what, data)
-        compiling.compile_model(model, what, learning_rate=schedule.learning_rate)
+        compiling.compile_model(model, what, learning_rate=schedule.learning_rate, labels=data.info.labels)
     trainer = Trainer(model) if what.path == "loop" else model
-    return _Job(what, cluster, strategy, data, model, schedule.callbacks, trainer)
+    return Job(what, cluster, strategy, data, model, schedule.callbacks, trainer)
+
+
+def open_data(what: Recipe, cluster: Cluster, *, source=None) -> Data:
+    """Opens the recipe's data, or another source as the recipe says.
+
+    Raises:
+        InputError: something about it cannot work.
+    """
+    return pipeline(
+        what.data if source is None else source,
+        global_batch=what.global_batch,
+        augment="auto" if what.augment == ("auto",) else what.augment,
+        seed=what.seed,
+        split_seed=what.split_seed,
+        validation=what.validation,
+        test=what.test,
+        image_size=what.image_size,
+        skip_corrupt=what.skip_corrupt,
+        balance=None if what.balance == "none" else what.balance,
+        **{name: getattr(what, name) for name in recipe.INPUT},
+        cluster=cluster,
+    )
 
 
 def _check_parts(data: Data, what: Recipe) -> None:
@@ -214,7 +236,7 @@ def _check_outputs(model: keras.Model, what: Recipe, data: Data) -> None:
 
 
 def _train(
-    job: _Job,
+    job: Job,
     path: Path | None,
     shared: Path | None,
     about: Mapping[str, Any],
@@ -258,7 +280,7 @@ def _train(
             progress.close()
 
 
-def _fit(job: _Job, first: int, callbacks: list[keras.callbacks.Callback]) -> None:
+def _fit(job: Job, first: int, callbacks: list[keras.callbacks.Callback]) -> None:
     job.data.seek(first)
     job.trainer.fit(
         job.data.train,
@@ -271,7 +293,7 @@ def _fit(job: _Job, first: int, callbacks: list[keras.callbacks.Callback]) -> No
     )
 
 
-def _finish(job: _Job, path: Path | None, about: dict[str, Any], rows: list[dict[str, float]]) -> Result:
+def _finish(job: Job, path: Path | None, about: dict[str, Any], rows: list[dict[str, float]]) -> Result:
     """Tests the trained model, and writes the model, the report and the last facts."""
     tested = job.trainer.evaluate(job.data.test, verbose=0, return_dict=True)
     accuracy, loss = float(tested["accuracy"]), float(tested["loss"])
@@ -299,7 +321,7 @@ def _finish(job: _Job, path: Path | None, about: dict[str, Any], rows: list[dict
     return Result(accuracy, loss, tuple(rows), path, about)
 
 
-def _checkpoint(job: _Job, path: Path | None) -> Checkpoint | None:
+def _checkpoint(job: Job, path: Path | None) -> Checkpoint | None:
     if path is None:
         return None
     return Checkpoint(path / directory.CHECKPOINTS, data=job.data, is_chief=job.cluster.is_chief)
@@ -309,7 +331,7 @@ def _logs(path: Path | None) -> list[keras.callbacks.Callback]:
     return [keras.callbacks.TensorBoard(path / directory.LOGS, write_graph=False)] if path else []
 
 
-def _replaying(job: _Job, done: Sequence[Mapping[str, float]]) -> list[keras.callbacks.Callback]:
+def _replaying(job: Job, done: Sequence[Mapping[str, float]]) -> list[keras.callbacks.Callback]:
     """Gives the schedule's callbacks, each of which sees the finished epochs again before the first new one.
 
     A plateau counts epochs without progress, which no checkpoint of the model holds.
@@ -322,11 +344,12 @@ def _advice(model: keras.Model) -> list[str]:
     return [f"{found.layer}: {found.dimension} = {found.size}. {found.suggestion}" for found in findings]
 
 
-def _confusion(job: _Job) -> list[list[int]] | None:
+def _confusion(job: Job) -> list[list[int]] | None:
     classes = job.data.info.classes
     if classes > MOST_CLASSES or job.data.info.test_examples > _MOST_PREDICTED:
         return None
-    labels = np.concatenate([np.asarray(y) for _, y in job.data.test]).astype(int).ravel()
+    labels = np.concatenate([np.asarray(y) for _, y in job.data.test])
+    labels = labels.argmax(-1) if job.data.info.labels == "one_hot" else labels.astype(int).ravel()
     guesses = np.argmax(job.trainer.predict(job.data.test, verbose=0), axis=-1).ravel()
     counts = np.zeros((classes, classes), int)
     np.add.at(counts, (labels, guesses), 1)

@@ -1,0 +1,204 @@
+"""Decoded examples in a file: written once, and mapped into memory by every run that reads the same files.
+
+A cache is two files, `NAME-KEY.examples` (the values, one example after the other) and `NAME-KEY.npz` (labels,
+shape, parts). KEY stands for the source's files (path, size, time of change), the reading's settings and
+TensorFlow's version, so a changed source gets a new cache and never an old one's examples. Both are written aside and
+renamed, the second last: without it there is no cache. Processes that want the same cache wait for the first one's.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.data.examples import Examples
+from tfgpu.errors import InputError, MachineError, unknown
+
+CHOICES = ("auto", "memory", "disk", "none")
+_FORMAT = 1  # Part of the key: raise it when the files' content changes its meaning.
+_ROWS = 64  # examples that are decoded together for writing
+
+_log = logging.getLogger(__name__)
+
+
+def check(cache: str, directory: str | Path | None) -> None:
+    """Raises `InputError` for an unknown choice, or a directory that is missing or would not be used."""
+    if cache not in CHOICES:
+        raise unknown("cache", cache, CHOICES)
+    if cache == "disk" and directory is None:
+        raise InputError("cache='disk' needs a place for the decoded examples. Give cache_directory.")
+    if cache in ("memory", "none") and directory is not None:
+        raise InputError(
+            f"`cache_directory` is used by cache='disk' and 'auto'. Received: cache={cache!r} with cache_directory="
+            f"{str(directory)!r}. Leave one out."
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the cache of one source lies.
+
+    Args:
+        name: the source's name.
+        directory: the folder, made if needed.
+        stem: the file names without their ends.
+    """
+
+    name: str
+    directory: Path
+    stem: str
+
+    @property
+    def examples(self) -> Path:
+        return self.directory / f"{self.stem}.examples"
+
+    @property
+    def facts(self) -> Path:
+        return self.directory / f"{self.stem}.npz"
+
+    @property
+    def lock(self) -> Path:
+        return self.directory / f"{self.stem}.lock"
+
+
+def place(name: str, paths: Sequence[Path], directory: str | Path, *settings: object) -> Place:
+    """Names the cache of a source as it is now.
+
+    Args:
+        name: the source's name.
+        paths: the files that it is made of.
+        directory: the folder for caches.
+        settings: what else decides the decoded values; compared by their text.
+
+    Raises:
+        InputError: the source's files are not known, or the directory cannot be made.
+    """
+    digest = hashlib.blake2b(repr((_FORMAT, tf.version.VERSION, settings)).encode(), digest_size=8)
+    for path in paths:
+        facts = path.stat()
+        digest.update(repr((str(path.resolve()), facts.st_size, facts.st_mtime_ns)).encode())
+    if not paths:
+        raise InputError(f"{name}: its files are not known, so it cannot be cached on disk. Use cache='memory'.")
+    return Place(name, made(directory), f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}-{digest.hexdigest()}")
+
+
+def made(directory: str | Path) -> Path:
+    """Makes the folder for caches; raises `InputError` where it cannot be."""
+    directory = Path(directory).expanduser()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"Cannot make cache_directory {str(directory)!r}: {error.strerror}. Give another.") from error
+    return directory
+
+
+def find(where: Place) -> Examples | None:
+    """Opens a cache, or returns None where there is no whole one."""
+    try:
+        with np.load(where.facts, allow_pickle=False) as facts:
+            kept = {name: facts[name] for name in facts.files}
+        dtype, shape = np.dtype(str(kept["dtype"])), tuple(kept["shape"].tolist())
+        labels = kept["labels"]
+        whole = where.examples.stat().st_size == len(labels) * dtype.itemsize * int(np.prod(shape))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
+    if not whole:
+        return None
+    path = str(where.examples.absolute())
+
+    def stored() -> tf.Tensor:
+        with tf.device("CPU:0"):
+            return tf.raw_ops.ImmutableConst(
+                dtype=tf.as_dtype(dtype), shape=(len(labels), *shape), memory_region_name=path
+            )
+
+    return Examples(
+        where.name,
+        labels,
+        shape,
+        tuple(kept["class_names"].tolist()),
+        stored=stored,
+        own={name.removeprefix("own/"): kept[name] for name in kept if name.startswith("own/")},
+        skipped=tuple(kept["skipped"].tolist()),
+        copies=kept.get("copies"),
+    )
+
+
+def write(where: Place, examples: Examples) -> Examples:
+    """Decodes all examples into a cache, unless another process has just done so, and opens it.
+
+    Raises:
+        MachineError: the disk has no room for them.
+        tf.errors.OpError: a corrupt example; there is no cache then.
+    """
+    with _alone(where):
+        found = find(where)
+        if found is not None:
+            return found
+        if where.facts.exists():
+            _log.warning("%s or what belongs to it is damaged; it is written again.", where.facts)
+        loaded = tf.data.Dataset.range(len(examples.labels)).map(
+            examples.load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+        )
+        dtype = loaded.element_spec.dtype.as_numpy_dtype
+        size = len(examples.labels) * np.dtype(dtype).itemsize * int(np.prod(examples.shape))
+        free = shutil.disk_usage(where.directory).free
+        if size > free:
+            raise MachineError(
+                f"cache_directory {str(where.directory)!r} has no room for {size / 2**30:.1f} GiB of decoded examples. "
+                f"Free: {free / 2**30:.1f} GiB. Give another, or cache='none'."
+            )
+        _log.info("%s: writing %.1f GiB of decoded examples to %s.", where.name, size / 2**30, where.examples)
+        with _aside(where.examples) as aside, open(aside, "wb") as file:
+            for rows in loaded.batch(_ROWS).as_numpy_iterator():
+                file.write(rows.tobytes())
+        own = {f"own/{name}": indices for name, indices in examples.own.items()}
+        copies = {} if examples.copies is None else {"copies": examples.copies}
+        with _aside(where.facts) as aside, open(aside, "wb") as file:
+            np.savez(
+                file,
+                labels=examples.labels,
+                shape=np.array(examples.shape, np.int64),
+                dtype=np.array(np.dtype(dtype).str),
+                class_names=np.array(examples.class_names, np.str_),
+                skipped=np.array(examples.skipped, np.str_),
+                **own,
+                **copies,
+            )
+    return find(where)
+
+
+def remove(where: Place) -> None:
+    """Deletes a cache; a process that has it open keeps it."""
+    for path in (where.facts, where.examples, where.lock):
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone(where: Place):
+    """Holds the cache's lock, which ends with the process; goes on without it where the disk has no locks."""
+    with open(where.lock, "w") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _aside(path: Path):
+    """Gives a path to write to, which becomes `path` when all went well."""
+    aside = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

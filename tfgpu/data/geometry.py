@@ -1,0 +1,128 @@
+"""Moves, turns and scales images, each by its own matrix; several of them are one resampling."""
+
+import math
+
+import tensorflow as tf
+
+STAGES = ("flip", "crop", "shift", "rotate", "zoom")
+
+
+def transform(images: tf.Tensor, block, numbers, stream: int) -> tf.Tensor:
+    """Applies a block of geometric stages that share one `fill` to a batch, as one resampling.
+
+    Args:
+        images: float32 [batch, height, width, channels].
+        block: `(name, options)` pairs, the names from `STAGES`.
+        numbers: the random numbers of these examples.
+        stream: the first stage's stream of numbers; each stage takes one.
+    """
+    shape = tf.shape(images)
+    size = tf.cast(shape[1], tf.float32), tf.cast(shape[2], tf.float32)
+    ones = tf.ones([shape[0]])
+    total = matrix(ones, 1, 0, 0, 0, 1, 0)
+    for offset, (name, options) in enumerate(block):
+        draw = numbers.uniform(2, stream=stream + offset)
+        total = total @ _MATRICES[name](ones, draw[:, 0], draw[:, 1], size, options)
+    fills = [options["fill"] for _, options in block if "fill" in options]
+    return warp(images, total, fills[0] if fills else "nearest")
+
+
+def warp(images: tf.Tensor, matrices: tf.Tensor, fill: str) -> tf.Tensor:
+    """Resamples each image by its own matrix, about the image's centre, between pixels linearly.
+
+    Args:
+        images: float32 [batch, height, width, channels].
+        matrices: float32 [batch, 3, 3]; each takes an output pixel (x, y, 1) to the input pixel it shows.
+        fill: what comes in at the border: `constant` (0), `reflect` or `nearest`.
+
+    Returns:
+        float32, the same shape.
+    """
+    shape = tf.shape(images)
+    ones = tf.ones([shape[0]])
+    middle_y, middle_x = ((tf.cast(side, tf.float32) - 1.0) / 2.0 for side in (shape[1], shape[2]))
+    total = matrix(ones, 1, 0, middle_x, 0, 1, middle_y) @ matrices @ matrix(ones, 1, 0, -middle_x, 0, 1, -middle_y)
+    return tf.raw_ops.ImageProjectiveTransformV3(
+        images=images,
+        transforms=tf.reshape(total, [-1, 9])[:, :8],
+        output_shape=shape[1:3],
+        fill_value=0.0,
+        interpolation="BILINEAR",
+        fill_mode=fill.upper(),
+    )
+
+
+def matrix(ones, a, b, c, d, e, f) -> tf.Tensor:
+    """Stacks [batch, 3, 3] matrices whose first two rows are (a, b, c) and (d, e, f), numbers or [batch]."""
+    values = [tf.cast(v, tf.float32) * ones for v in (a, b, c, d, e, f, 0, 0, 1)]
+    return tf.reshape(tf.stack(values, axis=-1), [-1, 3, 3])
+
+
+def boxes(size: tuple[int, int], centre: tf.Tensor, lengths) -> tf.Tensor:
+    """Marks one box in each image of a batch; what lies outside the image is cut off.
+
+    Args:
+        size: (height, width) of the images, in pixels.
+        centre: float32 [batch, 2] in [0, 1): where the middle is, down and across.
+        lengths: (height, width) of the boxes in whole pixels, numbers or float32 [batch].
+
+    Returns:
+        bool [batch, height, width], true inside.
+
+    Example:
+        >>> boxes((2, 3), tf.constant([[0.5, 0.5]]), (1, 2)).numpy().astype(int).tolist()
+        [[[0, 0, 0], [1, 1, 0]]]
+    """
+    inside = []
+    for axis, (side, length) in enumerate(zip(size, lengths, strict=True)):
+        length = tf.cast(length, tf.float32) * tf.ones_like(centre[:, axis])
+        first = tf.floor(centre[:, axis] * side) - tf.floor(length / 2.0)
+        place = tf.range(side, dtype=tf.float32)[None, :] - first[:, None]
+        inside.append((place >= 0.0) & (place < length[:, None]))
+    return inside[0][:, :, None] & inside[1][:, None, :]
+
+
+def spread(u: tf.Tensor, limit) -> tf.Tensor:
+    """Takes [0, 1) to [-limit, limit)."""
+    return (2.0 * u - 1.0) * limit
+
+
+def _flip_matrix(ones, u, v, size, options):
+    x = tf.where(u < 0.5, -1.0, 1.0) if options["horizontal"] else ones
+    y = tf.where(v < 0.5, -1.0, 1.0) if options["vertical"] else ones
+    return matrix(ones, x, 0, 0, 0, y, 0)
+
+
+def _crop_matrix(ones, u, v, size, options):
+    steps = 2.0 * options["padding"] + 1.0
+    dx, dy = (tf.floor(w * steps) - options["padding"] for w in (u, v))
+    return matrix(ones, 1, 0, dx, 0, 1, dy)
+
+
+def _shift_matrix(ones, u, v, size, options):
+    height, width = size
+    return matrix(ones, 1, 0, spread(u, options["fraction"] * width), 0, 1, spread(v, options["fraction"] * height))
+
+
+def _rotate_matrix(ones, u, v, size, options):
+    return turned(ones, spread(u, math.radians(options["degrees"])))
+
+
+def turned(ones: tf.Tensor, angle: tf.Tensor) -> tf.Tensor:
+    """Makes the matrices that turn an image by `angle` radians."""
+    cos, sin = tf.cos(angle), tf.sin(angle)
+    return matrix(ones, cos, -sin, 0, sin, cos, 0)
+
+
+def _zoom_matrix(ones, u, v, size, options):
+    inverse = 1.0 / (1.0 + spread(u, options["fraction"]))
+    return matrix(ones, inverse, 0, 0, 0, inverse, 0)
+
+
+_MATRICES = {
+    "flip": _flip_matrix,
+    "crop": _crop_matrix,
+    "shift": _shift_matrix,
+    "rotate": _rotate_matrix,
+    "zoom": _zoom_matrix,
+}

@@ -1,0 +1,83 @@
+"""Mixes pairs of examples and their labels: mixup and CutMix.
+
+The partner is another example of the same global batch, so a mixed image depends on the batch as well as on
+`(seed, epoch)`. Labels become float32 [batch, classes], the share of each class: they fit
+`CategoricalCrossentropy` (and `BinaryCrossentropy`), not the sparse losses.
+
+Sources: H. Zhang, M. Cisse, Y. Dauphin and D. Lopez-Paz, "mixup: beyond empirical risk minimization", 2018,
+arXiv:1710.09412; S. Yun and others, "CutMix: regularization strategy to train strong classifiers with localizable
+features", 2019, arXiv:1905.04899.
+"""
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.data import geometry
+
+_STEPS = 4096  # of the table of a distribution's quantiles
+
+
+def apply(name: str, images: tf.Tensor, labels: tf.Tensor, options: dict, numbers, stream: int):
+    """Mixes each example with a partner.
+
+    Args:
+        name: `"mixup"` or `"cutmix"`.
+        images: float32 [batch, height, width, channels].
+        labels: float32 [batch, classes], each row the shares of the classes.
+        options: `alpha` of the Beta distribution that the kept share is drawn from, and `probability` of mixing.
+        numbers: the random numbers of these examples.
+        stream: the stream of them to take.
+
+    Returns:
+        Images and labels of the same shapes.
+    """
+    draw = numbers.uniform(5, stream=stream)
+    partner = partners(draw[:, 0])
+    kept = tf.where(draw[:, 2] < options["probability"], _beta(draw[:, 1], options["alpha"]), 1.0)
+    other = tf.gather(images, partner)
+    if name == "mixup":
+        mixed = _between(other, images, kept)
+    else:
+        height, width = images.shape[1:3]
+        side = tf.sqrt(1.0 - kept)
+        inside = geometry.boxes((height, width), draw[:, 3:5], (tf.floor(height * side), tf.floor(width * side)))
+        mixed = tf.where(inside[..., None], other, images)
+        kept = 1.0 - tf.reduce_mean(tf.cast(inside, tf.float32), axis=[1, 2])  # What was cut off does not count.
+    return mixed, _between(tf.gather(labels, partner), labels, kept)
+
+
+def partners(u: tf.Tensor) -> tf.Tensor:
+    """Gives each of a batch another one for a partner: a single ring through them all, drawn by `u` [batch].
+
+    Example:
+        >>> partners(tf.constant([0.5, 0.1, 0.9])).numpy().tolist()
+        [2, 0, 1]
+    """
+    order = tf.argsort(u, stable=True)
+    return tf.scatter_nd(order[:, None], tf.roll(order, -1, axis=0), tf.shape(order))
+
+
+def _between(other, own, kept):
+    share = tf.reshape(kept, tf.concat([tf.shape(kept), tf.ones([tf.rank(own) - 1], tf.int32)], axis=0))
+    return tf.ensure_shape(other + (own - other) * share, own.shape)
+
+
+def _beta(u: tf.Tensor, alpha: float) -> tf.Tensor:
+    """Takes uniform numbers to Beta(alpha, alpha), by a table: one number an example, whatever is drawn."""
+    table = tf.constant(_quantiles(float(alpha)), tf.float32)
+    place = u * _STEPS
+    low = tf.minimum(tf.cast(place, tf.int32), _STEPS - 1)
+    share = place - tf.cast(low, tf.float32)
+    return tf.gather(table, low) * (1.0 - share) + tf.gather(table, low + 1) * share
+
+
+def _quantiles(alpha: float) -> np.ndarray:
+    """Finds the quantiles of Beta(alpha, alpha) at `_STEPS` + 1 places, by halving the interval."""
+    wanted = np.linspace(0.0, 1.0, _STEPS + 1)
+    low, high = np.zeros_like(wanted), np.ones_like(wanted)
+    with tf.init_scope(), tf.device("CPU:0"):
+        for _ in range(50):
+            middle = (low + high) / 2.0
+            below = tf.math.betainc(tf.cast(alpha, tf.float64), tf.cast(alpha, tf.float64), middle).numpy() < wanted
+            low, high = np.where(below, middle, low), np.where(below, high, middle)
+    return np.concatenate([[0.0], high[1:-1], [1.0]])

@@ -1,0 +1,91 @@
+"""RandAugment: a few changes of one strength, drawn for each image from fourteen.
+
+Source: E. D. Cubuk, B. Zoph, J. Shlens and Q. V. Le, "RandAugment: practical automated data augmentation with a
+reduced search space", 2019, arXiv:1909.13719. The magnitude goes from 0 to 30; at 30 an image is turned by 30 degrees,
+sheared by 0.3, moved by 45% of its side, or blended with factors of 0.1 or 1.9.
+"""
+
+import math
+
+import tensorflow as tf
+
+from tfgpu.data import colour, geometry
+
+_GREATEST = 30.0
+_MOVES = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+CHANGES = (
+    *("identity", "autocontrast", "equalize", "solarize", "posterize"),
+    *("saturation", "contrast", "brightness", "sharpness"),
+    *_MOVES,
+)
+
+
+def apply(images: tf.Tensor, options: dict, numbers, stream: int) -> tf.Tensor:
+    """Changes each image of a batch `num_ops` times.
+
+    Args:
+        images: float32 [batch, height, width, channels] in [0, 1]; values outside are clipped by some changes.
+        options: `num_ops`, `magnitude` and `fill`, as `stages.parse_stages` returns them.
+        numbers: the random numbers of these examples.
+        stream: the stream of them to take.
+
+    Returns:
+        float32, the same shape, in [0, 1].
+    """
+    count = int(options["num_ops"])
+    draw = numbers.uniform(2 * count, stream=stream)
+    strength = options["magnitude"] / _GREATEST
+    for i in range(count):
+        choice = tf.cast(tf.floor(draw[:, 2 * i] * len(CHANGES)), tf.int32)
+        sign = tf.where(draw[:, 2 * i + 1] < 0.5, -1.0, 1.0)
+        images = _change(images, choice, sign, strength, options["fill"])
+    return images
+
+
+def _change(images, choice, sign, strength, fill):
+    """Runs each change on the images that drew it alone: the work is one change an image, not fourteen."""
+    first_move = len(CHANGES) - len(_MOVES)
+    kind = tf.minimum(choice, first_move)  # All moves are one resampling, each image by its own matrix.
+    rows, parts = [], []
+    for number, name in enumerate((*CHANGES[:first_move], "move")):
+        chosen = tf.where(kind == number)[:, 0]
+        part, signs = tf.gather(images, chosen), tf.gather(sign, chosen)
+        if name == "move":
+            part = _move(part, tf.gather(choice, chosen) - first_move, signs * strength, fill)
+        else:
+            part = tf.clip_by_value(_recolour(name, part, 1.0 + 0.9 * strength * signs, strength), 0.0, 1.0)
+        rows.append(tf.cast(chosen, tf.int32))
+        parts.append(part)
+    return tf.ensure_shape(tf.dynamic_stitch(rows, parts), images.shape)
+
+
+def _recolour(name, images, factor, strength):
+    if name == "autocontrast":
+        return colour.stretch(images)
+    if name == "equalize":
+        return colour.equalize(images)
+    if name == "solarize":
+        return colour.solarize(images, 1.0 - strength)
+    if name == "posterize":
+        return colour.posterize(images, 8 - round(4 * strength))
+    blends = {
+        "saturation": colour.saturate,
+        "contrast": colour.contrast,
+        "brightness": colour.brighten,
+        "sharpness": colour.sharpen,
+    }
+    return blends[name](images, factor) if name in blends else images
+
+
+def _move(images, which, strength, fill):
+    """Builds each image's own matrix from the move that it drew; `strength` [batch] has the direction in its sign."""
+    height, width = images.shape[1:3]
+
+    def amount(name, greatest):
+        return tf.where(which == _MOVES.index(name), strength * greatest, 0.0)
+
+    ones = tf.ones_like(strength)
+    turn = geometry.turned(ones, amount("rotate", math.radians(30.0)))
+    across, down = amount("translate_x", 0.45 * width), amount("translate_y", 0.45 * height)
+    rest = geometry.matrix(ones, 1, amount("shear_x", 0.3), across, amount("shear_y", 0.3), 1, down)
+    return geometry.warp(images, turn @ rest, fill)
