@@ -105,6 +105,8 @@ def test_tensorflow_still_loses_a_replica_of_three_in_hierarchical_copy():
         ({"kind": "one_device", "devices": 2}, "takes one device. Received: CPU:0, CPU:1. Use `mirrored`"),
         ({"kind": "one_device", "all_reduce": "nccl"}, "`all_reduce` does not apply to `one_device`"),
         ({"kind": "one_device", "bytes_per_pack": 1}, "`bytes_per_pack` does not apply"),
+        ({"kind": "one_device", "reduce_dtype": "float16"}, "`reduce_dtype` does not apply to `one_device`"),
+        ({"kind": "mirrored", "reduce_dtype": "int8"}, "reduce_dtype 'int8'"),
         ({"kind": "mirrored", "bytes_per_pack": 2**20}, "`bytes_per_pack` does not apply to `mirrored`"),
         ({"kind": "mirrored", "all_reduce": "nccl"}, "between GPUs only. Found: CPU:0"),
         ({"kind": "mirrored", "all_reduce": "ring"}, "applies to `multi_worker`"),

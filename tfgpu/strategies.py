@@ -16,6 +16,7 @@ Which option applies where:
 | `all_reduce="hierarchical_copy"` | - | an even number | - | - |
 | `all_reduce="reduction_to_one_device"` | - | yes | - | - |
 | `bytes_per_pack` | - | - | yes | - |
+| `reduce_dtype` | - | yes | yes | - |
 
 An option that does not apply is an `InputError`, never ignored. `"auto"` and 0 leave it to TensorFlow.
 """
@@ -30,9 +31,11 @@ from tfgpu import environment, keras_fixes
 from tfgpu.cluster import Cluster
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.keras_fixes import replica
 from tfgpu.keras_fixes.devices import worker_devices
 
 KINDS = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server")
+REDUCE_DTYPES = ("float16", "bfloat16")
 ALL_REDUCE = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")
 Devices = int | str | Iterable[str] | None
 
@@ -45,6 +48,7 @@ def strategy(
     *,
     all_reduce: str = "auto",
     bytes_per_pack: int = 0,
+    reduce_dtype: str | None = None,
     cluster: Cluster | None = None,
 ) -> tf.distribute.Strategy:
     """Makes the strategy of a name; `"auto"` chooses by the cluster and the devices.
@@ -59,7 +63,11 @@ def strategy(
             logical CPU devices where there is no GPU; or names such as `["GPU:0", "GPU:1"]`.
         all_reduce: how replicas sum their gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
             `"reduction_to_one_device"`. The module's table says which applies where.
-        bytes_per_pack: bytes of gradients in one collective, for `multi_worker`; 0 lets TensorFlow choose.
+        bytes_per_pack: bytes of gradients in one collective, for `multi_worker`; 0 puts all into one. Several can start
+            while the backward pass still makes the rest.
+        reduce_dtype: `"float16"` or `"bfloat16"`: gradients travel in it, half the bytes, for slow networks. Each
+            replica's part is rounded before the sum, so the result is no longer that of one device: by about 1e-3
+            (float16) or 1e-2 (bfloat16) of a gradient. Float16 is infinite above 65,504: use it with loss scaling.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Returns:
@@ -75,12 +83,15 @@ def strategy(
     if kind == "auto":
         kind = _choose(devices, cluster)
     if kind == "multi_worker":
-        return multi_worker(devices, all_reduce=all_reduce, bytes_per_pack=bytes_per_pack, cluster=cluster)
+        return multi_worker(
+            devices, all_reduce=all_reduce, bytes_per_pack=bytes_per_pack, reduce_dtype=reduce_dtype, cluster=cluster
+        )
     _refuse(kind, "bytes_per_pack", bytes_per_pack, 0, "`multi_worker`")
     if kind == "mirrored":
         if cluster.is_multi_worker:
             _log.warning("The cluster has %d workers, but 'mirrored' trains in each by itself.", cluster.size)
-        return mirrored(devices, all_reduce=all_reduce)
+        return mirrored(devices, all_reduce=all_reduce, reduce_dtype=reduce_dtype)
+    _refuse(kind, "reduce_dtype", reduce_dtype, None, "`mirrored` and `multi_worker`")
     _refuse(kind, "all_reduce", all_reduce, "auto", "`mirrored` and `multi_worker`")
     if kind == "one_device":
         return one_device(devices)
@@ -104,22 +115,26 @@ def one_device(devices: Devices = None) -> tf.distribute.OneDeviceStrategy:
     return tf.distribute.OneDeviceStrategy(f"/device:{chosen[0].name}")
 
 
-def mirrored(devices: Devices = None, *, all_reduce: str = "auto") -> tf.distribute.MirroredStrategy:
+def mirrored(
+    devices: Devices = None, *, all_reduce: str = "auto", reduce_dtype: str | None = None
+) -> tf.distribute.MirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every device of this machine.
 
     Args:
         devices: as for `strategy`, but `None` is all logical CPU devices where there is no GPU.
         all_reduce: `"auto"`, `"nccl"` (physical GPUs only), `"hierarchical_copy"` (an even number of devices;
             made for eight GPUs linked as in a DGX-1) or `"reduction_to_one_device"`.
+        reduce_dtype: as for `strategy`.
 
     Raises:
         InputError: more devices than exist, or an all-reduce that does not suit them.
     """
+    _check_reduce_dtype(reduce_dtype)
     chosen = environment.accelerators() if devices is None else environment.select(devices)
     operations = _cross_device_ops(all_reduce, chosen)
     keras_fixes.install()
     names = [f"/device:{device.name}" for device in chosen]
-    return tf.distribute.MirroredStrategy(names, cross_device_ops=operations)
+    return _reducing_in(reduce_dtype, tf.distribute.MirroredStrategy(names, cross_device_ops=operations))
 
 
 def multi_worker(
@@ -127,6 +142,7 @@ def multi_worker(
     *,
     all_reduce: str = "auto",
     bytes_per_pack: int = 0,
+    reduce_dtype: str | None = None,
     cluster: Cluster | None = None,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every GPU of every worker; waits for all workers.
@@ -137,7 +153,7 @@ def multi_worker(
         devices: `None`, all GPUs of each worker, or its first CPU device; or the first so many GPUs (logical CPU
             devices where there is no GPU), by number or name.
         all_reduce: `"auto"`, `"ring"` or `"nccl"` (GPUs only).
-        bytes_per_pack: bytes of gradients in one collective; 0 lets TensorFlow choose.
+        bytes_per_pack, reduce_dtype: as for `strategy`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Raises:
@@ -150,6 +166,7 @@ def multi_worker(
             f"`multi_worker` needs this process to be a worker of a cluster. Found: {_who(cluster)}. "
             "Set TF_CONFIG in each worker, or use `mirrored` or `one_device`."
         )
+    _check_reduce_dtype(reduce_dtype)
     chosen = _worker_devices(devices)
     gpus = tuple(device for device in chosen if device.kind == "GPU")
     options = tf.distribute.experimental.CommunicationOptions(
@@ -160,7 +177,7 @@ def multi_worker(
     keras_fixes.install()
     try:
         with worker_devices([device.name for device in chosen]):
-            return tf.distribute.MultiWorkerMirroredStrategy(resolver, communication_options=options)
+            made = tf.distribute.MultiWorkerMirroredStrategy(resolver, communication_options=options)
     except (RuntimeError, ValueError) as error:
         # TensorFlow's two sentences for "the devices have started" and "another cluster is configured".
         if "at program startup" not in str(error) and "already configured" not in str(error):
@@ -170,6 +187,7 @@ def multi_worker(
             "Move `tfgpu.strategy(...)` above the first tensor, dataset or model; in a notebook, restart the "
             f"kernel first. ({error})"
         ) from None
+    return _reducing_in(reduce_dtype, made)
 
 
 def parameter_server(*, cluster: Cluster | None = None) -> tf.distribute.ParameterServerStrategy:
@@ -317,6 +335,21 @@ def _implementation(
     if all_reduce == "nccl":
         _need_physical_gpus(chosen)
     return {"auto": choices.AUTO, "ring": choices.RING, "nccl": choices.NCCL}[all_reduce]
+
+
+def _check_reduce_dtype(reduce_dtype: str | None) -> None:
+    if reduce_dtype is None:
+        return
+    if reduce_dtype not in REDUCE_DTYPES:
+        raise unknown("reduce_dtype", reduce_dtype, REDUCE_DTYPES)
+    if not keras_fixes.is_enabled():
+        raise InputError("`reduce_dtype` needs the repairs of Keras, which TFGPU_REPAIR=0 leaves out. Unset that.")
+
+
+def _reducing_in(reduce_dtype: str | None, strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
+    if reduce_dtype is not None:
+        replica.reduce_gradients_in(strategy, reduce_dtype)
+    return strategy
 
 
 def _need_physical_gpus(chosen: tuple[Device, ...]) -> None:

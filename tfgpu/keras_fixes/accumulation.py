@@ -89,7 +89,7 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
         with tf.control_dependencies(taken):
             for total in sums:
                 total.assign(tf.zeros(total.shape, total.dtype))
-        return taken
+        return replica.narrowed(taken)
 
     def across(strategy, is_finite, *parts):
         is_update = (inner._iterations.value + 1) % inner.gradient_accumulation_steps == 0
@@ -97,7 +97,9 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
 
         def meet():
             own = strategy.extended.call_for_each_replica(take, args=parts)
-            return on_each(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, [(o, o) for o in own]))
+            met = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, [(o, o) for o in own])
+            wide = zip(on_each(met), on_each(parts), strict=True)
+            return [[_in_place(value, own.dtype) for value, own in zip(*pair, strict=True)] for pair in wide]
 
         def on_each(values):
             return [list(strategy.experimental_local_results(value)) for value in values]
@@ -112,6 +114,14 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
     for at, value in zip(places, met, strict=True):
         out[at] = value
     return out
+
+
+def _in_place(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """A value in another dtype, on the device where it is."""
+    if value.dtype == dtype:
+        return value
+    with tf.device(value.device):
+        return tf.cast(value, dtype)
 
 
 def _scale_of(optimizer):

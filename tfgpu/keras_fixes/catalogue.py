@@ -15,12 +15,14 @@ from tfgpu.keras_fixes import (
     orders,
     picks,
     pieces,
+    predicting,
     probes,
     random,
     resuming,
     saving,
     seeds,
     state,
+    steps,
     trainer,
 )
 from tfgpu.keras_fixes.seam import Fix
@@ -160,7 +162,7 @@ FIXES = (
         "steps_per_execution above 1 crashes under replicas",
         _KERAS + "20861",
         probes.many_steps_fail,
-        trainer.run_many_steps_in_one_call,
+        steps.run_many_steps_in_one_call,
     ),
     Fix(
         "blocks-of-steps",
@@ -174,7 +176,7 @@ FIXES = (
         "at the epoch's end every metric that the logs hold is reduced over replicas again",
         "",
         probes.results_are_read_again,
-        trainer.read_results_once,
+        steps.read_results_once,
     ),
     Fix(
         "build-from-spec",
@@ -188,7 +190,7 @@ FIXES = (
         "predict_on_batch predicts the whole batch on every replica",
         "",
         probes.predict_on_batch_repeats,
-        trainer.split_batches_to_predict,
+        predicting.split_batches_to_predict,
     ),
     Fix(
         "draws-by-example",

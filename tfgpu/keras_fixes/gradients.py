@@ -121,7 +121,7 @@ def _meet(optimizer, grads: list, variables) -> list:
     if inner.gradient_accumulation_steps and len(parts) > 0:
         met = accumulation.meet_at_update(optimizer, inner, parts, variables)
     else:
-        met = replica.all_reduce(parts)
+        met = replica.widened(replica.all_reduce(replica.narrowed(parts)), parts)
     for at, most in zip(found, sums.most([grads[at] for at in found]), strict=True):
         met[at] = most
     return met
@@ -215,4 +215,5 @@ def _zero_without_rows(gradients: list) -> list:
 
 def _count_on_every_replica(optimizer) -> None:
     """`iterations` is made with ONLY_FIRST_REPLICA, whose assignment hides a merge_call; every replica counts alike."""
+    replica.check_has_copies(optimizer._iterations)
     optimizer._iterations.value._aggregation = tf.VariableAggregation.NONE

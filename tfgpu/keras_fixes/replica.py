@@ -235,10 +235,42 @@ def all_reduce(values: list) -> list:
         for dtype in dict.fromkeys(value.dtype for value in values if value is not None):  # one kind makes one pack
             places = [at for at, value in enumerate(values) if value is not None and value.dtype == dtype]
             with _meeting():
-                parts = context().all_reduce(tf.distribute.ReduceOp.SUM, [values[at] for at in places])
+                total = tf.distribute.ReduceOp.SUM
+                parts = context().all_reduce(total, [values[at] for at in places], _options())
             for at, part in zip(places, parts, strict=True):
                 summed[at] = part
     return summed
+
+
+def _options():
+    """The strategy's own options for collectives: on workers TensorFlow forgets them where replicas ask for a sum."""
+    return getattr(context().strategy.extended, "_communication_options", None)
+
+
+def reduce_gradients_in(strategy: tf.distribute.Strategy, dtype: str) -> None:
+    """Lets gradients travel between the replicas of a strategy in a narrower dtype."""
+    strategy._tfgpu_reduce_dtype = tf.as_dtype(dtype)
+
+
+def narrowed(values: list) -> list:
+    """Gradients as they travel between replicas: tensors or IndexedSlices; None stays None."""
+    dtype = getattr(context().strategy, "_tfgpu_reduce_dtype", None)
+    return list(values) if dtype is None else [_cast(v, dtype) if _is_wider(v, dtype) else v for v in values]
+
+
+def widened(values: list, like: list) -> list:
+    """What has travelled, each in the dtype of the value in `like` at its place."""
+    return [v if v is None or v.dtype == w.dtype else _cast(v, w.dtype) for v, w in zip(values, like, strict=True)]
+
+
+def _is_wider(value, dtype: tf.DType) -> bool:
+    return value is not None and value.dtype.is_floating and value.dtype.size > dtype.size
+
+
+def _cast(value, dtype: tf.DType):
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(value.values, dtype), value.indices, value.dense_shape)
+    return tf.cast(value, dtype)
 
 
 def check_has_copies(variable) -> None:
@@ -250,7 +282,8 @@ def check_has_copies(variable) -> None:
     if isinstance(variable, keras.Variable) and not isinstance(variable._value, tf.distribute.DistributedValues):
         raise InputError(
             f"The variable {variable.path!r} was made outside `strategy.scope()`: all replicas would change one copy. "
-            "Make its layer inside the scope (or, for a layer that shall not train, set `trainable = False`)."
+            "Make its layer, metric or optimizer inside the scope (or, for a layer that shall not train, set "
+            "`trainable = False`)."
         )
 
 

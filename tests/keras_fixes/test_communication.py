@@ -1,0 +1,109 @@
+"""How gradients travel between replicas: in a narrower dtype, in several packs."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfgpu import strategies
+from tfgpu.errors import InputError
+
+# The gradient of a mean prediction is the mean of x. Half of 1 + 2**-12 is 0.5 in float16: the next is 0.5 + 2**-11.
+X = np.array([[1 + 2.0**-12], [3.0]], "float32")
+
+
+def trained(strategy, make_optimizer, steps=1):
+    """The weight's change after some steps on two rows, and the optimizer."""
+    with strategy.scope():
+        optimizer = make_optimizer()
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(optimizer, loss=lambda y, predicted: predicted)
+    before = model.get_weights()[0]
+    data = tf.data.Dataset.from_tensors((X, X)).repeat(steps)
+    model.fit(data, verbose=0)
+    return float((before.astype("float64") - model.get_weights()[0])[0, 0]), optimizer
+
+
+def sgd(**options):
+    return lambda: keras.optimizers.SGD(1.0, **options)
+
+
+@pytest.mark.parametrize(("dtype", "change"), [("float16", 2.0), ("bfloat16", 2.0), (None, 2 + 2.0**-13)])
+def test_each_replicas_part_is_rounded_before_the_sum(dtype, change):
+    strategy = strategies.mirrored(2, reduce_dtype=dtype)
+    assert trained(strategy, sgd())[0] == pytest.approx(change, abs=3e-6)
+
+
+def test_accumulated_gradients_are_summed_in_full_and_rounded_once():
+    # A replica sums 0.25 + 2**-14 twice in float32 and sends 0.5 + 2**-13, rounded to 0.5.
+    strategy = strategies.mirrored(2, reduce_dtype="float16")
+    change, _ = trained(strategy, sgd(gradient_accumulation_steps=2), steps=2)
+    assert change == pytest.approx(2.0, abs=3e-6)
+    strategy = strategies.mirrored(2)
+    change, _ = trained(strategy, sgd(gradient_accumulation_steps=2), steps=2)
+    assert change == pytest.approx(2 + 2.0**-13, abs=3e-6)
+
+
+def test_a_sparse_gradient_is_rounded_too():
+    strategy = strategies.mirrored(2, reduce_dtype="float16")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,), dtype="int32"), keras.layers.Embedding(4, 1)])
+        model.compile(keras.optimizers.SGD(1.0), loss=lambda y, predicted: y[:, None] * predicted)
+    before = model.get_weights()[0]
+    model.fit(tf.data.Dataset.from_tensors((np.array([[1], [2]], "int32"), X)), verbose=0)
+    np.testing.assert_allclose((before - model.get_weights()[0])[:, 0], [0, 0.5, 1.5, 0], atol=3e-7)
+
+
+def test_an_overflow_in_float16_skips_the_step_under_loss_scaling():
+    strategy = strategies.mirrored(2, reduce_dtype="float16")
+    change, optimizer = trained(
+        strategy, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0**16)
+    )
+    assert change == 0.0
+    assert float(optimizer.dynamic_scale.numpy()) == 2.0**15
+    assert int(optimizer.iterations.numpy()) == 0
+
+
+def test_without_the_repairs_it_is_refused(monkeypatch):
+    monkeypatch.setenv("TFGPU_REPAIR", "0")
+    with pytest.raises(InputError, match="TFGPU_REPAIR=0"):
+        strategies.mirrored(2, reduce_dtype="float16")
+
+
+SCRIPT = """
+import json
+import sys
+import tensorflow as tf
+from tfgpu import strategies
+from tfgpu.keras_fixes import replica
+strategy = strategies.multi_worker(bytes_per_pack=int(sys.argv[1]), reduce_dtype=sys.argv[2] or None)
+@tf.function
+def summed():
+    def each():
+        rank = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        parts = [tf.fill([100], 1 + rank + 2.0 ** -12), tf.fill([50], 10 + rank)]
+        return [part[0] for part in replica.widened(replica.all_reduce(replica.narrowed(parts)), parts)]
+    return strategy.run(each)
+nodes = [n for f in summed.get_concrete_function().graph.as_graph_def().library.function for n in f.node_def]
+nodes += list(summed.get_concrete_function().graph.as_graph_def().node)
+found = [n for n in nodes if n.op.startswith("CollectiveReduce")]
+print(json.dumps({
+    "sums": [float(value) for value in summed()],
+    "rounds": len(found),
+    "dtypes": sorted({tf.as_dtype(n.attr["T"].type).name for n in found}),
+}))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("pack", "dtype", "expected"),
+    [
+        (0, "", {"sums": [3 + 2.0**-11, 21.0], "rounds": 1, "dtypes": ["float32"]}),
+        (50, "bfloat16", {"sums": [3.0, 21.0], "rounds": 2, "dtypes": ["bfloat16"]}),
+    ],
+)
+def test_workers_sum_in_packs(together, pack, dtype, expected):
+    for answer in together(SCRIPT, {"worker": 2}, pack, dtype).values():
+        assert answer == expected
