@@ -49,8 +49,11 @@ def cut_evenly() -> None:
     def init(stock, self, distribute_strategy=None, *args, **kwargs):
         if not replica.is_spread(distribute_strategy):
             return stock(self, distribute_strategy, *args, **kwargs)
-        stock(self, _Cutter(distribute_strategy), *args, **kwargs)
+        cutter = _Cutter(distribute_strategy)
+        stock(self, cutter, *args, **kwargs)
         self._distribute_strategy = distribute_strategy
+        if not cutter.was_asked and replica.spans_processes(distribute_strategy):  # the user has distributed the data
+            _agree(distribute_strategy, -1, same_length=False)
 
     # An epoch iterator that someone else makes gives the rows alone, as it does in stock Keras.
     for name in ("fit", "evaluate", "predict"):
@@ -118,8 +121,10 @@ class _Cutter:
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = strategy
+        self.was_asked = False
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset):
+        self.was_asked = True
         policies = tf.data.experimental.AutoShardPolicy
         policy = dataset.options().experimental_distribute.auto_shard_policy
         if replica.spans_processes(self._strategy):

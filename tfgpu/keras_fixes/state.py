@@ -47,6 +47,9 @@ def assign_for_all() -> None:
 
     @wrap(core.Variable, "_direct_assign")
     def direct_assign(stock, self, value):
+        if replica.context() is None and self.synchronization == "on_read" and _is_spread(self):
+            # TensorFlow would sum the replicas' new values, on workers by a collective, for the caller to ignore.
+            return self._value.assign(value, read_value=False)
         if not _is_shared():
             return stock(self, value)
         replica.check_has_copies(self)
@@ -67,6 +70,10 @@ def assign_for_all() -> None:
         (SeedGenerator, "next"),
     ):
         _keep_own(owner, name)
+
+
+def _is_spread(variable) -> bool:
+    return isinstance(variable._value, tf.distribute.DistributedValues)
 
 
 def _sum_what_is_added(name: str, sign: int) -> None:
