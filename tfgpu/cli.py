@@ -261,7 +261,9 @@ def run_script(
     run(script, arguments or [])
 
 
-data_app = typer.Typer(help="Write data as TFRecord shards with an index, and check them.", no_args_is_help=True)
+data_app = typer.Typer(
+    help="Write data as shards, check them, and let other processes prepare it.", no_args_is_help=True
+)
 app.add_typer(data_app, name="data")
 
 
@@ -307,6 +309,30 @@ def check_data(
     with Console(stderr=True).status("comparing checksums"):
         listed = check_shards(folder)
     _show_shards(listed, folder)
+
+
+@data_app.command(
+    "serve",
+    help=(
+        "Start a tf.data service: processes that decode and augment for training, until Ctrl-C. It prints the address "
+        "that [bold]pipeline(service=...)[/] takes."
+    ),
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu data serve --workers 4\n\n"
+        "tfgpu data serve --host node1 --port 5050 --workers 16\n\n"
+        "tfgpu data serve --host node2 --join node1:5050 --workers 16"
+    ),
+)
+def serve_data(
+    workers: Annotated[int, typer.Option(metavar="N", help="Processes that make batches.")] = 1,
+    port: Annotated[int, typer.Option(metavar="N", help="The dispatcher's port; 0 takes a free one.")] = 0,
+    host: Annotated[str, typer.Option(metavar="NAME", help="This machine, as others reach it.")] = "localhost",
+    join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Add workers to this dispatcher.")] = None,
+) -> None:
+    _start_tensorflow()
+    serve = _imported("tfgpu.data.service").serve
+    serve(workers, port=port, host=host, join=join, say=lambda line: print(line, flush=True))
 
 
 def _show_shards(listed: Any, folder: Path) -> None:

@@ -13,6 +13,7 @@ from tfgpu.data import augment as augmentation
 from tfgpu.data import balance as balancing
 from tfgpu.data import cache as caching
 from tfgpu.data import position, shards, sources, splits
+from tfgpu.data import service as remote
 from tfgpu.data import stages as augmentations
 from tfgpu.data.decoding import Reading, check_size
 from tfgpu.data.examples import Examples
@@ -106,6 +107,7 @@ def pipeline(
     prefetch: int | None = None,
     prefetch_to_device: str | None = None,
     sharding: str = "data",
+    service: str | None = None,
     cluster: Cluster | None = None,
 ) -> Data:
     """Opens a source and makes its train, validation and test batches.
@@ -149,6 +151,9 @@ def pipeline(
             of its own (see `tfgpu.data.shards`); then the batches depend on the number of workers, are evened out to
             at most `global_batch`, and the data set does not say its length. `"auto"`: by file where the data is read
             from the disk and its files come out even.
+        service: the address of a tf.data service, as `tfgpu data serve` prints it: its workers decode and augment the
+            training examples, and must find the source's files under the same paths. The batches and their order are
+            the same. For examples that are decoded as they are needed. Each training process fetches whole batches.
         cluster: this process's place; only the chief logs. Default: all processes log, and `sharding` looks into the
             environment.
 
@@ -175,6 +180,7 @@ def pipeline(
     caching.check(cache, cache_directory)
     feed = Feed(deterministic, parallel_calls, threads, prefetch, prefetch_to_device)
     _check_alone(feed, cluster)
+    service = None if service is None else remote.address(service)
     quiet = cluster is not None and not cluster.is_chief
     reading = Reading(check_size(image_size), skip_corrupt, cache, cache_directory, memory_bytes)
     examples = source if isinstance(source, Examples) else sources.open_source(source, reading)
@@ -184,6 +190,8 @@ def pipeline(
             f"{examples.name}: its examples are kept in {examples.cache} as they are; a cache is for those of files. "
             f"Received: cache={cache!r}, cache_directory={cache_directory!r}. Leave them out."
         )
+    if service is not None:
+        remote.check(examples)
     if examples.skipped and not quiet:
         _log.warning("%s: left out %d corrupt: %s", examples.name, len(examples.skipped), ", ".join(examples.skipped))
     parts = _parts(examples, validation, test, split_seed, quiet)
@@ -201,8 +209,12 @@ def pipeline(
     soft = augmentations.mixes(stages)
     change = _change(examples, parts["train"], stages, soft, balance, seed, share.first)
     counter = position.Counter()
+    if service is None:
+        train = batches(examples, counter.epochs(), order, count, share.batch, change, feed)
+    else:
+        train = remote.batches(examples, counter, order, count, share.batch, change, feed, service)
     return Data(
-        train=shards.own(batches(examples, counter.epochs(), order, count, share.batch, change, feed), share),
+        train=shards.own(train, share),
         validation=_fixed(examples, parts["validation"], global_batch, soft, feed),
         test=_fixed(examples, parts["test"], global_batch, soft, feed),
         info=_info(examples, parts, share, count, global_batch, stages, soft, balance),

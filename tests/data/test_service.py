@@ -1,0 +1,137 @@
+"""A tf.data service in real processes: the batches are those of this process, whatever dies."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import tensorflow as tf
+
+from tfgpu.data import pipeline, service
+from tfgpu.errors import InputError
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for i in range(60):
+        path = folder / ("cat" if i % 3 else "dog") / f"{i}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(tf.io.encode_jpeg(rng.integers(0, 256, [16, 16, 3], dtype=np.uint8)).numpy())
+    return folder
+
+
+@contextlib.contextmanager
+def serving():
+    """The address of a service with two workers, and its process."""
+    command = [sys.executable, "-m", "tfgpu", "data", "serve", "--workers", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        yield process.stdout.readline().strip(), process
+    finally:
+        workers = psutil.Process(process.pid).children() if process.poll() is None else []
+        process.terminate()
+        process.wait(timeout=20)
+        _, left = psutil.wait_procs(workers, timeout=20)
+        assert not left
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def served():
+    """One that the test may kill."""
+    with serving() as found:
+        yield found
+
+
+def data(photos, **options):
+    return pipeline(str(photos), global_batch=8, augment=["flip"], seed=3, cache="none", test=0, **options)
+
+
+def same(mine, theirs):
+    assert len(mine) == len(theirs)
+    for (x, y), (u, v) in zip(mine, theirs, strict=True):
+        np.testing.assert_array_equal(x, u)
+        np.testing.assert_array_equal(y, v)
+
+
+def test_the_same_batches_in_the_same_order(photos, shared):
+    here, there = data(photos), data(photos, service=shared[0])
+    assert there.train.element_spec == here.train.element_spec
+    for _ in range(2):
+        same(list(here.train), list(there.train))
+    there.seek(1)
+    here.seek(1)
+    same([here.peek()], [there.peek()])
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(service.in_order, "__kwdefaults__", {"patience_s": 1.0, "ahead": 64})
+
+
+def test_a_dead_worker_loses_no_batch(photos, served, impatient):
+    here, there = data(photos), data(photos, service=served[0])
+    expected, found = list(here.train), []
+    for number, batch in enumerate(there.train):
+        if number == 1:
+            os.kill(psutil.Process(served[1].pid).children()[0].pid, signal.SIGKILL)
+        found.append(batch)
+    same(expected, found)
+    end = time.monotonic() + 60
+    while len(psutil.Process(served[1].pid).children()) < 2 and time.monotonic() < end:
+        time.sleep(0.2)
+    assert len(psutil.Process(served[1].pid).children()) == 2
+
+
+def test_a_dead_service_loses_no_batch(photos, served, impatient):
+    here, there = data(photos), data(photos, service=served[0])
+    expected, found = list(here.train), []
+    for number, batch in enumerate(there.train):
+        if number == 1:
+            served[1].kill()
+            served[1].wait()
+        found.append(batch)
+    same(expected, found)
+
+
+def test_a_corrupt_example_is_named(photos, shared):
+    there = data(photos, service=shared[0])
+    victim = photos / "dog" / "0.jpg"
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[:100])
+    try:
+        with pytest.raises(tf.errors.OpError, match="Corrupt: example"):
+            for _ in range(2):
+                list(there.train)
+    finally:
+        victim.write_bytes(whole)
+
+
+def test_nobody_answers(photos):
+    with pytest.raises(InputError, match="No tf.data service answers at localhost:1 .*tfgpu data serve"):
+        data(photos, service="localhost:1")
+    with pytest.raises(InputError, match="must look like 'grpc://HOST:PORT'"):
+        data(photos, service="here")
+
+
+def test_what_is_in_memory_needs_no_service(shared):
+    with pytest.raises(InputError, match="kept in memory"):
+        pipeline("digits", global_batch=8, service=shared[0])
+
+
+def test_a_number_that_cannot_be():
+    with pytest.raises(InputError, match="1 or more"):
+        service.serve(0)

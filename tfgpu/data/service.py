@@ -1,0 +1,287 @@
+"""Batches that other processes decode and augment, through TensorFlow's tf.data service.
+
+`tfgpu data serve` starts a dispatcher and its workers. A worker that is quick makes more batches than one that is slow.
+Each batch has its number, and the training process puts them back in order: so the batches are those that it would have
+made itself, whatever the number of workers, and whatever dies. A batch that does not come is made here.
+
+Source: A. Audibert et al., "tf.data service: A Case for Disaggregating ML Input Data Processing", 2023.
+"""
+
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfgpu.data.examples import Examples, to_model
+from tfgpu.data.feed import Feed, finish
+from tfgpu.data.position import Counter
+from tfgpu.errors import InputError, MachineError
+
+PATIENCE_S = 30.0
+"""How long to wait for any batch before one is made here."""
+AHEAD = 64
+"""Batches that may wait for an earlier one; then that one is made here."""
+
+_log = logging.getLogger(__name__)
+
+
+def address(service: str) -> str:
+    """Completes the dispatcher's address, and looks whether it answers.
+
+    Args:
+        service: `"grpc://HOST:PORT"`, or `"HOST:PORT"`.
+
+    Raises:
+        InputError: it is no address, or nobody answers there.
+    """
+    host, _, port = str(service).removeprefix("grpc://").rpartition(":")
+    if not host or not port.isdigit():
+        raise InputError(f"`service` must look like 'grpc://HOST:PORT'. Received: {service!r}.")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise InputError(
+            f"No tf.data service answers at {host}:{port} ({error.strerror or error}). Start one: tfgpu data serve."
+        ) from error
+    return f"grpc://{host}:{port}"
+
+
+def check(examples: Examples) -> None:
+    """Raises `InputError` where there is nothing that other processes could do."""
+    if examples.load is None:
+        raise InputError(
+            f"{examples.name}: its examples are kept in {examples.cache}, so that nothing is left for a service to "
+            "decode. Leave `service` out, or use cache='none'."
+        )
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The batches of one epoch by their numbers.
+
+    Attributes:
+        examples: what the indices stand for.
+        number: of the epoch.
+        indices: int64 [count], in the epoch's order.
+        global_batch: examples in a batch.
+        change: `(epoch, place, x, y)` -> the batch.
+        feed: how many at once.
+    """
+
+    examples: Examples
+    number: int
+    indices: tf.Tensor
+    global_batch: int
+    change: Callable
+    feed: Feed
+
+    @property
+    def steps(self) -> int:
+        return -(-int(self.indices.shape[0]) // self.global_batch)
+
+    def batch(self, step: tf.Tensor) -> tf.data.Dataset:
+        """The data set of one batch; its examples are decoded at once."""
+        start = step * self.global_batch
+        index = self.indices[start : start + self.global_batch]
+        labels = tf.gather(tf.constant(self.examples.labels), index)
+        one_by_one = tf.data.Dataset.from_tensor_slices(index)
+        loaded = one_by_one.map(self.examples.load, num_parallel_calls=self.feed.calls, deterministic=True)
+        whole = loaded.batch(self.global_batch)
+        return whole.map(lambda x: self.change(tf.constant(self.number, tf.int64), start, to_model(x), labels))
+
+    def numbered(self) -> tf.data.Dataset:
+        """All batches with their numbers, in whatever order they are ready."""
+
+        def one(step):
+            return self.batch(step).map(lambda *batch: (step, batch))
+
+        return tf.data.Dataset.range(self.steps).interleave(
+            one, cycle_length=2, num_parallel_calls=self.feed.calls, deterministic=False
+        )
+
+    def make(self, step: int):
+        """Makes a batch here.
+
+        Raises:
+            tf.errors.InvalidArgumentError: a corrupt example, by its name.
+        """
+        try:
+            return self.batch(tf.constant(step, tf.int64)).get_single_element()
+        except tf.errors.OpError:
+            self._name_what_is_corrupt(step)
+            raise
+
+    def _name_what_is_corrupt(self, step: int) -> None:
+        for index in self.indices[step * self.global_batch : (step + 1) * self.global_batch]:
+            try:
+                self.examples.load(index)
+            except tf.errors.OpError as error:
+                where = self.examples.where
+                name = f"example {index}" if where is None else where(index).numpy().decode()
+                raise tf.errors.InvalidArgumentError(None, None, f"Corrupt: {name}") from error
+
+
+def batches(
+    examples: Examples,
+    counter: Counter,
+    order: Callable[[tf.Tensor], tf.Tensor],
+    count: int,
+    global_batch: int,
+    change: Callable,
+    feed: Feed,
+    service: str,
+) -> tf.data.Dataset:
+    """What `feed.batches` makes, made by a service; the arguments are its own, but for the counter of epochs."""
+
+    def epoch(number: int) -> Epoch:
+        with tf.device("CPU:0"):
+            return Epoch(examples, number, order(tf.constant(number, tf.int64)), global_batch, change, feed)
+
+    def generate():
+        yield from in_order(epoch(counter.take()), service)
+
+    spec = epoch(0).numbered().element_spec[1]
+    return finish(tf.data.Dataset.from_generator(generate, output_signature=spec), -(-count // global_batch), feed)
+
+
+def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahead: int = AHEAD) -> Iterator:
+    """Gives the batches of an epoch in their order, each once.
+
+    Args:
+        epoch: what the batches are.
+        service: the dispatcher's address.
+        patience_s: seconds to wait for any batch before the next one is made here.
+        ahead: batches that may wait for an earlier one before that one is made here.
+    """
+    arrived: queue.Queue = queue.Queue(maxsize=2)
+    stop = threading.Event()
+    threading.Thread(target=_fetch, args=(epoch, service, arrived, stop), daemon=True).start()
+    waiting, step, here, patience = {}, 0, 0, patience_s
+    is_open = True
+    try:
+        while step < epoch.steps:
+            if step in waiting:
+                yield waiting.pop(step)
+            elif is_open and len(waiting) < ahead:
+                try:
+                    number, batch = arrived.get(timeout=patience)
+                except queue.Empty:
+                    _log.warning("No batch came from %s in %g s: one is made here.", service, patience)
+                    patience = min(1.0, patience)  # until one comes: the next ones will hardly be quicker
+                else:
+                    patience, is_open = patience_s, number is not None
+                    if is_open and number >= step:
+                        waiting[number] = batch
+                    continue
+                yield epoch.make(step)
+                here += 1
+            else:
+                yield epoch.make(step)
+                here += 1
+            step += 1
+    finally:
+        stop.set()
+        if here:
+            _log.info("%d of %d batches did not come in time from %s and were made here.", here, epoch.steps, service)
+
+
+def _fetch(epoch: Epoch, service: str, arrived: queue.Queue, stop: threading.Event) -> None:
+    """Puts what comes from the service into the queue, and (None, None) at the end, however that came."""
+    policy = tf.data.experimental.service.ShardingPolicy.DYNAMIC
+    try:
+        distribute = tf.data.experimental.service.distribute(processing_mode=policy, service=service)
+        for number, batch in epoch.numbered().apply(distribute):
+            if not _put(arrived, (int(number), batch), stop):
+                return
+    except tf.errors.OpError as error:
+        _log.warning("%s failed: %s. The rest of the epoch is made here.", service, str(error).splitlines()[0][:300])
+    _put(arrived, (None, None), stop)
+
+
+def _put(arrived: queue.Queue, item: tuple, stop: threading.Event) -> bool:
+    while not stop.is_set():
+        try:
+            arrived.put(item, timeout=0.1)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str | None = None, say=print) -> None:
+    """Runs a dispatcher and its workers until the process is ended; a worker that dies is started again.
+
+    Args:
+        workers: processes that make batches.
+        port: of the dispatcher; 0 takes a free one.
+        host: this machine's name, as the others reach it.
+        join: the address of a dispatcher that runs elsewhere: only workers are started here.
+        say: is told the dispatcher's address once all is ready.
+
+    Raises:
+        InputError: a number that cannot be, or nobody answers at `join`.
+        MachineError: the port is taken, or workers end at once.
+    """
+    if workers < 1 or not 0 <= port < 65536:
+        raise InputError(f"`workers` must be 1 or more, `port` from 0 to 65535. Received: {workers}, {port}.")
+    dispatcher = None
+    if join is None:
+        config = tf.data.experimental.service.DispatcherConfig(port=port)
+        try:
+            dispatcher = tf.data.experimental.service.DispatchServer(config)
+        except tf.errors.OpError as error:
+            raise MachineError(
+                f"No dispatcher can be started on port {port}: {error.message}. Give another."
+            ) from error
+        place = f"{host}:{dispatcher.target.rpartition(':')[2]}"
+    else:
+        place = address(join).removeprefix("grpc://")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    running, began, quick = [_worker(place, host) for _ in range(workers)], time.monotonic(), 0
+    try:
+        say(f"grpc://{place}")
+        while True:
+            time.sleep(0.5)
+            for at, process in enumerate(running):
+                if process.poll() is None:
+                    continue
+                quick = quick + 1 if time.monotonic() - began < 10 else 0
+                if quick > 3:
+                    raise MachineError(f"The workers end at once, with exit code {process.returncode}.")
+                _log.warning("A worker ended with exit code %d; another one is started.", process.returncode)
+                running[at], began = _worker(place, host), time.monotonic()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _worker(dispatcher: str, host: str) -> subprocess.Popen:
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}  # it decodes on the processor, and must not take a GPU's memory
+    command = [sys.executable, "-m", "tfgpu.data.service", dispatcher, host, str(os.getpid())]
+    return subprocess.Popen(command, env={**os.environ, **hidden}, start_new_session=True)
+
+
+def _work(dispatcher: str, host: str, parent: int) -> None:
+    """A worker's life: it ends with the process that started it."""
+    config = tf.data.experimental.service.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{host}:%port%")
+    worker = tf.data.experimental.service.WorkerServer(config)
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    del worker
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _work(sys.argv[1], sys.argv[2], int(sys.argv[3]))
