@@ -8,10 +8,10 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /proc/
 EXTRAS := dev$(if $(HAS_GPU),$(shell echo ,gpu))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint doctor digits matrix clean
+.PHONY: help install train test lint doctor digits matrix bench bench-gpu clean
 
 help:  ## Show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 install: $(STAMP)  ## Make .venv and install the package into it
 
@@ -38,6 +38,23 @@ digits: $(STAMP)  ## Accuracy of the default recipe over five seeds and splits
 
 matrix: $(STAMP)  ## Compare every option with one device, stock Keras beside tfgpu (hours)
 	$(BIN)/python tests/matrix/run.py --paths fit trainer loop loop-mean --folder build/matrix --json build/matrix.json --write docs/equivalence.md
+
+# PyTorch and JAX, beside the package's environment, not in it. PyTorch's CPU build where an index has it
+# (PIP_EXTRA_INDEX_URL can name PyTorch's own), else what there is. A peer that cannot be had is a row that says so.
+PEERS := build/bench/venv
+
+$(PEERS)/.installed: Makefile
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	-$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'keras~=3.15' 'jax[cpu]'
+	-$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.13.0+cpu' \
+		|| $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch
+	touch $@
+
+bench: $(STAMP) $(PEERS)/.installed  ## Measure speed beside Keras, JAX and PyTorch; writes docs/benchmarks.md
+	$(BIN)/python -m benchmarks.all $(ARGS)
+
+bench-gpu: $(STAMP)  ## Measure ResNet-50 on the first GPU, for eight minutes
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:  ## Remove .venv and everything that tools left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

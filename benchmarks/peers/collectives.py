@@ -1,0 +1,59 @@
+"""How often a worker meets the others in a step, read off the graphs that TensorFlow ran."""
+
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import tensorflow as tf
+
+_COLLECTIVE = re.compile(r"Collective(Reduce|Gather|Bcast|AllToAll|ReduceScatter)")
+
+
+def count(run: Callable[[], object]) -> dict[str, int]:
+    """Runs something with TensorFlow's graph collection on, and counts the collectives in its largest graph.
+
+    Args:
+        run: calls a compiled loop for the first time: TensorFlow shows a graph when it is made ready.
+
+    Returns:
+        "a_step", those within a while loop, and "a_call", those around it. A function without a loop has all
+        of its collectives under "a_call".
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        writer = tf.summary.create_file_writer(folder)
+        tf.summary.trace_on(graph=True)
+        run()
+        with writer.as_default():
+            tf.summary.trace_export("graphs", step=0)
+        writer.close()
+        found = [_in_graph(graph) for graph in _graphs(Path(folder))]
+    step, call = max(found, key=sum, default=(0, 0))
+    return {"a_step": step, "a_call": call}
+
+
+def _graphs(folder: Path):
+    for path in folder.glob("*tfevents*"):
+        for record in tf.data.TFRecordDataset(str(path)):
+            for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value:
+                metadata = tf.compat.v1.RunMetadata.FromString(value.tensor.string_val[0])
+                yield from (function.pre_optimization_graph for function in metadata.function_graphs)
+
+
+def _in_graph(graph) -> tuple[int, int]:
+    """Counts the collectives within while loops, and the others, through all functions that are called."""
+    functions = {function.signature.name: function.node_def for function in graph.library.function}
+
+    def walk(nodes) -> tuple[int, int]:
+        inside = around = 0
+        for node in nodes:
+            around += bool(_COLLECTIVE.match(node.op))
+            for name, value in node.attr.items():
+                if value.func.name in functions and name != "cond":
+                    deeper = walk(functions[value.func.name])
+                    is_loop = node.op in ("While", "StatelessWhile")
+                    inside += sum(deeper) if is_loop else deeper[0]
+                    around += 0 if is_loop else deeper[1]
+        return inside, around
+
+    return walk(graph.node)
