@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import keras
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tfgpu import models
 from tfgpu.recipes.recipe import Recipe, choices
 
 ROOT = Path(__file__).parent.parent
@@ -45,8 +47,9 @@ def complaint(*words: str, cwd: Path, code: int = 2, **changes: str) -> str:
 
 
 def rows(run: Path) -> list[list[str]]:
-    """metrics.csv without the two columns of times."""
-    return [line.split(",")[:-2] for line in (run / "metrics.csv").read_text().splitlines()]
+    """metrics.csv without the columns of times and memory, which stand last."""
+    lines = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
+    return [line[: lines[0].index("step_time_s")] for line in lines]
 
 
 def weights(run: Path) -> list[np.ndarray]:
@@ -72,6 +75,7 @@ def test_help_has_every_setting_of_the_schema_with_its_default_and_choices(tmp_p
         "[default: digits]",
         "[default: cosine]",
         "--no-jit",
+        "--recompute",
         "--resume",
         "--overwrite",
         "Examples",
@@ -216,7 +220,8 @@ def test_a_run_says_what_it_does_and_leaves_a_directory(runs):
     facts = yaml.safe_load((run / "config.yaml").read_text())["run"]
     assert facts["strategy"] == "one_device" and facts["replicas"] == 1 and facts["versions"]["keras"]
     assert f"{facts['test_accuracy']:.1%}" in lines[-2]
-    assert "<svg" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "<svg" in page and re.search(r"host \d\.\d\d GiB", page)
 
 
 @pytest.mark.slow
@@ -235,10 +240,12 @@ def test_the_config_repeats_the_run(runs):
     assert equal(folder / "first", folder / "again") and rows(folder / "first") == rows(folder / "again")
 
 
-def test_both_paths_learn_the_same(runs):
+def test_both_paths_learn_the_same_with_and_without_recomputation(runs):
     folder, _ = runs
-    done = tfgpu("train", *SMALL, "--epochs", "4", "--path", "loop", "--output", "loop", cwd=folder)
+    done = tfgpu("train", *SMALL, "--epochs", "4", "--path", "loop", "--recompute", "--output", "loop", cwd=folder)
     assert done.returncode == 0, done.stderr
+    assert "Recompute" in zipfile.ZipFile(folder / "loop" / "model.keras").read("config.json").decode()
+    assert models.Recompute  # imported, so that Keras can load it
     pairs = zip(weights(folder / "first"), weights(folder / "loop"), strict=True)
     assert max(np.abs(a - b).max() for a, b in pairs) <= 1e-6
 

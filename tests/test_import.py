@@ -18,7 +18,7 @@ ALLOWED = {
     "keras_fixes": set(),
     "strategies": {"cluster", "environment", "keras_fixes"},
     "data": {"cluster"},
-    "models": {"precision"},
+    "models": {"precision", "keras_fixes"},
     "training": {"data", "strategies", "precision", "keras_fixes"},
     "callbacks": {"cluster", "environment", "training"},
 }

@@ -183,7 +183,7 @@ def test_a_path_that_the_system_refuses_is_wrong_input(tmp_path):
 def test_resuming_names_each_setting_that_differs():
     earlier = Recipe(epochs=5)
     directory.check_same(Recipe(epochs=6), earlier, directory="runs/a")
-    directory.check_same(Recipe(epochs=5, cache="none", prefetch=3, parallel_calls=2), earlier, directory="runs/a")
+    directory.check_same(Recipe(epochs=5, cache="none", prefetch=3, recompute=True), earlier, directory="runs/a")
     with pytest.raises(InputError, match="`seed` was 0, received 1; `epochs` was 5, received 4"):
         directory.check_same(Recipe(epochs=4, seed=1), earlier, directory="runs/a")
 

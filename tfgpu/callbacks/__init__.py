@@ -1,7 +1,10 @@
 """Keras callbacks of tfgpu; they work in `model.fit` and in `Trainer.fit`."""
 
+from tfgpu.callbacks.background import Writer
 from tfgpu.callbacks.checkpoint import Checkpoint, Position
+from tfgpu.callbacks.events_file import EventsFile
+from tfgpu.callbacks.memory import Memory
 from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.progress import Progress
 
-__all__ = ["Checkpoint", "MetricsFile", "Position", "Progress"]
+__all__ = ["Checkpoint", "EventsFile", "Memory", "MetricsFile", "Position", "Progress", "Writer"]

@@ -15,6 +15,7 @@ import numpy as np
 import safetensors.numpy
 import tensorflow as tf
 
+from tfgpu.callbacks.background import Writer
 from tfgpu.errors import InputError, MachineError
 
 _log = logging.getLogger(__name__)
@@ -43,16 +44,19 @@ class Checkpoint(keras.callbacks.Callback):
 
     A checkpoint is a folder `epoch-0003/` with the arrays (safetensors, which cannot hold code) and a JSON file with
     the arrays' hash, the epoch and the history. It is written aside and renamed, so that a death while saving leaves
-    the ones before as they were. Put it behind callbacks that add to the logs.
+    the ones before as they were. The arrays are copied at the epoch's end, the files written in the background; `fit`
+    ends when all are there. Put it behind callbacks that add to the logs.
 
     Args:
         directory: where the checkpoints go; made when first needed.
         keep: how many of the newest to keep (default 3).
         data: a `tfgpu.data.Data` whose position is set at restoring.
         is_chief: False on a worker that must not write; it still restores.
+        writer: writes the files; others may use the same. Default: one of its own.
 
     Raises:
         InputError: `keep` is not a whole number from 1.
+        MachineError: at the next epoch's end, at the end of training or when restoring, if one could not be written.
 
     Example:
         checkpoint = tfgpu.callbacks.Checkpoint("run/checkpoints", data=data)
@@ -63,21 +67,38 @@ class Checkpoint(keras.callbacks.Callback):
 
     every_batch = False
 
-    def __init__(self, directory: str | Path, *, keep: int = 3, data=None, is_chief: bool = True):
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 3,
+        data=None,
+        is_chief: bool = True,
+        writer: Writer | None = None,
+    ):
         super().__init__()
         if not isinstance(keep, int) or keep < 1:
             raise InputError(f"`keep` must be a whole number from 1. Received: {keep!r}.")
         self._directory = Path(directory)
         self._keep, self._data, self._is_chief = keep, data, is_chief
+        self._writer = writer or Writer(most=1)
         self._history: list[dict[str, float]] = []
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._history = self._history[:epoch]
         self._history.append({name: float(value) for name, value in (logs or {}).items()})
         if self._is_chief:
-            save(self._directory / f"{_PREFIX}{epoch + 1:04d}", self.model, Position(epoch + 1, tuple(self._history)))
-            for old in found(self._directory)[self._keep :]:
-                shutil.rmtree(old, ignore_errors=True)
+            path = self._directory / f"{_PREFIX}{epoch + 1:04d}"
+            arrays, position = copied(self.model), Position(epoch + 1, tuple(self._history))
+            self._writer.put(path, lambda: self._save(path, arrays, position))
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._writer.wait()
+
+    def _save(self, path: Path, arrays: dict[str, np.ndarray], position: Position) -> None:
+        save(path, arrays, position)
+        for old in found(self._directory)[self._keep :]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def restore(self, model: keras.Model) -> Position | None:
         """Reads the newest whole checkpoint into the model, its optimizer and the data's position.
@@ -92,8 +113,9 @@ class Checkpoint(keras.callbacks.Callback):
 
         Raises:
             InputError: the checkpoint belongs to another model or optimizer, or all checkpoints are damaged.
-            MachineError: the workers of a cluster do not see the same checkpoint.
+            MachineError: the workers of a cluster do not see the same checkpoint; or an earlier write has failed.
         """
+        self._writer.wait()
         position = None
         candidates = found(self._directory)
         for candidate in candidates:
@@ -122,12 +144,27 @@ def found(directory: str | Path) -> list[Path]:
     if not folder.is_dir():
         return []
     named = (path for path in folder.iterdir() if path.name.startswith(_PREFIX) and path.name[len(_PREFIX) :].isdigit())
-    return sorted(named, key=lambda path: int(path.name[len(_PREFIX) :]), reverse=True)
+    return sorted(named, key=epoch_of, reverse=True)
 
 
-def save(path: Path, model: keras.Model, position: Position) -> None:
+def epoch_of(checkpoint: Path) -> int:
+    """The number of epochs that a checkpoint holds.
+
+    Example:
+        >>> epoch_of(Path("run/checkpoints/epoch-0003"))
+        3
+    """
+    return int(checkpoint.name[len(_PREFIX) :])
+
+
+def copied(model: keras.Model) -> dict[str, np.ndarray]:
+    """The state of a model and its optimizer as it is now, which further training leaves alone."""
+    return {name: _to_plain(np.array(v.numpy())) for name, v in _variables(model).items()}
+
+
+def save(path: Path, arrays: dict[str, np.ndarray], position: Position) -> None:
     """Writes one checkpoint folder: aside, flushed to the disk, then renamed."""
-    content = safetensors.numpy.save({name: _to_plain(v.numpy()) for name, v in _variables(model).items()})
+    content = safetensors.numpy.save(arrays)
     facts = {
         "epoch": position.epoch,
         "history": list(position.history),

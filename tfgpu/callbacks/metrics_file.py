@@ -10,7 +10,9 @@ from typing import Any
 
 import keras
 
+from tfgpu.callbacks.background import Writer
 from tfgpu.callbacks.files import replace_text
+from tfgpu.callbacks.memory import is_peak
 
 _LAST = ("learning_rate", "step_time_s", "epoch_time_s")
 
@@ -18,15 +20,20 @@ _LAST = ("learning_rate", "step_time_s", "epoch_time_s")
 class MetricsFile(keras.callbacks.Callback):
     """Times steps and epochs, adds the times and the learning rate to the logs, and writes `metrics.csv`.
 
-    Put it before callbacks that keep the logs (checkpoint, TensorBoard), so that they get the times too.
+    Put it before callbacks that keep the logs (checkpoint, TensorBoard), so that they get the times too. The file is
+    written in the background, whole each time; `fit` ends when it is there.
 
     Args:
         path: the CSV file; None writes no file (on a worker that is not the chief) and still times.
         rows: the rows of the epochs already done, as a checkpoint keeps them; new ones follow.
+        writer: writes the file; others may use the same. Default: one of its own.
 
     The columns are `epoch` (from 1), the metrics, `learning_rate` (at the epoch's end), `step_time_s` (median
     seconds a step; a call that runs many steps counts as its time over their number) and `epoch_time_s`
-    (seconds, without validation).
+    (seconds, without validation), and the peaks of memory where `Memory` stands before.
+
+    Raises:
+        MachineError: at the next epoch's end, or at the end of training, if the file could not be written.
 
     Example:
         model.fit(x, y, callbacks=[MetricsFile("run/metrics.csv")])
@@ -34,8 +41,11 @@ class MetricsFile(keras.callbacks.Callback):
 
     every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
 
-    def __init__(self, path: str | Path | None, *, rows: Iterable[Mapping[str, float]] = ()):
+    def __init__(
+        self, path: str | Path | None, *, rows: Iterable[Mapping[str, float]] = (), writer: Writer | None = None
+    ):
         super().__init__()
+        self._writer = writer or Writer()
         self.rows: list[dict[str, float]] = [dict(row) for row in rows]
         self._path = Path(path) if path else None
         self._step_times: list[float] = []
@@ -65,16 +75,19 @@ class MetricsFile(keras.callbacks.Callback):
         self.rows.append({name: float(value) for name, value in logs.items()})
         self.write()
 
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._writer.wait()
+
     def write(self) -> None:
-        """Writes the file from the rows; nothing when there is no path or no row."""
+        """Hands the rows to the writer, as they are; nothing when there is no path or no row."""
         if self._path is None or not self.rows:
             return
-        metrics = dict.fromkeys(
-            name for row in self.rows for name in row if name not in _LAST and name != "epoch"
-        )
+        names = dict.fromkeys(name for row in self.rows for name in row if name not in (*_LAST, "epoch"))
+        peaks = [name for name in names if is_peak(name)]
+        metrics = [name for name in names if name not in peaks]
         text = io.StringIO()
-        table = csv.DictWriter(text, ["epoch", *metrics, *_LAST], restval="", lineterminator="\n")
+        table = csv.DictWriter(text, ["epoch", *metrics, *_LAST, *peaks], restval="", lineterminator="\n")
         table.writeheader()
         for number, row in enumerate(self.rows, start=1):
             table.writerow({**row, "epoch": number})
-        replace_text(self._path, text.getvalue())
+        self._writer.put(self._path, lambda: replace_text(self._path, text.getvalue()))

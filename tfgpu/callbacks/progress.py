@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from tfgpu.callbacks.memory import is_peak
+
 _REDRAW_S = 0.1  # Ten times a second looks smooth; a faster redraw costs more than a small model's step.
 _HIDDEN = ("epoch_time_s",)
 
@@ -90,7 +92,7 @@ class Progress(keras.callbacks.Callback):
 
 
 def line(logs: dict[str, Any] | None) -> str:
-    """Writes metrics for a person: rates in percent, times in milliseconds, the rest with four digits.
+    """Writes metrics for a person: rates in percent, times in milliseconds, memory in GiB, the rest with four digits.
 
     Example:
         line({"loss": 0.08121, "val_accuracy": 0.986, "step_time_s": 0.0053})
@@ -104,4 +106,6 @@ def _item(name: str, value: float) -> str:
         return f"{value * 1e3:.1f} ms/step"
     if name == "learning_rate":
         return f"lr {value:.1e}"
+    if is_peak(name):
+        return f"{name.split('_')[0]} {value / 2**30:.2f} GiB"
     return f"{name} {value:.1%}" if name.endswith("accuracy") else f"{name} {value:.4f}"

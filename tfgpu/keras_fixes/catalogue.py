@@ -18,6 +18,7 @@ from tfgpu.keras_fixes import (
     predicting,
     probes,
     random,
+    remat,
     resuming,
     saving,
     seeds,
@@ -219,6 +220,13 @@ FIXES = (
         "",
         probes.global_seeds_differ,
         seeds.share_seed_state,
+    ),
+    Fix(
+        "second-run",
+        "keras.remat draws other dropout masks and counts a batch twice; keras.RematScope crashes in fit",
+        "",
+        probes.second_run_draws_anew,
+        remat.recompute_rightly,
     ),
     Fix(
         "no-distribution",

@@ -315,6 +315,15 @@ def resumed_epoch_repeats() -> bool:
     return int(model.optimizer.iterations) != 3
 
 
+def second_run_draws_anew() -> bool:
+    """Whether a recomputed dropout drops other numbers in the backward pass."""
+    x = tf.ones((64,))
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = keras.remat(keras.layers.Dropout(0.5, seed=1))(x, training=True)
+    return bool(tf.reduce_any(tape.gradient(y, x) != y))
+
+
 def _mirrored() -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 

@@ -49,7 +49,6 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.distribute.values import PerReplica
 from tensorflow.python.framework import tensor_util
-from tensorflow.python.ops import control_flow_util
 
 from tfgpu.keras_fixes import picks, pieces, replica, sums
 from tfgpu.keras_fixes.origins import CONSTANTS, DATA, WEIGHTS, origin_of
@@ -222,7 +221,7 @@ def _wrap_sliced() -> None:
         if part is None:
             return stock(shape, mean, stddev, dtype, seed)
         dtype = _name(dtype)
-        if _is_compiled():
+        if replica.is_compiled():
             numbers = take(lambda whole: stock(whole, 0.0, 1.0, dtype, seed), part)
         else:
             numbers = draw(
@@ -316,13 +315,6 @@ def _wrap_shuffle() -> None:
 def same_on_all_replicas():
     """For the length of the block every replica draws what one device draws for the shape that it asks for."""
     return _holding(shared=True)
-
-
-def _is_compiled() -> bool:
-    facts = replica.step()
-    return (facts is not None and facts.jit) or control_flow_util.GraphOrParentsInXlaContext(
-        tf.compat.v1.get_default_graph()
-    )
 
 
 def _seed(seed) -> tf.Tensor:

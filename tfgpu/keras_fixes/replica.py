@@ -315,6 +315,15 @@ def compiled(facts: Step):
         yield
 
 
+def is_compiled() -> bool:
+    """Whether XLA compiles what is made now: in a step that asks for it, or a tf.function with `jit_compile=True`."""
+    from tensorflow.python.ops import control_flow_util
+
+    facts = step()
+    graph = tf.compat.v1.get_default_graph()
+    return (facts is not None and facts.jit) or control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
 def spans_processes(strategy: tf.distribute.Strategy) -> bool:
     """Whether the replicas lie in several processes."""
     return is_spread(strategy) and strategy.extended._in_multi_worker_mode()

@@ -30,6 +30,7 @@ import contextlib
 import threading
 
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import core
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
 from keras.src.layers.normalization.spectral_normalization import SpectralNormalization
@@ -54,12 +55,8 @@ def assign_for_all() -> None:
             return stock(self, value)
         replica.check_has_copies(self)
         if self.synchronization == "on_read":
-            return stock(self, _kept_without_rows(self, value))
-        if self.aggregation == "sum":
-            return _assign_here(self, _sum(value))
-        if not _is_same_everywhere(value):
-            value = _average(value) if _has_average(self) else _first(value)
-        return _assign_here(self, value)
+            return stock(self, agreed(self, value))
+        return _assign_here(self, agreed(self, value))
 
     for name, sign in (("assign_add", 1), ("assign_sub", -1)):
         _sum_what_is_added(name, sign)
@@ -76,13 +73,36 @@ def _is_spread(variable) -> bool:
     return isinstance(variable._value, tf.distribute.DistributedValues)
 
 
+def agreed(variable, value: tf.Tensor) -> tf.Tensor:
+    """What the rule makes of a value that this replica assigns: one device's, where replicas assign together."""
+    if not _is_shared():
+        return value
+    if variable.synchronization == "on_read":
+        return _kept_without_rows(variable, value)
+    if variable.aggregation == "sum":
+        return _sum(value)
+    if _is_same_everywhere(value):
+        return value
+    return _average(value) if _has_average(variable) else _first(value)
+
+
+def put(variable, value: tf.Tensor) -> None:
+    """Assigns a value to which the rule has been applied: to this replica's copy, or to a stateless scope."""
+    if replica.step() is None or in_stateless_scope():
+        with _own_values():
+            variable.assign(value)
+    else:
+        _assign_here(variable, value)
+
+
 def _sum_what_is_added(name: str, sign: int) -> None:
     @wrap(core.Variable, name)
     def assign_more(stock, self, value):
         if not _is_shared() or self.aggregation != "sum" or self.synchronization == "on_read":
             return stock(self, value)
-        value = sign * _sum(tf.cast(tf.convert_to_tensor(value), self.value.dtype))
-        return _assign_here(self, self.value + value)
+        total = self.value + sign * _sum(tf.cast(tf.convert_to_tensor(value), self.value.dtype))
+        put(self, total)
+        return total
 
 
 def _keep_own(owner: type, name: str) -> None:
@@ -160,7 +180,7 @@ def _kept_without_rows(variable, value: tf.Tensor) -> tf.Tensor:
 
 def _assign_here(variable, value: tf.Tensor) -> tf.Tensor:
     """Assigns this replica's copy alone: with an `aggregation` TensorFlow would put the values together once more."""
-    copy = variable.value
+    copy = variable._value  # `value` may be a copy in the layer's compute dtype
     if isinstance(copy, tf.distribute.DistributedValues):
         copy = copy._get_on_device_or_primary()
     copy.assign(tf.cast(value, copy.dtype))

@@ -3,7 +3,8 @@ function.
 
 Every builder returns a plain functional Keras model whose outputs are logits in float32, whatever the dtype
 policy: compile it with a loss that has `from_logits=True`. It saves as `.keras`, loads and exports without
-tfgpu's help.
+tfgpu's help; where it has layers of tfgpu's (`vit`, `transformer`, `recompute=True`), import `tfgpu.models`
+before loading. `Recompute` wraps a block of a model of your own.
 
     import tfgpu
     model = tfgpu.models.resnet((32, 32, 3), 10, depth=18)
@@ -25,11 +26,12 @@ from tfgpu import errors
 from tfgpu.errors import InputError
 from tfgpu.models.cnn import cnn
 from tfgpu.models.mlp import mlp
+from tfgpu.models.recompute import Recompute
 from tfgpu.models.resnet import resnet
 from tfgpu.models.transformer import transformer
 from tfgpu.models.vit import vit
 
-__all__ = ["BUILDERS", "applications", "build", "cnn", "mlp", "resnet", "transformer", "vit"]
+__all__ = ["BUILDERS", "Recompute", "applications", "build", "cnn", "mlp", "resnet", "transformer", "vit"]
 
 BUILDERS = MappingProxyType({f.__name__: f for f in (cnn, mlp, resnet, transformer, vit)})
 
@@ -196,6 +198,11 @@ def _current_directory_importable() -> Iterator[None]:
 
 def _check_options(name: str, options: Mapping[str, object], allowed: Sequence[str]) -> None:
     for option in options:
+        if option == "recompute" and option not in allowed:
+            raise InputError(
+                f"Model {name!r} has no blocks to recompute. Received: recompute={options[option]!r}. Take one of "
+                f"{', '.join(BUILDERS)}, or wrap the blocks of a model of your own in `tfgpu.models.Recompute`."
+            )
         if option not in allowed:
             raise errors.unknown(f"option of model {name}", option, allowed)
 

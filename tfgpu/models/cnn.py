@@ -1,10 +1,12 @@
 """A plain convolutional network: convolutions with pooling between. The default of `tfgpu train`."""
 
+import functools
 from collections.abc import Sequence
 
 import keras
 
 from tfgpu.models import parts
+from tfgpu.models.recompute import block
 
 HEADS = ("auto", "flatten", "average")
 MOST_FLATTENED_SIDE = 8
@@ -23,6 +25,7 @@ def cnn(
     initializer: str = "he_normal",
     normalization: str = "batch",
     dropout: float = 0.25,
+    recompute: bool = False,
 ) -> keras.Model:
     """Builds a small convolutional classifier.
 
@@ -43,6 +46,8 @@ def cnn(
         initializer: a Keras initialiser's name (He et al., 2015, suits relu).
         normalization: before each activation: "batch", "sync_batch", "layer", "group" or "none".
         dropout: rate after each stage and after the hidden layer.
+        recompute: keep only the input of each stage for the backward pass and compute the rest anew: less memory
+            and more time for the same result (see `Recompute`).
 
     Returns:
         A functional Keras model whose outputs are logits in float32 (use a loss with `from_logits=True`).
@@ -63,15 +68,16 @@ def cnn(
     parts.check_choice("head", head, HEADS)
     parts.check_style(activation, initializer, normalization)
     dropout = parts.check_rate("dropout", dropout)
+    parts.check_flag("recompute", recompute)
     style = {"activation": activation, "initializer": initializer, "normalization": normalization}
 
     inputs = x = keras.Input(shape, name="inputs")
-    for stage, channels in enumerate(filters, start=1):
-        for i in range(1, convolutions + 1):
-            x = _convolve(x, channels, kernel, **style, name=f"stage{stage}_conv{i}")
-        # "same" keeps a map of one pixel, so that any depth fits any image.
-        x = keras.layers.MaxPooling2D(2, padding="same", name=f"stage{stage}_pool")(x)
-        x = parts.drop(x, dropout, name=f"stage{stage}_dropout")
+    for number, channels in enumerate(filters, start=1):
+        name = f"stage{number}"
+        add = functools.partial(
+            _stage, channels=channels, convolutions=convolutions, kernel=kernel, dropout=dropout, name=name, **style
+        )
+        x = block(x, add, recompute=recompute, name=name)
     if head == "flatten" or (head == "auto" and max(x.shape[1:3]) <= MOST_FLATTENED_SIDE):
         x = keras.layers.Flatten(name="flatten")(x)
     else:
@@ -84,6 +90,14 @@ def cnn(
         x = keras.layers.Activation(activation, name="hidden_activation")(x)
         x = parts.drop(x, dropout, name="hidden_dropout")
     return keras.Model(inputs, parts.logits(x, classes), name="cnn")
+
+
+def _stage(x, *, channels: int, convolutions: int, kernel: int, dropout: float, name: str, **style: str):
+    for i in range(1, convolutions + 1):
+        x = _convolve(x, channels, kernel, **style, name=f"{name}_conv{i}")
+    # "same" keeps a map of one pixel, so that any depth fits any image.
+    x = keras.layers.MaxPooling2D(2, padding="same", name=f"{name}_pool")(x)
+    return parts.drop(x, dropout, name=f"{name}_dropout")
 
 
 def _convolve(

@@ -1,11 +1,13 @@
 """A multi-layer perceptron: the quickest model, and the one whose step shows every overhead."""
 
+import functools
 from collections.abc import Sequence
 
 import keras
 
 from tfgpu.errors import InputError
 from tfgpu.models import parts
+from tfgpu.models.recompute import block
 
 
 def mlp(
@@ -17,6 +19,7 @@ def mlp(
     initializer: str = "he_normal",
     normalization: str = "none",
     dropout: float = 0.0,
+    recompute: bool = False,
 ) -> keras.Model:
     """Builds an MLP over inputs of any shape; they are flattened first.
 
@@ -28,6 +31,8 @@ def mlp(
         initializer: a Keras initialiser's name, for the hidden layers (He et al., 2015, suits relu).
         normalization: before each activation: "batch", "sync_batch", "layer", "group" or "none".
         dropout: rate after each hidden layer.
+        recompute: keep only the input of each hidden layer for the backward pass and compute the rest anew: less memory
+            and more time for the same result (see `Recompute`).
 
     Returns:
         A functional Keras model whose outputs are logits in float32 (use a loss with `from_logits=True`).
@@ -48,14 +53,23 @@ def mlp(
     parts.check_whole("classes", classes)
     parts.check_style(activation, initializer, normalization)
     dropout = parts.check_rate("dropout", dropout)
+    parts.check_flag("recompute", recompute)
+    style = {"activation": activation, "initializer": initializer, "normalization": normalization}
 
     inputs = keras.Input(shape, name="inputs")
     x = keras.layers.Flatten(name="flatten")(inputs) if len(shape) > 1 else inputs
     for i, units in enumerate(widths, start=1):
-        x = keras.layers.Dense(
-            units, use_bias=normalization == "none", kernel_initializer=initializer, name=f"dense{i}"
-        )(x)
-        x = parts.normalize(x, normalization, name=f"norm{i}")
-        x = keras.layers.Activation(activation, name=f"activation{i}")(x)
-        x = parts.drop(x, dropout, name=f"dropout{i}")
+        add = functools.partial(_hidden, units=units, dropout=dropout, number=i, **style)
+        x = block(x, add, recompute=recompute, name=f"hidden{i}")
     return keras.Model(inputs, parts.logits(x, classes), name="mlp")
+
+
+def _hidden(
+    x, *, units: int, dropout: float, number: int, activation: str, initializer: str, normalization: str
+):
+    x = keras.layers.Dense(
+        units, use_bias=normalization == "none", kernel_initializer=initializer, name=f"dense{number}"
+    )(x)
+    x = parts.normalize(x, normalization, name=f"norm{number}")
+    x = keras.layers.Activation(activation, name=f"activation{number}")(x)
+    return parts.drop(x, dropout, name=f"dropout{number}")

@@ -1,5 +1,6 @@
 """Residual networks: the ImageNet family (18 to 152 layers, version 1.5) and CIFAR's (6n + 2 layers)."""
 
+import functools
 from collections.abc import Sequence
 from types import MappingProxyType
 
@@ -7,6 +8,7 @@ import keras
 
 from tfgpu.errors import InputError
 from tfgpu.models import parts
+from tfgpu.models.recompute import block
 
 # depth -> blocks of each stage; the stages have 64, 128, 256 and 512 channels.
 BASIC = MappingProxyType({18: (2, 2, 2, 2), 34: (3, 4, 6, 3)})
@@ -29,6 +31,7 @@ def resnet(
     initializer: str = "he_normal",
     normalization: str = "batch",
     dropout: float = 0.0,
+    recompute: bool = False,
 ) -> keras.Model:
     """Builds a ResNet; the depth says which.
 
@@ -49,6 +52,8 @@ def resnet(
         initializer: a Keras initialiser's name, for the convolutions.
         normalization: "batch", "sync_batch" (statistics over all replicas), "layer", "group" or "none".
         dropout: rate before the last layer.
+        recompute: keep only the input of each block for the backward pass and compute the rest anew: less memory
+            and more time for the same result (see `Recompute`).
 
     Returns:
         A functional Keras model whose outputs are logits in float32 (use a loss with `from_logits=True`).
@@ -70,6 +75,7 @@ def resnet(
     blocks = _blocks(depth)
     parts.check_choice("stem", stem, STEMS)
     parts.check_flag("zero_init_residual", zero_init_residual)
+    parts.check_flag("recompute", recompute)
     parts.check_style(activation, initializer, normalization)
     if zero_init_residual and normalization == "none":
         raise InputError(
@@ -78,7 +84,7 @@ def resnet(
         )
     dropout = parts.check_rate("dropout", dropout)
     style = {"activation": activation, "initializer": initializer, "normalization": normalization}
-    block = _bottleneck if depth in BOTTLENECK else _basic
+    residual = functools.partial(_bottleneck if depth in BOTTLENECK else _basic, **style)
     width = 16 if depth in THIN else 64
 
     inputs = keras.Input(shape, name="inputs")
@@ -90,7 +96,11 @@ def resnet(
         for i in range(1, count + 1):
             stride = 2 if stage > 1 and i == 1 else 1
             name = f"stage{stage}_block{i}"
-            x = block(x, width * 2 ** (stage - 1), stride, **style, zero_gamma=zero_init_residual, name=name)
+            channels = width * 2 ** (stage - 1)
+            add = functools.partial(
+                residual, channels=channels, stride=stride, zero_gamma=zero_init_residual, name=name
+            )
+            x = block(x, add, recompute=recompute, name=name)
     x = keras.layers.GlobalAveragePooling2D(dtype="float32", name="average")(x)
     x = parts.drop(x, dropout, name="dropout")
     return keras.Model(inputs, parts.logits(x, classes), name=f"resnet{depth}")

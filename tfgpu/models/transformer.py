@@ -1,10 +1,12 @@
 """A small language model: token ids in, one logit for each possible next token out, at every position."""
 
+import functools
 from collections.abc import Sequence
 
 import keras
 
 from tfgpu.models import layers, parts
+from tfgpu.models.recompute import block
 
 
 def transformer(
@@ -20,6 +22,7 @@ def transformer(
     normalization: str = "layer",
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
+    recompute: bool = False,
 ) -> keras.Model:
     """Builds a causal, decoder-only, pre-LN transformer with learned positions, in the manner of GPT-2.
 
@@ -38,6 +41,8 @@ def transformer(
         normalization: "layer" or "none", before each attention and MLP.
         dropout: rate after the positions are added and after each attention and MLP layer.
         attention_dropout: rate of the attention weights.
+        recompute: keep only the input of each block for the backward pass and compute the rest anew: less memory
+            and more time for the same result (see `Recompute`).
 
     Returns:
         A functional Keras model from (batch, length) int32 to (batch, length, classes) logits in float32 (use
@@ -61,6 +66,16 @@ def transformer(
     parts.check_style(activation, initializer, normalization, ("layer", "none"))
     dropout = parts.check_rate("dropout", dropout)
     attention_dropout = parts.check_rate("attention_dropout", attention_dropout)
+    parts.check_flag("recompute", recompute)
+    style = {
+        "heads": heads,
+        "mlp_width": mlp_width,
+        "activation": activation,
+        "initializer": initializer,
+        "normalization": normalization,
+        "dropout": dropout,
+        "attention_dropout": attention_dropout,
+    }
 
     inputs = keras.Input(shape, dtype="int32", name="tokens")
     # Small, so that the positions, which start from the same spread, are heard (GPT-2's value).
@@ -69,17 +84,7 @@ def transformer(
     x = layers.PositionEmbedding(name="positions")(x)
     x = parts.drop(x, dropout, name="dropout")
     for i in range(1, depth + 1):
-        x = parts.attend(
-            x,
-            heads=heads,
-            mlp_width=mlp_width,
-            causal=True,
-            activation=activation,
-            initializer=initializer,
-            normalization=normalization,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            name=f"block{i}",
-        )
+        attend = functools.partial(parts.attend, **style, causal=True, name=f"block{i}")
+        x = block(x, attend, recompute=recompute, name=f"block{i}")
     x = parts.normalize(x, normalization, name="norm")
     return keras.Model(inputs, parts.logits(x, classes), name="transformer")

@@ -1,5 +1,6 @@
 """Vision transformers: an image as a sequence of patches."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -8,6 +9,7 @@ import keras
 
 from tfgpu.errors import InputError
 from tfgpu.models import layers, parts
+from tfgpu.models.recompute import block
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ def vit(
     normalization: str = "layer",
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
+    recompute: bool = False,
 ) -> keras.Model:
     """Builds a vision transformer; ViT-B/16 is `vit((224, 224, 3), 1000, size="base", patch=16)`.
 
@@ -72,6 +75,8 @@ def vit(
         normalization: "layer" or "none", before each attention and MLP (pre-LN).
         dropout: rate after the positions are added and after each attention and MLP layer.
         attention_dropout: rate of the attention weights.
+        recompute: keep only the input of each block for the backward pass and compute the rest anew: less memory
+            and more time for the same result (see `Recompute`).
 
     Returns:
         A functional Keras model whose outputs are logits in float32 (use a loss with `from_logits=True`).
@@ -99,6 +104,16 @@ def vit(
     parts.check_style(activation, initializer, normalization, ("layer", "none"))
     dropout = parts.check_rate("dropout", dropout)
     attention_dropout = parts.check_rate("attention_dropout", attention_dropout)
+    parts.check_flag("recompute", recompute)
+    style = {
+        "heads": heads,
+        "mlp_width": mlp_width,
+        "activation": activation,
+        "initializer": initializer,
+        "normalization": normalization,
+        "dropout": dropout,
+        "attention_dropout": attention_dropout,
+    }
 
     inputs = keras.Input(shape, name="inputs")
     x = keras.layers.Conv2D(width, patch, strides=patch, kernel_initializer=initializer, name="patches")(
@@ -110,18 +125,8 @@ def vit(
     x = layers.PositionEmbedding(name="positions")(x)
     x = parts.drop(x, dropout, name="dropout")
     for i in range(1, depth + 1):
-        x = parts.attend(
-            x,
-            heads=heads,
-            mlp_width=mlp_width,
-            causal=False,
-            activation=activation,
-            initializer=initializer,
-            normalization=normalization,
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            name=f"block{i}",
-        )
+        attend = functools.partial(parts.attend, **style, causal=False, name=f"block{i}")
+        x = block(x, attend, recompute=recompute, name=f"block{i}")
     x = parts.normalize(x, normalization, name="norm")
     if pool == "token":
         x = x[:, 0]

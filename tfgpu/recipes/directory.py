@@ -69,20 +69,20 @@ def recorded(output: str | Path) -> dict[str, Any]:
 
 
 def check_same(recipe: Recipe, earlier: Recipe, *, directory: str | Path) -> None:
-    """Refuses to resume a run with other settings; only `epochs` may grow, and the reading of the data be another.
+    """Refuses to resume a run with other settings; only `epochs` may grow, and `recompute` and how data is read differ.
 
     Raises:
         InputError: names every setting that differs, with both values.
     """
     new, old = recipe.model_dump(), earlier.model_dump()
-    differing = [name for name in new if new[name] != old[name] and name not in ("epochs", *INPUT)]
+    differing = [name for name in new if new[name] != old[name] and name not in ("epochs", "recompute", *INPUT)]
     if recipe.epochs < earlier.epochs:
         differing.append("epochs")
     if differing:
         listed = "; ".join(f"`{name}` was {old[name]!r}, received {new[name]!r}" for name in differing)
         raise InputError(
-            f"Cannot resume {str(directory)!r} with other settings (only `epochs` may grow, and how data is read "
-            f"differ): {listed}. Leave the settings out, or start a new run."
+            f"Cannot resume {str(directory)!r} with other settings (only `epochs` may grow, and `recompute` and how "
+            f"data is read differ): {listed}. Leave the settings out, or start a new run."
         )
 
 

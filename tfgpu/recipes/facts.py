@@ -12,6 +12,8 @@ import keras
 import tensorflow as tf
 
 from tfgpu import environment, strategies
+from tfgpu.callbacks.memory import is_peak
+from tfgpu.callbacks.progress import line
 from tfgpu.data import Info
 from tfgpu.recipes.directory import git_commit
 from tfgpu.recipes.recipe import Recipe
@@ -114,6 +116,7 @@ def report(
                 "test accuracy": f"{accuracy:.2%}",
                 "test loss": f"{facts['test_loss']:.4f}",
                 "training time": _seconds(facts["training_time_s"]),
+                **_peaks(rows),
                 "started": facts["started"].replace("T", " "),
                 "finished": facts["finished"].replace("T", " "),
             },
@@ -141,6 +144,13 @@ def _cards(recipe: Recipe, facts: Mapping[str, Any], rows: Sequence[Mapping[str,
     if best and "val_accuracy" in rows[best - 1]:
         cards.insert(0, ("best validation accuracy", f"{rows[best - 1]['val_accuracy']:.1%}", f"epoch {best}"))
     return cards
+
+
+def _peaks(rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """The most memory of all epochs, for the host and each GPU."""
+    names = dict.fromkeys(name for row in rows for name in row if is_peak(name))
+    most = {name: max(row.get(name, 0) for row in rows) for name in names}
+    return {"peak memory": line(most)} if most else {}
 
 
 def _processor() -> str:

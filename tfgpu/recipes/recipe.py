@@ -167,6 +167,12 @@ class Recipe(BaseModel):
         "float32", "Hardware", "Number format; `auto` takes the fastest that the device does well."
     )
     jit: bool = _field(False, "Hardware", "Compile the training step with XLA.")
+    recompute: bool = _field(
+        False,
+        "Hardware",
+        "Compute the activations of each of the model's blocks again in the backward pass: less memory, more time, the "
+        "same result.",
+    )
 
     path: Literal["fit", "loop"] = _field(
         "fit",

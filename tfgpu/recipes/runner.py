@@ -14,8 +14,11 @@ import tensorflow as tf
 from rich.console import Console
 
 from tfgpu import environment, models, precision, strategies
+from tfgpu.callbacks.background import Writer
 from tfgpu.callbacks.checkpoint import Checkpoint
+from tfgpu.callbacks.events_file import EventsFile
 from tfgpu.callbacks.files import replace_text
+from tfgpu.callbacks.memory import Memory
 from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.progress import Progress
 from tfgpu.cluster import Cluster
@@ -186,7 +189,7 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
             what.model,
             input_shape=data.info.input_shape,
             classes=data.info.classes,
-            options=what.model_options,
+            options={**what.model_options, **({"recompute": True} if what.recompute else {})},
         )
         _check_outputs(model, what, data)
         compiling.compile_model(model, what, learning_rate=schedule.learning_rate, labels=data.info.labels)
@@ -249,18 +252,20 @@ def _train(
     watch = Watch(job.data, begun=lambda: directory.settle(path) if path else None)
     progress = Progress(console=console) if console else None
     try:
-        with terminable():
+        # Its end, after an error too, is when all that was handed over is written.
+        with terminable(), Writer() as writer:
             if path:
                 directory.write_config(path, job.recipe, about)
-            checkpoint = _checkpoint(job, shared)
+            checkpoint = _checkpoint(job, shared, writer)
             position = checkpoint.restore(job.model) if resume and checkpoint else None
             first = position.epoch if position else 0
             done = [dict(row) for row in position.history] if position else []
-            metrics = MetricsFile(path / directory.METRICS if path else None, rows=done)
+            metrics = MetricsFile(path / directory.METRICS if path else None, rows=done, writer=writer)
             metrics.write()
             watch.epoch = first
             if first < job.recipe.epochs:
-                callbacks = [*_replaying(job, done), metrics, watch, *_logs(path)]
+                events = EventsFile(path / directory.LOGS if path else None, writer=writer)
+                callbacks = [*_replaying(job, done), Memory(), metrics, watch, events]
                 callbacks += [extra for extra in (progress, checkpoint) if extra]
                 _fit(job, first, callbacks)
             else:
@@ -321,14 +326,10 @@ def _finish(job: Job, path: Path | None, about: dict[str, Any], rows: list[dict[
     return Result(accuracy, loss, tuple(rows), path, about)
 
 
-def _checkpoint(job: Job, path: Path | None) -> Checkpoint | None:
+def _checkpoint(job: Job, path: Path | None, writer: Writer) -> Checkpoint | None:
     if path is None:
         return None
-    return Checkpoint(path / directory.CHECKPOINTS, data=job.data, is_chief=job.cluster.is_chief)
-
-
-def _logs(path: Path | None) -> list[keras.callbacks.Callback]:
-    return [keras.callbacks.TensorBoard(path / directory.LOGS, write_graph=False)] if path else []
+    return Checkpoint(path / directory.CHECKPOINTS, data=job.data, is_chief=job.cluster.is_chief, writer=writer)
 
 
 def _replaying(job: Job, done: Sequence[Mapping[str, float]]) -> list[keras.callbacks.Callback]:

@@ -11,7 +11,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfgpu.callbacks.checkpoint import epoch_of, found
 from tfgpu.data import Data
+from tfgpu.errors import MachineError
 from tfgpu.recipes import directory
 from tfgpu.recipes.recipe import Recipe
 
@@ -70,9 +72,10 @@ def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, res
         directory.abandon(path, made)
         return directory.NOTHING_WRITTEN
     again = f"Go on with: tfgpu train --resume --output {path}"
-    if not watch.epoch:
-        return f"Interrupted in the first epoch, before a checkpoint. {again}"
-    return f"Interrupted. Epoch {watch.epoch} is in {path / directory.CHECKPOINTS}. {again}"
+    saved = found(path / directory.CHECKPOINTS)
+    if not saved:
+        return f"Interrupted in epoch {watch.epoch + 1}, before a checkpoint. {again}"
+    return f"Interrupted. Epoch {epoch_of(saved[0])} is in {path / directory.CHECKPOINTS}. {again}"
 
 
 def describe_failure(error: Exception, watch: Watch, what: Recipe) -> str:
@@ -80,8 +83,10 @@ def describe_failure(error: Exception, watch: Watch, what: Recipe) -> str:
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return (
             f"Out of memory in epoch {watch.epoch + 1} with global_batch={what.global_batch}. Use a smaller "
-            "--global-batch (with --accumulate for the same update), or more devices."
+            "--global-batch (with --accumulate for the same update), --recompute, or more devices."
         )
+    if isinstance(error, MachineError):
+        return f"Training failed in epoch {watch.epoch + 1}: {error}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0] if lines else "no message"
     return f"Training failed in epoch {watch.epoch + 1}: {type(error).__name__}: {reason}"

@@ -1,0 +1,116 @@
+"""Files written beside the training: one thread, in order, and no error is lost."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from tfgpu.errors import InputError, MachineError
+
+_log = logging.getLogger(__name__)
+
+
+class Writer:
+    """Writes files in a thread of its own, one after the other, in the order in which they were handed over.
+
+    Hand over what no longer changes: arrays that are copied, text that is made. An error is logged at once and raised
+    by the next `put` or `wait`; the files after it are still written. Where too many wait, `put` waits too, so that a
+    slow disk holds the training up instead of filling the memory. The thread is there only while there is something to
+    write, and Python does not end before it: a training that fails loses nothing that it has handed over.
+
+    As a context manager it waits at the end. Then a failed write is raised; where the block itself failed, that error
+    goes on, and gets a note of the failed write.
+
+    Args:
+        most: how many writes may wait.
+
+    Raises:
+        InputError: `most` is not a whole number from 1.
+
+    Example:
+        >>> with Writer() as writer:
+        ...     writer.put("notes.txt", lambda: Path("notes.txt").write_text("done"))
+        >>> Path("notes.txt").read_text()
+        'done'
+    """
+
+    def __init__(self, *, most: int = 2):
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise InputError(f"`most` must be a whole number from 1. Received: most={most!r}.")
+        self._most = most
+        self._jobs: deque[tuple[str, Callable[[], object]]] = deque()
+        self._failed: list[tuple[str, BaseException]] = []
+        self._changed = threading.Condition()
+        self._is_running = False
+
+    def put(self, what: str | Path, write: Callable[[], object]) -> None:
+        """Hands over one write.
+
+        Args:
+            what: the file or folder, for the message should it fail.
+            write: writes it; called in the thread.
+
+        Raises:
+            MachineError: an earlier write has failed. This one is made all the same.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._jobs) < self._most)
+            failed, self._failed = self._failed, []
+            self._jobs.append((str(what), write))
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._work, name="tfgpu-writer").start()
+        _raise_first(failed)
+
+    def wait(self) -> None:
+        """Returns when everything is written.
+
+        Raises:
+            MachineError: a write has failed since the last error was raised.
+        """
+        _raise_first(self._finish())
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
+        try:
+            _raise_first(self._finish())
+        except MachineError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))
+
+    def _finish(self) -> list[tuple[str, BaseException]]:
+        """Waits for the last write; returns what has failed since the last error was raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_running)
+            failed, self._failed = self._failed, []
+        return failed
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._is_running = False
+                    self._changed.notify_all()
+                    return
+                what, write = self._jobs.popleft()
+                self._changed.notify_all()
+            try:
+                write()
+            except BaseException as error:  # whatever it is, the next write must have its turn
+                _log.error("Writing %s failed: %s: %s", what, type(error).__name__, error)
+                with self._changed:
+                    self._failed.append((what, error))
+
+
+def _raise_first(failed: list[tuple[str, BaseException]]) -> None:
+    if failed:
+        what, error = failed[0]
+        more = f" So did {len(failed) - 1} more." if len(failed) > 1 else ""
+        raise MachineError(
+            f"Writing {what} failed: {type(error).__name__}: {error}.{more} "
+            "Make room or give write access there, or choose another directory."
+        ) from error

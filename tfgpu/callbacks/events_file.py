@@ -1,0 +1,68 @@
+"""The curves of a run for TensorBoard: what each epoch logged, written beside the training."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfgpu.callbacks.background import Writer
+
+_VALIDATION = "val_"
+
+
+class EventsFile(keras.callbacks.Callback):
+    """Writes each epoch's logs as TensorBoard scalars, in the background.
+
+    `train/` and `validation/` hold them under the names that Keras's `TensorBoard` gives (`epoch_loss`, ...), one value
+    an epoch. Use Keras's own callback for histograms, profiles or values of single batches: it writes while the
+    training waits. Put this one behind callbacks that add to the logs.
+
+    Args:
+        directory: where the event files go; None writes none (on a worker that is not the chief).
+        writer: writes them; others may use the same. Default: one of its own.
+
+    Raises:
+        MachineError: at the next epoch's end, or at the end of training, if an event could not be written.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> history = model.fit(tf.ones((2, 1)), tf.ones((2, 1)), callbacks=[EventsFile("logs")], verbose=0)
+        >>> [path.name for path in Path("logs").iterdir()]
+        ['train']
+    """
+
+    every_batch = False
+
+    def __init__(self, directory: str | Path | None, *, writer: Writer | None = None):
+        super().__init__()
+        self._directory = Path(directory) if directory else None
+        self._writer = writer or Writer()
+        self._files: dict[str, tf.summary.SummaryWriter] = {}
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._directory is not None and logs:
+            values = {name: float(value) for name, value in logs.items()}
+            self._writer.put(self._directory, lambda: self._write(epoch, values))
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._directory is not None:
+            self._writer.put(self._directory, self._close)
+            self._writer.wait()
+
+    def _write(self, epoch: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            part = "validation" if name.startswith(_VALIDATION) else "train"
+            if part not in self._files:
+                self._files[part] = tf.summary.create_file_writer(str(self._directory / part))
+            with self._files[part].as_default():
+                tf.summary.scalar(f"epoch_{name.removeprefix(_VALIDATION)}", value, step=epoch)
+        for file in self._files.values():
+            file.flush()
+
+    def _close(self) -> None:
+        files, self._files = self._files, {}
+        for file in files.values():
+            file.close()

@@ -1,0 +1,73 @@
+"""How much memory an epoch took: the process's on the host, and each GPU's."""
+
+import resource
+import sys
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_PEAK = "_peak_bytes"
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB on Linux
+
+
+class Memory(keras.callbacks.Callback):
+    """Adds peaks of memory to the logs at each epoch's end; nothing is done at single steps.
+
+    | in the logs | |
+    |---|---|
+    | `host_peak_bytes` | the most resident memory that this process has had since it began, in bytes |
+    | `gpu0_peak_bytes`, ... | the most that TensorFlow has used of each of its GPUs in this epoch, in bytes |
+
+    A GPU's figure includes validation, and leaves out what TensorFlow has set aside and does not use.
+
+    On several workers each has its own in its own logs. Put it before callbacks that keep the logs (`MetricsFile`,
+    `Checkpoint`, `EventsFile`). TensorFlow counts one peak for each GPU: this callback sets it back as an epoch begins.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> history = model.fit(tf.ones((2, 1)), tf.ones((2, 1)), callbacks=[Memory()], verbose=0)
+        >>> history.history["host_peak_bytes"][0] > 2**20
+        True
+
+    Source: https://www.tensorflow.org/api_docs/python/tf/config/experimental/get_memory_info
+    """
+
+    every_batch = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        for device in _gpus():
+            tf.config.experimental.reset_memory_stats(device)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs.update(peaks())
+
+
+def peaks() -> dict[str, int]:
+    """The peaks as they are now, in bytes, by their names in the logs.
+
+    Example:
+        >>> peaks()["host_peak_bytes"] > 2**20
+        True
+    """
+    found = {f"host{_PEAK}": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES}
+    for number, device in enumerate(_gpus()):
+        found[f"gpu{number}{_PEAK}"] = int(tf.config.experimental.get_memory_info(device)["peak"])
+    return found
+
+
+def is_peak(name: str) -> bool:
+    """Whether an entry of the logs is a peak of memory.
+
+    Example:
+        >>> is_peak("gpu0_peak_bytes")
+        True
+    """
+    return name.endswith(_PEAK)
+
+
+def _gpus() -> list[str]:
+    """This process's GPUs, as TensorFlow's memory functions name them."""
+    return [f"GPU:{number}" for number in range(len(tf.config.list_logical_devices("GPU")))]

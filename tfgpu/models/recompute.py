@@ -1,0 +1,71 @@
+"""Blocks that keep their input alone for the backward pass, and compute the rest anew: memory for time."""
+
+import inspect
+from collections.abc import Callable
+
+import keras
+
+from tfgpu.keras_fixes.remat import recomputed
+
+
+@keras.saving.register_keras_serializable(package="tfgpu")
+class Recompute(keras.layers.Wrapper):
+    """Wraps a layer or a model, whose activations are computed anew in the backward pass instead of being kept.
+
+    A model of n such blocks keeps n inputs of blocks and, one block at a time, the activations within it. Each block is
+    run forward twice: about a third more time a step where the backward pass takes twice the forward's. What is learned
+    is the same: dropout draws the same mask again, BatchNormalization counts a batch once, losses of `add_loss` have
+    their gradient; also under a strategy, in mixed precision, and with `jit_compile=True`. Only draws without a Keras
+    seed (`tf.random`, Python's `random`) differ in the second run. It cannot stand in a `tf.cond` or `tf.while_loop`
+    whose gradient is taken outside.
+
+    Make blocks large (a residual block, a transformer block): a block of a single layer saves next to nothing.
+
+    Args:
+        layer: a Keras layer or model, from one tensor (or structure of tensors) to tensors of any shapes and dtypes.
+        **kwargs: those of every Keras layer, such as `name` and `trainable`.
+
+    Raises:
+        InputError: when called, for ragged or sparse floats.
+
+    Example:
+        >>> inputs = keras.Input((8,))
+        >>> hidden = keras.layers.Dropout(0.1)(keras.layers.Dense(8, "gelu")(inputs))
+        >>> block = keras.Model(inputs, keras.layers.Add()([inputs, hidden]))
+        >>> Recompute(block)(keras.ops.ones((2, 8))).shape
+        TensorShape([2, 8])
+
+    Source: Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174
+    """
+
+    def __init__(self, layer: keras.layers.Layer, **kwargs):
+        super().__init__(layer, autocast=False, **kwargs)  # the layers within know what they compute in
+        self.supports_masking = True
+        self._takes_training = "training" in inspect.signature(layer.call).parameters
+
+    def call(self, inputs, training=None):
+        # Within another layer's call Keras tells the layers inside; `stateless_call` does not.
+        told = {"training": training} if self._takes_training and training is not None else {}
+        return recomputed(self.layer)(inputs, **told)
+
+
+def block(x, add: Callable, *, recompute: bool, name: str):
+    """Adds layers to `x`: in the open, or as one block that is computed anew in the backward pass.
+
+    Args:
+        x: a symbolic tensor.
+        add: adds the layers to a symbolic tensor and returns their output.
+        recompute: whether they become one `Recompute`.
+        name: that layer's name.
+
+    Returns:
+        The output, a symbolic tensor.
+
+    Example:
+        >>> block(keras.Input((4,)), keras.layers.Dense(3), recompute=True, name="block1").shape
+        (None, 3)
+    """
+    if not recompute:
+        return add(x)
+    inputs = keras.Input(x.shape[1:], dtype=x.dtype, name=f"{name}_input")
+    return Recompute(keras.Model(inputs, add(inputs), name=f"{name}_layers"), name=name)(x)
