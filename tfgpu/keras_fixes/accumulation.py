@@ -98,8 +98,8 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
         def meet():
             own = strategy.extended.call_for_each_replica(take, args=parts)
             met = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, [(o, o) for o in own])
-            wide = zip(on_each(met), on_each(parts), strict=True)
-            return [[_in_place(value, own.dtype) for value, own in zip(*pair, strict=True)] for pair in wide]
+            dtypes = [own[0].dtype for own in on_each(parts)]
+            return [[_in_place(v, dtype) for v in values] for values, dtype in zip(on_each(met), dtypes, strict=True)]
 
         def on_each(values):
             return [list(strategy.experimental_local_results(value)) for value in values]
