@@ -9,15 +9,14 @@ import sys
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
-hypothesis.settings.load_profile("no deadline")
-
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import tensorflow as tf
 
+hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("no deadline")
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
 )
