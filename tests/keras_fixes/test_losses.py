@@ -218,3 +218,61 @@ def test_what_needs_no_collective_makes_none(monkeypatch):
         return len(made)
 
     assert collectives(Copies()) == collectives()
+
+
+def by_own_loop(strategy, loss, data, *, wrap=lambda call: call, eager=False):
+    """Slope at w = 1 and loss, both summed over replicas, of one step by `strategy.run` that trusts the loss's mean."""
+    with strategy.scope():
+        w = tf.Variable(1.0)
+
+    def step(x, y, *weights):
+        with tf.GradientTape() as tape:
+            value = wrap(loss)(y, w * x, *weights)
+        return tape.gradient(value, w), value
+
+    def both(batch):
+        return [strategy.reduce("SUM", part, axis=None) for part in strategy.run(step, args=batch)]
+
+    batch = next(iter(strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(data).batch(3))))
+    return [float(part) for part in (both if eager else tf.function(both))(batch)]
+
+
+# Squares of x - y: 0.64, 0.16, 0.04; their slopes 2 (x - y) x: -0.32, 0.32, -0.32.
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_a_hand_written_loop_may_trust_the_mean_of_a_loss(strategy, eager):
+    slope, value = by_own_loop(strategy, keras.losses.MeanSquaredError(), (X, Y), eager=eager)
+    assert (slope, value) == (pytest.approx(-0.32 / 3, abs=1e-6), pytest.approx(0.84 / 3, abs=1e-6))
+
+
+def test_a_hand_written_loop_divides_by_all_weights(strategy):
+    weights = np.array([[1.0], [0.0], [5.0]], "float32")
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    slope, value = by_own_loop(strategy, loss, (X, Y, weights[:, 0]))
+    assert (slope, value) == (pytest.approx(-0.32, abs=1e-6), pytest.approx(0.84 / 6, abs=1e-6))
+    slope, value = by_own_loop(strategy, keras.losses.MeanSquaredError(reduction="sum"), (X, Y, weights[:, 0]))
+    assert (slope, value) == (pytest.approx(-1.92, abs=1e-6), pytest.approx(0.84, abs=1e-6))
+
+
+def test_a_hand_written_loop_counts_what_no_mask_hides(strategy):
+    def masked(y, prediction):
+        keras.src.backend.set_keras_mask(prediction, y[..., 0] > 0)
+        return keras.losses.MeanSquaredError()(y, prediction)
+
+    rows = np.stack([np.concatenate([X, X]), np.concatenate([Y, Y])], 1)  # pairs of steps; the second row is hidden
+    x, y = rows[:, 0].reshape(3, 2, 1), rows[:, 1].reshape(3, 2, 1)
+    slope, value = by_own_loop(strategy, masked, (x, y))
+    kept = y > 0
+    assert value == pytest.approx(((x - y) ** 2)[kept].mean(), abs=1e-6)
+    assert slope == pytest.approx((2 * (x - y) * x)[kept].mean(), abs=1e-6)
+
+
+@pytest.mark.parametrize("form", ["cond", "function"])
+def test_a_loss_where_replicas_cannot_meet_is_no_error(strategy, form):
+    def wrap(call):
+        if form == "function":
+            return tf.function(call)
+        return lambda y, prediction: tf.cond(tf.reduce_sum(y) > -1, lambda: call(y, prediction), lambda: 0.0)
+
+    _, value = by_own_loop(strategy, keras.losses.MeanSquaredError(), (X, Y), wrap=wrap)
+    # A condition still knows the share of the rows; a tf.function of its own does not, as in stock Keras.
+    assert value == pytest.approx(0.84 / 3 if form == "cond" else 0.84 / 4, abs=1e-6)

@@ -1,7 +1,8 @@
 """Losses under replicas: each stays the mean over its replica's own rows, as written for one device.
 
-The step then averages the gradients by each replica's share of the batch. So only divisors that are not the number of
-rows need mending: valid positions of a mask, sums of weights, and sums that have no divisor at all.
+The step then averages the gradients by each replica's share of the batch; a hand-written loop sums them, so there the
+loss takes its share itself. Only divisors that are not the number of rows need mending besides: valid positions of a
+mask, sums of weights, and sums that have no divisor at all.
 """
 
 import tensorflow as tf
@@ -13,16 +14,25 @@ from tfgpu.keras_fixes.seam import wrap
 
 
 def keep_losses_local() -> None:
-    """Stops Keras from dividing a loss by the number of replicas: the step averages by share instead.
+    """Stops Keras from dividing a loss by the number of replicas: it counts by its replica's share of the batch.
 
     Stock Keras divides by the local rows and then by the replica count, which is right only where every replica has
     equally many rows: https://github.com/keras-team/keras/issues/19246, https://github.com/tensorflow/tensorflow/issues/36224
     """
-    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
 
-        @wrap(loss_module, name)
-        def scale(stock, value):
-            return stock(value) if replica.step() is None else value
+    @wrap(loss_module, "scale_loss_for_distribution")
+    def scale(stock, value):
+        if replica.step() is not None:
+            return value
+        share = replica.share_of_rows()
+        return stock(value) if share is None else tf.math.multiply_no_nan(value, tf.cast(share, value.dtype))
+
+    @wrap(loss_module, "unscale_loss_for_distribution")
+    def unscale(stock, value):
+        if replica.step() is not None:
+            return value
+        share = replica.share_of_rows()
+        return stock(value) if share is None else tf.math.divide_no_nan(value, tf.cast(share, value.dtype))
 
 
 def keep_own_means_local() -> None:
@@ -51,7 +61,7 @@ def make_divisors_global() -> None:
     @wrap(loss_module, "apply_mask")
     def apply_mask(stock, sample_weight, mask, dtype, reduction):
         weight = stock(sample_weight, mask, dtype, reduction)
-        if mask is None or replica.step() is None or reduction not in ("mean", "sum_over_batch_size"):
+        if mask is None or not replica.can_meet() or reduction not in ("mean", "sum_over_batch_size"):
             return weight
         valid = tf.reduce_sum(tf.cast(mask, dtype))
         return weight * _as_local_part(valid)
@@ -61,13 +71,15 @@ def make_divisors_global() -> None:
         loss = stock(values, sample_weight, reduction)
         if replica.context() is None or reduction in (None, "none"):
             return loss
-        if tuple(values.shape) == (0,):
-            return tf.reduce_sum(values)  # stock returns the empty vector, where the other replicas have a scalar
-        if replica.step() is None:
+        if tuple(values.shape) == (0,):  # stock returns the empty vector, where the other replicas have a scalar
+            loss = tf.reduce_sum(values)
+            if reduction != "sum":
+                loss = loss_module.scale_loss_for_distribution(loss)  # as they do: they may meet there
+        if values.shape.rank == 0:  # one number is no sum over rows: Keras leaves it as it is
             return loss
-        if reduction == "mean_with_sample_weight" and sample_weight is not None and values.shape.rank != 0:
+        if reduction == "mean_with_sample_weight" and sample_weight is not None and replica.can_meet():
             return loss * _as_local_part(tf.cast(tf.reduce_sum(sample_weight), loss.dtype))
-        if reduction == "sum" and values.shape.rank != 0:  # one number is no sum over rows: Keras leaves it as it is
+        if reduction == "sum" and replica.step() is not None:
             return tf.math.divide_no_nan(loss, tf.cast(replica.share(), loss.dtype))
         return loss
 
@@ -96,6 +108,7 @@ def _is_constant(weight) -> bool:
 
 def _as_local_part(divisor: tf.Tensor) -> tf.Tensor:
     """The factor that turns a mean over this replica's `divisor` into its part of the mean over everybody's."""
-    divisor *= replica.has_rows(divisor.dtype)
+    share = tf.cast(replica.share_of_rows(), divisor.dtype)
+    divisor = tf.where(share > 0, divisor, tf.zeros_like(divisor))
     (total,) = replica.sum_small([divisor])
-    return tf.math.divide_no_nan(divisor, total * tf.cast(replica.share(), divisor.dtype))
+    return tf.math.divide_no_nan(divisor, total * share)

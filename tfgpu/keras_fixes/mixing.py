@@ -20,7 +20,7 @@ def mix_the_whole_batch() -> None:
         @wrap(layer, "call")
         def call(stock, self, data, training=True):
             pictures = data["images"] if isinstance(data, dict) else data
-            if replica.rows_to_draw() is None or len(pictures.shape) != 4:
+            if replica.rows_held() is None or len(pictures.shape) != 4:
                 return stock(self, data, training=training)
             with random.same_on_all_replicas():
                 if not training:
@@ -31,7 +31,7 @@ def mix_the_whole_batch() -> None:
     @wrap(Equalization, "_custom_histogram_fixed_width")
     def histogram(stock, self, *args, **kwargs):
         found = stock(self, *args, **kwargs)
-        if replica.rows_to_draw() is None:
+        if replica.rows_held() is None:
             return found
         (total,) = replica.sum_small([found * replica.has_rows(found.dtype)])
         return tf.ensure_shape(total, found.shape)

@@ -84,7 +84,7 @@ def find_part(shape, *, follows_input: bool = False) -> Part | None:
         shape: of the replica's own draw: numbers, tensors or both, or one tensor.
         follows_input: the shape is that of a layer's input, so any multiple of the rows is by example.
     """
-    rows = replica.rows_to_draw()
+    rows = replica.rows_held()
     if rows is None or getattr(_here, "shared", False):
         return None
     shape = tf.convert_to_tensor(shape, tf.int32) if _is_plain(shape) else tf.cast(tf.stack(shape), tf.int32)
@@ -241,7 +241,7 @@ def _wrap_sliced() -> None:
 
     @wrap(backend, "dropout")
     def dropout(stock, inputs, rate, noise_shape=None, seed=None):
-        if rate in (0.0, 1.0) or replica.rows_to_draw() is None:
+        if rate in (0.0, 1.0) or replica.rows_held() is None:
             return stock(inputs, rate, noise_shape, seed)
         inputs = tf.convert_to_tensor(inputs)
         part = _part_of_input(inputs, backend._get_concrete_noise_shape(inputs, noise_shape))

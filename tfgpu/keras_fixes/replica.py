@@ -113,7 +113,7 @@ class Held:
 
 @contextlib.contextmanager
 def holding(local: tf.Tensor):
-    """For the length of the block this replica, outside a step, holds `local` rows of somebody's batch."""
+    """For the length of the block this replica, outside a step, holds `local` rows of a batch."""
     before = getattr(_here, "held", None)
     _here.held = Held(local, None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
     try:
@@ -122,11 +122,11 @@ def holding(local: tf.Tensor):
         _here.held = before
 
 
-def rows_to_draw() -> Rows | None:
-    """Where this replica's rows lie for a random draw: the step's, else the rows that `strategy.run` was given.
+def rows_held() -> Rows | None:
+    """Where this replica's rows lie: the step's, else the rows that a hand-written `strategy.run` was given.
 
-    In a hand-written loop the replicas tell each other at the first draw, in the graph in which they began, outside of
-    any condition or loop within. A tf.function that is called within a replica cannot ask, and gets None.
+    In a hand-written loop the replicas tell each other at the first question, in the graph in which they began, outside
+    of any condition or loop within. A tf.function that is called within a replica cannot ask, and gets None.
     """
     held = getattr(_here, "held", None)
     if step() is not None or held is None or context() is None or not _is_within(held.graph):
@@ -147,10 +147,28 @@ def _is_within(graph: tf.Graph | None) -> bool:
     return found is graph
 
 
+def can_meet() -> bool:
+    """Whether replicas can ask each other here: in a step, or in a hand-written `strategy.run` outside any condition,
+    loop or tf.function within.
+    """
+    held = getattr(_here, "held", None)
+    if step() is not None or held is None or context() is None:
+        return step() is not None
+    return held.graph is (None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
+
+
 def share() -> tf.Tensor | None:
     """This replica's part of the global batch, 0 to 1 (float32 scalar), or None outside a step."""
     facts = step()
     return facts.share if facts is not None else None
+
+
+def share_of_rows() -> tf.Tensor | None:
+    """This replica's part of the global batch (float32 scalar), by the rows that `rows_held` tells, or None."""
+    facts = rows_held()
+    if step() is not None or facts is None:
+        return share()
+    return _share_of(facts.local, facts.total)
 
 
 def by_share(value: tf.Tensor) -> tf.Tensor:
@@ -187,8 +205,11 @@ def begin(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = None, *,
     if place is None:
         place = _ask_for_place(local)
     offset, total = place
-    share = tf.math.divide_no_nan(tf.cast(local, tf.float32), tf.cast(total, tf.float32))
-    return Step(Rows(local, offset, total), share, jit=jit)
+    return Step(Rows(local, offset, total), _share_of(local, total), jit=jit)
+
+
+def _share_of(local: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+    return tf.math.divide_no_nan(tf.cast(local, tf.float32), tf.cast(total, tf.float32))
 
 
 def _ask_for_place(local: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

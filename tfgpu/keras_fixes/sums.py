@@ -89,6 +89,6 @@ def _place(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
 
     A model may make several rows of each example, or a step may stand a row in where there is none.
     """
-    facts, count = replica.rows_to_draw(), tf.shape(rows)[0]
+    facts, count = replica.rows_held(), tf.shape(rows)[0]
     an_example = tf.maximum(count // tf.maximum(facts.local, 1), 1)
     return facts.offset * an_example, count, facts.total * an_example
