@@ -1,5 +1,6 @@
 """Every test process gets four logical CPU devices, before TensorFlow starts: they stand for four GPUs."""
 
+import contextlib
 import json
 import os
 import socket
@@ -22,6 +23,15 @@ tf.config.set_logical_device_configuration(
 )
 
 
+def free_addresses(count: int) -> list[str]:
+    """Addresses of this machine at ports that nothing listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+
+
 def run_together(
     script: str, jobs: dict[str, int], *arguments, wait_for: str = "", timeout: float = 180
 ) -> dict[str, dict]:
@@ -29,13 +39,7 @@ def run_together(
 
     `arguments` go to each script, with `{task}` in them made the task's name, such as `worker1`.
     """
-    sockets = [socket.socket() for _ in range(sum(jobs.values()))]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-    for each in sockets:
-        each.close()
-    left = iter(addresses)
+    left = iter(free_addresses(sum(jobs.values())))
     cluster = {job: [next(left) for _ in range(count)] for job, count in jobs.items()}
     running = {}
     try:
@@ -66,3 +70,9 @@ def run_together(
 def together():
     """`run_together`: a script in several real processes, each with its TF_CONFIG."""
     return run_together
+
+
+@pytest.fixture
+def addresses():
+    """`free_addresses`: so many addresses of this machine."""
+    return free_addresses

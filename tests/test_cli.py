@@ -1,12 +1,10 @@
 """The command line as a user meets it: real processes, their output, files and exit codes."""
 
-import contextlib
 import functools
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -335,12 +333,8 @@ def test_resuming_a_finished_run_ends_with_the_same_averaged_weights(tmp_path, p
 
 
 @pytest.mark.processes
-def test_two_workers_learn_what_one_process_learns_and_only_the_chief_writes(tmp_path):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        workers = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+def test_two_workers_learn_what_one_process_learns_and_only_the_chief_writes(tmp_path, addresses):
+    workers = addresses(2)
     words = [*SMALL, "--optimizer", "sgd", "--clip-norm", "0.5", "--accumulate", "2", "--epochs", "2"]
     (tmp_path / "other").mkdir()
     processes = []

@@ -1,9 +1,7 @@
 """Unmodified scripts: TensorFlow's multi-worker tutorial, which stock Keras 3 crashes on, trains as it is printed."""
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -36,13 +34,9 @@ def environ(**changes):
 
 
 @pytest.mark.processes
-def test_the_multi_worker_tutorial_trains_as_printed(tmp_path):
+def test_the_multi_worker_tutorial_trains_as_printed(tmp_path, addresses):
     (tmp_path / "tutorial.py").write_text(TUTORIAL)
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        workers = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    workers = addresses(2)
     places = [{"cluster": {"worker": workers}, "task": {"type": "worker", "index": i}} for i in range(2)]
     command = [sys.executable, "-m", "tfgpu.run", "tutorial.py", "argument"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}

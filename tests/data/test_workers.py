@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 
@@ -41,19 +40,7 @@ with open(sys.argv[1], "wb") as file:
 """
 
 
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
-
-
-def run_workers(tmp_path, shards, *global_batches):
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+def run_workers(addresses, tmp_path, shards, *global_batches):
     processes, outputs = [], []
     try:
         for i in range(2):
@@ -91,10 +78,10 @@ def check_files_of_their_own(own, other):
 
 
 @pytest.mark.processes
-def test_the_workers_parts_in_order_are_the_one_device_batches(tmp_path):
+def test_the_workers_parts_in_order_are_the_one_device_batches(tmp_path, addresses):
     sizes = (500, 419)  # 1258 = 500 + 500 + 258 = 3 * 419 + 1: the last batch has one example for two workers
     write_shards("digits", tmp_path / "shards", shards=6)
-    (first, own), (second, other) = run_workers(tmp_path, str(tmp_path / "shards"), *sizes)
+    (first, own), (second, other) = run_workers(addresses(2), tmp_path, str(tmp_path / "shards"), *sizes)
     check_files_of_their_own(own, other)
     expected = []
     for size in sizes:

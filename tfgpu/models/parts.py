@@ -224,6 +224,48 @@ def check_heads(width: int, heads: int) -> None:
         )
 
 
+def attention_style(
+    width: int,
+    *,
+    heads: int,
+    mlp_width: int | None,
+    activation: str,
+    initializer: str,
+    normalization: str,
+    dropout: float,
+    attention_dropout: float,
+) -> dict[str, object]:
+    """Checks what the blocks of a transformer have in common.
+
+    Args:
+        width: of the sequence; a multiple of `heads`.
+        mlp_width: None for 4 * width.
+
+    The other arguments, and what is returned, are those of `attend`.
+
+    Raises:
+        InputError: one of them cannot be.
+
+    Example:
+        >>> common = dict(activation="gelu", initializer="glorot_uniform", normalization="layer")
+        >>> rates = dict(dropout=0.0, attention_dropout=0.0)
+        >>> attention_style(8, heads=2, mlp_width=None, **common, **rates)["mlp_width"]
+        32
+    """
+    mlp_width = check_whole("mlp_width", 4 * width if mlp_width is None else mlp_width)
+    check_heads(width, heads)
+    check_style(activation, initializer, normalization, ("layer", "none"))
+    return {
+        "heads": heads,
+        "mlp_width": mlp_width,
+        "activation": activation,
+        "initializer": initializer,
+        "normalization": normalization,
+        "dropout": check_rate("dropout", dropout),
+        "attention_dropout": check_rate("attention_dropout", attention_dropout),
+    }
+
+
 def attend(
     x,
     *,

@@ -61,28 +61,24 @@ def transformer(
     shape = parts.check_shape("transformer", input_shape, ("length",))
     for name, value in {"classes": classes, "width": width, "depth": depth, "heads": heads}.items():
         parts.check_whole(name, value)
-    mlp_width = parts.check_whole("mlp_width", 4 * width if mlp_width is None else mlp_width)
-    parts.check_heads(width, heads)
-    parts.check_style(activation, initializer, normalization, ("layer", "none"))
-    dropout = parts.check_rate("dropout", dropout)
-    attention_dropout = parts.check_rate("attention_dropout", attention_dropout)
+    style = parts.attention_style(
+        width,
+        heads=heads,
+        mlp_width=mlp_width,
+        activation=activation,
+        initializer=initializer,
+        normalization=normalization,
+        dropout=dropout,
+        attention_dropout=attention_dropout,
+    )
     parts.check_flag("recompute", recompute)
-    style = {
-        "heads": heads,
-        "mlp_width": mlp_width,
-        "activation": activation,
-        "initializer": initializer,
-        "normalization": normalization,
-        "dropout": dropout,
-        "attention_dropout": attention_dropout,
-    }
 
     inputs = keras.Input(shape, dtype="int32", name="tokens")
     # Small, so that the positions, which start from the same spread, are heard (GPT-2's value).
     spread = keras.initializers.RandomNormal(stddev=0.02)
     x = keras.layers.Embedding(classes, width, embeddings_initializer=spread, name="embedding")(inputs)
     x = layers.PositionEmbedding(name="positions")(x)
-    x = parts.drop(x, dropout, name="dropout")
+    x = parts.drop(x, style["dropout"], name="dropout")
     for i in range(1, depth + 1):
         attend = functools.partial(parts.attend, **style, causal=True, name=f"block{i}")
         x = block(x, attend, recompute=recompute, name=f"block{i}")

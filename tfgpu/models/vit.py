@@ -97,23 +97,19 @@ def vit(
     width = parts.check_whole("width", SIZES[size].width if width is None else width)
     depth = parts.check_whole("depth", SIZES[size].depth if depth is None else depth)
     heads = parts.check_whole("heads", SIZES[size].heads if heads is None else heads)
-    mlp_width = parts.check_whole("mlp_width", 4 * width if mlp_width is None else mlp_width)
-    parts.check_heads(width, heads)
     patch = _check_patch(patch, shape)
     parts.check_choice("pool", pool, POOLS)
-    parts.check_style(activation, initializer, normalization, ("layer", "none"))
-    dropout = parts.check_rate("dropout", dropout)
-    attention_dropout = parts.check_rate("attention_dropout", attention_dropout)
+    style = parts.attention_style(
+        width,
+        heads=heads,
+        mlp_width=mlp_width,
+        activation=activation,
+        initializer=initializer,
+        normalization=normalization,
+        dropout=dropout,
+        attention_dropout=attention_dropout,
+    )
     parts.check_flag("recompute", recompute)
-    style = {
-        "heads": heads,
-        "mlp_width": mlp_width,
-        "activation": activation,
-        "initializer": initializer,
-        "normalization": normalization,
-        "dropout": dropout,
-        "attention_dropout": attention_dropout,
-    }
 
     inputs = keras.Input(shape, name="inputs")
     x = keras.layers.Conv2D(width, patch, strides=patch, kernel_initializer=initializer, name="patches")(
@@ -123,7 +119,7 @@ def vit(
     if pool == "token":
         x = layers.ClassToken(name="class_token")(x)
     x = layers.PositionEmbedding(name="positions")(x)
-    x = parts.drop(x, dropout, name="dropout")
+    x = parts.drop(x, style["dropout"], name="dropout")
     for i in range(1, depth + 1):
         attend = functools.partial(parts.attend, **style, causal=False, name=f"block{i}")
         x = block(x, attend, recompute=recompute, name=f"block{i}")

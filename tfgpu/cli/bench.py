@@ -1,0 +1,88 @@
+"""`tfgpu bench`: how fast this machine does the user's own job."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tfgpu.cli.flags import given, with_settings
+from tfgpu.cli.start import imported, start_tensorflow
+from tfgpu.measure import rates
+from tfgpu.recipes import recipe as recipes
+
+app = typer.Typer(help="Measure how fast this machine does your own job.", no_args_is_help=True)
+OWN = {
+    "config": (Path | None, None, ["--config", "-c"], "FILE", "Settings from a YAML file; flags win over it."),
+    "seconds": (float, 1.0, ["--seconds"], "NUMBER", "How long each single measurement takes [1]."),
+    "repeats": (int, 3, ["--repeats"], "INTEGER", "How many there are of each [3]."),
+    "as_json": (bool, False, ["--json"], None, "Print everything that was measured as JSON."),
+}
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command(
+    "input",
+    help="Measure the input alone, the model alone and both together; say which is the bottleneck and what moves it.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu bench input --data photos/ --image-size 224 --model resnet --global-batch 64\n\n"
+        "tfgpu bench input --config runs/best/config.yaml --json"
+    ),
+)
+@with_settings(OWN)
+def bench_input(*, config: Path | None, seconds: float, repeats: int, as_json: bool, **flags: Any) -> None:
+    recipe = recipes.make((recipes.read(config) if config else {}) | given(flags), source=str(config or "") or None)
+    recipes.check(recipe)
+    rates.check(seconds, repeats)
+    with Console(stderr=True).status("starting TensorFlow") as status:
+        start_tensorflow()
+        measured = imported("tfgpu.measure.input").measure_input(
+            recipe,
+            seconds=seconds,
+            repeats=repeats,
+            progress=lambda text: status.update(f"measuring: {text}"),
+        )
+    if as_json:
+        print(json.dumps(measured.as_json(), indent=2))
+    else:
+        _show_input(measured)
+
+
+def _show_input(measured: Any) -> None:
+    console = Console(highlight=False)
+    about = measured.facts
+    shape = "×".join(str(n) for n in about["input_shape"])
+    console.print(
+        f"{measured.recipe.model} on {measured.recipe.data}: examples of {shape}, "
+        f"batches of {about['global_batch']:,}, {', '.join(about['devices'])}, {about['cores']} processor cores\n",
+        markup=False,
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading, justify in (("", "left"), ("examples/s", "right"), ("spread", "right"), ("", "left")):
+        table.add_column(heading, justify=justify, overflow="fold")
+    for name, label in (("input", "input alone"), ("model", "model alone"), ("together", "together")):
+        rate = getattr(measured, name)
+        mark = "[yellow]the bottleneck[/]" if name == measured.bottleneck else ""
+        table.add_row(f"[bold]{label}[/]", f"{rate.median:,.0f}", f"{rate.spread:.0%}", mark)
+    console.print(table)
+    console.print(f"\n{escape(measured.advice)}\n", soft_wrap=True)
+    tried = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading, justify in (("the input with", "left"), ("examples/s", "right"), ("ratio", "right"), ("", "left")):
+        tried.add_column(heading, justify=justify, overflow="fold")
+    for trial in measured.trials:
+        colour = "green" if trial.ratio >= 1.1 else "red" if trial.ratio <= 0.9 else "none"
+        tried.add_row(
+            escape(trial.setting),
+            f"{trial.rate.median:,.0f}",
+            f"[{colour}]{trial.ratio:.2f}[/]",
+            f"[dim]{escape(trial.note)}[/]",
+        )
+    console.print(tried)

@@ -1,0 +1,86 @@
+"""`tfgpu data`: shards written, checked, and served to other processes."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tfgpu.cli.start import imported, start_tensorflow
+from tfgpu.recipes import recipe as recipes
+
+app = typer.Typer(help="Write data as shards, check them, and let other processes prepare it.", no_args_is_help=True)
+
+
+@app.command(
+    "write",
+    help="Write any source as TFRecord shards with checksums and an index; training on them gives the same batches.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu data write photos/ shards/ --shards 64\n\n"
+        "tfgpu data write 'flowers.csv#species' shards/"
+    ),
+)
+def write_data(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="What [bold]train --data[/] takes.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder for the shards.")],
+    shards: Annotated[int, typer.Option(metavar="N", help="Files of the training part.")] = 8,
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="What the files' names begin with.")] = None,
+    image_size: Annotated[str | None, typer.Option(metavar="HxW", help="Resize images; they become PNG.")] = None,
+    skip_corrupt: Annotated[bool, typer.Option("--skip-corrupt", help="Leave corrupt examples out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace shards that lie in OUT already.")] = False,
+) -> None:
+    from tfgpu.data import manifest, parse_source
+
+    parse_source(source)
+    manifest.check_shard_count(shards)
+    manifest.check_output(out, overwrite=overwrite)
+    size = recipes.make({"image_size": image_size}).image_size if image_size else None
+    with Console(stderr=True).status("writing shards"):
+        start_tensorflow()
+        write_shards = imported("tfgpu.data.writer").write_shards
+        listed = write_shards(
+            source, out, shards=shards, name=name, image_size=size, skip_corrupt=skip_corrupt, overwrite=overwrite
+        )
+    _show_shards(listed, out)
+
+
+@app.command("check", help="Read the shards in a folder and compare their checksums with the index.")
+def check_data(
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="What [bold]data write[/] wrote.")],
+) -> None:
+    from tfgpu.data import check_shards
+
+    with Console(stderr=True).status("comparing checksums"):
+        listed = check_shards(folder)
+    _show_shards(listed, folder)
+
+
+@app.command(
+    "serve",
+    help=(
+        "Start a tf.data service: processes that decode and augment for training, until Ctrl-C. It prints the address "
+        "that [bold]pipeline(service=...)[/] takes."
+    ),
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu data serve --workers 4\n\n"
+        "tfgpu data serve --host node1 --port 5050 --workers 16\n\n"
+        "tfgpu data serve --host node2 --join node1:5050 --workers 16"
+    ),
+)
+def serve_data(
+    workers: Annotated[int, typer.Option(metavar="N", help="Processes that make batches.")] = 1,
+    port: Annotated[int, typer.Option(metavar="N", help="The dispatcher's port; 0 takes a free one.")] = 0,
+    host: Annotated[str, typer.Option(metavar="NAME", help="This machine, as others reach it.")] = "localhost",
+    join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Add workers to this dispatcher.")] = None,
+) -> None:
+    start_tensorflow()
+    serve = imported("tfgpu.data.service").serve
+    serve(workers, port=port, host=host, join=join, say=lambda line: print(line, flush=True))
+
+
+def _show_shards(listed: Any, folder: Path) -> None:
+    counts = ", ".join(f"{part} {count:,}" for part, count in listed.examples.items())
+    print(f"{listed.name}: {counts} examples in {len(listed.shards)} shards, {listed.bytes:,} bytes")
+    print(folder)

@@ -1,0 +1,105 @@
+"""Flags from the schema of a run: one of each setting, and a command's own."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+import typer
+from rich.markup import escape
+
+from tfgpu.errors import InputError
+from tfgpu.recipes import recipe as recipes
+
+
+def with_settings(own: Mapping[str, tuple]) -> Callable[[Callable], Callable]:
+    """Decorates a command: it gets its own parameters, then one of each setting of the schema.
+
+    Args:
+        own: parameters by name: their type, default, flags, placeholder and help.
+    """
+    signature = _signature(own)
+
+    def decorate(command: Callable) -> Callable:
+        command.__signature__ = signature
+        command.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+        return command
+
+    return decorate
+
+
+def given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Keeps the flags that were written, with KEY=VALUE pairs as a mapping."""
+    kept = {name: value for name, value in flags.items() if value not in (None, [], ())}
+    for name, value in kept.items():
+        if get_origin(recipes.Recipe.model_fields[name].annotation) is dict:
+            kept[name] = _pairs(recipes.Recipe.model_fields[name].json_schema_extra["flag"], value)
+    return kept
+
+
+def _signature(own: Mapping[str, tuple]) -> inspect.Signature:
+    parameters = [
+        _parameter(
+            name,
+            kind,
+            typer.Option(
+                default, *flags, metavar=metavar, help=escape(text), show_default=False, rich_help_panel="Run"
+            ),
+        )
+        for name, (kind, default, flags, metavar, text) in own.items()
+    ]
+    for name, field in recipes.Recipe.model_fields.items():
+        kind, flag, metavar = _flag(name, field)
+        panel = field.json_schema_extra["panel"]
+        option = typer.Option(None, *flag, metavar=metavar, help=_help(name, field), rich_help_panel=panel)
+        parameters.append(_parameter(name, kind, option))
+    return inspect.Signature(parameters)
+
+
+def _flag(name: str, field: Any) -> tuple[Any, list[str], str | None]:
+    """Gives a setting's type on the command line, its flag and its placeholder.
+
+    Values stay text: the schema reads them, so that a flag and a file get the same sentence for a wrong one.
+    """
+    words = name.replace("_", "-")
+    flag = field.json_schema_extra.get("flag", f"--{words}")
+    if field.annotation is bool:
+        return bool | None, [f"{flag}/--no-{words}"], None
+    if get_origin(field.annotation) is dict:
+        return list[str] | None, [flag], "KEY=VALUE"
+    if isinstance(field.default, tuple):
+        return list[str] | None, [flag], "NAME"
+    if recipes.choices(name):
+        return str | None, [flag], "NAME"
+    placeholders = {"devices": "N|NAMES", "image_size": "HxW", int: "INTEGER", float: "NUMBER", str: "TEXT"}
+    keys = (name, field.annotation, *get_args(field.annotation))
+    return str | None, [flag], next(placeholders[key] for key in keys if key in placeholders)
+
+
+def _help(name: str, field: Any) -> str:
+    """Writes a setting's description, choices and default; backticks become bold."""
+    parts = escape(field.description).split("`")
+    text = "".join(f"[bold]{part}[/]" if i % 2 else part for i, part in enumerate(parts))
+    if names := recipes.choices(name):
+        text += f" One of: {', '.join(names)}."
+    if field.default in (None, {}, ()):
+        return text
+    shown = ", ".join(field.default) if isinstance(field.default, tuple) else str(field.default)
+    if field.annotation is bool:
+        shown = "yes" if field.default else "no"
+    return f"{text} [dim]{escape(f'[default: {shown}]')}[/]"
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+
+
+def _pairs(flag: str, words: Sequence[str]) -> dict[str, Any]:
+    pairs = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise InputError(f"{flag} must be KEY=VALUE. Received: {word!r}. Write for example {flag} name=0.5.")
+        if key in pairs:
+            raise InputError(f"{flag} gives {key!r} twice. Keep one of them.")
+        pairs[key] = recipes.parse_value(text)
+    return pairs

@@ -1,0 +1,22 @@
+"""`tfgpu run`: a script of the user's own."""
+
+from typing import Annotated
+
+import typer
+
+from tfgpu.run import run
+
+app = typer.Typer()
+
+
+@app.command(
+    "run",
+    help="Run a script of your own, unmodified, with the Keras repairs in force.",
+    epilog="[bold]Example[/]\n\ntfgpu run train.py --epochs 3",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
+)
+def run_script(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None,
+) -> None:
+    run(script, arguments or [])
