@@ -132,6 +132,8 @@ def test_what_is_in_memory_needs_no_service(shared):
         pipeline("digits", global_batch=8, service=shared[0])
 
 
-def test_a_number_that_cannot_be():
+def test_what_cannot_be_served():
     with pytest.raises(InputError, match="1 or more"):
         service.serve(0)
+    with pytest.raises(InputError, match="`host` must be a name .*'no such host'"):
+        service.serve(1, host="no such host")

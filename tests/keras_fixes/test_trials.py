@@ -87,3 +87,8 @@ def test_what_xla_would_change_or_cannot_compile_is_left_alone(layers, why, capl
 def test_keras_own_rule_stays_where_nothing_was_asked():
     _, steps = steps_of(tf.distribute.OneDeviceStrategy("CPU:0"), dense)
     assert steps._trial is None
+
+
+def test_another_word_is_an_error():
+    with pytest.raises(tfgpu.InputError, match='`jit_compile` must be True, False or "auto". Received: \'always\''):
+        keras.Sequential([keras.layers.Dense(1)]).compile(jit_compile="always")

@@ -34,18 +34,19 @@ AHEAD = 64
 _log = logging.getLogger(__name__)
 
 
-def address(service: str) -> str:
+def address(service: str, *, name: str = "service") -> str:
     """Completes the dispatcher's address, and looks whether it answers.
 
     Args:
         service: `"grpc://HOST:PORT"`, or `"HOST:PORT"`.
+        name: what an error calls it.
 
     Raises:
         InputError: it is no address, or nobody answers there.
     """
     host, _, port = str(service).removeprefix("grpc://").rpartition(":")
     if not host or not port.isdigit():
-        raise InputError(f"`service` must look like 'grpc://HOST:PORT'. Received: {service!r}.")
+        raise InputError(f"`{name}` must look like 'grpc://HOST:PORT'. Received: {service!r}.")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except OSError as error:
@@ -228,11 +229,17 @@ def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str
         say: is told the dispatcher's address once all is ready.
 
     Raises:
-        InputError: a number that cannot be, or nobody answers at `join`.
+        InputError: a number or a host that cannot be, or nobody answers at `join`.
         MachineError: the port is taken, or workers end at once.
     """
     if workers < 1 or not 0 <= port < 65536:
         raise InputError(f"`workers` must be 1 or more, `port` from 0 to 65535. Received: {workers}, {port}.")
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise InputError(
+            f"`host` must be a name or an address of this machine. Received: {host!r} ({error.strerror or error})."
+        ) from None
     dispatcher = None
     if join is None:
         config = tf.data.experimental.service.DispatcherConfig(port=port)
@@ -244,7 +251,7 @@ def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str
             ) from error
         place = f"{host}:{dispatcher.target.rpartition(':')[2]}"
     else:
-        place = address(join).removeprefix("grpc://")
+        place = address(join, name="join").removeprefix("grpc://")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     running, began, quick = [_worker(place, host) for _ in range(workers)], time.monotonic(), 0
     try:

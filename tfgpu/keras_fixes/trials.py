@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.trainers import trainer as keras_trainer
 from keras.src.trainers.trainer import Trainer
 
+from tfgpu.errors import InputError
 from tfgpu.keras_fixes import blocks
 from tfgpu.keras_fixes.seam import wrap
 
@@ -31,6 +32,8 @@ def measure_jit() -> None:
     @wrap(Trainer, "compile")
     def compile_model(stock, self, *args, **kwargs):
         asked = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("jit_compile")
+        if asked not in (None, False, True, "auto"):
+            raise InputError(f'`jit_compile` must be True, False or "auto". Received: {asked!r}.')
         stock(self, *args, **kwargs)
         self._tfgpu_trial = asked == "auto" and not self.run_eagerly and keras_trainer.model_supports_jit(self)
 
