@@ -267,8 +267,10 @@ SCHEDULES = {
 
 @pytest.mark.parametrize(
     ("schedule", "number"),
-    [("cosine", signal.SIGINT), ("plateau", signal.SIGTERM)],
-    ids=["ctrl-c", "sigterm"],
+    [
+        pytest.param("cosine", signal.SIGINT, id="ctrl-c"),
+        pytest.param("plateau", signal.SIGTERM, id="sigterm", marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number):
     words = ["train", *SMALL, *SCHEDULES[schedule], "--epochs", "8"]
@@ -321,7 +323,7 @@ def test_an_interrupt_while_tensorflow_starts_writes_nothing(tmp_path):
     assert process.returncode == 130 and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("path", ["fit", "loop"])
+@pytest.mark.parametrize("path", ["fit", pytest.param("loop", marks=pytest.mark.slow)])
 def test_resuming_a_finished_run_ends_with_the_same_averaged_weights(tmp_path, path):
     words = [*SMALL, "--epochs", "1", "--path", path, "--optimizer-option", "use_ema=true"]
     averaged = [*words, "--optimizer-option", "ema_momentum=0.999", "--output", "run"]
@@ -370,6 +372,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     assert "The loss became" in line and "Lower --learning-rate" in line
 
 
+@pytest.mark.slow
 def test_doctor_as_json(tmp_path):
     done = tfgpu("doctor", "--json", cwd=tmp_path)
     checks = json.loads(done.stdout)

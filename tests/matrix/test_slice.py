@@ -22,7 +22,6 @@ CASES = (
 
 
 @pytest.mark.processes
-@pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_replicas_and_workers_learn_what_one_device_learns(tmp_path):
     command = [sys.executable, RUN, "--topologies", "mirrored-4", "workers-2x1", "--paths", "fit"]
