@@ -69,21 +69,12 @@ def agreed_random() -> random.Random | None:
 def _is_same_on_all(strategy: tf.distribute.Strategy, state) -> bool:
     """Whether all workers have an equal state."""
     mine = zlib.crc32(repr(state).encode()) % 2**20
-    facts = tf.constant([1, mine, mine**2], tf.int64)
-    total_of = tf.function(lambda: strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(lambda: facts), axis=None))
-    count, total, squares = total_of().numpy()
+    count, total, squares = replica.sum_over_workers(strategy, [1, mine, mine**2])
     return total * total == count * squares
 
 
 def _from_chief(strategy: tf.distribute.Strategy, number: int) -> int:
-    mine = number if strategy.extended.should_checkpoint else 0
-
-    def part():
-        first = replica.context().replica_id_in_sync_group == 0
-        return tf.cast(mine, tf.int64) * tf.cast(first, tf.int64)
-
-    total = tf.function(lambda: strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(part), axis=None))
-    return int(total())
+    return int(replica.sum_over_workers(strategy, [number if strategy.extended.should_checkpoint else 0])[0])
 
 
 def _shuffled_anew(adapter) -> tf.data.Dataset:

@@ -240,8 +240,7 @@ def _agree(strategy: tf.distribute.Strategy, length: int, *, same_length: bool) 
     run = blocks.current()
     asked = list(run.every_batch.values()) if run is not None else []
     mine = [1, length, length * length, *map(int, asked)]
-    sums = strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(lambda: tf.constant(mine, tf.int64)), axis=None)
-    count, total, squares, *asking = sums.numpy()
+    count, total, squares, *asking = replica.sum_over_workers(strategy, mine)
     if run is not None:
         run.every_batch = {kind: bool(number) for kind, number in zip(run.every_batch, asking, strict=True)}
     if same_length and total * total != count * squares:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfgpu.errors import InputError
@@ -356,6 +357,24 @@ def uncompiled():
     if facts is not None and facts.jit:
         return tf.xla.experimental.jit_scope(compile_ops=False)
     return contextlib.nullcontext()
+
+
+def sum_over_workers(strategy: tf.distribute.Strategy, numbers) -> np.ndarray:
+    """Adds up each process's whole numbers: an int64 vector, the same on all. Every worker must call it."""
+
+    @tf.autograph.experimental.do_not_convert
+    def mine(values):
+        return values
+
+    @tf.autograph.experimental.do_not_convert
+    def total(values):
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(mine, args=(values,)), axis=None)
+
+    # One function a strategy: eagerly, TensorFlow warns of the cost, and a new function would be traced each time.
+    if not hasattr(strategy, "_tfgpu_total"):
+        strategy._tfgpu_total = tf.function(total, autograph=False, reduce_retracing=True)
+    found = strategy._tfgpu_total(tf.convert_to_tensor(numbers, tf.int64)).numpy()
+    return found // len(strategy.extended.worker_devices)
 
 
 def run_outside(strategy: tf.distribute.Strategy, make: Callable[[], None]) -> None:

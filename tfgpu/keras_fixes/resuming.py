@@ -347,5 +347,4 @@ def _sum_from_chief(strategy, numbers: np.ndarray) -> np.ndarray:
     """The chief's whole numbers, by one sum to which the others add zeros."""
     if not strategy.extended.should_checkpoint:
         numbers = np.zeros_like(numbers)
-    devices = len(strategy.extended.worker_devices)
-    return strategy.reduce("SUM", strategy.run(lambda: tf.constant(numbers)), axis=None).numpy() // devices
+    return replica.sum_over_workers(strategy, numbers)
