@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 from cases import table
-from driver import TOPOLOGIES
+from driver import PATHS, TOPOLOGIES
 
 KNOWN = Path(__file__).with_name("known.json")
 ENDS = ("equal", "differs", "crashes", "dies", "hangs", "no reference")
@@ -20,6 +20,9 @@ what else amplifies rounding, at most twice what one device differs from itself 
 re-ordered (`bound`). **Bold** is not equal: `crashes` raises, `dies` ends the process, `hangs` gives no
 answer. Replicas are logical CPU devices; workers are real processes on loopback. Measured on {machine}
 with Python {python}, TensorFlow {tensorflow} and Keras {keras}.
+
+`fit` is `model.fit`, and `trainer` is `tfgpu.Trainer`. `loop` is a hand-written `strategy.run` with
+`optimizer.apply_gradients` that divides its loss by the global batch; `loop-mean` trusts the mean in the Keras loss.
 """
 
 
@@ -72,22 +75,41 @@ def document(cells):
     """The table in Markdown: totals, one section a path and group, and what is not equal with tfgpu."""
     facts = {name: metadata.version(name) for name in ("tensorflow", "keras")}
     machine = f"{os.cpu_count()} CPU cores ({platform.machine()})"
-    intro = INTRO.format(machine=machine, python=platform.python_version(), **facts)
-    out = [intro, _row("path", "Keras", "topology", "cases", *ENDS), _rule(4 + len(ENDS))]
-    for (path, repair, topology), column in cells.items():
-        if topology != "one":
-            out.append(_row(path, label(repair), topology, len(column), *counted(column).values()))
-    for path in dict.fromkeys(path for path, _, _ in cells):
-        keys = [key for key in cells if key[0] == path and key[2] != "one"]
-        keys.sort(key=lambda key: (list(TOPOLOGIES).index(key[2]), key[1] != "stock"))
-        out += _sections(path, {key: cells[key] for key in keys})
-    out += ["", "## What is not equal with tfgpu", "", _row("path", "topology", "case", "ends", "", "why"), _rule(6)]
+    columns = {key: cells[key] for key in sorted(cells, key=_order) if key[2] != "one"}
+    out = [INTRO.format(machine=machine, python=platform.python_version(), **facts)]
+    out += [_row("path", "topology", "cases", "stock Keras", "tfgpu"), _rule(5)]
+    for path, topology in dict.fromkeys((path, topology) for path, _, topology in columns):
+        both = {label(r): column for (p, r, t), column in columns.items() if (p, t) == (path, topology)}
+        told = (_told(both[name]) if name in both else "" for name in ("stock", "tfgpu"))
+        out.append(_row(path, topology, len(next(iter(both.values()))), *told))
+    for path in dict.fromkeys(path for path, _, _ in columns):
+        out += _sections(path, {key: column for key, column in columns.items() if key[0] == path})
+    return "\n".join([*out, *_not_equal(columns)]) + "\n"
+
+
+def _order(key):
+    path, repair, topology = key
+    return PATHS.index(path), list(TOPOLOGIES).index(topology), repair != "stock"
+
+
+def _told(column):
+    return ", ".join(f"{n} {end}" for end, n in counted(column).items() if n)
+
+
+def _not_equal(columns):
+    """A row for each case of ours that is not equal, with the columns where it is not."""
     known = json.loads(KNOWN.read_text())
-    for path, repair, topology, name, cell in red(cells):
-        why = next((known[k] for k in (f"{path} {topology} {name}", f"{path} {name}", name) if k in known), "")
+    found = {}
+    for path, repair, topology, name, cell in red(columns):
         if repair != "stock":
-            out.append(_row(path, topology, name, cell.status, cell.message.replace("|", "/"), why))
-    return "\n".join(out) + "\n"
+            found.setdefault(name, {}).setdefault(path, {})[topology] = cell
+    yield from ("", "## What is not equal with tfgpu", "", _row("case", "where", "worst", "why"), _rule(4))
+    for name, paths in found.items():
+        where = "; ".join(f"{path}: {', '.join(cells)}" for path, cells in paths.items())
+        worst = max((cell for cells in paths.values() for cell in cells.values()), key=lambda cell: cell.value or 0)
+        keys = [k for p, cells in paths.items() for t in cells for k in (f"{p} {t} {name}", f"{p} {name}", name)]
+        why = next((known[key] for key in keys if key in known), "")
+        yield _row(name, where, f"{worst.status}: {worst.message}".replace("|", "/"), why)
 
 
 def _sections(path, columns):
