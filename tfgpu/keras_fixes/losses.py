@@ -19,20 +19,18 @@ def keep_losses_local() -> None:
     Stock Keras divides by the local rows and then by the replica count, which is right only where every replica has
     equally many rows: https://github.com/keras-team/keras/issues/19246, https://github.com/tensorflow/tensorflow/issues/36224
     """
+    ways = {
+        "scale_loss_for_distribution": tf.math.multiply_no_nan,
+        "unscale_loss_for_distribution": tf.math.divide_no_nan,
+    }
+    for name, by in ways.items():
 
-    @wrap(loss_module, "scale_loss_for_distribution")
-    def scale(stock, value):
-        if replica.step() is not None:
-            return value
-        share = replica.share_of_rows()
-        return stock(value) if share is None else tf.math.multiply_no_nan(value, tf.cast(share, value.dtype))
-
-    @wrap(loss_module, "unscale_loss_for_distribution")
-    def unscale(stock, value):
-        if replica.step() is not None:
-            return value
-        share = replica.share_of_rows()
-        return stock(value) if share is None else tf.math.divide_no_nan(value, tf.cast(share, value.dtype))
+        @wrap(loss_module, name)
+        def scale(stock, value, by=by):
+            if replica.step() is not None:
+                return value
+            share = replica.share_of_rows()
+            return stock(value) if share is None else by(value, tf.cast(share, value.dtype))
 
 
 def keep_own_means_local() -> None:
