@@ -1,5 +1,6 @@
 """`fit` in blocks of steps: what callbacks see of them, and that nothing else does."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -61,6 +62,47 @@ def test_the_last_block_ends_with_the_data(strategy, is_known):
     assert int(model.optimizer.iterations.numpy()) == 21
     assert recorder.ends.count(6) == 3 and max(recorder.ends) == 6
     assert len(recorder.ends) < 21
+
+
+def _fails_at(broken: int) -> tf.data.Dataset:
+    """Seven batches, as the data set itself says; one of them cannot be read."""
+
+    def check(at, batch):
+        with tf.control_dependencies([tf.debugging.assert_none_equal(at, np.int64(broken), message="broken")]):
+            return tf.nest.map_structure(tf.identity, batch)
+
+    return data().enumerate().map(check).prefetch(1)
+
+
+def test_data_that_fails_leaves_the_state_of_the_last_whole_step(strategy):
+    found = []
+    for batches, batch_list in ((7, _fails_at(5)), (5, data(batches=5))):
+        model = build(strategy)
+        with strategy.scope():
+            noisy = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5, seed=1), model])
+            noisy.compile(model.optimizer, model.loss, metrics=["accuracy"])
+        failing = pytest.raises(tf.errors.InvalidArgumentError, match="broken")
+        with failing if batches == 7 else contextlib.nullcontext(), blocks.steps_a_call(7):
+            noisy.fit(batch_list, verbose=0)
+        seed = next(layer for layer in noisy.layers if isinstance(layer, keras.layers.Dropout)).seed_generator
+        found.append([int(noisy.optimizer.iterations.numpy()), *map(np.array, [seed.state, *noisy.get_weights()])])
+    assert found[0][0] == 5
+    for failed, whole in zip(*found, strict=True):
+        np.testing.assert_array_equal(failed, whole)
+
+
+def test_one_cpu_reads_plain_data(strategy):
+    """TensorFlow's distributed iterator takes three times as long as a small model's step."""
+    model, seen = build(strategy), []
+
+    class Look(keras.callbacks.Callback):
+        every_batch = False
+
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(type(blocks.current().block.iterator))
+
+    model.fit(data(), verbose=0, callbacks=[Look()])
+    assert seen and not any(issubclass(kind, tf.distribute.DistributedIterator) for kind in seen)
 
 
 def test_blocks_grow_until_they_take_long_enough():
