@@ -90,8 +90,10 @@ class Hand:
             logits = self._model(x, training=True)
             loss = tf.reduce_mean(_cross_entropy(y, logits))
             share = loss / self._replicas
-        # An embedding's gradient comes in slices, which are gathered one by one; a small one is better off whole.
-        gradients = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(share, self._variables)]
+        gradients = tape.gradient(share, self._variables)
+        if self._replicas > 1:
+            # An embedding's comes in slices, which are gathered one by one; a small one is better off whole.
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         self._optimizer.apply_gradients(zip(gradients, self._variables, strict=True))
         self._loss.update_state(loss)
         self._accuracy.update_state(y, logits)

@@ -139,9 +139,9 @@ SHAPES = {"mlp": _mlp, "cnn": _cnn, "resnet18": _resnet18, "transformer": _trans
 WORKS = {
     work.name: work
     for work in (
-        Work("mlp", (64,), batch=64, steps=4096),
-        Work("cnn", (28, 28, 1), batch=64, steps=256),
-        Work("resnet18", (32, 32, 3), batch=32, steps=4, learning_rate=1e-4),
-        Work("transformer", (32,), batch=32, steps=64, classes=64, tokens=64, learning_rate=1e-4),
+        Work("mlp", (64,), batch=64, steps=2048),
+        Work("cnn", (28, 28, 1), batch=64, steps=64),
+        Work("resnet18", (32, 32, 3), batch=32, steps=2, learning_rate=1e-4),
+        Work("transformer", (32,), batch=32, steps=16, classes=64, tokens=64, learning_rate=1e-4),
     )
 }

@@ -313,7 +313,7 @@ def _function(method):
 
 @contextlib.contextmanager
 def _state_waits_for(batch):
-    """Lets nothing that is made inside change a state before the batch is there: `iterations`, a seed, a metric's count.
+    """Lets nothing that is made inside change a state before the batch is there: `iterations`, a seed, a metric.
 
     Where the data fails after all, the state is that of the last whole step. What needs the batch waits for it in any
     case; waiting for it with all the rest, constants and reads of variables, takes a fifth of a small model's step.
