@@ -64,7 +64,7 @@ def main(
     works: Annotated[str, typer.Option(help=f"Of {', '.join(WORKS)}; all by default.")] = "",
     topologies: Annotated[str, typer.Option(help=f"Of {', '.join(TOPOLOGIES)}; all by default.")] = "",
     peers: Annotated[str, typer.Option(help=f"Of {', '.join(PEERS)}; writes under build/bench/some.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 25,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 15,
     warmup: Annotated[int, typer.Option(min=0, help="Rounds that do not.")] = 3,
     cores: Annotated[int, typer.Option(min=0, help="How many cores to use; 0: all.")] = 0,
     folder: Annotated[Path, typer.Option(help="Of the cells.")] = ROOT / "build" / "bench" / "cells",
