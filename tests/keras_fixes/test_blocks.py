@@ -323,3 +323,47 @@ def test_nobody_waits_for_the_end_of_data_that_is_left(strategy, method, monkeyp
     assert ended.count("tfgpu-end-of-data") == 1
     getattr(model, method)(data().map(lambda x, y: x) if method == "predict" else data(), verbose=0)
     assert ended.count("tfgpu-end-of-data") == 1  # this one has come to its end
+
+
+def test_another_fit_traces_nothing(strategy):
+    class Counted(keras.Sequential):
+        traces = 0
+
+        def train_step(self, data):
+            Counted.traces += 1
+            return super().train_step(data)
+
+    model = build(strategy, Counted)
+    uneven = tf.data.Dataset.from_tensor_slices((X[:50], Y[:50])).batch(8)
+    model.fit(uneven, epochs=2, verbose=0)
+    before = Counted.traces
+    for epoch in range(2, 5):
+        model.fit(uneven, initial_epoch=epoch, epochs=epoch + 1, verbose=0)
+    assert before > 0 and Counted.traces == before
+
+
+COMPILE = """
+import sys, keras, numpy as np, tensorflow as tf, tfgpu
+tfgpu.environment.set_logical_devices(2)
+strategy = tfgpu.strategy("mirrored", devices=2) if sys.argv[1] == "2" else tfgpu.strategy("one_device")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"], jit_compile=True)
+x, y = np.ones((50, 4), "float32"), np.arange(50) % 3
+for epochs in range(int(sys.argv[2])):
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+"""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_xla_compiles_an_uneven_last_batch_once(replicas, tmp_path):
+    """XLA itself writes a file for each program that it compiles."""
+    found = {}
+    for fits in (2, 6):
+        folder = tmp_path / str(fits)
+        environment = {**os.environ, "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text"}
+        command = [sys.executable, "-c", COMPILE, str(replicas), str(fits)]
+        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+        found[fits] = len(list(folder.glob("*.before_optimizations.txt")))
+    assert found[2] == found[6] > 0

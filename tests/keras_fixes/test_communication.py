@@ -107,3 +107,41 @@ print(json.dumps({
 def test_workers_sum_in_packs(together, pack, dtype, expected):
     for answer in together(SCRIPT, {"worker": 2}, pack, dtype).values():
         assert answer == expected
+
+
+EMBEDDING = """
+import json, sys
+import keras, numpy as np, tensorflow as tf
+from benchmarks.peers import collectives
+import tfgpu
+from tfgpu.keras_fixes import replica
+if sys.argv[1] == "gathered":
+    replica._PACK_BYTES = 0
+strategy = tfgpu.strategy("auto")
+keras.utils.set_random_seed(1)
+with strategy.scope():
+    tokens = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Embedding(5000, 4)(tokens)
+    model = keras.Model(tokens, keras.layers.Dense(3)(keras.layers.Flatten()(hidden)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.1, global_clipnorm=0.5), loss, metrics=["accuracy"])
+rng = np.random.default_rng(0)
+x, y = rng.choice([0, 1, 4095, 4096, 4999], (24, 6)).astype("int32"), rng.integers(0, 3, 24)
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
+model.fit(data, epochs=2, verbose=0)
+weights = np.concatenate([w.ravel() for w in model.get_weights()]).tolist()
+with strategy.scope():
+    model.compile(keras.optimizers.Adam(0.1), loss, metrics=["accuracy"])
+counted = collectives.count(lambda: model.fit(data, verbose=0))
+print(json.dumps({"weights": weights, "a_step": counted["a_step"]}))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("way", "rounds"), [("packed", 1), ("gathered", 6)])
+def test_a_small_embeddings_rows_travel_with_the_dense_gradients(together, way, rounds):
+    (alone,) = together(EMBEDDING, {"worker": 1}, way).values()
+    for answer in together(EMBEDDING, {"worker": 2}, way).values():
+        np.testing.assert_allclose(answer["weights"], alone["weights"], rtol=0, atol=2e-6)
+        assert answer["a_step"] == rounds

@@ -138,7 +138,7 @@ class _Cutter:
                 return self._strategy.experimental_distribute_dataset(dataset)
         with_places = getattr(_here, "places", False)
         if _on_host(self._strategy):
-            # Kept with the data set: its `element_spec` takes some 30 ms to trace.
+            # Kept with the data set: what deals its batches out one by one takes some 30 ms to trace.
             kept = vars(dataset).setdefault("_tfgpu_dealt", {})
             key = self._strategy, with_places
             if key not in kept:
@@ -177,11 +177,14 @@ class Dealt:
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, with_places: bool):
-        self._dataset, self._with_places = dataset, with_places
+        self._strategy, self._dataset, self._with_places = strategy, dataset, with_places
         cut = functools.partial(deal, strategy, with_places=with_places)
         self._deal = tf.function(tf.autograph.experimental.do_not_convert(cut), reduce_retracing=True)
-        #: what one replica gets of a batch
-        self.element_spec = dataset.map(_cut(strategy, dataset, with_places)).element_spec[0]
+
+    @functools.cached_property
+    def element_spec(self):
+        """What one replica gets of a batch. To find it takes some 30 ms, and only a model that is not built asks."""
+        return self._dataset.map(_cut(self._strategy, self._dataset, self._with_places)).element_spec[0]
 
     def __iter__(self):
         return DealtIterator(iter(self._dataset), self._with_places, self._deal)

@@ -15,6 +15,10 @@ import tensorflow as tf
 
 from tfgpu.errors import InputError
 
+_PACK_BYTES = 1 << 20
+"""Of one variable's slices on all replicas together, up to which they travel with the dense gradients."""
+_BASE = 1 << 12  # of the two digits of a row's number: each is exact in float32
+
 _here = threading.local()
 
 
@@ -249,11 +253,14 @@ def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 def all_reduce(values: list) -> list:
     """Sums tensors or IndexedSlices over all replicas, kept out of XLA's clusters; None stays None."""
-    summed = [None] * len(values)
     if step() is not None:
         parts = [v.values if isinstance(v, tf.IndexedSlices) else v for v in values if v is not None]
         step().varies |= not all(part.shape.is_fully_defined() for part in parts)
     with uncompiled():
+        packed = {at: value for at, value in enumerate(values) if _can_be_packed(value)}
+        values = [None if at in packed else value for at, value in enumerate(values)]
+        values += [part for value in packed.values() for part in _pack(value)]
+        summed = [None] * len(values)
         for dtype in dict.fromkeys(value.dtype for value in values if value is not None):  # one kind makes one pack
             places = [at for at, value in enumerate(values) if value is not None and value.dtype == dtype]
             with _meeting():
@@ -261,7 +268,42 @@ def all_reduce(values: list) -> list:
                 parts = context().all_reduce(total, [values[at] for at in places], _options())
             for at, part in zip(places, parts, strict=True):
                 summed[at] = part
+        for at, value in reversed(packed.items()):
+            numbers, rows = summed.pop(), summed.pop()
+            summed[at] = _unpack(rows, numbers, value)
     return summed
+
+
+def _can_be_packed(value) -> bool:
+    """Whether slices go into the pack of the dense gradients: TensorFlow gathers them in six collectives of their own.
+
+    Every worker sends as many rows as all have together, so it pays for few. All must have equally many.
+    """
+    if not isinstance(value, tf.IndexedSlices) or step() is None or not spans_processes(context().strategy):
+        return False
+    local, total = tf.get_static_value(step().rows.local), tf.get_static_value(step().rows.total)
+    replicas, shape = context().num_replicas_in_sync, value.values.shape
+    is_even = local is not None and total is not None and local * replicas == total
+    return is_even and shape.is_fully_defined() and replicas * shape.num_elements() * value.dtype.size <= _PACK_BYTES
+
+
+def _pack(slices: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
+    """This replica's rows and their numbers at its place among those of all, with zeros elsewhere, to be summed."""
+    count = context().num_replicas_in_sync
+    at = piece_of(context().strategy, tf.cast(context().replica_id_in_sync_group, tf.int32))
+
+    def placed(mine):  # zeros, not products with 0: what is no number stays where it is
+        padded = tf.pad(mine[None], [[at, count - 1 - at], *[[0, 0]] * mine.shape.rank])
+        return tf.ensure_shape(padded, [count, *mine.shape])
+
+    rows, numbers = slices.values, tf.ensure_shape(slices.indices, slices.values.shape[:1])
+    digits = tf.stack([numbers // _BASE, numbers % _BASE], axis=1)
+    return placed(rows), placed(tf.cast(digits, tf.float32))
+
+
+def _unpack(rows: tf.Tensor, numbers: tf.Tensor, like: tf.IndexedSlices) -> tf.IndexedSlices:
+    high, low = tf.unstack(tf.cast(tf.reshape(numbers, [-1, 2]), like.indices.dtype), axis=1)
+    return tf.IndexedSlices(tf.reshape(rows, [-1, *like.values.shape[1:]]), high * _BASE + low, like.dense_shape)
 
 
 def _options():

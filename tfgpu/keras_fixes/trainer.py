@@ -30,11 +30,13 @@ def compile_in_scope() -> None:
         own, here = self._distribute_strategy, tf.distribute.get_strategy()
         if own is None and replica.is_spread(here):
             raise InputError("The model was made outside `strategy.scope()`. Make it inside, where you compile it.")
-        with own.scope() if replica.is_spread(own) and own is not here else contextlib.nullcontext():
+        with _scope_of(self):
             stock(self, *args, **kwargs)
-        if replica.is_spread(own) and self.optimizer is not None:
-            inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        if replica.is_spread(own) and inner is not None:
             replica.check_has_copies(inner._iterations)
+        elif own is not None and getattr(inner, "_distribute_strategy", own) is not own:
+            raise InputError("The optimizer was made outside `strategy.scope()`. Make it inside, as the model was.")
 
 
 def build_from_spec() -> None:
@@ -42,16 +44,31 @@ def build_from_spec() -> None:
 
     @wrap(keras_trainer.TensorFlowTrainer, "_maybe_symbolic_build")
     def maybe_symbolic_build(stock, self, iterator=None, data_batch=None):
+        if self._distribute_strategy is not None and _is_built(self):
+            return None
         if iterator is not None and self._distribute_strategy is not None:
             spec = iterator._distributed_dataset.element_spec
             data_batch = tf.nest.map_structure(_one_replica, spec.data if isinstance(spec, pieces.Piece) else spec)
         try:
-            return stock(self, None, data_batch)
+            with _scope_of(self):
+                return stock(self, None, data_batch)
         except Exception as error:  # whatever a model of the user's raises
             if iterator is None or type(self).train_step is keras_trainer.TensorFlowTrainer.train_step:
                 raise
             # The data may be laid out for a train step of the model's own, which builds what is left in its first run.
             _log.debug("The model was not built from the data's spec: %s", error)
+
+
+def _scope_of(model):
+    """The scope of the model's own strategy, where it is not the current one."""
+    own = model._distribute_strategy
+    return contextlib.nullcontext() if own is None or own is tf.distribute.get_strategy() else own.scope()
+
+
+def _is_built(model) -> bool:
+    """Whether there is nothing left of the model that data would have to build."""
+    parts = [*model._flatten_layers(), model._compile_metrics, model._compile_loss, getattr(model, "optimizer", None)]
+    return all(part is None or part.built for part in parts)
 
 
 def _one_replica(spec):
