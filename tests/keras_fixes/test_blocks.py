@@ -108,7 +108,7 @@ def test_one_cpu_reads_plain_data(strategy):
 
 def test_blocks_grow_until_they_take_long_enough():
     pace, steps = blocks.Pace(), []
-    for seconds in (9.0, 0.001, 0.002, 0.004, 0.008, 0.06, 0.06):
+    for seconds in (9.0, 0.001, 0.002, 0.004, 0.008, 0.11, 0.11):
         steps.append(pace.steps)
         pace.note(pace.steps, seconds)
     assert steps == [1, 1, 2, 4, 8, 16, 16]

@@ -2,8 +2,8 @@
 
 Keras goes back to Python after every batch unless `steps_per_execution` says otherwise, and on a small model that takes
 several times as long as the step. What shows the length of a block are the callbacks alone. So where
-`steps_per_execution` is 1, as by default, or "auto", and no callback looks at single batches, blocks grow to about a
-tenth of a second: long enough for speed, short enough for progress bars and Ctrl-C. The batches, the steps, and so the
+`steps_per_execution` is 1, as by default, or "auto", and no callback looks at single batches, blocks grow to a tenth
+or two of a second: long enough for speed, short enough for progress bars and Ctrl-C. The batches, the steps, and so the
 result are the same.
 """
 
@@ -26,14 +26,14 @@ from keras.src.trainers.trainer import Trainer
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes.seam import wrap
 
-MOST_STEPS = 1024
-BLOCK_S = 0.1
+MOST_STEPS = 4096
+BLOCK_S = 0.2
 
 _here = threading.local()
 
 
 class Pace:
-    """How many steps the next block has: 1, doubled until a block takes `BLOCK_S`."""
+    """How many steps the next block has: 1, doubled until a block takes half of `BLOCK_S`."""
 
     def __init__(self):
         self.steps = 1

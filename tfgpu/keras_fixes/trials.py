@@ -78,7 +78,7 @@ class Trial:
             return
         self._blocks += 1
         if not self._began:
-            self._began = self.jit = seconds >= blocks.BLOCK_S / 4 and self._blocks > 1 or self._blocks >= _PATIENCE
+            self._began = self.jit = seconds >= blocks.BLOCK_S / 8 and self._blocks > 1 or self._blocks >= _PATIENCE
             return
         self._seconds[jit].append(seconds / steps)
         with_xla, without = self._seconds[True], self._seconds[False]

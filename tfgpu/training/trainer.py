@@ -19,7 +19,7 @@ class Trainer:
     Args:
         model: a compiled model, made under the strategy's scope.
         steps_per_call: steps of a block; None (the default) takes the model's `steps_per_execution` if that is
-            above 1, and otherwise lets blocks grow to about a tenth of a second, or to one step where a callback
+            above 1, and otherwise lets blocks grow to a tenth or two of a second, or to one step where a callback
             looks at single batches. `on_train_batch_begin` and `on_train_batch_end` are called once a block.
 
     Raises:
