@@ -69,7 +69,7 @@ def test_the_page_says_who_is_faster_and_who_is_missing():
     assert "| 1.10 [1.10, 1.10] |" in line and "| 0.75 [0.75, 0.75] |" in line
     assert "| fails |" in line and "| not installed |" in line
     assert "PyTorch compiled (1.47x)" in line and "no reason is known" in line
-    assert "hand-written TensorFlow (1.10x)" in line and "the floor: no callbacks" in line
+    assert "hand-written TensorFlow (1.10x)" in line and "the floor: no epochs" in line
     assert "Some CPU" in page and "ValueError: a / b" in page and "## Two workers" not in page
 
 
