@@ -53,10 +53,12 @@ def _intro(results: dict, found: dict) -> str:
     for cell in found.values():
         versions = versions | {k: v for name in cell.names() for k, v in cell.row(name).get("versions", {}).items()}
     is_tiny = any(cell.facts.get("settings", {}).get("tiny") for cell in found.values())
+    codes = {cell.facts.get("settings", {}).get("code") for cell in found.values()}
     loads = [load for cell in found.values() for load in cell.facts.get("load", [])]
     return ("Made with `--tiny`: the figures mean nothing.\n\n" if is_tiny else "") + INTRO.format(
         **{key: facts[key] for key in ("device", "cores", "memory_gib", "system", "date", "rounds", "warmup")},
-        load=f"; load average {min(loads):.1f} to {max(loads):.1f}" if loads else "",
+        load=(f"; load average {min(loads):.1f} to {max(loads):.1f}" if loads else "")
+        + (f"; on {len(codes)} states of the code, which the JSON tells apart" if len(codes) > 1 else ""),
         versions=", ".join(f"{name} {version}" for name, version in versions.items()) or "unknown versions",
         batches=", ".join(f"{work.batch} ({name})" for name, work in WORKS.items()),
     )
