@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from benchmarks.peers import collectives
 from tfgpu import strategies
 from tfgpu.errors import InputError
 
@@ -68,6 +69,41 @@ def test_without_the_repairs_it_is_refused(monkeypatch):
     monkeypatch.setenv("TFGPU_REPAIR", "0")
     with pytest.raises(InputError, match="TFGPU_REPAIR=0"):
         strategies.mirrored(2, reduce_dtype="float16")
+
+
+def embedded(strategy):
+    """The weights after two epochs on tokens that come several times in a batch, and collectives in a step."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        tokens = keras.Input((6,), dtype="int32")
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(5000, 4)(tokens))
+        model = keras.Model(tokens, keras.layers.Dense(3)(hidden))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.1, global_clipnorm=0.5), loss, metrics=["accuracy"])
+    rng = np.random.default_rng(0)
+    x, y = rng.choice([0, 1, 4095, 4096, 4999], (22, 6)).astype("int32"), rng.integers(0, 3, 22)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)  # the last one is smaller
+    counted = collectives.count(lambda: model.fit(data, epochs=2, verbose=0))
+    return np.concatenate([w.ravel() for w in model.get_weights()]), counted["a_step"]
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_that_share_a_memory_sum_without_collectives(replicas):
+    alone, _ = embedded(strategies.one_device("CPU:0"))
+    plain, rounds = embedded(strategies.mirrored(replicas))
+    assert rounds == 0
+    np.testing.assert_allclose(plain, alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("way", ["hierarchical_copy", "reduction_to_one_device"])
+def test_a_chosen_all_reduce_is_the_one_in_use(way, monkeypatch):
+    kind = {"hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce}.get(way, tf.distribute.ReductionToOneDevice)
+    calls, stock = [], kind.batch_reduce_implementation
+    monkeypatch.setattr(kind, "batch_reduce_implementation", lambda self, *a: calls.append(way) or stock(self, *a))
+    alone, _ = embedded(strategies.one_device("CPU:0"))
+    chosen, _ = embedded(strategies.mirrored(2, all_reduce=way))
+    assert calls
+    np.testing.assert_allclose(chosen, alone, rtol=0, atol=2e-6)
 
 
 SCRIPT = """

@@ -239,20 +239,50 @@ def piece_of(strategy: tf.distribute.Strategy, index):
 
 def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sums a few small tensors over all replicas: on the host where one process holds every replica."""
-    ctx = context()
-    if spans_processes(ctx.strategy):
+    if spans_processes(context().strategy):
         return all_reduce(values)
+    with uncompiled():
+        return _add_here(values)
+
+
+def _add_here(values: list) -> list:
+    """Sums tensors, or joins IndexedSlices, of replicas that lie in this process, on the host."""
 
     def add(strategy, *columns):
         with tf.device("CPU:0"):
-            return [tf.add_n(strategy.experimental_local_results(column)) for column in columns]
+            return [_added(strategy.experimental_local_results(column)) for column in columns]
 
-    with uncompiled(), _meeting():
-        return ctx.merge_call(add, args=tuple(values))
+    with _meeting():
+        return list(context().merge_call(add, args=tuple(values)))
+
+
+def _added(parts) -> tf.Tensor | tf.IndexedSlices:
+    if not isinstance(parts[0], tf.IndexedSlices):
+        return tf.add_n(parts)
+    rows, numbers = (tf.concat([getattr(part, name) for part in parts], 0) for name in ("values", "indices"))
+    return tf.IndexedSlices(rows, numbers, parts[0].dense_shape)
+
+
+def _is_here() -> bool:
+    """Whether all replicas compute on this process's CPUs, and nobody has chosen how they sum.
+
+    They then share one memory: a sum needs no collective, which would copy everything into a pack and out of it.
+    """
+    from tensorflow.python.ops import control_flow_util
+
+    strategy = context().strategy
+    if spans_processes(strategy) or strategy.extended._cross_device_ops is not strategy.extended._collective_ops:
+        return False
+    is_xla = control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    return not is_xla and all(":CPU:" in device.upper() for device in strategy.extended.worker_devices)
 
 
 def all_reduce(values: list) -> list:
     """Sums tensors or IndexedSlices over all replicas, kept out of XLA's clusters; None stays None."""
+    if _is_here():
+        with uncompiled():
+            summed = iter(_add_here([value for value in values if value is not None]))
+        return [None if value is None else next(summed) for value in values]
     if step() is not None:
         parts = [v.values if isinstance(v, tf.IndexedSlices) else v for v in values if v is not None]
         step().varies |= not all(part.shape.is_fully_defined() for part in parts)
