@@ -180,12 +180,12 @@ def test_hidden_gpus_are_no_fault_of_tensorflow(facts):
 
 def test_settings_in_the_environment_that_stop_training(facts):
     named = by_name(facts, TF_CONFIG="{", TF_USE_LEGACY_KERAS="1")
-    assert named["TF_CONFIG"].status == "problem" and "Expected a value such as" in named["TF_CONFIG"].found
+    assert named["Cluster"].status == "problem" and "Expected a value such as" in named["Cluster"].found
     assert named["Legacy Keras"] == dataclasses.replace(
         named["Legacy Keras"], status="problem", fix="unset TF_USE_LEGACY_KERAS"
     )
     task = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
-    assert by_name(facts, TF_CONFIG=task)["TF_CONFIG"].found == "worker 1 of 2 worker"
+    assert by_name(facts, TF_CONFIG=task)["Cluster"].found == "TF_CONFIG: worker 1 of 2 worker"
 
 
 def test_packages_that_are_missing_or_old_or_in_the_way(facts):

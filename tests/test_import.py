@@ -16,13 +16,15 @@ ALLOWED = {
     "environment": set(),
     "precision": {"environment"},
     "keras_fixes": set(),
-    "strategies": {"cluster", "environment", "keras_fixes"},
+    "preflight": {"cluster"},
+    "strategies": {"cluster", "environment", "keras_fixes", "preflight"},
     "data": {"cluster"},
     "models": {"precision", "keras_fixes"},
     "training": {"data", "strategies", "precision", "keras_fixes"},
     "callbacks": {"cluster", "environment", "training"},
 }
-ALLOWED["run"] = {"keras_fixes"}
+ALLOWED["launch"] = {"cluster"}
+ALLOWED["run"] = {"cluster", "keras_fixes", "launch", "preflight"}
 ALLOWED["recipes"] = {*ALLOWED}
 ALLOWED["measure"] = {*ALLOWED}
 ALLOWED["doctor"] = {*ALLOWED}
@@ -31,6 +33,9 @@ QUICK = (
     "tfgpu",
     "tfgpu.errors",
     "tfgpu.cluster",
+    "tfgpu.preflight",
+    "tfgpu.preflight.meeting",
+    "tfgpu.launch.heartbeat",
     "tfgpu.cli",
     "tfgpu.run",
     "tfgpu.recipes.recipe",

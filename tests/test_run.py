@@ -69,3 +69,112 @@ def test_a_missing_script_is_named(tmp_path):
     command = [sys.executable, "-m", "tfgpu.run", "nothing.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode != 0 and "There is no script 'nothing.py'" in done.stderr
+
+
+REPORT = """
+import os, sys
+has_met = "tfgpu.preflight.meeting" in sys.modules
+print(sys.argv[1:], os.environ.get("TF_CONFIG"), os.environ.get("CUDA_VISIBLE_DEVICES"), has_met)
+"""
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_DISTRIBUTION": "cyclic",
+}
+
+
+def step(addresses, index: int) -> dict[str, str]:
+    """The variables of `srun -N2 -n2` on two nodes that are this machine, at two ports that are free."""
+    port = str(max(10000, int(addresses(1)[0].rpartition(":")[2]) // 2))
+    return {**STEP, "SLURM_PROCID": str(index), "TFGPU_HOSTS": "127.0.0.1,127.0.0.1", "TFGPU_PORT": port}
+
+
+def command(*words, **changes) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200, env=environ(**changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [["-m", "tfgpu", "run"], ["-m", "tfgpu.run"]])
+def test_the_facts_of_another_launcher_become_tf_config(tmp_path, addresses, module):
+    (tmp_path / "report.py").write_text(REPORT)
+    facts = {**step(addresses, 1), "TFGPU_PORT": "23456"}
+    done = command(*module, "--startup-timeout", "0", str(tmp_path / "report.py"), "--startup-timeout", "x", **facts)
+    config = '{"cluster": {"worker": ["127.0.0.1:23456", "127.0.0.1:23457"]}, "task": {"type": "worker", "index": 1}}'
+    assert done.stdout.strip() == f"['--startup-timeout', 'x'] {config}  False", done.stderr
+
+
+@pytest.mark.slow
+def test_several_tasks_of_a_node_share_its_gpus(tmp_path):
+    (tmp_path / "report.py").write_text(REPORT)
+    facts = {**STEP, "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "1"}
+    facts |= {"SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    done = command("-m", "tfgpu.run", "--startup-timeout=0", str(tmp_path / "report.py"), **facts)
+    assert "} 2,3 False" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("module", [["-m", "tfgpu", "run"], ["-m", "tfgpu.run"]])
+def test_a_missing_peer_is_named_before_tensorflow_starts(tmp_path, addresses, module):
+    (tmp_path / "report.py").write_text(REPORT)
+    config = json.dumps({"cluster": {"worker": addresses(2)}, "task": {"type": "worker", "index": 0}})
+    done = command(*module, "--startup-timeout", "1", str(tmp_path / "report.py"), TF_CONFIG=config)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: The processes of the cluster did not meet within 1 s. worker 1 (127.0.0.1:")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_exit_codes(tmp_path):
+    (tmp_path / "report.py").write_text(REPORT)
+    (tmp_path / "input.py").write_text("import tfgpu\nraise tfgpu.InputError('wrong')\n")
+    (tmp_path / "other.py").write_text("raise KeyError('x')\n")
+    (tmp_path / "preempted.py").write_text("raise SystemExit(75)\n")
+    report = str(tmp_path / "report.py")
+    assert command("-m", "tfgpu.run").returncode == 2
+    bad = command("-m", "tfgpu.run", "--startup-timeout", "soon", report)
+    assert bad.returncode == 2 and "'soon'" in bad.stderr and "Traceback" not in bad.stderr
+    malformed = command("-m", "tfgpu.run", report, TF_CONFIG="{")
+    assert malformed.returncode == 2 and malformed.stderr.startswith("error: TF_CONFIG is malformed")
+    wrong = command("-m", "tfgpu.run", str(tmp_path / "input.py"))
+    assert wrong.returncode == 2 and "InputError: wrong" in wrong.stderr and "Traceback" in wrong.stderr
+    assert command("-m", "tfgpu.run", str(tmp_path / "other.py")).returncode == 1
+    assert command("-m", "tfgpu.run", str(tmp_path / "preempted.py")).returncode == 75
+
+
+@pytest.mark.slow
+def test_a_sign_of_life_where_it_is_asked_for(tmp_path):
+    (tmp_path / "report.py").write_text(REPORT)
+    done = command("-m", "tfgpu.run", str(tmp_path / "report.py"), TFGPU_HEARTBEAT=str(tmp_path / "heart"))
+    assert done.returncode == 0 and (tmp_path / "heart").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_tasks_of_slurm_train_together(tmp_path, addresses):
+    (tmp_path / "tutorial.py").write_text(TUTORIAL)
+    facts = step(addresses, 0)
+    words = [sys.executable, "-m", "tfgpu", "run", "--startup-timeout", "100", "tutorial.py", "argument"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    processes = [
+        subprocess.Popen(words, env=environ(**{**facts, "SLURM_PROCID": str(index)}), **pipes) for index in (0, 1)
+    ]
+    try:
+        outputs = [process.communicate(timeout=280) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    lines = [out.strip().splitlines()[-1] for out, _ in outputs]
+    assert lines[0] == lines[1] and lines[0].startswith("argument __main__ [")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_plain_script_meets_its_peers_too(tmp_path, addresses):
+    (tmp_path / "plain.py").write_text("import tfgpu\nprint(tfgpu.strategy().num_replicas_in_sync)\n")
+    place = {"cluster": {"worker": addresses(2)}, "task": {"type": "worker", "index": 0}}
+    alone = command(str(tmp_path / "plain.py"), TF_CONFIG=json.dumps(place), TFGPU_STARTUP_TIMEOUT="2")
+    assert alone.returncode == 1 and "worker 1 (127.0.0.1:" in alone.stderr and "did not answer" in alone.stderr

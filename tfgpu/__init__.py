@@ -33,6 +33,7 @@ _PLACES = {  # public name -> (module, name in it); None for the module itself
             "keras_fixes",
             "models",
             "precision",
+            "preflight",
             "recipes",
             "strategies",
             "training",

@@ -1,22 +1,39 @@
-"""Runs an unmodified script with the Keras repairs: `tfgpu run script.py` or `python -m tfgpu.run script.py`."""
+"""Runs an unmodified script with the Keras repairs: `tfgpu run script.py` or `python -m tfgpu.run script.py`.
 
+As one process of a cluster it meets the others first (`tfgpu.preflight`), and gives a sign of life where
+TFGPU_HEARTBEAT asks for it.
+"""
+
+import os
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfgpu.errors import InputError
+from tfgpu import preflight
+from tfgpu.cluster import Cluster
+from tfgpu.errors import InputError, MachineError
+from tfgpu.launch import heartbeat
+
+OPTION = "--startup-timeout"
 
 
-def run(script: str | Path, arguments: Sequence[str] = ()) -> None:
+def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s: float | None = None) -> None:
     """Runs a script as `python script.py` would, in this process, after `tfgpu.repair_keras()`.
+
+    In a cluster, TF_CONFIG is set from what the launcher left in the environment, and the script starts when all
+    processes have met.
 
     Args:
         script: the file to run.
         arguments: what the script finds in `sys.argv[1:]`.
+        startup_timeout_s: seconds to wait for the other processes, 0 for not at all; `None` takes
+            TFGPU_STARTUP_TIMEOUT, or 60.
 
     Raises:
-        InputError: there is no such file.
+        InputError: there is no such file, the cluster's facts are malformed, or its processes differ.
+        MachineError: a process of the cluster did not answer.
 
     Example:
         >>> run("train.py", ["--epochs", "3"])
@@ -26,6 +43,10 @@ def run(script: str | Path, arguments: Sequence[str] = ()) -> None:
     path = Path(script)
     if not path.is_file():
         raise InputError(f"There is no script {str(script)!r}. Give the path of a Python file.")
+    if startup_timeout_s is not None:
+        os.environ[preflight.TIMEOUT] = f"{startup_timeout_s:g}"
+    heartbeat.beat()
+    preflight.join(_enter(Cluster.from_environment()), script=str(path))
     from tfgpu import keras_fixes
 
     keras_fixes.install()
@@ -34,7 +55,49 @@ def run(script: str | Path, arguments: Sequence[str] = ()) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
+def main(words: Sequence[str]) -> int:
+    """The command `python -m tfgpu.run`, which launchers start.
+
+    Args:
+        words: `--startup-timeout SECONDS`, at will; the script; its arguments.
+
+    Returns:
+        The exit code: 2 for wrong input, which another start cannot mend, 1 for what it may mend. The script's own
+        exits and errors pass.
+    """
+    words, timeout = list(words), None
+    if words and words[0].split("=")[0] == OPTION:
+        name, _, value = words.pop(0).partition("=")
+        timeout = value or (words.pop(0) if words else "")
+    if not words:
+        print(f"usage: python -m tfgpu.run [{OPTION} SECONDS] script.py [arguments]", file=sys.stderr)
+        return 2
+    try:
+        seconds = None if timeout is None else preflight.timeout_s({preflight.TIMEOUT: timeout})
+        run(words[0], words[1:], startup_timeout_s=seconds)
+    except (InputError, MachineError) as error:
+        _tell(error)
+        return 2 if isinstance(error, InputError) else 1
+    return 0
+
+
+def _enter(cluster: Cluster) -> Cluster:
+    """Tells TensorFlow, and the script, what only another launcher's variables said."""
+    if cluster.source not in ("none", "TF_CONFIG"):
+        os.environ["TF_CONFIG"] = cluster.tf_config()
+    if cluster.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cluster.gpus)
+    return cluster
+
+
+def _tell(error: Exception) -> None:
+    """The error in one line where it was found before the script began, else with the script's lines."""
+    frames = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    if runpy.__file__ in frames or "<frozen runpy>" in frames:
+        traceback.print_exception(error)
+    else:
+        print(f"error: {error}", file=sys.stderr)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m tfgpu.run script.py [arguments]")
-    run(sys.argv[1], sys.argv[2:])
+    sys.exit(main(sys.argv[1:]))

@@ -27,12 +27,12 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from tfgpu import environment, keras_fixes
+from tfgpu import environment, keras_fixes, preflight
 from tfgpu.cluster import Cluster
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, unknown
 from tfgpu.keras_fixes import replica
-from tfgpu.keras_fixes.devices import worker_devices
+from tfgpu.keras_fixes.devices import have_started, worker_devices
 
 KINDS = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server")
 REDUCE_DTYPES = ("float16", "bfloat16")
@@ -147,7 +147,8 @@ def multi_worker(
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every GPU of every worker; waits for all workers.
 
-    Must come before anything else that starts TensorFlow's devices. All workers must use equally many devices.
+    They meet first (`tfgpu.preflight`), so that one which is missing or differs is named. Must come before anything
+    else that starts TensorFlow's devices. All workers must use equally many devices.
 
     Args:
         devices: `None`, all GPUs of each worker, or its first CPU device; or the first so many GPUs (logical CPU
@@ -158,7 +159,7 @@ def multi_worker(
 
     Raises:
         InputError: no cluster, a task that does not train, or an option that does not suit the devices.
-        MachineError: TensorFlow has started its devices, or another cluster was joined before.
+        MachineError: a worker did not answer, TensorFlow has started its devices, or another cluster was joined before.
     """
     cluster = Cluster.from_environment() if cluster is None else cluster
     if not cluster.workers or cluster.rank < 0:
@@ -174,6 +175,8 @@ def multi_worker(
     )
     jobs = {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
     resolver = _resolver(cluster, jobs, gpus=len(gpus))
+    if not have_started():  # Else it has joined this cluster before, or TensorFlow says below that it no longer can.
+        preflight.join(cluster)
     keras_fixes.install()
     try:
         with worker_devices([device.name for device in chosen]):
@@ -218,6 +221,7 @@ def parameter_server(*, cluster: Cluster | None = None) -> tf.distribute.Paramet
             "here: it starts a tf.distribute.Server, which does the chief's work."
         )
     _fail_fast()
+    preflight.join(cluster)
     keras_fixes.install()
     return tf.distribute.ParameterServerStrategy(_resolver(cluster, jobs))
 
@@ -243,6 +247,7 @@ def serve(cluster: Cluster | None = None) -> None:
             f"Found: {_who(cluster)}. Set TF_CONFIG's `task`; the chief calls `tfgpu.strategy()`."
         )
     _fail_fast()
+    preflight.join(cluster)
     config = tf.compat.v1.ConfigProto()
     # TensorFlow's guide asks for more threads than workers, which a small machine would not have by itself.
     config.inter_op_parallelism_threads = max(cluster.size + 1, os.cpu_count() or 1)

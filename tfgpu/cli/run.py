@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from tfgpu import preflight
 from tfgpu.run import run
 
 app = typer.Typer()
@@ -18,5 +19,13 @@ app = typer.Typer()
 def run_script(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None,
+    startup_timeout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Before SCRIPT: seconds to wait for the cluster's other processes, 0 for not at all [60].",
+        ),
+    ] = None,
 ) -> None:
-    run(script, arguments or [])
+    seconds = None if startup_timeout is None else preflight.timeout_s({preflight.TIMEOUT: startup_timeout})
+    run(script, arguments or [], startup_timeout_s=seconds)

@@ -52,7 +52,7 @@ def judge(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
         _gpus(facts, environ),
         _cuda(facts),
         _tensorboard(facts),
-        _tf_config(environ),
+        _cluster(environ),
         _processor(facts),
         _memory(facts),
         *_repairs(facts, environ),
@@ -235,15 +235,16 @@ def _tensorboard(facts: Mapping[str, dict]) -> Check:
     return Check("TensorBoard", "ok", version)
 
 
-def _tf_config(environ: Mapping[str, str]) -> Check:
+def _cluster(environ: Mapping[str, str]) -> Check:
     try:
         cluster = Cluster.from_environment(environ)
     except InputError as error:
-        return Check("TF_CONFIG", "problem", str(error), "unset TF_CONFIG  (or mend it)")
+        fix = "unset TF_CONFIG  (or mend it)" if environ.get("TF_CONFIG", "").strip() else "Mend what it names."
+        return Check("Cluster", "problem", str(error), fix)
     if cluster.source == "none":
-        return Check("TF_CONFIG", "ok", "not set: one process")
+        return Check("Cluster", "ok", "none: one process")
     counts = ", ".join(f"{len(addresses)} {job}" for job, addresses in cluster.jobs().items())
-    return Check("TF_CONFIG", "ok", f"{cluster.task_type} {cluster.task_index} of {counts}")
+    return Check("Cluster", "ok", f"{cluster.source}: {cluster.task_type} {cluster.task_index} of {counts}")
 
 
 def _processor(facts: Mapping[str, dict]) -> Check:

@@ -10,11 +10,17 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+from tensorflow.python.eager import context
 
 from tfgpu.errors import MachineError
 
 _SEAM = "_initialize_local_devices"
 _one_at_a_time = threading.Lock()
+
+
+def have_started() -> bool:
+    """Whether TensorFlow has started this process's devices; from then on it joins no other cluster."""
+    return bool(getattr(context.context(), "_initialized", False))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """From a recipe to a run directory. Everything is checked and built before the first file is written."""
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from rich.console import Console
 
-from tfgpu import environment, models, precision, strategies
+from tfgpu import environment, models, precision, preflight, strategies
 from tfgpu.callbacks.background import Writer
 from tfgpu.callbacks.checkpoint import Checkpoint
 from tfgpu.callbacks.events_file import EventsFile
@@ -173,6 +174,9 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
     if what.virtual_devices and chosen is None and what.strategy != "one_device":
         chosen = tuple(f"CPU:{number}" for number in range(what.virtual_devices))
     # The strategy comes first: workers must meet before anything else starts TensorFlow's devices.
+    if cluster.is_multi_worker and what.strategy in ("auto", "multi_worker"):
+        content = hashlib.sha256(what.model_dump_json().encode()).hexdigest()[:12]
+        preflight.join(cluster, facts={"recipe": content, "script": "tfgpu train"})
     strategy = strategies.strategy(what.strategy, chosen, cluster=cluster)
     replicas = strategy.num_replicas_in_sync
     if what.global_batch < replicas:

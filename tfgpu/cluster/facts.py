@@ -1,27 +1,19 @@
-"""Who am I, and who are my peers: the facts of a cluster, read once from the environment.
-
-Example:
-    >>> text = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
-    >>> cluster = Cluster.from_environment({"TF_CONFIG": text})
-    >>> cluster.size, cluster.rank, cluster.is_chief
-    (2, 1, False)
-
-This module needs the standard library alone, so that a launcher can use it without starting TensorFlow.
-"""
+"""`Cluster`: the processes of one training job, and this process's place among them."""
 
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tfgpu.cluster import sources, tasks, tf_config
+from tfgpu.cluster.tasks import JOBS, rank_of
+from tfgpu.cluster.values import quoted
 from tfgpu.errors import InputError, unknown
 
-JOBS = ("chief", "worker", "ps", "evaluator")
-EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
 # A name or IPv4 address without a scheme, or an IPv6 address in brackets; then the port.
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]@]+):([0-9]{1,5})")
-_QUOTED_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
@@ -35,8 +27,12 @@ class Cluster:
         task_index: the position within that kind of task.
         parameter_servers: `host:port` of every parameter server.
         evaluators: `host:port` of every evaluator; may be empty although this task is one.
-        source: where the facts come from: `"none"` or `"TF_CONFIG"`.
-        has_chief: whether TF_CONFIG has a `"chief"` job; then `workers[0]` is it and `worker` 0 has rank 1.
+        source: where the facts come from: `"none"`, `"TF_CONFIG"`, `"Slurm"`, `"Kubernetes"`, `"MPI"`, or what
+            `from_addresses` was given.
+        has_chief: whether there is a `"chief"` job; then `workers[0]` is it and `worker` 0 has rank 1.
+        local_rank: this process's position among the job's processes of its machine, where the source tells it.
+        local_size: how many of the job's processes its machine has, where the source tells it.
+        gpus: the GPUs that are this process's own, for CUDA_VISIBLE_DEVICES; None: all that it sees.
 
     Raises:
         InputError: the facts contradict each other, or an address is not `host:port`.
@@ -50,12 +46,15 @@ class Cluster:
     evaluators: tuple[str, ...] = ()
     source: str = "none"
     has_chief: bool = False
+    local_rank: int = 0
+    local_size: int = 1
+    gpus: tuple[str, ...] | None = None
 
     def __post_init__(self):
         _check_addresses(self.workers + self.parameter_servers + self.evaluators)
         if self.task_type not in JOBS:
             raise unknown("task type", self.task_type, JOBS)
-        expected = _rank(self.task_type, self.task_index, self.has_chief)
+        expected = rank_of(self.task_type, self.task_index, self.has_chief)
         if self.rank != expected:
             raise InputError(
                 f"`rank` must be the task's position in `workers`. Received: rank={self.rank}; "
@@ -65,7 +64,11 @@ class Cluster:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> "Cluster":
-        """Reads the cluster from TF_CONFIG; without it, or with an empty one, this is the only process.
+        """Reads the cluster from TF_CONFIG, Slurm, Kubernetes or MPI, in this order; else this is the only process.
+
+        A TF_CONFIG that is set decides, with a cluster in it or not. Slurm counts inside `srun` with several tasks;
+        Kubernetes where the manifest of an indexed Job sets TFGPU_WORKERS, or a Kubeflow TrainJob PET_NNODES. Spark's
+        and Ray's launchers of tfgpu set TF_CONFIG.
 
         Args:
             environ: environment variables by name; `None` means this process's.
@@ -74,21 +77,48 @@ class Cluster:
             The cluster. Equal on every process but for the fields that say who this one is.
 
         Raises:
-            InputError: TF_CONFIG is malformed; the message quotes it and shows a right one.
+            InputError: a variable is malformed; the message quotes it and shows a right one.
+
+        Example:
+            >>> step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2"}
+            >>> step |= {"SLURM_STEP_NODELIST": "gpu[01-02]", "SLURM_STEP_TASKS_PER_NODE": "2,1", "TFGPU_PORT": "2222"}
+            >>> Cluster.from_environment(step).workers
+            ('gpu01:2222', 'gpu01:2223', 'gpu02:2224')
 
         Source: https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
         """
-        text = (os.environ if environ is None else environ).get("TF_CONFIG", "")
-        if not text.strip():
-            return cls()
+        environ = os.environ if environ is None else environ
+        text = environ.get("TF_CONFIG", "")
         try:
-            return _parse(text)
+            return cls(**sources.read(environ))
         except InputError as error:
-            quoted = text if len(text) <= _QUOTED_CHARACTERS else text[:_QUOTED_CHARACTERS] + "..."
+            if not text.strip():
+                raise
             raise InputError(
-                f"TF_CONFIG is malformed: {error} Received: {quoted!r}. "
-                f"Expected a value such as {EXAMPLE}. Mend it, or unset it to train in one process."
+                f"TF_CONFIG is malformed: {error} Received: {quoted(text)}. "
+                f"Expected a value such as {tf_config.EXAMPLE}. Mend it, or unset it to train in one process."
             ) from None
+
+    @classmethod
+    def from_addresses(
+        cls, addresses: Sequence[str], place: int, *, source: str, parameter_servers: int = 0
+    ) -> "Cluster":
+        """Makes the cluster of a launcher that knows where its processes are, as Ray's and Spark's do.
+
+        Args:
+            addresses: `host:port` of every process, in their order; two or more.
+            place: this process's position in `addresses`.
+            source: what knows it, such as `"Ray"`.
+            parameter_servers: how many processes, the last ones, hold variables. Then the first is the chief.
+
+        Raises:
+            InputError: an address is not `host:port`, or the numbers do not fit.
+
+        Example:
+            >>> Cluster.from_addresses(["a:1", "b:1"], 1, source="Ray").tf_config()
+            '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+        """
+        return cls(**tasks.numbered(addresses, place, source=source, parameter_servers=parameter_servers))
 
     @property
     def size(self) -> int:
@@ -129,78 +159,6 @@ class Cluster:
         return json.dumps({"cluster": jobs, "task": {"type": self.task_type, "index": self.task_index}})
 
 
-def _parse(text: str) -> Cluster:
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"it is not JSON ({str(error).replace(chr(10), ' ')}).") from None
-    if not isinstance(config, dict):
-        raise InputError("it must be a JSON object with the keys `cluster` and `task`.")
-    jobs = _jobs({} if config.get("cluster") is None else config["cluster"])
-    if not jobs:
-        # Some platforms set TF_CONFIG on a single machine too, with no cluster in it.
-        return Cluster()
-    if config.get("rpc_layer") not in (None, "", "grpc"):
-        raise InputError(f"`rpc_layer` must be 'grpc', got {config['rpc_layer']!r}.")
-    task_type, task_index = _task(config.get("task"))
-    chief = jobs.get("chief", ())
-    return Cluster(
-        workers=chief + jobs.get("worker", ()),
-        rank=_rank(task_type, task_index, bool(chief)),
-        task_type=task_type,
-        task_index=task_index,
-        parameter_servers=jobs.get("ps", ()),
-        evaluators=jobs.get("evaluator", ()),
-        source="TF_CONFIG",
-        has_chief=bool(chief),
-    )
-
-
-def _jobs(section: object) -> dict[str, tuple[str, ...]]:
-    if not isinstance(section, dict):
-        raise InputError("`cluster` must be an object of address lists by job.")
-    jobs = {}
-    for name, addresses in section.items():
-        job = _job(name)
-        if not isinstance(addresses, list):
-            raise InputError(f"`cluster.{name}` must be a list of 'host:port', got {addresses!r}.")
-        if job in jobs:
-            raise InputError("`cluster` has both a `chief` and a `master`; keep one.")
-        jobs[job] = tuple(addresses)
-    if len(jobs.get("chief", ())) > 1:
-        raise InputError(f"`cluster` must have one chief, got {len(jobs['chief'])}.")
-    return {job: addresses for job, addresses in jobs.items() if addresses}
-
-
-def _task(section: object) -> tuple[str, int]:
-    if not isinstance(section, dict):
-        raise InputError("`task` must say who this process is, by `type` and `index`.")
-    for key in ("type", "index"):
-        if key not in section:
-            raise InputError(f"`task.{key}` is missing.")
-    index = section["index"]
-    # Shell templates often leave the index quoted; TensorFlow takes that too.
-    if isinstance(index, str) and re.fullmatch(r"[0-9]{1,9}", index):
-        index = int(index)
-    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-        raise InputError(f"`task.index` must be a whole number from 0, got {index!r}.")
-    return _job(section["type"]), index
-
-
-def _job(name: object) -> str:
-    if name == "master":  # The name that older platforms give the chief.
-        return "chief"
-    if name not in JOBS:
-        raise unknown("task type", name, JOBS)
-    return name
-
-
-def _rank(task_type: str, task_index: int, has_chief: bool) -> int:
-    if task_type == "worker":
-        return task_index + int(has_chief)
-    return task_index if task_type == "chief" else -1
-
-
 def _check_addresses(addresses: tuple[str, ...]) -> None:
     for address in addresses:
         match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
@@ -208,7 +166,7 @@ def _check_addresses(addresses: tuple[str, ...]) -> None:
             raise InputError(f"an address must be 'host:port' without a scheme, got {address!r}.")
         if not 1 <= int(match[2]) <= 65535:
             raise InputError(f"a port must be from 1 to 65535, got {address!r}.")
-    repeated = sorted({address for address in addresses if addresses.count(address) > 1})
+    repeated = sorted(address for address, count in Counter(addresses).items() if count > 1)
     if repeated:
         raise InputError(f"every task needs its own address, but {repeated[0]!r} stands there twice.")
 

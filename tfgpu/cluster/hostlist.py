@@ -1,0 +1,113 @@
+"""Slurm's short form for many host names: `gpu[01-03,7],login2` and back.
+
+Source: https://slurm.schedmd.com/scontrol.html (show hostnames, show hostlist).
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+from tfgpu.errors import InputError
+
+EXAMPLE = "gpu[01-03,7],login2"
+MOST = 65536
+"""Slurm's own bound on the nodes of a system; a longer list is a slip of the pen."""
+_LITERAL = r"[A-Za-z0-9_.-]+"
+_ELEMENT = re.compile(rf"(?:{_LITERAL}|\[[0-9,\s-]*\])+")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_LAST_NUMBER = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)")
+
+
+def expand(text: str) -> list[str]:
+    """Writes out a list of hosts, in its order.
+
+    Args:
+        text: names with commas between; brackets hold numbers and ranges, of any number of dimensions. A range keeps
+            the leading zeros of its first number.
+
+    Returns:
+        The names. A name that stands there twice comes twice.
+
+    Raises:
+        InputError: it is not such a list, or has more than 65,536 hosts.
+
+    Example:
+        >>> expand("gpu[01-03,7],login2")
+        ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login2']
+        >>> expand("r[1-2]n[01-02]")
+        ['r1n01', 'r1n02', 'r2n01', 'r2n02']
+    """
+    elements = re.split(r",(?![^\[\]]*\])", text.strip())
+    hosts: list[str] = []
+    for element in map(str.strip, elements):
+        if not element:
+            raise _error(text, "a name is missing before or after a comma")
+        if not _ELEMENT.fullmatch(element):
+            raise _error(text, f"{element[:60]!r} is no name with closed brackets of numbers in it")
+        parts = [_numbers(part, text) for part in re.findall(rf"{_LITERAL}|\[[^\]]*\]", element)]
+        if len(hosts) + math.prod(map(len, parts)) > MOST:
+            raise _error(text, f"it has more than {MOST} hosts")
+        hosts += map("".join, itertools.product(*parts))
+    return hosts
+
+
+def compress(hosts: Sequence[str]) -> str:
+    """Writes hosts in the short form, in their order: `expand(compress(hosts)) == hosts`.
+
+    Args:
+        hosts: names without brackets, commas or blanks; at least one.
+
+    Example:
+        >>> compress(["gpu01", "gpu02", "gpu03", "login2"])
+        'gpu[01-03],login2'
+    """
+    groups: list[tuple[str, list[list[str]], str]] = []
+    for host in hosts:
+        match = _LAST_NUMBER.fullmatch(host)
+        if not match:
+            groups.append((host, [], ""))
+            continue
+        before, number, after = match.groups()
+        if not groups or not groups[-1][1] or (groups[-1][0], groups[-1][2]) != (before, after):
+            groups.append((before, [[number, number]], after))
+        elif _follows(groups[-1][1][-1], number):
+            groups[-1][1][-1][1] = number
+        else:
+            groups[-1][1].append([number, number])
+    return ",".join(map(_written, groups))
+
+
+def _numbers(part: str, text: str) -> list[str] | range:
+    if not part.startswith("["):
+        return [part]
+    found: list[str] = []
+    for each in part[1:-1].split(","):
+        match = _RANGE.fullmatch(each.strip())
+        if not match:
+            raise _error(text, f"{each.strip()!r} in brackets is no number and no range such as 01-03")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first) or len(last) < len(first):
+            raise _error(text, f"the range {match[0]} runs backwards")
+        if int(last) - int(first) >= MOST:
+            raise _error(text, f"it has more than {MOST} hosts")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return found
+
+
+def _follows(span: list[str], number: str) -> bool:
+    """Whether `number` is what a range from `span`'s first number would have next."""
+    return number == str(int(span[1]) + 1).zfill(len(span[0]))
+
+
+def _written(group: tuple[str, list[list[str]], str]) -> str:
+    before, spans, after = group
+    ranges = [first if first == last else f"{first}-{last}" for first, last in spans]
+    if len(ranges) == 1 and "-" not in ranges[0]:
+        return before + ranges[0] + after
+    return f"{before}[{','.join(ranges)}]{after}" if ranges else before
+
+
+def _error(text: str, problem: str) -> InputError:
+    shown = text if len(text) <= 500 else text[:500] + "..."
+    return InputError(f"{problem}. Received: {shown!r}. Expected a list such as {EXAMPLE!r}.")

@@ -1,0 +1,80 @@
+"""Numbers and ports from environment variables; a wrong one is quoted beside the right form."""
+
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+
+from tfgpu.errors import InputError
+
+PORT = "TFGPU_PORT"
+# Below Linux's ephemeral ports (32768 and up), which any connection may hold, and above what services listen on.
+FIRST_PORT = 10240
+PORTS_OF_A_JOB = 16
+_JOBS = 1400
+_QUOTED_CHARACTERS = 2000
+
+
+def quoted(value: str) -> str:
+    """The value as Python writes it, cut where it is very long."""
+    return repr(value if len(value) <= _QUOTED_CHARACTERS else value[:_QUOTED_CHARACTERS] + "...")
+
+
+def malformed(name: str, value: str, problem: str, example: str) -> InputError:
+    """Makes the error for a variable whose value cannot be read."""
+    return InputError(f"{name} is malformed: {problem} Received: {quoted(value)}. Expected a value such as {example}.")
+
+
+def text(environ: Mapping[str, str], name: str) -> str:
+    """The variable's value without blanks around it; empty where it is not set."""
+    return environ.get(name, "").strip()
+
+
+def whole(
+    environ: Mapping[str, str], name: str, *, default: int | None = None, least: int = 0, most: int = 10**9
+) -> int:
+    """Reads a whole number.
+
+    Raises:
+        InputError: it is missing and has no default, is no number, or is out of range.
+    """
+    value = text(environ, name)
+    if not value and default is not None:
+        return default
+    if not re.fullmatch(r"[0-9]{1,10}", value) or not least <= int(value) <= most:
+        span = f"from {least}" if most == 10**9 else f"from {least} to {most}"
+        problem = "it is not set." if name not in environ else f"it must be a whole number {span}."
+        raise malformed(name, environ.get(name, ""), problem, f"{name}={max(least, 2)}")
+    return int(value)
+
+
+def first_port(environ: Mapping[str, str], job: Sequence[str]) -> int:
+    """The first of the ports of a job: TFGPU_PORT, or one that follows from what identifies the job.
+
+    Args:
+        environ: environment variables by name.
+        job: what all processes of the job, and no others, share; such as its number and its step's.
+
+    Returns:
+        A port such that `PORTS_OF_A_JOB` lie from it on below the ephemeral ones.
+    """
+    if text(environ, PORT):
+        return whole(environ, PORT, least=1, most=65535)
+    return FIRST_PORT + PORTS_OF_A_JOB * (zlib.crc32("/".join(job).encode()) % _JOBS)
+
+
+def ports(first: int, counts: Sequence[int]) -> list[list[int]]:
+    """The ports of a job's tasks, by node: those of one node differ, and so do the job's first 16.
+
+    So nodes that are one machine, as in a trial set-up, do not clash either.
+
+    Args:
+        first: the job's first port.
+        counts: tasks of each node.
+
+    Example:
+        >>> ports(12000, [2, 2])
+        [[12000, 12001], [12002, 12003]]
+    """
+    widest = max(counts)
+    span = max(PORTS_OF_A_JOB, widest)
+    return [[first + (node * widest + task) % span for task in range(count)] for node, count in enumerate(counts)]

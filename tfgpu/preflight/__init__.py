@@ -1,0 +1,84 @@
+"""Before TensorFlow starts: does every process of the cluster reach every other, and are they alike?
+
+TensorFlow waits for ever for a peer that never comes. So every process first listens on the port that TensorFlow will
+use, calls every other one there, and compares versions, seed, recipe and code. Either all go on together, or all end
+with one message that names who is missing or who differs. `meeting.py` holds the conversation, `facts.py` what is
+compared, `wire.py` one message.
+
+Example:
+    >>> from tfgpu import preflight
+    >>> preflight.join()        # one process: nothing to do
+"""
+
+import os
+from collections.abc import Mapping
+
+from tfgpu.cluster import Cluster
+from tfgpu.errors import InputError
+from tfgpu.preflight.members import members
+
+__all__ = ["ATTEMPT", "TIMEOUT", "join", "timeout_s"]
+
+TIMEOUT = "TFGPU_STARTUP_TIMEOUT"
+ATTEMPT = "TFGPU_ATTEMPT"
+DEFAULT_TIMEOUT_S = 60.0
+# The clusters that this process has joined, by their TF_CONFIG: TensorFlow's ports are in use from then on.
+_joined: set[str] = set()
+
+
+def join(cluster: Cluster | None = None, *, script: str | None = None, facts: Mapping[str, str] | None = None) -> None:
+    """Meets the other processes of the cluster, once a process; every one of them must call it.
+
+    Chief, workers and parameter servers take part; an evaluator and a process by itself do not. Waits up to
+    TFGPU_STARTUP_TIMEOUT seconds (60; 0 leaves all of this out). Afterwards the ports are free for TensorFlow.
+
+    Args:
+        cluster: the facts of the cluster; `None` reads them from the environment.
+        script: the file whose content must be the same everywhere; `None` is the running program's.
+        facts: what else must be equal, by name, such as `{"recipe": "5f2c..."}`.
+
+    Raises:
+        InputError: the processes differ, two are the same task, or TFGPU_STARTUP_TIMEOUT is malformed.
+        MachineError: a process did not answer in time, or this one's port is in use; the message names it.
+    """
+    cluster = Cluster.from_environment() if cluster is None else cluster
+    wait_s = timeout_s()
+    everyone, me = members(cluster)
+    key = cluster.tf_config()
+    if not wait_s or me < 0 or len(everyone) < 2 or key in _joined:
+        return
+    # asyncio takes a tenth of a second to import, which a command that meets nobody need not spend.
+    from tfgpu.preflight.facts import gather
+    from tfgpu.preflight.meeting import Meeting, hold
+
+    own = {**gather(script), **(facts or {})}
+    hold(Meeting(everyone, me, facts=own, attempt=os.environ.get(ATTEMPT, ""), timeout_s=wait_s))
+    _joined.add(key)
+
+
+def timeout_s(environ: Mapping[str, str] | None = None) -> float:
+    """Reads TFGPU_STARTUP_TIMEOUT: the seconds to wait for the others; 0 for not at all.
+
+    Args:
+        environ: environment variables by name; `None` means this process's.
+
+    Raises:
+        InputError: it is no number of seconds.
+
+    Example:
+        >>> timeout_s({}), timeout_s({"TFGPU_STARTUP_TIMEOUT": "300"})
+        (60.0, 300.0)
+    """
+    value = (os.environ if environ is None else environ).get(TIMEOUT, "").strip()
+    if not value:
+        return DEFAULT_TIMEOUT_S
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 7 * 86400:
+        raise InputError(
+            f"{TIMEOUT} must be a number of seconds from 0 (no waiting, no comparison) to a week. Received: {value!r}. "
+            f"Set for example {TIMEOUT}=300."
+        )
+    return seconds

@@ -1,0 +1,504 @@
+"""The meeting before a start: every process calls every other on the port that TensorFlow will use.
+
+The first task leads. A process keeps its connection to the leader open and says there whom it has not reached yet; when
+nobody lacks anybody, the leader compares the facts and lets all go on at once. At the deadline of any of them, the
+leader tells all who is missing; where the leader itself is, each says what it knows.
+
+All pairs are tried because a firewall can lie between any two, and in one direction only. Connections to a port grow
+with the number of processes, not with its square: a thousand processes take a thousand calls each.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tfgpu.errors import InputError, MachineError
+from tfgpu.preflight import wire
+from tfgpu.preflight.facts import SCRIPT, differences
+from tfgpu.preflight.members import Member
+
+BIND_WAIT_S = 3.0
+"""How long a port may still be held by a process that is about to end."""
+LEADER = 0
+CALLS_AT_ONCE = 256
+_TICK_S = 0.05
+_LAST_WORD_S = 2.0
+_NOTE_AFTER_S = 10.0
+_MOST_NAMED = 20
+_BROKEN = (OSError, EOFError, wire.Foreign, wire.Running)  # A timeout is an OSError.
+_log = logging.getLogger("tfgpu.preflight")
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A process that keeps a connection to the leader."""
+
+    id: str
+    process: str
+    writer: asyncio.StreamWriter
+
+
+class Meeting:
+    """One process's part in the meeting.
+
+    Args:
+        everyone: the processes, in an order that is the same for all.
+        me: this process's position.
+        facts: what must be equal everywhere, by name.
+        attempt: which start of the job this is; processes of another one are refused. May be empty.
+        timeout_s: seconds to wait for the others.
+    """
+
+    def __init__(
+        self, everyone: Sequence[Member], me: int, *, facts: Mapping[str, str], attempt: str, timeout_s: float
+    ):
+        self.everyone, self.me = list(everyone), me
+        self.facts, self.attempt, self.timeout_s = dict(facts), attempt, timeout_s
+        self.own = self.everyone[me]
+        self.process = f"process {os.getpid()} on {socket.gethostname()}"
+        self._id = uuid.uuid4().hex
+        self._others = [index for index in range(len(self.everyone)) if index != me]
+        listed = json.dumps([(each.name, each.address) for each in self.everyone])
+        self._digest = hashlib.sha256(listed.encode()).hexdigest()[:16]
+        self._has_servers = any(each.name.startswith("parameter server") for each in self.everyone)
+        self._reached: set[int] = set()
+        self._running: set[int] = set()  # TensorFlow has started there.
+        self._why: dict[int, str] = {}
+        self._notes: dict[str, str] = {}
+        self._guests = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._leader: asyncio.StreamWriter | None = None
+        self._leader_knows = False
+        # The leader's knowledge of the others, for as long as their connections are open.
+        self._attending: dict[int, Guest] = {}
+        self._lacks: dict[int, list[int]] = {}
+        self._facts_of: dict[int, dict[str, str]] = {me: self.facts}
+
+    async def hold(self) -> None:
+        """Returns when all may start TensorFlow; its port is free then.
+
+        Raises:
+            InputError: what a new start cannot mend: the processes differ.
+            MachineError: what it may mend: someone is missing, or the port is in use.
+        """
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # Nobody may ask for a second one.
+        self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
+        jobs: list[asyncio.Task] = []
+        server = None
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                server = await self._listen()
+                work = [self._lead() if self.me == LEADER else self._follow(), self._say_who_is_awaited()]
+                work += [self._reach(index) for index in self._others if index != LEADER]
+                jobs = [asyncio.create_task(each) for each in work]
+                for job in jobs:
+                    job.add_done_callback(self._pass_on)
+                await asyncio.shield(self._end)
+        except TimeoutError:
+            await self._end_late()
+        except (InputError, MachineError) as error:
+            await self._tell_others(error)
+            raise
+        finally:
+            for job in jobs:
+                job.cancel()
+            if server:
+                server.close()
+            await self._hang_up()
+
+    # Listening.
+
+    async def _listen(self) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + BIND_WAIT_S
+        while True:
+            try:
+                return await asyncio.start_server(self._answer, sock=_listener(self.own.port), limit=wire.LIMIT)
+            except OSError as error:
+                if loop.time() > until:
+                    raise await self._port_in_use(error) from None
+            await asyncio.sleep(0.2)
+
+    async def _port_in_use(self, error: OSError) -> Exception:
+        """The error that names who holds the port, where it can be told."""
+        try:
+            reader, writer = await wire.connect("localhost", self.own.port)
+            self._writers.add(writer)
+            writer.write(self._hello())
+            answer = await wire.read(reader)
+            if "refused" in answer:
+                return InputError(answer["refused"]) if answer.get("fatal") else MachineError(answer["refused"])
+        except _BROKEN:
+            pass
+        return MachineError(
+            f"Port {self.own.port} of this machine, where TensorFlow is to listen for {self.own}, cannot be had: "
+            f"{_words(error)}. `ss -ltnp 'sport = :{self.own.port}'` shows who has it: end that, or choose "
+            "another port."
+        )
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers whoever has connected; strangers get nothing and hold up nobody."""
+        if self._guests > CALLS_AT_ONCE + 2 * len(self.everyone):
+            writer.close()
+            return
+        self._guests += 1
+        self._writers.add(writer)
+        try:
+            hello = await wire.read(reader)
+            refusal = self._refusal(hello)
+            if refusal:
+                writer.write(wire.encode(refusal))
+                return
+            writer.write(self._hello())
+            if self.me == LEADER and hello.get("stays"):
+                await self._attend(hello, reader, writer)
+        except (*_BROKEN, LookupError, TypeError, ValueError):
+            _log.debug("A connection to %s that was none of the cluster's, or broke.", self.own.address)
+        finally:
+            self._guests -= 1
+            self._writers.discard(writer)
+            writer.close()
+
+    def _refusal(self, hello: dict) -> dict | None:
+        """Why a caller is none of the meeting's, if so."""
+        process, attempt, task = str(hello["process"])[:200], str(hello["attempt"])[:200], hello["task"]
+        if attempt != self.attempt:
+            self._note(process, f"{process}, of attempt {attempt!r}, was refused: this is attempt {self.attempt!r}")
+            text = (
+                f"This is {process}, of attempt {attempt!r}, but {self.own} is {self.process}, of attempt "
+                f"{self.attempt!r}. End the processes of the older attempt."
+            )
+            return {"refused": text, "fatal": False, "ends": _is_older(attempt, self.attempt)}
+        if hello["cluster"] != self._digest:
+            text = (
+                f"TF_CONFIG differs: {process} is {hello['name']} at {hello['address']}, one of {hello['count']}, but "
+                f"by the addresses of {self.own}, {self.process}, it is {self._place(hello)}. Give all the same."
+            )
+            self._note(process, text)
+            return {"refused": text, "fatal": True, "ends": True}
+        if task not in range(len(self.everyone)):
+            raise wire.Foreign
+        if task == self.me and hello["id"] != self._id:
+            return self._twice(task, process, self.process)
+        there = self._attending.get(task)
+        if hello.get("stays") and there and there.id != hello["id"]:
+            return self._twice(task, process, there.process)
+        return None
+
+    def _note(self, process: str, text: str) -> None:
+        """Keeps what was heard of a process that was refused, to be said at the end."""
+        if len(self._notes) < _MOST_NAMED or process in self._notes:
+            self._notes[process] = text[:1000]
+
+    def _twice(self, task: int, one: str, other: str) -> dict:
+        text = (
+            f"Two processes are {self.everyone[task]}: {one}, and {other}. Give each process its own task (TF_CONFIG's "
+            "`task`), or end the one that was left over."
+        )
+        self._fail(InputError(text))
+        return {"refused": text, "fatal": True, "ends": True}
+
+    def _place(self, hello: dict) -> str:
+        names = [each.address for each in self.everyone if each.name == hello["name"]]
+        if len(self.everyone) != hello["count"]:
+            return f"one of {len(self.everyone)}"
+        return f"at {names[0]}" if names and names[0] != hello["address"] else "beside others"
+
+    # Calling.
+
+    async def _reach(self, index: int) -> None:
+        """Calls until the other has answered."""
+        pause = 0.1
+        while index not in self._reached:
+            async with self._calls:
+                await self._call(index)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    async def _call(self, index: int) -> None:
+        """Calls once; the leader's line stays open until the end."""
+        other, writer = self.everyone[index], None
+        try:
+            reader, writer = await wire.connect(other.host, other.port)
+            self._writers.add(writer)
+            writer.write(self._hello(stays=index == LEADER))
+            await self._hear(index, await wire.read(reader), reader, writer)
+        except wire.Running:
+            self._why[index] = "TensorFlow runs there already: this process came too late, or another job has the port"
+            if self._has_servers:  # There a task may come back, and find the others at work.
+                self._reached.add(index)
+                self._running.add(index)
+        except wire.Foreign:
+            self._why[index] = "another program answers there"
+        except EOFError:
+            self._why[index] = "it closed the connection"
+        except TimeoutError:
+            self._why[index] = "no answer" if writer is None else "it took the connection and said nothing"
+        except OSError as error:
+            self._why[index] = _words(error)
+        finally:
+            if writer:
+                self._writers.discard(writer)
+                writer.close()
+
+    async def _hear(self, index: int, answer: dict, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if "refused" in answer:
+            text = str(answer["refused"])
+            self._why[index] = text
+            if answer.get("ends"):
+                raise InputError(text) if answer.get("fatal") else MachineError(text)
+            return
+        self._reached.add(index)
+        if index != LEADER:
+            return
+        self._leader = writer
+        listening = asyncio.create_task(self._obey(reader))
+        reporting = asyncio.create_task(self._report(writer))
+        try:
+            await asyncio.wait([listening, reporting], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reporting.cancel()
+            listening.cancel()
+            self._leader = None
+            self._reached.discard(LEADER)
+        if listening.done() and listening.exception():
+            raise listening.exception()
+
+    async def _obey(self, reader: asyncio.StreamReader) -> None:
+        word = await wire.read(reader, within_s=None)
+        if word.get("go"):
+            self._finish()
+        elif "stop" in word:
+            self._leader_knows = True
+            self._fail((InputError if word.get("fatal") else MachineError)(str(word["stop"])))
+
+    async def _report(self, writer: asyncio.StreamWriter) -> None:
+        last = None
+        while True:
+            lacks = [index for index in self._others if index not in self._reached][:_MOST_NAMED]
+            state = {"lacks": lacks, "notes": dict(list(self._notes.items())[:_MOST_NAMED])}
+            if state != last:
+                writer.write(wire.encode(state))
+                await writer.drain()
+                last = state
+            await asyncio.sleep(_TICK_S)
+
+    async def _follow(self) -> None:
+        while True:
+            await self._call(LEADER)
+            if LEADER in self._running and len(self._reached) == len(self._others):
+                self._finish()
+            await asyncio.sleep(0.2)
+
+    # Leading.
+
+    async def _lead(self) -> None:
+        while True:
+            heard = {*self._lacks, *self._running}
+            if len(heard) == len(self._reached) == len(self._others) and not any(self._lacks.values()):
+                break
+            await asyncio.sleep(_TICK_S)
+        wrong = self._differences()
+        if wrong:
+            self._fail(InputError(wrong))
+            return
+        for guest in self._attending.values():
+            guest.writer.write(wire.encode({"go": True}))
+        # They hang up first, so that no remains of a connection lie on this port.
+        until = asyncio.get_running_loop().time() + _LAST_WORD_S
+        while self._attending and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.01)
+        self._finish()
+
+    async def _attend(self, hello: dict, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = hello["task"]
+        guest = self._attending[task] = Guest(str(hello["id"])[:64], str(hello["process"])[:200], writer)
+        self._facts_of[task] = {str(name)[:64]: str(value)[:64] for name, value in dict(hello["facts"]).items()}
+        try:
+            while True:
+                word = await wire.read(reader, within_s=None)
+                if "failed" in word:
+                    kind = InputError if word.get("fatal") else MachineError
+                    self._fail(kind(f"{self.everyone[task]} has given up: {word['failed']}"))
+                elif "late" in word:
+                    self._fail(MachineError(self._missing()))
+                else:
+                    self._lacks[task] = [int(index) for index in word["lacks"]][:_MOST_NAMED]
+                    for process, note in dict(word["notes"]).items():
+                        self._note(process, note)
+        finally:
+            if self._attending.get(task) is guest:  # It may have called again.
+                del self._attending[task]
+                self._lacks.pop(task, None)
+
+    def _differences(self) -> str:
+        named = {self.everyone[index].name: facts for index, facts in sorted(self._facts_of.items())}
+        # Parameter servers and their workers may run a script of their own.
+        found = differences(named, skip=(SCRIPT,) if self._has_servers else ())
+        return f"The processes differ. {' '.join(found)}" if found else ""
+
+    # Ending.
+
+    def _finish(self) -> None:
+        if not self._end.done():
+            self._end.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    def _pass_on(self, job: asyncio.Task) -> None:
+        if not job.cancelled() and job.exception():
+            self._fail(job.exception())
+
+    async def _end_late(self) -> None:
+        """The time is over: asks the leader for the names, or says those that this process knows."""
+        text = self._missing()
+        if self._leader and not self._end.done():
+            with contextlib.suppress(OSError):
+                self._leader.write(wire.encode({"late": True}))
+            await asyncio.wait([self._end], timeout=_LAST_WORD_S)
+        if self._end.done():
+            return self._end.result()
+        error = MachineError(text)
+        if self.me == LEADER:
+            await self._tell_others(error)
+        raise error
+
+    async def _tell_others(self, error: Exception) -> None:
+        """Hands the error on: the leader to all, the others to the leader, which is called where it has to be."""
+        if self._leader_knows:
+            return
+        fatal = isinstance(error, InputError)
+        if self.me == LEADER:
+            for guest in list(self._attending.values()):
+                guest.writer.write(wire.encode({"stop": str(error)[: wire.LIMIT // 8], "fatal": fatal}))
+            await asyncio.sleep(_TICK_S)
+            return
+        message = wire.encode({"failed": str(error)[: wire.LIMIT // 8], "fatal": fatal})
+        with contextlib.suppress(*_BROKEN):
+            writer = self._leader
+            if writer is None:
+                async with asyncio.timeout(_LAST_WORD_S):
+                    leader = self.everyone[LEADER]
+                    reader, writer = await wire.connect(leader.host, leader.port)
+                    self._writers.add(writer)
+                    writer.write(self._hello(stays=True))
+                    await wire.read(reader)
+            writer.write(message)
+            await writer.drain()
+
+    async def _hang_up(self) -> None:
+        for writer in list(self._writers):
+            writer.close()
+        await asyncio.sleep(_TICK_S)
+
+    def _missing(self) -> str:
+        """Who has not come, as far as this process can tell."""
+        absent = [index for index in self._others if index not in self._reached]
+        lines = [
+            f"{self.everyone[index]} did not answer: not started, wrong port, or firewall"
+            + (f" ({self._why[index]})" if index in self._why else "")
+            for index in absent[:_MOST_NAMED]
+        ]
+        if len(absent) > _MOST_NAMED:
+            lines.append(f"{len(absent) - _MOST_NAMED} more did not answer")
+        if self.me == LEADER:
+            lines += self._unheard(absent)
+        if not lines:
+            lines = [f"{self.everyone[LEADER]} did not say that all can start"]
+        lines += list(self._notes.values())[:_MOST_NAMED]
+        return (
+            f"The processes of the cluster did not meet within {self.timeout_s:g} s. {'; '.join(lines)}. Start what is "
+            "missing, or allow more time: TFGPU_STARTUP_TIMEOUT."
+        )
+
+    def _unheard(self, absent: Sequence[int]) -> list[str]:
+        lines = []
+        for index in self._others:
+            if index in absent:
+                continue
+            if index not in self._attending:
+                lines.append(
+                    f"{self.everyone[index]} answers, but has not reached {self.own}: firewall, or wrong address"
+                )
+                continue
+            for other in self._lacks.get(index, []):
+                if other not in absent:
+                    lines.append(f"{self.everyone[index].name} does not reach {self.everyone[other]}: firewall")
+        return lines[:_MOST_NAMED]
+
+    async def _say_who_is_awaited(self) -> None:
+        await asyncio.sleep(_NOTE_AFTER_S)
+        absent = [str(self.everyone[index]) for index in self._others if index not in self._reached]
+        if absent:
+            _log.warning("Waiting for %s, up to %g s.", ", ".join(absent[:_MOST_NAMED]), self.timeout_s)
+
+    def _hello(self, *, stays: bool = False) -> bytes:
+        return wire.encode(
+            {
+                "task": self.me,
+                "name": self.own.name,
+                "address": self.own.address,
+                "count": len(self.everyone),
+                "cluster": self._digest,
+                "attempt": self.attempt,
+                "process": self.process,
+                "id": self._id,
+                "stays": stays,
+                "facts": self.facts if stays else {},
+            }
+        )
+
+
+def hold(meeting: Meeting) -> None:
+    """Holds a meeting, in a thread of its own where this one runs an event loop already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(meeting.hold())
+        return
+    errors: list[BaseException] = []
+
+    def in_thread() -> None:
+        try:
+            asyncio.run(meeting.hold())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=in_thread, name="preflight", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _listener(port: int) -> socket.socket:
+    """Listens on all interfaces, as TensorFlow will, and not beside another listener."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        except OSError as error:
+            if "Address family" not in str(error) and "assign requested" not in str(error):
+                raise
+    return socket.create_server(("", port), backlog=1024)
+
+
+def _words(error: OSError) -> str:
+    """What the system calls the error, without the call that it came from."""
+    is_errno = error.errno is not None and error.errno > 0
+    return (os.strerror(error.errno) if is_errno else error.strerror or str(error)).lower()
+
+
+def _is_older(attempt: str, than: str) -> bool:
+    """Whether an attempt's number is below another's; False where they are no numbers."""
+    return attempt.isdecimal() and than.isdecimal() and int(attempt) < int(than)
