@@ -1,0 +1,222 @@
+"""What more workers cost, by formula: the all-reduce, the slowest worker, failures and checkpoints.
+
+Pure functions of numbers, in seconds and bytes. docs/scale.md holds them against what was measured.
+
+Example:
+    >>> ethernet = Link(bandwidth_bytes_s=1.25e9, latency_s=50e-6)
+    >>> round(ring_s(100e6, 4, ethernet), 4)
+    0.1203
+    >>> round(daly_s(save_s=300, mtbf_s=24 * 3600) / 60)
+    117
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from tfgpu.errors import InputError
+
+_GRID = 4_000
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between two workers.
+
+    Args:
+        bandwidth_bytes_s: bytes a second that one worker sends while it receives as many.
+        latency_s: seconds of a message without bytes.
+
+    Raises:
+        InputError: no bandwidth, or a negative latency.
+    """
+
+    bandwidth_bytes_s: float
+    latency_s: float
+
+    def __post_init__(self):
+        if not self.bandwidth_bytes_s > 0 or not self.latency_s >= 0:
+            raise InputError(f"A link needs a bandwidth above 0 and a latency from 0. Received: {self!r}.")
+
+
+def ring_s(size_bytes: float, workers: int, link: Link) -> float:
+    """Seconds of an all-reduce around a ring: each worker sends n-th parts, 2(n - 1) times.
+
+    Args:
+        size_bytes: of what is reduced, on each worker.
+        workers: how many take part.
+        link: between neighbours.
+
+    Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
+    """
+    _check(workers=workers)
+    rounds = 2 * (workers - 1)
+    return rounds * (size_bytes / workers / link.bandwidth_bytes_s + link.latency_s)
+
+
+def tree_s(size_bytes: float, workers: int, link: Link) -> float:
+    """Seconds of an all-reduce up and down two binary trees, each with half the bytes, in small pieces.
+
+    The bytes take as long as around a ring of many; the messages' latency grows with the depth only.
+
+    Source: Sanders, Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009;
+    NCCL since 2.4.
+    """
+    _check(workers=workers)
+    if workers == 1:
+        return 0.0
+    return 2 * (size_bytes / link.bandwidth_bytes_s + math.ceil(math.log2(workers)) * link.latency_s)
+
+
+def hierarchical_s(size_bytes: float, nodes: int, per_node: int, within: Link, across: Link) -> float:
+    """Seconds of an all-reduce in three parts: scattered within each node, around a ring of nodes, gathered within.
+
+    Args:
+        size_bytes: of what is reduced, on each worker.
+        nodes: machines.
+        per_node: workers (GPUs) of each machine, every one with an own way out.
+        within: between two workers of a machine.
+        across: between two machines, for each worker.
+    """
+    _check(nodes=nodes, per_node=per_node)
+    return ring_s(size_bytes, per_node, within) + ring_s(size_bytes / per_node, nodes, across)
+
+
+def slowest_s(mean_s: float, deviation_s: float, workers: int, *, tail: str = "normal") -> float:
+    """The mean time of a step that waits for the slowest of its workers.
+
+    Args:
+        mean_s: of one worker's step.
+        deviation_s: standard deviation of one worker's step; independent of the others'.
+        workers: how many are waited for.
+        tail: `"normal"`, or `"lognormal"` for steps that are now and then much slower.
+
+    Returns:
+        The expected maximum, by integrating over the maximum's distribution.
+
+    Example:
+        >>> round(slowest_s(1.0, 0.1, 2), 4)  # 1 + 0.1 / sqrt(pi)
+        1.0564
+    """
+    _check(workers=workers)
+    if not mean_s > 0 or not deviation_s >= 0 or tail not in ("normal", "lognormal"):
+        raise InputError(
+            "`mean_s` must be above 0, `deviation_s` from 0, `tail` 'normal' or 'lognormal'. "
+            f"Received: {mean_s!r}, {deviation_s!r}, {tail!r}."
+        )
+    if tail == "lognormal":
+        spread = math.sqrt(math.log1p((deviation_s / mean_s) ** 2))
+        middle = math.log(mean_s) - spread**2 / 2
+        return _of_maximum(workers, lambda z: math.exp(middle + spread * z))
+    return _of_maximum(workers, lambda z: mean_s + deviation_s * z)
+
+
+def _of_maximum(workers: int, time_s) -> float:
+    """The mean of `time_s` at the greatest of n standard normal numbers: a sum over steps of its distribution."""
+    low, high = -9.0, 9.0 + math.sqrt(2 * math.log(workers))
+    cdf, width = NormalDist().cdf, (high - low) / _GRID
+    total, before = 0.0, 0.0
+    for step in range(_GRID):
+        after = cdf(low + (step + 1) * width) ** workers
+        total += (after - before) * time_s(low + (step + 0.5) * width)
+        before = after
+    return total
+
+
+def mtbf_s(one_s: float, parts: int) -> float:
+    """Seconds between failures of a whole that fails when any of its parts does.
+
+    Args:
+        one_s: mean seconds between failures of one part; failures come independently, at a steady rate.
+        parts: how many there are.
+    """
+    _check(parts=parts)
+    return one_s / parts
+
+
+def young_s(save_s: float, mtbf_s: float) -> float:
+    """Seconds of training between checkpoints that lose the least: the square root of `2 * save_s * mtbf_s`.
+
+    Source: Young, A first order approximation to the optimum checkpoint interval, Communications of the ACM, 1974.
+    """
+    return math.sqrt(2 * save_s * mtbf_s)
+
+
+def daly_s(save_s: float, mtbf_s: float) -> float:
+    """As `young_s`, and right too where failures come nearly as often as checkpoints.
+
+    Args:
+        save_s: seconds that training stands still for a checkpoint.
+        mtbf_s: mean seconds between failures of the whole.
+
+    Source: Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
+    Computer Systems, 2006.
+    """
+    if not save_s > 0 or not mtbf_s > 0:
+        raise InputError(f"`save_s` and `mtbf_s` must be above 0. Received: {save_s!r}, {mtbf_s!r}.")
+    if save_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = save_s / (2 * mtbf_s)
+    return young_s(save_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
+
+
+def lost_fraction(interval_s: float, *, save_s: float, restart_s: float, mtbf_s: float) -> float:
+    """The part of the time that is no progress: checkpoints, steps that are run again, restarts.
+
+    Args:
+        interval_s: seconds of training between checkpoints.
+        save_s: seconds that training stands still for one.
+        restart_s: seconds from a failure until training goes on, during which another may come.
+        mtbf_s: mean seconds between failures of the whole.
+
+    Returns:
+        From 0 to 1.
+
+    Source: Daly 2006: the expected time of a run whose failures come at a steady rate.
+    """
+    if not interval_s > 0 or not save_s >= 0 or not restart_s >= 0 or not mtbf_s > 0:
+        raise InputError(
+            "`interval_s` and `mtbf_s` must be above 0, the others from 0. "
+            f"Received: {interval_s!r}, {save_s!r}, {restart_s!r}, {mtbf_s!r}."
+        )
+    waits, attempts = restart_s / mtbf_s, (interval_s + save_s) / mtbf_s
+    if waits + attempts > 700:  # e**700 is near the largest float: no progress at all.
+        return 1.0
+    return 1 - interval_s / (mtbf_s * math.exp(waits) * math.expm1(attempts))
+
+
+def fit_link(sizes_bytes: list[float], collectives: list[int], times_s: list[float], *, workers: int) -> Link:
+    """Finds the link that explains measured times of a ring best, each time weighing by its own size.
+
+    Args:
+        sizes_bytes: bytes that each measurement reduced.
+        collectives: all-reduces in which it did.
+        times_s: seconds that it took.
+        workers: how many took part, at least 2.
+
+    Raises:
+        InputError: fewer than two measurements, or none that tell latency from bandwidth.
+    """
+    if workers < 2 or len(times_s) < 2 or not all(time > 0 for time in times_s):
+        raise InputError(f"A link is fitted to two or more times above 0 of two workers. Received: {times_s!r}.")
+    rounds = 2 * (workers - 1)
+    # Least squares of (rounds * collectives) * latency + (rounds * bytes / workers) * slowness, over the time.
+    rows = [
+        (rounds * count / time, rounds * size / workers / time)
+        for size, count, time in zip(sizes_bytes, collectives, times_s, strict=True)
+    ]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-12 * aa * bb:
+        raise InputError("The measurements do not tell latency from bandwidth: their sizes a collective are alike.")
+    latency, slowness = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if latency < 0 or slowness <= 0:
+        raise InputError(f"No link explains these times: latency {latency:.3g} s, {slowness:.3g} s a byte.")
+    return Link(bandwidth_bytes_s=1 / slowness, latency_s=latency)
+
+
+def _check(**counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
