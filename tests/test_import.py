@@ -38,6 +38,7 @@ QUICK = (
     "tfgpu.launch.heartbeat",
     "tfgpu.cli",
     "tfgpu.run",
+    "tfgpu.launch.kubernetes",
     "tfgpu.recipes.recipe",
     "tfgpu.recipes.directory",
 )

@@ -1,0 +1,53 @@
+"""What a launch starts, whichever engine starts it: a script, how often, and what happens when a process ends."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tfgpu.errors import InputError
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script to be started as the processes of one cluster.
+
+    Args:
+        script: the Python file; every process runs `python -m tfgpu.run script arguments...`.
+        arguments: the script's own.
+        workers: processes that train, the chief included.
+        parameter_servers: processes that hold variables; 0 for synchronous training.
+        evaluator: whether one more process evaluates what the others save; it has a place in no cluster.
+        gpus_per_worker: GPUs of each worker; None shares out what the machine has.
+        max_restarts: how often the group is started again after a failure. A preemption spends none.
+        startup_timeout_s: seconds until a process that has not answered is named.
+        silence_s: seconds without a sign of life after which a process counts as stopped; 0: never.
+        logs: folder for a log file of each process; None writes none.
+        environment: variables that every process gets besides.
+
+    Raises:
+        InputError: a number is out of range.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    workers: int = 1
+    parameter_servers: int = 0
+    evaluator: bool = False
+    gpus_per_worker: int | None = None
+    max_restarts: int = 0
+    startup_timeout_s: float = 60.0
+    silence_s: float = 60.0
+    logs: Path | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for name, least in (("workers", 1), ("parameter_servers", 0), ("max_restarts", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(f"`{name}` must be a whole number from {least}. Received: {value!r}.")
+        size = self.gpus_per_worker
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
+            raise InputError(f"`gpus_per_worker` must be a whole number from 0. Received: {size!r}.")
+        if not self.startup_timeout_s > 0:
+            raise InputError(f"`startup_timeout_s` must be above 0. Received: {self.startup_timeout_s!r}.")
+        if not self.silence_s >= 0:
+            raise InputError(f"`silence_s` must be 0 (never) or more. Received: {self.silence_s!r}.")

@@ -1,0 +1,148 @@
+"""What a cluster of Kubernetes must be told besides the launch itself."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tfgpu.errors import InputError, unknown
+from tfgpu.launch.kubernetes import quantities
+
+KINDS = {"job": "{name}-{index}", "tfjob": "{name}-{role}-{index}", "trainjob": "{name}-node-0-{index}"}
+"""What can be rendered (an indexed Job, Kubeflow's TFJob v1, Kubeflow's TrainJob v2), and how each names its pods."""
+
+LABEL_LENGTH = 63
+_LABEL = re.compile(r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(rf"{_LABEL.pattern}(?:\.{_LABEL.pattern})*")
+_LABEL_VALUE = re.compile(r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+_LABEL_KEY = re.compile(rf"(?:{_SUBDOMAIN.pattern}/)?[A-Za-z0-9](?:[-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?")
+_PATH = re.compile(r"/[^:\0]+")
+
+
+@dataclass(frozen=True)
+class Kubernetes:
+    """Where a launch runs on Kubernetes.
+
+    Args:
+        name: of all objects, and of the pods' network names: lower-case letters, digits and `-`, a letter first.
+        image: the container image, which has Python and tfgpu; the script too, unless `source` is given.
+        claim: the PersistentVolumeClaim with the checkpoints, without which no restart can go on. Pods on several
+            nodes need one that many may mount (ReadWriteMany).
+        kind: one of `KINDS`.
+        namespace: None leaves it to `kubectl`.
+        claim_size: makes the claim too, of this size; None expects it to be there.
+        storage_class: of the claim that is made; None means the cluster's default.
+        mount: where the claim is mounted; the script's working directory, so that relative paths last.
+        source: the script's text, which travels in a ConfigMap; None means that the image has the script.
+        cpu: cores that each pod asks for.
+        memory: of each pod; more ends it.
+        shared_memory: the most that `/dev/shm` holds, which NCCL and data workers use; part of `memory`.
+        grace_s: seconds between TERM and KILL: what a checkpoint may take.
+        scheduling_s: seconds that the pods may start apart (a node is added, an image is pulled); the time in which a
+            peer must answer is the launch's own and this one.
+        port: on which the workers talk.
+        user: the number of the user that the container runs as, and of the volume's group.
+        pull_secret: the Secret that opens the registry.
+        node_selector: labels of the nodes that may be used.
+        labels: for all objects; such as Kueue's `kueue.x-k8s.io/queue-name`, which starts all pods or none.
+
+    Raises:
+        InputError: a value that the API server would refuse, or would take for something else.
+    """
+
+    name: str
+    image: str
+    claim: str
+    kind: str = "job"
+    namespace: str | None = None
+    claim_size: str | None = None
+    storage_class: str | None = None
+    mount: str = "/checkpoints"
+    source: str | None = None
+    cpu: str = "4"
+    memory: str = "16Gi"
+    shared_memory: str = "2Gi"
+    grace_s: int = 60
+    scheduling_s: int = 600
+    port: int = 2222
+    user: int = 10001
+    pull_secret: str | None = None
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise unknown("kind of manifest", self.kind, KINDS)
+        _check_name(self.name)
+        if not isinstance(self.image, str) or not re.fullmatch(r"\S+", self.image):
+            raise InputError(f"`image` must name an image, such as 'registry/tfgpu:1.0'. Received: {self.image!r}.")
+        if self.namespace is not None and not _is_label(self.namespace):
+            raise InputError(f"`namespace` must be {_label_words()}. Received: {self.namespace!r}.")
+        for name in ("claim", "storage_class", "pull_secret"):
+            _check_object(name, getattr(self, name), optional=name != "claim")
+        if self.storage_class is not None and self.claim_size is None:
+            raise InputError("`storage_class` is for a claim that is made: give `claim_size` too, or leave it out.")
+        if not isinstance(self.mount, str) or not _PATH.fullmatch(self.mount):
+            raise InputError(f"`mount` must be an absolute path, such as '/checkpoints'. Received: {self.mount!r}.")
+        self._check_amounts()
+        for name in ("node_selector", "labels"):
+            _check_labels(name, getattr(self, name))
+
+    def _check_amounts(self) -> None:
+        quantities.cores("cpu", self.cpu)
+        memory = quantities.memory_bytes("memory", self.memory)
+        if quantities.memory_bytes("shared_memory", self.shared_memory) >= memory:
+            raise InputError(
+                "`shared_memory` is part of `memory` and must be below it. "
+                f"Received: shared_memory={self.shared_memory!r}, memory={self.memory!r}."
+            )
+        if self.claim_size is not None:
+            quantities.memory_bytes("claim_size", self.claim_size)
+        for name, least, most in (
+            ("grace_s", 1, 86_400),
+            ("scheduling_s", 0, 86_400),
+            ("port", 1024, 65_535),
+            ("user", 1, 2**31 - 1),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise InputError(f"`{name}` must be a whole number from {least} to {most}. Received: {value!r}.")
+
+
+def _is_label(text: object) -> bool:
+    return isinstance(text, str) and len(text) <= LABEL_LENGTH and bool(_LABEL.fullmatch(text))
+
+
+def _label_words() -> str:
+    return f"at most {LABEL_LENGTH} lower-case letters, digits and '-', with a letter or digit at both ends"
+
+
+def _check_name(name: object) -> None:
+    # A Service wants a letter first (RFC 1035), where the other objects take a digit (RFC 1123).
+    if _is_label(name) and name[0].isalpha():
+        return
+    mended = re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")[:LABEL_LENGTH].strip("-")
+    mended = mended if mended[:1].isalpha() else f"run-{mended}".strip("-")
+    raise InputError(
+        f"`name` must be {_label_words()}, and start with a letter. Received: {name!r}. Use {mended!r}, say."
+    )
+
+
+def _check_object(name: str, value: object, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, str) or len(value) > 253 or not _SUBDOMAIN.fullmatch(value):
+        raise InputError(
+            f"`{name}` must be an object's name: lower-case letters, digits, '-' and '.', with a letter or digit at "
+            f"both ends. Received: {value!r}."
+        )
+
+
+def _check_labels(name: str, labels: Mapping[str, str]) -> None:
+    for key, value in labels.items():
+        if not isinstance(key, str) or not _LABEL_KEY.fullmatch(key):
+            raise InputError(f"A key in `{name}` must be such as 'team' or 'example.com/team'. Received: {key!r}.")
+        if not isinstance(value, str) or not _LABEL_VALUE.fullmatch(value):
+            raise InputError(
+                f"A value in `{name}` must be at most {LABEL_LENGTH} letters, digits, '-', '_' and '.', with a letter "
+                f"or digit at both ends. Received: {key!r}: {value!r}."
+            )

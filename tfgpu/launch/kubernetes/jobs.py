@@ -1,0 +1,211 @@
+"""The three kinds of launch: an indexed Job, Kubeflow's TFJob, Kubeflow's TrainJob.
+
+All of them restart the group: TensorFlow's other workers fail within seconds of a worker's death, so every process
+ends, and each is started again. What differs is who counts. See docs/kubernetes.md.
+"""
+
+from tfgpu.errors import InputError
+from tfgpu.launch.job import Job
+from tfgpu.launch.kubernetes.facts import KINDS, LABEL_LENGTH, Kubernetes
+from tfgpu.launch.kubernetes.pods import labels, script_name, script_path, template
+from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT
+
+CONTAINER = "train"
+TFJOB_CONTAINER = "tensorflow"
+TRAINJOB_CONTAINER = "node"
+_SCRIPT_BYTES = 2**19  # A ConfigMap holds 1 MiB, and `kubectl apply` keeps a copy in it.
+
+
+def manifests(job: Job, facts: Kubernetes) -> list[dict]:
+    """Makes the objects that run a job, in the order in which they are to be applied.
+
+    Args:
+        job: what to start, and how often again. `gpus_per_worker` must be said, for no machine is looked at.
+        facts: where.
+
+    Returns:
+        Plain dicts, one an object, with the fields of the published schemas.
+
+    Raises:
+        InputError: the two do not fit each other; the message names the fix.
+
+    Source: https://kubernetes.io/docs/concepts/workloads/controllers/job/
+    """
+    _check(job, facts)
+    makers = {"job": _indexed_job, "tfjob": _tfjob, "trainjob": _trainjob}
+    return [*_shared(job, facts), *makers[facts.kind](job, facts)]
+
+
+def _check(job: Job, facts: Kubernetes) -> None:
+    if job.gpus_per_worker is None:
+        raise InputError("On Kubernetes the GPUs of a worker must be said: give `gpus_per_worker`; 0 for none.")
+    if job.logs is not None:
+        raise InputError(f"On Kubernetes the logs are the pods': see `kubectl logs`. Received: logs={str(job.logs)!r}.")
+    if (job.parameter_servers or job.evaluator) and facts.kind != "tfjob":
+        raise InputError(
+            "Parameter servers and an evaluator need the kind 'tfjob'. Received: "
+            f"parameter_servers={job.parameter_servers}, evaluator={job.evaluator}, kind={facts.kind!r}."
+        )
+    script_path(job, facts)
+    last = max(job.workers, job.parameter_servers) - 1
+    longest = KINDS[facts.kind].format(name=facts.name, role="evaluator" if job.evaluator else "worker", index=last)
+    if len(longest) > LABEL_LENGTH:
+        raise InputError(
+            f"`name` must leave room: a pod would be {longest!r}, and {LABEL_LENGTH} characters are the most. "
+            f"Shorten it by {len(longest) - LABEL_LENGTH}. Received: {facts.name!r}."
+        )
+
+
+def _object(api: str, kind: str, facts: Kubernetes, name: str | None = None) -> dict:
+    metadata = {"name": name or facts.name, "labels": labels(facts)}
+    if facts.namespace:
+        metadata = {"name": metadata["name"], "namespace": facts.namespace, "labels": metadata["labels"]}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata}
+
+
+def _shared(job: Job, facts: Kubernetes) -> list[dict]:
+    objects = []
+    if facts.claim_size is not None:
+        several = job.workers + job.parameter_servers + job.evaluator > 1
+        spec = {
+            "accessModes": ["ReadWriteMany" if several else "ReadWriteOnce"],
+            "resources": {"requests": {"storage": facts.claim_size}},
+        }
+        if facts.storage_class is not None:
+            spec["storageClassName"] = facts.storage_class
+        objects.append({**_object("v1", "PersistentVolumeClaim", facts, facts.claim), "spec": spec})
+    if facts.source is not None:
+        size = len(facts.source.encode())
+        if size > _SCRIPT_BYTES:
+            raise InputError(f"A script above {_SCRIPT_BYTES} bytes belongs in the image. Received: {size} bytes.")
+        objects.append({**_object("v1", "ConfigMap", facts), "data": {script_name(job): facts.source}})
+    return objects
+
+
+def _who(facts: Kubernetes, job: Job, pods: str) -> dict[str, str]:
+    """What `Cluster.from_environment` reads besides JOB_COMPLETION_INDEX, which Kubernetes sets."""
+    return {
+        "TFGPU_WORKERS": str(job.workers),
+        "TFGPU_JOB_NAME": pods,
+        "TFGPU_SERVICE": facts.name,
+        "TFGPU_PORT": str(facts.port),
+    }
+
+
+def _failure_policy(container: str) -> dict:
+    """Exit codes as the launchers know them; the first rule that fits counts."""
+
+    def exits(code: int) -> dict:
+        return {"onExitCodes": {"containerName": container, "operator": "In", "values": [code]}}
+
+    return {
+        "rules": [
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {"action": "Ignore", **exits(PREEMPTED)},
+            {"action": "FailJob", **exits(WRONG_INPUT)},
+        ]
+    }
+
+
+def _indexed_job(job: Job, facts: Kubernetes) -> list[dict]:
+    service = _object("v1", "Service", facts)
+    service["spec"] = {
+        "clusterIP": "None",
+        # A worker is looked up while it starts, long before anything could call it ready.
+        "publishNotReadyAddresses": True,
+        "selector": {"batch.kubernetes.io/job-name": facts.name},
+        "ports": [{"name": "tensorflow", "port": facts.port, "protocol": "TCP"}],
+    }
+    batch = _object("batch/v1", "Job", facts)
+    batch["spec"] = {
+        "completionMode": "Indexed",
+        "completions": job.workers,
+        "parallelism": job.workers,
+        # Each restart of the group costs every index one failure: so the budget is the group's.
+        "backoffLimitPerIndex": job.max_restarts,
+        "maxFailedIndexes": 0,
+        # The next pod starts when the one before has ended: no two of them write.
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": _failure_policy(CONTAINER),
+        # The chief writes what is kept, so the job is done when the chief is.
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+        "template": template(
+            job,
+            facts,
+            container=CONTAINER,
+            environment=_who(facts, job, facts.name),
+            pod={"restartPolicy": "Never", "subdomain": facts.name},
+        ),
+    }
+    return [service, batch]
+
+
+def _tfjob(job: Job, facts: Kubernetes) -> list[dict]:
+    # The operator sums up the restarts of all containers; each restart of the group is one of every process.
+    counts = {"Chief": int(job.parameter_servers > 0), "Worker": job.workers, "PS": job.parameter_servers}
+    counts = {role: count for role, count in {**counts, "Evaluator": int(job.evaluator)}.items() if count}
+    again = job.max_restarts > 0
+    specs = {
+        role: {
+            "replicas": count,
+            "restartPolicy": "OnFailure" if again else "Never",
+            "template": template(job, facts, container=TFJOB_CONTAINER),
+        }
+        for role, count in counts.items()
+    }
+    tfjob = _object("kubeflow.org/v1", "TFJob", facts)
+    tfjob["spec"] = {
+        "runPolicy": {
+            "backoffLimit": job.max_restarts * sum(counts.values()) + 1 if again else 0,
+            "cleanPodPolicy": "Running",
+        },
+        "tfReplicaSpecs": specs,
+    }
+    return [tfjob]
+
+
+def _trainjob(job: Job, facts: Kubernetes) -> list[dict]:
+    pods = template(
+        job,
+        facts,
+        container=TRAINJOB_CONTAINER,
+        environment=_who(facts, job, f"{facts.name}-node-0"),
+        pod={"restartPolicy": "Never"},
+    )
+    runtime = _object("trainer.kubeflow.org/v1alpha1", "TrainingRuntime", facts)
+    runtime["spec"] = {
+        "mlPolicy": {"numNodes": job.workers},
+        "template": {
+            "spec": {
+                "network": {"publishNotReadyAddresses": True},
+                # All pods are made anew when one fails for good; `FailJob` above is what another start cannot mend.
+                "failurePolicy": {
+                    "maxRestarts": job.max_restarts,
+                    "rules": [
+                        {"name": "wrongInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+                    ],
+                },
+                "replicatedJobs": [
+                    {
+                        "name": TRAINJOB_CONTAINER,
+                        "template": {
+                            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+                            "spec": {
+                                "backoffLimit": 0,
+                                "podReplacementPolicy": "Failed",
+                                "podFailurePolicy": _failure_policy(TRAINJOB_CONTAINER),
+                                "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+                                "template": pods,
+                            },
+                        },
+                    }
+                ],
+            }
+        },
+    }
+    train = _object("trainer.kubeflow.org/v1alpha1", "TrainJob", facts)
+    train["spec"] = {
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": facts.name},
+        "trainer": {"numNodes": job.workers},
+    }
+    return [runtime, train]

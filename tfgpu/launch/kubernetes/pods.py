@@ -1,0 +1,174 @@
+"""The pod of one process: command, environment, amounts, volumes."""
+
+import math
+import re
+
+from tfgpu.errors import InputError
+from tfgpu.launch.job import Job
+from tfgpu.launch.kubernetes.facts import Kubernetes
+
+GPU = "nvidia.com/gpu"
+PORT = "tfjob-port"  # The name by which the TFJob operator finds it.
+HEARTBEAT = "/tmp/tfgpu-heartbeat"
+SCRIPTS = "/tmp/tfgpu-script"
+PROBE_EVERY_S = 10
+PROBE_FAILURES = 2
+# Without a shell or a tool of the image: how old is the file that `tfgpu.run` touches each second?
+PROBE = "import os, sys, time; sys.exit(time.time() - os.path.getmtime(sys.argv[1]) > float(sys.argv[2]))"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def template(
+    job: Job,
+    facts: Kubernetes,
+    *,
+    container: str,
+    environment: dict[str, str] | None = None,
+    pod: dict[str, str] | None = None,
+) -> dict:
+    """Makes the pod template of the processes.
+
+    Args:
+        job: what to start.
+        facts: where.
+        container: the container's name, which Kubeflow's operators prescribe.
+        environment: variables that say who the process is, where the engine does not.
+        pod: further fields of the pod's spec.
+
+    Returns:
+        A `PodTemplateSpec`.
+    """
+    spec = {
+        **(pod or {}),
+        # Python is not process 1 then, for which Linux drops a TERM that nothing handles: before the checkpoint's
+        # handler stands, and where a script has none, TERM would do nothing until the KILL.
+        "shareProcessNamespace": True,
+        # A Service called "tfgpu" would set TFGPU_PORT.
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": facts.grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": facts.user,
+            "runAsGroup": facts.user,
+            "fsGroup": facts.user,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "tolerations": _tolerations(job),
+        "containers": [_container(job, facts, container, environment or {})],
+        "volumes": _volumes(facts),
+    }
+    if facts.node_selector:
+        spec["nodeSelector"] = dict(facts.node_selector)
+    if facts.pull_secret:
+        spec["imagePullSecrets"] = [{"name": facts.pull_secret}]
+    return {"metadata": {"labels": labels(facts)}, "spec": spec}
+
+
+def labels(facts: Kubernetes) -> dict[str, str]:
+    """Returns the labels of every object of the launch."""
+    return {**facts.labels, "app.kubernetes.io/name": "tfgpu", "app.kubernetes.io/instance": facts.name}
+
+
+def script_path(job: Job, facts: Kubernetes) -> str:
+    """Returns where the script lies in the container.
+
+    Raises:
+        InputError: the image's script is not given by its absolute path.
+    """
+    if facts.source is not None:
+        return f"{SCRIPTS}/{script_name(job)}"
+    if not job.script.startswith("/"):
+        raise InputError(
+            f"`script` must be its absolute path in the image, such as '/app/train.py'. Received: {job.script!r}. "
+            "Or give its text as `source`."
+        )
+    return job.script
+
+
+def script_name(job: Job) -> str:
+    """Returns the script's file name as the key of a ConfigMap."""
+    return re.sub(r"[^-._a-zA-Z0-9]", "_", job.script.rsplit("/", 1)[-1])
+
+
+def literal(text: str) -> str:
+    """Returns text that reaches the process as it is: Kubernetes replaces `$(NAME)` in commands and variables.
+
+    Example:
+        >>> literal("--pattern=$(HOME)")
+        '--pattern=$$(HOME)'
+    """
+    return text.replace("$", "$$")
+
+
+def _container(job: Job, facts: Kubernetes, name: str, environment: dict[str, str]) -> dict:
+    mounts = [{"name": "checkpoints", "mountPath": facts.mount}, {"name": "shm", "mountPath": "/dev/shm"}]
+    if facts.source is not None:
+        mounts.append({"name": "script", "mountPath": SCRIPTS, "readOnly": True})
+    limits = {"memory": facts.memory}
+    if job.gpus_per_worker:
+        limits[GPU] = str(job.gpus_per_worker)
+    return {
+        "name": name,
+        "image": facts.image,
+        # Without a shell in between, which would keep TERM to itself.
+        "command": ["python", "-m", "tfgpu.run", literal(script_path(job, facts))],
+        "args": [literal(argument) for argument in job.arguments],
+        "workingDir": facts.mount,
+        "env": _environment(job, facts, environment),
+        "ports": [{"name": PORT, "containerPort": facts.port, "protocol": "TCP"}],
+        # No limit on CPU: TensorFlow takes as many threads as the node has cores, and would be stalled in each period.
+        "resources": {"requests": {"cpu": facts.cpu, **limits}, "limits": limits},
+        **({"livenessProbe": _probe(job)} if job.silence_s else {}),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": mounts,
+    }
+
+
+def _environment(job: Job, facts: Kubernetes, environment: dict[str, str]) -> list[dict]:
+    ours = {
+        **environment,
+        "TFGPU_STARTUP_TIMEOUT": f"{job.startup_timeout_s + facts.scheduling_s:g}",
+        "TFGPU_HEARTBEAT": HEARTBEAT,
+        "PYTHONUNBUFFERED": "1",
+    }
+    for name, value in job.environment.items():
+        if not _VARIABLE.fullmatch(name):
+            raise InputError(f"A variable's name has letters, digits and '_'. Received: {name!r}.")
+        if name in ours or name in ("TF_CONFIG", "JOB_COMPLETION_INDEX"):
+            raise InputError(f"`environment` must leave {name} to the launch. Received: {value!r}.")
+    return [{"name": name, "value": literal(str(value))} for name, value in {**ours, **job.environment}.items()]
+
+
+def _probe(job: Job) -> dict:
+    silence_s = math.ceil(job.silence_s)
+    return {
+        "exec": {"command": ["python", "-c", PROBE, HEARTBEAT, str(silence_s)]},
+        "initialDelaySeconds": silence_s,
+        "periodSeconds": PROBE_EVERY_S,
+        "timeoutSeconds": PROBE_EVERY_S,
+        "failureThreshold": PROBE_FAILURES,
+        # A process that gives no sign of life saves nothing either.
+        "terminationGracePeriodSeconds": 5,
+    }
+
+
+def _tolerations(job: Job) -> list[dict]:
+    """A node that is gone gives its pods up after half a minute, where Kubernetes waits for five."""
+    lost = [
+        {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+        for state in ("not-ready", "unreachable")
+    ]
+    gpu = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}] if job.gpus_per_worker else []
+    return lost + gpu
+
+
+def _volumes(facts: Kubernetes) -> list[dict]:
+    volumes = [
+        {"name": "checkpoints", "persistentVolumeClaim": {"claimName": facts.claim}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": facts.shared_memory}},
+    ]
+    if facts.source is not None:
+        volumes.append({"name": "script", "configMap": {"name": facts.name}})
+    return volumes

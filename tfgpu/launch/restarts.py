@@ -1,0 +1,48 @@
+"""Whether a group of processes that has ended is started again: a budget that a preemption does not spend."""
+
+from dataclasses import dataclass, field
+
+PREEMPTED = 75
+"""Exit code of a process that was asked to leave and has saved (EX_TEMPFAIL: try again later)."""
+WRONG_INPUT = 2
+"""Exit code of the command line for what another start cannot mend."""
+SILENT = 124
+"""Exit code that stands for a process which gave no sign of life (as `timeout` has it)."""
+
+
+@dataclass
+class Restarts:
+    """Counts what is left.
+
+    Args:
+        most: restarts after failures.
+        first_wait_s: seconds before the first restart; each further one doubles it.
+        longest_wait_s: no wait is longer.
+
+    Example:
+        >>> restarts = Restarts(most=1)
+        >>> restarts.after(75), restarts.after(1), restarts.after(1)
+        (0.0, 1.0, None)
+    """
+
+    most: int = 0
+    first_wait_s: float = 1.0
+    longest_wait_s: float = 30.0
+    made: int = field(default=0, init=False)
+
+    def __str__(self):
+        return f"{self.made} of {self.most} restarts used"
+
+    def after(self, code: int) -> float | None:
+        """Seconds to wait before the next start, or None where there is to be none.
+
+        Args:
+            code: the exit code of the process that ended first: 0 done, 75 preempted, 2 wrong input, others failed.
+        """
+        if code == PREEMPTED:
+            return 0.0
+        if code in (0, WRONG_INPUT) or self.made >= self.most:
+            return None
+        wait = min(self.first_wait_s * 2**self.made, self.longest_wait_s)
+        self.made += 1
+        return wait
