@@ -39,6 +39,9 @@ QUICK = (
     "tfgpu.cli",
     "tfgpu.run",
     "tfgpu.launch.kubernetes",
+    "tfgpu.launch.slurm",
+    "tfgpu.launch.slurm_job",
+    "tfgpu.launch.slurm_task",
     "tfgpu.recipes.recipe",
     "tfgpu.recipes.directory",
 )

@@ -1,0 +1,428 @@
+"""Real jobs on a real Slurm: a controller and two nodes on this machine (`slurm_cluster.sh`)."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tfgpu.errors import InputError, MachineError
+from tfgpu.launch import slurm
+from tfgpu.launch.job import Job
+from tfgpu.launch.slurm import Allocation
+
+SET_UP = Path(__file__).with_name("slurm_cluster.sh")
+ROOT = Path(__file__).parents[2]
+MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name)]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)} (run {SET_UP.name} install)"),
+]
+
+# Leaves the Keras repairs out of `tfgpu.run`: TensorFlow may take a minute to start, and COUNT needs none.
+LIGHT = """
+import sys, types
+repairs = types.ModuleType("tfgpu.keras_fixes")
+repairs.install = lambda: ()
+sys.modules["tfgpu.keras_fixes"] = repairs
+"""
+# Counts to `steps`, from where it was saved; rank 0 saves when asked to leave. `rank:step:fault` happens once.
+COUNT = """
+import os, signal, sys, time
+from pathlib import Path
+
+folder, steps, fault_rank, fault_step, fault = Path(sys.argv[1]), int(sys.argv[2]), *(sys.argv[3:] or ["-1", "0", ""])
+rank = os.environ["SLURM_PROCID"]
+saved, asked = folder / f"saved-{rank}", []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+first = int(saved.read_text()) if saved.exists() else 0
+print("from", first, "at", time.time(), "tmp", os.environ.get("TMPDIR", ""), flush=True)
+for step in range(first, steps):
+    time.sleep(0.1)
+    if "TFGPU_HEARTBEAT" in os.environ:
+        Path(os.environ["TFGPU_HEARTBEAT"]).touch()
+    if asked:
+        saved.write_text(str(step))
+        sys.exit(75)
+    once = folder / "happened"
+    if (rank, str(step)) == (fault_rank, fault_step) and not once.exists():
+        once.touch()
+        print("now", time.time(), flush=True)
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1000)
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(int(fault))
+print("counted", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_TEST_PORT", str(17000 + os.getpid() % 1000 * 5))  # Several test runs at a time.
+        patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        try:
+            subprocess.run([SET_UP, "start", folder], check=True, timeout=120)
+            yield folder
+        finally:
+            subprocess.run([SET_UP, "stop", folder], check=True, timeout=120)
+
+
+class Run:
+    """A submitted job, and what can be asked of it."""
+
+    def __init__(
+        self, folder: Path, *arguments, script: str = COUNT, light: bool = True, environment=(), job=None, **allocation
+    ):
+        (folder / "count it.py").write_text(script)
+        (folder / "sitecustomize.py").write_text(LIGHT if light else "")
+        self.folder, self.logs = folder, folder / "logs"
+        self.job = Job(
+            "count it.py",
+            tuple(str(each) for each in arguments),
+            logs=self.logs,
+            environment={
+                "TFGPU_STARTUP_TIMEOUT": "0" if light else "60",
+                "PYTHONPATH": f"{folder}:{ROOT}",
+                **dict(environment),
+            },
+            **{"workers": 2, "silence_s": 30.0, **(job or {})},
+        )
+        before = Path.cwd()
+        os.chdir(folder)
+        try:
+            self.submitted = slurm.submit(self.job, Allocation(**{"nodes": 2, **allocation}))
+        finally:
+            os.chdir(before)
+        self.id = self.submitted.id
+
+    def facts(self) -> dict[str, str]:
+        text = subprocess.run(["scontrol", "-o", "show", "job", self.id], capture_output=True, text=True).stdout
+        return dict(re.findall(r"(\w+)=(\S+)", text))
+
+    def until(self, condition, seconds: float = 120):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, (self.facts(), self.log(), self.task(0), self.task(1))
+            time.sleep(0.1)
+
+    def until_counting(self, starts: int = 1):
+        """Both tasks have begun, so many times."""
+        self.until(lambda: all(self.task(rank).count("from") >= starts for rank in range(2)))
+
+    def wait(self, seconds: float = 150) -> int:
+        self.until(lambda: self.facts().get("JobState") in slurm.FINAL, seconds)
+        return self.submitted.wait()
+
+    def log(self) -> str:
+        return self._read(self.logs / f"job-{self.id}.log")
+
+    def task(self, rank: int) -> str:
+        return self._read(self.logs / f"job-{self.id}" / f"task-{rank}.log")
+
+    def times(self, word: str, rank: int) -> list[float]:
+        return [float(each) for each in re.findall(rf"{word}.*?(\d{{10}}\.\d+)", self.task(rank))]
+
+    def left_over(self) -> list[str]:
+        """Processes that still name this test's folder in their command line."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_text().replace("\0", " ")
+            except OSError:
+                continue
+            if str(self.folder) in words and int(path.parent.name) != os.getpid():
+                found.append(words)
+        return found
+
+    @staticmethod
+    def _read(path: Path) -> str:
+        return path.read_text() if path.exists() else ""
+
+
+def test_to_start_the_cluster_again_changes_nothing(cluster):
+    before = {path.name: path.read_text() for path in cluster.glob("*.pid")}
+    assert len(before) == 3
+    subprocess.run([SET_UP, "start", cluster], check=True, timeout=120)
+    assert {path.name: path.read_text() for path in cluster.glob("*.pid")} == before
+
+
+def test_two_tasks_count_and_the_job_is_done(cluster, tmp_path):
+    run = Run(tmp_path, tmp_path, 5)
+    assert run.wait() == 0
+    assert run.facts()["JobState"] == "COMPLETED"
+    assert [run.task(rank).count("counted") for rank in range(2)] == [1, 1]
+    assert "done." in run.log()
+
+
+def test_a_task_that_fails_is_started_again_in_the_same_allocation(cluster, tmp_path):
+    run = Run(tmp_path, tmp_path, 20, 1, 10, 3, job={"max_restarts": 1})
+    assert run.wait() == 0
+    facts = run.facts()
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "0")
+    assert "task 1 ended first, with exit code 3" in run.log()
+    assert "restart 1 of 1" in run.log()
+    assert "now" in run.log(), "the last lines of the guilty task are shown"
+    failed, again = run.times("now", 1)[0], run.times("from", 1)[1]
+    print(f"failure to restart: {again - failed:.1f} s")
+    assert again - failed < 60
+    assert run.task(0).count("from") == run.task(1).count("from") == 2
+
+
+def test_the_jobs_exit_code_is_that_of_the_guilty_task(cluster, tmp_path):
+    """The other one answers SIGTERM with a 75, and srun answers 137 where a task had to be killed."""
+    run = Run(tmp_path, tmp_path, 200, 1, 10, 3)
+    assert run.wait() == 3
+    assert (run.facts()["JobState"], run.facts()["ExitCode"]) == ("FAILED", "3:0")
+    assert "--max-restarts is 0" in run.log()
+    assert not run.left_over()
+
+
+def test_wrong_input_fails_at_once(cluster, tmp_path):
+    run = Run(tmp_path, tmp_path, 200, 0, 3, 2, job={"max_restarts": 5})
+    assert run.wait() == 2
+    assert run.task(1).count("from") == 1
+    assert "wrong input" in run.log()
+
+
+@pytest.mark.parametrize(("fault", "code"), [("kill", 137), ("stop", 124)])
+def test_a_task_that_is_killed_or_stopped_costs_a_restart(cluster, tmp_path, fault, code):
+    run = Run(tmp_path, tmp_path, 20, 1, 10, fault, job={"max_restarts": 1, "silence_s": 5.0})
+    assert run.wait() == 0
+    assert f"task 1 ended first, with exit code {code}" in run.log()
+    assert run.facts()["Restarts"] == "0"
+    assert not run.left_over()
+
+
+def test_asked_to_leave_and_saved_is_requeued_and_goes_on(cluster, tmp_path):
+    run = Run(tmp_path, tmp_path, 80)
+    run.until_counting()
+    time.sleep(1)
+    subprocess.run(["scancel", "--signal=TERM", run.id], check=True)
+    asked = time.time()
+    assert run.wait() == 0
+    assert (run.facts()["JobState"], run.facts()["Restarts"]) == ("COMPLETED", "1")
+    assert "has saved" in run.log() and "requeued" in run.log()
+    assert re.findall(r"from (\d+)", run.task(0))[1] != "0"
+    print(f"asked to leave until it counts again: {run.times('from', 0)[1] - asked:.1f} s")
+
+
+def test_to_leave_without_saving_spends_a_restart(cluster, tmp_path):
+    script = "import time; print('from at', time.time(), flush=True); time.sleep(1000)"
+    run = Run(tmp_path, script=script, job={"max_restarts": 1})
+    for start in (1, 2):
+        run.until_counting(start)
+        subprocess.run(["scancel", "--signal=TERM", run.id], check=True)
+    assert run.wait() == 143
+    assert (run.facts()["JobState"], run.facts()["Restarts"]) == ("FAILED", "1")
+    assert "all 1 are spent" in run.log()
+
+
+def test_scancel_ends_it_for_good_and_leaves_nothing(cluster, tmp_path):
+    run = Run(tmp_path, tmp_path, 2000, job={"max_restarts": 5})
+    run.until_counting()
+    subprocess.run(["scancel", run.id], check=True)
+    assert run.wait() != 0
+    assert (run.facts()["JobState"], run.facts()["Restarts"]) == ("CANCELLED", "0")
+    assert (tmp_path / "saved-0").exists(), "it saves before it goes"
+    assert run.task(0).count("from") == 1
+    run.until(lambda: not run.left_over(), 20)
+
+
+def test_an_administrators_requeue(cluster, tmp_path):
+    run = Run(tmp_path, tmp_path, 60)
+    run.until_counting()
+    subprocess.run(["scontrol", "requeue", run.id], check=True)
+    run.until_counting(2)
+    assert run.wait() == 0
+    assert (run.facts()["JobState"], run.facts()["Restarts"]) == ("COMPLETED", "1")
+
+
+@pytest.mark.parametrize("partition", ["main", "hasty"])
+def test_preemption_saves_gives_way_and_goes_on(cluster, tmp_path, partition):
+    run = Run(tmp_path, tmp_path, 80, partition=partition, options=("--exclusive",))
+    run.until_counting()
+    time.sleep(1)
+    urgent = [
+        "sbatch",
+        "--wait",
+        "-p",
+        "urgent",
+        "-N2",
+        "--exclusive",
+        "-o",
+        tmp_path / "urgent",
+        "--wrap",
+        "date +%s.%N",
+    ]
+    asked = time.time()
+    subprocess.run(urgent, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    assert run.wait() == 0
+    began = float((tmp_path / "urgent").read_text())
+    again = run.times("from", 0)[1]
+    print(f"preempted on {partition}: urgent after {began - asked:.1f} s, requeued after {again - asked:.1f} s")
+    assert (run.facts()["JobState"], run.facts()["Restarts"]) == ("COMPLETED", "1")
+    assert re.findall(r"from (\d+)", run.task(0))[1] != "0"
+
+
+def test_preemption_of_a_script_that_saves_nothing_begins_anew(cluster, tmp_path):
+    script = "import time; print('from at', time.time(), flush=True); time.sleep(8); print('counted')"
+    run = Run(tmp_path, script=script, options=("--exclusive",))
+    run.until_counting()
+    urgent = ["sbatch", "--wait", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "true"]
+    subprocess.run(urgent, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    assert run.wait() == 0
+    assert (run.facts()["JobState"], run.facts()["Restarts"]) == ("COMPLETED", "1")
+    assert "exit code 143" in run.log()
+    assert [run.task(rank).count("counted") for rank in range(2)] == [1, 1]
+
+
+def test_the_time_limit_saves_and_goes_on(cluster, tmp_path):
+    run = Run(tmp_path, tmp_path, 1100, time="2", grace_s=30)
+    assert run.wait(400) == 0
+    assert run.facts()["JobState"] == "COMPLETED"
+    assert int(run.facts()["Restarts"]) >= 1
+    assert "TIMEOUT" not in run.log() and "DUE TO TIME LIMIT" not in run.log()
+
+
+def test_one_that_does_not_leave_is_killed_after_its_grace(cluster, tmp_path):
+    run = Run(tmp_path, tmp_path, 1000, 1, 3, "deaf", grace_s=3, job={"silence_s": 0})
+    run.until(lambda: run.task(1).count("now") == 1)
+    subprocess.run(["scancel", "--signal=TERM", run.id], check=True)
+    run.until(lambda: "requeued" in run.log(), 60)
+    subprocess.run(["scancel", run.id], check=True)
+    run.wait()
+    run.until(lambda: not run.left_over(), 20)
+
+
+def test_a_lost_node_costs_no_restart(cluster, tmp_path):
+    run = Run(tmp_path, tmp_path, 100)
+    run.until_counting()
+    for pid in processes_of_node_2(cluster, run):
+        os.kill(pid, signal.SIGKILL)
+    run.until(lambda: run.facts()["Restarts"] == "1", 180)
+    subprocess.run([SET_UP, "node", cluster, "2"], check=True, timeout=30)
+    assert run.wait() == 0
+    assert (run.facts()["JobState"], run.facts()["Restarts"]) == ("COMPLETED", "1")
+    assert run.log().count("done.") == 1
+
+
+def processes_of_node_2(cluster: Path, run: Run) -> list[int]:
+    """Its slurmd, the managers of its steps, and the tasks."""
+    found = {int((cluster / "slurmd-127.0.0.2.pid").read_text())}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words, variables = (path / "cmdline").read_text(), (path / "environ").read_bytes()
+            parent = int(re.search(r"PPid:\s+(\d+)", (path / "status").read_text())[1])
+        except OSError:
+            continue
+        if str(run.folder) in words and b"SLURMD_NODENAME=127.0.0.2" in variables:
+            found |= {int(path.name), parent}
+    return sorted(found)
+
+
+def test_slurms_refusal_names_the_file(cluster, tmp_path):
+    with pytest.raises(InputError, match=r"would not take .*count it\.sbatch: .*invalid partition"):
+        Run(tmp_path, partition="nowhere")
+    with pytest.raises(MachineError, match="no longer tells of job 4000000: .*Invalid job id"):
+        slurm.Submitted("4000000", tmp_path, tmp_path).wait()
+
+
+def test_a_controller_that_is_away_is_named(cluster, tmp_path, monkeypatch):
+    away = re.sub(r"SlurmctldPort=\d+", "MessageTimeout=2\nSlurmctldPort=1", (cluster / "slurm.conf").read_text())
+    (tmp_path / "slurm.conf").write_text(away)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    with pytest.raises(MachineError, match="Unable to contact slurm controller"):
+        Run(tmp_path)
+
+
+def test_inside_an_srun_it_is_the_script_itself(cluster, tmp_path):
+    (tmp_path / "who.py").write_text("import os, sys; print(os.environ['SLURM_PROCID'], sys.argv[1:])")
+    (tmp_path / "sitecustomize.py").write_text(LIGHT)
+    program = (
+        "import sys; from pathlib import Path; from tfgpu.launch.slurm import Allocation, launch; "
+        "from tfgpu.launch.job import Job; "
+        "sys.exit(launch(Job('who.py', ('a b',), workers=int(sys.argv[1]), logs=Path('logs')), Allocation(nodes=2)))"
+    )
+    command = ["srun", "--nodes=2", "--ntasks=2", sys.executable, "-c", program]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([*command, "2"], **options)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["0 ['a b']", "1 ['a b']"]), done.stderr
+    done = subprocess.run([*command, "4"], **options)
+    assert done.returncode != 0
+    assert "which has SLURM_STEP_NUM_TASKS=2, and 4 is asked for" in done.stderr
+
+
+def test_the_chiefs_end_ends_the_parameter_servers(cluster, tmp_path):
+    script = """
+import os, sys, time
+print("from at", time.time(), os.environ["TFGPU_PARAMETER_SERVERS"], flush=True)
+time.sleep(2 if os.environ["SLURM_PROCID"] == "0" else 1000)
+"""
+    job = {"workers": 1, "parameter_servers": 1}
+    run = Run(tmp_path, script=script, light=True, nodes=1, job=job)
+    assert run.wait() == 0
+    assert [len(re.findall(r"^from at \S+ 1$", run.task(rank), re.MULTILINE)) for rank in range(3)] == [1, 1, 1]
+    assert not run.left_over()
+
+
+TRAIN = """
+import json, os, signal, sys
+from pathlib import Path
+
+folder, rank = Path(sys.argv[1]), int(os.environ.get("SLURM_PROCID", 0))
+if "SLURM_STEP_ID" in os.environ and "TF_CONFIG" not in os.environ:
+    workers = [f"127.0.0.{n + 1}:{15000 + int(os.environ['SLURM_JOB_ID']) * 2 + n}" for n in range(2)]
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+class Die(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if rank == 1 and epoch == 2 and not (folder / "died").exists():
+            (folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+keras.utils.set_random_seed(0)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+backup = keras.callbacks.BackupAndRestore(str(folder / "backup"))
+model.fit(x, x.sum(1), batch_size=16, epochs=4, shuffle=False, verbose=0, callbacks=[backup, Die()])
+np.savez(folder / f"weights-{rank}-of-{strategy.num_replicas_in_sync}.npz", *model.get_weights())
+"""
+
+
+def test_two_tasks_train_and_a_death_changes_nothing(cluster, tmp_path):
+    environment = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    job = {"max_restarts": 1, "silence_s": 120.0}
+    run = Run(tmp_path, tmp_path, script=TRAIN, light=False, environment=environment, job=job)
+    assert run.wait(500) == 0, (run.log(), run.task(0), run.task(1))
+    assert "task 1 ended first, with exit code 137" in run.log()
+    alone = [sys.executable, "-m", "tfgpu.run", "count it.py", tmp_path]
+    environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    subprocess.run(alone, check=True, cwd=tmp_path, timeout=300, env=environment)
+    one, *two = (np.load(tmp_path / f"weights-{name}.npz") for name in ("0-of-1", "0-of-2", "1-of-2"))
+    for name in one:
+        assert np.array_equal(two[0][name], two[1][name])
+        np.testing.assert_allclose(one[name], two[0][name], atol=1e-5)

@@ -1,0 +1,255 @@
+"""Slurm: writes the batch file of a job, submits it, and tells how to follow it.
+
+Example:
+    >>> print(batch_file(Job("train.py", workers=2, logs=Path("/logs")), Allocation(nodes=2)))  # doctest: +ELLIPSIS
+    #!/bin/bash
+    ...
+    #SBATCH --nodes=2
+    ...
+
+The file runs `tfgpu.launch.slurm_job` on the job's first node, which starts one `tfgpu.launch.slurm_task` a task.
+Inside a task of an `srun` there is nothing to submit: `launch` runs the script there, as `tfgpu run` does.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfgpu.errors import InputError, MachineError
+from tfgpu.launch.job import Job
+from tfgpu.launch.slurm_allocation import Allocation
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:;/@%+=~^&*()\[\]|!-]+")
+FINAL = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("REVOKED", "TIMEOUT"),
+}
+"""States that a job does not leave."""
+AWAY_S = 600.0
+"""How long the controller may be away while a job is waited for."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that Slurm has taken.
+
+    Args:
+        id: Slurm's number for it.
+        file: the batch file.
+        logs: the folder with the job's log, `job-ID.log`, and those of its tasks, `job-ID/task-N.log`.
+    """
+
+    id: str
+    file: Path
+    logs: Path
+
+    def how_to_follow(self) -> str:
+        """Returns the lines that tell the user what to do next."""
+        log, first = self.logs / f"job-{self.id}.log", self.logs / f"job-{self.id}" / "task-0.log"
+        return (
+            f"Submitted job {self.id}.\n"
+            f"  batch file: {self.file}\n"
+            f"  follow it:  tail -F {shlex.quote(str(log))} {shlex.quote(str(first))}\n"
+            f"  state:      squeue --job={self.id}\n"
+            f"  end it:     scancel {self.id}"
+        )
+
+    def wait(self, *, look_s: float = 1.0, most_s: float = 15.0) -> int:
+        """Waits until the job has ended for good, requeues included.
+
+        Args:
+            look_s: seconds between the first looks; they grow.
+            most_s: to so many.
+
+        Returns:
+            The job's exit code; 128 + n where signal n ended it, 1 where Slurm did.
+
+        Raises:
+            MachineError: Slurm no longer knows the job, or has not answered for ten minutes.
+        """
+        answered = time.monotonic()
+        while True:
+            facts, complaint = _show(self.id)
+            if facts:
+                answered = time.monotonic()
+            elif "Invalid job id" in complaint or time.monotonic() - answered > AWAY_S:
+                raise MachineError(f"Slurm no longer tells of job {self.id}: {complaint}. Ask `sacct -j {self.id}`.")
+            if facts.get("JobState") in FINAL:
+                code, signal = (int(number) for number in facts["ExitCode"].split(":"))
+                return code or (128 + signal if signal else int(facts["JobState"] != "COMPLETED"))
+            time.sleep(look_s)
+            look_s = min(look_s * 1.2, most_s)
+
+
+def batch_file(job: Job, allocation: Allocation) -> str:
+    """Writes the batch file of a job.
+
+    Args:
+        job: what to run. `logs` must name a folder that all nodes see.
+        allocation: what to ask Slurm for.
+
+    Returns:
+        The text of a bash script for `sbatch`.
+
+    Raises:
+        InputError: a path or a variable cannot stand in a batch file, or there are fewer tasks than nodes.
+    """
+    if job.logs is None:
+        raise InputError("A Slurm job needs a folder for its logs. Give one by --logs DIR.")
+    logs = Path(job.logs).absolute()
+    lines = ["#!/bin/bash", "# Written by `tfgpu launch --slurm`; submit it again with `sbatch`.", ""]
+    lines += [_directive(option) for option in _options(job, allocation, logs)]
+    lines += ["", *(f"export {name}={shlex.quote(value)}" for name, value in _variables(job).items())]
+    program = [sys.executable, "-m", "tfgpu.launch.slurm_job", f"--logs={logs}"]
+    options = [f"--max-restarts={job.max_restarts}", f"--grace={allocation.grace_s}", f"--silence={job.silence_s:g}"]
+    lines += ["", "# Starts the tasks by srun, and again after a failure or a preemption."]
+    lines += [f"exec {shlex.join(program)} \\", f"    {shlex.join(options)} \\"]
+    lines.append(f"    {shlex.join((job.script, *job.arguments))}")
+    return "\n".join(lines) + "\n"
+
+
+def submit(job: Job, allocation: Allocation) -> Submitted:
+    """Writes the batch file beside the logs and submits it.
+
+    Raises:
+        InputError: there is no such script, or Slurm refuses the job.
+        MachineError: there is no `sbatch`, or Slurm does not answer.
+    """
+    text = batch_file(job, allocation)
+    if not Path(job.script).is_file():
+        raise InputError(f"There is no script {job.script!r}. Give the path of a Python file.")
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise MachineError(
+            "There is no `sbatch` here. Run this where Slurm's commands are (a login node), or add --dry-run and "
+            "submit what it prints yourself."
+        )
+    logs = Path(job.logs).absolute()
+    logs.mkdir(parents=True, exist_ok=True)
+    file = logs / f"{Path(job.script).stem}.sbatch"
+    file.write_text(text)
+    done = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True)
+    if done.returncode:
+        kind = MachineError if "ontact" in done.stderr and "controller" in done.stderr else InputError
+        raise kind(f"Slurm would not take {file}: {' '.join(done.stderr.split())}")
+    return Submitted(done.stdout.strip().split(";")[0], file, logs)
+
+
+def launch(
+    job: Job, allocation: Allocation, *, dry_run: bool = False, wait: bool = False, say: Callable[[str], object] = print
+) -> int:
+    """Submits a job, or runs this task of it where `srun` has already started it.
+
+    Args:
+        job: what to run.
+        allocation: what to ask Slurm for.
+        dry_run: shows the batch file, and submits nothing.
+        wait: stays until the job has ended.
+        say: shows a text to the user.
+
+    Returns:
+        The exit code for the command line: the job's own with `wait`, else 0.
+
+    Raises:
+        InputError: as `batch_file` and `submit`; or the `srun` around it has another number of nodes or tasks.
+        MachineError: as `submit`.
+    """
+    if dry_run:
+        say(batch_file(job, allocation).rstrip("\n"))
+        return 0
+    if in_step():
+        _run_here(job, allocation)
+    submitted = submit(job, allocation)
+    say(submitted.how_to_follow())
+    if not wait:
+        return 0
+    try:
+        code = submitted.wait()
+    except KeyboardInterrupt:
+        say(f"Job {submitted.id} goes on. End it with `scancel {submitted.id}`.")
+        return 130
+    say(f"Job {submitted.id} ended with exit code {code}.")
+    return code
+
+
+def in_step() -> bool:
+    """Whether this process is a task that `srun` has started (no batch script, and no shell of `salloc`)."""
+    step = os.environ.get("SLURM_STEP_ID", "")
+    return "SLURM_PROCID" in os.environ and step.isdecimal() and int(step) < 0xFFFFFFF0
+
+
+def _tasks(job: Job) -> int:
+    """Processes in all: with parameter servers there is a chief besides the workers."""
+    return job.workers + (job.parameter_servers + 1 if job.parameter_servers else 0)
+
+
+def _options(job: Job, allocation: Allocation, logs: Path) -> list[str]:
+    tasks = _tasks(job)
+    if tasks < allocation.nodes:
+        raise InputError(
+            f"{allocation.nodes} nodes need as many processes, got {tasks}. Give -n {allocation.nodes} or more."
+        )
+    options = [f"--job-name={re.sub(r'[^A-Za-z0-9_.-]', '_', Path(job.script).stem)}", f"--nodes={allocation.nodes}"]
+    options.append(f"--ntasks={tasks}")
+    if tasks % allocation.nodes == 0:
+        options.append(f"--ntasks-per-node={tasks // allocation.nodes}")
+    if job.gpus_per_worker:
+        options.append(f"--gpus-per-task={job.gpus_per_worker}")
+    for name in ("time", "partition", "account"):
+        if getattr(allocation, name):
+            options.append(f"--{name}={getattr(allocation, name)}")
+    if "\\" in str(logs):
+        raise InputError(f"Slurm takes no backslash in the folder of its logs. Received: {str(logs)!r}. Rename it.")
+    log = str(logs).replace("%", "%%")
+    options += [f"--chdir={Path.cwd()}", f"--output={log}/job-%j.log", "--open-mode=append"]
+    options += ["--requeue", f"--signal=TERM@{allocation.grace_s}"]
+    return options + list(allocation.options)
+
+
+def _directive(option: str) -> str:
+    """A line for sbatch, whose quoting is not the shell's."""
+    name, equals, value = option.partition("=")
+    if "\n" in value or ('"' in value and "'" in value):
+        raise InputError(f"sbatch cannot read a value with both kinds of quotes or a new line. Received: {option!r}.")
+    if equals and not _PLAIN.fullmatch(value):
+        quote = "'" if '"' in value else '"'
+        value = f"{quote}{value}{quote}"
+    return f"#SBATCH {name}{equals}{value}"
+
+
+def _variables(job: Job) -> dict[str, str]:
+    variables = {"TFGPU_STARTUP_TIMEOUT": f"{job.startup_timeout_s:g}"}
+    if job.parameter_servers:
+        variables["TFGPU_PARAMETER_SERVERS"] = str(job.parameter_servers)
+    if job.gpus_per_worker == 0:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    for name in job.environment:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise InputError(f"A variable's name must be letters, digits and '_'. Received: {name!r}.")
+    return variables | job.environment
+
+
+def _run_here(job: Job, allocation: Allocation) -> None:
+    """Becomes `tfgpu run`; what contradicts the `srun` around it is refused."""
+    wanted = {"SLURM_STEP_NUM_NODES": allocation.nodes, "SLURM_STEP_NUM_TASKS": _tasks(job)}
+    for name, number in wanted.items():
+        if os.environ.get(name, str(number)) != str(number):
+            raise InputError(
+                f"This runs inside an `srun`, which has {name}={os.environ[name]}, and {number} is asked for. "
+                "Leave --slurm and its options out: `srun tfgpu run SCRIPT`."
+            )
+    os.environ.update(_variables(job))
+    os.execv(sys.executable, [sys.executable, "-m", "tfgpu.run", job.script, *job.arguments])
+
+
+def _show(id: str) -> tuple[dict[str, str], str]:
+    """What Slurm says of a job: its fields, or none and the complaint."""
+    done = subprocess.run(["scontrol", "--oneliner", "show", "job", id], capture_output=True, text=True)
+    return dict(re.findall(r"(?:^| )(JobState|ExitCode)=(\S+)", done.stdout)), " ".join(done.stderr.split())

@@ -1,0 +1,123 @@
+"""What a job asks Slurm for, checked before it is submitted."""
+
+import re
+from dataclasses import dataclass
+
+from tfgpu.errors import InputError
+
+OWN = {
+    "array": "Submit one job a run.",
+    "chdir": "The job runs where you submit it.",
+    "error": "Use --logs.",
+    "gpus-per-task": "Use --gpus-per-worker.",
+    "nodes": "Use --nodes.",
+    "no-requeue": "A job that is preempted goes on only if it is requeued.",
+    "ntasks": "Use -n.",
+    "ntasks-per-node": "Use -n.",
+    "open-mode": "It appends, so that a requeued job keeps its log.",
+    "output": "Use --logs.",
+    "parsable": "It is always set.",
+    "requeue": "It is always set.",
+    "signal": "Use --grace.",
+    "wait": "Use --wait without --sbatch.",
+    "wrap": "Give the script.",
+}
+"""Options of sbatch that are not the user's to give, and what to do instead."""
+EARLY_S = 60
+"""Slurm may send its signal so many seconds early."""
+_NAME = re.compile(r"[A-Za-z0-9_.@+-]+(?:,[A-Za-z0-9_.@+-]+)*")
+_OPTION = re.compile(r"--([a-z][a-z0-9-]*)(?:=([^\n]*))?")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a job asks Slurm for.
+
+    Args:
+        nodes: machines.
+        time: the limit, as sbatch takes it: minutes, `hours:minutes:seconds` or `days-hours:minutes:seconds`. None
+            takes the partition's.
+        partition: one or several with commas between; None takes the default one.
+        account: who pays; None takes the user's default.
+        grace_s: whole seconds for the tasks to save in before the time is up, or after they were asked to leave.
+        options: further options of sbatch in their long form, such as `"--qos=high"` or `"--cpus-per-task=8"`.
+
+    Raises:
+        InputError: a value is malformed, or an option is not the user's to give.
+
+    Example:
+        >>> Allocation(nodes=2, time="1:30")
+        Traceback (most recent call last):
+        tfgpu.errors.InputError: `time` must be more than 120 s: `grace_s` and the 60 s by which Slurm's signal may \
+come early. Received: '1:30', which is 90 s. Ask for more time, or give a smaller `grace_s`.
+    """
+
+    nodes: int = 1
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    grace_s: int = 60
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in ("nodes", "grace_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
+                raise InputError(f"`{name}` must be a whole number from 1 to 65535. Received: {value!r}.")
+        for name in ("partition", "account"):
+            value = getattr(self, name)
+            if value is not None and not _NAME.fullmatch(value):
+                raise InputError(f"`{name}` must be a name without spaces, as Slurm shows it. Received: {value!r}.")
+        self._check_time()
+        for option in self.options:
+            _check_option(option, given=[name for name in ("time", "partition", "account") if getattr(self, name)])
+
+    def _check_time(self) -> None:
+        limit = None if self.time is None else seconds(self.time)
+        least = self.grace_s + EARLY_S
+        if limit is not None and limit <= least:
+            raise InputError(
+                f"`time` must be more than {least} s: `grace_s` and the {EARLY_S} s by which Slurm's signal may come "
+                f"early. Received: {self.time!r}, which is {limit} s. Ask for more time, or give a smaller `grace_s`."
+            )
+
+
+def seconds(limit: str) -> int | None:
+    """Reads a time limit as sbatch does.
+
+    Args:
+        limit: such as `"90"` (minutes), `"90:00"`, `"1:30:00"`, `"2-12"` (days and hours), `"2-12:30"`, or
+            `"UNLIMITED"`.
+
+    Returns:
+        Seconds; None without a limit.
+
+    Raises:
+        InputError: it is none of these.
+
+    Example:
+        >>> seconds("90"), seconds("1:30:00"), seconds("2-12")
+        (5400, 5400, 216000)
+
+    Source: https://slurm.schedmd.com/sbatch.html#OPT_time
+    """
+    if limit.lower() in ("unlimited", "infinite"):
+        return None
+    days, dash, rest = limit.rpartition("-")
+    parts = rest.split(":")
+    if not re.fullmatch(r"[0-9]{1,6}(:[0-9]{1,6}){0,2}", rest) or (dash and not re.fullmatch(r"[0-9]{1,5}", days)):
+        raise InputError(f"`time` must be such as '90' (minutes), '1:30:00' or '2-12:30:00'. Received: {limit!r}.")
+    if not dash and len(parts) < 3:
+        parts.insert(0, "0")  # Minutes come first.
+    hours, minutes, rest_s = [int(part) for part in parts] + [0] * (3 - len(parts))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest_s
+
+
+def _check_option(option: str, *, given: list[str]) -> None:
+    match = _OPTION.fullmatch(option)
+    if not match:
+        raise InputError(f"An option of sbatch must be in its long form, such as '--qos=high'. Received: {option!r}.")
+    if match[1] in OWN:
+        raise InputError(f"sbatch's --{match[1]} cannot be set here. {OWN[match[1]]} Received: {option!r}.")
+    if match[1] in given:
+        raise InputError(f"--{match[1]} is given twice. Received: {option!r} besides.")

@@ -1,0 +1,304 @@
+"""What the batch file runs, on the job's first node: the group of tasks, again and again until it has ended for good.
+
+| the group ended | and then |
+|---|---|
+| all with 0 | the job is done |
+| asked to leave and saved (75), or preempted | `scontrol requeue`; no restart is spent |
+| wrong input (2) | the job fails at once |
+| another code | started again in the same allocation, up to `--max-restarts`; counted across requeues |
+| a node does not answer | `scontrol requeue`; no restart is spent |
+| the job is being ended (`scancel`, the time limit, an administrator's requeue) | nothing: Slurm decides |
+
+Sources: https://slurm.schedmd.com/sbatch.html (--signal, --requeue), https://slurm.schedmd.com/preempt.html
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfgpu.launch import slurm_task
+from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT, Restarts
+from tfgpu.launch.slurm_task import Record
+
+KILLED = 128 + signal.SIGKILL
+TERMINATED = 128 + signal.SIGTERM
+LAST_LINES = 20
+CONTROLLER_S = 60.0
+SERVERS_END_S = 5
+NODES_ANSWER_S = 90.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a group ended.
+
+    Args:
+        code: its exit code.
+        rank: the task that decided it; None: srun itself.
+        asked: whether it was asked to leave.
+    """
+
+    code: int
+    rank: int | None = None
+    asked: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the controller says of the job: its state, how often it was requeued, and whether it is being preempted."""
+
+    state: str = "RUNNING"
+    requeues: int | None = None
+    preempted: bool = False
+
+
+def ending(records: Sequence[Record | None], step_code: int, *, chief_ends: bool = False) -> Ending:
+    """Says how a group ended, from the records of its tasks and srun's exit code.
+
+    Args:
+        records: by rank; None for a task that left none (its node is lost, or it was killed together with its script).
+        step_code: what srun answered: 0 where every task ended well or was asked to leave.
+        chief_ends: whether task 0 is the chief of parameter servers, which never end of themselves.
+
+    Example:
+        >>> ending([Record(137, 20.0, asked=10.1), Record(3, 10.0)], 137)
+        Ending(code=3, rank=1, asked=False)
+        >>> ending([Record(75, 12.0, asked=10.0), Record(75, 11.0, asked=10.0)], 0)
+        Ending(code=75, rank=1, asked=True)
+    """
+    present = [(rank, record) for rank, record in enumerate(records) if record is not None]
+    failed = sorted((record.ended, rank) for rank, record in present if record.code and record.asked is None)
+    asked = sorted((record.asked, rank) for rank, record in present if record.asked is not None and record.code)
+    if chief_ends and records[0] is not None and records[0].code == 0:
+        return Ending(0)
+    wrong = [rank for _, rank in failed if records[rank].code == WRONG_INPUT]
+    if wrong:
+        return Ending(WRONG_INPUT, wrong[0])
+    if asked and (step_code == 0 or len(present) == len(records)) and (not failed or asked[0] < failed[0]):
+        # Of those that were asked, one that saved speaks for all: there is a checkpoint to go on from.
+        ended = sorted((records[rank].code != PREEMPTED, records[rank].ended, rank) for _, rank in asked)
+        return Ending(records[ended[0][2]].code, ended[0][2], asked=True)
+    if failed:
+        return Ending(records[failed[0][1]].code, failed[0][1])
+    lost = [rank for rank, record in enumerate(records) if record is None]
+    if lost:  # srun may answer 0 for it.
+        return Ending(step_code or KILLED, lost[0])
+    return Ending(step_code)
+
+
+class Supervisor:
+    """Runs a script's tasks in the allocation of this process.
+
+    Args:
+        command: the script and its arguments.
+        folder: where the tasks' logs and records go, in a folder of this job's own; all nodes must see it.
+        max_restarts: how often the group is started again after a failure.
+        grace_s: seconds for a task to save in once it has been asked to leave.
+        silence_s: seconds without a heartbeat after which a task counts as stopped; 0: never.
+        first_wait_s: seconds before the first restart.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        max_restarts: int = 0,
+        grace_s: float = 60.0,
+        silence_s: float = 60.0,
+        first_wait_s: float = 1.0,
+    ):
+        self.command = list(command)
+        self.grace_s = grace_s
+        self.silence_s = silence_s
+        self.restarts = Restarts(most=max_restarts, first_wait_s=first_wait_s)
+        self.tasks = int(os.environ["SLURM_NTASKS"])
+        self.has_servers = os.environ.get("TFGPU_PARAMETER_SERVERS", "0") not in ("", "0")
+        self.job = os.environ["SLURM_JOB_ID"]
+        self.folder = folder / f"job-{self.job}"
+        self.requeues = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self.told_to_end = False
+        self._spent = self.folder / "restarts"
+
+    def run(self) -> int:
+        """Runs the group until it has ended for good; returns the job's exit code."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.restarts.made = int(self._spent.read_text()) if self._spent.exists() else 0
+        signal.signal(signal.SIGTERM, self._end)
+        while True:
+            records = self._new_folder()
+            code = self._run_step(records)
+            left = [slurm_task.read(records / f"{rank}.json") for rank in range(self.tasks)]
+            end = ending(left, code, chief_ends=self.has_servers)
+            wait_s = self._decide(end, left)
+            if wait_s is None:
+                return end.code
+            say(f"starting again in {wait_s:g} s, restart {self.restarts.made} of {self.restarts.most}.")
+            time.sleep(wait_s)
+            if self.told_to_end:
+                return TERMINATED
+
+    def _decide(self, end: Ending, left: Sequence[Record | None]) -> float | None:
+        """Seconds until the next start in this allocation; None where there is none."""
+        if end.code == 0:
+            say("done.")
+            return None
+        self._explain(end, recorded=end.rank is None or left[end.rank] is not None)
+        facts = job_facts(self.job)
+        # A job may have been started anew elsewhere, when this node was cut off.
+        replaced = facts.requeues not in (None, self.requeues)
+        if self.told_to_end or replaced or facts.state != "RUNNING":
+            say(f"Slurm is ending this job ({facts.state}): nothing is started here.")
+            return None
+        if end.code == PREEMPTED or (end.asked and facts.preempted):
+            self._requeue("asked to leave")
+            return None
+        if None in left and not nodes_answer():
+            self._requeue("a node does not answer")
+            return None
+        wait_s = self.restarts.after(end.code)
+        self._remember()
+        if wait_s is None:
+            say(f"no restart: {_reason(end.code, self.restarts.most)}.")
+        elif end.asked:  # Its time is up: the next start needs an allocation of its own.
+            self._requeue("asked to leave without saving")
+            return None
+        return wait_s
+
+    def _run_step(self, records: Path) -> int:
+        logs = str(self.folder).replace("%", "%%")
+        program = [sys.executable, "-m", "tfgpu.launch.slurm_task", f"--records={records}"]
+        program += [f"--grace={self.grace_s:g}", f"--silence={self.silence_s:g}", *self.command]
+        options = [f"--ntasks={self.tasks}", "--kill-on-bad-exit=1", "--export=ALL"]
+        # Seconds between the first task's end and that of the others; 0: however long they take.
+        options += [f"--wait={SERVERS_END_S if self.has_servers else 0}", "--unbuffered"]
+        options += ["--open-mode=append", f"--output={logs}/task-%t.log"]
+        # In a session of its own: what ends this process would make srun kill tasks that still save.
+        command = ["srun", *options, *program]
+        return subprocess.run(command, env=step_environment(os.environ), start_new_session=True).returncode
+
+    def _remember(self) -> None:
+        aside = self._spent.with_suffix(".part")
+        aside.write_text(str(self.restarts.made))
+        aside.replace(self._spent)
+
+    def _end(self, *_: object) -> None:
+        self.told_to_end = True
+
+    def _new_folder(self) -> Path:
+        for number in range(10**6):
+            folder = self.folder / "records" / str(number)
+            if not folder.exists():
+                folder.mkdir(parents=True)
+                return folder
+        raise AssertionError("a million starts")
+
+    def _explain(self, end: Ending, *, recorded: bool) -> None:
+        if end.rank is None:
+            say(f"srun ended with exit code {end.code}.")
+            return
+        log = self.folder / f"task-{end.rank}.log"
+        if end.code == PREEMPTED:
+            say(f"task {end.rank} was asked to leave and has saved.")
+            return
+        how = (
+            f"ended first, with exit code {end.code}"
+            if recorded
+            else "was lost: killed from outside, or its node is down"
+        )
+        say(f"task {end.rank} {how}. The last lines of {log}:")
+        for line in tail(log):
+            print(f"    {line}", flush=True)
+
+    def _requeue(self, why: str) -> None:
+        """Puts the job back into the queue; Slurm then ends this process."""
+        done = subprocess.run(["scontrol", "requeue", self.job], capture_output=True, text=True)
+        if done.returncode:
+            say(f"{why}, but Slurm would not requeue the job: {done.stderr.strip()}. Submit its batch file again.")
+            return
+        say(f"{why}: requeued.")
+        deadline = time.monotonic() + CONTROLLER_S
+        while not self.told_to_end and time.monotonic() < deadline:
+            time.sleep(0.2)
+
+
+def step_environment(environ: dict[str, str]) -> dict[str, str]:
+    """The environment for srun: since 22.05 it no longer reads the job's CPUs per task by itself."""
+    made = dict(environ)
+    if "SLURM_CPUS_PER_TASK" in made:
+        made.setdefault("SRUN_CPUS_PER_TASK", made["SLURM_CPUS_PER_TASK"])
+    return made
+
+
+def job_facts(job: str) -> Facts:
+    """Asks the controller; a controller that does not answer counts as a job that runs."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, timeout=CONTROLLER_S
+        )
+    except subprocess.TimeoutExpired:
+        return Facts()
+    fields = dict(re.findall(r"(?:^| )(JobState|Restarts|StartTime|PreemptTime)=([\w:-]+)", done.stdout))
+    began, preempted = fields.get("StartTime", ""), fields.get("PreemptTime", "")
+    return Facts(
+        state=fields.get("JobState", "RUNNING"),
+        requeues=int(fields["Restarts"]) if "Restarts" in fields else None,
+        preempted=preempted[:1].isdigit() and preempted >= began,  # Not a preemption of an earlier start.
+    )
+
+
+def nodes_answer() -> bool:
+    """Whether every node of the allocation starts a process within 90 s."""
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    command = ["srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "true"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=NODES_ANSWER_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def tail(path: Path) -> list[str]:
+    """The last lines of a log; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
+            return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+    except OSError:
+        return []
+
+
+def say(message: str) -> None:
+    """One line into the job's log, with the time."""
+    print(f"tfgpu {time.strftime('%H:%M:%S')} {message}", flush=True)
+
+
+def _reason(code: int, most: int) -> str:
+    if code == WRONG_INPUT:
+        return "wrong input, which a restart cannot mend"
+    return f"all {most} are spent" if most else "--max-restarts is 0"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the supervisor with the command line's options."""
+    parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.slurm_job")
+    parser.add_argument("--logs", type=Path, required=True, help="folder that all nodes see")
+    parser.add_argument("--max-restarts", type=int, default=0, help="starts after failures")
+    parser.add_argument("--grace", type=float, default=60.0, help="seconds to save in")
+    parser.add_argument("--silence", type=float, default=60.0, help="seconds without a heartbeat")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS")
+    given = parser.parse_args(words)
+    supervisor = Supervisor(
+        given.command, given.logs, max_restarts=given.max_restarts, grace_s=given.grace, silence_s=given.silence
+    )
+    return supervisor.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
