@@ -21,6 +21,7 @@ __all__ = ["ATTEMPT", "TIMEOUT", "join", "timeout_s"]
 
 TIMEOUT = "TFGPU_STARTUP_TIMEOUT"
 ATTEMPT = "TFGPU_ATTEMPT"
+REJOIN = "TFGPU_REJOIN"
 DEFAULT_TIMEOUT_S = 60.0
 # The clusters that this process has joined, by their TF_CONFIG: TensorFlow's ports are in use from then on.
 _joined: set[str] = set()
@@ -30,7 +31,8 @@ def join(cluster: Cluster | None = None, *, script: str | None = None, facts: Ma
     """Meets the other processes of the cluster, once a process; every one of them must call it.
 
     Chief, workers and parameter servers take part; an evaluator and a process by itself do not. Waits up to
-    TFGPU_STARTUP_TIMEOUT seconds (60; 0 leaves all of this out). Afterwards the ports are free for TensorFlow.
+    TFGPU_STARTUP_TIMEOUT seconds (60; 0 leaves all of this out). Afterwards the ports are free for TensorFlow. A worker
+    that comes back alone (TFGPU_REJOIN) meets nobody: the others have long gone on.
 
     Args:
         cluster: the facts of the cluster; `None` reads them from the environment.
@@ -45,7 +47,7 @@ def join(cluster: Cluster | None = None, *, script: str | None = None, facts: Ma
     wait_s = timeout_s()
     everyone, me = members(cluster)
     key = cluster.tf_config()
-    if not wait_s or me < 0 or len(everyone) < 2 or key in _joined:
+    if not wait_s or me < 0 or len(everyone) < 2 or key in _joined or os.environ.get(REJOIN):
         return
     # asyncio takes a tenth of a second to import, which a command that meets nobody need not spend.
     from tfgpu.preflight.facts import gather

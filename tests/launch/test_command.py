@@ -1,0 +1,105 @@
+"""`tfgpu launch` as a user types it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tfgpu.cli import main
+
+ROOT = Path(__file__).parents[2]
+TRAIN = """
+import json, os, sys
+import numpy as np
+import keras, tfgpu
+
+assert sys.argv[1:] == ["-n", "7", "--nodes", "x"]
+keras.utils.set_random_seed(0)
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(37, 6)).astype("float32"), rng.integers(0, 3, 37)
+strategy = tfgpu.strategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(3)])
+    model.compile(
+        keras.optimizers.Adam(0.01, clipnorm=0.5), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+place = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": "alone"}}'))["task"]["index"]
+np.savez(f"weights-{place}.npz", *model.get_weights())
+print("replicas", strategy.num_replicas_in_sync)
+"""
+
+
+def tfgpu(*words: str, cwd: Path, timeout: float = 280, **environ: str) -> subprocess.CompletedProcess:
+    kept = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", "FORCE_COLOR")}
+    return subprocess.run(
+        [sys.executable, "-m", "tfgpu", *words],
+        cwd=cwd,
+        env={**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb", **environ},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none.py", "--epochs", "3"], "There is no script 'none.py'. Give the path of a Python file."),
+        (["-n", "0", "here.py"], "`workers` must be a whole number from 1. Received: 0."),
+        (["--ssh", "ssh -4", "here.py"], "--ssh is for other machines. Add --nodes HOSTS, or leave it out."),
+        (["--env", "NO_SUCH", "here.py"], "--env NO_SUCH: there is no such variable here. Write --env NO_SUCH=VALUE."),
+        (["--logs", "a", "--no-logs", "here.py"], "--logs and --no-logs exclude each other. Give one of them."),
+        (["--nodes", "a,b", "-n", "1", "here.py"], "Every node needs a worker. Received: -n 1 and 2 nodes."),
+        (["--nodes", "a,,b", "here.py"], "--nodes must be names with commas between them. Received: 'a,,b'."),
+        ([], "Missing argument 'SCRIPT'"),
+    ],
+)
+def test_wrong_input_is_one_line_with_code_2(tmp_path, monkeypatch, capsys, words, said):
+    (tmp_path / "here.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["launch", *words])
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and not out
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and said in line
+    assert [path.name for path in tmp_path.iterdir()] == ["here.py"]
+
+
+def test_help_shows_every_flag_with_its_default(tmp_path):
+    text = re.sub(r"[\s│]+", " ", tfgpu("launch", "--help", cwd=tmp_path).stdout)
+    for flag in ("-n", "--ps", "--max-restarts", "--startup-timeout", "--silence", "--grace", "--nodes", "--env"):
+        assert f"{flag} " in text
+    for default in ("[1 each]", "[an equal share]", "[tfgpu-logs/<time>-<script>]", "[as here]", "[default: 60.0]"):
+        assert default in text
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes_learn_what_one_learns(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    own = ["train.py", "-n", "7", "--nodes", "x"]
+    together = tfgpu("launch", "-n", "2", "--startup-timeout", "200", *own, cwd=tmp_path)
+    assert together.returncode == 0, together.stdout + together.stderr
+    assert sorted(line for line in together.stdout.splitlines() if "replicas" in line) == [
+        "worker 0| replicas 2",
+        "worker 1| replicas 2",
+    ]
+    (folder,) = (tmp_path / "tfgpu-logs").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["worker-0.log", "worker-1.log"]
+    alone = tfgpu("launch", "--no-logs", *own, cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    expected = weights(tmp_path / "weights-alone.npz")
+    for index in range(2):
+        for mine, its in zip(weights(tmp_path / f"weights-{index}.npz"), expected, strict=True):
+            np.testing.assert_allclose(mine, its, atol=2e-6)
+
+
+def weights(path: Path) -> list[np.ndarray]:
+    with np.load(path) as file:
+        return [file[name] for name in file.files]

@@ -1,0 +1,215 @@
+"""The launcher's small parts: frames, ports, restarts, the screen, GPUs, the family tree of processes."""
+
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfgpu.launch import frames, machine, processes
+from tfgpu.launch.ports import Ports
+from tfgpu.launch.restarts import Restarts
+from tfgpu.launch.screen import Screen, default_folder
+
+# Messages
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.fixed_dictionaries({"a": st.text(max_size=5)}), st.binary(max_size=40)), max_size=4),
+    st.lists(st.integers(1, 60), min_size=1, max_size=5),
+)
+def test_messages_arrive_whole_however_they_are_cut(messages, sizes):
+    stream = b"Welcome to host1\n" + frames.MARK + b"\n" + b"".join(frames.encode(*each) for each in messages)
+    reader, found = frames.Reader(marked=True), []
+    for size in itertools.cycle(sizes):
+        found += reader.feed(stream[:size])
+        stream = stream[size:]
+        if not stream:
+            break
+    assert [({"a": message["a"]}, raw) for message, raw in found] == messages
+    assert reader.before == ["Welcome to host1"]
+
+
+# Ports
+
+
+def low_and_high():
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        return tuple(map(int, file.read().split()))
+
+
+def test_ports_lie_outside_the_range_that_the_kernel_gives_away_and_are_no_other_launchs():
+    low, high = low_and_high()
+    with Ports(50) as first, Ports(50) as second:
+        assert len({*first.numbers, *second.numbers}) == 100
+        assert not any(low <= number <= high for number in first.numbers)
+        with socket.socket() as server:  # A server may listen there while it is marked.
+            server.bind(("127.0.0.1", first.numbers[0]))
+            server.listen()
+
+
+def test_a_port_in_use_is_not_given(monkeypatch):
+    with Ports(1) as ports, socket.socket() as server:
+        server.bind(("127.0.0.1", ports.numbers[0]))
+        server.listen()
+        ports.close()
+        monkeypatch.setattr("tfgpu.launch.ports._candidates", lambda: [ports.numbers[0]])
+        with pytest.raises(RuntimeError, match="no 1 free TCP ports"):
+            Ports(1)
+
+
+# Restarts
+
+
+def test_waits_double_up_to_a_limit_and_the_budget_ends():
+    restarts = Restarts(most=7)
+    assert [restarts.after(1) for _ in range(8)] == [1, 2, 4, 8, 16, 30, 30, None]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, None), (2, None), (75, 0.0), (1, 1.0), (124, 1.0), (-9, 1.0)])
+def test_which_ends_are_followed_by_a_start(code, expected):
+    restarts = Restarts(most=1)
+    assert restarts.after(code) == expected
+    assert restarts.made == (expected == 1.0)
+
+
+# The screen
+
+
+def shown(capsys, *pieces):
+    screen = Screen(["worker 0"], None)
+    for piece in pieces:
+        screen.output(0, 1, piece)
+    screen.finish(0)
+    return [line.removeprefix("worker 0| ") for line in capsys.readouterr().out.splitlines()], screen.last(0)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([b"one\ntwo\n"], ["one", "two"]),
+        ([b"o", b"ne\nt", b"wo"], ["one", "two"]),
+        ([b"10%\r20%\r30%\n"], ["30%"]),
+        ([b"windows\r\n"], ["windows"]),
+        ([b"\n\n"], ["", ""]),
+        ([b"gr\xc3", b"\xbcn \xff\n"], ["grün �"]),
+        ([b"x" * 70000], ["x" * 70000]),
+    ],
+)
+def test_lines_are_put_together(capsys, pieces, expected):
+    assert shown(capsys, *pieces) == (expected, expected)
+
+
+def test_a_progress_bar_is_shown_once_a_second(capsys):
+    lines, _ = shown(capsys, *(b"%d%%\r" % number for number in range(0, 101, 5)), b"done\n")
+    assert lines == ["0%", "done"] or lines[-1] == "done" and len(lines) < 5
+
+
+def test_a_name_in_colour_keeps_its_width(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    screen = Screen(["worker 0", "worker 10"], None)
+    screen.output(0, 1, b"hello\n")
+    assert capsys.readouterr().out == "\033[36mworker 0 |\033[0m hello\n"
+
+
+def test_log_files_are_never_overwritten(tmp_path):
+    for _ in range(2):
+        screen = Screen(["worker 0"], tmp_path / "logs")
+        screen.output(0, 2, b"once\n")
+        screen.close()
+    assert (tmp_path / "logs" / "worker-0.log").read_text() == "once\nonce\n"
+
+
+def test_default_folders_are_fresh(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = []
+    for _ in range(3):
+        folders.append(default_folder("some/train.py"))
+        folders[-1].mkdir(parents=True)
+    assert len(set(folders)) == 3 and all("train" in folder.name for folder in folders)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_ends_the_log_file_and_not_the_run(tmp_path, capsys):
+    (tmp_path / "worker-0.log").symlink_to("/dev/full")
+    screen = Screen(["worker 0"], tmp_path)
+    screen.output(0, 1, b"one\n")
+    screen.output(0, 1, b"two\n")
+    said = capsys.readouterr()
+    assert said.out == "worker 0| one\nworker 0| two\n"
+    assert said.err.count("gets no more lines: No space left on device. Training goes on.") == 1
+
+
+# The machine
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("", []), ("0", ["0"]), ("0, 1", ["0", "1"]), ("-1", []), ("1,-1,0", ["1"]), ("GPU-a,MIG-b", ["GPU-a", "MIG-b"])],
+)
+def test_visible_gpus_are_read_as_cuda_reads_them(value, expected):
+    assert machine.gpus({"CUDA_VISIBLE_DEVICES": value}) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="needs an NVIDIA GPU")
+def test_installed_gpus_are_counted():
+    assert machine.gpus({}) == [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))] != []
+
+
+def test_cpus_are_those_that_this_process_may_use():
+    assert 1 <= machine.cpus() <= len(os.sched_getaffinity(0))
+
+
+# Processes
+
+
+def test_descendants_are_found_and_zombies_are_not():
+    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'input()']); print(p.pid); input()"
+    process = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        grandchild = int(process.stdout.readline())
+        assert {process.pid, grandchild} <= set(processes.descendants(os.getpid()))
+    finally:
+        process.kill()
+    for _ in range(500):
+        if process.pid not in processes.descendants(os.getpid()):
+            break
+        time.sleep(0.01)
+    assert process.pid not in processes.descendants(os.getpid()) and process.returncode is None
+    process.communicate()
+
+
+def test_ends_in_words():
+    assert [processes.described(code) for code in (0, 3, -15, -64)] == [
+        "exit code 0",
+        "exit code 3",
+        "killed by SIGTERM",
+        "killed by SIGRTMAX",
+    ]
+    assert processes.as_exit_code(-9) == 137
+
+
+# The supervisor by itself
+
+
+@pytest.mark.processes
+def test_a_supervisor_that_hears_nothing_for_too_long_ends_its_processes():
+    command = [sys.executable, "-m", "tfgpu.launch.remote"]
+    node = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    task = {"id": 0, "command": ["sleep", "300"], "environment": {}}
+    node.stdin.write(frames.encode({"do": "start", "tasks": [task], "lost_s": 1.0}))
+    node.stdin.flush()
+    try:
+        assert node.wait(30) == 0  # Its standard input is open all the time.
+    finally:
+        node.kill()
+        node.communicate()

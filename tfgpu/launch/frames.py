@@ -1,0 +1,63 @@
+"""Messages between the launcher and the supervisor of a node: a line of JSON each, with raw bytes behind it or none."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+MARK = b"tfgpu-node 1"
+"""The supervisor's first line. What a login shell writes before it is none of ours."""
+
+
+def encode(message: dict[str, Any], data: bytes = b"") -> bytes:
+    """Writes a message, with `data` behind it."""
+    if data:
+        message = {**message, "bytes": len(data)}
+    return json.dumps(message).encode() + b"\n" + data
+
+
+class Reader:
+    """Puts messages together again from whatever pieces arrive.
+
+    Args:
+        marked: whether the messages begin after a line that is `MARK`.
+
+    Example:
+        >>> reader = Reader(marked=False)
+        >>> list(reader.feed(encode({"a": 1}, b"xyz")[:-1])), list(reader.feed(b"z"))
+        ([], [({'a': 1, 'bytes': 3}, b'xyz')])
+    """
+
+    def __init__(self, *, marked: bool):
+        self.before: list[str] = []
+        self.begun = not marked
+        self._buffer = bytearray()
+        self._header: dict[str, Any] | None = None
+
+    def feed(self, piece: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Takes a piece and gives the messages that are complete with it."""
+        self._buffer += piece
+        while True:
+            if self._header is None:
+                line = self._line()
+                if line is None:
+                    return
+                if not self.begun:
+                    self.begun = line == MARK
+                    self.before += [] if self.begun else [line.decode(errors="replace")]
+                    continue
+                self._header = json.loads(line)
+            size = self._header.get("bytes", 0)
+            if len(self._buffer) < size:
+                return
+            data = bytes(self._buffer[:size])
+            del self._buffer[:size]
+            message, self._header = self._header, None
+            yield message, data
+
+    def _line(self) -> bytes | None:
+        end = self._buffer.find(b"\n")
+        if end < 0:
+            return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line

@@ -1,0 +1,317 @@
+"""A supervised group: all processes of one attempt, from their start to the end of the last one, on whatever nodes.
+
+The first bad exit ends the group: SIGTERM, a grace, SIGKILL. So does a process that gives no sign of life any more, a
+node that is lost, and a signal to the launcher.
+"""
+
+import functools
+import selectors
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tfgpu.launch import processes
+from tfgpu.launch.link import Link
+from tfgpu.launch.restarts import PREEMPTED, SILENT, WRONG_INPUT, Restarts
+from tfgpu.launch.screen import Screen
+from tfgpu.launch.signals import Signals
+
+FAILURE_GRACE_S = 0.5
+"""Seconds between SIGTERM and SIGKILL after a failure: the others wait for the dead one, and cannot save."""
+UNKILLABLE_S = 10.0
+"""Seconds after the grace until a supervisor that has not ended its processes is given up."""
+PING_S = 5.0
+_WORDS = 4
+LOST_S = 60.0
+"""Seconds without a word from the launcher after which the supervisor of another machine ends its processes."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the group.
+
+    Attributes:
+        name: such as `"worker 0"`.
+        node: the number of the link whose node runs it.
+        counted: whether the group is done when this and the other counted ones are. The others serve until then.
+        may_return: whether it may be started again alone while the others go on.
+        may_finish: whether it gets time to come to its own end when the counted ones are done.
+    """
+
+    name: str
+    node: int
+    counted: bool = True
+    may_return: bool = False
+    may_finish: bool = False
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended.
+
+    Attributes:
+        code: the exit code of the launch, unless another attempt follows.
+        asked: whether the launcher itself was asked to end, by a signal.
+    """
+
+    code: int
+    asked: bool = False
+
+
+Plan = Callable[[Sequence[dict[str, Any]], Sequence[Sequence[int]]], Sequence[dict[str, Any]]]
+"""From the facts of each node and its ports to what each member needs: `command`, `environment`, `directory`."""
+
+
+class Group:
+    """Runs one attempt.
+
+    Args:
+        members: the processes.
+        links: the supervisors of the nodes.
+        plan: what to start, once the nodes have answered.
+        screen: where output goes.
+        signals: Ctrl-C and the like.
+        restarts: what is left, for members that return alone.
+        grace_s: seconds for processes that are asked to end while all is well.
+        silence_s: seconds without a sign of life.
+        answer_s: seconds for the nodes to answer.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        links: Sequence[Link],
+        plan: Plan,
+        screen: Screen,
+        signals: Signals,
+        restarts: Restarts,
+        *,
+        grace_s: float,
+        silence_s: float,
+        answer_s: float = 60.0,
+    ):
+        self._members, self._links, self._plan = members, links, plan
+        self._screen, self._signals, self._restarts = screen, signals, restarts
+        self._grace_s, self._silence_s, self._answer_s = grace_s, silence_s, answer_s
+        self._selector = selectors.DefaultSelector()
+        self._codes: dict[int, int] = {}
+        self._specs: Sequence[dict[str, Any]] = ()
+        self._returns: dict[int, float] = {}  # Members that are to start again alone, and when.
+        self._news: list[tuple[int, int, str]] = []  # Member, code, words: of ends that nobody asked for.
+        self._killed = self._may_save = False
+        self._code: int | None = None  # Set: the group has been told to end, and this is why.
+        self._done_at = 0.0
+        self._give_up_at, self._begun_at, self._pinged_at = 0.0, time.monotonic(), 0.0
+
+    def run(self) -> Ending:
+        """Starts the processes and returns when none is left."""
+        self._selector.register(self._signals.woken, selectors.EVENT_READ, self._signals.empty)
+        for link in self._links:
+            self._selector.register(link.messages, selectors.EVENT_READ, functools.partial(self._receive, link))
+            self._selector.register(link.complaints, selectors.EVENT_READ, functools.partial(self._complain, link))
+        while not all(link.ended for link in self._links):
+            for key, _ in self._selector.select(0.5):
+                key.data()
+            self._judge()
+            self._tend()
+        self._selector.close()
+        return self._ending()
+
+    # What comes
+
+    def _receive(self, link: Link) -> None:
+        messages = link.receive()
+        if messages is None:
+            self._selector.unregister(link.messages)
+            if not link.ended:
+                self._lose(link)
+            return
+        for message, data in messages:
+            getattr(self, f"_on_{message.pop('event')}")(link, data, **message)
+
+    def _complain(self, link: Link) -> None:
+        lines = link.complain()
+        if lines is None:
+            self._selector.unregister(link.complaints)
+            return
+        if link.begun:
+            for line in lines:
+                self._screen.say(f"{_where(link)}: {line}")
+
+    def _on_hello(self, link: Link, _: bytes, **facts: Any) -> None:
+        link.facts = facts
+        node = self._links.index(link)
+        link.send("reserve", count=sum(member.node == node for member in self._members))
+
+    def _on_ports(self, link: Link, _: bytes, ports: list[int]) -> None:
+        link.ports = ports
+        if self._code is None and all(each.ports is not None for each in self._links):
+            self._start()
+
+    def _on_output(self, _: Link, data: bytes, id: int, stream: int, bytes: int) -> None:
+        self._screen.output(id, stream, data)
+
+    def _on_exit(self, _: Link, data: bytes, id: int, code: int) -> None:
+        self._screen.finish(id)
+        self._codes[id] = code
+        if code != 0 and self._code is None:
+            self._news.append((id, code, processes.described(code)))
+
+    def _on_leaving(self, link: Link, _: bytes, number: int) -> None:
+        if self._code is None:
+            self._code, self._may_save = 1, True
+            name = signal.Signals(number).name
+            self._screen.say(f"The supervisor on {_where(link)} was told to end ({name}); all end.", error=True)
+            self._end(self._grace_s)
+
+    def _on_silent(self, _: Link, data: bytes, id: int) -> None:
+        self._news.append((id, SILENT, f"gave no sign of life for {self._silence_s:g} s"))
+
+    def _on_refused(self, _: Link, data: bytes, id: int, why: str) -> None:
+        self._news.append((id, WRONG_INPUT, f"could not be started: {why}"))
+
+    def _on_ended(self, link: Link, _: bytes, left: int) -> None:
+        link.ended = True
+        if left and self._code == 0:
+            self._screen.say(f"{left} process(es) that the script had started on {_where(link)} still ran: killed.")
+
+    # What follows
+
+    def _start(self) -> None:
+        self._specs = self._plan([link.facts for link in self._links], [link.ports for link in self._links])
+        for number, link in enumerate(self._links):
+            tasks = [self._task(id) for id, member in enumerate(self._members) if member.node == number]
+            link.send("start", tasks=tasks, lost_s=LOST_S if link.pings else None)
+
+    def _task(self, id: int) -> dict[str, Any]:
+        return {"id": id, "silence_s": self._silence_s, **self._specs[id]}
+
+    def _judge(self) -> None:
+        """Decides whether the group is to end."""
+        if self._signals.insists and not self._killed:
+            self._killed = True
+            self._end(0.0)
+        if self._code is not None:
+            return
+        if self._signals.first is not None:
+            self._heed(self._signals.first)
+        elif self._news and not self._replace():
+            # Of those that came together, one that was killed is the cause, and an error of its peers the consequence.
+            self._blame(*min(self._news, key=lambda news: news[1] > 0))
+        elif all(self._codes.get(id) == 0 for id, member in enumerate(self._members) if member.counted):
+            self._complete()
+
+    def _complete(self) -> None:
+        """The counted members are done: those that may finish do, those that serve are ended."""
+        self._done_at = self._done_at or time.monotonic()
+        open_ids = [id for id in range(len(self._members)) if id not in self._codes]
+        late = time.monotonic() - self._done_at > self._grace_s
+        if not late and any(self._members[id].may_finish for id in open_ids):
+            return
+        self._code = 0
+        self._end(self._grace_s if open_ids else 0.0)
+
+    def _replace(self) -> bool:
+        """Lets members return that may; says whether that was all that had happened."""
+        left = []
+        for id, code, words in self._news:
+            member = self._members[id]
+            wait = self._restarts.after(code) if member.may_return and id in self._codes else None
+            if wait is None:
+                left.append((id, code, words))
+                continue
+            self._returns[id] = time.monotonic() + wait
+            self._screen.say(f"{member.name}: {words}. It alone starts again; {self._restarts}.")
+        self._news = left
+        return not left
+
+    def _return(self) -> None:
+        now = time.monotonic()
+        for id in [id for id, at in self._returns.items() if at <= now]:
+            del self._returns[id], self._codes[id]
+            task = self._task(id)
+            task["environment"] = {**task["environment"], "TFGPU_REJOIN": "1"}
+            self._links[self._members[id].node].send("start", tasks=[task])
+
+    def _heed(self, number: int) -> None:
+        self._code, self._may_save = 128 + number, number != signal.SIGINT
+        if number == signal.SIGINT:
+            words = "Interrupted: the processes have been told. Press Ctrl-C again to kill them."
+        else:
+            name = signal.Signals(number).name
+            words = f"{name}: the processes have been told, and have {self._grace_s:g} s to save."
+        self._screen.say(words)
+        self._end(self._grace_s, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def _blame(self, id: int, code: int, words: str) -> None:
+        self._code = processes.as_exit_code(code)
+        name, path = self._members[id].name, self._screen.path(id)
+        link = self._links[self._members[id].node]
+        where = f" on {link.node}" if link.node else ""
+        if code == PREEMPTED:
+            self._screen.say(f"{name}{where} was preempted and has saved (exit code {PREEMPTED}); the others end too.")
+            self._end(self._grace_s)
+            return
+        self._screen.say(f"{name}{where}: {words}, after {time.monotonic() - self._begun_at:.1f} s.", error=True)
+        before = [self._members[other].name for other, its in self._codes.items() if its == 0]
+        if before:
+            self._screen.say(f"Before that, {', '.join(before)} had ended with exit code 0.", error=True)
+        lines = self._screen.last(id)
+        if lines:
+            self._screen.say(f"Its last lines{f' ({path} has all)' if path else ''}:", error=True)
+            self._screen.say("\n".join(f"  {line}" for line in lines), error=True)
+        self._end(FAILURE_GRACE_S)
+
+    def _lose(self, link: Link) -> None:
+        link.ended = True
+        if self._code is None:
+            self._code = 1
+            self._screen.say(_loss(link), error=True)
+            self._end(FAILURE_GRACE_S)
+
+    def _end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
+        self._give_up_at = time.monotonic() + grace_s + UNKILLABLE_S
+        for link in self._links:
+            link.send("end", grace_s=grace_s, number=number)
+
+    def _tend(self) -> None:
+        now = time.monotonic()
+        if self._code is None:
+            self._return()
+        if now - self._pinged_at > PING_S:
+            self._pinged_at = now
+            for link in self._links:
+                if link.pings:
+                    link.send("ping")
+        late = [link for link in self._links if link.facts is None and not link.ended]
+        if late and self._code is None and now - self._begun_at > self._answer_s:
+            self._code = 1
+            self._screen.say(f"{_where(late[0])} did not answer within {self._answer_s:g} s.", error=True)
+            self._end(0.0)
+        if self._code is not None and now > self._give_up_at:
+            for link in self._links:
+                if not link.ended:
+                    link.ended = True
+                    self._screen.say(f"{_where(link)} has not ended its processes; it is left to itself.", error=True)
+
+    def _ending(self) -> Ending:
+        asked = self._signals.first is not None
+        if self._may_save:
+            counted = [self._codes.get(id) for id, member in enumerate(self._members) if member.counted]
+            if all(code in (0, PREEMPTED) for code in counted):
+                return Ending(max(counted), asked)
+        return Ending(self._code, asked)
+
+
+def _where(link: Link) -> str:
+    return link.node or "this machine"
+
+
+def _loss(link: Link) -> str:
+    words = "; ".join(link.last_words()[-_WORDS:]) or "nothing was said"
+    if link.begun:
+        return f"The connection to the supervisor on {_where(link)} was lost ({words})."
+    hint = f" See that `ssh {link.node} true` works without a question." if link.node else ""
+    return f"No supervisor could be started on {_where(link)}: {words}.{hint}"

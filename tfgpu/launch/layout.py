@@ -1,0 +1,145 @@
+"""Who runs where: the tasks of a job on its nodes, each with its TF_CONFIG and its share of CPUs and GPUs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tfgpu.errors import InputError
+from tfgpu.launch.job import Job
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of the cluster.
+
+    Attributes:
+        kind: as in TF_CONFIG: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
+        index: its position among its kind.
+        node: the number of the node that runs it.
+    """
+
+    kind: str
+    index: int
+    node: int
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.kind in ("chief", "evaluator") else f"{self.kind} {self.index}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a node has for its tasks.
+
+    Attributes:
+        name: as the user calls it; `""` for this machine.
+        address: at which its peers reach it.
+        cpus: that its processes may use.
+        gpus: as CUDA_VISIBLE_DEVICES names them.
+    """
+
+    name: str
+    address: str
+    cpus: int
+    gpus: tuple[str, ...] = ()
+
+
+def tasks(job: Job, nodes: int = 1) -> list[Task]:
+    """Spreads a job's tasks over nodes: neighbours stay together, the first nodes get one more.
+
+    With parameter servers there is a chief besides the workers: it hands out the steps, as TensorFlow's
+    ParameterServerStrategy wants it. Without them worker 0 is the chief.
+
+    Raises:
+        InputError: there are more nodes than workers.
+
+    Example:
+        >>> [(task.name, task.node) for task in tasks(Job("train.py", workers=3), nodes=2)]
+        [('worker 0', 0), ('worker 1', 0), ('worker 2', 1)]
+    """
+    if job.workers < nodes:
+        raise InputError(
+            f"Every node needs a worker. Received: -n {job.workers} and {nodes} nodes. Use -n {nodes} or more."
+        )
+    found = [Task("chief", 0, 0)] if job.parameter_servers else []
+    found += [Task("worker", index, index * nodes // job.workers) for index in range(job.workers)]
+    found += [Task("ps", index, index % nodes) for index in range(job.parameter_servers)]
+    return found + ([Task("evaluator", 0, nodes - 1)] if job.evaluator else [])
+
+
+def environments(
+    job: Job, tasks: Sequence[Task], places: Sequence[Place], ports: Mapping[Task, int], environ: Mapping[str, str]
+) -> dict[Task, dict[str, str]]:
+    """Gives each task the variables that tell it who it is and what it may use.
+
+    Args:
+        ports: the TCP port of each task, on its node.
+        environ: the user's own variables; numbers of threads that stand there are left alone.
+
+    Raises:
+        InputError: a node has fewer GPUs than its workers would need.
+    """
+    addresses = _addresses(tasks, places, ports)
+    found = {}
+    for number, place in enumerate(places):
+        here = [task for task in tasks if task.node == number]
+        graphics = _gpu_shares(job, [task for task in here if task.kind == "worker"], place)
+        shares = _threads(len(here), place.cpus)
+        threads = {name: share for name, share in shares.items() if name not in environ}
+        for task in here:
+            found[task] = threads | graphics.get(task, _no_gpu(place)) | job.environment
+            if len(tasks) > 1:
+                place_in_it = {"cluster": addresses, "task": {"type": task.kind, "index": task.index}}
+                found[task]["TF_CONFIG"] = json.dumps(place_in_it)
+    return found
+
+
+def _addresses(tasks: Sequence[Task], places: Sequence[Place], ports: Mapping[Task, int]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for task in tasks:
+        if task.kind == "evaluator":
+            continue  # It talks to nobody, so TensorFlow's guides leave it out.
+        host = places[task.node].address
+        shown = f"[{host}]" if ":" in host else host
+        found.setdefault(task.kind, []).append(f"{shown}:{ports[task]}")
+    return found
+
+
+def _threads(processes: int, cpus: int) -> dict[str, str]:
+    """A process's share of the CPUs. Alone, TensorFlow takes them all by itself."""
+    if processes == 1:
+        return {}
+    share = max(1, cpus // processes)
+    # Operations that wait for peers hold a thread of the second pool each, so that it never has only one.
+    return {"TF_NUM_INTRAOP_THREADS": str(share), "TF_NUM_INTEROP_THREADS": str(max(2, share))}
+
+
+def _gpu_shares(job: Job, workers: Sequence[Task], place: Place) -> dict[Task, dict[str, str]]:
+    size = job.gpus_per_worker
+    if not workers or (size is None and not place.gpus):
+        return {}
+    if size is None:
+        size = len(place.gpus) // len(workers)
+        if not size:
+            raise InputError(
+                f"{_where(place)} has {len(place.gpus)} GPU(s) for {len(workers)} workers. Start no more workers there "
+                f"than that (-n {len(place.gpus)} on one machine), or use --gpus-per-worker 0 to train on the CPU."
+            )
+    if size * len(workers) > len(place.gpus):
+        raise InputError(
+            f"{_where(place)} has {len(place.gpus)} GPU(s); {len(workers)} workers with --gpus-per-worker {size} need "
+            f"{size * len(workers)}. Lower one of them."
+        )
+    return {
+        task: {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus[at * size : (at + 1) * size])}
+        for at, task in enumerate(workers)
+    }
+
+
+def _no_gpu(place: Place) -> dict[str, str]:
+    """Only workers get GPUs: a chief that hands out steps, a parameter server and an evaluator need none."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if place.gpus else {}
+
+
+def _where(place: Place) -> str:
+    return place.name or "This machine"

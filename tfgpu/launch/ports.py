@@ -1,0 +1,82 @@
+"""Free TCP ports for processes that open them only seconds later.
+
+A port that the kernel chose (`bind` to 0) lies in the range from which it serves every outgoing connection, so it may
+be gone again before TensorFlow, which takes seconds to start, listens on it. These lie outside that range. A UDP socket
+of the same number, which nobody else wants and which does not stand in TensorFlow's way, keeps it from other launches.
+"""
+
+import random
+import socket
+from pathlib import Path
+
+from tfgpu.errors import MachineError
+
+_FIRST, _LAST = 10000, 29999
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class Ports:
+    """Ports that stay reserved among launches until they are closed.
+
+    Args:
+        count: how many.
+
+    Raises:
+        MachineError: this machine has not so many free ports.
+
+    Example:
+        >>> with Ports(2) as ports:
+        ...     len(set(ports.numbers))
+        2
+    """
+
+    def __init__(self, count: int):
+        self.numbers: list[int] = []
+        self._marks: list[socket.socket] = []
+        candidates = _candidates()
+        random.Random().shuffle(candidates)
+        for number in candidates:
+            if len(self.numbers) == count:
+                return
+            mark = _mark(number)
+            if mark:
+                self._marks.append(mark)
+                self.numbers.append(number)
+        if len(self.numbers) < count:
+            self.close()
+            raise MachineError(f"This machine has no {count} free TCP ports from {_FIRST}. End what holds them.")
+
+    def close(self) -> None:
+        for mark in self._marks:
+            mark.close()
+
+    def __enter__(self) -> "Ports":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _candidates() -> list[int]:
+    try:
+        low, high = map(int, _RANGE.read_text().split())
+    except (OSError, ValueError):
+        low, high = 32768, 60999
+    outside = [port for port in range(_FIRST, _LAST + 1) if not low <= port <= high]
+    # Where a machine gives nearly all ports to outgoing connections, there is nothing better than these.
+    return outside or list(range(_FIRST, 65536))
+
+
+def _mark(number: int) -> socket.socket | None:
+    """Returns the UDP socket that marks a port, or None where the port is in use."""
+    mark = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        mark.bind(("", number))
+        with socket.socket() as trial:
+            # As servers bind: a port whose last connections are still fading out counts as free.
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(("", number))
+    except OSError:
+        mark.close()
+        return None
+    return mark

@@ -1,0 +1,125 @@
+"""What Linux can tell and do about processes: who descends from whom, and that a child dies with its parent."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+
+_DEATH_SIGNAL = 1
+_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent dies, so that none gets out of sight.
+
+    Source: PR_SET_CHILD_SUBREAPER in prctl(2).
+    """
+    _prctl(_SUBREAPER, 1)
+
+
+def die_with_parent(number: int, parent: int) -> None:
+    """Asks the kernel to signal this process when its parent ends, however it ends.
+
+    Args:
+        number: the signal.
+        parent: the parent's process id; if that one has gone already, the signal comes now.
+
+    Source: PR_SET_PDEATHSIG in prctl(2).
+    """
+    _prctl(_DEATH_SIGNAL, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def descendants(root: int) -> list[int]:
+    """Lists the processes that descend from `root` and still run (zombies do not), in no particular order."""
+    children: dict[int, list[int]] = {}
+    dead = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError):  # It has ended since.
+            with open(f"/proc/{name}/stat", "rb") as file:
+                # The name stands in parentheses and may hold any character.
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+            children.setdefault(int(parent), []).append(int(name))
+            if state in (b"Z", b"X"):
+                dead.add(int(name))
+    found, todo = [], [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return [pid for pid in found if pid not in dead]
+
+
+def kill_descendants(limit_s: float = 5.0) -> int:
+    """Kills all that descends from this process, until none is left.
+
+    Args:
+        limit_s: seconds after which it gives up on processes that the kernel does not let go.
+
+    Returns:
+        How many there were.
+    """
+    seen: set[int] = set()
+    deadline = time.monotonic() + limit_s
+    while alive := descendants(os.getpid()):
+        seen.update(alive)
+        for pid in alive:
+            send(pid, signal.SIGKILL)
+        reap()
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.005)
+    reap()
+    return len(seen)
+
+
+def reap() -> dict[int, int]:
+    """Collects the children that have ended: exit codes by process id, negative for a signal."""
+    codes = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            codes[pid] = os.waitstatus_to_exitcode(status)
+    return codes
+
+
+def send(pid: int, number: int) -> None:
+    """Sends a signal; a process that has ended needs none."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def described(code: int) -> str:
+    """Says in words how a process ended.
+
+    Args:
+        code: its exit code, negative for a signal.
+
+    Example:
+        >>> described(-9), described(3)
+        ('killed by SIGKILL', 'exit code 3')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def as_exit_code(code: int) -> int:
+    """Gives the exit code with which a shell would say the same: 128+n for signal n."""
+    return code if code >= 0 else 128 - code
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")

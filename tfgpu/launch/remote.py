@@ -1,0 +1,295 @@
+"""The supervisor of one node: `python -m tfgpu.launch.remote`, started by the launcher here or through ssh.
+
+It starts processes, sends their output to the launcher, and lives as long as its standard input is open. Whatever ends
+it, or the launcher, or the connection between them, its processes and all that they have started end too:
+
+- the launcher is gone: standard input closes; the supervisor ends its processes;
+- the supervisor is gone: the guard, its parent, adopts what descends from it, and kills that;
+- the guard is gone: the kernel signals the supervisor, which ends its processes;
+- both at once: the kernel kills the processes that they had started.
+"""
+
+import contextlib
+import functools
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tfgpu.launch import frames, machine, processes
+from tfgpu.launch.child import Child
+from tfgpu.launch.ports import Ports
+
+LOST_GRACE_S = 5.0
+"""Seconds that processes have to save and leave when the launcher is gone."""
+TICK_S = 0.5
+"""Seconds between two looks at signs of life."""
+_CROWDED = 2**20
+_CHUNK = 2**16
+_MOST_PIECES = 64
+
+
+class Node:
+    """The processes of one node.
+
+    Args:
+        incoming: file descriptor that the launcher's messages come from.
+        outgoing: file descriptor for messages to the launcher.
+        hearts: folder for the files that processes touch.
+    """
+
+    def __init__(self, incoming: int, outgoing: int, hearts: str):
+        self._incoming, self._outgoing, self._hearts = incoming, outgoing, hearts
+        self._children: dict[int, Child] = {}
+        self._reader = frames.Reader(marked=False)
+        self._pending = bytearray(frames.MARK + b"\n")
+        self._selector = selectors.DefaultSelector()
+        self._ports: Ports | None = None
+        self._kill_at: float | None = None  # Set: the processes have been told to end.
+        self._connected, self._crowded = True, False
+        self._heard, self._leaves = 0, False
+        self._lost_s, self._heard_at, self._looked_at = None, time.monotonic(), time.monotonic()
+
+    def run(self) -> None:
+        """Serves the launcher until the processes have ended."""
+        self._listen_to_signals()
+        for each in (self._incoming, self._outgoing):
+            os.set_blocking(each, False)
+        self._selector.register(self._incoming, selectors.EVENT_READ, self._receive)
+        self._say("hello", **_facts())
+        while self._kill_at is None or any(child.runs for child in self._children.values()):
+            for key, _ in self._selector.select(self._patience()):
+                key.data()
+            if self._heard and not self._leaves:
+                self._leaves = True
+                self._say("leaving", number=self._heard)
+                self._do_end(LOST_GRACE_S)
+            self._collect()
+            self._look()
+        self._finish()
+
+    def _patience(self) -> float:
+        return TICK_S if self._kill_at is None else min(TICK_S, max(0.01, self._kill_at - time.monotonic()))
+
+    # The launcher
+
+    def _receive(self) -> None:
+        try:
+            piece = os.read(self._incoming, _CHUNK)
+        except OSError:
+            piece = b""
+        if not piece:
+            self._selector.unregister(self._incoming)
+            self._lose()
+            return
+        self._heard_at = time.monotonic()
+        for message, _ in self._reader.feed(piece):
+            getattr(self, f"_do_{message.pop('do')}")(**message)
+
+    def _lose(self) -> None:
+        """The launcher is gone: nobody else will end the processes."""
+        self._connected = False
+        self._pending.clear()
+        self._do_end(LOST_GRACE_S)
+
+    def _say(self, event: str, data: bytes = b"", **facts: Any) -> None:
+        if self._connected:
+            self._pending += frames.encode({"event": event, **facts}, data)
+            self._send()
+
+    def _send(self) -> None:
+        try:
+            sent = os.write(self._outgoing, self._pending[:_CHUNK]) if self._pending else 0
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._forget(self._outgoing)
+            self._lose()
+            return
+        del self._pending[:sent]
+        if not self._pending:
+            self._forget(self._outgoing)
+        elif self._outgoing not in self._selector.get_map():
+            self._selector.register(self._outgoing, selectors.EVENT_WRITE, self._send)
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Reads no output while the launcher takes none, so that memory stays flat; the processes wait then."""
+        crowded = len(self._pending) > _CROWDED
+        if crowded != self._crowded:
+            self._crowded = crowded
+            for child in self._children.values():
+                for stream in child.streams:
+                    if crowded:
+                        self._forget(stream)
+                    else:
+                        self._follow(child, stream)
+
+    # What it asks for
+
+    def _do_reserve(self, count: int) -> None:
+        self._ports = Ports(count)
+        self._say("ports", ports=self._ports.numbers)
+
+    def _do_start(self, tasks: list[dict[str, Any]], lost_s: float | None = None) -> None:
+        self._lost_s = lost_s or self._lost_s
+        for task in tasks:
+            if self._kill_at is not None:
+                return
+            child = Child(heart=Path(self._hearts) / f"{task['id']}", **task)
+            try:
+                child.start()
+            except OSError as error:
+                self._say("refused", id=child.id, why=f"{error.strerror}: {error.filename or task['command'][0]}")
+                continue
+            self._children[child.id] = child
+            for stream in child.streams:
+                self._follow(child, stream)
+
+    def _do_end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
+        """Tells all processes once to end; what still runs after `grace_s` seconds is killed."""
+        first = self._kill_at is None
+        at = time.monotonic() + grace_s
+        self._kill_at = at if first else min(self._kill_at, at)
+        if first and grace_s > 0:
+            for child in self._children.values():
+                child.send(number)
+                child.send(signal.SIGCONT)  # One that is stopped could not heed it.
+
+    def _do_ping(self) -> None:
+        pass
+
+    # The processes
+
+    def _follow(self, child: Child, stream: int) -> None:
+        if self._crowded:
+            return
+        self._selector.register(stream, selectors.EVENT_READ, functools.partial(self._read, child, stream))
+
+    def _read(self, child: Child, stream: int) -> bool:
+        """Hands on a piece of output; says whether there may be more at once."""
+        try:
+            piece = os.read(stream, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not piece:
+            self._forget(stream)
+            child.close(stream)
+            return False
+        self._say("output", piece, id=child.id, stream=child.streams[stream])
+        return True
+
+    def _drain(self, child: Child) -> None:
+        """Reads what an ended process has said. Its own children may hold the pipe open: nobody waits for an end."""
+        for stream in list(child.streams):
+            for _ in range(_MOST_PIECES):
+                if not self._read(child, stream):
+                    break
+
+    def _collect(self) -> None:
+        codes = processes.reap()
+        for child in list(self._children.values()):
+            if child.pid in codes and child.runs:
+                child.ended(codes[child.pid])
+                self._drain(child)
+                self._say("exit", id=child.id, code=child.code)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        passed, self._looked_at = now - self._looked_at, now
+        if self._kill_at is not None and now >= self._kill_at:
+            for child in self._children.values():
+                child.send(signal.SIGKILL)
+        for child in self._children.values():
+            # A supervisor that did not run for a while (a suspended machine) saw nobody's life.
+            if child.runs and child.is_silent(min(passed, 2 * TICK_S)):
+                self._say("silent", id=child.id)
+        if self._lost_s and now - self._heard_at > self._lost_s and self._connected:
+            self._lose()
+
+    # Its own end
+
+    def _listen_to_signals(self) -> None:
+        waker, woken = socket.socketpair()
+        for each in (waker, woken):
+            each.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        self._waker = waker
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._hear)
+        self._selector.register(woken, selectors.EVENT_READ, functools.partial(_empty, woken))
+
+    def _hear(self, number: int, _) -> None:
+        self._heard = number
+
+    def _finish(self) -> None:
+        left = processes.kill_descendants()
+        shutil.rmtree(self._hearts, ignore_errors=True)
+        for child in self._children.values():
+            self._drain(child)
+        self._say("ended", left=left)
+        deadline = time.monotonic() + LOST_GRACE_S
+        while self._pending and time.monotonic() < deadline:
+            self._selector.select(TICK_S)
+            self._send()
+
+    def _forget(self, file: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(file)
+
+
+def _facts() -> dict[str, Any]:
+    # Where ssh brought us, the address at which this node was reached: its peers reach it there too.
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {
+        "address": connection[2] if len(connection) == 4 else "127.0.0.1",
+        "cpus": machine.cpus(),
+        "gpus": machine.gpus(os.environ),
+    }
+
+
+def _empty(woken: socket.socket) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while woken.recv(_CHUNK):
+            pass
+
+
+def _guard(supervisor: int, hearts: str) -> int:
+    """Waits for the supervisor's end; then nothing that it had started is left."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    _, status = os.waitpid(supervisor, 0)
+    processes.kill_descendants()
+    shutil.rmtree(hearts, ignore_errors=True)
+    return os.waitstatus_to_exitcode(status)
+
+
+def main() -> int:
+    processes.adopt_orphans()
+    hearts, guard = tempfile.mkdtemp(prefix="tfgpu-launch-"), os.getpid()
+    supervisor = os.fork()
+    if supervisor:
+        return processes.as_exit_code(_guard(supervisor, hearts))
+    processes.adopt_orphans()
+    incoming, outgoing = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)  # Whatever prints must not stand between the messages.
+    node = Node(incoming, outgoing, hearts)
+    processes.die_with_parent(signal.SIGTERM, guard)
+    node.run()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # The launcher waits for it: the interpreter has nothing to put in order.

@@ -1,0 +1,171 @@
+"""What the processes say: on the screen each line with its process's name before it, in a file each as it came."""
+
+import collections
+import datetime
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from tfgpu.errors import InputError
+
+LAST_LINES = 20
+"""How many lines of a process are shown again when it fails."""
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_RED = 31
+_LONGEST_LINE = 2**16
+_BAR_EVERY_S = 1.0
+
+
+def default_folder(script: str) -> Path:
+    """Names a fresh folder for a launch's log files: `tfgpu-logs/<time>-<script>`."""
+    name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{Path(script).stem}"
+    folder, count = Path("tfgpu-logs") / name, 1
+    while folder.exists():
+        count += 1
+        folder = Path("tfgpu-logs") / f"{name}-{count}"
+    return folder
+
+
+def coloured(stream: int, environ: Mapping[str, str]) -> bool:
+    """Says whether a standard stream gets colours: NO_COLOR forbids, FORCE_COLOR asks, else a terminal does.
+
+    Source: https://no-color.org, https://force-color.org
+    """
+    if environ.get("NO_COLOR"):
+        return False
+    return bool(environ.get("FORCE_COLOR")) or os.isatty(stream)
+
+
+class Screen:
+    """Writes what processes say.
+
+    Args:
+        names: of the processes, such as `"worker 0"`.
+        folder: for the log files, made where it is missing; None writes none. Files that are there are appended to.
+
+    Raises:
+        InputError: the folder cannot be written to.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path | None):
+        self._names = list(names)
+        self._width = max(map(len, [*names, "launch"]))
+        self._colours = {stream: coloured(stream, os.environ) for stream in (1, 2)}
+        self._files = _open_files(names, folder)
+        self._paths = [str(folder / _file_name(name)) if folder else None for name in names]
+        self._lines = {(id, stream): _Lines() for id in range(len(names)) for stream in (1, 2)}
+        self._open: dict[int, int] = {}  # The stream whose line has no end yet.
+        self._last = [collections.deque(maxlen=LAST_LINES) for _ in names]
+
+    def path(self, id: int) -> str | None:
+        """The log file of a process, or None."""
+        return self._paths[id]
+
+    def last(self, id: int) -> list[str]:
+        """The last lines of a process, on either stream."""
+        return list(self._last[id])
+
+    def begin(self, attempt: int) -> None:
+        """Marks in the files where an attempt begins, and forgets the last lines of the one before."""
+        for id in range(len(self._names)):
+            self._last[id].clear()
+            if attempt > 1:
+                self._log(id, f"===== attempt {attempt}, {datetime.datetime.now():%Y-%m-%d %H:%M:%S} =====\n".encode())
+
+    def output(self, id: int, stream: int, data: bytes) -> None:
+        """Takes a piece of what a process said."""
+        # Two streams share a file: neither goes on in the middle of the other's line.
+        cut = b"\n" if self._open.get(id, stream) != stream else b""
+        self._log(id, cut + data)
+        self._open[id] = stream
+        if data.endswith(b"\n"):
+            del self._open[id]
+        self._show(id, stream, self._lines[id, stream].feed(data))
+
+    def finish(self, id: int) -> None:
+        """A process has ended: shows what it left without an end of line."""
+        for stream in (1, 2):
+            self._show(id, stream, self._lines[id, stream].rest())
+
+    def say(self, text: str, *, error: bool = False) -> None:
+        """Writes the launcher's own words, on stderr."""
+        for line in text.splitlines():
+            self._write(2, "launch", _RED if error else 1, line)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _show(self, id: int, stream: int, lines: Sequence[str]) -> None:
+        colour = _COLOURS[id % len(_COLOURS)]
+        for line in lines:
+            self._last[id].append(line)
+            self._write(stream, self._names[id], colour, line)
+
+    def _write(self, stream: int, name: str, colour: int, line: str) -> None:
+        prefix = f"{name:<{self._width}}|"
+        if self._colours[stream]:
+            prefix = f"\033[{colour}m{prefix}\033[0m"
+        out = sys.stdout if stream == 1 else sys.stderr
+        encoding = out.encoding or "utf-8"
+        out.write(f"{prefix} {line}\n".encode(encoding, "replace").decode(encoding))
+        out.flush()
+
+    def _log(self, id: int, data: bytes) -> None:
+        file = self._files.get(id)
+        if not file:
+            return
+        try:
+            file.write(data)
+        except OSError as error:
+            del self._files[id]
+            self.say(f"{self._paths[id]} gets no more lines: {error.strerror}. Training goes on.", error=True)
+
+
+class _Lines:
+    """Cuts a stream into lines. A progress bar that rewrites its line is shown once a second."""
+
+    def __init__(self):
+        self._left = b""
+        self._shown_at = 0.0
+
+    def feed(self, data: bytes) -> list[str]:
+        *whole, self._left = (self._left + data).split(b"\n")
+        lines = [_visible(line) for line in whole]
+        now = time.monotonic()
+        if b"\r" in self._left[:-1] and now - self._shown_at > _BAR_EVERY_S:
+            bar, _, self._left = self._left.rpartition(b"\r")
+            lines.append(_visible(bar))
+            self._shown_at = now
+        if len(self._left) > _LONGEST_LINE:
+            lines += self.rest()
+        return lines
+
+    def rest(self) -> list[str]:
+        left, self._left = self._left, b""
+        return [_visible(left)] if left.strip() else []
+
+
+def _visible(line: bytes) -> str:
+    """What a terminal would show of a line that was rewritten with carriage returns."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+def _open_files(names: Sequence[str], folder: Path | None) -> dict[int, BinaryIO]:
+    if folder is None:
+        return {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return {id: open(folder / _file_name(name), "ab", buffering=0) for id, name in enumerate(names)}
+    except OSError as error:
+        raise InputError(
+            f"The log files cannot be written to {str(folder)!r}: {error.strerror}. "
+            "Give another folder with --logs DIR, or use --no-logs."
+        ) from None
+
+
+def _file_name(name: str) -> str:
+    return f"{name.replace(' ', '-')}.log"

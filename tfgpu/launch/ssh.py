@@ -1,0 +1,111 @@
+"""The processes of a job on several machines, reached through ssh.
+
+A supervisor (`tfgpu.launch.remote`) runs on each and lives as long as the connection: when the launcher is gone, so are
+they. Variables travel inside the connection, never on a command line, where `ps` would show them.
+"""
+
+import dataclasses
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+from tfgpu.errors import InputError
+from tfgpu.launch import attempts, local
+from tfgpu.launch.job import Job
+from tfgpu.launch.link import Link
+
+OPTIONS = (
+    "-T",
+    *("-o", "BatchMode=yes"),
+    *("-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=5"),
+    *("-o", "ServerAliveCountMax=3"),
+    *("-o", "ControlMaster=no"),
+)
+"""No questions (there may be nobody to answer), and a lost network is noticed within 15 s."""
+CARRIED = re.compile(
+    r"(TF|TFGPU|KERAS|XLA|NCCL|CUDA|OMP|MKL|HF|TFDS|WANDB|MLFLOW|AWS|GOOGLE)_\w+|PYTHON\w+|(LD_LIBRARY|)PATH"
+)
+"""The variables that every process gets as they are here."""
+
+
+def launch(
+    job: Job,
+    nodes: Sequence[str],
+    *,
+    python: str | None = None,
+    directory: str | None = None,
+    ssh: str = "ssh",
+    grace_s: float = attempts.GRACE_S,
+    runner: Sequence[str] = ("-m", "tfgpu.run"),
+) -> int:
+    """Starts a job's processes on several machines and stays until none of them is left.
+
+    Every machine needs Python with tfgpu, and the script, at the same place as here.
+
+    Args:
+        job: what to run; its workers are spread over the nodes.
+        nodes: what `ssh` takes: `"host"`, `"user@host"`, `"ssh://user@host:port"`, or a name of its configuration.
+        python: the interpreter on the nodes; None: the same path as here.
+        directory: where the script runs on the nodes; None: the same path as here.
+        ssh: the command, with options, such as `"ssh -i key"`.
+        grace_s: seconds that processes have to save when they are asked to end while all is well.
+        runner: the interpreter's arguments before the script.
+
+    Returns:
+        The exit code, as of `tfgpu.launch.local.launch`; 1 where a node cannot be reached.
+
+    Raises:
+        InputError: nodes or settings that cannot work.
+    """
+    nodes = checked(nodes)
+    local.check(job, script=False)
+    python, directory = python or sys.executable, directory or os.getcwd()
+    carried = {name: value for name, value in os.environ.items() if _is_carried(name)}
+    job = dataclasses.replace(job, environment={**carried, **job.environment})
+    return attempts.supervise(
+        job,
+        lambda: [Link(node, command(ssh, node, python, directory, os.environ), pings=True) for node in nodes],
+        nodes,
+        runner=[python, *runner],
+        grace_s=grace_s,
+        environ=carried,
+        directory=directory,
+    )
+
+
+def checked(nodes: Sequence[str]) -> list[str]:
+    """Gives the nodes as ssh takes them.
+
+    Raises:
+        InputError: there is none, one is no name, or one stands there twice.
+    """
+    names = [name.strip() for name in nodes]
+    for name in names:
+        if not name or name.startswith("-") or any(character.isspace() for character in name):
+            raise InputError(f"--nodes must be names with commas between them. Received: {','.join(nodes)!r}.")
+        if names.count(name) > 1:
+            raise InputError(f"--nodes has {name!r} twice. Name it once, and ask for more workers with -n.")
+    if not names:
+        raise InputError("--nodes must name a machine or more, such as --nodes host1,host2.")
+    return names
+
+
+def command(ssh: str, node: str, python: str, directory: str, environ: Mapping[str, str]) -> list[str]:
+    """Writes the command that starts a node's supervisor.
+
+    Example:
+        >>> command("ssh -i key", "host1", "/opt/python", "/my work", {})[-2:]
+        ['host1', "cd '/my work' && exec env /opt/python -m tfgpu.launch.remote"]
+    """
+    # Only what the interpreter needs to find tfgpu. The rest follows when the connection stands.
+    found = [f"{name}={shlex.quote(environ[name])}" for name in ("PYTHONPATH",) if environ.get(name)]
+    start = " ".join([*found, shlex.quote(python), "-m", "tfgpu.launch.remote"])
+    return [*shlex.split(ssh), *OPTIONS, "--", node, f"cd {shlex.quote(directory)} && exec env {start}"]
+
+
+def _is_carried(name: str) -> bool:
+    # A machine's GPUs are its own affair; the others say who a process is.
+    return bool(CARRIED.fullmatch(name)) and name not in ("CUDA_VISIBLE_DEVICES", *local.OURS)
