@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from tfgpu.cli import main
 
@@ -32,6 +33,7 @@ place = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": "alone"}}'))[
 np.savez(f"weights-{place}.npz", *model.get_weights())
 print("replicas", strategy.num_replicas_in_sync)
 """
+K8S = ["--name", "a", "--image", "i", "--claim", "c", "--gpus-per-worker", "0"]
 
 
 def tfgpu(*words: str, cwd: Path, timeout: float = 280, **environ: str) -> subprocess.CompletedProcess:
@@ -51,7 +53,15 @@ def tfgpu(*words: str, cwd: Path, timeout: float = 280, **environ: str) -> subpr
     [
         (["none.py", "--epochs", "3"], "There is no script 'none.py'. Give the path of a Python file."),
         (["-n", "0", "here.py"], "`workers` must be a whole number from 1. Received: 0."),
-        (["--ssh", "ssh -4", "here.py"], "--ssh is for other machines. Add --nodes HOSTS, or leave it out."),
+        (["--ssh", "ssh -4", "here.py"], "--ssh is an option of --nodes HOSTS. Add that, or leave it out."),
+        (["--wait", "here.py"], "--wait is an option of --slurm. Add that, or leave it out."),
+        (["--claim-size", "1Gi", "here.py"], "--claim-size is an option of --kubernetes KIND. Add that, or"),
+        (["--slurm", "--nodes", "a,b", "here.py"], "With --slurm, --nodes is a number: Slurm chooses the machines."),
+        (["--slurm", "--kubernetes", "job", "here.py"], "--slurm and --kubernetes exclude each other."),
+        (["--kubernetes", "job", "--name", "a", "here.py"], "--kubernetes needs --image"),
+        (["--kubernetes", "jop", *K8S, "here.py"], "Unknown kind of manifest 'jop'. Did you mean 'job'?"),
+        (["--kubernetes", "job", *K8S, "--label", "team", "here.py"], "A label must be KEY=VALUE. Received: 'team'."),
+        (["--kubernetes", "job", *K8S, "--logs", "a", "here.py"], "--logs is not for Kubernetes"),
         (["--env", "NO_SUCH", "here.py"], "--env NO_SUCH: there is no such variable here. Write --env NO_SUCH=VALUE."),
         (["--logs", "a", "--no-logs", "here.py"], "--logs and --no-logs exclude each other. Give one of them."),
         (["--nodes", "a,b", "-n", "1", "here.py"], "Every node needs a worker. Received: -n 1 and 2 nodes."),
@@ -77,6 +87,24 @@ def test_help_shows_every_flag_with_its_default(tmp_path):
         assert f"{flag} " in text
     for default in ("[1 each]", "[an equal share]", "[tfgpu-logs/<time>-<script>]", "[as here]", "[default: 60.0]"):
         assert default in text
+
+
+def test_kubernetes_prints_manifests_and_slurm_its_batch_file(tmp_path, monkeypatch, capsys):
+    (tmp_path / "here.py").write_text("print('hello')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["launch", "--kubernetes", "job", "-n", "3", *K8S, "--label", "team=x", "here.py", "-v"])
+    out, _ = capsys.readouterr()
+    assert end.value.code == 0
+    manifests = {each["kind"]: each for each in yaml.safe_load_all(out)}
+    assert manifests["Job"]["spec"]["completions"] == 3
+    assert manifests["Job"]["metadata"]["labels"]["team"] == "x"
+    assert "print('hello')" in str(manifests["ConfigMap"]["data"])
+    with pytest.raises(SystemExit) as end:
+        main(["launch", "--slurm", "--nodes", "2", "-n", "4", "--time", "30", "--dry-run", "here.py"])
+    out, _ = capsys.readouterr()
+    assert end.value.code == 0 and "#SBATCH --nodes=2\n#SBATCH --ntasks=4\n" in out and "#SBATCH --time=30\n" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["here.py"]
 
 
 @pytest.mark.slow

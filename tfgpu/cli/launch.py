@@ -1,9 +1,10 @@
-"""`tfgpu launch`: a script in many processes, on this machine or on several."""
+"""`tfgpu launch`: a script in many processes, on this machine, on several, or through Slurm or Kubernetes."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +14,17 @@ from tfgpu.launch.job import Job
 from tfgpu.launch.screen import default_folder
 
 app = typer.Typer()
-_SSH = "Several machines"
+_SSH, _SLURM, _KUBERNETES = "Several machines", "Slurm", "Kubernetes"
+_BATCH_GRACE_S = 60
+
+
+def _option(kind: type, panel: str, metavar: str, words: str) -> Any:
+    """An option of one engine, whose absence its own code fills in."""
+    return Annotated[kind | None, typer.Option(metavar=metavar, help=words.replace("[", "\\["), rich_help_panel=panel)]
+
+
+def _flag(panel: str, name: str, words: str) -> Any:
+    return Annotated[bool, typer.Option(name, help=words, rich_help_panel=panel)]
 
 
 @app.command(
@@ -23,7 +34,9 @@ _SSH = "Several machines"
         "[bold]Examples[/]\n\n"
         "tfgpu launch -n 4 train.py --epochs 3\n\n"
         "tfgpu launch -n 2 --ps 1 --max-restarts 3 train.py\n\n"
-        "tfgpu launch --nodes gpu1,gpu2 -n 8 train.py"
+        "tfgpu launch --nodes gpu1,gpu2 -n 8 train.py\n\n"
+        "tfgpu launch --slurm --nodes 2 -n 8 --gpus-per-worker 1 --time 12:00:00 train.py\n\n"
+        "tfgpu launch --kubernetes job -n 4 --gpus-per-worker 1 --name digits --image IMAGE --claim runs train.py"
     ),
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
@@ -53,8 +66,12 @@ def launch_script(
         float, typer.Option(metavar="S", help="Seconds without a sign of life until a process counts as stopped.")
     ] = 60.0,
     grace: Annotated[
-        float, typer.Option(metavar="S", help="Seconds to save after Ctrl-C, SIGTERM or a preemption.")
-    ] = GRACE_S,
+        float | None,
+        typer.Option(
+            metavar="S",
+            help=f"Seconds to save after Ctrl-C, SIGTERM or a preemption \\[{GRACE_S:g}; elsewhere {_BATCH_GRACE_S}].",
+        ),
+    ] = None,
     logs: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for a log file each \\[tfgpu-logs/<time>-<script>].")
     ] = None,
@@ -63,45 +80,125 @@ def launch_script(
         list[str] | None,
         typer.Option(metavar="NAME[=VALUE]", help="A variable for every process; its value here if none is given."),
     ] = None,
-    nodes: Annotated[
-        str | None, typer.Option(metavar="HOSTS", help="Machines reached by ssh: host1,host2.", rich_help_panel=_SSH)
-    ] = None,
-    python: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The interpreter there \\[as here].", rich_help_panel=_SSH)
-    ] = None,
-    directory: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where to run there \\[as here].", rich_help_panel=_SSH)
-    ] = None,
-    ssh: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="ssh with options of your own.", rich_help_panel=_SSH)
-    ] = None,
+    nodes: _option(str, _SSH, "HOSTS", "Machines reached by ssh: host1,host2. With --slurm, their number.") = None,
+    python: _option(str, _SSH, "PATH", "The interpreter there [as here].") = None,
+    directory: _option(str, _SSH, "DIR", "Where to run there [as here].") = None,
+    ssh: _option(str, _SSH, "COMMAND", "ssh with options of your own.") = None,
+    slurm: _flag(_SLURM, "--slurm", "Submit to Slurm; -n: processes on all nodes together.") = False,
+    time: _option(str, _SLURM, "LIMIT", "Minutes, 12:00:00 or 2-12:00:00 [the partition's].") = None,
+    partition: _option(str, _SLURM, "NAME", "Where the job runs [the default one].") = None,
+    account: _option(str, _SLURM, "NAME", "Who pays [your default].") = None,
+    sbatch: _option(list[str], _SLURM, "OPTION", "A further option of sbatch: --sbatch=--qos=high.") = None,
+    dry_run: _flag(_SLURM, "--dry-run", "Show the batch file and submit nothing.") = False,
+    wait: _flag(_SLURM, "--wait", "Stay until the job has ended, and exit with its code.") = False,
+    kubernetes: _option(str, _KUBERNETES, "KIND", "Print manifests (job, tfjob, trainjob); start nothing.") = None,
+    name: _option(str, _KUBERNETES, "NAME", "Of the objects and pods.") = None,
+    image: _option(str, _KUBERNETES, "IMAGE", "The container image.") = None,
+    in_image: _flag(_KUBERNETES, "--in-image", "The script is a path in the image.") = False,
+    claim: _option(str, _KUBERNETES, "NAME", "The volume claim with the checkpoints.") = None,
+    claim_size: _option(str, _KUBERNETES, "SIZE", "Make the claim, such as 100Gi.") = None,
+    storage_class: _option(str, _KUBERNETES, "NAME", "Of the claim that is made [the cluster's default].") = None,
+    namespace: _option(str, _KUBERNETES, "NAME", "Where [kubectl's].") = None,
+    mount: _option(str, _KUBERNETES, "DIR", "Where the claim is mounted [/checkpoints].") = None,
+    cpu: _option(str, _KUBERNETES, "N", "Cores of each pod [4].") = None,
+    memory: _option(str, _KUBERNETES, "SIZE", "Of each pod [16Gi].") = None,
+    shared_memory: _option(str, _KUBERNETES, "SIZE", "/dev/shm of each pod [2Gi].") = None,
+    scheduling: _option(int, _KUBERNETES, "S", "Seconds that the pods may start apart [600].") = None,
+    port: _option(int, _KUBERNETES, "PORT", "On which the workers talk [2222].") = None,
+    user: _option(int, _KUBERNETES, "UID", "That the container runs as [10001].") = None,
+    pull_secret: _option(str, _KUBERNETES, "NAME", "Opens the registry.") = None,
+    node_selector: _option(list[str], _KUBERNETES, "KEY=VALUE", "A label of the nodes to use.") = None,
+    label: _option(list[str], _KUBERNETES, "KEY=VALUE", "A label for all objects.") = None,
 ) -> None:
-    hosts = nodes.split(",") if nodes is not None else []
+    of_ssh = {"python": python, "directory": directory, "ssh": ssh}
+    of_slurm = {"time": time, "partition": partition, "account": account, "sbatch": sbatch}
+    of_slurm |= {"dry_run": dry_run or None, "wait": wait or None}
+    facts = {"name": name, "image": image, "claim": claim, "claim_size": claim_size, "storage_class": storage_class}
+    facts |= {"namespace": namespace, "mount": mount, "cpu": cpu, "memory": memory, "shared_memory": shared_memory}
+    facts |= {"port": port, "user": user, "pull_secret": pull_secret}
+    facts |= {"scheduling": scheduling, "node_selector": node_selector, "label": label, "in_image": in_image or None}
+    if slurm and kubernetes is not None:
+        raise InputError("--slurm and --kubernetes exclude each other. Give one of them.")
+    if slurm or nodes is None:
+        _only_with("--nodes HOSTS", of_ssh)
+    if not slurm:
+        _only_with("--slurm", of_slurm)
+    if kubernetes is None:
+        _only_with("--kubernetes KIND", facts)
+    elif nodes is not None:
+        raise InputError("--nodes is for ssh and Slurm: Kubernetes chooses the nodes. Leave it out, or --kubernetes.")
     if no_logs and logs:
         raise InputError("--logs and --no-logs exclude each other. Give one of them.")
+    hosts = nodes.split(",") if nodes is not None and not slurm else []
+    machines = _number(nodes) if slurm else max(1, len(hosts))
     job = Job(
         script,
         tuple(arguments or ()),
-        workers=max(1, len(hosts)) if workers is None else workers,
+        workers=machines if workers is None else workers,
         parameter_servers=parameter_servers,
         evaluator=evaluator,
         gpus_per_worker=gpus_per_worker,
         max_restarts=max_restarts,
         startup_timeout_s=startup_timeout,
         silence_s=silence,
-        logs=None if no_logs else logs or default_folder(script),
+        logs=None if no_logs or kubernetes is not None else logs or default_folder(script),
         environment=_variables(env or ()),
     )
-    if hosts:
+    if kubernetes is not None:
+        if logs is not None:
+            raise InputError("--logs is not for Kubernetes, which keeps the pods' own. Use `kubectl logs`.")
+        print(_manifests(job, kubernetes, facts, grace), end="")
+        return
+    if slurm:
+        from tfgpu.launch.slurm import launch
+        from tfgpu.launch.slurm_allocation import Allocation
+
+        seconds = _BATCH_GRACE_S if grace is None else math.ceil(grace)
+        allocation = Allocation(machines, time, partition, account, seconds, tuple(sbatch or ()))
+        code = launch(job, allocation, dry_run=dry_run, wait=wait)
+    elif hosts:
         from tfgpu.launch.ssh import launch
 
-        code = launch(job, hosts, python=python, directory=directory, ssh=ssh or "ssh", grace_s=grace)
+        code = launch(job, hosts, **(of_ssh | {"ssh": ssh or "ssh"}), grace_s=GRACE_S if grace is None else grace)
     else:
         from tfgpu.launch.local import launch
 
-        _only_for_nodes(python=python, directory=directory, ssh=ssh)
-        code = launch(job, grace_s=grace)
+        code = launch(job, grace_s=GRACE_S if grace is None else grace)
     raise typer.Exit(code)
+
+
+def _manifests(job: Job, kind: str, facts: dict[str, Any], grace: float | None) -> str:
+    from tfgpu.launch.kubernetes import Kubernetes, render
+
+    given = {name: value for name, value in facts.items() if value is not None}
+    for needed in ("name", "image", "claim"):
+        if needed not in given:
+            raise InputError(f"--kubernetes needs --{needed}, besides --name, --image and --claim. Add it.")
+    path, in_image = Path(job.script), given.pop("in_image", False)
+    if not in_image and not path.is_file():
+        raise InputError(f"There is no script {job.script!r}. Give a file, or --in-image for one in the image.")
+    for flag, field in (("scheduling", "scheduling_s"), ("label", "labels")):
+        if flag in given:
+            given[field] = given.pop(flag)
+    for field in ("node_selector", "labels"):
+        if field in given:
+            given[field] = dict(_pair(text) for text in given[field])
+    grace_s = _BATCH_GRACE_S if grace is None else math.ceil(grace)
+    source = None if in_image else path.read_text()
+    return render(job, Kubernetes(kind=kind, source=source, grace_s=grace_s, **given))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"A label must be KEY=VALUE. Received: {text!r}.")
+    return key, value
+
+
+def _number(nodes: str | None) -> int:
+    if nodes is not None and not nodes.isdecimal():
+        raise InputError(f"With --slurm, --nodes is a number: Slurm chooses the machines. Received: {nodes!r}.")
+    return int(nodes or 1)
 
 
 def _variables(pairs: Sequence[str]) -> dict[str, str]:
@@ -114,7 +211,7 @@ def _variables(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _only_for_nodes(**given: str | None) -> None:
+def _only_with(engine: str, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
-            raise InputError(f"--{name} is for other machines. Add --nodes HOSTS, or leave it out.")
+            raise InputError(f"--{name.replace('_', '-')} is an option of {engine}. Add that, or leave it out.")
