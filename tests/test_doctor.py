@@ -59,7 +59,9 @@ def test_this_machine_can_train(here):
     from tfgpu import keras_fixes
 
     assert [check.name.removeprefix("Keras repair ") for check in repairs] == [f.name for f in keras_fixes.fixes()]
-    assert [name for name, is_there in here["repairs"].items() if not is_there] == [], "delete them: Keras has them"
+    gone = {name for name, is_there in here["repairs"].items() if not is_there}
+    # Empty batches fail in oneDNN's kernels, which TensorFlow leaves out on some processors.
+    assert gone <= {"no-rows"}, "delete them: Keras has them"
 
 
 def test_the_checks_are_json(here):

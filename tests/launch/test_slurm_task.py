@@ -17,7 +17,10 @@ answer = sys.argv[1]
 if answer == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if answer == "save":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    def leave(*_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python dies of one that comes while it ends
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, leave)
 Path(os.environ["TFGPU_HEARTBEAT"]).touch()
 print("ready", flush=True)
 time.sleep(1000)

@@ -271,7 +271,9 @@ def _is_here() -> bool:
     from tensorflow.python.ops import control_flow_util
 
     strategy = context().strategy
-    if spans_processes(strategy) or strategy.extended._cross_device_ops is not strategy.extended._collective_ops:
+    if not isinstance(strategy, tf.distribute.MirroredStrategy):
+        return False
+    if strategy.extended._cross_device_ops is not strategy.extended._collective_ops:
         return False
     is_xla = control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
     return not is_xla and all(":CPU:" in device.upper() for device in strategy.extended.worker_devices)
