@@ -17,12 +17,13 @@ ALLOWED = {
     "precision": {"environment"},
     "keras_fixes": set(),
     "preflight": {"cluster"},
-    "strategies": {"cluster", "environment", "keras_fixes", "preflight"},
+    "strategies": {"cluster", "environment", "keras_fixes", "preflight", "asynchronous"},
     "data": {"cluster"},
     "models": {"precision", "keras_fixes"},
     "training": {"data", "strategies", "precision", "keras_fixes"},
-    "callbacks": {"cluster", "environment", "training"},
+    "callbacks": {"cluster", "environment", "training", "keras_fixes"},
 }
+ALLOWED["asynchronous"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes", "callbacks"}
 ALLOWED["launch"] = {"cluster"}
 ALLOWED["run"] = {"cluster", "keras_fixes", "launch", "preflight"}
 ALLOWED["recipes"] = {*ALLOWED}

@@ -24,6 +24,7 @@ _PLACES = {  # public name -> (module, name in it); None for the module itself
     **{
         name: (f"tfgpu.{name}", None)
         for name in (
+            "asynchronous",
             "callbacks",
             "cluster",
             "data",

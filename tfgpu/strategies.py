@@ -17,17 +17,19 @@ Which option applies where:
 | `all_reduce="reduction_to_one_device"` | - | yes | - | - |
 | `bytes_per_pack` | - | - | yes | - |
 | `reduce_dtype` | - | yes | yes | - |
+| `max_staleness` | - | - | - | yes |
+| `partitioner` | - | - | - | yes |
 
 An option that does not apply is an `InputError`, never ignored. `"auto"` and 0 leave it to TensorFlow.
 """
 
 import logging
-import os
 from collections.abc import Iterable
 
 import tensorflow as tf
 
 from tfgpu import environment, keras_fixes, preflight
+from tfgpu.asynchronous.parameter_server import Partitioner, parameter_server, resolver, serve, who
 from tfgpu.cluster import Cluster
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, unknown
@@ -35,6 +37,7 @@ from tfgpu.keras_fixes import replica
 from tfgpu.keras_fixes.devices import have_started, worker_devices
 
 KINDS = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server")
+__all__ = ["describe", "mirrored", "multi_worker", "one_device", "parameter_server", "serve", "strategy"]
 REDUCE_DTYPES = ("float16", "bfloat16")
 ALL_REDUCE = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")
 Devices = int | str | Iterable[str] | None
@@ -49,6 +52,8 @@ def strategy(
     all_reduce: str = "auto",
     bytes_per_pack: int = 0,
     reduce_dtype: str | None = None,
+    max_staleness: int | None = None,
+    partitioner: Partitioner = "auto",
     cluster: Cluster | None = None,
 ) -> tf.distribute.Strategy:
     """Makes the strategy of a name; `"auto"` chooses by the cluster and the devices.
@@ -68,10 +73,12 @@ def strategy(
         reduce_dtype: `"float16"` or `"bfloat16"`: gradients travel in it, half the bytes, for slow networks. Each
             replica's part is rounded before the sum, so the result is no longer that of one device: by about 1e-3
             (float16) or 1e-2 (bfloat16) of a gradient. Float16 is infinite above 65,504: use it with loss scaling.
+        max_staleness, partitioner: as for `tfgpu.asynchronous.parameter_server.parameter_server`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Returns:
-        A `tf.distribute.Strategy`.
+        A `tf.distribute.Strategy`. In a worker or a parameter server of `parameter_server` it does not return: the
+        process serves until the chief is gone, and ends.
 
     Raises:
         InputError: an unknown name, more devices than exist, or an option that does not apply.
@@ -80,8 +87,11 @@ def strategy(
     if kind not in KINDS:
         raise unknown("strategy", kind, KINDS)
     cluster = Cluster.from_environment() if cluster is None else cluster
-    if kind == "auto":
+    if kind == "auto" or (kind == "parameter_server" and cluster.task_type == "evaluator"):
         kind = _choose(devices, cluster)
+    if kind != "parameter_server" and cluster.task_type != "evaluator":
+        _refuse(kind, "max_staleness", max_staleness, None, "`parameter_server`")
+        _refuse(kind, "partitioner", partitioner, "auto", "`parameter_server`")
     if kind == "multi_worker":
         return multi_worker(
             devices, all_reduce=all_reduce, bytes_per_pack=bytes_per_pack, reduce_dtype=reduce_dtype, cluster=cluster
@@ -96,7 +106,7 @@ def strategy(
     if kind == "one_device":
         return one_device(devices)
     _refuse(kind, "devices", devices, None, "the other strategies")
-    return parameter_server(cluster=cluster)
+    return parameter_server(max_staleness=max_staleness, partitioner=partitioner, cluster=cluster)
 
 
 def one_device(devices: Devices = None) -> tf.distribute.OneDeviceStrategy:
@@ -164,7 +174,7 @@ def multi_worker(
     cluster = Cluster.from_environment() if cluster is None else cluster
     if not cluster.workers or cluster.rank < 0:
         raise InputError(
-            f"`multi_worker` needs this process to be a worker of a cluster. Found: {_who(cluster)}. "
+            f"`multi_worker` needs this process to be a worker of a cluster. Found: {who(cluster)}. "
             "Set TF_CONFIG in each worker, or use `mirrored` or `one_device`."
         )
     _check_reduce_dtype(reduce_dtype)
@@ -174,13 +184,13 @@ def multi_worker(
         bytes_per_pack=_bytes(bytes_per_pack), implementation=_implementation(all_reduce, chosen)
     )
     jobs = {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
-    resolver = _resolver(cluster, jobs, gpus=len(gpus))
+    found = resolver(cluster, jobs, gpus=len(gpus))
     if not have_started():  # Else it has joined this cluster before, or TensorFlow says below that it no longer can.
         preflight.join(cluster)
     keras_fixes.install()
     try:
         with worker_devices([device.name for device in chosen]):
-            made = tf.distribute.MultiWorkerMirroredStrategy(resolver, communication_options=options)
+            made = tf.distribute.MultiWorkerMirroredStrategy(found, communication_options=options)
     except (RuntimeError, ValueError) as error:
         # TensorFlow's two sentences for "the devices have started" and "another cluster is configured".
         if "at program startup" not in str(error) and "already configured" not in str(error):
@@ -191,74 +201,6 @@ def multi_worker(
             f"kernel first. ({error})"
         ) from None
     return _reducing_in(reduce_dtype, made)
-
-
-def parameter_server(*, cluster: Cluster | None = None) -> tf.distribute.ParameterServerStrategy:
-    """Makes the chief's strategy: parameter servers hold the variables, workers run what the chief schedules.
-
-    Train with `tf.distribute.coordinator.ClusterCoordinator(strategy)`. It waits for the other processes,
-    each of which calls `serve()`.
-
-    Args:
-        cluster: the facts of the cluster; `None` reads them from the environment.
-
-    Raises:
-        InputError: the cluster lacks a chief, workers or parameter servers, or this process is not the chief.
-
-    Source: https://www.tensorflow.org/tutorials/distribute/parameter_server_training
-    """
-    cluster = Cluster.from_environment() if cluster is None else cluster
-    jobs = cluster.jobs()
-    missing = [job for job in ("chief", "worker", "ps") if job not in jobs]
-    if missing:
-        raise InputError(
-            f"`parameter_server` needs a chief, workers and parameter servers. Found: {_who(cluster)}; "
-            f"missing: {', '.join(missing)}. Add them to TF_CONFIG, or use `multi_worker` or `mirrored`."
-        )
-    if cluster.task_type != "chief":
-        raise InputError(
-            f"`parameter_server` is for the chief. Found: {_who(cluster)}. Call `tfgpu.strategies.serve()` "
-            "here: it starts a tf.distribute.Server, which does the chief's work."
-        )
-    _fail_fast()
-    preflight.join(cluster)
-    keras_fixes.install()
-    return tf.distribute.ParameterServerStrategy(_resolver(cluster, jobs))
-
-
-def serve(cluster: Cluster | None = None) -> None:
-    """Runs a worker or a parameter server of `parameter_server`. It does not return: end it from outside.
-
-    Args:
-        cluster: the facts of the cluster; `None` reads them from the environment.
-
-    Raises:
-        InputError: this process is neither a worker nor a parameter server beside a chief.
-
-    Example:
-        cluster = tfgpu.Cluster.from_environment()
-        if cluster.task_type in ("worker", "ps"):
-            tfgpu.strategies.serve(cluster)
-    """
-    cluster = Cluster.from_environment() if cluster is None else cluster
-    if cluster.task_type not in ("worker", "ps") or not cluster.has_chief or not cluster.parameter_servers:
-        raise InputError(
-            "`serve` is for the workers and parameter servers of a cluster with a chief. "
-            f"Found: {_who(cluster)}. Set TF_CONFIG's `task`; the chief calls `tfgpu.strategy()`."
-        )
-    _fail_fast()
-    preflight.join(cluster)
-    config = tf.compat.v1.ConfigProto()
-    # TensorFlow's guide asks for more threads than workers, which a small machine would not have by itself.
-    config.inter_op_parallelism_threads = max(cluster.size + 1, os.cpu_count() or 1)
-    server = tf.distribute.Server(
-        tf.train.ClusterSpec(cluster.jobs()),
-        job_name=cluster.task_type,
-        task_index=cluster.task_index,
-        protocol="grpc",
-        config=config,
-    )
-    server.join()
 
 
 def describe(strategy: tf.distribute.Strategy) -> dict:
@@ -381,23 +323,6 @@ def _worker_devices(devices: Devices) -> tuple[Device, ...]:
     )
 
 
-def _resolver(
-    cluster: Cluster, jobs: dict[str, list[str]], *, gpus: int = 0
-) -> tf.distribute.cluster_resolver.ClusterResolver:
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(jobs),
-        task_type=cluster.task_type,
-        task_id=cluster.task_index,
-        num_accelerators={"GPU": gpus},
-        rpc_layer="grpc",
-    )
-
-
-def _fail_fast() -> None:
-    # Without it gRPC retries a dead peer forever, and the coordinator never hears that a worker is gone.
-    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
-
-
 def _refuse(kind: str, name: str, value: object, default: object, where: str) -> None:
     if value != default:
         raise InputError(f"`{name}` does not apply to `{kind}`. Received: {value!r}. Leave it out, or use {where}.")
@@ -411,10 +336,3 @@ def _bytes(bytes_per_pack: int) -> int:
 
 def _names(chosen: tuple[Device, ...]) -> str:
     return ", ".join(device.name for device in chosen)
-
-
-def _who(cluster: Cluster) -> str:
-    if not cluster.jobs():
-        return "one process and no cluster"
-    sizes = ", ".join(f"{len(addresses)} {job}" for job, addresses in cluster.jobs().items())
-    return f"{cluster.task_type} {cluster.task_index} of a cluster of {sizes}"

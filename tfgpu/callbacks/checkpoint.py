@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfgpu.callbacks.background import Writer
 from tfgpu.errors import InputError, MachineError
+from tfgpu.keras_fixes import coordinating, tables
 
 _log = logging.getLogger(__name__)
 
@@ -159,6 +160,7 @@ def epoch_of(checkpoint: Path) -> int:
 
 def copied(model: keras.Model) -> dict[str, np.ndarray]:
     """The state of a model and its optimizer as it is now, which further training leaves alone."""
+    coordinating.settle(model)
     return {name: _to_plain(np.array(v.numpy())) for name, v in _variables(model).items()}
 
 
@@ -203,12 +205,12 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 def _variables(model: keras.Model) -> dict[str, keras.Variable]:
     """Everything that training changes, by a name that does not depend on the number of replicas."""
-    groups = {"model": model.variables}
+    groups = {"model": tables.whole(model.variables)}
     if model.optimizer is not None:
         if not model.optimizer.built:
             with model.distribute_strategy.scope():
                 model.optimizer.build(model.trainable_variables)
-        groups["optimizer"] = model.optimizer.variables
+        groups["optimizer"] = tables.whole(model.optimizer.variables)
     return {f"{group}/{at:04d}": v for group, variables in groups.items() for at, v in enumerate(variables)}
 
 

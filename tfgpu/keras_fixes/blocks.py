@@ -43,6 +43,10 @@ class Pace:
         if done == self.steps and seconds < BLOCK_S / 2:
             self.steps = min(2 * self.steps, MOST_STEPS)
 
+    def of(self, left: float) -> int:
+        """Steps of the next block, where the epoch has `left` more."""
+        return self.steps
+
 
 @dataclass
 class Block:
@@ -90,14 +94,18 @@ class Run:
     steps: int | None = None
     block: Block | None = None
 
-    def wanted(self) -> int | None:
-        """Steps of the next block; None where Keras is to decide, batch by batch."""
+    def wanted(self, left: float = float("inf")) -> int | None:
+        """Steps of the next block; None where Keras is to decide, batch by batch.
+
+        Args:
+            left: steps that the epoch has left, as far as is known.
+        """
         function = getattr(self.model, f"{self.kind}_function")
         if not hasattr(function, "pace") or self.model.run_eagerly or self.model.steps_per_execution != 1:
             return None
         if self.steps is not None:
             return self.steps
-        return 1 if self.every_batch[self.kind] else function.pace.steps
+        return 1 if self.every_batch[self.kind] else function.pace.of(left)
 
 
 def run_in_blocks() -> None:
@@ -200,7 +208,8 @@ def _hand_out_blocks() -> None:
             return
         is_sure = _has_known_length(self)
         for begin, _, iterator in steps:
-            count = min(run.wanted(), _left(self, begin))
+            left = _left(self, begin)
+            count = min(run.wanted(left), left)
             for _ in range(count - 1):
                 next(steps)
             block = run.block = Block(iterator, count, is_sure, begin)

@@ -5,11 +5,13 @@ from tfgpu.keras_fixes import (
     attributes,
     blocks,
     collectives,
+    coordinating,
     coupled,
     distribution,
     functions,
     gradients,
     layers,
+    ledger,
     losses,
     mixing,
     orders,
@@ -24,6 +26,7 @@ from tfgpu.keras_fixes import (
     seeds,
     state,
     steps,
+    tables,
     trainer,
 )
 from tfgpu.keras_fixes.seam import Fix
@@ -255,5 +258,26 @@ FIXES = (
         "https://github.com/keras-team/keras-hub/issues/204",
         probes.resumed_epoch_repeats,
         resuming.resume_within_the_epoch,
+    ),
+    Fix(
+        "exact-counts",
+        "adding to a variable on a parameter server reads, adds and assigns: counts of other workers are lost",
+        _TENSORFLOW + "61129",
+        probes.adding_is_not_one_operation,
+        ledger.count_exactly,
+    ),
+    Fix(
+        "rows-on-servers",
+        "a look-up moves the whole embedding table from its parameter server",
+        "",
+        probes.look_up_reads_the_table,
+        tables.look_up_on_servers,
+    ),
+    Fix(
+        "parameter-servers",
+        "fit raises under ParameterServerStrategy",
+        _TENSORFLOW + "61129",
+        probes.no_coordinator_in_fit,
+        coordinating.train_by_coordinator,
     ),
 )

@@ -48,7 +48,7 @@ def cut_evenly() -> None:
     @wrap(keras_trainer.TFEpochIterator, "__init__")
     def init(stock, self, distribute_strategy=None, *args, **kwargs):
         if _is_one_cpu(distribute_strategy):
-            stock(self, _Whole(), *args, **kwargs)
+            stock(self, Whole(), *args, **kwargs)
             self._distribute_strategy = distribute_strategy
             return
         if not replica.is_spread(distribute_strategy):
@@ -153,7 +153,7 @@ class _Cutter:
         return self._strategy.distribute_datasets_from_function(of_worker)
 
 
-class _Whole:
+class Whole:
     """Stands where Keras asks the strategy of one CPU to distribute a data set: there is nothing to distribute.
 
     TensorFlow's own iterator would ask at each step whether there is data: three times as long as a small model's step.

@@ -4,6 +4,7 @@ They must run where no repair is in force: `python -m tfgpu.keras_fixes.probes` 
 prints one JSON object, `{"name of the repair": true, ...}`; `tfgpu doctor` reads it.
 """
 
+import inspect
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import warnings
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as keras_trainer
 
 _X = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0]], "float32")
 _Y = np.array([[1.0], [0.0], [2.0]], "float32")
@@ -322,6 +324,29 @@ def second_run_draws_anew() -> bool:
         tape.watch(x)
         y = keras.remat(keras.layers.Dropout(0.5, seed=1))(x, training=True)
     return bool(tf.reduce_any(tape.gradient(y, x) != y))
+
+
+def adding_is_not_one_operation() -> bool:
+    """Whether `assign_add` of a Keras variable is made of a read and an assignment."""
+    variable = keras.Variable(0.0)
+    return "AssignAddVariableOp" not in _operations(lambda: variable.assign_add(1.0))
+
+
+def look_up_reads_the_table() -> bool:
+    """Whether an embedding reads its whole table where `ResourceGather` would read the rows."""
+    layer = keras.layers.Embedding(4, 2)
+    layer.build()
+    return "ResourceGather" not in _operations(lambda: layer(tf.constant([1])))
+
+
+def no_coordinator_in_fit() -> bool:
+    """Whether Keras's trainer, which a real cluster takes seconds to try, knows of no coordinator."""
+    return "coordinator" not in inspect.getsource(keras_trainer).lower()
+
+
+def _operations(function) -> set[str]:
+    graph = tf.function(function, autograph=False).get_concrete_function().graph
+    return {operation.type for operation in graph.get_operations()}
 
 
 def _mirrored() -> tf.distribute.Strategy:

@@ -1,0 +1,95 @@
+"""The side-car evaluator: each new checkpoint once, by itself, with the numbers of the training's own evaluation."""
+
+import json
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfgpu
+from tfgpu.asynchronous import evaluate_checkpoints
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(40, 4)).astype("float32"), RNG.integers(0, 3, 40)
+
+
+def build(units=3):
+    keras.utils.set_random_seed(0)
+    with tfgpu.strategy("one_device", devices="CPU:0").scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return model
+
+
+def train(folder, epochs):
+    model = build()
+    checkpoint = tfgpu.callbacks.Checkpoint(folder, keep=10)
+    fit = model.fit(X, Y, batch_size=8, epochs=epochs, validation_data=(X, Y), callbacks=[checkpoint], verbose=0)
+    return fit.history
+
+
+def batches():
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(32)
+
+
+def test_the_newest_checkpoint_is_evaluated_as_the_training_evaluated_it(tmp_path):
+    history = train(tmp_path, epochs=3)
+    seen = []
+    (row,) = evaluate_checkpoints(
+        build(), batches(), tmp_path, last_epoch=3, on_result=lambda epoch, found: seen.append(epoch)
+    )
+    assert row == {
+        "epoch": 3,
+        "accuracy": pytest.approx(history["val_accuracy"][-1], abs=1e-6),
+        "loss": pytest.approx(history["val_loss"][-1], abs=1e-6),
+    }
+    assert seen == [3]
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [3]
+
+
+def test_one_that_is_started_again_evaluates_nothing_twice(tmp_path):
+    train(tmp_path, epochs=1)
+    assert len(evaluate_checkpoints(build(), batches(), tmp_path, last_epoch=1)) == 1
+    assert evaluate_checkpoints(build(), batches(), tmp_path, last_epoch=1) == []
+
+
+def test_it_follows_a_training_that_goes_on(tmp_path):
+    rows = []
+    follower = threading.Thread(
+        target=lambda: rows.extend(
+            evaluate_checkpoints(build(), batches(), tmp_path, last_epoch=2, poll_s=0.05, patience_s=60)
+        )
+    )
+    train(tmp_path, epochs=1)
+    follower.start()
+    train_on(tmp_path)
+    follower.join(timeout=120)
+    assert not follower.is_alive()
+    assert [row["epoch"] for row in rows] in ([1, 2], [2])
+
+
+def train_on(folder):
+    model = build()
+    checkpoint = tfgpu.callbacks.Checkpoint(folder, keep=10)
+    checkpoint.restore(model)
+    model.fit(X, Y, batch_size=8, initial_epoch=1, epochs=2, callbacks=[checkpoint], verbose=0)
+
+
+def test_without_new_checkpoints_it_ends_after_its_patience(tmp_path):
+    assert evaluate_checkpoints(build(), batches(), tmp_path, poll_s=0.01, patience_s=0.05) == []
+
+
+@pytest.mark.parametrize("argument", ["poll_s", "patience_s"])
+def test_a_time_of_nothing_is_refused(argument, tmp_path):
+    with pytest.raises(tfgpu.InputError, match=f"`{argument}` must be above 0. Received: 0"):
+        evaluate_checkpoints(build(), batches(), tmp_path, **{argument: 0})
+
+
+def test_checkpoints_of_another_model_are_named(tmp_path):
+    train(tmp_path, epochs=1)
+    with pytest.raises(tfgpu.InputError, match="this model has"):
+        evaluate_checkpoints(build(units=4), batches(), tmp_path, last_epoch=1)

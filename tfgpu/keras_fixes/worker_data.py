@@ -1,0 +1,85 @@
+"""Data that workers read themselves, where the chief's reading and its network would bound the speed."""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfgpu.errors import InputError
+
+Make = Callable[[tf.Tensor, int], tf.data.Dataset]
+
+
+class WorkerData:
+    """Stands where Keras asks the strategy to distribute a data set; its iterators go on where the last one ended.
+
+    Args:
+        make: the data set of batches of worker number `index` of `count`.
+        spec: of a batch.
+        batches: of an epoch, of all workers together.
+        workers: how many there are.
+    """
+
+    def __init__(self, make: Make, spec, batches: int, workers: int):
+        self.element_spec = spec
+        self._make, self._batches, self._workers = make, batches, workers
+        self._remote = None
+
+    def __iter__(self):
+        return WorkerIterator(self, self._batches)
+
+    def on_workers(self, coordinator):
+        """The iterators on the workers, which are made once: an epoch begins where the one before has ended."""
+        if self._remote is None:
+
+            def read():
+                index = tf.distribute.coordinator.experimental_get_current_worker_index()
+                return self._make(index, self._workers).repeat()
+
+            self._remote = iter(coordinator.create_per_worker_dataset(read))
+        return self._remote
+
+
+class WorkerIterator:
+    """An epoch's worth of batches that lie on the workers."""
+
+    def __init__(self, data: WorkerData, left: int):
+        self._data, self._left = data, left
+        self.on_workers, self.element_spec = data.on_workers, data.element_spec
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise InputError("Data that workers read can be used by `fit` alone. Give `predict` data that the chief reads.")
+
+    def take(self, count: int, is_training: bool) -> range:
+        """Takes at most so many batches off what is left.
+
+        Raises:
+            InputError: it is not to train.
+        """
+        if not is_training:
+            raise InputError(
+                "Data that workers read cannot be evaluated: how often each example comes is not fixed. "
+                "Give `validation_data` and `evaluate` data that the chief reads."
+            )
+        count = min(count, self._left)
+        self._left -= count
+        return range(count)
+
+
+def tag(dataset: tf.data.Dataset, make: Make, batches: int) -> tf.data.Dataset:
+    """Lets `fit` read `make` on the workers where it is given `dataset`, which is one worker's, for its spec."""
+    dataset._tfgpu_on_workers = make, batches
+    return dataset
+
+
+def of(dataset, workers: int) -> WorkerData | None:
+    """What a data set stands for that `tag` has tagged; kept with it, so that all epochs share it."""
+    tagged = getattr(dataset, "_tfgpu_on_workers", None)
+    if tagged is None:
+        return None
+    if not hasattr(dataset, "_tfgpu_worker_data"):
+        make, batches = tagged
+        dataset._tfgpu_worker_data = WorkerData(make, dataset.element_spec, batches, workers)
+    return dataset._tfgpu_worker_data
