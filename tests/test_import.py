@@ -19,12 +19,12 @@ ALLOWED = {
     "preflight": {"cluster"},
     "strategies": {"cluster", "environment", "keras_fixes", "preflight", "asynchronous"},
     "data": {"cluster"},
+    "launch": {"cluster", "keras_fixes", "environment"},
     "models": {"precision", "keras_fixes"},
     "training": {"data", "strategies", "precision", "keras_fixes"},
-    "callbacks": {"cluster", "environment", "training", "keras_fixes"},
+    "callbacks": {"cluster", "environment", "training", "keras_fixes", "launch"},
 }
 ALLOWED["asynchronous"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes", "callbacks"}
-ALLOWED["launch"] = {"cluster"}
 ALLOWED["run"] = {"cluster", "keras_fixes", "launch", "preflight"}
 ALLOWED["recipes"] = {*ALLOWED}
 ALLOWED["measure"] = {*ALLOWED}
@@ -36,6 +36,7 @@ QUICK = (
     "tfgpu.cluster",
     "tfgpu.preflight",
     "tfgpu.preflight.meeting",
+    "tfgpu.launch",
     "tfgpu.launch.heartbeat",
     "tfgpu.cli",
     "tfgpu.launch.local",

@@ -32,6 +32,7 @@ _PLACES = {  # public name -> (module, name in it); None for the module itself
             "environment",
             "errors",
             "keras_fixes",
+            "launch",
             "models",
             "precision",
             "preflight",

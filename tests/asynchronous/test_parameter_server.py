@@ -38,13 +38,13 @@ def test_the_options_belong_to_parameter_servers():
 
 def test_a_peer_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "0.3")
-    with pytest.raises(MachineError, match=r"ps 0 \(localhost:3\) did not answer within 0.3 s: not started"):
+    with pytest.raises(MachineError, match=r"parameter server 0 \(localhost:3\) did not answer: not started"):
         module.parameter_server(cluster=CHIEF)
 
 
 def test_a_timeout_that_is_no_number_is_named(monkeypatch):
     monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "soon")
-    with pytest.raises(InputError, match="TFGPU_STARTUP_TIMEOUT must be a number of seconds. Received: 'soon'"):
+    with pytest.raises(InputError, match="TFGPU_STARTUP_TIMEOUT must be a number of seconds.*Received: 'soon'"):
         module.parameter_server(cluster=CHIEF)
 
 

@@ -6,5 +6,6 @@ from tfgpu.callbacks.events_file import EventsFile
 from tfgpu.callbacks.memory import Memory
 from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.progress import Progress
+from tfgpu.callbacks.report import Report
 
-__all__ = ["Checkpoint", "EventsFile", "Memory", "MetricsFile", "Position", "Progress", "Writer"]
+__all__ = ["Checkpoint", "EventsFile", "Memory", "MetricsFile", "Position", "Progress", "Report", "Writer"]

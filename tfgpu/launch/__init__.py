@@ -1,1 +1,20 @@
-"""Starting the processes of a cluster, on whichever engine; stdlib only, an engine's library is imported when used."""
+"""Starts training as the processes of one cluster: here, over ssh, by Slurm, Kubernetes, Ray or Apache Spark.
+
+`tfgpu launch` has scripts; `ray_job` and `spark_job` take a Python function. Needs the standard library alone; an
+engine's own library is imported when it is used.
+
+Example:
+    >>> import tfgpu
+    >>> tfgpu.launch.Job("train.py", workers=2).max_restarts
+    0
+"""
+
+# Imported here, not on first use: modules bear the functions' names, and the last import wins.
+from tfgpu.launch.functions.reports import report
+from tfgpu.launch.job import Job
+from tfgpu.launch.ray_job import ray_job
+from tfgpu.launch.restarts import Restarts
+from tfgpu.launch.spark.predict import spark_predict
+from tfgpu.launch.spark_job import spark_job
+
+__all__ = ["Job", "Restarts", "ray_job", "report", "spark_job", "spark_predict"]

@@ -1,0 +1,93 @@
+"""A Python function as a worker's script: it travels by cloudpickle, and so does what it returns."""
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tfgpu.errors import InputError
+from tfgpu.launch.restarts import WRONG_INPUT
+
+CALL, RESULT, DATA = "call.pickle", "result.pickle", "data.pickle"
+SCRIPT = """from tfgpu.launch.functions import pickled
+
+pickled.main(__file__)
+"""
+
+
+def pack(function: Callable, arguments: Sequence) -> bytes:
+    """Makes the bytes of a call, to be run in another process.
+
+    Args:
+        function: any function; one of `__main__`, or a nested one, travels with its code.
+        arguments: what it is called with.
+
+    Raises:
+        InputError: cloudpickle is not installed, or it cannot pack something that the function uses.
+    """
+    cloudpickle = _cloudpickle()
+    try:
+        return cloudpickle.dumps((function, tuple(arguments)))
+    except Exception as error:  # whatever the __reduce__ of somebody's class raises
+        name = getattr(function, "__name__", function)
+        raise InputError(
+            f"The function {name!r} cannot travel to the workers: {error}. Make what it needs (a session, an open "
+            "file, a lock, a strategy) inside it, or pass the path of a script."
+        ) from error
+
+
+def write(folder: Path, call: bytes, data: object = None) -> Path:
+    """Puts a script into `folder` that makes the call, with `data` as the first argument where there is some."""
+    (folder / CALL).write_bytes(call)
+    if data is not None:
+        (folder / DATA).write_bytes(pickle.dumps(data))
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    return script
+
+
+def result_of(folder: Path) -> bytes | None:
+    """What the function returned, packed; None where it has not returned."""
+    path = folder / RESULT
+    return path.read_bytes() if path.exists() else None
+
+
+def main(script: str) -> None:
+    """Makes the call whose bytes lie beside `script`, and writes what it returns beside it.
+
+    Ends with exit code 2 where the function raises an `InputError`: another start cannot mend that.
+    """
+    folder = Path(script).parent
+    function, arguments = pickle.loads((folder / CALL).read_bytes())
+    if (folder / DATA).exists():
+        arguments = (pickle.loads((folder / DATA).read_bytes()), *arguments)
+    try:
+        result = _packed(function(*arguments))
+    except InputError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
+    aside = folder / f"{RESULT}.part"
+    aside.write_bytes(result)
+    os.replace(aside, folder / RESULT)
+
+
+def _packed(result) -> bytes:
+    try:
+        return _cloudpickle().dumps(result)
+    except Exception as error:
+        raise InputError(
+            f"What the function returned cannot travel back: {error}. Received: {type(result).__name__}. "
+            "Return plain values or NumPy arrays, such as `model.get_weights()` or `history.history`."
+        ) from error
+
+
+def _cloudpickle():
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise InputError(
+            "Functions travel by cloudpickle, which is not installed. Run `pip install 'tfgpu[ray]'` or "
+            "`pip install 'tfgpu[spark]'`, here and on the workers; or pass the path of a script."
+        ) from error
+    return cloudpickle

@@ -1,0 +1,33 @@
+"""What a worker tells the program that launched it, while it trains."""
+
+import json
+import os
+
+from tfgpu.cluster import Cluster
+from tfgpu.launch.functions.pipes import REPORTS
+
+
+def report(values: dict) -> None:
+    """Sends values to the `on_progress` of the program that launched this worker; does nothing anywhere else.
+
+    The chief's reports arrive, the others' are dropped, so that every worker can run the same code. In `model.fit`,
+    `tfgpu.callbacks.Report()` calls it at each epoch's end.
+
+    Args:
+        values: numbers, texts and lists by name.
+
+    Example:
+        >>> report({"epoch": 0, "loss": 0.25})
+    """
+    pipe = os.environ.get(REPORTS)
+    if pipe is None or not Cluster.from_environment().is_chief:
+        return
+    line = json.dumps(values, default=_plain) + "\n"
+    with open(int(pipe), "w", closefd=False) as file:
+        file.write(line)
+
+
+def _plain(value):
+    """NumPy's and TensorFlow's numbers and arrays as JSON has them."""
+    value = value.numpy() if hasattr(value, "numpy") else value
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,327 @@
+"""A worker's share of data that Spark holds, as batches for `model.fit`.
+
+Spark's partitions reach the worker as Arrow record batches, which go to a file on the executor's disk. It is mapped
+into memory, so that it may be larger than memory, and rows are found by their place, in any order of the batches.
+"""
+
+import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.launch.spark.dealing import Deal
+
+Columns = str | Sequence[str] | Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class SparkData:
+    """What the function that `spark_job` runs gets as its first argument.
+
+    Attributes:
+        deal: which rows are whose.
+        rank: which worker this is.
+        path: the Arrow file with this worker's rows, in their order.
+    """
+
+    deal: Deal
+    rank: int
+    path: str
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole data frame."""
+        return self.deal.rows
+
+    @property
+    def steps(self) -> int:
+        """Batches of an epoch, the same for all workers."""
+        return self.deal.batches
+
+    def batches(
+        self,
+        features: Columns,
+        label: str | None = None,
+        *,
+        strategy=None,
+        weight: str | None = None,
+        prepare: Callable | None = None,
+        seed: int | None = None,
+    ):
+        """Makes what `model.fit` trains on: each worker reads its own rows, and each row is read once an epoch.
+
+        Numbers become float32 if they are fractions; whole numbers, booleans, texts and bytes stay what they are.
+        A column of lists, all of one length, becomes a dimension.
+
+        Args:
+            features: the column, or a list of columns that are put side by side as float32, or for a model with named
+                inputs a mapping from the input to one of these.
+            label: the column with what is to be predicted.
+            strategy: the one that the model is made under.
+            weight: the column with the examples' weights.
+            prepare: a function from `(x, y)` (or `(x,)`, or `(x, y, weight)`) to such a tuple, for tf.data's `map`:
+                one that decodes images, say. It sees some rows of a batch and must keep their number and order.
+            seed: shuffles the order of the batches, anew in each epoch and alike on all workers; None keeps Spark's.
+
+        Returns:
+            A distributed data set under workers; else a `tf.data.Dataset` of whole batches, which `fit` cuts.
+
+        Raises:
+            InputError: a column is not there or cannot be read as numbers, or the strategy is not the job's.
+
+        Example:
+            model.fit(data.batches(["x0", "x1"], "y", strategy=strategy), epochs=3)
+        """
+        import tensorflow as tf
+
+        from tfgpu.keras_fixes import replica
+
+        reader = _Reader(self, (features, label, weight))
+        numbers = tf.data.Dataset.range(self.steps)
+        if seed is not None:
+            numbers = numbers.shuffle(self.steps, seed=seed, reshuffle_each_iteration=True)
+        if strategy is None or not replica.spans_processes(strategy):
+            if self.deal.workers > 1:
+                raise InputError(
+                    f"This job has {self.deal.workers} workers: give `batches` the strategy of the model, which must "
+                    f"be the one for several workers. Received: strategy={strategy!r}."
+                )
+            return numbers.map(reader.whole(prepare), tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+        devices = len(strategy.extended.worker_devices)
+        if devices != self.deal.devices:
+            raise InputError(
+                f"The strategy uses {devices} devices of each worker, the rows were dealt for {self.deal.devices}. "
+                f"Give `spark_job` gpus_per_worker={devices}."
+            )
+
+        def of_worker(_):
+            own = tf.data.Dataset.from_tensor_slices([int(at) for at in self.deal.pieces_of(self.rank)])
+            pairs = numbers.flat_map(lambda batch: own.map(lambda at: (batch, tf.cast(at, tf.int64))))
+            pieces = pairs.map(reader.piece(prepare), tf.data.AUTOTUNE, deterministic=True)
+            if devices == 1:  # Keras takes it for the number of steps, but it counts one for each device
+                pieces = pieces.apply(tf.data.experimental.assert_cardinality(self.steps))
+            return pieces.prefetch(tf.data.AUTOTUNE)
+
+        return strategy.distribute_datasets_from_function(of_worker)
+
+
+class _Reader:
+    """Rows of the Arrow file, by their place, as tensors."""
+
+    def __init__(self, data: SparkData, parts: tuple):
+        self._deal, self._rank = data.deal, data.rank
+        self._table = _Table(data.path)
+        self._parts = tuple(planned(part, self._table.names) for part in parts if part is not None)
+        self._like = self._arrays(0, 1)
+
+    def whole(self, prepare: Callable | None) -> Callable:
+        """The function for tf.data from a batch's number to its rows."""
+        import tensorflow as tf
+
+        def read(number):
+            batch = self._tensors(self._batch, number)
+            return batch if prepare is None else prepare(*batch)
+
+        return tf.autograph.experimental.do_not_convert(read)
+
+    def piece(self, prepare: Callable | None) -> Callable:
+        """The function for tf.data from the numbers of a batch and a piece to the `Piece`."""
+        import tensorflow as tf
+
+        from tfgpu.keras_fixes.pieces import Piece
+
+        def read(batch, at):
+            rows = self._tensors(self._piece, batch, at)
+            place = tf.numpy_function(self._place, [batch, at], [tf.int32] * 3, stateful=False)
+            for number in place:
+                number.set_shape([])
+            return Piece(rows if prepare is None else prepare(*rows), *place)
+
+        return tf.autograph.experimental.do_not_convert(read)
+
+    def _tensors(self, read: Callable, *numbers):
+        import tensorflow as tf
+
+        leaves = tf.nest.flatten(self._like)
+        found = tf.numpy_function(
+            lambda *numbers: tf.nest.flatten(read(*map(int, numbers))),
+            numbers,
+            [tf.as_dtype(leaf.dtype) if leaf.dtype != object else tf.string for leaf in leaves],
+            stateful=False,
+        )
+        for tensor, leaf in zip(found, leaves, strict=True):
+            tensor.set_shape([None, *leaf.shape[1:]])
+        return tf.nest.pack_sequence_as(self._like, found)
+
+    def _batch(self, number: int):
+        first, count = number * self._deal.global_batch, self._deal.size(number)
+        return self._arrays(first, count)
+
+    def _piece(self, batch: int, at: int):
+        """The rows of a piece; where it has none, this worker's first row stands in."""
+        first, count = self._local(batch, at)
+        return self._arrays(first, count) if count else self._arrays(0, 1)
+
+    def _place(self, batch, at):
+        import numpy as np
+
+        first, count = self._deal.piece(int(batch), int(at))
+        offset = first - int(batch) * self._deal.global_batch if count else 0
+        return tuple(np.array(v, np.int32) for v in (count, offset, self._deal.size(int(batch))))
+
+    def _local(self, batch: int, at: int) -> tuple[int, int]:
+        """First row, counted in this worker's file, and number of rows of a piece."""
+        before = [p for p in self._deal.pieces_of(self._rank) if p < at]
+        first = self._deal.rows_of(self._rank, batch) + sum(self._deal.piece(batch, p)[1] for p in before)
+        return first, self._deal.piece(batch, at)[1]
+
+    def _arrays(self, first: int, count: int) -> tuple:
+        columns = self._table.rows(first, count)
+        return tuple(arrays_of(part, columns) for part in self._parts)
+
+
+class _Table:
+    """Record batches of an Arrow file that is mapped into memory."""
+
+    def __init__(self, path: str):
+        arrow = pyarrow()
+        self._file = arrow.ipc.open_file(arrow.memory_map(path))
+        self.names = self._file.schema.names
+        self._starts = [0]
+        for at in range(self._file.num_record_batches):
+            self._starts.append(self._starts[-1] + self._file.get_batch(at).num_rows)
+
+    def rows(self, first: int, count: int):
+        """So many rows from the one at place `first`, as an Arrow table."""
+        at, found, end = bisect.bisect_right(self._starts, first) - 1, [], first + count
+        while at + 1 < len(self._starts) and self._starts[at] < end:
+            start = self._starts[at]
+            low = max(first - start, 0)
+            found.append(self._file.get_batch(at).slice(low, min(end - start, self._starts[at + 1] - start) - low))
+            at += 1
+        return pyarrow().Table.from_batches(found, self._file.schema)
+
+
+def spool(batches: Iterable, folder: Path) -> tuple[Path, int]:
+    """Writes record batches to an Arrow file, one after another.
+
+    Args:
+        batches: of `pyarrow.RecordBatch`; one at a time is in memory.
+        folder: where the file goes.
+
+    Returns:
+        The file, and how many rows it has.
+
+    Raises:
+        MachineError: the disk is full, or cannot be written.
+    """
+    arrow, path, rows, writer = pyarrow(), folder / "rows.arrow", 0, None
+    try:
+        for batch in batches:
+            writer = writer or arrow.ipc.new_file(path, batch.schema)
+            writer.write_batch(batch)
+            rows += batch.num_rows
+        if writer is not None:
+            writer.close()
+    except OSError as error:
+        raise MachineError(
+            f"Cannot keep this worker's rows in {folder}: {error}. Set `spark.local.dir` to a larger disk, or take "
+            "more workers."
+        ) from error
+    return path, rows
+
+
+def pyarrow():
+    """The module; Spark needs it too wherever Python gets Arrow data."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        raise InputError("Data of Spark comes as Arrow. Run on all machines: pip install 'tfgpu[spark]'") from error
+    return pyarrow
+
+
+def planned(part: Columns, names: Sequence[str]):
+    """What a model gets, checked: a column's name, a list of names that stand side by side, or a dictionary of these.
+
+    Raises:
+        InputError: there is no such column.
+    """
+    if isinstance(part, Mapping):
+        return {name: planned(value, names) for name, value in part.items()}
+    for name in [part] if isinstance(part, str) else part:
+        if name not in names:
+            raise unknown("column", name, names)
+    return part if isinstance(part, str) else list(part)
+
+
+def arrays_of(part, columns):
+    """The arrays of what `planned` returned.
+
+    Args:
+        part: of `planned`.
+        columns: `pyarrow.Table`.
+
+    Returns:
+        A NumPy array of shape `[rows, ...]`, or a dictionary of them.
+
+    Raises:
+        InputError: values are missing, or are no numbers where these are needed.
+    """
+    import numpy as np
+
+    if isinstance(part, dict):
+        return {name: arrays_of(value, columns) for name, value in part.items()}
+    if isinstance(part, str):
+        return to_array(columns[part], part)
+    arrays = [to_array(columns[name], name) for name in part]
+    for name, array in zip(part, arrays, strict=True):
+        if array.dtype == object:
+            raise InputError(f"Column {name!r} holds texts: it cannot stand beside numbers. Name it alone.")
+    flat = [array.reshape(len(array), -1).astype(np.float32) for array in arrays]
+    return np.concatenate(flat, axis=1)
+
+
+def to_array(column, name: str):
+    """An Arrow column as a NumPy array of shape `[rows, ...]`.
+
+    Args:
+        column: `pyarrow.ChunkedArray` or `Array` of numbers, booleans, texts, bytes, or lists of equally many numbers.
+        name: what errors call it.
+
+    Raises:
+        InputError: missing values, lists of several lengths, or another type.
+    """
+    import numpy as np
+
+    arrow = pyarrow()
+    values, shape = column.combine_chunks() if isinstance(column, arrow.ChunkedArray) else column, [len(column)]
+    if isinstance(values, arrow.ChunkedArray):  # no chunk at all
+        values = arrow.array([], values.type)
+    while True:
+        if values.null_count:
+            raise InputError(f"Column {name!r} lacks {values.null_count} value(s). Fill them in, or drop such rows.")
+        if not arrow.types.is_list(values.type) and not arrow.types.is_large_list(values.type):
+            break
+        lengths = np.unique(np.diff(values.offsets.to_numpy()))
+        if len(lengths) > 1:
+            raise InputError(
+                f"The lists in column {name!r} must be of one length. Received: {lengths[0]} to {lengths[-1]}."
+            )
+        shape.append(int(lengths[0]) if len(lengths) else 0)
+        values = values.flatten()
+    kind = values.type
+    if arrow.types.is_decimal(kind):
+        values, kind = values.cast(arrow.float64()), arrow.float64()
+    if arrow.types.is_string(kind) or arrow.types.is_large_string(kind):
+        return np.array([text.encode() for text in values.to_pylist()], object).reshape(shape)
+    if arrow.types.is_binary(kind) or arrow.types.is_large_binary(kind):
+        return np.array(values.to_pylist(), object).reshape(shape)
+    if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind)):
+        raise InputError(
+            f"Column {name!r} has the type {kind}. Expected numbers, booleans, texts, bytes, or lists of numbers. "
+            "(A vector of Spark ML: `pyspark.ml.functions.vector_to_array`.)"
+        )
+    array = values.to_numpy(zero_copy_only=False).reshape(shape)
+    return array.astype(np.float32) if array.dtype.kind == "f" else array

@@ -1,0 +1,118 @@
+"""A Spark DataFrame in the order of its rows, and each worker's rows of it in a partition of their own."""
+
+import contextlib
+
+from tfgpu.errors import InputError
+from tfgpu.launch.spark.dealing import Deal
+
+_AT, _PART, _START, _ROW, _WORKER = (f"__tfgpu_{name}" for name in ("at", "part", "start", "row", "worker"))
+_BITS = 33
+"""`monotonically_increasing_id` has the row in its partition in so many low bits, the partition above them."""
+
+
+def to_frame(sql, data):
+    """The data as a DataFrame.
+
+    Args:
+        sql: the module `pyspark.sql`.
+        data: a DataFrame, or an RDD of Rows, dictionaries or tuples.
+
+    Raises:
+        InputError: it is neither, or it is a DataFrame of Spark Connect, which has no barrier tasks of RDDs.
+    """
+    from pyspark import RDD
+
+    if isinstance(data, RDD):
+        return sql.SparkSession.builder.getOrCreate().createDataFrame(data)
+    if not isinstance(data, sql.DataFrame):
+        raise InputError(f"`data` must be a Spark DataFrame or RDD. Received: {type(data).__name__}.")
+    if "connect" in type(data).__module__:
+        raise InputError("Spark Connect's DataFrames are not supported. Run the driver in the cluster.")
+    return data
+
+
+@contextlib.contextmanager
+def ordered(frame, seed: int | None):
+    """The rows with their places, kept by Spark in memory and on disk while the block runs.
+
+    Args:
+        frame: the DataFrame.
+        seed: puts the rows into a random order, or None.
+
+    Yields:
+        The DataFrame with its rows' places, and the number of rows of each partition.
+    """
+    from pyspark.sql import functions as F
+
+    rows = frame.withColumn(_AT, F.monotonically_increasing_id())
+    if seed is not None:
+        mixed = rows.orderBy(F.xxhash64(F.lit(seed), _AT), _AT)
+        rows = mixed.withColumn(_AT, F.monotonically_increasing_id())
+    rows = rows.persist()
+    try:
+        part = F.shiftright(_AT, _BITS)
+        yield rows, {row[0]: row[1] for row in rows.groupBy(part).count().collect()}
+    finally:
+        rows.unpersist()
+
+
+def dealt(rows, counts: dict[int, int], deal: Deal):
+    """Puts each worker's rows into the partition of its number, in their order.
+
+    Args:
+        rows, counts: of `ordered`.
+        deal: which rows are whose.
+
+    Returns:
+        A DataFrame of `deal.workers` partitions, with the columns of the user's.
+    """
+    from pyspark.sql import functions as F
+
+    spark = rows.sparkSession
+    starts, start = [], 0
+    for part in sorted(counts):
+        starts.append((part, start))
+        start += counts[part]
+    starts = spark.createDataFrame(starts, f"{_PART} bigint, {_START} bigint")
+    rows = rows.withColumn(_PART, F.shiftright(_AT, _BITS)).join(F.broadcast(starts), _PART)
+    row = F.col(_START) + F.col(_AT).bitwiseAND((1 << _BITS) - 1)
+    rows = rows.withColumn(_ROW, row).withColumn(_WORKER, _key_of_row(spark, deal))
+    rows = rows.repartition(deal.workers, _WORKER).sortWithinPartitions(_ROW)
+    return rows.drop(_AT, _PART, _START, _ROW, _WORKER)
+
+
+def _key_of_row(spark, deal: Deal):
+    """For each row, the key of its worker: a number that Spark's hash sends to the partition of the worker's number."""
+    from pyspark.sql import functions as F
+
+    full = deal.rows // deal.global_batch * deal.global_batch
+    last = F.col(_ROW) >= full
+    within = F.col(_ROW) % deal.global_batch
+    piece = F.when(last, _piece(F, within, deal.rows - full, deal.replicas))
+    piece = piece.otherwise(_piece(F, within, deal.global_batch, deal.replicas))
+    keys = _keys(spark, deal.workers)
+    keys = F.array(*(F.lit(key).cast("bigint") for key in keys))  # another type has another hash
+    return F.element_at(keys, (piece % deal.workers + 1).cast("int"))
+
+
+def _piece(F, within, size: int, replicas: int):
+    """Which piece of a batch of `size` rows holds the row at the place `within`: the longer pieces come first."""
+    each, left = divmod(size, replicas)
+    longer = left * (each + 1)
+    in_longer = F.floor(within / (each + 1))
+    if each == 0:
+        return in_longer
+    return F.when(within < longer, in_longer).otherwise(left + F.floor((within - longer) / each))
+
+
+def _keys(spark, workers: int) -> list[int]:
+    """For each partition a number that `repartition` sends there."""
+    from pyspark.sql import functions as F
+
+    tried = 100
+    while True:
+        target = F.pmod(F.hash("id"), F.lit(workers))
+        found = {row[1]: row[0] for row in spark.range(tried).select("id", target).collect()}
+        if len(found) == workers:
+            return [found[partition] for partition in range(workers)]
+        tried *= 4

@@ -1,0 +1,176 @@
+"""Predictions of a saved Keras model for the rows of a Spark DataFrame."""
+
+import atexit
+import functools
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfgpu.errors import InputError
+from tfgpu.launch.spark.data import Columns, arrays_of, planned, pyarrow
+from tfgpu.launch.spark.frame import to_frame
+
+NUMBERS = {"float": "float32", "double": "float64", "int": "int32", "bigint": "int64"}
+"""Spark's names for the numbers of a prediction, and NumPy's."""
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What travels to each task.
+
+    Args:
+        name: under which the model's file was sent.
+        plan: of `data.planned`: what the model gets.
+        output, output_type, batch_rows: as in `spark_predict`.
+    """
+
+    name: str
+    plan: object
+    output: str
+    output_type: str
+    batch_rows: int
+
+
+def spark_predict(
+    frame,
+    model: str | Path,
+    *,
+    columns: Columns,
+    output: str = "prediction",
+    output_type: str = "array<float>",
+    batch_rows: int = 256,
+):
+    """Adds a model's predictions to a DataFrame, as a column.
+
+    Nothing runs until the DataFrame is used. The model's file travels with the job, and each Python worker of Spark
+    loads it once. Rows come and go as Arrow batches (`mapInArrow`: the other columns stay bit for bit what they were;
+    pandas, with `mapInPandas`, makes fractions of whole numbers beside missing ones), of
+    `spark.sql.execution.arrow.maxRecordsPerBatch` rows at the most; the model sees `batch_rows` of them at once.
+
+    Args:
+        frame: a `pyspark.sql.DataFrame`.
+        model: a `.keras` file, as `model.save` writes it; its first output counts.
+        columns: what the model gets: the column, a list of columns that are put side by side as float32, or a mapping
+            from the model's inputs to one of these.
+        output: the name of the new column.
+        output_type: its Spark type: `"float"` for a model with one number a row, `"array<float>"` for several,
+            `"array<array<float>>"` for two dimensions; double, int and bigint likewise.
+        batch_rows: rows that go through the model at once.
+
+    Returns:
+        The DataFrame with one more column.
+
+    Raises:
+        InputError: Spark is not installed, there is no such file or column, the new column's name is taken, or
+            `output_type` is not of the kind above.
+            Where the DataFrame is used: the model has several outputs, or another shape.
+
+    Example:
+        scored = tfgpu.launch.spark_predict(frame, "model.keras", columns=["a", "b"], output="score")
+    """
+    from tfgpu.launch.spark_job import pyspark_sql
+
+    frame = to_frame(pyspark_sql(), frame)
+    path = Path(model)
+    if not path.is_file() or path.suffix != ".keras":
+        raise InputError(f"`model` must be a .keras file. Received: {str(model)!r}. Make one by `model.save(...)`.")
+    if isinstance(batch_rows, bool) or not isinstance(batch_rows, int) or batch_rows < 1:
+        raise InputError(f"`batch_rows` must be a whole number from 1. Received: {batch_rows!r}.")
+    if output in frame.columns:
+        raise InputError(f"The data has a column {output!r} already. Give `output` another name.")
+    _depth(output_type)
+    name = _sent(frame.sparkSession.sparkContext, path)
+    errand = Errand(name, planned(columns, frame.columns), output, output_type, batch_rows)
+    from pyspark.sql.types import StructType
+
+    new = StructType.fromDDL(f"`{output}` {output_type}")
+    schema = StructType([*frame.schema.fields, *new.fields])
+    return frame.mapInArrow(lambda batches: predicted(batches, errand), schema)
+
+
+def predicted(batches: Iterator, errand: Errand) -> Iterator:
+    """The task: puts the predictions for each Arrow batch beside its columns.
+
+    Args:
+        batches: of `pyarrow.RecordBatch`.
+        errand: what to do.
+    """
+    arrow = pyarrow()
+    for batch in batches:
+        if batch.num_rows == 0:
+            continue
+        given = arrays_of(errand.plan, arrow.Table.from_batches([batch]))
+        found = _model(errand.name).predict(given, errand.batch_rows, verbose=0)
+        columns = [*batch.columns, to_arrow(found, errand.output_type)]
+        yield arrow.RecordBatch.from_arrays(columns, [*batch.schema.names, errand.output])
+
+
+def to_arrow(found, output_type: str):
+    """Predictions as an Arrow array of a Spark type.
+
+    Args:
+        found: what `predict` returned, of shape `[rows, ...]`.
+        output_type: as in `spark_predict`.
+
+    Raises:
+        InputError: the type is for another number of dimensions.
+    """
+    import numpy as np
+
+    arrow = pyarrow()
+    if not isinstance(found, np.ndarray):
+        raise InputError("The model has several outputs. Save one with a single output: `keras.Model(inputs, one)`.")
+    depth, shape = _depth(output_type), found.shape[1:]
+    if depth == 0 and found.size == len(found) or depth == 1 and not shape:
+        shape = (1,) * depth
+    if len(shape) != depth:
+        fits = "array<" * len(shape) + "float" + ">" * len(shape)
+        raise InputError(
+            f"The model predicts a shape of {shape} a row. Received: output_type={output_type!r}. Give {fits!r}."
+        )
+    number = output_type.removeprefix("array<" * depth).rstrip(">")
+    values = arrow.array(found.reshape(-1).astype(NUMBERS[number]))
+    for size in reversed(shape):
+        offsets = np.arange(0, len(values) + 1, size, np.int32)
+        values = arrow.ListArray.from_arrays(arrow.array(offsets), values)
+    return values
+
+
+def _depth(output_type: str) -> int:
+    match = re.fullmatch(rf"((?:array<)*)({'|'.join(NUMBERS)})(>*)", output_type)
+    if not match or len(match[1]) != 6 * len(match[3]):
+        raise InputError(
+            f"`output_type` must be float, double, int or bigint, or arrays of them. Received: {output_type!r}. "
+            "Give 'float', or 'array<float>'."
+        )
+    return len(match[3])
+
+
+@functools.lru_cache(maxsize=2)
+def _model(name: str):
+    """The model, once a Python process: Spark keeps its Python workers for further tasks."""
+    from pyspark import SparkFiles, TaskContext
+
+    gpus = TaskContext.get().resources().get("gpu")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses) if gpus else ""  # before TensorFlow looks
+    import keras
+
+    return keras.models.load_model(SparkFiles.get(name), compile=False)
+
+
+def _sent(context, path: Path) -> str:
+    """Sends the file to all executors under a name of its content's: Spark takes each name once."""
+    from pyspark import SparkFiles
+
+    name = f"tfgpu-{hashlib.sha256(path.read_bytes()).hexdigest()[:24]}.keras"
+    if not os.path.exists(SparkFiles.get(name)):
+        folder = Path(tempfile.mkdtemp(prefix="tfgpu-model-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # executors that start later ask for it too
+        shutil.copyfile(path, folder / name)
+        context.addFile(str(folder / name))
+    return name

@@ -1,0 +1,298 @@
+"""Training on data that Spark holds: a barrier stage with a task a worker, TensorFlow in a process of the task.
+
+Source: https://spark.apache.org/docs/latest/api/python/reference/api/pyspark.BarrierTaskContext.html
+"""
+
+import logging
+import os
+import queue
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tfgpu.cluster import Cluster
+from tfgpu.errors import InputError, MachineError
+from tfgpu.launch.functions import child
+from tfgpu.launch.functions.child import Ended, Work
+from tfgpu.launch.functions.group import Progress, run_until_done, work_of
+from tfgpu.launch.spark import channel
+from tfgpu.launch.spark import data as spark_data
+from tfgpu.launch.spark.dealing import Deal
+from tfgpu.launch.spark.frame import dealt, ordered, to_frame
+
+_LOST = 1
+"""Exit code that stands for a worker whose task is gone."""
+_LOOK_S = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Errand:
+    """What travels to each task.
+
+    Args:
+        work: what the worker's process is to do.
+        deal: which rows are whose.
+        desk: host and port of the driver's `Desk`.
+        key: lets the task in there.
+    """
+
+    work: Work
+    deal: Deal
+    desk: tuple[str, int]
+    key: bytes = field(repr=False)
+
+
+def spark_job(
+    train: Callable,
+    data,
+    workers: int = 2,
+    *,
+    global_batch: int,
+    arguments: Sequence = (),
+    gpus_per_worker: int = 0,
+    shuffle_seed: int | None = None,
+    max_restarts: int = 0,
+    startup_timeout_s: float = 60.0,
+    silence_s: float = 60.0,
+    grace_s: float = 10.0,
+    driver_port: int = 0,
+    logs: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    on_progress: Progress | None = None,
+) -> object:
+    """Trains on a DataFrame or RDD, on the executors, and returns when the training is done.
+
+    Each worker is a task of one barrier stage. Spark deals it its rows of every batch, by a shuffle; the task keeps
+    them in an Arrow file on its disk, and runs `train(data, *arguments)` in a process of its own with its TF_CONFIG,
+    where `data.batches(...)` is what `model.fit` trains on. The batches are those that one device would read from the
+    data frame in its order, whatever the number of workers and partitions. The first worker that ends badly ends the
+    group (SIGTERM, grace, SIGKILL). The group starts again, and `train` goes on from its checkpoint, if it keeps one.
+
+    Args:
+        train: a function of a `SparkData` and of `arguments`.
+        data: a `pyspark.sql.DataFrame`; or an RDD of Rows, dictionaries, or tuples (columns `_1`, `_2`, ...).
+        workers: processes that train, the chief included; as many task slots must be free.
+        global_batch: rows of a batch over all workers; a multiple of the replicas serves best.
+        arguments: what the function is called with besides the data.
+        gpus_per_worker: GPUs of each: those that Spark gives to the task (`spark.task.resource.gpu.amount`).
+        shuffle_seed: puts the rows into a random order first, the same in every epoch and for any number of workers;
+            None keeps the data frame's order.
+        max_restarts: how often the group starts again after a failure. A preemption spends none.
+        startup_timeout_s: seconds to wait for task slots, and for workers to find each other.
+        silence_s: seconds without a sign of life after which a worker counts as stopped.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        driver_port: where this program listens for its tasks; 0 takes a free port.
+        logs: folder for a log file of each worker, on its machine; they also go to the executors' stderr.
+        environment: variables that every worker gets.
+        on_progress: called here with what the chief reports by `tfgpu.callbacks.Report()` or `tfgpu.launch.report`,
+            as it happens, with the number of the start under `"start"`, from 0.
+
+    Returns:
+        What the chief's function returned.
+
+    Raises:
+        InputError: Spark is not installed, a setting is out of range, the function cannot travel, there are too few
+            rows, or a worker found wrong input.
+        MachineError: Spark has too few task slots, or a worker failed and no restart is left.
+
+    Example:
+        weights = tfgpu.launch.spark_job(train, spark.read.parquet("rows/"), workers=4, global_batch=256)
+    """
+    sql = pyspark_sql()
+    if not callable(train):
+        raise InputError(f"`train` must be a function of a `SparkData`. Received: {train!r}.")
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+        raise InputError(f"`global_batch` must be a whole number of rows from 1. Received: {global_batch!r}.")
+    work = work_of(
+        train,
+        arguments,
+        workers=workers,
+        gpus_per_worker=gpus_per_worker,
+        max_restarts=max_restarts,
+        startup_timeout_s=startup_timeout_s,
+        silence_s=silence_s,
+        grace_s=grace_s,
+        logs=logs,
+        environment=environment,
+    )
+    frame = to_frame(sql, data)
+    _wait_for_slots(frame.sparkSession, workers, startup_timeout_s)
+    with ordered(frame, shuffle_seed) as (rows, counts):
+        deal = Deal(sum(counts.values()), global_batch, workers, max(gpus_per_worker, 1))
+        _check(deal)
+        shares = dealt(rows, counts, deal)
+        return run_until_done(work.job, lambda start: _attempt(shares, work, deal, driver_port, start, on_progress))
+
+
+def pyspark_sql():
+    """The module `pyspark.sql`.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        import pyspark.sql
+    except ImportError as error:
+        raise InputError("`spark_job` and `spark_predict` need Spark. Run: pip install 'tfgpu[spark]'") from error
+    spark_data.pyarrow()
+    return pyspark.sql
+
+
+def _check(deal: Deal) -> None:
+    for name, count in (("rows", deal.rows), ("global_batch", deal.global_batch)):
+        if count < deal.replicas:
+            raise InputError(
+                f"Each of the {deal.replicas} replicas needs a row of the first batch. Received: {name}={count}. "
+                "Take fewer workers."
+            )
+
+
+def _wait_for_slots(spark, workers: int, timeout_s: float) -> None:
+    """Waits for executors to come up: Spark itself would ask 40 times, 15 s apart, and then not say what it has."""
+    scala = spark.sparkContext._jsc.sc()
+    profile = scala.resourceProfileManager().defaultResourceProfile()
+    end = time.monotonic() + timeout_s
+    while (slots := scala.maxNumConcurrentTasks(profile)) < workers:
+        if time.monotonic() > end:
+            raise MachineError(
+                f"Spark has {slots} task slots after startup_timeout_s={timeout_s:g}; {workers} workers need one each "
+                "at the same time. Start more executors, give them more cores, or take fewer workers."
+            )
+        time.sleep(_LOOK_S)
+
+
+def _attempt(
+    shares, work: Work, deal: Deal, port: int, start: int, on_progress: Progress | None
+) -> Ended:
+    """Runs the barrier stage once; returns how the chief ended, or the worker that ended badly first."""
+    spark = shares.sparkSession
+    if start:
+        _wait_for_slots(spark, deal.workers, work.job.startup_timeout_s)
+    with channel.Desk(spark.conf.get("spark.driver.host", "localhost"), port) as desk:
+        errand = Errand(work, deal, desk.address, desk.key)
+        stage = _Stage(shares, errand)
+        try:
+            return _follow(desk, stage, deal.workers, start, on_progress)
+        finally:
+            desk.stop()
+            stage.end(work.grace_s)
+
+
+class _Stage:
+    """The barrier stage, which a thread of the driver waits for."""
+
+    def __init__(self, shares, errand: Errand):
+        from pyspark import InheritableThread
+
+        self._context = shares.sparkSession.sparkContext
+        self._group = f"tfgpu-{uuid.uuid4()}"
+        self.error: Exception | None = None
+        tasks = shares.mapInArrow(lambda batches: run_task(errand, batches), "rank int", barrier=True)
+
+        def run():
+            self._context.setJobGroup(self._group, f"tfgpu: {errand.work.job.script}", interruptOnCancel=True)
+            try:
+                tasks.collect()
+            except Exception as error:  # whatever py4j makes of it: the thread that waits tells
+                self.error = error
+
+        self._thread = InheritableThread(target=run)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def end(self, grace_s: float) -> None:
+        """Waits for the tasks to end by themselves, then lets Spark kill them."""
+        self._thread.join(grace_s + 5)
+        if self._thread.is_alive():
+            self._context.cancelJobGroup(self._group)
+            self._thread.join()
+
+
+def _follow(desk: channel.Desk, stage: _Stage, workers: int, start: int, on_progress: Progress | None) -> Ended:
+    """Passes reports on until all workers are done, or one has ended badly."""
+    done: dict[int, Ended] = {}
+    while len(done) < workers:
+        try:
+            rank, message = desk.news.get(timeout=_LOOK_S)
+        except queue.Empty:
+            if stage.is_over:
+                return _failed(stage.error)
+            continue
+        if isinstance(message, dict):
+            if on_progress is not None:
+                on_progress({"start": start, **message})
+        elif isinstance(message, Ended):
+            done[rank] = message
+            if message.code != 0:
+                return message
+        elif rank not in done:
+            return Ended(rank, _LOST, lines=("Its Spark task is gone: the executor was lost, or the task killed.",))
+    return done[0]
+
+
+def _failed(error: Exception | None) -> Ended:
+    """How the group ended where Spark says it.
+
+    Raises:
+        MachineError: the tasks could not start, and would not on another start.
+    """
+    text = str(error)
+    if "ModuleNotFoundError" in text or "PYTHON_VERSION_MISMATCH" in text:
+        reason = next((line for line in text.splitlines() if "ModuleNotFoundError" in line or "MISMATCH" in line), "")
+        raise MachineError(
+            f"The executors' Python lacks what this one has: {reason.strip()[:300]} Install tfgpu[spark] there, or set "
+            "PYSPARK_PYTHON to the Python that has it before Spark starts."
+        ) from error
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("\tat ")]
+    return Ended(0, _LOST, lines=tuple(lines[: child.LAST_LINES]))
+
+
+def run_task(errand: Errand, batches: Iterator) -> Iterator:
+    """The task of one worker: keeps its rows, finds the others, and follows its process to the end.
+
+    Args:
+        errand: what to do.
+        batches: of `pyarrow.RecordBatch`: this worker's rows, in their order.
+    """
+    from pyspark import BarrierTaskContext
+
+    context, deal = BarrierTaskContext.get(), errand.deal
+    rank = context.partitionId()
+    folder = Path(tempfile.mkdtemp(prefix="tfgpu-rows-", dir=_local_folder()))
+    try:
+        path, rows = spark_data.spool(batches, folder)
+        if rows != deal.rows_of(rank):
+            raise MachineError(
+                f"Spark gave worker {rank} {rows} rows, {deal.rows_of(rank)} were counted before: the data changes "
+                "each time that it is read. Write it to a table first, or take `DataFrame.checkpoint()`."
+            )
+        host = context.getTaskInfos()[rank].address.rpartition(":")[0] or context.getTaskInfos()[rank].address
+        addresses = context.allGather(f"{host}:{child.free_port()}")
+        cluster = Cluster(workers=tuple(addresses), rank=rank, task_index=rank)
+        with channel.connected(errand.desk, errand.key, rank) as line:
+            share = spark_data.SparkData(deal, rank, str(path))
+            channel.follow(line, child.Child(errand.work, cluster, share, _devices(context)))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return iter(())
+
+
+def _devices(context) -> dict[str, str]:
+    """The GPUs that Spark gave the task; without any it sees none."""
+    gpus = context.resources().get("gpu")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses) if gpus else ""}
+
+
+def _local_folder() -> str | None:
+    """Where Spark keeps its temporary files on this machine; None leaves it to Python."""
+    folders = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("LOCAL_DIRS")
+    return folders.split(",")[0] if folders else None
