@@ -16,16 +16,21 @@ Which option applies where:
 | `all_reduce="hierarchical_copy"` | - | an even number | - | - |
 | `all_reduce="reduction_to_one_device"` | - | yes | - | - |
 | `bytes_per_pack` | - | - | yes | - |
-| `reduce_dtype` | - | yes | yes | - |
+| `reduce_dtype`, `top_k` | - | yes | yes | - |
 | `max_staleness` | - | - | - | yes |
 | `partitioner` | - | - | - | yes |
+
+`averaging` is `mirrored` in one process and `multi_worker` on several, with their `devices`, `all_reduce` and
+`bytes_per_pack`; `every`, `after` and `outer` are its own (`tfgpu.asynchronous.averaging`).
 
 An option that does not apply is an `InputError`, never ignored. `"auto"` and 0 leave it to TensorFlow.
 """
 
 import logging
-from collections.abc import Iterable
+import numbers
+from collections.abc import Callable, Iterable
 
+import keras
 import tensorflow as tf
 
 from tfgpu import environment, keras_fixes, preflight
@@ -33,14 +38,15 @@ from tfgpu.asynchronous.parameter_server import Partitioner, parameter_server, r
 from tfgpu.cluster import Cluster
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, unknown
-from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes import compression, replica
 from tfgpu.keras_fixes.devices import have_started, worker_devices
 
-KINDS = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server")
+KINDS = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "averaging")
 __all__ = ["describe", "mirrored", "multi_worker", "one_device", "parameter_server", "serve", "strategy"]
 REDUCE_DTYPES = ("float16", "bfloat16")
 ALL_REDUCE = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")
 Devices = int | str | Iterable[str] | None
+Outer = keras.optimizers.Optimizer | Callable[[], keras.optimizers.Optimizer] | None
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +58,12 @@ def strategy(
     all_reduce: str = "auto",
     bytes_per_pack: int = 0,
     reduce_dtype: str | None = None,
+    top_k: float | None = None,
     max_staleness: int | None = None,
     partitioner: Partitioner = "auto",
+    every: int | None = None,
+    after: int | None = None,
+    outer: Outer = None,
     cluster: Cluster | None = None,
 ) -> tf.distribute.Strategy:
     """Makes the strategy of a name; `"auto"` chooses by the cluster and the devices.
@@ -63,7 +73,7 @@ def strategy(
     `auto` uses several logical CPU devices only when `devices` asks for them.
 
     Args:
-        kind: `"auto"`, `"one_device"`, `"mirrored"`, `"multi_worker"` or `"parameter_server"`.
+        kind: `"auto"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"parameter_server"` or `"averaging"`.
         devices: `None`, all GPUs, or the CPU where there is none; a number, the first so many GPUs, or
             logical CPU devices where there is no GPU; or names such as `["GPU:0", "GPU:1"]`.
         all_reduce: how replicas sum their gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
@@ -73,7 +83,11 @@ def strategy(
         reduce_dtype: `"float16"` or `"bfloat16"`: gradients travel in it, half the bytes, for slow networks. Each
             replica's part is rounded before the sum, so the result is no longer that of one device: by about 1e-3
             (float16) or 1e-2 (bfloat16) of a gradient. Float16 is infinite above 65,504: use it with loss scaling.
+        top_k: the part of each weight's gradient that a replica sends, above 0 and up to 1, such as 0.01: its largest
+            numbers, with their places; the rest waits for the next steps (`docs/averaging.md`). The result is no
+            longer that of one device.
         max_staleness, partitioner: as for `tfgpu.asynchronous.parameter_server.parameter_server`.
+        every, after, outer: for `averaging`: see `tfgpu.asynchronous.averaging.averaging`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Returns:
@@ -92,16 +106,31 @@ def strategy(
     if kind != "parameter_server" and cluster.task_type != "evaluator":
         _refuse(kind, "max_staleness", max_staleness, None, "`parameter_server`")
         _refuse(kind, "partitioner", partitioner, "auto", "`parameter_server`")
+    if kind == "averaging":
+        return _averaging(
+            devices,
+            {"every": every, "after": after, "outer": outer},
+            {"all_reduce": all_reduce, "bytes_per_pack": bytes_per_pack, "cluster": cluster},
+            {"reduce_dtype": reduce_dtype, "top_k": top_k},
+        )
+    for name, value in (("every", every), ("after", after), ("outer", outer)):
+        _refuse(kind, name, value, None, "`averaging`")
     if kind == "multi_worker":
         return multi_worker(
-            devices, all_reduce=all_reduce, bytes_per_pack=bytes_per_pack, reduce_dtype=reduce_dtype, cluster=cluster
+            devices,
+            all_reduce=all_reduce,
+            bytes_per_pack=bytes_per_pack,
+            reduce_dtype=reduce_dtype,
+            top_k=top_k,
+            cluster=cluster,
         )
     _refuse(kind, "bytes_per_pack", bytes_per_pack, 0, "`multi_worker`")
     if kind == "mirrored":
         if cluster.is_multi_worker:
             _log.warning("The cluster has %d workers, but 'mirrored' trains in each by itself.", cluster.size)
-        return mirrored(devices, all_reduce=all_reduce, reduce_dtype=reduce_dtype)
+        return mirrored(devices, all_reduce=all_reduce, reduce_dtype=reduce_dtype, top_k=top_k)
     _refuse(kind, "reduce_dtype", reduce_dtype, None, "`mirrored` and `multi_worker`")
+    _refuse(kind, "top_k", top_k, None, "`mirrored` and `multi_worker`")
     _refuse(kind, "all_reduce", all_reduce, "auto", "`mirrored` and `multi_worker`")
     if kind == "one_device":
         return one_device(devices)
@@ -126,7 +155,11 @@ def one_device(devices: Devices = None) -> tf.distribute.OneDeviceStrategy:
 
 
 def mirrored(
-    devices: Devices = None, *, all_reduce: str = "auto", reduce_dtype: str | None = None
+    devices: Devices = None,
+    *,
+    all_reduce: str = "auto",
+    reduce_dtype: str | None = None,
+    top_k: float | None = None,
 ) -> tf.distribute.MirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every device of this machine.
 
@@ -134,17 +167,17 @@ def mirrored(
         devices: as for `strategy`, but `None` is all logical CPU devices where there is no GPU.
         all_reduce: `"auto"`, `"nccl"` (physical GPUs only), `"hierarchical_copy"` (an even number of devices;
             made for eight GPUs linked as in a DGX-1) or `"reduction_to_one_device"`.
-        reduce_dtype: as for `strategy`.
+        reduce_dtype, top_k: as for `strategy`.
 
     Raises:
         InputError: more devices than exist, or an all-reduce that does not suit them.
     """
-    _check_reduce_dtype(reduce_dtype)
+    _check_compression(reduce_dtype, top_k)
     chosen = environment.accelerators() if devices is None else environment.select(devices)
     operations = _cross_device_ops(all_reduce, chosen)
     keras_fixes.install()
     names = [f"/device:{device.name}" for device in chosen]
-    return _reducing_in(reduce_dtype, tf.distribute.MirroredStrategy(names, cross_device_ops=operations))
+    return _compressing(tf.distribute.MirroredStrategy(names, cross_device_ops=operations), reduce_dtype, top_k)
 
 
 def multi_worker(
@@ -153,6 +186,7 @@ def multi_worker(
     all_reduce: str = "auto",
     bytes_per_pack: int = 0,
     reduce_dtype: str | None = None,
+    top_k: float | None = None,
     cluster: Cluster | None = None,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every GPU of every worker; waits for all workers.
@@ -164,7 +198,7 @@ def multi_worker(
         devices: `None`, all GPUs of each worker, or its first CPU device; or the first so many GPUs (logical CPU
             devices where there is no GPU), by number or name.
         all_reduce: `"auto"`, `"ring"` or `"nccl"` (GPUs only).
-        bytes_per_pack, reduce_dtype: as for `strategy`.
+        bytes_per_pack, reduce_dtype, top_k: as for `strategy`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Raises:
@@ -177,7 +211,7 @@ def multi_worker(
             f"`multi_worker` needs this process to be a worker of a cluster. Found: {who(cluster)}. "
             "Set TF_CONFIG in each worker, or use `mirrored` or `one_device`."
         )
-    _check_reduce_dtype(reduce_dtype)
+    _check_compression(reduce_dtype, top_k)
     chosen = _worker_devices(devices)
     gpus = tuple(device for device in chosen if device.kind == "GPU")
     options = tf.distribute.experimental.CommunicationOptions(
@@ -200,7 +234,7 @@ def multi_worker(
             "Move `tfgpu.strategy(...)` above the first tensor, dataset or model; in a notebook, restart the "
             f"kernel first. ({error})"
         ) from None
-    return _reducing_in(reduce_dtype, made)
+    return _compressing(made, reduce_dtype, top_k)
 
 
 def describe(strategy: tf.distribute.Strategy) -> dict:
@@ -226,9 +260,17 @@ def describe(strategy: tf.distribute.Strategy) -> dict:
         names = [environment.accelerators()[0].name]
     else:
         names = [name.rpartition("/device:")[2] for name in strategy.extended.worker_devices]
-    if kind == "multi_worker":
+    if replica.spans_processes(strategy):
         workers = strategy.num_replicas_in_sync // len(names)
     return {"kind": kind, "replicas": strategy.num_replicas_in_sync, "workers": workers, "devices": names}
+
+
+def _averaging(devices: Devices, own: dict, communication: dict, refused: dict) -> tf.distribute.Strategy:
+    from tfgpu.asynchronous import averaging  # a row below: it makes its strategy here
+
+    for name, value in refused.items():
+        _refuse("averaging", name, value, None, "`mirrored` and `multi_worker`: weights are averaged as they are")
+    return averaging.averaging(devices, **{k: v for k, v in own.items() if v is not None}, **communication)
 
 
 def _choose(devices: Devices, cluster: Cluster) -> str:
@@ -249,6 +291,8 @@ def _kind(strategy: tf.distribute.Strategy) -> str:
     }
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return "default"
+    if replica.plan_of(strategy) is not None:
+        return "averaging"
     return next((name for name, made in classes.items() if isinstance(strategy, made)), type(strategy).__name__)
 
 
@@ -284,18 +328,26 @@ def _implementation(
     return {"auto": choices.AUTO, "ring": choices.RING, "nccl": choices.NCCL}[all_reduce]
 
 
-def _check_reduce_dtype(reduce_dtype: str | None) -> None:
-    if reduce_dtype is None:
-        return
-    if reduce_dtype not in REDUCE_DTYPES:
+def _check_compression(reduce_dtype: str | None, top_k: float | None) -> None:
+    if reduce_dtype is not None and reduce_dtype not in REDUCE_DTYPES:
         raise unknown("reduce_dtype", reduce_dtype, REDUCE_DTYPES)
-    if not keras_fixes.is_enabled():
-        raise InputError("`reduce_dtype` needs the repairs of Keras, which TFGPU_REPAIR=0 leaves out. Unset that.")
+    is_number = isinstance(top_k, numbers.Real) and not isinstance(top_k, bool)
+    if top_k is not None and not (is_number and 0 < top_k <= 1):
+        raise InputError(f"`top_k` must be a number above 0 and up to 1, such as 0.01. Received: {top_k!r}.")
+    if reduce_dtype is not None and top_k is not None:
+        raise InputError(f"`top_k` and `reduce_dtype` exclude each other. Received: {top_k}, {reduce_dtype!r}.")
+    for name, value in (("reduce_dtype", reduce_dtype), ("top_k", top_k)):
+        if value is not None and not keras_fixes.is_enabled():
+            raise InputError(f"`{name}` needs the repairs of Keras, which TFGPU_REPAIR=0 leaves out. Unset that.")
 
 
-def _reducing_in(reduce_dtype: str | None, strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
+def _compressing(
+    strategy: tf.distribute.Strategy, reduce_dtype: str | None, top_k: float | None
+) -> tf.distribute.Strategy:
     if reduce_dtype is not None:
         replica.reduce_gradients_in(strategy, reduce_dtype)
+    if top_k is not None:
+        compression.send_largest(strategy, float(top_k))
     return strategy
 
 

@@ -1,4 +1,4 @@
-"""Training whose workers do not wait for each other at every step."""
+"""Training in which replicas or workers do not wait for each other in every step."""
 
 import importlib
 

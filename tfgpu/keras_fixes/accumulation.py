@@ -9,7 +9,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_utils
 
 from tfgpu.errors import MachineError
-from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes import meter, replica
 from tfgpu.keras_fixes.seam import wrap
 
 PATIENCE_S = 300.0
@@ -77,7 +77,7 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
         return list(grads)
     parts = [tf.convert_to_tensor(grads[at]) for at in places]
     sums = [inner._accumulated_gradients[inner._get_variable_index(variables[at])] for at in places]
-    scale, is_finite = _scale_of(optimizer), tf.constant(True)
+    scale, is_finite = scale_of(optimizer), tf.constant(True)
     if isinstance(optimizer, LossScaleOptimizer):
         bad = [tf.reduce_any(~tf.math.is_finite(part)) for part in parts]
         (count,) = replica.sum_small([tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)])
@@ -107,6 +107,7 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
         met = tf.cond(is_finite & is_update, meet, lambda: on_each(parts))
         return [distribute_utils.regroup(value) for value in met]
 
+    meter.note(replica.narrowed(parts), part=1 / inner.gradient_accumulation_steps)
     with replica.uncompiled():
         met = replica.context().merge_call(across, args=(is_finite, *parts))
         met[0] += tf.where(is_finite, tf.zeros([], met[0].dtype), float("inf"))  # what one saw, all skip
@@ -124,7 +125,7 @@ def _in_place(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         return tf.cast(value, dtype)
 
 
-def _scale_of(optimizer):
+def scale_of(optimizer):
     """What the loss, and so the gradients, were multiplied by."""
     if isinstance(optimizer, LossScaleOptimizer):
         return optimizer.dynamic_scale.value

@@ -3,7 +3,8 @@
 Unscaling, the check for infinities, clipping, weight decay, the update and the moving average then see the same numbers
 on every replica, as on one device, and no collective stands inside a condition.
 
-`accumulation.py` has what differs with `gradient_accumulation_steps`.
+`accumulation.py` has what differs with `gradient_accumulation_steps`; `averaging.py` what follows where the gradients
+of a step stay apart.
 """
 
 import tensorflow as tf
@@ -13,7 +14,8 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-from tfgpu.keras_fixes import accumulation, replica, sums
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import accumulation, compression, replica, sums
 from tfgpu.keras_fixes.seam import wrap
 
 
@@ -29,7 +31,8 @@ def meet_before_applying() -> None:
         facts = replica.step()
         if facts is None:
             return stock(self, data)
-        facts.loss_is_weighed = True  # one multiplication of a scalar, where the gradients would need a pass each
+        # One multiplication of a scalar, where the gradients would need a pass each.
+        facts.loss_is_weighed = not facts.apart
         try:
             return stock(self, data)
         finally:
@@ -51,6 +54,8 @@ def meet_before_applying() -> None:
             return stock(self, loss)
         if _is_sum(facts, loss):
             facts.loss_is_sum = True
+            return stock(self, loss)
+        if facts.apart:
             return stock(self, loss)
         # Float16 gradients inside the network are as large as one device's, so they overflow when one device's would.
         loss = replica.by_share(loss) if facts.loss_is_weighed else loss / replica.count(loss.dtype)
@@ -103,22 +108,33 @@ def _meet_before(owner: type) -> None:
 
 
 def _meet(optimizer, grads: list, variables) -> list:
-    """The gradients as one device has them.
+    """The gradients as one device has them; in a step apart, as this replica's own rows make them.
 
     Raises:
-        InputError: a variable is no replica's: it was made outside the strategy's scope.
+        InputError: a variable is no replica's: it was made outside the strategy's scope; or replicas that train apart
+            are in a loop that does not average them.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if replica.step() is None and replica.plan_of(replica.context().strategy) is not None:
+        raise InputError(
+            "`averaging` needs `model.fit`, `Trainer` or `train_on_batch`: a hand-written `strategy.run` loop would "
+            "apply what no replica averages. Use one of them, or `multi_worker` or `mirrored`."
+        )
     for variable in inner._trainable_variables if variables is None else variables:
         replica.check_has_copies(variable)
-    _count_on_every_replica(optimizer)
-    _count_on_every_replica(inner)
+    count_on_every_replica(optimizer)
+    count_on_every_replica(inner)
     found = _found(inner, grads, variables)
     summed = [None if at in found else gradient for at, gradient in enumerate(grads)]
     parts = _weigh(summed, isinstance(optimizer, LossScaleOptimizer))
     if replica.step() is not None:
         replica.step().loss_is_sum = False
-    if inner.gradient_accumulation_steps and len(parts) > 0:
+    if replica.is_apart():
+        replica.step().optimizers[id(optimizer)] = optimizer
+        met = parts
+    elif compression.top_k_of(replica.context().strategy) is not None:
+        met = compression.meet(optimizer, inner, parts, variables)
+    elif inner.gradient_accumulation_steps and len(parts) > 0:
         met = accumulation.meet_at_update(optimizer, inner, parts, variables)
     else:
         met = replica.widened(replica.all_reduce(replica.narrowed(parts)), parts)
@@ -177,11 +193,18 @@ def _make_local(name: str) -> None:
 
 
 def _weigh(grads, scaled: bool) -> list:
-    """Each replica's part of the gradients' sum: weighed by its share inside a step; None stays None."""
+    """Each replica's part of the gradients' sum: weighed by its share inside a step; None stays None.
+
+    In a step apart the weights are averaged by rows later: here only a sum over rows becomes what the batch's would be.
+    """
     facts = replica.step()
     weigh = facts is not None and not (facts.loss_is_weighed or facts.loss_is_sum)
+    if replica.is_apart():
+        weigh = facts.loss_is_sum
 
     def part(values: tf.Tensor) -> tf.Tensor:
+        if facts.apart:
+            return tf.math.divide_no_nan(values, tf.cast(facts.share, values.dtype))
         values = replica.by_share(values)
         return values * replica.count(values.dtype) if scaled else values
 
@@ -213,7 +236,7 @@ def _zero_without_rows(gradients: list) -> list:
     ]
 
 
-def _count_on_every_replica(optimizer) -> None:
+def count_on_every_replica(optimizer) -> None:
     """`iterations` is made with ONLY_FIRST_REPLICA, whose assignment hides a merge_call; every replica counts alike."""
     replica.check_has_copies(optimizer._iterations)
     optimizer._iterations.value._aggregation = tf.VariableAggregation.NONE

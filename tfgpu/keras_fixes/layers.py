@@ -100,5 +100,5 @@ def _gather(value: tf.Tensor) -> tf.Tensor:
     """What every replica has, stacked in replica order; as an all-reduce, whose gradient TensorFlow has everywhere."""
     ctx = replica.context()
     place = tf.one_hot(tf.cast(ctx.replica_id_in_sync_group, tf.int32), ctx.num_replicas_in_sync, dtype=value.dtype)
-    (table,) = sums.over_replicas([tf.tensordot(place, value, axes=0)])
-    return table
+    mine = tf.tensordot(place, value, axes=0)
+    return mine if replica.is_alone() else sums.over_replicas([mine])[0]

@@ -106,6 +106,8 @@ def _is_constant(weight) -> bool:
 
 def _as_local_part(divisor: tf.Tensor) -> tf.Tensor:
     """The factor that turns a mean over this replica's `divisor` into its part of the mean over everybody's."""
+    if replica.is_alone():
+        return tf.ones([], divisor.dtype)
     share = tf.cast(replica.share_of_rows(), divisor.dtype)
     divisor = tf.where(share > 0, divisor, tf.zeros_like(divisor))
     (total,) = replica.sum_small([divisor])

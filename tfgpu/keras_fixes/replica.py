@@ -7,13 +7,14 @@ Outside a step of `fit`, `evaluate`, `predict` or `Trainer` there are none, and 
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfgpu.errors import InputError
+from tfgpu.keras_fixes import meter
 
 _PACK_BYTES = 1 << 20
 """Of one variable's slices on all replicas together, up to which they travel with the dense gradients."""
@@ -48,6 +49,10 @@ class Step:
         loss_is_weighed: the loss under the tape is multiplied by the share, so the gradients must not be.
         loss_is_sum: the loss is a vector, whose gradient is a sum over rows: it needs no share.
         varies: a collective has another shape in another step.
+        apart: the gradients do not meet: each replica updates its own weights, which are averaged later.
+        alone: besides, the forward pass sees this replica's rows only.
+        optimizers: those that updated weights, by `id`, in a step apart.
+        assigned: Keras variables that were assigned, by `id`, in a step apart.
     """
 
     rows: Rows
@@ -56,6 +61,10 @@ class Step:
     loss_is_weighed: bool = False
     loss_is_sum: bool = False
     varies: bool = False
+    apart: bool = False
+    alone: bool = False
+    optimizers: dict = field(default_factory=dict)
+    assigned: dict = field(default_factory=dict)
 
 
 def is_spread(strategy: tf.distribute.Strategy) -> bool:
@@ -99,6 +108,21 @@ def gradients_met():
 def have_met() -> bool:
     """Whether this replica is applying gradients that are already summed over replicas."""
     return getattr(_here, "met", False)
+
+
+def plan_of(strategy: tf.distribute.Strategy):
+    """How the replicas of a strategy train apart (an `averaging.Plan`), or None where they train together."""
+    return getattr(strategy, "_tfgpu_plan", None)
+
+
+def is_apart() -> bool:
+    """Whether this replica updates weights of its own in this step."""
+    return step() is not None and step().apart
+
+
+def is_alone() -> bool:
+    """Whether this replica meets no other in the forward pass of this step."""
+    return step() is not None and step().alone
 
 
 def rows() -> Rows | None:
@@ -198,19 +222,19 @@ def count(dtype: str = "float32") -> tf.Tensor:
     return tf.constant(context().num_replicas_in_sync, dtype)
 
 
-def begin(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = None, *, jit: bool = False) -> Step:
+def begin(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = None, **how: bool) -> Step:
     """The facts of the step that this replica begins.
 
     Args:
         local: rows of this replica, int32 scalar.
         place: rows before its own and rows of the whole batch; None where the data does not tell: the replicas then
             tell each other, in a small collective.
-        jit: whether XLA compiles the step.
+        how: `jit`, `apart` and `alone` as in `Step`.
     """
     if place is None:
         place = _ask_for_place(local)
     offset, total = place
-    return Step(Rows(local, offset, total), _share_of(local, total), jit=jit)
+    return Step(Rows(local, offset, total), _share_of(local, total), **how)
 
 
 def _share_of(local: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
@@ -248,6 +272,8 @@ def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
 def _add_here(values: list) -> list:
     """Sums tensors, or joins IndexedSlices, of replicas that lie in this process, on the host."""
 
+    meter.note(values)
+
     def add(strategy, *columns):
         with tf.device("CPU:0"):
             return [_added(strategy.experimental_local_results(column)) for column in columns]
@@ -279,7 +305,7 @@ def _is_here() -> bool:
     return not is_xla and all(":CPU:" in device.upper() for device in strategy.extended.worker_devices)
 
 
-def all_reduce(values: list) -> list:
+def all_reduce(values: list, how: tf.distribute.experimental.CommunicationOptions | None = None) -> list:
     """Sums tensors or IndexedSlices over all replicas, kept out of XLA's clusters; None stays None."""
     if _is_here():
         with uncompiled():
@@ -292,12 +318,13 @@ def all_reduce(values: list) -> list:
         packed = {at: value for at, value in enumerate(values) if _can_be_packed(value)}
         values = [None if at in packed else value for at, value in enumerate(values)]
         values += [part for value in packed.values() for part in _pack(value)]
+        meter.note(values)
         summed = [None] * len(values)
         for dtype in dict.fromkeys(value.dtype for value in values if value is not None):  # one kind makes one pack
             places = [at for at, value in enumerate(values) if value is not None and value.dtype == dtype]
             with _meeting():
                 total = tf.distribute.ReduceOp.SUM
-                parts = context().all_reduce(total, [values[at] for at in places], _options())
+                parts = context().all_reduce(total, [values[at] for at in places], how or _options())
             for at, part in zip(places, parts, strict=True):
                 summed[at] = part
         for at, value in reversed(packed.items()):

@@ -22,6 +22,9 @@ values together when it is read outside); of Keras's layers whose state is alike
 SpectralNormalization, seed generators) or belongs to single rows (a stateful RNN's); within `tf.cond`, `tf.while_loop`
 or another `tf.function`, where replicas cannot meet; and where a layer assigns a plain `tf.Variable`.
 
+Between two averagings (`tfgpu.strategy("averaging")`) an average stays each replica's own, and is averaged with the
+weights.
+
 A statistic that is no mean and no sum cannot be told from one. The running sum `x = 0.9 x + 0.1 sum(rows)`, say, needs
 the sum from all replicas first: `sums.of_batch(sum(rows))`.
 """
@@ -48,6 +51,8 @@ def assign_for_all() -> None:
 
     @wrap(core.Variable, "_direct_assign")
     def direct_assign(stock, self, value):
+        if replica.is_apart():
+            replica.step().assigned[id(self)] = self
         if replica.context() is None and self.synchronization == "on_read" and _is_spread(self):
             # TensorFlow would sum the replicas' new values, on workers by a collective, for the caller to ignore.
             return self._value.assign(value, read_value=False)
@@ -83,7 +88,9 @@ def agreed(variable, value: tf.Tensor) -> tf.Tensor:
         return _sum(value)
     if _is_same_everywhere(value):
         return value
-    return _average(value) if _has_average(variable) else _first(value)
+    if not _has_average(variable):
+        return _first(value)
+    return _kept_without_rows(variable, value) if replica.is_alone() else _average(value)
 
 
 def put(variable, value: tf.Tensor) -> None:
@@ -176,6 +183,11 @@ def _kept_without_rows(variable, value: tf.Tensor) -> tf.Tensor:
     if replica.has_rows_for_sure():
         return value
     return tf.where(replica.has_rows(), value, tf.cast(variable.value, value.dtype))
+
+
+def put_own(variable, value: tf.Tensor) -> None:
+    """Assigns to this replica's copy alone."""
+    _assign_here(variable, value)
 
 
 def _assign_here(variable, value: tf.Tensor) -> tf.Tensor:

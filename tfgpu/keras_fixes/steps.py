@@ -16,7 +16,7 @@ from keras.src import backend, tree
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.trainers.trainer import Trainer
 
-from tfgpu.keras_fixes import attributes, blocks, layers, picks, pieces, replica, trials
+from tfgpu.keras_fixes import attributes, averaging, blocks, layers, meter, picks, pieces, replica, trials
 from tfgpu.keras_fixes.seam import wrap
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,9 @@ class Steps:
         pace: how long blocks are where nobody asked for a length.
         logs: what the last call returned.
         logs_are_results: the logs are the results of the model's metrics, and nothing else: the steps are Keras's own.
+        averager: averages replicas that train apart; None where they train together.
+        done: steps so far.
+        sent_bytes: what each replica has handed to collectives in them.
     """
 
     def __init__(self, model, step_function: Callable):
@@ -53,7 +56,12 @@ class Steps:
         stock = keras_trainer.TensorFlowTrainer
         names = "train_step", "test_step", "compute_metrics", "get_metrics_result"
         self.logs_are_results = all(_function(getattr(model, name)) is getattr(stock, name) for name in names)
-        self._on_data = self._compile(self._run_once)
+        plan = replica.plan_of(self._strategy) if self._is_spread else None
+        is_training = _function(step_function) is _function(model.train_step)
+        self.averager = averaging.Averager(model, plan) if plan is not None and is_training else None
+        self.done = self.sent_bytes = 0
+        self._sent = {}
+        self._on_data = functools.cache(lambda apart: self._compile(functools.partial(self._run_once, apart=apart)))
         self._loop = functools.cache(self._make_loop)
         # Under replicas XLA compiles what it can of the step, and the collectives stay outside.
         self._compiled_step = functools.cache(lambda: tf.function(self._step, jit_compile=True, reduce_retracing=True))
@@ -74,7 +82,11 @@ class Steps:
         if is_data_set and not self._model.run_eagerly:
             return self._run_block(blocks.Block(batches, count))
         for _, data in zip(range(count), batches, strict=False):
-            logs = self._on_data(data if is_data_set or not self._is_spread else pieces.deal(self._strategy, data))
+            apart = self._is_apart()
+            data = data if is_data_set or not self._is_spread else pieces.deal(self._strategy, data)
+            with self.averager.running() if apart else contextlib.nullcontext():
+                logs = self._on_data(apart)(data, self._since())
+            self._count(1, apart)
         if logs is None:
             raise tf.errors.OutOfRangeError(None, None, "The data has ended.")
         return logs
@@ -85,6 +97,7 @@ class Steps:
         while block.done < block.count:
             # The first step tells whether many can be run in one call.
             count = block.count - block.done if self._layout is not None and not self._varies else 1
+            count = count if self.averager is None else min(count, self.averager.left())
             done, logs, agreed = self._call_loop(block, count, seconds, jit)
             block.done += done
             if done:
@@ -107,7 +120,8 @@ class Steps:
         """Whether XLA compiles the block's steps."""
         if self._is_trying() and self._trial.jit and not self._trial.is_possible:
             iterator, kind = self._loop_of(block)
-            traced = self._loop(*kind, False).get_concrete_function(iterator, tf.constant(1), tf.constant(0.0))
+            count, seconds = tf.constant(1), tf.constant(0.0)
+            traced = self._loop(*kind, False).get_concrete_function(iterator, count, seconds, self._since())
             self._trial.check(traced, None if self._is_spread else self._compiled_step(), iterator.element_spec)
         return self._jit if self._trial is None else self._trial.jit
 
@@ -121,65 +135,97 @@ class Steps:
         iterator, with_places = block.iterator, None
         if isinstance(iterator, pieces.DealtIterator):
             iterator, with_places = iterator.source, iterator.with_places
-        return iterator, (block.is_sure and isinstance(iterator, tf.data.Iterator), with_places)
+        is_sure = block.is_sure and isinstance(iterator, tf.data.Iterator)
+        return iterator, (is_sure, with_places, self._is_apart())
 
     def _call_loop(self, block: blocks.Block, count: int, seconds: float, jit: bool) -> tuple[int, dict, tf.Tensor]:
         iterator, kind = self._loop_of(block)
-        loop = self._loop(*kind, jit)
-        done, logs, agreed = loop(iterator, tf.constant(count), tf.constant(seconds, tf.float32))
-        return count if kind[0] else int(done), logs, agreed
+        loop, (is_sure, _, apart) = self._loop(*kind, jit), kind
+        with self.averager.running() if apart else contextlib.nullcontext():
+            done, logs, agreed = loop(iterator, tf.constant(count), tf.constant(seconds, tf.float32), self._since())
+        done = count if is_sure else int(done)
+        self._count(done, apart)
+        return done, logs, agreed
 
-    def _make_loop(self, is_sure: bool, with_places: bool | None, jit: bool) -> Callable:
-        return self._compile(functools.partial(self._run_many, is_sure=is_sure, with_places=with_places, jit=jit))
+    def _is_apart(self) -> bool:
+        return self.averager is not None and self.averager.is_apart()
+
+    def _since(self) -> tf.Tensor:
+        return tf.constant(0 if self.averager is None else self.averager.since)
+
+    def _count(self, steps: int, apart: bool) -> None:
+        """Takes in that so many steps have run in a call."""
+        self.done += steps
+        self.sent_bytes += sum(steps * sent.bytes for sent in [self._sent.get(apart)] if sent is not None)
+        self.sent_bytes += sum(sent.bytes for sent in [self._sent.get(None)] if sent is not None)
+        if apart:
+            self.averager.count(steps)
+
+    @property
+    def sent_is_whole(self) -> bool:
+        """Whether `sent_bytes` has all: every shape was known when the steps were traced."""
+        return all(sent.is_whole for sent in self._sent.values())
+
+    def _make_loop(self, is_sure: bool, with_places: bool | None, apart: bool, jit: bool) -> Callable:
+        how = dict(is_sure=is_sure, with_places=with_places, apart=apart, jit=jit)
+        return self._compile(functools.partial(self._run_many, **how))
 
     def _compile(self, function: Callable) -> Callable:
         function = tf.autograph.experimental.do_not_convert(function)
         return function if self._model.run_eagerly else tf.function(function, reduce_retracing=True)
 
-    def _run_once(self, data):
+    def _run_once(self, data, since: tf.Tensor, *, apart: bool):
         self._picks = []
-        return self._finish(self._run(data, self._jit), tf.constant(0.0))[0]
+        return self._finish(self._run(data, self._jit, apart, since)[0], tf.constant(0.0))[0]
 
-    def _run_many(self, iterator, count: tf.Tensor, seconds: tf.Tensor, *, is_sure, with_places, jit):
+    def _run_many(self, iterator, count, seconds, since, *, is_sure, with_places, apart, jit):
         """Up to `count` steps: how many there was data for, the logs, and `seconds` as the workers agree on them.
 
         Args:
             iterator: of what the replicas get, or of whole batches.
             count: int32 scalar; another one retraces nothing.
             seconds: how long the block before took here, float32 scalar.
+            since: steps since replicas that train apart were averaged, int32 scalar.
             is_sure: there is data for all of them, so that nothing needs to ask for its end.
             with_places: the batches are whole, and this tells whether their pieces say where they lie; None where the
                 replicas' parts have been dealt.
+            apart: the replicas train apart.
             jit: XLA compiles the steps.
         """
         self._picks = []
 
-        def run(batch):
+        def run(batch, since, kept):
             if with_places is not None:
                 batch = pieces.deal(self._strategy, batch, with_places=with_places)
-            return self._run(batch, jit)
+            parts, since = self._run(batch, jit, apart, since)
+            return since, self._keep(parts, kept)
 
         # The step is a Python function inside the loop, never a nested tf.function: TensorFlow feeds a collective's key
         # at call time and loses it where a function is called from a loop ("must feed a value for placeholder").
-        def another(done, left, kept):
+        def another(done, left, since, kept):
             if is_sure:
                 batch = iterator.get_next()
                 with _state_waits_for(batch):
-                    return done + 1, left - 1, self._keep(run(batch), kept)
+                    return done + 1, left - 1, *run(batch, since, kept)
             data = iterator.get_next_as_optional()
             return tf.cond(
                 data.has_value(),
-                lambda: (done + 1, left - 1, self._keep(run(data.get_value()), kept)),
-                lambda: (done, 0, kept),
+                lambda: (done + 1, left - 1, *run(data.get_value(), since, kept)),
+                lambda: (done, 0, since, kept),
             )
 
         nothing = self._strategy.run(tf.raw_ops.OptionalNone)
-        done, _, kept = tf.while_loop(lambda done, left, kept: left > 0, another, (0, count, nothing))
+        done, *_, kept = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))
         return done, *self._finish(self._strategy.run(self._kept_parts, args=(kept,)), seconds)
 
-    def _run(self, data, jit: bool):
-        """One step on every replica. Returns what `_finish` needs beside the metrics' own state."""
-        return self._strategy.run(self._replica_step if self._is_spread else self._only_step, args=(data, jit))
+    def _run(self, data, jit: bool, apart: bool, since: tf.Tensor):
+        """One step on every replica. Returns what `_finish` needs beside the metrics' state, and the new `since`."""
+        if not self._is_spread:
+            return self._strategy.run(self._only_step, args=(data, jit)), since
+        if apart:
+            self.averager.begin(since)
+        parts = self._strategy.run(self._replica_step, args=(data, jit, apart))
+        return parts, self.averager.follow(since) if apart else since
 
     def _keep(self, parts, kept):
         """The parts in the place of the last step's; an optional: at first nobody knows their shapes."""
@@ -211,14 +257,15 @@ class Steps:
             logs = tree.map_structure(tf.convert_to_tensor, logs)
         return self._part(logs, results, lambda leaf: leaf)
 
-    def _replica_step(self, data, jit: bool):
+    def _replica_step(self, data, jit: bool, apart: bool):
         if isinstance(data, pieces.Piece):
             data, local, *place = data
         else:
             local, place = pieces.rows_of(data), None
             data = data if tf.get_static_value(local) else tree.map_structure(layers.with_a_row, data)
-        facts = replica.begin(local, place, jit=jit)
+        facts = replica.begin(local, place, jit=jit, apart=apart, alone=apart and self.averager.is_alone)
         with (
+            meter.metering() as self._sent[apart],
             attributes.of_model(self._model),
             replica.stepping(facts),
             replica.compiled(facts),
@@ -227,6 +274,8 @@ class Steps:
         ):
             logs = self._step(data) if replica.has_rows_for_sure() else self._step_on_a_stand_in(data)
             self._varies |= facts.varies
+            if apart:
+                self.averager.note(facts)
             return self._part(logs, results, lambda leaf: replica.by_share(tf.cast(leaf, tf.float32)))
 
     def _part(self, logs, results: dict, value_of: Callable) -> list[tf.Tensor]:
@@ -258,7 +307,8 @@ class Steps:
         mine = [_contribution(v) for v in variables] + list(parts)
         if replica.spans_processes(self._strategy):
             mine.append(seconds / replica.count())
-        summed = replica.all_reduce(mine)
+        with meter.metering() as self._sent[None]:
+            summed = replica.all_reduce(mine)
         state = [(v, tf.cast(value, v.dtype)) for v, value in zip(variables, summed, strict=False)]
         if replica.spans_processes(self._strategy):
             seconds = summed.pop()

@@ -39,7 +39,9 @@ def of_batch(value: tf.Tensor) -> tf.Tensor:
         value: a sum over the rows that this replica sees, a tensor of floats.
 
     Returns:
-        The sum over all replicas' rows; `value` itself on one device and outside a step of `fit` or `evaluate`.
+        The sum over all replicas' rows; `value` itself on one device and outside a step of `fit` or `evaluate`. Between
+        two averagings (`tfgpu.strategy("averaging")`) replicas do not meet: what the batch's sum would be if all rows
+        were as this replica's.
 
     Example:
         In a layer's `call`: `self.total.assign(0.9 * self.total + 0.1 * of_batch(keras.ops.sum(x, axis=0)))`.
@@ -49,14 +51,16 @@ def of_batch(value: tf.Tensor) -> tf.Tensor:
     """
     if replica.step() is None:
         return value
+    if replica.is_alone():
+        return tf.math.divide_no_nan(value, tf.cast(replica.share(), value.dtype))
     (total,) = over_replicas([tf.where(replica.has_rows(), value, tf.zeros_like(value))])
     return total
 
 
 def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """The largest of each value over the replicas that hold rows; no gradient goes through."""
-    if not values:
-        return []
+    if not values or replica.is_apart():
+        return values
     ctx = replica.context()
     lowest = [tf.fill(tf.shape(v), v.dtype.min) for v in values]
     mine = [tf.where(replica.has_rows(), v, low) for v, low in zip(values, lowest, strict=True)]
