@@ -1,4 +1,4 @@
-"""The two kinds of error that tfgpu raises on purpose, and the sentence for an unknown name."""
+"""The errors that tfgpu raises on purpose, the end of a preempted process, and the sentence for an unknown name."""
 
 import difflib
 from collections.abc import Iterable
@@ -13,6 +13,26 @@ class InputError(ValueError):
 
 class MachineError(RuntimeError):
     """The machine or the process is not in a state to do this; the message names the next action."""
+
+
+class Preempted(SystemExit):
+    """The process was asked to leave and has saved its training; uncaught, it ends the process with exit code 75.
+
+    A launcher that knows the code (`EX_TEMPFAIL` of sysexits.h) starts the same command again.
+
+    Args:
+        message: who asked, and what is saved.
+
+    Example:
+        >>> Preempted("Asked to leave by SIGTERM.").code
+        75
+    """
+
+    EXIT_CODE = 75
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.code = self.EXIT_CODE
 
 
 def unknown(kind: str, name: object, choices: Iterable[str]) -> InputError:

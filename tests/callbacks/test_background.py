@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.callbacks import Checkpoint, EventsFile, MetricsFile, Writer
-from tfgpu.callbacks.checkpoint import found
+from tfgpu.callbacks.snapshot import found
 from tfgpu.errors import InputError, MachineError
 
 
@@ -83,10 +83,17 @@ def blocked(tmp_path, name):
     return tmp_path / name
 
 
+def test_checkpoints_that_cannot_be_written_are_an_error_before_the_first_step(tmp_path):
+    built = model()
+    with pytest.raises(MachineError, match="Checkpoints cannot be written to .*in_the_way"):
+        fit(built, Checkpoint(blocked(tmp_path, "in_the_way")), epochs=1)
+    assert int(built.optimizer.iterations) == 0
+
+
 @pytest.mark.parametrize(
     "make",
-    [Checkpoint, EventsFile, lambda path: MetricsFile(path / "metrics.csv")],
-    ids=["checkpoint", "events", "csv"],
+    [EventsFile, lambda path: MetricsFile(path / "metrics.csv")],
+    ids=["events", "csv"],
 )
 def test_a_failing_write_ends_the_training(tmp_path, make):
     built = model()

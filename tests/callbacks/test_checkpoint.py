@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.callbacks import Checkpoint
-from tfgpu.callbacks.checkpoint import FACTS, STATE, found
+from tfgpu.callbacks.snapshot import FACTS, STATE, found
 
 RNG = np.random.default_rng(1)
 X, Y = RNG.normal(size=(24, 4)).astype("float32"), RNG.normal(size=(24, 1)).astype("float32")

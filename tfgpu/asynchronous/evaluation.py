@@ -8,7 +8,7 @@ from pathlib import Path
 
 import keras
 
-from tfgpu.callbacks import checkpoint
+from tfgpu.callbacks import snapshot
 from tfgpu.callbacks.checkpoint import Checkpoint
 from tfgpu.errors import InputError
 
@@ -76,7 +76,7 @@ def _news(folder: Path, last_epoch: int | None, poll_s: float, patience_s: float
     """Yields whenever the newest checkpoint is one that nobody has evaluated; ends with the training."""
     since = time.monotonic()
     while time.monotonic() - since < patience_s:
-        done, newest = _evaluated(folder), next(iter(checkpoint.found(folder)), None)
+        done, newest = _evaluated(folder), next(iter(snapshot.found(folder)), None)
         if newest is not None and newest.name not in done:
             yield
             since = time.monotonic()

@@ -1,11 +1,13 @@
 """Keras callbacks of tfgpu; they work in `model.fit` and in `Trainer.fit`."""
 
 from tfgpu.callbacks.background import Writer
-from tfgpu.callbacks.checkpoint import Checkpoint, Position
+from tfgpu.callbacks.checkpoint import Checkpoint
 from tfgpu.callbacks.events_file import EventsFile
+from tfgpu.callbacks.finite import StopOnNaN
 from tfgpu.callbacks.memory import Memory
 from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.progress import Progress
 from tfgpu.callbacks.report import Report
+from tfgpu.callbacks.snapshot import Position
 
-__all__ = ["Checkpoint", "EventsFile", "Memory", "MetricsFile", "Position", "Progress", "Report", "Writer"]
+__all__ = ["Checkpoint", "EventsFile", "Memory", "MetricsFile", "Position", "Progress", "Report", "StopOnNaN", "Writer"]

@@ -1,256 +1,312 @@
-"""Checkpoints of a run: whole or not there, checked by hash, restored on any number of replicas."""
+"""`Checkpoint`: a training that stops anywhere, and is started again, ends as one that never stopped."""
 
-import contextlib
-import hashlib
-import json
 import logging
-import os
-import shutil
-from dataclasses import dataclass, field
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import safetensors.numpy
-import tensorflow as tf
 
+from tfgpu import keras_fixes
+from tfgpu.callbacks import snapshot
 from tfgpu.callbacks.background import Writer
-from tfgpu.errors import InputError, MachineError
-from tfgpu.keras_fixes import coordinating, tables
+from tfgpu.callbacks.best import Best
+from tfgpu.callbacks.fetching import fetch, wait_for_chief
+from tfgpu.callbacks.snapshot import Position, Snapshot
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import blocks, moments, positions, replica, saving, training_state
+from tfgpu.keras_fixes.leaving import Leaving
+from tfgpu.keras_fixes.memories import Memories
 
 _log = logging.getLogger(__name__)
 
-STATE, FACTS = "state.safetensors", "facts.json"
-_PREFIX = "epoch-"
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a run stands.
-
-    Attributes:
-        epoch: the next epoch to run, from 0; so many are done.
-        history: one mapping of logs for each epoch that is done.
-        directory: the checkpoint that it was read from.
-    """
-
-    epoch: int
-    history: tuple[dict[str, float], ...] = field(default=(), repr=False)
-    directory: Path | None = None
-
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves model, optimizer and random states at each epoch's end, and restores the newest whole checkpoint.
+    """Saves all that a training changes, and goes on from the newest whole checkpoint when `fit` begins.
 
-    A checkpoint is a folder `epoch-0003/` with the arrays (safetensors, which cannot hold code) and a JSON file with
-    the arrays' hash, the epoch and the history. It is written aside and renamed, so that a death while saving leaves
-    the ones before as they were. The arrays are copied at the epoch's end, the files written in the background; `fit`
-    ends when all are there. Put it behind callbacks that add to the logs.
+    Started again, the same script goes on at the step where the newest checkpoint was made, and ends with the weights
+    and the history of a run that never stopped, bit for bit on the same devices. A run that is over trains nothing
+    more, until its `epochs` grow. On SIGTERM it saves after the running block of steps and ends the process with
+    exit code 75.
+
+    Saved are: weights; the optimizer with its loss scale, averages and gradients that wait; the metrics of the running
+    epoch; the random draws; the place in the data; what the other callbacks remember; the history. The arrays are
+    copied at once and written in the background. On several workers every one has the callback: the chief writes, and
+    all get what the chief has read, whatever their own disks hold.
 
     Args:
-        directory: where the checkpoints go; made when first needed.
+        directory: where the checkpoints go; one directory a `fit`.
         keep: how many of the newest to keep (default 3).
-        data: a `tfgpu.data.Data` whose position is set at restoring.
-        is_chief: False on a worker that must not write; it still restores.
+        every_steps: save after so many steps too; None at epochs' ends alone. Blocks of steps end there.
+        best: the entry of the logs whose best epoch is kept besides, where the logs have it; None keeps none.
+        mode: `"min"`, `"max"`, or `"auto"`: `"max"` for accuracies and their like.
+        resume: go on from the newest checkpoint when `fit` begins.
+        leave_on: signals on which to save and leave. Python can listen in the main thread alone.
+        data: what has a `seek(epoch)`, called as each epoch begins. A `tfgpu.data` data set that is given to `fit` as
+            it is needs none.
+        is_chief: whether this worker writes; None asks the strategy.
         writer: writes the files; others may use the same. Default: one of its own.
 
     Raises:
-        InputError: `keep` is not a whole number from 1.
-        MachineError: at the next epoch's end, at the end of training or when restoring, if one could not be written.
+        InputError: an argument is out of range; in `fit`, the checkpoint belongs to another model or all are damaged.
+        MachineError: one could not be written: at the beginning, at the next save, or at the end of the training.
+        Preempted: by `fit`, after a signal: the training is saved.
 
     Example:
-        checkpoint = tfgpu.callbacks.Checkpoint("run/checkpoints", data=data)
-        position = checkpoint.restore(model)  # None in a new run
-        first = position.epoch if position else 0
-        model.fit(data.train, initial_epoch=first, epochs=10, callbacks=[checkpoint])
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x = np.ones((4, 1))
+        >>> history = model.fit(x, x, epochs=2, verbose=0, callbacks=[Checkpoint("run")])
+        >>> history = model.fit(x, x, epochs=5, verbose=0, callbacks=[Checkpoint("run")])  # goes on with the third
+        >>> len(history.history["loss"])
+        5
     """
 
     every_batch = False
+    on_all_workers = True
+    has_memory = False
 
     def __init__(
         self,
         directory: str | Path,
         *,
         keep: int = 3,
+        every_steps: int | None = None,
+        best: str | None = "val_loss",
+        mode: str = "auto",
+        resume: bool = True,
+        leave_on: Sequence[signal.Signals] = (signal.SIGTERM,),
         data=None,
-        is_chief: bool = True,
+        is_chief: bool | None = None,
         writer: Writer | None = None,
     ):
         super().__init__()
-        if not isinstance(keep, int) or keep < 1:
-            raise InputError(f"`keep` must be a whole number from 1. Received: {keep!r}.")
+        _check_count("keep", keep)
+        if every_steps is not None:
+            _check_count("every_steps", every_steps)
+        if not keras_fixes.install():
+            raise InputError("Checkpoint needs the Keras repairs. Unset TFGPU_REPAIR.")
         self._directory = Path(directory)
-        self._keep, self._data, self._is_chief = keep, data, is_chief
+        self._keep, self._every, self._best = keep, every_steps, Best(best, mode)
+        self._resumes, self._leave_on, self._is_chief = resume, tuple(leave_on), is_chief
+        self._data = data
         self._writer = writer or Writer(most=1)
-        self._history: list[dict[str, float]] = []
+        self._leaving: Leaving | None = None
+        self._rows: list[dict[str, Any]] = []  # of the epochs from `_rows_at` on
+        self._read: Snapshot | None = None  # what this `fit` goes on from, until it is there
+        self._rows_at = self._before = self._done = self._data_epoch = 0  # `_before`: steps before this epoch
+        self._first: int | None = None  # the epoch with which this `fit` began, before any interruption
+        self._saved: str | None = None
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._history = self._history[:epoch]
-        self._history.append({name: float(value) for name, value in (logs or {}).items()})
-        if self._is_chief:
-            path = self._directory / f"{_PREFIX}{epoch + 1:04d}"
-            arrays, position = copied(self.model), Position(epoch + 1, tuple(self._history))
-            self._writer.put(path, lambda: self._save(path, arrays, position))
+    # Going on
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._writer.wait()
+    def restore(self, model: keras.Model, *, best: bool = False) -> Position | None:
+        """Reads the newest whole checkpoint, or the best one, into the model, its optimizer and the data's position.
 
-    def _save(self, path: Path, arrays: dict[str, np.ndarray], position: Position) -> None:
-        save(path, arrays, position)
-        for old in found(self._directory)[self._keep :]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    def restore(self, model: keras.Model) -> Position | None:
-        """Reads the newest whole checkpoint into the model, its optimizer and the data's position.
-
-        One that is damaged is named in a warning, and the one before it is taken.
+        `fit` does so by itself. One that is damaged is named in a warning, and the one before it is taken. A `fit`
+        with this callback then goes on from there, at its step, unless `resume` is False.
 
         Args:
-            model: the compiled model, built, with the variables that the checkpoint was made of.
+            model: the compiled model, built, with the variables that the checkpoint was made of. On several workers,
+                each must call this.
+            best: take the checkpoint of the best epoch.
 
         Returns:
             Where to go on, or None where there is no checkpoint.
 
         Raises:
             InputError: the checkpoint belongs to another model or optimizer, or all checkpoints are damaged.
-            MachineError: the workers of a cluster do not see the same checkpoint; or an earlier write has failed.
+            MachineError: an earlier write has failed; or, on another worker, the chief could not read.
         """
         self._writer.wait()
-        position = None
-        candidates = found(self._directory)
-        for candidate in candidates:
-            try:
-                arrays, facts = _read(candidate)
-            except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
-                _log.warning("Checkpoint %s is damaged (%s): the one before it is used.", candidate, error)
-                continue
-            _put_into(model, arrays, candidate)
-            position = Position(facts["epoch"], tuple(facts["history"]), candidate)
-            break
-        if candidates and position is None:
-            raise InputError(f"All checkpoints in {self._directory} are damaged. Start again with --overwrite.")
-        _check_workers_agree(model, position)
-        if position is None:
-            return None
-        self._history = [dict(row) for row in position.history]
+        read = self._load(model, self._best if best else None)
+        if read is not None and self._data is not None:
+            self._data.seek(read.position.epoch)
+        return read and read.position
+
+    def _load(self, model: keras.Model, best: Best | None = None, *, prepare: bool = False) -> Snapshot | None:
+        read = self._read = fetch(model.distribute_strategy, self._directory, best=best, prepare=prepare)
+        if read is not None:
+            position = read.position
+            positions.build(model)
+            training_state.put(model, read.arrays, str(position.directory))
+            self._rows = [dict(row) for row in position.history]
+            self._rows_at = position.epoch - len(self._rows)
+            self._before, self._done = position.step - position.done, position.done
+        return read
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._run = blocks.current()
+        if self._run.leaving is not None:
+            raise InputError("Give `fit` one Checkpoint: two would say where to go on.")
+        self._writes = saving.writes(self.model) if self._is_chief is None else self._is_chief
+        self._leaving = self._run.leaving = Leaving(spans=replica.spans_processes(self.model.distribute_strategy))
+        self._run.exits.enter_context(self._leaving.listening(self._leave_on))
+        if self._every is not None:
+            self._run.ends.append(lambda: self._every - self._step % self._every)
+        self._first = self._saved = None
+        self._source = positions.source_of(self.model)
+        if self._read is None and self._resumes:
+            self._load(self.model, prepare=self._writes)
+        if self._read is not None and self._resumes:
+            self._take_up(self._read)
+
+    def _take_up(self, read: Snapshot) -> None:
+        position, epochs = read.position, self.params["epochs"]
+        if position.epoch >= epochs or (position.over_at is not None and epochs <= position.over_at):
+            _log.warning("%s: this run is over; raise `epochs` to go on.", position.directory)
+            positions.begin_at(self.model, epochs)
+            training_state.put_random_states(read.memory["random"])
+            return
+        self._first, self._data_epoch = position.first, position.data_epoch
+        if (position.done or self._source.is_stream) and self._source.may_differ:
+            _log.warning("The data may come in another order than before: %s.", self._source.may_differ)
+        _log.info("Going on from %s: epoch %d, %d steps done.", position.directory, position.epoch + 1, position.done)
+        if self._source.is_stream:
+            self._seek(position.first)
+        first = position.epoch if self._seeks else position.first
+        positions.take_up(
+            self.model,
+            positions.Position(position.epoch, position.done, first, position.logs),
+            positions.Moments(
+                lambda: training_state.put_random_states(read.memory["random_at_epoch"]),
+                lambda: training_state.put_random_states(read.memory["random"]),
+            ),
+        )
+
+    def after_train_begin(self, callbacks) -> None:
+        self._memories = Memories(callbacks.callbacks)
+        if self._read is not None and self._resumes:
+            self._memories.put(self._read.memory["callbacks"])
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        resumed = positions.position_of(self.model)
+        if self._read is not None and resumed is not None and resumed.epoch == epoch:
+            training_state.put_metrics(self.model, self._read.arrays)
+            self._random = self._read.memory["random_at_epoch"]
+        else:
+            self._begin_epoch(epoch)
+        self._read, self._resumes = None, False  # the next `fit` goes on from here by itself
+        if self._seeks:
+            self._seek(epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._done, self._random = 0, training_state.random_states()
+        if self._first is not None:
+            return
+        self._first = epoch
+        if not self._rows_at <= epoch <= self._rows_at + len(self._rows):
+            self._rows, self._rows_at = [], epoch
+        self._rows = self._rows[: epoch - self._rows_at]
+        if not self._rows:
+            self._before = 0
+        if self._source.counter is not None:
+            self._data_epoch = self._source.counter.next - epoch
+
+    @property
+    def _seeks(self) -> bool:
+        """Whether the data begins an epoch by its number."""
+        return not self._source.is_stream and (self._data is not None or self._source.counter is not None)
+
+    def _seek(self, epoch: int) -> None:
         if self._data is not None:
-            self._data.seek(position.epoch)
-        return position
+            self._data.seek(epoch)
+        elif self._source.counter is not None:
+            self._source.counter.next = self._data_epoch + epoch
+
+    # Saving
+
+    @property
+    def _step(self) -> int:
+        """Steps that are done since the run began."""
+        return self._before + self._done
+
+    def after_train_batch(self, callbacks, batch: int) -> None:
+        before = self._step
+        self._done = min(batch + 1, self.params.get("steps") or batch + 1)
+        if self._leaving.is_due:
+            self._save(callbacks, self._position(), metrics=True)
+            self._leave()
+        elif self._every is not None and self._step // self._every > before // self._every:
+            self._save(callbacks, self._position(), metrics=True)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._draws = training_state.copied_draws(self.model), training_state.random_states()
+
+    def after_test_batch(self, callbacks) -> None:
+        run = blocks.current()
+        if self._leaving is None or run.leaving is not self._leaving or not self._leaving.is_due:
+            return
+        # Another process makes the whole validation anew, from what was there when this one began.
+        draws, random = self._draws
+        self._save(callbacks, self._position(logs=_row(self._run.logs)), draws=draws, random=random)
+        self._leave()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._logs = logs  # callbacks behind this one may still add to them
+
+    def after_epoch(self, callbacks, epoch: int) -> None:
+        self._rows = [*self._rows[: epoch - self._rows_at], _row(self._logs)]
+        self._before, self._done = self._step, 0
+        epochs = self.params["epochs"]
+        over_at = epochs if self.model.stop_training else None
+        self._random = training_state.random_states()
+        self._save(callbacks, self._position(epoch=epoch + 1, over_at=over_at), random=self._random)
+        if self._leaving.is_due and over_at is None and epoch + 1 < epochs:
+            self._leave()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._read = None
+        self._writer.wait()
+
+    def _position(self, **facts) -> Position:
+        facts = {"epoch": self._rows_at + len(self._rows), "done": self._done, **facts}
+        first, history = self._first, tuple(self._rows)
+        return Position(step=self._step, first=first, data_epoch=self._data_epoch, history=history, **facts)
+
+    def _save(self, callbacks, position: Position, *, draws=None, random=None, metrics: bool = False) -> None:
+        """Copies the state, and hands it to the writer. On several workers, each must call it."""
+        if position.name == self._saved:
+            return
+        self._saved = position.name
+        moments.settle(callbacks)
+        arrays = training_state.copied(self.model, metrics=metrics, wanted=self._writes)
+        if not self._writes:
+            return
+        memory = {
+            "callbacks": self._memories.take(),
+            "random": random or training_state.random_states(),
+            "random_at_epoch": self._random,
+        }
+        arrays.update(draws or {})
+        self._writer.put(self._directory / position.name, lambda: self._write(position, arrays, memory))
+
+    def _write(self, position: Position, arrays: dict[str, np.ndarray], memory: dict[str, Any]) -> None:
+        path = self._directory / position.name
+        snapshot.write(path, *snapshot.encode(position, arrays, memory))
+        at = self._best.place(position.history)
+        best = None if at is None else position.epoch - len(position.history) + at + 1
+        snapshot.prune(self._directory, path, keep=self._keep, best=best)
+
+    def _leave(self) -> None:
+        """Ends the process, once the chief has written.
+
+        Raises:
+            Preempted: always.
+        """
+        self._writer.wait()
+        wait_for_chief(self.model.distribute_strategy)
+        raise self._leaving.leave(f"The training is saved in {self._directory / self._saved}.")
 
 
-def found(directory: str | Path) -> list[Path]:
-    """The checkpoints in a folder, newest first; unfinished ones do not count."""
-    folder = Path(directory)
-    if not folder.is_dir():
-        return []
-    named = (path for path in folder.iterdir() if path.name.startswith(_PREFIX) and path.name[len(_PREFIX) :].isdigit())
-    return sorted(named, key=epoch_of, reverse=True)
+def _row(logs: dict[str, Any] | None) -> dict[str, Any]:
+    """Logs as a checkpoint keeps them: numbers, and arrays."""
+    values = {name: np.asarray(value) for name, value in (logs or {}).items()}
+    return {name: float(value) if value.ndim == 0 else value.copy() for name, value in values.items()}
 
 
-def epoch_of(checkpoint: Path) -> int:
-    """The number of epochs that a checkpoint holds.
-
-    Example:
-        >>> epoch_of(Path("run/checkpoints/epoch-0003"))
-        3
-    """
-    return int(checkpoint.name[len(_PREFIX) :])
-
-
-def copied(model: keras.Model) -> dict[str, np.ndarray]:
-    """The state of a model and its optimizer as it is now, which further training leaves alone."""
-    coordinating.settle(model)
-    return {name: _to_plain(np.array(v.numpy())) for name, v in _variables(model).items()}
-
-
-def save(path: Path, arrays: dict[str, np.ndarray], position: Position) -> None:
-    """Writes one checkpoint folder: aside, flushed to the disk, then renamed."""
-    content = safetensors.numpy.save(arrays)
-    facts = {
-        "epoch": position.epoch,
-        "history": list(position.history),
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "versions": {"keras": keras.__version__, "tensorflow": tf.__version__},
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir()
-        _write(aside / STATE, content)
-        _write(aside / FACTS, json.dumps(facts, indent=1).encode())
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(path, aside.with_name(f"{aside.name}.old"))
-        os.rename(aside, path)
-    finally:
-        for left in (aside, aside.with_name(f"{aside.name}.old")):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    facts = json.loads((path / FACTS).read_text())
-    content = (path / STATE).read_bytes()
-    if hashlib.sha256(content).hexdigest() != facts["sha256"]:
-        raise ValueError(f"{STATE} does not have the hash that {FACTS} says")
-    return safetensors.numpy.load(content), facts
-
-
-def _variables(model: keras.Model) -> dict[str, keras.Variable]:
-    """Everything that training changes, by a name that does not depend on the number of replicas."""
-    groups = {"model": tables.whole(model.variables)}
-    if model.optimizer is not None:
-        if not model.optimizer.built:
-            with model.distribute_strategy.scope():
-                model.optimizer.build(model.trainable_variables)
-        groups["optimizer"] = tables.whole(model.optimizer.variables)
-    return {f"{group}/{at:04d}": v for group, variables in groups.items() for at, v in enumerate(variables)}
-
-
-def _put_into(model: keras.Model, arrays: dict[str, np.ndarray], path: Path) -> None:
-    variables = _variables(model)
-    if variables.keys() != arrays.keys():
-        raise InputError(
-            f"{path} has {len(arrays)} arrays, this model with its optimizer has {len(variables)}. "
-            "Resume with the model and optimizer of the run."
-        )
-    for name, v in variables.items():
-        if tuple(v.shape) != arrays[name].shape:
-            raise InputError(
-                f"{path} has {arrays[name].shape} for {v.path}, this model has {tuple(v.shape)}. "
-                "Resume with the model and optimizer of the run."
-            )
-    for name, v in variables.items():
-        v.assign(_from_plain(arrays[name], v))
-
-
-def _to_plain(value) -> np.ndarray:
-    """bfloat16 and its like as whole numbers of the same bits: safetensors reads no other form of them into NumPy."""
-    value = np.asarray(value)
-    return value.view(f"u{value.itemsize}") if value.dtype.kind == "V" else value
-
-
-def _from_plain(array: np.ndarray, variable: keras.Variable) -> np.ndarray:
-    dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
-    return array.view(dtype) if dtype.kind == "V" else array
-
-
-def _check_workers_agree(model: keras.Model, position: Position | None) -> None:
-    """Workers that go on from different epochs would wait for each other for ever."""
-    strategy = model.distribute_strategy
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return
-    mine = float(position.epoch if position else 0)
-    total = strategy.reduce("SUM", strategy.run(lambda: tf.constant(mine)), axis=None)
-    if float(total) != mine * strategy.num_replicas_in_sync:
-        raise MachineError(
-            f"The workers found different checkpoints; this one found epoch {mine:.0f}. "
-            "Put the run directory on a file system that all workers share."
-        )
+def _check_count(name: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")

@@ -52,6 +52,9 @@ class Epochs:
     train: tf.data.Dataset
     _counter: Counter
 
+    def __post_init__(self):
+        self.train.tfgpu_epochs = self._counter  # so that a resumed `fit`, which gets `train` alone, can seek
+
     def seek(self, epoch: int) -> None:
         """Makes the next iteration of `train` epoch number `epoch` (from 0), as a resumed run needs.
 

@@ -13,7 +13,7 @@ import numbers
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import tensorflow as tf
@@ -24,6 +24,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.trainer import Trainer
 
 from tfgpu.errors import InputError
+from tfgpu.keras_fixes.leaving import Leaving
 from tfgpu.keras_fixes.seam import wrap
 
 MOST_STEPS = 4096
@@ -86,6 +87,11 @@ class Run:
         every_batch: by kind, whether a callback looks at single batches.
         steps: the length of all blocks, where somebody has asked for one.
         block: the block that ran last.
+        ends: each says how many steps the next block may have at most, because a callback must be called then.
+        on_all: how many callbacks every worker must have, because they meet in collectives.
+        leaving: the wish to leave, where somebody listens for one.
+        exits: what is closed when the run has ended, however it ended.
+        logs: what the last epoch's steps came to.
     """
 
     model: object
@@ -93,6 +99,11 @@ class Run:
     every_batch: dict[str, bool] = field(default_factory=dict)
     steps: int | None = None
     block: Block | None = None
+    ends: list[Callable[[], int]] = field(default_factory=list)
+    on_all: int = 0
+    leaving: Leaving | None = None
+    exits: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    logs: dict | None = None
 
     def wanted(self, left: float = float("inf")) -> int | None:
         """Steps of the next block; None where Keras is to decide, batch by batch.
@@ -103,9 +114,10 @@ class Run:
         function = getattr(self.model, f"{self.kind}_function")
         if not hasattr(function, "pace") or self.model.run_eagerly or self.model.steps_per_execution != 1:
             return None
-        if self.steps is not None:
-            return self.steps
-        return 1 if self.every_batch[self.kind] else function.pace.of(left)
+        steps = self.steps
+        if steps is None:
+            steps = 1 if self.every_batch[self.kind] else function.pace.of(left)
+        return min([steps, *(most() for most in self.ends)])
 
 
 def run_in_blocks() -> None:
@@ -182,11 +194,28 @@ def _remember_what_runs() -> None:
             if kind is not None:
                 callbacks = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("callbacks")
                 run = Run(self, kind, _asked(self, callbacks), getattr(_here, "steps", None))
+                _take_over(run, current(), callbacks)
             before, _here.run = current(), run
             try:
-                return stock(self, *args, **kwargs)
+                with run.exits if run is not None else contextlib.nullcontext():
+                    return stock(self, *args, **kwargs)
             finally:
                 _here.run = before
+
+
+def _take_over(run: Run, outer: Run | None, callbacks) -> None:
+    """What a run takes from the callbacks, and from the `fit` that it is a part of."""
+    if outer is not None and outer.model is run.model:
+        run.leaving, run.on_all = outer.leaving, outer.on_all
+    if run.kind == "train":
+        run.on_all = sum(getattr(callback, "on_all_workers", False) for callback in listed(callbacks))
+
+
+def listed(callbacks) -> list:
+    """The callbacks that somebody has given to `fit`, in whatever form."""
+    if isinstance(callbacks, keras_callbacks.CallbackList):
+        return callbacks.callbacks
+    return tf.nest.flatten(callbacks) if callbacks else []
 
 
 def _asked(model, callbacks) -> dict[str, bool]:
@@ -194,9 +223,7 @@ def _asked(model, callbacks) -> dict[str, bool]:
     if isinstance(callbacks, keras_callbacks.CallbackList):
         if outer is not None and outer.model is model:
             return outer.every_batch  # the validation of a `fit`, whose workers have agreed
-        callbacks = callbacks.callbacks
-    callbacks = tf.nest.flatten(callbacks) if callbacks else []
-    return {kind: any(needs_every_batch(c, kind) for c in callbacks) for kind in ("train", "test")}
+    return {kind: any(needs_every_batch(c, kind) for c in listed(callbacks)) for kind in ("train", "test")}
 
 
 def _hand_out_blocks() -> None:
@@ -236,11 +263,16 @@ def _number_last_steps() -> None:
 
         @wrap(keras_callbacks.CallbackList, name)
         def on_batch_end(stock, self, batch, logs=None):
-            run = current()
-            block = run.block if run is not None else None
-            if block is not None and block.done and batch == block.end:
-                batch = block.begin + block.done - 1
-            return stock(self, batch, logs)
+            return stock(self, last_step(batch), logs)
+
+
+def last_step(batch: int) -> int:
+    """The epoch's number of the last step that ran, where Keras's count says `batch`."""
+    run = current()
+    block = run.block if run is not None else None
+    if block is not None and block.done and batch == block.end:
+        return block.begin + block.done - 1
+    return batch
 
 
 def _leave_data_behind() -> None:

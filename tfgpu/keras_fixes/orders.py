@@ -66,6 +66,12 @@ def agreed_random() -> random.Random | None:
     return _randoms.setdefault(_agreed[0], random.Random(_agreed[0]))
 
 
+def is_seeded() -> bool:
+    """Whether the script has set TensorFlow's global seed, so that another process can draw the same."""
+    seed = tf_context.global_seed()
+    return seed is not None and seed not in _agreed
+
+
 def _is_same_on_all(strategy: tf.distribute.Strategy, state) -> bool:
     """Whether all workers have an equal state."""
     mine = zlib.crc32(repr(state).encode()) % 2**20

@@ -252,12 +252,19 @@ def _agree(strategy: tf.distribute.Strategy, length: int, *, same_length: bool) 
     worker has, and that wants to be called after every batch: if one does, all do.
 
     Raises:
-        InputError: on all workers, where their data sets have different numbers of batches.
+        InputError: on all workers, where their data sets have different numbers of batches, or some lack a callback
+            that meets the others'.
     """
     run = blocks.current()
     asked = list(run.every_batch.values()) if run is not None else []
-    mine = [1, length, length * length, *map(int, asked)]
-    count, total, squares, *asking = replica.sum_over_workers(strategy, mine)
+    on_all = run.on_all if run is not None else 0
+    mine = [1, length, length * length, on_all, on_all * on_all, *map(int, asked)]
+    count, total, squares, meeting, meeting_squares, *asking = replica.sum_over_workers(strategy, mine)
+    if meeting * meeting != count * meeting_squares:
+        raise InputError(
+            f"A Checkpoint must be among the callbacks of every worker (only the chief writes). This one has {on_all}, "
+            f"all {count} have {meeting}. Give the same callbacks to `fit` on each worker."
+        )
     if run is not None:
         run.every_batch = {kind: bool(number) for kind, number in zip(run.every_batch, asking, strict=True)}
     if same_length and total * total != count * squares:

@@ -85,8 +85,9 @@ class Steps:
             apart = self._is_apart()
             data = data if is_data_set or not self._is_spread else pieces.deal(self._strategy, data)
             with self.averager.running() if apart else contextlib.nullcontext():
-                logs = self._on_data(apart)(data, self._since())
+                logs, agreed = self._on_data(apart)(data, _told(0.0), self._since())
             self._count(1, apart)
+            self._hear(agreed)
         if logs is None:
             raise tf.errors.OutOfRangeError(None, None, "The data has ended.")
         return logs
@@ -110,8 +111,18 @@ class Steps:
             tree.map_structure(lambda value: value.numpy(), self.logs)  # a GPU may still be at work
         self._before = jit, block.done, time.perf_counter() - began
         spans = replica.spans_processes(self._strategy)
-        self._note(*earlier, float(agreed)) if spans else self._note(*self._before)
+        self._note(*earlier, self._hear(agreed)) if spans else self._note(*self._before)
         return self.logs
+
+    def _hear(self, agreed: tf.Tensor) -> float:
+        """Takes in what the workers agree on: whether they leave, and how long the block before took."""
+        if not replica.spans_processes(self._strategy):
+            return 0.0
+        seconds, wish = agreed.numpy()
+        run = blocks.current()
+        if wish > 0 and run is not None and run.leaving is not None:
+            run.leaving.is_agreed = True
+        return float(seconds)
 
     def _is_trying(self) -> bool:
         return self._trial is not None and not self._trial.is_over
@@ -120,8 +131,8 @@ class Steps:
         """Whether XLA compiles the block's steps."""
         if self._is_trying() and self._trial.jit and not self._trial.is_possible:
             iterator, kind = self._loop_of(block)
-            count, seconds = tf.constant(1), tf.constant(0.0)
-            traced = self._loop(*kind, False).get_concrete_function(iterator, count, seconds, self._since())
+            told, since = _told(0.0), self._since()
+            traced = self._loop(*kind, False).get_concrete_function(iterator, tf.constant(1), told, since)
             self._trial.check(traced, None if self._is_spread else self._compiled_step(), iterator.element_spec)
         return self._jit if self._trial is None else self._trial.jit
 
@@ -142,7 +153,7 @@ class Steps:
         iterator, kind = self._loop_of(block)
         loop, (is_sure, _, apart) = self._loop(*kind, jit), kind
         with self.averager.running() if apart else contextlib.nullcontext():
-            done, logs, agreed = loop(iterator, tf.constant(count), tf.constant(seconds, tf.float32), self._since())
+            done, logs, agreed = loop(iterator, tf.constant(count), _told(seconds), self._since())
         done = count if is_sure else int(done)
         self._count(done, apart)
         return done, logs, agreed
@@ -174,17 +185,17 @@ class Steps:
         function = tf.autograph.experimental.do_not_convert(function)
         return function if self._model.run_eagerly else tf.function(function, reduce_retracing=True)
 
-    def _run_once(self, data, since: tf.Tensor, *, apart: bool):
+    def _run_once(self, data, told, since: tf.Tensor, *, apart: bool):
         self._picks = []
-        return self._finish(self._run(data, self._jit, apart, since)[0], tf.constant(0.0))[0]
+        return self._finish(self._run(data, self._jit, apart, since)[0], told)
 
-    def _run_many(self, iterator, count, seconds, since, *, is_sure, with_places, apart, jit):
-        """Up to `count` steps: how many there was data for, the logs, and `seconds` as the workers agree on them.
+    def _run_many(self, iterator, count, told, since, *, is_sure, with_places, apart, jit):
+        """Up to `count` steps: how many there was data for, the logs, and `told` as the workers agree on it.
 
         Args:
             iterator: of what the replicas get, or of whole batches.
             count: int32 scalar; another one retraces nothing.
-            seconds: how long the block before took here, float32 scalar.
+            told: float32 [2]: how long the block before took here, in seconds, and whether this worker wants to leave.
             since: steps since replicas that train apart were averaged, int32 scalar.
             is_sure: there is data for all of them, so that nothing needs to ask for its end.
             with_places: the batches are whole, and this tells whether their pieces say where they lie; None where the
@@ -216,7 +227,7 @@ class Steps:
 
         nothing = self._strategy.run(tf.raw_ops.OptionalNone)
         done, *_, kept = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))
-        return done, *self._finish(self._strategy.run(self._kept_parts, args=(kept,)), seconds)
+        return done, *self._finish(self._strategy.run(self._kept_parts, args=(kept,)), told)
 
     def _run(self, data, jit: bool, apart: bool, since: tf.Tensor):
         """One step on every replica. Returns what `_finish` needs beside the metrics' state, and the new `since`."""
@@ -245,10 +256,10 @@ class Steps:
             lambda: [tf.zeros([size or 0 for size in p.shape], p.dtype) for p in self._parts],
         )
 
-    def _finish(self, parts, seconds):
+    def _finish(self, parts, told):
         if not self._is_spread:
-            return self._logs(parts), seconds
-        found = self._strategy.run(self._make_global, args=(parts, seconds))
+            return self._logs(parts), told
+        found = self._strategy.run(self._make_global, args=(parts, told))
         return tree.map_structure(lambda value: self._strategy.experimental_local_results(value)[0], found)
 
     def _only_step(self, data, jit: bool):
@@ -299,20 +310,20 @@ class Steps:
         values = [next(parts) if metric is None else read[id(metric)][at] for metric, at in sources]
         return tree.pack_sequence_as(logs, [tf.convert_to_tensor(value) for value in values])
 
-    def _make_global(self, parts, seconds):
+    def _make_global(self, parts, told):
         """One all-reduce: sums the metrics' state and reads them anew; sums the other entries' parts."""
         metrics = {id(metric): metric for metric, _ in self._layout[1] if metric is not None}.values()
         metrics = self._model.metrics if self.logs_are_results else metrics
         variables = [v for metric in metrics for v in metric.variables]
         mine = [_contribution(v) for v in variables] + list(parts)
         if replica.spans_processes(self._strategy):
-            mine.append(seconds / replica.count())
+            mine.append(told / replica.count())
         with meter.metering() as self._sent[None]:
             summed = replica.all_reduce(mine)
         state = [(v, tf.cast(value, v.dtype)) for v, value in zip(variables, summed, strict=False)]
         if replica.spans_processes(self._strategy):
-            seconds = summed.pop()
-        return self._logs(summed[len(variables) :], state), seconds
+            told = summed.pop()
+        return self._logs(summed[len(variables) :], state), told
 
     def _step_on_a_stand_in(self, data):
         """Runs the step, and undoes what that does to the metrics where this replica has only a row that stands in.
@@ -354,6 +365,13 @@ def read_results_once() -> None:
             if isinstance(steps, Steps) and logs and logs is steps.logs and steps.logs_are_results:
                 return logs
         return stock(self, logs)
+
+
+def _told(seconds: float) -> tf.Tensor:
+    """What this process tells the others with a block of steps."""
+    run = blocks.current()
+    wish = run is not None and run.leaving is not None and run.leaving.is_wished
+    return tf.constant([seconds, float(wish)], tf.float32)
 
 
 def _function(method):

@@ -47,8 +47,7 @@ def build_from_spec() -> None:
         if self._distribute_strategy is not None and _is_built(self):
             return None
         if iterator is not None and self._distribute_strategy is not None:
-            spec = iterator._distributed_dataset.element_spec
-            data_batch = tf.nest.map_structure(_one_replica, spec.data if isinstance(spec, pieces.Piece) else spec)
+            data_batch = _batch_of(iterator)
         try:
             with _scope_of(self):
                 return stock(self, None, data_batch)
@@ -57,6 +56,19 @@ def build_from_spec() -> None:
                 raise
             # The data may be laid out for a train step of the model's own, which builds what is left in its first run.
             _log.debug("The model was not built from the data's spec: %s", error)
+
+
+def build_now(model, iterator) -> None:
+    """Makes the variables that the first step on this data would make: layers', metrics', the loss's."""
+    if not _is_built(model):
+        with _scope_of(model):
+            model._symbolic_build(data_batch=_batch_of(iterator))
+
+
+def _batch_of(iterator):
+    """What one replica gets, as specs."""
+    spec = iterator._distributed_dataset.element_spec
+    return tf.nest.map_structure(_one_replica, spec.data if isinstance(spec, pieces.Piece) else spec)
 
 
 def _scope_of(model):

@@ -261,7 +261,7 @@ def _train(
             if path:
                 directory.write_config(path, job.recipe, about)
             checkpoint = _checkpoint(job, shared, writer)
-            position = checkpoint.restore(job.model) if resume and checkpoint else None
+            position = checkpoint.restore(job.model) if resume else None
             first = position.epoch if position else 0
             done = [dict(row) for row in position.history] if position else []
             metrics = MetricsFile(path / directory.METRICS if path else None, rows=done, writer=writer)
@@ -270,7 +270,7 @@ def _train(
             if first < job.recipe.epochs:
                 events = EventsFile(path / directory.LOGS if path else None, writer=writer)
                 callbacks = [*_replaying(job, done), Memory(), metrics, watch, events]
-                callbacks += [extra for extra in (progress, checkpoint) if extra]
+                callbacks += [*([progress] if progress else []), checkpoint]
                 _fit(job, first, callbacks)
             else:
                 # The last checkpoint is from before the end of `fit`, which puts the averaged weights in place.
@@ -330,10 +330,16 @@ def _finish(job: Job, path: Path | None, about: dict[str, Any], rows: list[dict[
     return Result(accuracy, loss, tuple(rows), path, about)
 
 
-def _checkpoint(job: Job, path: Path | None, writer: Writer) -> Checkpoint | None:
-    if path is None:
-        return None
-    return Checkpoint(path / directory.CHECKPOINTS, data=job.data, is_chief=job.cluster.is_chief, writer=writer)
+def _checkpoint(job: Job, path: Path | None, writer: Writer) -> Checkpoint:
+    """The callback that every worker needs; one that knows no directory only takes part in what the chief reads."""
+    return Checkpoint(
+        (path or Path()) / directory.CHECKPOINTS,
+        resume=False,  # the runner restores, or not, as it was told
+        leave_on=(),
+        data=job.data,
+        is_chief=job.cluster.is_chief,
+        writer=writer,
+    )
 
 
 def _replaying(job: Job, done: Sequence[Mapping[str, float]]) -> list[keras.callbacks.Callback]:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfgpu.callbacks.checkpoint import epoch_of, found
+from tfgpu.callbacks.snapshot import epoch_of, found
 from tfgpu.data import Data
 from tfgpu.errors import MachineError
 from tfgpu.recipes import directory

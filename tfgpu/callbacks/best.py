@@ -1,0 +1,47 @@
+"""Which epoch was the best one, by an entry of the logs."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfgpu.errors import InputError
+
+_log = logging.getLogger(__name__)
+
+_RISING = ("acc", "accuracy", "auc", "f1_score", "fbeta_score", "precision", "recall", "iou", "r2_score")
+_DEFAULT = "val_loss"
+
+
+class Best:
+    """Compares epochs.
+
+    Args:
+        name: the entry of the logs; None compares nothing.
+        mode: `"min"`, `"max"`, or `"auto"`: `"max"` where the name ends as that of an accuracy, AUC, F score,
+            precision, recall, IoU or R2 does, else `"min"`.
+
+    Raises:
+        InputError: the mode is another word.
+
+    Example:
+        >>> Best("val_accuracy").place([{"val_accuracy": 0.5}, {"val_accuracy": 0.9}, {"loss": 1.0}])
+        1
+    """
+
+    def __init__(self, name: str | None = _DEFAULT, mode: str = "auto"):
+        if mode not in ("auto", "min", "max"):
+            raise InputError(f'`mode` must be "auto", "min" or "max". Received: {mode!r}.')
+        self._name = name
+        rises = mode == "max" or (mode == "auto" and str(name).endswith(_RISING))
+        self._sign = -1 if rises else 1
+        self._is_warned = name in (None, _DEFAULT)
+
+    def place(self, rows: Sequence[Mapping[str, Any]]) -> int | None:
+        """The place of the first best row, from 0; None where no row has the entry as a finite number."""
+        values = {at: row[self._name] for at, row in enumerate(rows) if self._name in row}
+        if rows and not values and not self._is_warned:
+            self._is_warned = True
+            _log.warning("best=%r is not in the logs: none is kept for it. They have %s.", self._name, [*rows[-1]])
+        finite = {at: value for at, value in values.items() if math.isfinite(value)}
+        return min(finite, key=lambda at: self._sign * finite[at], default=None)

@@ -1,0 +1,335 @@
+"""Checkpoints on the disk: a folder each, whole or not there, checked by hashes, found newest first.
+
+    epoch-0003/                     three epochs are done
+    epoch-0003-step-0000120/        and some of the fourth: 120 steps since the run began
+        state.safetensors           the arrays; the format cannot hold code
+        facts.json                  where the run stands, the hash of the arrays, and a hash of these facts
+
+A folder is written beside its place, flushed to the disk, and renamed. Times of files are never looked at: the names
+give the order, so that a clock that jumps changes nothing.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import safetensors.numpy
+import tensorflow as tf
+
+_log = logging.getLogger(__name__)
+
+STATE, FACTS = "state.safetensors", "facts.json"
+ASIDE = ".aside"
+"""What the names of folders end in that are out of the way."""
+_FORMAT = 2
+_NAME = re.compile(r"epoch-(\d{4,})(?:-step-(\d{7,}))?")
+_MEMORY = "memory"
+_TAG = "!"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands.
+
+    Attributes:
+        epoch: the next epoch to run, from 0; so many are done.
+        history: one mapping of logs for each of the last epochs that are done.
+        directory: the checkpoint that it was read from.
+        step: steps that are done since the run began.
+        done: steps of `epoch` that are done; 0 between epochs.
+        first: the epoch with which the run began.
+        over_at: the `epochs` of a `fit` that has stopped before, as EarlyStopping does; None in all others.
+        logs: what the epoch's steps have logged, where it was left in its validation.
+        data_epoch: the number of the first epoch for data that counts its epochs.
+    """
+
+    epoch: int
+    history: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    directory: Path | None = None
+    step: int = 0
+    done: int = 0
+    first: int = 0
+    over_at: int | None = None
+    logs: dict[str, Any] | None = None
+    data_epoch: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the checkpoint's folder.
+
+        Example:
+            >>> Position(3).name, Position(3, step=120, done=20).name
+            ('epoch-0003', 'epoch-0003-step-0000120')
+        """
+        return f"epoch-{self.epoch:04d}" + (f"-step-{self.step:07d}" if self.done else "")
+
+
+class Damaged(ValueError):
+    """A checkpoint that cannot be read, or does not hold what was written."""
+
+
+def place_of(checkpoint: Path) -> tuple[int, int] | None:
+    """The epochs that a checkpoint holds, and its step within the next one (0: none), by its name; None for others.
+
+    Example:
+        >>> place_of(Path("run/epoch-0003")), place_of(Path("epoch-0003-step-0000120")), place_of(Path(".epoch-0003"))
+        ((3, 0), (3, 120), None)
+    """
+    found = _NAME.fullmatch(checkpoint.name)
+    return found and (int(found[1]), int(found[2] or 0))
+
+
+def epoch_of(checkpoint: Path) -> int:
+    """The number of epochs that a checkpoint holds.
+
+    Example:
+        >>> epoch_of(Path("run/checkpoints/epoch-0003"))
+        3
+    """
+    return place_of(checkpoint)[0]
+
+
+def found(directory: str | Path) -> list[Path]:
+    """The checkpoints in a folder, newest first; unfinished ones do not count."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        return []
+    return sorted(filter(place_of, folder.iterdir()), key=place_of, reverse=True)
+
+
+def encode(position: Position, arrays: dict[str, np.ndarray], memory: Any) -> tuple[bytes, bytes]:
+    """The contents of the two files.
+
+    Args:
+        position: where the run stands.
+        arrays: the state, by name.
+        memory: plain values and arrays in lists, tuples and dicts.
+
+    Returns:
+        Of `STATE` and of `FACTS`.
+    """
+    arrays = dict(arrays)
+    facts = {
+        "format": _FORMAT,
+        "epoch": position.epoch,
+        "step": position.step,
+        "done": position.done,
+        "first": position.first,
+        "over_at": position.over_at,
+        "data_epoch": position.data_epoch,
+        "logs": _to_json(position.logs, arrays),
+        "history": _to_json(list(position.history), arrays),
+        _MEMORY: _to_json(memory, arrays),
+        "versions": {"keras": keras.__version__, "tensorflow": tf.__version__},
+    }
+    content = safetensors.numpy.save(arrays)
+    facts["sha256"] = hashlib.sha256(content).hexdigest()
+    return content, json.dumps({"facts": facts, "sha256": _hash(facts)}, indent=1).encode()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint that was read and found whole.
+
+    Attributes:
+        position: where the run stands.
+        arrays: the state, by name.
+        memory: what `encode` was given.
+        files: the contents of `STATE` and of `FACTS`.
+    """
+
+    position: Position
+    arrays: dict[str, np.ndarray] = field(repr=False)
+    memory: Any = field(repr=False)
+    files: tuple[bytes, bytes] = field(repr=False)
+
+
+def decode(content: bytes, text: bytes, source: Path) -> Snapshot:
+    """What `encode` was given.
+
+    Raises:
+        Damaged: it is not what was written.
+    """
+    try:
+        found = json.loads(text)
+        facts = found["facts"]
+        if _hash(facts) != found["sha256"]:
+            raise Damaged(f"{FACTS} does not have the hash that it says")
+        if hashlib.sha256(content).hexdigest() != facts["sha256"]:
+            raise Damaged(f"{STATE} does not have the hash that {FACTS} says")
+        arrays = safetensors.numpy.load(content)
+    except Damaged:
+        raise
+    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from error
+    plain = {name: facts[name] for name in ("epoch", "step", "done", "first", "over_at", "data_epoch")}
+    history, logs = tuple(_from_json(facts["history"], arrays)), _from_json(facts["logs"], arrays)
+    position = Position(directory=source, history=history, logs=logs, **plain)
+    state = {name: array for name, array in arrays.items() if not name.startswith(_MEMORY)}
+    return Snapshot(position, state, _from_json(facts[_MEMORY], arrays), (content, text))
+
+
+def read(path: Path) -> Snapshot:
+    """Reads one checkpoint.
+
+    Raises:
+        Damaged: it cannot be read, or is not what was written.
+    """
+    try:
+        content, text = (path / STATE).read_bytes(), (path / FACTS).read_bytes()
+    except OSError as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from error
+    return decode(content, text, path)
+
+
+def newest(directory: Path) -> Snapshot | None:
+    """Reads the newest checkpoint that is whole; damaged ones are named in a warning.
+
+    Returns:
+        None where there is no checkpoint.
+
+    Raises:
+        Damaged: there are some, and all are damaged.
+    """
+    candidates = found(directory)
+    for candidate in candidates:
+        try:
+            return read(candidate)
+        except Damaged as error:
+            _log.warning("Checkpoint %s is damaged (%s): the one before it is used.", candidate, error)
+    if candidates:
+        raise Damaged(
+            f"All checkpoints in {directory} are damaged. Choose another directory, or empty this one to begin anew."
+        )
+    return None
+
+
+def write(path: Path, content: bytes, text: bytes) -> None:
+    """Writes one checkpoint folder: aside, flushed to the disk, then renamed.
+
+    Raises:
+        OSError: it could not be written; what was there before is still there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    old = aside.with_name(f"{aside.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir()
+        _write(aside / STATE, content)
+        _write(aside / FACTS, text)
+        _flush(aside)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, old)
+        os.rename(aside, path)
+        _flush(path.parent)
+    finally:
+        for left in (aside, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def prune(directory: Path, newest: Path, *, keep: int, best: int | None) -> None:
+    """Leaves a number of checkpoints up to the newest one, and the best; puts what is said to be newer out of the way.
+
+    A newer one is damaged, or of another run in the same folder: the run would resume from it.
+
+    Args:
+        directory: where they are.
+        newest: the one that was just written.
+        keep: how many to leave.
+        best: the number of epochs of one that is left besides.
+    """
+    here = place_of(newest)
+    for path in found(directory):
+        if place_of(path) > here:
+            aside = path.with_name(path.name + ASIDE)
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, aside)
+            _log.warning("%s is not of this run, or damaged. It is now %s.", path, aside.name)
+    for path in found(directory)[keep:]:
+        if place_of(path) != (best, 0):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep(directory: Path) -> None:
+    """Removes what a killed process has left half written."""
+    for path in directory.glob(".epoch-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def check_writable(directory: Path) -> None:
+    """Finds out at the beginning whether checkpoints can be written.
+
+    Raises:
+        OSError: they cannot.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    probe = directory / f".epoch-probe.{os.getpid()}"
+    probe.mkdir()
+    probe.rmdir()
+
+
+def _hash(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _to_json(value, arrays: dict[str, np.ndarray]):
+    """A value as JSON has it; arrays go to `arrays`, and what JSON does not tell apart gets a tag."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        name = f"{_MEMORY}/{sum(name.startswith(_MEMORY) for name in arrays):04d}"
+        bits = np.ascontiguousarray(value).reshape(np.shape(value))
+        arrays[name] = bits.view(f"u{bits.itemsize}") if bits.dtype.kind == "V" else bits
+        kind = "number" if isinstance(value, np.generic) else "array"
+        return {_TAG: kind, "at": name, "dtype": tf.as_dtype(value.dtype).name}
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "of": [_to_json(item, arrays) for item in value]}
+    if isinstance(value, list):
+        return [_to_json(item, arrays) for item in value]
+    if isinstance(value, dict):
+        if _TAG not in value and all(isinstance(key, str) for key in value):
+            return {key: _to_json(item, arrays) for key, item in value.items()}
+        return {_TAG: "dict", "of": [[key, _to_json(item, arrays)] for key, item in value.items()]}
+    return value
+
+
+def _from_json(value, arrays: dict[str, np.ndarray]):
+    if isinstance(value, list):
+        return [_from_json(item, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {key: _from_json(item, arrays) for key, item in value.items()}
+    if kind == "tuple":
+        return tuple(_from_json(item, arrays) for item in value["of"])
+    if kind == "dict":
+        return {key: _from_json(item, arrays) for key, item in value["of"]}
+    array, dtype = arrays[value["at"]], np.dtype(tf.as_dtype(value["dtype"]).as_numpy_dtype)
+    array = array.view(dtype) if dtype.kind == "V" else array
+    return array[()] if kind == "number" else array
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(folder: Path) -> None:
+    """Makes the names in a folder last too; a file system that has no such thing is let be."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

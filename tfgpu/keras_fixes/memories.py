@@ -1,0 +1,132 @@
+"""What callbacks remember from epoch to epoch: what EarlyStopping waits for, the best of ModelCheckpoint, History.
+
+Keras keeps it in plain attributes and has no way to save it. Here every attribute that has changed since the training
+began, and that is made of numbers, text, arrays, lists and dicts, is a callback's memory. An attribute that never
+changes is a setting, and stays what the resumed script says. So is one that a Keras callback names after its argument:
+`min_delta` changes its sign in the first epoch of every process.
+"""
+
+import inspect
+import logging
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras.src.callbacks import ProgbarLogger
+
+_log = logging.getLogger(__name__)
+
+_NOT_MEMORY = {"params", "_model", "model", "validation_data"}
+_LARGE = 1 << 24  # bytes
+
+
+class Unknown(TypeError):
+    """A value of a kind that is not saved."""
+
+
+class Memories:
+    """The memories of the callbacks of one run of `fit`.
+
+    Args:
+        callbacks: the callbacks as the training begins, before any memory is put back.
+    """
+
+    def __init__(self, callbacks: list):
+        self._callbacks = dict(_named(callbacks))
+        self._large = {name: _large(callback) for name, callback in self._callbacks.items()}
+        self._settings = {name: self._attributes(name) for name in self._callbacks}
+
+    def take(self) -> dict[str, dict[str, Any]]:
+        """What has changed, by callback and attribute: plain values and arrays, none shared with the callbacks."""
+        found = {}
+        for name in self._callbacks:
+            before, now = self._settings[name], self._attributes(name)
+            changed = {key: value for key, value in now.items() if key not in before or not _equal(before[key], value)}
+            if changed:
+                found[name] = changed
+        return found
+
+    def put(self, memory: dict[str, dict[str, Any]]) -> None:
+        """Puts memories back; one whose callback is gone is named, a callback without one begins anew."""
+        for name, attributes in memory.items():
+            if name not in self._callbacks:
+                _log.warning("The checkpoint has the memory of a callback %s, which this run has not.", name)
+                continue
+            vars(self._callbacks[name]).update({key: plain(value) for key, value in attributes.items()})
+
+    def _attributes(self, name: str) -> dict[str, Any]:
+        found, large, settings = {}, self._large[name], _settings_of(type(self._callbacks[name]))
+        for key, value in vars(self._callbacks[name]).items():
+            if key in settings or (key in large and large[key] is value):
+                continue
+            try:
+                found[key] = plain(value)
+            except Unknown:
+                continue
+        return found
+
+
+def _named(callbacks: list):
+    """Callbacks by class and number, such as `EarlyStopping/0`."""
+    counts: dict[str, int] = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        if getattr(callback, "has_memory", True) and not isinstance(callback, ProgbarLogger):
+            yield f"{kind}/{counts.setdefault(kind, 0)}", callback
+            counts[kind] += 1
+
+
+def _settings_of(cls: type) -> set[str]:
+    """Attributes that are no memory: the arguments of Keras's own classes, and what `fit` sets."""
+    keras_s = [base for base in cls.__mro__ if base.__module__.startswith("keras.")]
+    return _NOT_MEMORY.union(*(inspect.signature(base.__init__).parameters for base in keras_s))
+
+
+def _large(callback) -> dict[str, Any]:
+    """Arrays that a callback begins with and that are too large to copy, such as data: settings, while they stay."""
+    found = {}
+    for name, value in vars(callback).items():
+        if _bytes_of(value) > _LARGE:
+            found[name] = value
+    return found
+
+
+def _bytes_of(value) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(_bytes_of, parts))
+
+
+def plain(value):
+    """A copy of a value, made of None, bool, int, float, str, NumPy arrays and scalars, lists, tuples and dicts.
+
+    Raises:
+        Unknown: it holds something else.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufV":  # V: bfloat16 and its like
+        return value.copy()
+    if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
+        return plain(np.array(value.numpy()))
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if type(value) is dict and all(type(key) in (str, int, float, bool) for key in value):
+        return {key: plain(item) for key, item in value.items()}
+    raise Unknown(type(value).__name__)
+
+
+def _equal(a, b) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    return a == b

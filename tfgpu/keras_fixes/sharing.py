@@ -1,0 +1,60 @@
+"""What one worker has, and the others get: a collective sum to which all but the one add zeros.
+
+TensorFlow sums whole numbers exactly, so bytes and the bits of floats travel as they are.
+"""
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.keras_fixes import replica
+
+CHUNK = 1 << 24
+"""Bytes that travel at once."""
+
+
+def sum_from_chief(strategy: tf.distribute.Strategy, numbers) -> np.ndarray:
+    """The chief's whole numbers, on every worker. Every worker must call it, with as many numbers."""
+    numbers = np.asarray(numbers, "int64")
+    return replica.sum_over_workers(strategy, numbers if strategy.extended.should_checkpoint else 0 * numbers)
+
+
+def bytes_from_chief(strategy: tf.distribute.Strategy, content: bytes) -> bytes:
+    """The chief's bytes, on every worker. Every worker must call it; what the others give is not read."""
+    (size,) = sum_from_chief(strategy, [len(content)])
+    is_chief, parts = strategy.extended.should_checkpoint, []
+    for at in range(0, size, CHUNK):
+        length = min(CHUNK, size - at)
+        words = sum_from_chief(strategy, as_words(content[at : at + length] if is_chief else bytes(length)))
+        parts.append(from_words(words, length))
+    return content if is_chief else b"".join(parts)
+
+
+def of_all_workers(strategy: tf.distribute.Strategy, mine: np.ndarray) -> np.ndarray:
+    """Every worker's array, stacked in the order of the workers, bit for bit. Every worker must call it.
+
+    Args:
+        strategy: of several workers.
+        mine: this worker's array; all have one shape and dtype.
+    """
+    count = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+    at, content = strategy.extended._id_in_cluster, np.ascontiguousarray(mine).tobytes()
+    parts = [[] for _ in range(count)]
+    for begin in range(0, len(content), CHUNK // count):
+        piece = content[begin : begin + CHUNK // count]
+        words = np.zeros((count, -(-len(piece) // 4)), "int64")
+        words[at] = as_words(piece)
+        words = replica.sum_over_workers(strategy, words.ravel()).reshape(words.shape)
+        for worker, row in enumerate(words):
+            parts[worker].append(from_words(row, len(piece)))
+    found = b"".join(b"".join(worker) for worker in parts)
+    return np.frombuffer(found, mine.dtype).reshape(count, *mine.shape)
+
+
+def as_words(content: bytes) -> np.ndarray:
+    """Bytes as int64 numbers of 32 bits each, the last filled up with zeros."""
+    return np.frombuffer(content + bytes(-len(content) % 4), "uint32").astype("int64")
+
+
+def from_words(words: np.ndarray, length: int) -> bytes:
+    """The first `length` bytes of what `as_words` made."""
+    return words.astype("uint32").tobytes()[:length]

@@ -1,0 +1,225 @@
+"""All that training changes, as arrays: copied at one moment, put back on any number of replicas.
+
+| group | what |
+|---|---|
+| `weights` | the model's weights |
+| `draws` | its seed generators, then Keras's global one |
+| `optimizer` | its variables: slots, iterations, learning rate, loss scale, averages, gradients that wait |
+| `outer` | the outer optimizer's variables, where replicas are averaged by one |
+| `metrics` | the metrics, in the middle of an epoch |
+
+A variable of which each replica keeps a part (a metric, a gradient that waits) is saved part by part: their sum, cut up
+anew, would be rounded otherwise. On several workers that is a collective. Such an array's name ends in `@`
+and how the parts make one: `sum`, `mean`, or else the first of them.
+"""
+
+import random
+
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.random import seed_generator
+
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import averaging, coordinating, replica, sharing, tables
+
+PARTS = "@"
+_SHARED = "draws/global"
+
+
+def draws(model) -> list:
+    """The states of the model's random draws, which neither `.keras` nor `.weights.h5` files hold."""
+    return list(_draws(model).values())
+
+
+def _draws(model) -> dict:
+    known = {id(v) for v in (*model.weights, *model.metrics_variables)}
+    found = _group("draws", [v for v in model.variables if id(v) not in known])
+    shared = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return found | ({_SHARED: shared.state} if shared is not None else {})
+
+
+def copied(model, *, metrics: bool = False, wanted: bool = True) -> dict[str, np.ndarray]:
+    """The state of a training as it is now, which further training leaves alone.
+
+    Steps that a parameter server's workers still run are waited for; replicas that train apart are averaged first.
+
+    Args:
+        model: the compiled and built model. On several workers, each must call this.
+        metrics: with the metrics, as in the middle of an epoch.
+        wanted: this worker keeps the arrays; one that does not takes part where the others need it.
+
+    Returns:
+        Arrays by name. bfloat16 and its like are whole numbers of the same bits.
+    """
+    coordinating.settle(model)
+    averaging.settle(model)
+    waiting = _waiting(model)
+    found = {}
+    for name, variable in _variables(model, metrics=metrics).items():
+        if not _has_parts(variable):
+            if wanted:
+                found[name] = to_bits(np.array(variable.numpy()))
+        elif id(variable) in waiting and not waiting[id(variable)]:
+            found[name] = np.zeros(variable.shape, _dtype(variable)) if wanted else None
+        else:
+            found[f"{name}{PARTS}{variable.aggregation}"] = _parts(model, variable)
+    return found if wanted else {}
+
+
+def put(model, arrays: dict[str, np.ndarray], source: str) -> None:
+    """Gives a model the state that `copied` made; on any number of replicas.
+
+    Args:
+        model: the compiled and built model.
+        arrays: all of them; others that are there too, of another group, are left alone.
+        source: where they come from, for the error.
+
+    Raises:
+        InputError: they belong to another model or optimizer.
+    """
+    has_metrics = any(name.startswith("metrics/") for name in arrays)
+    if _SHARED in arrays:
+        seed_generator.global_seed_generator()  # Keras makes it at the first draw
+    variables = _variables(model, metrics=has_metrics)
+    if _SHARED not in arrays:
+        variables.pop(_SHARED, None)
+    groups = {name.split("/")[0] for name in variables}
+    arrays = {name: value for name, value in arrays.items() if name.split("/")[0] in (*groups, "optimizer")}
+    given = {name.partition(PARTS)[0]: value for name, value in arrays.items()}
+    kinds = _kinds(arrays)
+    if variables.keys() != given.keys():
+        raise InputError(
+            f"{source} has {len(given)} arrays, this model with its optimizer has {len(variables)}. "
+            "Resume with the model, the optimizer and the metrics of the run, or choose another directory."
+        )
+    for name, variable in variables.items():
+        shape = given[name].shape[1 if name in kinds else 0 :]
+        if tuple(variable.shape) != shape:
+            raise InputError(
+                f"{source} has {shape} for {variable.path}, this model has {tuple(variable.shape)}. "
+                "Resume with the model, the optimizer and the metrics of the run, or choose another directory."
+            )
+    for name, variable in variables.items():
+        value = from_bits(given[name], _dtype(variable))
+        if name in kinds:
+            _put_parts(model, variable, value, kinds[name])
+        else:
+            variable.assign(value)
+
+
+def put_metrics(model, arrays: dict[str, np.ndarray]) -> None:
+    """Gives the metrics alone what `put` gave them: Keras resets them as an epoch begins."""
+    kinds = _kinds(arrays)
+    for name, variable in _group("metrics", model.metrics_variables).items():
+        if name in kinds:
+            value = from_bits(arrays[f"{name}{PARTS}{kinds[name]}"], _dtype(variable))
+            _put_parts(model, variable, value, kinds[name])
+        elif name in arrays:
+            variable.assign(from_bits(arrays[name], _dtype(variable)))
+
+
+def copied_draws(model) -> dict[str, np.ndarray]:
+    """The states of the random draws alone; no collective."""
+    return {name: np.array(v.numpy()) for name, v in _draws(model).items()}
+
+
+def random_states() -> dict:
+    """Python's and NumPy's global random generators, as plain values and arrays."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    python = [version, np.array(numbers, "uint64"), gauss]
+    return {"python": python, "numpy": [kind, np.array(keys), int(position), int(has_gauss), float(cached)]}
+
+
+def put_random_states(states: dict) -> None:
+    """Sets Python's and NumPy's global random generators to what `random_states` found."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(int(number) for number in numbers), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+
+
+def to_bits(value) -> np.ndarray:
+    """bfloat16 and its like as whole numbers of the same bits: safetensors reads no other form of them into NumPy."""
+    value = np.asarray(value)
+    return value.view(f"u{value.itemsize}") if value.dtype.kind == "V" else value
+
+
+def from_bits(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """What `to_bits` was given, of this dtype."""
+    return array.view(dtype) if dtype.kind == "V" else array
+
+
+def _dtype(variable) -> np.dtype:
+    return np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+
+
+def _group(name: str, variables) -> dict:
+    return {f"{name}/{at:04d}": variable for at, variable in enumerate(variables)}
+
+
+def _variables(model, *, metrics: bool) -> dict:
+    """Everything that training changes, by a name that does not depend on the number of replicas."""
+    found = _group("weights", tables.whole(model.weights)) | _draws(model)
+    if model.optimizer is not None:
+        if not model.optimizer.built:
+            with model.distribute_strategy.scope():
+                model.optimizer.build(model.trainable_variables)
+        found |= _group("optimizer", tables.whole(model.optimizer.variables))
+    averager = averaging.averager_of(model)
+    if averager is not None and averager.outer is not None:
+        found |= _group("outer", averager.outer.variables)
+    return found | (_group("metrics", model.metrics_variables) if metrics else {})
+
+
+def _has_parts(variable) -> bool:
+    value = variable._value
+    is_on_read = getattr(value, "synchronization", None) == tf.VariableSynchronization.ON_READ
+    return isinstance(value, tf.distribute.DistributedValues) and is_on_read
+
+
+def _waiting(model) -> dict[int, bool]:
+    """By the accumulators' ids, whether gradients wait there for the next update."""
+    optimizer = model.optimizer
+    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+    sums = getattr(inner, "_accumulated_gradients", None) or []
+    if not sums:
+        return {}
+    waits = int(inner._iterations.numpy()) % inner.gradient_accumulation_steps != 0
+    return {id(total): waits for total in sums if total is not None}
+
+
+def _parts(model, variable) -> np.ndarray:
+    """Every replica's part, in the order of the replicas."""
+    mine = np.stack([np.array(part.numpy()) for part in variable._value.values])
+    mine = to_bits(mine)
+    if not replica.spans_processes(model.distribute_strategy):
+        return mine
+    return sharing.of_all_workers(model.distribute_strategy, mine).reshape(-1, *mine.shape[1:])
+
+
+def _kinds(arrays) -> dict[str, str]:
+    """How the parts of an array make one, by the name of those that have parts."""
+    return {name: kind for name, mark, kind in (name.partition(PARTS) for name in arrays) if mark}
+
+
+def _put_parts(model, variable, parts: np.ndarray, kind: str) -> None:
+    if not _has_parts(variable):
+        variable.assign(_as_one(parts, kind))
+        return
+    own = variable._value.values
+    count = model.distribute_strategy.num_replicas_in_sync
+    first = model.distribute_strategy.extended._id_in_cluster * len(own) if len(own) < count else 0
+    if len(parts) != count:
+        whole = _as_one(parts, kind)
+        parts = np.stack([whole] + [whole if kind == "mean" else np.zeros_like(whole)] * (count - 1))
+    for part, value in zip(own, parts[first : first + len(own)], strict=True):
+        part.assign(value)
+
+
+def _as_one(parts: np.ndarray, kind: str) -> np.ndarray:
+    """What one device would have for the parts of several replicas."""
+    if kind == "sum":
+        return parts.astype("float64").sum(0).astype(parts.dtype) if parts.dtype.kind == "f" else parts.sum(0)
+    return parts.mean(0).astype(parts.dtype) if kind == "mean" else parts[0]
