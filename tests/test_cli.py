@@ -238,6 +238,7 @@ def test_the_config_repeats_the_run(runs):
     assert equal(folder / "first", folder / "again") and rows(folder / "first") == rows(folder / "again")
 
 
+@pytest.mark.slow
 def test_both_paths_learn_the_same_with_and_without_recomputation(runs):
     folder, _ = runs
     done = tfgpu("train", *SMALL, "--epochs", "4", "--path", "loop", "--recompute", "--output", "loop", cwd=folder)
@@ -323,7 +324,8 @@ def test_an_interrupt_while_tensorflow_starts_writes_nothing(tmp_path):
     assert process.returncode == 130 and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("path", ["fit", pytest.param("loop", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["fit", "loop"])
 def test_resuming_a_finished_run_ends_with_the_same_averaged_weights(tmp_path, path):
     words = [*SMALL, "--epochs", "1", "--path", path, "--optimizer-option", "use_ema=true"]
     averaged = [*words, "--optimizer-option", "ema_momentum=0.999", "--output", "run"]

@@ -17,7 +17,11 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("name", MODULES)
+# It measures for seconds; tests/measure has the same.
+SLOW = {"tfgpu.measure.input": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in MODULES])
 def test_examples(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

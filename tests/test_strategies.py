@@ -269,6 +269,7 @@ print(json.dumps({"weight": float(weight), "updates": int(updates), "on": weight
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(200)
 def test_a_hand_written_loop_trains_on_parameter_servers(together):

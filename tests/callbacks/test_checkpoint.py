@@ -57,6 +57,7 @@ def test_a_resumed_run_ends_where_one_that_never_stopped_does(tmp_path, policy):
     assert len(Checkpoint(tmp_path).restore(build(policy=policy)).history) == 5
 
 
+@pytest.mark.slow  # test_resume.py has it in the middle of an epoch
 def test_another_number_of_replicas_goes_on_with_the_same_result(tmp_path):
     straight = build(4)
     train(straight, 0, 4)

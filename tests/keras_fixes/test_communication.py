@@ -175,7 +175,7 @@ print(json.dumps({"weights": weights, "a_step": counted["a_step"]}))
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("way", "rounds"), [("packed", 1), ("gathered", 6)])
+@pytest.mark.parametrize(("way", "rounds"), [("packed", 1), pytest.param("gathered", 6, marks=pytest.mark.slow)])
 def test_a_small_embeddings_rows_travel_with_the_dense_gradients(together, way, rounds):
     (alone,) = together(EMBEDDING, {"worker": 1}, way).values()
     for answer in together(EMBEDDING, {"worker": 2}, way).values():
