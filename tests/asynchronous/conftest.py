@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,20 +18,22 @@ class Group:
         script: Python source that every task runs.
         cluster: addresses by job.
         folder: where their output goes.
+        startup_timeout: seconds; 0 leaves the preflight out.
     """
 
-    def __init__(self, script, cluster, folder):
+    def __init__(self, script, cluster, folder, startup_timeout=240):
         self.path, self.cluster, self.folder = folder / "script.py", cluster, folder
+        self.startup_timeout = startup_timeout
         self.path.write_text(script)
         self.running = {}
 
-    def start(self, name, *arguments):
+    def start(self, name, *arguments, **environ):
         job, index = name.rstrip("0123456789"), int(name.lstrip("abcdefghijklmnopqrstuvwxyz"))
         place = json.dumps({"cluster": self.cluster, "task": {"type": job, "index": index}})
         with open(self.folder / f"{name}.out", "ab") as out:
             self.running[name] = subprocess.Popen(
                 [sys.executable, str(self.path), *map(str, arguments)],
-                env={**os.environ, "TF_CONFIG": place, "TFGPU_STARTUP_TIMEOUT": "240"},
+                env={**os.environ, "TF_CONFIG": place, "TFGPU_STARTUP_TIMEOUT": str(self.startup_timeout), **environ},
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
@@ -51,10 +54,11 @@ class Group:
         return (self.folder / f"{name}.out").read_text(errors="replace")
 
     def wait_for(self, name, words, timeout=480):
+        """Waits for a regular expression in what the task has printed."""
         deadline = time.monotonic() + timeout
-        while words not in self.said(name):
+        while not re.search(words, self.said(name)):
             assert time.monotonic() < deadline, self.said(name)[-3000:]
-            assert self.running[name].poll() is None or words in self.said(name), self.said(name)[-3000:]
+            assert self.running[name].poll() is None or re.search(words, self.said(name)), self.said(name)[-3000:]
             time.sleep(0.05)
 
     def answer(self, name="chief0"):
@@ -74,12 +78,12 @@ def group(addresses, tmp_path):
     """Makes a `Group` of so many tasks a job, and kills it in the end."""
     made = []
 
-    def make(script, **jobs):
+    def make(script, *, startup_timeout=240, **jobs):
         left = iter(addresses(sum(jobs.values())))
         cluster = {job: [next(left) for _ in range(count)] for job, count in jobs.items()}
         folder = tmp_path / f"group{len(made)}"
         folder.mkdir()
-        made.append(Group(script, cluster, folder))
+        made.append(Group(script, cluster, folder, startup_timeout))
         return made[-1]
 
     yield make

@@ -139,6 +139,11 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._run = blocks.current()
+        if self._run is None:
+            raise InputError(
+                "Keras was not repaired when `fit` began, which Checkpoint needs. Make `tfgpu.strategy()`, or call "
+                "`tfgpu.repair_keras()`, in a line before `fit`."
+            )
         if self._run.leaving is not None:
             raise InputError("Give `fit` one Checkpoint: two would say where to go on.")
         self._writes = saving.writes(self.model) if self._is_chief is None else self._is_chief

@@ -26,6 +26,7 @@ CLOSURE_BYTES = 1 << 25
 """Batches of more bytes than this are sent one a closure."""
 SILENCE_S = 60
 """Seconds without a finished closure after which a warning says so: all workers may be dead."""
+_LOOK_S = 1.0
 _PROGRESS_S = 0.5
 _RETRY_S = 0.1
 
@@ -89,7 +90,8 @@ class Closures(steps.Steps):
         if not data:
             raise tf.errors.OutOfRangeError(None, None, "The data has ended.")
         if self._run_on is None:
-            self._run_on = _Run(self._model, self._workers * CLOSURES_A_WORKER, self._staleness, self._counts_updates)
+            most, check = self._workers * CLOSURES_A_WORKER, self._coordinator.done
+            self._run_on = _Run(self._model, most, self._staleness, self._counts_updates, check)
         if is_there:
             self.pace.most_bytes = 1  # nothing is sent
             self._schedule_where_data_is(iterator, len(data))
@@ -236,10 +238,13 @@ class _Run:
         most: closures that may be out at a time.
         ahead: how many closures before one may be undone when it starts; None for any number.
         counts_updates: each step is one update of the model's optimizer.
+        check: raises what has failed for good, such as a parameter server that is gone.
     """
 
-    def __init__(self, model, most: int, ahead: int | None, counts_updates: bool):
-        self._model, self._most, self._ahead = model, most, ahead
+    def __init__(
+        self, model, most: int, ahead: int | None, counts_updates: bool, check: Callable[[], object] = lambda: None
+    ):
+        self._model, self._most, self._ahead, self._check = model, most, ahead, check
         self._variables = _unique(v for metric in model.metrics for v in metric.variables)
         self._totals = [0] * len(self._variables)
         self._changed = threading.Condition()
@@ -270,7 +275,7 @@ class _Run:
 
     def _take_in(self, number: int, remote, count: int, pace: _Pace) -> None:
         try:
-            state, parts, seconds = _fetched(remote)
+            state, parts, seconds = self._fetched(remote)
         except BaseException as error:  # handed to whoever waits
             with self._changed:
                 self._error = self._error or error
@@ -293,10 +298,27 @@ class _Run:
             self._wait_for(lambda: not self._out)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
-        while not self._changed.wait_for(lambda: self._error is not None or condition(), timeout=SILENCE_S):
-            _log.warning("No worker has finished anything for %d s; %d closures wait.", SILENCE_S, len(self._out))
+        began = time.monotonic()
+        while not self._changed.wait_for(lambda: self._error is not None or condition(), timeout=_LOOK_S):
+            try:
+                self._check()
+            except Exception as error:
+                self._error = self._error or error
+            if time.monotonic() - began > SILENCE_S:
+                began = time.monotonic()
+                _log.warning("No worker has finished anything for %d s; %d closures wait.", SILENCE_S, len(self._out))
         if self._error is not None:
             raise self._error
+
+    def _fetched(self, remote):
+        """What a closure returned. Where its worker dies before that has arrived, what it returns on another worker."""
+        while True:
+            try:
+                return remote.fetch()
+            except tf.errors.OpError as error:
+                if self._error is not None or not cluster_coordinator._is_worker_failure(error):
+                    raise
+                time.sleep(_RETRY_S)  # TensorFlow runs the closure again, and puts the new values into `remote`
 
     def close(self) -> None:
         """Ends the threads."""
@@ -328,17 +350,6 @@ class _Run:
                 "elsewhere. `optimizer.iterations` counts updates; metrics count each example once.",
                 extra,
             )
-
-
-def _fetched(remote):
-    """What a closure returned. Where its worker dies before that has arrived, what it returns on another worker."""
-    while True:
-        try:
-            return remote.fetch()
-        except tf.errors.OpError as error:
-            if not cluster_coordinator._is_worker_failure(error):
-                raise
-            time.sleep(_RETRY_S)  # TensorFlow runs the closure again, and puts the new values into `remote`
 
 
 def workers_of(strategy: tf.distribute.Strategy) -> int:
