@@ -122,14 +122,14 @@ def serve(cluster: Cluster | None = None) -> None:
     config = tf.compat.v1.ConfigProto()
     # TensorFlow's guide asks for more threads than workers, which a small machine would not have by itself.
     config.inter_op_parallelism_threads = max(cluster.size + 1, os.cpu_count() or 1)
-    server = tf.distribute.Server(
-        tf.train.ClusterSpec({job: peers for job, peers in cluster.jobs().items() if job != "evaluator"}),
-        job_name=cluster.task_type,
-        task_index=cluster.task_index,
-        protocol="grpc",
-        config=config,
-    )
     with _leaving_at_term():
+        server = tf.distribute.Server(
+            tf.train.ClusterSpec({job: peers for job, peers in cluster.jobs().items() if job != "evaluator"}),
+            job_name=cluster.task_type,
+            task_index=cluster.task_index,
+            protocol="grpc",
+            config=config,
+        )
         _stay_with(cluster.workers[0], f"{cluster.task_type} {cluster.task_index}")
     del server
     sys.exit(0)
