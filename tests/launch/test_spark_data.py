@@ -175,7 +175,7 @@ def test_two_workers_with_shares_train_as_one_device_with_all_rows(together, tmp
         for name, values in expected[0].items():
             np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
         for mine, one in zip(weights, expected[1], strict=True):
-            np.testing.assert_allclose(mine, one, atol=1e-5)
+            np.testing.assert_allclose(mine, one, atol=5e-5)  # a step of Adam is 5e-2
 
 
 def run_alone(script, *arguments):

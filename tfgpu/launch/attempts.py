@@ -12,7 +12,7 @@ from tfgpu.launch import layout
 from tfgpu.launch.group import Ending, Group, Member, Plan
 from tfgpu.launch.job import Job
 from tfgpu.launch.link import Link
-from tfgpu.launch.restarts import WRONG_INPUT, Restarts
+from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT, Restarts
 from tfgpu.launch.screen import Screen
 from tfgpu.launch.signals import Signals
 
@@ -62,6 +62,8 @@ def supervise(
                 ending = _attempt(
                     members, connect, plan, screen, signals, restarts, grace_s=grace_s, silence_s=job.silence_s
                 )
+                if ending.asked and ending.code not in (0, PREEMPTED):
+                    return 128 + signals.first  # whichever came first, the signal or a process's own end
                 wait = None if ending.asked else restarts.after(ending.code)
                 if wait is None:
                     _explain(screen, ending.code, ending.asked, restarts)
