@@ -15,6 +15,19 @@ class MachineError(RuntimeError):
     """The machine or the process is not in a state to do this; the message names the next action."""
 
 
+class OutOfMemory(MachineError):
+    """A device's or the host's memory is used up.
+
+    Args:
+        sizes: what was asked for, and how much is known to be in use.
+        fix: what makes it smaller.
+    """
+
+    def __init__(self, sizes: str, fix: str):
+        super().__init__(f"{sizes} {fix}")
+        self.sizes = sizes
+
+
 class Preempted(SystemExit):
     """The process was asked to leave and has saved its training; uncaught, it ends the process with exit code 75.
 

@@ -118,3 +118,54 @@ def test_a_failing_save_leaves_the_ones_before(tmp_path, monkeypatch):
     (tmp_path / "epoch-0002" / "rubbish").write_text("x")
     train(model, 1, 2, Checkpoint(tmp_path))
     assert sorted(path.name for path in (tmp_path / "epoch-0002").iterdir()) == [FACTS, STATE]
+
+
+class TwoOptimizers(keras.Model):
+    """Two halves, each with an optimizer of its own, as a GAN has; neither is built before the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(3), keras.layers.Dense(1)
+        self.meter = keras.metrics.Mean("error")
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build((None, 3))
+
+    def compile(self, one, two):
+        super().compile(loss="mse")
+        self.one, self.two = one, two
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            error = self.compute_loss(x, y, self(x, training=True))
+        halves = self.first.trainable_variables, self.second.trainable_variables
+        for optimizer, half, grads in zip((self.one, self.two), halves, tape.gradient(error, halves), strict=True):
+            optimizer.apply(grads, half)
+        self.meter.update_state(error)
+        return {"error": self.meter.result()}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_optimizers_in_attributes_are_saved_too(tmp_path, replicas):
+    def make():
+        keras.utils.set_random_seed(2)
+        with tfgpu.strategy("mirrored", devices=replicas).scope():
+            model = TwoOptimizers()
+            model.compile(keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9))
+        return model
+
+    def states(model):
+        return [v.numpy().tobytes() for v in (*model.variables, *model.one.variables, *model.two.variables)]
+
+    straight = make()
+    train(straight, 0, 4)
+    train(make(), 0, 2, Checkpoint(tmp_path))
+    resumed = make()
+    train(resumed, 0, 4, Checkpoint(tmp_path))
+    assert states(straight) == states(resumed)
+    assert resumed.one.iterations.numpy() == resumed.two.iterations.numpy() == 12

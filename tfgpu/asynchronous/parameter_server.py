@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from tfgpu import keras_fixes, preflight
 from tfgpu.cluster import Cluster
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, Preempted
 from tfgpu.keras_fixes import closures, tables, worker_data
 
 Partitioner = Callable | str | None
@@ -35,7 +35,6 @@ STARTUP_TIMEOUT_S = 60.0
 """Seconds to wait for a peer that does not answer, where `TFGPU_STARTUP_TIMEOUT` does not say."""
 LEFT_AFTER_S = 5.0
 """Seconds without an answer from the chief's port after which its workers and servers end."""
-_PREEMPTED = 75  # exit code of the contract: asked to leave, nothing is lost
 
 _log = logging.getLogger(__name__)
 
@@ -260,7 +259,7 @@ def _leaving_at_term():
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
     if is_ours:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(_PREEMPTED))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(Preempted.EXIT_CODE))
     try:
         yield
     finally:

@@ -3,11 +3,22 @@
 from tfgpu.callbacks.background import Writer
 from tfgpu.callbacks.checkpoint import Checkpoint
 from tfgpu.callbacks.events_file import EventsFile
-from tfgpu.callbacks.finite import StopOnNaN
+from tfgpu.callbacks.finite import SkipNaN, StopOnNaN
 from tfgpu.callbacks.memory import Memory
 from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.progress import Progress
 from tfgpu.callbacks.report import Report
 from tfgpu.callbacks.snapshot import Position
 
-__all__ = ["Checkpoint", "EventsFile", "Memory", "MetricsFile", "Position", "Progress", "Report", "StopOnNaN", "Writer"]
+__all__ = [
+    "Checkpoint",
+    "EventsFile",
+    "Memory",
+    "MetricsFile",
+    "Position",
+    "Progress",
+    "Report",
+    "SkipNaN",
+    "StopOnNaN",
+    "Writer",
+]

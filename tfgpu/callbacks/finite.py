@@ -1,11 +1,15 @@
-"""Ends a training whose loss is no number, before that is saved."""
+"""What to do where a loss is no number: end the training before that is saved, or leave such steps out."""
 
+import logging
 import math
 from typing import Any
 
 import keras
 
 from tfgpu.errors import InputError
+from tfgpu.keras_fixes import positions, skipping
+
+_log = logging.getLogger(__name__)
 
 
 class StopOnNaN(keras.callbacks.Callback):
@@ -15,9 +19,7 @@ class StopOnNaN(keras.callbacks.Callback):
     as without it, and up to a block's steps are lost. A `Checkpoint` saves after all callbacks have had their turn:
     what it has saved is from before. Keras's `TerminateOnNaN` looks at every batch, and ends `fit` as if all were well.
 
-    To skip bad steps instead, wrap the optimizer:
-    `keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0, dynamic_growth_steps=10**9)` makes no update
-    where a gradient is not finite, and halves its scale each time.
+    To leave bad steps out instead, take `SkipNaN`.
 
     Raises:
         InputError: by `fit`, where the loss is no number: another start would come to the same.
@@ -44,9 +46,77 @@ class StopOnNaN(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         loss = float((logs or {}).get("loss", 0.0))
         if not math.isfinite(loss):
-            steps = f"step {batch + 1}" if batch <= self._first else f"steps {self._first + 1} to {batch + 1}"
             raise InputError(
-                f"The loss became {loss} in epoch {self._epoch + 1}, {steps}. Lower the learning rate, set "
-                "`global_clipnorm=1.0` in the optimizer, or use a LossScaleOptimizer, which leaves such steps out."
+                f"The loss became {loss} in epoch {self._epoch + 1}, {_steps(self._first, batch)}. Lower the learning "
+                "rate, set `global_clipnorm=1.0` in the optimizer, or take SkipNaN, which leaves such steps out."
             )
         self._first = batch + 1
+
+
+class SkipNaN(keras.callbacks.Callback):
+    """Leaves out steps that bring NaN or infinities, as if their batches were not in the data, and says so.
+
+    A step is undone whole on all replicas where one of them finds a weight, a state of the optimizer, a moving average
+    or a metric that is not finite any more. Weights, optimizer, iterations, metrics and random draws are then those of
+    a training without that batch. Each step costs a copy of them and a look at each number; on several workers one
+    more small sum. Overflows of float16, which the loss scale heals, are not meant: a step that it skips itself counts
+    only where a metric or a layer's state is hurt too.
+
+    Numbers in the logs that a train step of your own computes without a metric are not undone.
+
+    Args:
+        limit: steps that may be left out in the whole training, resumed ones included; one more ends it.
+
+    Attributes:
+        skipped: steps left out so far.
+
+    Raises:
+        InputError: by `fit`: more than `limit` steps, or a strategy whose replicas train apart from each other.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x = keras.ops.convert_to_tensor([[1.0], [float("nan")], [2.0]])
+        >>> bad = SkipNaN(limit=1)
+        >>> history = model.fit(x, x, batch_size=1, shuffle=False, verbose=0, callbacks=[bad])
+        >>> bad.skipped, math.isfinite(history.history["loss"][0])
+        (1, True)
+    """
+
+    every_batch = False
+
+    def __init__(self, limit: int = 10):
+        super().__init__()
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise InputError(f"`limit` must be a whole number of steps from 0. Received: {limit!r}.")
+        self.limit, self.skipped = limit, 0
+        self._epoch = self._first = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        positions.build(self.model)
+        self._guard = skipping.begin(self.model)
+        self._guard.take()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch, self._first = epoch, 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        found = self._guard.take()
+        if found:
+            self.skipped += found
+            where = f"{_steps(self._first, batch)} of epoch {self._epoch + 1}"
+            if self.skipped > self.limit:
+                raise InputError(
+                    f"{self.skipped} steps had NaN or infinities, the last of them in {where}; SkipNaN leaves out "
+                    f"limit={self.limit}. Look at the data, lower the learning rate, set `global_clipnorm=1.0` in the "
+                    "optimizer, or raise the limit."
+                )
+            _log.warning(
+                "Left out %d step(s), in %s: NaN or infinities. %d of at most %d so far.",
+                *(found, where, self.skipped, self.limit),
+            )
+        self._first = batch + 1
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {last + 1}" if last <= first else f"steps {first + 1} to {last + 1}"

@@ -18,6 +18,7 @@ _PUBLIC = {
     "attention_mask": "tfgpu.data.sequences",
     "bucket": "tfgpu.data.sequences",
     "pack": "tfgpu.data.sequences",
+    "retry": "tfgpu.data.retry",
     "parse_source": "tfgpu.data.names",
     "parse_stages": "tfgpu.data.stages",
     "write_shards": "tfgpu.data.writer",

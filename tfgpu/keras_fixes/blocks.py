@@ -24,6 +24,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.trainer import Trainer
 
 from tfgpu.errors import InputError
+from tfgpu.keras_fixes import explaining
 from tfgpu.keras_fixes.leaving import Leaving
 from tfgpu.keras_fixes.seam import wrap
 
@@ -90,6 +91,7 @@ class Run:
         ends: each says how many steps the next block may have at most, because a callback must be called then.
         on_all: how many callbacks every worker must have, because they meet in collectives.
         leaving: the wish to leave, where somebody listens for one.
+        guard: what leaves steps out that bring a number that is none, where somebody asks for it.
         exits: what is closed when the run has ended, however it ended.
         logs: what the last epoch's steps came to.
     """
@@ -102,6 +104,7 @@ class Run:
     ends: list[Callable[[], int]] = field(default_factory=list)
     on_all: int = 0
     leaving: Leaving | None = None
+    guard: object = None
     exits: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     logs: dict | None = None
 
@@ -197,7 +200,7 @@ def _remember_what_runs() -> None:
                 _take_over(run, current(), callbacks)
             before, _here.run = current(), run
             try:
-                with run.exits if run is not None else contextlib.nullcontext():
+                with explaining.explained(self), run.exits if run is not None else contextlib.nullcontext():
                     return stock(self, *args, **kwargs)
             finally:
                 _here.run = before

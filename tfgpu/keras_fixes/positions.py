@@ -18,7 +18,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.trainer import Trainer
 
-from tfgpu.keras_fixes import blocks, orders, trainer
+from tfgpu.keras_fixes import blocks, explaining, orders, trainer
 from tfgpu.keras_fixes.seam import wrap
 
 
@@ -72,7 +72,7 @@ def pass_over_what_is_trained() -> None:
 
     @wrap(keras_trainer.TensorFlowTrainer, "fit")
     def fit(stock, self, *args, **kwargs):
-        with resumable(self):
+        with resumable(self), explaining.explained(self):
             return stock(self, *args, **kwargs)
 
     @wrap(keras_trainer.TensorFlowTrainer, "_maybe_symbolic_build")

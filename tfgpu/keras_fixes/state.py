@@ -190,10 +190,14 @@ def put_own(variable, value: tf.Tensor) -> None:
     _assign_here(variable, value)
 
 
+def own(variable) -> tf.Variable:
+    """This replica's copy of a Keras variable."""
+    copy = variable._value  # `value` may be a copy in the layer's compute dtype
+    return copy._get_on_device_or_primary() if isinstance(copy, tf.distribute.DistributedValues) else copy
+
+
 def _assign_here(variable, value: tf.Tensor) -> tf.Tensor:
     """Assigns this replica's copy alone: with an `aggregation` TensorFlow would put the values together once more."""
-    copy = variable._value  # `value` may be a copy in the layer's compute dtype
-    if isinstance(copy, tf.distribute.DistributedValues):
-        copy = copy._get_on_device_or_primary()
+    copy = own(variable)
     copy.assign(tf.cast(value, copy.dtype))
     return value

@@ -16,7 +16,7 @@ from keras.src import backend, tree
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.trainers.trainer import Trainer
 
-from tfgpu.keras_fixes import attributes, averaging, blocks, layers, meter, picks, pieces, replica, trials
+from tfgpu.keras_fixes import attributes, averaging, blocks, layers, meter, picks, pieces, replica, skipping, trials
 from tfgpu.keras_fixes.seam import wrap
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class Steps:
         self.averager = averaging.Averager(model, plan) if plan is not None and is_training else None
         self.done = self.sent_bytes = 0
         self._sent = {}
-        self._on_data = functools.cache(lambda apart: self._compile(functools.partial(self._run_once, apart=apart)))
+        self._guard = None
+        self._on_data = functools.cache(lambda **how: self._compile(functools.partial(self._run_once, **how)))
         self._loop = functools.cache(self._make_loop)
         # Under replicas XLA compiles what it can of the step, and the collectives stay outside.
         self._compiled_step = functools.cache(lambda: tf.function(self._step, jit_compile=True, reduce_retracing=True))
@@ -85,7 +86,7 @@ class Steps:
             apart = self._is_apart()
             data = data if is_data_set or not self._is_spread else pieces.deal(self._strategy, data)
             with self.averager.running() if apart else contextlib.nullcontext():
-                logs, agreed = self._on_data(apart)(data, _told(0.0), self._since())
+                logs, agreed = self._on_data(apart=apart, guarded=_is_guarded())(data, _told(0.0), self._since())
             self._count(1, apart)
             self._hear(agreed)
         if logs is None:
@@ -147,11 +148,11 @@ class Steps:
         if isinstance(iterator, pieces.DealtIterator):
             iterator, with_places = iterator.source, iterator.with_places
         is_sure = block.is_sure and isinstance(iterator, tf.data.Iterator)
-        return iterator, (is_sure, with_places, self._is_apart())
+        return iterator, (is_sure, with_places, self._is_apart(), _is_guarded())
 
     def _call_loop(self, block: blocks.Block, count: int, seconds: float, jit: bool) -> tuple[int, dict, tf.Tensor]:
         iterator, kind = self._loop_of(block)
-        loop, (is_sure, _, apart) = self._loop(*kind, jit), kind
+        loop, (is_sure, _, apart, _) = self._loop(*kind, jit), kind
         with self.averager.running() if apart else contextlib.nullcontext():
             done, logs, agreed = loop(iterator, tf.constant(count), _told(seconds), self._since())
         done = count if is_sure else int(done)
@@ -177,19 +178,24 @@ class Steps:
         """Whether `sent_bytes` has all: every shape was known when the steps were traced."""
         return all(sent.is_whole for sent in self._sent.values())
 
-    def _make_loop(self, is_sure: bool, with_places: bool | None, apart: bool, jit: bool) -> Callable:
-        how = dict(is_sure=is_sure, with_places=with_places, apart=apart, jit=jit)
+    def guard(self) -> skipping.Guard:
+        """What leaves steps out that bring a number that is none."""
+        self._guard = self._guard or skipping.Guard(self._model)
+        return self._guard
+
+    def _make_loop(self, is_sure: bool, with_places: bool | None, apart: bool, guarded: bool, jit: bool) -> Callable:
+        how = dict(is_sure=is_sure, with_places=with_places, apart=apart, guarded=guarded, jit=jit)
         return self._compile(functools.partial(self._run_many, **how))
 
     def _compile(self, function: Callable) -> Callable:
         function = tf.autograph.experimental.do_not_convert(function)
         return function if self._model.run_eagerly else tf.function(function, reduce_retracing=True)
 
-    def _run_once(self, data, told, since: tf.Tensor, *, apart: bool):
+    def _run_once(self, data, told, since: tf.Tensor, *, apart: bool, guarded: bool):
         self._picks = []
-        return self._finish(self._run(data, self._jit, apart, since)[0], told)
+        return self._finish(self._run(data, self._jit, apart, guarded, since)[0], told)
 
-    def _run_many(self, iterator, count, told, since, *, is_sure, with_places, apart, jit):
+    def _run_many(self, iterator, count, told, since, *, is_sure, with_places, apart, guarded, jit):
         """Up to `count` steps: how many there was data for, the logs, and `told` as the workers agree on it.
 
         Args:
@@ -201,6 +207,7 @@ class Steps:
             with_places: the batches are whole, and this tells whether their pieces say where they lie; None where the
                 replicas' parts have been dealt.
             apart: the replicas train apart.
+            guarded: steps that bring a number that is none are left out.
             jit: XLA compiles the steps.
         """
         self._picks = []
@@ -208,7 +215,7 @@ class Steps:
         def run(batch, since, kept):
             if with_places is not None:
                 batch = pieces.deal(self._strategy, batch, with_places=with_places)
-            parts, since = self._run(batch, jit, apart, since)
+            parts, since = self._run(batch, jit, apart, guarded, since)
             return since, self._keep(parts, kept)
 
         # The step is a Python function inside the loop, never a nested tf.function: TensorFlow feeds a collective's key
@@ -229,13 +236,13 @@ class Steps:
         done, *_, kept = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))
         return done, *self._finish(self._strategy.run(self._kept_parts, args=(kept,)), told)
 
-    def _run(self, data, jit: bool, apart: bool, since: tf.Tensor):
+    def _run(self, data, jit: bool, apart: bool, guarded: bool, since: tf.Tensor):
         """One step on every replica. Returns what `_finish` needs beside the metrics' state, and the new `since`."""
         if not self._is_spread:
-            return self._strategy.run(self._only_step, args=(data, jit)), since
+            return self._strategy.run(self._only_step, args=(data, jit, guarded)), since
         if apart:
             self.averager.begin(since)
-        parts = self._strategy.run(self._replica_step, args=(data, jit, apart))
+        parts = self._strategy.run(self._replica_step, args=(data, jit, apart, guarded))
         return parts, self.averager.follow(since) if apart else since
 
     def _keep(self, parts, kept):
@@ -262,13 +269,14 @@ class Steps:
         found = self._strategy.run(self._make_global, args=(parts, told))
         return tree.map_structure(lambda value: self._strategy.experimental_local_results(value)[0], found)
 
-    def _only_step(self, data, jit: bool):
+    def _only_step(self, data, jit: bool, guarded: bool):
+        step = self._compiled_step() if jit else self._step
         with picks.picking(self._picks), _recording(self._model, self.logs_are_results) as results:
-            logs = (self._compiled_step() if jit else self._step)(data)
+            logs = self.guard().run(step, data) if guarded else step(data)
             logs = tree.map_structure(tf.convert_to_tensor, logs)
         return self._part(logs, results, lambda leaf: leaf)
 
-    def _replica_step(self, data, jit: bool, apart: bool):
+    def _replica_step(self, data, jit: bool, apart: bool, guarded: bool):
         if isinstance(data, pieces.Piece):
             data, local, *place = data
         else:
@@ -283,7 +291,8 @@ class Steps:
             picks.picking(self._picks),
             _recording(self._model, self.logs_are_results) as results,
         ):
-            logs = self._step(data) if replica.has_rows_for_sure() else self._step_on_a_stand_in(data)
+            step = self._step if replica.has_rows_for_sure() else self._step_on_a_stand_in
+            logs = self.guard().run(step, data) if guarded else step(data)
             self._varies |= facts.varies
             if apart:
                 self.averager.note(facts)
@@ -372,6 +381,11 @@ def _told(seconds: float) -> tf.Tensor:
     run = blocks.current()
     wish = run is not None and run.leaving is not None and run.leaving.is_wished
     return tf.constant([seconds, float(wish)], tf.float32)
+
+
+def _is_guarded() -> bool:
+    run = blocks.current()
+    return run is not None and run.kind == "train" and run.guard is not None
 
 
 def _function(method):

@@ -5,6 +5,7 @@
 | `weights` | the model's weights |
 | `draws` | its seed generators, then Keras's global one |
 | `optimizer` | its variables: slots, iterations, learning rate, loss scale, averages, gradients that wait |
+| `optimizer.NAME` | the same of an optimizer in the model's attribute `NAME`, as a GAN has; and which weights are its |
 | `outer` | the outer optimizer's variables, where replicas are averaged by one |
 | `metrics` | the metrics, in the middle of an epoch |
 
@@ -18,6 +19,7 @@ import random
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random import seed_generator
 
@@ -26,6 +28,7 @@ from tfgpu.keras_fixes import averaging, coordinating, replica, sharing, tables
 
 PARTS = "@"
 _SHARED = "draws/global"
+_PLACES = "/places"
 
 
 def draws(model) -> list:
@@ -65,7 +68,15 @@ def copied(model, *, metrics: bool = False, wanted: bool = True) -> dict[str, np
             found[name] = np.zeros(variable.shape, _dtype(variable)) if wanted else None
         else:
             found[f"{name}{PARTS}{variable.aggregation}"] = _parts(model, variable)
+    for name, optimizer in others(model).items():
+        if optimizer.built:
+            found[name + _PLACES] = _places(model, optimizer)
     return found if wanted else {}
+
+
+def changing(model) -> list:
+    """The variables that a step of training may change, but for Keras's global seed generator."""
+    return [v for name, v in _variables(model, metrics=True).items() if name != _SHARED]
 
 
 def put(model, arrays: dict[str, np.ndarray], source: str) -> None:
@@ -82,11 +93,13 @@ def put(model, arrays: dict[str, np.ndarray], source: str) -> None:
     has_metrics = any(name.startswith("metrics/") for name in arrays)
     if _SHARED in arrays:
         seed_generator.global_seed_generator()  # Keras makes it at the first draw
+    _buildothers(model, arrays, source)
+    arrays = {name: value for name, value in arrays.items() if not name.endswith(_PLACES)}
     variables = _variables(model, metrics=has_metrics)
     if _SHARED not in arrays:
         variables.pop(_SHARED, None)
     groups = {name.split("/")[0] for name in variables}
-    arrays = {name: value for name, value in arrays.items() if name.split("/")[0] in (*groups, "optimizer")}
+    arrays = {name: v for name, v in arrays.items() if name.split("/")[0] in groups or name.startswith("optimizer")}
     given = {name.partition(PARTS)[0]: value for name, value in arrays.items()}
     kinds = _kinds(arrays)
     if variables.keys() != given.keys():
@@ -167,10 +180,45 @@ def _variables(model, *, metrics: bool) -> dict:
             with model.distribute_strategy.scope():
                 model.optimizer.build(model.trainable_variables)
         found |= _group("optimizer", tables.whole(model.optimizer.variables))
+    for name, optimizer in others(model).items():
+        if optimizer.built:  # else it has changed nothing yet
+            found |= _group(name, tables.whole(optimizer.variables))
     averager = averaging.averager_of(model)
     if averager is not None and averager.outer is not None:
         found |= _group("outer", averager.outer.variables)
     return found | (_group("metrics", model.metrics_variables) if metrics else {})
+
+
+def others(model) -> dict[str, BaseOptimizer]:
+    """Optimizers in attributes of the model beside its own, by the names of their groups."""
+    known = model.optimizer, getattr(model.optimizer, "inner_optimizer", None)
+    return {
+        f"optimizer.{name}": value
+        for name, value in sorted(vars(model).items())
+        if isinstance(value, BaseOptimizer) and not any(value is other for other in known)
+    }
+
+
+def _places(model, optimizer) -> np.ndarray:
+    """Which of the model's trainable variables an optimizer updates; -1 for one that is not among them."""
+    numbers = {id(variable): at for at, variable in enumerate(model.trainable_variables)}
+    return np.array([numbers.get(id(variable), -1) for variable in optimizer._trainable_variables], "int64")
+
+
+def _buildothers(model, arrays: dict[str, np.ndarray], source: str) -> None:
+    """Makes the variables of optimizers that would make them with their first step."""
+    for name, optimizer in others(model).items():
+        places = arrays.get(name + _PLACES)
+        if optimizer.built or places is None:
+            continue
+        variables = model.trainable_variables
+        if (places < 0).any() or (places >= len(variables)).any():
+            raise InputError(
+                f"{source} has the state of `{name.removeprefix('optimizer.')}`, whose weights are not the model's. "
+                "Build it before `fit`: optimizer.build(variables)."
+            )
+        with model.distribute_strategy.scope():
+            optimizer.build([variables[at] for at in places])
 
 
 def _has_parts(variable) -> bool:

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
-PREEMPTED = 75
+from tfgpu.errors import Preempted
+
+PREEMPTED = Preempted.EXIT_CODE
 """Exit code of a process that was asked to leave and has saved (EX_TEMPFAIL: try again later)."""
 WRONG_INPUT = 2
 """Exit code of the command line for what another start cannot mend."""

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfgpu.callbacks.snapshot import epoch_of, found
 from tfgpu.data import Data
-from tfgpu.errors import MachineError
+from tfgpu.errors import MachineError, OutOfMemory
 from tfgpu.recipes import directory
 from tfgpu.recipes.recipe import Recipe
 
@@ -80,10 +79,11 @@ def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, res
 
 def describe_failure(error: Exception, watch: Watch, what: Recipe) -> str:
     """Says in one line where a training failed and, where it is known, what helps."""
-    if isinstance(error, tf.errors.ResourceExhaustedError):
+    if isinstance(error, OutOfMemory):
         return (
-            f"Out of memory in epoch {watch.epoch + 1} with global_batch={what.global_batch}. Use a smaller "
-            "--global-batch (with --accumulate for the same update), --recompute, or more devices."
+            f"Training failed in epoch {watch.epoch + 1} with global_batch={what.global_batch}: {error.sizes} Use a "
+            "smaller --global-batch (with --accumulate for the same update), --precision mixed_bfloat16, --recompute, "
+            "or more devices."
         )
     if isinstance(error, MachineError):
         return f"Training failed in epoch {watch.epoch + 1}: {error}"

@@ -1,0 +1,111 @@
+"""Data that fails in the middle is read on, element by element; where it keeps failing one error says so."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfgpu
+from tfgpu.callbacks import Checkpoint
+from tfgpu.data import retry
+
+ROWS = np.arange(24, dtype="float32").reshape(12, 2) / 10
+
+
+class Drive:
+    """Batches of two rows; reading number `at` of an element fails so many times."""
+
+    def __init__(self, fails: dict[int, int]):
+        self.left, self.opened = dict(fails), 0
+
+    def read(self):
+        self.opened += 1
+        for at in range(0, len(ROWS), 2):
+            if self.left.get(at // 2, 0):
+                self.left[at // 2] -= 1
+                raise OSError("stale file handle")
+            yield ROWS[at : at + 2], ROWS[at : at + 2, :1]
+
+    def data(self) -> tf.data.Dataset:
+        signature = tf.TensorSpec([None, 2], tf.float32), tf.TensorSpec([None, 1], tf.float32)
+        return tf.data.Dataset.from_generator(self.read, output_signature=signature)
+
+
+def trained(data, *callbacks, epochs=2):
+    keras.utils.set_random_seed(0)
+    with tfgpu.strategy("mirrored", devices=2).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    history = model.fit(data, epochs=epochs, verbose=0, callbacks=list(callbacks)).history
+    return [w.tobytes() for w in model.get_weights()], history["loss"]
+
+
+def test_training_on_a_drive_that_fails_ends_as_on_one_that_does_not():
+    bad = Drive({0: 1, 3: 2, 5: 1})
+    assert trained(retry(bad.data(), limit=2, wait_s=0)) == trained(Drive({}).data())
+    assert not any(bad.left.values())
+
+
+def test_a_drive_that_keeps_failing_is_told_and_saved_checkpoints_stay(tmp_path):
+    bad = Drive({4: 100})
+    with pytest.raises(
+        Exception, match=r"The data failed 3 times in a row after 4 of its elements: .*stale file handle"
+    ):
+        trained(retry(bad.data(), limit=2, wait_s=0), Checkpoint(tmp_path, every_steps=1))
+    bad.left = {}
+    again = trained(retry(bad.data(), limit=2, wait_s=0), Checkpoint(tmp_path, every_steps=1))
+    assert again == trained(Drive({}).data())
+
+
+def test_each_try_waits_twice_as_long(monkeypatch):
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    assert len(list(retry(Drive({1: 3}).data(), limit=3, wait_s=0.5))) == 6
+    assert waited == [0.5, 1.0, 2.0]
+
+
+def test_what_lasts_is_not_tried_again():
+    bad = tf.data.Dataset.range(3).map(lambda n: tf.reshape(n, [tf.cast(n, tf.int32)]))  # 0 is no shape of one number
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="The data cannot be read beyond 0 of its elements: .*shape"
+    ):
+        list(retry(bad, wait_s=100.0))
+
+
+def test_epochs_of_a_pipeline_repeat_their_order():
+    data = tfgpu.data.pipeline("digits", global_batch=64, seed=1)
+    whole = [x.numpy().tobytes() for _ in range(2) for x, _ in data.train]
+    data.seek(0)
+    fails = {"left": 2}
+
+    def fail_once(x, y):
+        def check(n):
+            if fails["left"] and n.sum() and len(seen) % 5 == 3:
+                fails["left"] -= 1
+                raise OSError("gone")
+            seen.append(None)
+            return n
+
+        return tf.ensure_shape(tf.numpy_function(check, [x], x.dtype), x.shape), y
+
+    seen = []
+    flaky = data.train.map(fail_once)
+    flaky.tfgpu_epochs = data.train.tfgpu_epochs
+    again = retry(flaky, wait_s=0)
+    assert int(again.cardinality()) == len(whole) // 2
+    assert [x.numpy().tobytes() for _ in range(2) for x, _ in again] == whole and fails["left"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 2],), "needs a tf.data.Dataset"),
+        ((tf.data.Dataset.range(2), 0), "`limit` must be"),
+        ((tf.data.Dataset.range(2), 1.5), "`limit` must be"),
+    ],
+)
+def test_bad_settings(arguments, message):
+    with pytest.raises(tfgpu.InputError, match=message):
+        retry(*arguments)
+    with pytest.raises(tfgpu.InputError, match="`wait_s` must be"):
+        retry(tf.data.Dataset.range(2), wait_s=-1)
