@@ -23,6 +23,7 @@ from benchmarks.children import ROOT, _free_ports
 
 WAYS = {
     "synchronous": {"kind": "multi_worker"},
+    "hierarchical": {"kind": "multi_worker", "all_reduce": "hierarchical"},
     "averaging, every=16": {"kind": "averaging", "every": 16},
     "top_k=0.01": {"kind": "multi_worker", "top_k": 0.01},
     "top_k=0.1": {"kind": "multi_worker", "top_k": 0.1},

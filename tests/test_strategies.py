@@ -110,6 +110,7 @@ def test_tensorflow_still_loses_a_replica_of_three_in_hierarchical_copy():
         ({"kind": "mirrored", "bytes_per_pack": 2**20}, "`bytes_per_pack` does not apply to `mirrored`"),
         ({"kind": "mirrored", "all_reduce": "nccl"}, "between GPUs only. Found: CPU:0"),
         ({"kind": "mirrored", "all_reduce": "ring"}, "applies to `multi_worker`"),
+        ({"kind": "mirrored", "all_reduce": "hierarchical"}, "applies to `multi_worker`"),
         ({"kind": "mirrored", "all_reduce": "rnig"}, "Did you mean 'ring'"),
         ({"kind": "multi_worker"}, "Found: one process and no cluster"),
         ({"kind": "multi_worker", "cluster": WORKER, "all_reduce": "nccl"}, "between GPUs only"),
@@ -202,7 +203,7 @@ import numpy as np
 import tensorflow as tf
 from tfgpu import environment, strategies
 environment.set_logical_devices(3)
-strategy = strategies.strategy(devices=2)
+strategy = strategies.strategy(devices=2, all_reduce=sys.argv[1])
 @tf.function
 def gradient():
     def replica():
@@ -226,8 +227,9 @@ print(json.dumps({"sums": [float(s) for s in gradient()], "weight": model.get_we
 
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-def test_two_workers_of_two_cpu_devices_sum_four_gradients(together):
-    answers = together(SEVERAL_CPUS_SCRIPT, {"worker": 2}, wait_for="")
+@pytest.mark.parametrize("all_reduce", ["auto", "hierarchical"])
+def test_two_workers_of_two_cpu_devices_sum_four_gradients(together, all_reduce):
+    answers = together(SEVERAL_CPUS_SCRIPT, {"worker": 2}, all_reduce, wait_for="")
     assert len(answers) == 2
     for answer in answers.values():
         assert answer["sums"] == [-20, -20]

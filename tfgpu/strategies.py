@@ -12,7 +12,7 @@ Which option applies where:
 |---|---|---|---|---|
 | `devices` | one | any | the first GPUs, or the first logical CPU devices, of each worker | - |
 | `all_reduce="nccl"` | - | physical GPUs | physical GPUs | - |
-| `all_reduce="ring"` | - | - | yes | - |
+| `all_reduce="ring"`, `"hierarchical"` | - | - | yes | - |
 | `all_reduce="hierarchical_copy"` | - | an even number | - | - |
 | `all_reduce="reduction_to_one_device"` | - | yes | - | - |
 | `bytes_per_pack` | - | - | yes | - |
@@ -38,13 +38,13 @@ from tfgpu.asynchronous.parameter_server import Partitioner, parameter_server, r
 from tfgpu.cluster import Cluster
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, unknown
-from tfgpu.keras_fixes import compression, replica
+from tfgpu.keras_fixes import collectives, compression, replica
 from tfgpu.keras_fixes.devices import have_started, worker_devices
 
 KINDS = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "averaging")
 __all__ = ["describe", "mirrored", "multi_worker", "one_device", "parameter_server", "serve", "strategy"]
 REDUCE_DTYPES = ("float16", "bfloat16")
-ALL_REDUCE = ("auto", "nccl", "ring", "hierarchical_copy", "reduction_to_one_device")
+ALL_REDUCE = ("auto", "nccl", "ring", "hierarchical", "hierarchical_copy", "reduction_to_one_device")
 Devices = int | str | Iterable[str] | None
 Outer = keras.optimizers.Optimizer | Callable[[], keras.optimizers.Optimizer] | None
 
@@ -76,8 +76,8 @@ def strategy(
         kind: `"auto"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"parameter_server"` or `"averaging"`.
         devices: `None`, all GPUs, or the CPU where there is none; a number, the first so many GPUs, or
             logical CPU devices where there is no GPU; or names such as `["GPU:0", "GPU:1"]`.
-        all_reduce: how replicas sum their gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
-            `"reduction_to_one_device"`. The module's table says which applies where.
+        all_reduce: how replicas sum their gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical"`,
+            `"hierarchical_copy"` or `"reduction_to_one_device"`. The module's table says which applies where.
         bytes_per_pack: bytes of gradients in one collective, for `multi_worker`; 0 puts all into one. Several can start
             while the backward pass still makes the rest.
         reduce_dtype: `"float16"` or `"bfloat16"`: gradients travel in it, half the bytes, for slow networks. Each
@@ -197,7 +197,8 @@ def multi_worker(
     Args:
         devices: `None`, all GPUs of each worker, or its first CPU device; or the first so many GPUs (logical CPU
             devices where there is no GPU), by number or name.
-        all_reduce: `"auto"`, `"ring"` or `"nccl"` (GPUs only).
+        all_reduce: `"auto"`, `"ring"`, `"nccl"` (GPUs only), or `"hierarchical"`: each worker adds up on its first
+            device, and only those talk to each other, for workers of several devices and a slow network between them.
         bytes_per_pack, reduce_dtype, top_k: as for `strategy`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
@@ -234,6 +235,8 @@ def multi_worker(
             "Move `tfgpu.strategy(...)` above the first tensor, dataset or model; in a notebook, restart the "
             f"kernel first. ({error})"
         ) from None
+    if all_reduce == "hierarchical":
+        collectives.add_within_first(made)
     return _compressing(made, reduce_dtype, top_k)
 
 
@@ -299,8 +302,8 @@ def _kind(strategy: tf.distribute.Strategy) -> str:
 def _cross_device_ops(all_reduce: str, chosen: tuple[Device, ...]) -> tf.distribute.CrossDeviceOps | None:
     if all_reduce not in ALL_REDUCE:
         raise unknown("all-reduce", all_reduce, ALL_REDUCE)
-    if all_reduce == "ring":
-        raise InputError("all_reduce='ring' applies to `multi_worker`. With `mirrored` use 'auto' or 'nccl'.")
+    if all_reduce in ("ring", "hierarchical"):
+        raise InputError(f"all_reduce={all_reduce!r} applies to `multi_worker`. With `mirrored` use 'auto' or 'nccl'.")
     if all_reduce == "nccl":
         _need_physical_gpus(chosen)
         return tf.distribute.NcclAllReduce()
@@ -321,11 +324,13 @@ def _implementation(
     choices = tf.distribute.experimental.CommunicationImplementation
     if all_reduce not in ALL_REDUCE:
         raise unknown("all-reduce", all_reduce, ALL_REDUCE)
-    if all_reduce not in ("auto", "ring", "nccl"):
-        raise InputError(f"all_reduce={all_reduce!r} applies to `mirrored`. With `multi_worker` use 'auto'.")
+    if all_reduce not in ("auto", "ring", "nccl", "hierarchical"):
+        raise InputError(
+            f"all_reduce={all_reduce!r} applies to `mirrored`. With `multi_worker` use 'auto' or 'hierarchical'."
+        )
     if all_reduce == "nccl":
         _need_physical_gpus(chosen)
-    return {"auto": choices.AUTO, "ring": choices.RING, "nccl": choices.NCCL}[all_reduce]
+    return {"ring": choices.RING, "nccl": choices.NCCL}.get(all_reduce, choices.AUTO)
 
 
 def _check_compression(reduce_dtype: str | None, top_k: float | None) -> None:

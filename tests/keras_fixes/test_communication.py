@@ -181,3 +181,50 @@ def test_a_small_embeddings_rows_travel_with_the_dense_gradients(together, way, 
     for answer in together(EMBEDDING, {"worker": 2}, way).values():
         np.testing.assert_allclose(answer["weights"], alone["weights"], rtol=0, atol=2e-6)
         assert answer["a_step"] == rounds
+
+
+TWO_LEVELS = """
+import json, sys
+import keras, numpy as np, tensorflow as tf
+from tfgpu import environment, strategies
+environment.set_logical_devices(2)
+strategy = strategies.strategy(devices=2, all_reduce=sys.argv[1])
+keras.utils.set_random_seed(1)
+rng = np.random.default_rng(0)
+x, y = rng.integers(0, 9, (22, 5)), rng.normal(size=(22, 1)).astype("float32")
+with strategy.scope():
+    model = keras.Sequential([
+        keras.Input((5,)), keras.layers.Embedding(9, 4), keras.layers.Flatten(), keras.layers.Dense(6),
+        keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.5, gradient_accumulation_steps=int(sys.argv[2]) or None)
+    model.compile(optimizer, "mse", metrics=["mae"])
+logs = model.fit(x, y, batch_size=8, epochs=4, shuffle=False, verbose=0).history
+def replica():
+    context = tf.distribute.get_replica_context()
+    number = tf.cast(context.replica_id_in_sync_group, tf.float32)
+    slices = tf.IndexedSlices([[number]], [context.replica_id_in_sync_group], tf.constant([4, 1]))
+    mean, (total, rows) = context.all_reduce("mean", number), context.all_reduce("sum", [number, slices])
+    return mean, total, tf.convert_to_tensor(rows)
+def found(run):
+    return [np.asarray(part).ravel().tolist() for value in run(replica) for part in
+            strategy.experimental_local_results(value)]
+print(json.dumps({"weights": [w.tolist() for w in model.get_weights()], "logs": logs,
+                  "graph": found(tf.function(strategy.run)), "eager": found(strategy.run)}))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("accumulate", [0, 2])
+def test_a_sum_in_two_levels_is_the_sum_in_one(together, accumulate):
+    flat = together(TWO_LEVELS, {"worker": 2}, "ring", accumulate)
+    levels = together(TWO_LEVELS, {"worker": 2}, "hierarchical", accumulate)
+    mean, total, rows = [1.5], [6.0], [0.0, 1.0, 2.0, 3.0]
+    for name, answer in levels.items():
+        assert answer["graph"] == answer["eager"] == [mean, mean, total, total, rows, rows]
+        for a, b in zip(flat[name]["weights"], answer["weights"], strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+        for key, values in answer["logs"].items():
+            np.testing.assert_allclose(values, flat[name]["logs"][key], atol=1e-6)
+    assert levels["worker0"] == levels["worker1"]

@@ -276,13 +276,14 @@ def _add_here(values: list) -> list:
 
     def add(strategy, *columns):
         with tf.device("CPU:0"):
-            return [_added(strategy.experimental_local_results(column)) for column in columns]
+            return [added(strategy.experimental_local_results(column)) for column in columns]
 
     with _meeting():
         return list(context().merge_call(add, args=tuple(values)))
 
 
-def _added(parts) -> tf.Tensor | tf.IndexedSlices:
+def added(parts) -> tf.Tensor | tf.IndexedSlices:
+    """The sum of replicas' tensors; of their slices, all of them."""
     if not isinstance(parts[0], tf.IndexedSlices):
         return tf.add_n(parts)
     rows, numbers = (tf.concat([getattr(part, name) for part in parts], 0) for name in ("values", "indices"))

@@ -73,7 +73,8 @@ def begin(model) -> Guard:
         if not optimizer.built:
             name = name.removeprefix("optimizer.")
             raise InputError(f"SkipNaN needs the state of `{name}`. Call `model.{name}.build(variables)` before `fit`.")
-    run.guard = model.train_function.guard()
+    steps = model.train_function
+    run.guard = steps.guard = steps.guard or Guard(model)
     return run.guard
 
 

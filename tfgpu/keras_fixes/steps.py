@@ -16,7 +16,7 @@ from keras.src import backend, tree
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.trainers.trainer import Trainer
 
-from tfgpu.keras_fixes import attributes, averaging, blocks, layers, meter, picks, pieces, replica, skipping, trials
+from tfgpu.keras_fixes import attributes, averaging, blocks, layers, meter, picks, pieces, replica, trials
 from tfgpu.keras_fixes.seam import wrap
 
 _log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class Steps:
         logs: what the last call returned.
         logs_are_results: the logs are the results of the model's metrics, and nothing else: the steps are Keras's own.
         averager: averages replicas that train apart; None where they train together.
+        guard: undoes steps that bring NaN, where a `fit` asks for it (`skipping.Guard`).
         done: steps so far.
         sent_bytes: what each replica has handed to collectives in them.
     """
@@ -61,7 +62,7 @@ class Steps:
         self.averager = averaging.Averager(model, plan) if plan is not None and is_training else None
         self.done = self.sent_bytes = 0
         self._sent = {}
-        self._guard = None
+        self.guard = None
         self._on_data = functools.cache(lambda **how: self._compile(functools.partial(self._run_once, **how)))
         self._loop = functools.cache(self._make_loop)
         # Under replicas XLA compiles what it can of the step, and the collectives stay outside.
@@ -178,11 +179,6 @@ class Steps:
         """Whether `sent_bytes` has all: every shape was known when the steps were traced."""
         return all(sent.is_whole for sent in self._sent.values())
 
-    def guard(self) -> skipping.Guard:
-        """What leaves steps out that bring a number that is none."""
-        self._guard = self._guard or skipping.Guard(self._model)
-        return self._guard
-
     def _make_loop(self, is_sure: bool, with_places: bool | None, apart: bool, guarded: bool, jit: bool) -> Callable:
         how = dict(is_sure=is_sure, with_places=with_places, apart=apart, guarded=guarded, jit=jit)
         return self._compile(functools.partial(self._run_many, **how))
@@ -272,7 +268,7 @@ class Steps:
     def _only_step(self, data, jit: bool, guarded: bool):
         step = self._compiled_step() if jit else self._step
         with picks.picking(self._picks), _recording(self._model, self.logs_are_results) as results:
-            logs = self.guard().run(step, data) if guarded else step(data)
+            logs = self.guard.run(step, data) if guarded else step(data)
             logs = tree.map_structure(tf.convert_to_tensor, logs)
         return self._part(logs, results, lambda leaf: leaf)
 
@@ -292,7 +288,7 @@ class Steps:
             _recording(self._model, self.logs_are_results) as results,
         ):
             step = self._step if replica.has_rows_for_sure() else self._step_on_a_stand_in
-            logs = self.guard().run(step, data) if guarded else step(data)
+            logs = self.guard.run(step, data) if guarded else step(data)
             self._varies |= facts.varies
             if apart:
                 self.averager.note(facts)
