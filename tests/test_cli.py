@@ -262,18 +262,20 @@ def test_a_directory_with_a_run_is_safe(runs):
 
 SCHEDULES = {
     "cosine": ["--schedule", "cosine"],
+    "loop": ["--path", "loop", "--checkpoint-steps", "7", "--accumulate", "2"],
     "plateau": ["--schedule", "plateau", "--schedule-option", "patience=1", "--optimizer", "sgd"],
 }
 
 
 @pytest.mark.parametrize(
-    ("schedule", "number"),
+    ("schedule", "number", "code"),
     [
-        pytest.param("cosine", signal.SIGINT, id="ctrl-c"),
-        pytest.param("plateau", signal.SIGTERM, id="sigterm", marks=pytest.mark.slow),
+        pytest.param("cosine", signal.SIGINT, 130, id="ctrl-c"),
+        pytest.param("plateau", signal.SIGTERM, 75, id="sigterm", marks=pytest.mark.slow),
+        pytest.param("loop", signal.SIGTERM, 75, id="sigterm-loop", marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number):
+def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number, code):
     words = ["train", *SMALL, *SCHEDULES[schedule], "--epochs", "8"]
     whole = tfgpu(*words, "--output", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
@@ -289,7 +291,7 @@ def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number):
         _, stderr = process.communicate(timeout=100)
     finally:
         process.kill()
-    assert process.returncode == 130, stderr
+    assert process.returncode == code, stderr
     (line,) = stderr.splitlines()
     assert "cut/checkpoints" in line and line.endswith("Go on with: tfgpu train --resume --output cut")
     assert not (tmp_path / "cut" / "model.keras").exists() and 3 <= len(rows(tmp_path / "cut")) < 9

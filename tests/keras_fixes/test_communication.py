@@ -194,7 +194,7 @@ rng = np.random.default_rng(0)
 x, y = rng.integers(0, 9, (22, 5)), rng.normal(size=(22, 1)).astype("float32")
 with strategy.scope():
     model = keras.Sequential([
-        keras.Input((5,)), keras.layers.Embedding(9, 4), keras.layers.Flatten(), keras.layers.Dense(6),
+        keras.Input((5,)), keras.layers.Embedding(9, 4), keras.layers.Flatten(), keras.layers.Dense(6, use_bias=False),
         keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), keras.layers.Dense(1)])
     optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.5, gradient_accumulation_steps=int(sys.argv[2]) or None)
     model.compile(optimizer, "mse", metrics=["mae"])
@@ -202,14 +202,15 @@ logs = model.fit(x, y, batch_size=8, epochs=4, shuffle=False, verbose=0).history
 def replica():
     context = tf.distribute.get_replica_context()
     number = tf.cast(context.replica_id_in_sync_group, tf.float32)
-    slices = tf.IndexedSlices([[number]], [context.replica_id_in_sync_group], tf.constant([4, 1]))
-    mean, (total, rows) = context.all_reduce("mean", number), context.all_reduce("sum", [number, slices])
-    return mean, total, tf.convert_to_tensor(rows)
+    place = tf.reshape(tf.cast(context.replica_id_in_sync_group, tf.int32), [1])
+    slices = tf.IndexedSlices(tf.reshape(number, [1, 1]), place, tf.constant([4, 1]))
+    mean, total = context.all_reduce("mean", number), context.all_reduce("sum", number)
+    return mean, total, tf.convert_to_tensor(context.all_reduce("sum", slices))
 def found(run):
     return [np.asarray(part).ravel().tolist() for value in run(replica) for part in
             strategy.experimental_local_results(value)]
 print(json.dumps({"weights": [w.tolist() for w in model.get_weights()], "logs": logs,
-                  "graph": found(tf.function(strategy.run)), "eager": found(strategy.run)}))
+                  "graph": found(tf.function(lambda step: strategy.run(step))), "eager": found(strategy.run)}))
 """
 
 

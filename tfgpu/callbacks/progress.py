@@ -29,6 +29,7 @@ class Progress(keras.callbacks.Callback):
     """
 
     every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
+    has_memory = False
 
     def __init__(self, *, console: Console | None = None, first_total: int | None = None):
         super().__init__()

@@ -1,7 +1,8 @@
 """The command line. Each command calls one library function; `train` has its flags from the schema.
 
 Nothing here imports TensorFlow before the input is validated, so that `--help` and errors are quick.
-Exit codes: 0 done, 1 training failed or the doctor found a problem, 2 wrong input, 130 interrupted.
+Exit codes: 0 done, 1 training failed or the doctor found a problem, 2 wrong input, 75 asked to leave
+(SIGTERM) and saved, 130 interrupted.
 """
 
 import sys

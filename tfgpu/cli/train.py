@@ -9,7 +9,7 @@ from rich.console import Console
 from tfgpu.cli.flags import given, with_settings
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.cluster import Cluster
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import recipe as recipes
 
 app = typer.Typer()
@@ -78,6 +78,9 @@ def train(
             start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
             runner = imported("tfgpu.recipes.runner")
         result = runner.run(recipe, output=output, resume=resume, overwrite=overwrite, show=True)
+    except Preempted as leaving:
+        complain(str(leaving))
+        raise typer.Exit(leaving.code) from None
     except KeyboardInterrupt as interrupt:  # Typer would swallow the message.
         complain(str(interrupt) or "Interrupted.")
         raise typer.Exit(130) from None

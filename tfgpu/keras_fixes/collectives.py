@@ -5,6 +5,7 @@ import itertools
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
+from tensorflow.python.distribute.values import Mirrored
 
 from tfgpu.keras_fixes import replica
 from tfgpu.keras_fixes.seam import wrap
@@ -60,7 +61,8 @@ class _TwoLevels(CollectiveAllReduce):
             found = self._between._all_reduce(tf.distribute.ReduceOp.SUM, mine, 0, options)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             found = [_divided(value, self._group_size) for value in found]
-        return [distribute_utils.regroup([_copied(value, device) for device in self._devices]) for value in found]
+        copies = [[_copied(value, device) for device in self._devices] for value in found]
+        return [distribute_utils.regroup(each, wrap_class=Mirrored) for each in copies]
 
 
 def add_within_first(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:

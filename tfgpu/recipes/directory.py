@@ -31,6 +31,7 @@ CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 NOTHING_WRITTEN = "Interrupted before the first step; nothing was written."
 _OWN = (MODEL, METRICS, REPORT, CHECKPOINTS, LOGS, CONFIG)
+_FREE = ("epochs", "recompute", "checkpoint_steps")  # Settings that a resumed run may change, besides `INPUT`.
 _ASIDE = ".replaced"  # The earlier run, until the new one has made a step.
 _SETTLED = ".replaced-settled"  # The earlier run while it is being deleted.
 
@@ -75,7 +76,7 @@ def check_same(recipe: Recipe, earlier: Recipe, *, directory: str | Path) -> Non
         InputError: names every setting that differs, with both values.
     """
     new, old = recipe.model_dump(), earlier.model_dump()
-    differing = [name for name in new if new[name] != old[name] and name not in ("epochs", "recompute", *INPUT)]
+    differing = [name for name in new if new[name] != old[name] and name not in (*_FREE, *INPUT)]
     if recipe.epochs < earlier.epochs:
         differing.append("epochs")
     if differing:

@@ -182,6 +182,9 @@ class Recipe(BaseModel):
     epochs: int = _field(20, "Training", "How often to go through the training examples.", ge=1)
     global_batch: int = _field(32, "Training", "Examples per step, over all replicas together.", ge=1)
     accumulate: int = _field(1, "Training", "Steps whose gradients are averaged into one update.", ge=1)
+    checkpoint_steps: int = _field(
+        0, "Training", "Save a checkpoint after so many steps too; 0: at the ends of epochs alone.", ge=0
+    )
     seed: int = _field(
         0,
         "Training",

@@ -24,7 +24,7 @@ from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.progress import Progress
 from tfgpu.cluster import Cluster
 from tfgpu.data import Data, pipeline
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import compiling, directory, facts, recipe
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.report import MOST_CLASSES, render
@@ -34,6 +34,7 @@ from tfgpu.recipes.watch import (
     Watch,
     describe_failure,
     describe_interrupt,
+    describe_leaving,
     terminable,
     unstarted,
 )
@@ -101,7 +102,8 @@ def run(
     Raises:
         InputError: something in the recipe or the output directory cannot work.
         TrainingError: training began and failed.
-        KeyboardInterrupt: interrupted (SIGINT or SIGTERM); the message says how to go on.
+        Preempted: asked to leave (SIGTERM) while it trained; it has saved, and the message says how to go on.
+        KeyboardInterrupt: interrupted by SIGINT, or by SIGTERM before or after the training.
 
     Example:
         >>> run(Recipe(epochs=2), output="runs/first").run_directory
@@ -260,7 +262,7 @@ def _train(
         with terminable(), Writer() as writer:
             if path:
                 directory.write_config(path, job.recipe, about)
-            checkpoint = _checkpoint(job, shared, writer)
+            checkpoint = _checkpoint(job, shared, writer, resume=resume)
             position = checkpoint.restore(job.model) if resume else None
             first = position.epoch if position else 0
             done = [dict(row) for row in position.history] if position else []
@@ -276,6 +278,8 @@ def _train(
                 # The last checkpoint is from before the end of `fit`, which puts the averaged weights in place.
                 job.model.optimizer.finalize_variable_values(job.model.trainable_weights)
             return metrics.rows
+    except Preempted as error:
+        raise Preempted(describe_leaving(error, path)) from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_interrupt(path, made, watch, resume=resume)) from None
     except Exception as error:
@@ -330,12 +334,12 @@ def _finish(job: Job, path: Path | None, about: dict[str, Any], rows: list[dict[
     return Result(accuracy, loss, tuple(rows), path, about)
 
 
-def _checkpoint(job: Job, path: Path | None, writer: Writer) -> Checkpoint:
+def _checkpoint(job: Job, path: Path | None, writer: Writer, *, resume: bool) -> Checkpoint:
     """The callback that every worker needs; one that knows no directory only takes part in what the chief reads."""
     return Checkpoint(
         (path or Path()) / directory.CHECKPOINTS,
-        resume=False,  # the runner restores, or not, as it was told
-        leave_on=(),
+        every_steps=job.recipe.checkpoint_steps or None,
+        resume=resume,
         data=job.data,
         is_chief=job.cluster.is_chief,
         writer=writer,

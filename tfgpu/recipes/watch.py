@@ -10,9 +10,9 @@ from typing import Any
 
 import keras
 
-from tfgpu.callbacks.snapshot import epoch_of, found
+from tfgpu.callbacks.snapshot import found, place_of
 from tfgpu.data import Data
-from tfgpu.errors import MachineError, OutOfMemory
+from tfgpu.errors import MachineError, OutOfMemory, Preempted
 from tfgpu.recipes import directory
 from tfgpu.recipes.recipe import Recipe
 
@@ -25,6 +25,7 @@ class Watch(keras.callbacks.Callback):
     """Knows where the training is, gives each epoch its order of data, stops at a loss that is no number."""
 
     every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
+    has_memory = False
 
     def __init__(self, data: Data, *, begun: Any):
         super().__init__()
@@ -74,7 +75,14 @@ def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, res
     saved = found(path / directory.CHECKPOINTS)
     if not saved:
         return f"Interrupted in epoch {watch.epoch + 1}, before a checkpoint. {again}"
-    return f"Interrupted. Epoch {epoch_of(saved[0])} is in {path / directory.CHECKPOINTS}. {again}"
+    epochs, step = place_of(saved[0])
+    what = f"Step {step}, in epoch {epochs + 1}," if step else f"Epoch {epochs}"
+    return f"Interrupted. {what} is in {path / directory.CHECKPOINTS}. {again}"
+
+
+def describe_leaving(error: Preempted, path: Path | None) -> str:
+    """Says what a run that was asked to leave has saved, and how to go on."""
+    return str(error) if path is None else f"{error} Go on with: tfgpu train --resume --output {path}"
 
 
 def describe_failure(error: Exception, watch: Watch, what: Recipe) -> str:
@@ -103,7 +111,10 @@ def unstarted() -> Iterator[None]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Makes SIGTERM end the training as Ctrl-C does. Multi-worker strategies set a handler: ours is later."""
+    """Makes SIGTERM end as Ctrl-C does what is no `fit`, whose checkpoints save and leave.
+
+    Multi-worker strategies set a handler: ours is later.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
