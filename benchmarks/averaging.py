@@ -30,6 +30,7 @@ WAYS = {
     "bfloat16": {"kind": "multi_worker", "reduce_dtype": "bfloat16"},
     "float16": {"kind": "multi_worker", "reduce_dtype": "float16"},
     "averaging, every=16, after=100": {"kind": "averaging", "every": 16, "after": 100},
+    # The outer rate over one less its momentum is 7: the inner rate is a seventh.
     "averaging, every=16, outer SGD": {"kind": "averaging", "every": 16, "outer": True},
 }
 
@@ -42,8 +43,9 @@ def train(way: str, devices: int, seeds: int, epochs: int) -> list[dict]:
     from tfgpu.asynchronous import averaging
 
     tfgpu.environment.set_logical_devices(devices)
-    options = dict(WAYS[way])
+    options, rate = dict(WAYS[way]), 0.05
     if options.pop("outer", False):
+        rate /= 7
         options["outer"] = lambda: keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
     strategy, rows = tfgpu.strategy(devices=devices, **options), []
     for seed in range(seeds):
@@ -52,7 +54,7 @@ def train(way: str, devices: int, seeds: int, epochs: int) -> list[dict]:
         with strategy.scope():
             model = tfgpu.models.mlp(data.info.input_shape, data.info.classes)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=["accuracy"])
+            model.compile(keras.optimizers.SGD(rate, momentum=0.9), loss, metrics=["accuracy"])
         before = _carried()
         model.fit(data.train, epochs=epochs, verbose=0)
         carried = _carried() - before

@@ -169,3 +169,26 @@ def test_optimizers_in_attributes_are_saved_too(tmp_path, replicas):
     train(resumed, 0, 4, Checkpoint(tmp_path))
     assert states(straight) == states(resumed)
     assert resumed.one.iterations.numpy() == resumed.two.iterations.numpy() == 12
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_what_top_k_has_not_sent_yet_is_saved(tmp_path, replicas):
+    def make():
+        keras.utils.set_random_seed(2)
+        with tfgpu.strategy("mirrored", devices=replicas, top_k=0.1).scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, "relu"), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        return model
+
+    straight, resumed = make(), make()
+    train(straight, 0, 4)
+    train(make(), 0, 2, Checkpoint(tmp_path))
+    train(resumed, 0, 4, Checkpoint(tmp_path))
+    assert all((a == b).all() for a, b in zip(state(straight), state(resumed), strict=True))
+    # In the same process once more, from the end back to the second epoch.
+    checkpoint = Checkpoint(tmp_path / "again")
+    train(again := make(), 0, 2, checkpoint)
+    train(again, 2, 3)
+    checkpoint.restore(again)
+    train(again, 2, 4)
+    assert all((a == b).all() for a, b in zip(state(straight), state(again), strict=True))

@@ -67,6 +67,8 @@ class Checkpoint(keras.callbacks.Callback):
     every_batch = False
     on_all_workers = True
     has_memory = False
+    go_on = "Start the same command again to go on."
+    """What the message says where the training is asked to leave."""
 
     def __init__(
         self,
@@ -147,7 +149,8 @@ class Checkpoint(keras.callbacks.Callback):
         if self._run.leaving is not None:
             raise InputError("Give `fit` one Checkpoint: two would say where to go on.")
         self._writes = saving.writes(self.model) if self._is_chief is None else self._is_chief
-        self._leaving = self._run.leaving = Leaving(spans=replica.spans_processes(self.model.distribute_strategy))
+        spans = replica.spans_processes(self.model.distribute_strategy)
+        self._leaving = self._run.leaving = Leaving(spans=spans, go_on=self.go_on)
         self._run.exits.enter_context(self._leaving.listening(self._leave_on))
         if self._every is not None:
             self._run.ends.append(lambda: self._every - self._step % self._every)

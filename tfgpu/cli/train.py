@@ -78,8 +78,7 @@ def train(
             start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
             runner = imported("tfgpu.recipes.runner")
         result = runner.run(recipe, output=output, resume=resume, overwrite=overwrite, show=True)
-    except Preempted as leaving:
-        complain(str(leaving))
+    except Preempted as leaving:  # It has said so; Typer would swallow the code.
         raise typer.Exit(leaving.code) from None
     except KeyboardInterrupt as interrupt:  # Typer would swallow the message.
         complain(str(interrupt) or "Interrupted.")

@@ -10,10 +10,11 @@ Sources: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", 2018 (https:
 
 import math
 
+import numpy as np
 import tensorflow as tf
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import accumulation, replica
+from tfgpu.keras_fixes import accumulation, replica, sharing
 
 
 def send_largest(strategy: tf.distribute.Strategy, top_k: float) -> None:
@@ -61,6 +62,30 @@ def meet(optimizer, inner, grads: list, variables) -> list:
     return out
 
 
+def residuals(optimizer) -> list[tf.Variable]:
+    """What each replica has not sent yet, in the order in which it was made."""
+    return list(getattr(_inner(optimizer), "_tfgpu_residuals", {}).values())
+
+
+def take_up(strategy: tf.distribute.Strategy, optimizer, parts: list[np.ndarray]) -> None:
+    """Gives an optimizer the residuals that `sharing.parts` found; those that are not made yet get theirs then.
+
+    Args:
+        strategy: the model's.
+        optimizer: with or without loss scaling.
+        parts: float32 [replicas, numbers] for each residual; none: they begin anew.
+    """
+    inner = _inner(optimizer)
+    inner._tfgpu_kept = list(parts)
+    for at, residual in enumerate(residuals(optimizer)):
+        found = parts[at] if at < len(parts) else np.zeros((strategy.num_replicas_in_sync, *residual.shape), "float32")
+        sharing.put_parts(strategy, residual, found, "sum")
+
+
+def _inner(optimizer):
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def _summed(flat: tf.Tensor, sizes: list[int], residual: tf.Variable) -> tf.Tensor:
     """The sum of what all replicas send of their gradients and residuals; the residual keeps what this one does not.
 
@@ -93,11 +118,14 @@ def _residual(inner, key: tuple[str, ...], size: int) -> tf.Variable:
     """This optimizer's residual for these weights: each replica has its own."""
     if not hasattr(inner, "_tfgpu_residuals"):
         inner._tfgpu_residuals = {}
-    found = inner._tfgpu_residuals
+    found, strategy = inner._tfgpu_residuals, replica.context().strategy
 
     def make():
         found[key] = tf.Variable(tf.zeros([size]), trainable=False, aggregation=tf.VariableAggregation.NONE)
+        kept = getattr(inner, "_tfgpu_kept", [])
+        if len(found) <= len(kept):
+            sharing.put_parts(strategy, found[key], kept[len(found) - 1], "sum")
 
     if key not in found:
-        replica.run_outside(replica.context().strategy, make)
+        replica.run_outside(strategy, make)
     return found[key]

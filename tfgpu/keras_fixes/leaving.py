@@ -21,6 +21,7 @@ class Leaving:
 
     Args:
         spans: the run spans several processes, which must agree first.
+        go_on: how the run is taken up again, for the message.
 
     Attributes:
         is_wished: this process was asked to leave.
@@ -29,8 +30,8 @@ class Leaving:
         is_left: the run ends by `Preempted`.
     """
 
-    def __init__(self, *, spans: bool):
-        self._spans = spans
+    def __init__(self, *, spans: bool, go_on: str = "Start the same command again to go on."):
+        self._spans, self._go_on = spans, go_on
         self.is_wished = self.is_agreed = self.is_left = False
         self.name = "another worker's signal"
 
@@ -76,6 +77,6 @@ class Leaving:
     def leave(self, what_is_saved: str) -> Preempted:
         """The exception that ends the process, and says why."""
         self.is_left = True
-        message = f"Asked to leave by {self.name}. {what_is_saved} Start the same command again to go on."
+        message = f"Asked to leave by {self.name}. {what_is_saved} {self._go_on}"
         _log.warning(message)
         return Preempted(message)

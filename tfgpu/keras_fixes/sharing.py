@@ -1,6 +1,7 @@
 """What one worker has, and the others get: a collective sum to which all but the one add zeros.
 
-TensorFlow sums whole numbers exactly, so bytes and the bits of floats travel as they are.
+TensorFlow sums whole numbers exactly, so bytes and the bits of floats travel as they are. At the end: variables of
+which each replica keeps a part.
 """
 
 import numpy as np
@@ -58,3 +59,50 @@ def as_words(content: bytes) -> np.ndarray:
 def from_words(words: np.ndarray, length: int) -> bytes:
     """The first `length` bytes of what `as_words` made."""
     return words.astype("uint32").tobytes()[:length]
+
+
+def parts(strategy: tf.distribute.Strategy, variable) -> np.ndarray:
+    """Every replica's part of a variable that has one on each, in the order of the replicas, as bits.
+
+    On several workers that is a collective: every worker must call it.
+    """
+    mine = to_bits(np.stack([np.array(part.numpy()) for part in variable.values]))
+    if not replica.spans_processes(strategy):
+        return mine
+    return of_all_workers(strategy, mine).reshape(-1, *mine.shape[1:])
+
+
+def put_parts(strategy: tf.distribute.Strategy, variable, found: np.ndarray, kind: str) -> None:
+    """Gives this process's replicas their parts; on another number of replicas the first one gets what all make.
+
+    Args:
+        strategy: the variable's.
+        variable: has a part on each replica.
+        found: what `parts` returned, perhaps on another number of replicas.
+        kind: as for `as_one`.
+    """
+    own, count = variable.values, strategy.num_replicas_in_sync
+    first = strategy.extended._id_in_cluster * len(own) if len(own) < count else 0
+    if len(found) != count:
+        whole = as_one(found, kind)
+        found = np.stack([whole] + [whole if kind == "mean" else np.zeros_like(whole)] * (count - 1))
+    for part, value in zip(own, found[first : first + len(own)], strict=True):
+        part.assign(value)
+
+
+def as_one(found: np.ndarray, kind: str) -> np.ndarray:
+    """What one device would have for the parts of several replicas: their `"sum"`, their `"mean"`, or the first."""
+    if kind == "sum":
+        return found.astype("float64").sum(0).astype(found.dtype) if found.dtype.kind == "f" else found.sum(0)
+    return found.mean(0).astype(found.dtype) if kind == "mean" else found[0]
+
+
+def to_bits(value) -> np.ndarray:
+    """bfloat16 and its like as whole numbers of the same bits: safetensors reads no other form of them into NumPy."""
+    value = np.asarray(value)
+    return value.view(f"u{value.itemsize}") if value.dtype.kind == "V" else value
+
+
+def from_bits(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """What `to_bits` was given, of this dtype."""
+    return array.view(dtype) if dtype.kind == "V" else array

@@ -6,6 +6,7 @@
 | `draws` | its seed generators, then Keras's global one |
 | `optimizer` | its variables: slots, iterations, learning rate, loss scale, averages, gradients that wait |
 | `optimizer.NAME` | the same of an optimizer in the model's attribute `NAME`, as a GAN has; and which weights are its |
+| `residual/...` | what each replica has not sent yet of top-k gradients, by optimizer |
 | `outer` | the outer optimizer's variables, where replicas are averaged by one |
 | `metrics` | the metrics, in the middle of an epoch |
 
@@ -24,11 +25,12 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random import seed_generator
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import averaging, coordinating, replica, sharing, tables
+from tfgpu.keras_fixes import averaging, compression, coordinating, sharing, tables
 
 PARTS = "@"
 _SHARED = "draws/global"
 _PLACES = "/places"
+_RESIDUAL = "residual/"
 
 
 def draws(model) -> list:
@@ -63,14 +65,17 @@ def copied(model, *, metrics: bool = False, wanted: bool = True) -> dict[str, np
     for name, variable in _variables(model, metrics=metrics).items():
         if not _has_parts(variable):
             if wanted:
-                found[name] = to_bits(np.array(variable.numpy()))
+                found[name] = sharing.to_bits(np.array(variable.numpy()))
         elif id(variable) in waiting and not waiting[id(variable)]:
             found[name] = np.zeros(variable.shape, _dtype(variable)) if wanted else None
         else:
-            found[f"{name}{PARTS}{variable.aggregation}"] = _parts(model, variable)
+            found[f"{name}{PARTS}{variable.aggregation}"] = sharing.parts(model.distribute_strategy, variable._value)
     for name, optimizer in others(model).items():
         if optimizer.built:
             found[name + _PLACES] = _places(model, optimizer)
+    for name, optimizer in _optimizers(model).items():
+        for at, residual in enumerate(compression.residuals(optimizer)):
+            found[f"{_RESIDUAL}{name}/{at:04d}"] = sharing.parts(model.distribute_strategy, residual)
     return found if wanted else {}
 
 
@@ -93,7 +98,10 @@ def put(model, arrays: dict[str, np.ndarray], source: str) -> None:
     has_metrics = any(name.startswith("metrics/") for name in arrays)
     if _SHARED in arrays:
         seed_generator.global_seed_generator()  # Keras makes it at the first draw
-    _buildothers(model, arrays, source)
+    _build_others(model, arrays, source)
+    for name, optimizer in _optimizers(model).items():
+        found = sorted(key for key in arrays if key.startswith(f"{_RESIDUAL}{name}/"))
+        compression.take_up(model.distribute_strategy, optimizer, [arrays[key] for key in found])
     arrays = {name: value for name, value in arrays.items() if not name.endswith(_PLACES)}
     variables = _variables(model, metrics=has_metrics)
     if _SHARED not in arrays:
@@ -115,7 +123,7 @@ def put(model, arrays: dict[str, np.ndarray], source: str) -> None:
                 "Resume with the model, the optimizer and the metrics of the run, or choose another directory."
             )
     for name, variable in variables.items():
-        value = from_bits(given[name], _dtype(variable))
+        value = sharing.from_bits(given[name], _dtype(variable))
         if name in kinds:
             _put_parts(model, variable, value, kinds[name])
         else:
@@ -127,10 +135,10 @@ def put_metrics(model, arrays: dict[str, np.ndarray]) -> None:
     kinds = _kinds(arrays)
     for name, variable in _group("metrics", model.metrics_variables).items():
         if name in kinds:
-            value = from_bits(arrays[f"{name}{PARTS}{kinds[name]}"], _dtype(variable))
+            value = sharing.from_bits(arrays[f"{name}{PARTS}{kinds[name]}"], _dtype(variable))
             _put_parts(model, variable, value, kinds[name])
         elif name in arrays:
-            variable.assign(from_bits(arrays[name], _dtype(variable)))
+            variable.assign(sharing.from_bits(arrays[name], _dtype(variable)))
 
 
 def copied_draws(model) -> dict[str, np.ndarray]:
@@ -151,17 +159,6 @@ def put_random_states(states: dict) -> None:
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(int(number) for number in numbers), gauss))
     np.random.set_state(tuple(states["numpy"]))
-
-
-def to_bits(value) -> np.ndarray:
-    """bfloat16 and its like as whole numbers of the same bits: safetensors reads no other form of them into NumPy."""
-    value = np.asarray(value)
-    return value.view(f"u{value.itemsize}") if value.dtype.kind == "V" else value
-
-
-def from_bits(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """What `to_bits` was given, of this dtype."""
-    return array.view(dtype) if dtype.kind == "V" else array
 
 
 def _dtype(variable) -> np.dtype:
@@ -199,13 +196,18 @@ def others(model) -> dict[str, BaseOptimizer]:
     }
 
 
+def _optimizers(model) -> dict[str, BaseOptimizer]:
+    own = {} if model.optimizer is None else {"optimizer": model.optimizer}
+    return own | others(model)
+
+
 def _places(model, optimizer) -> np.ndarray:
     """Which of the model's trainable variables an optimizer updates; -1 for one that is not among them."""
     numbers = {id(variable): at for at, variable in enumerate(model.trainable_variables)}
     return np.array([numbers.get(id(variable), -1) for variable in optimizer._trainable_variables], "int64")
 
 
-def _buildothers(model, arrays: dict[str, np.ndarray], source: str) -> None:
+def _build_others(model, arrays: dict[str, np.ndarray], source: str) -> None:
     """Makes the variables of optimizers that would make them with their first step."""
     for name, optimizer in others(model).items():
         places = arrays.get(name + _PLACES)
@@ -238,36 +240,13 @@ def _waiting(model) -> dict[int, bool]:
     return {id(total): waits for total in sums if total is not None}
 
 
-def _parts(model, variable) -> np.ndarray:
-    """Every replica's part, in the order of the replicas."""
-    mine = np.stack([np.array(part.numpy()) for part in variable._value.values])
-    mine = to_bits(mine)
-    if not replica.spans_processes(model.distribute_strategy):
-        return mine
-    return sharing.of_all_workers(model.distribute_strategy, mine).reshape(-1, *mine.shape[1:])
-
-
 def _kinds(arrays) -> dict[str, str]:
     """How the parts of an array make one, by the name of those that have parts."""
     return {name: kind for name, mark, kind in (name.partition(PARTS) for name in arrays) if mark}
 
 
 def _put_parts(model, variable, parts: np.ndarray, kind: str) -> None:
-    if not _has_parts(variable):
-        variable.assign(_as_one(parts, kind))
-        return
-    own = variable._value.values
-    count = model.distribute_strategy.num_replicas_in_sync
-    first = model.distribute_strategy.extended._id_in_cluster * len(own) if len(own) < count else 0
-    if len(parts) != count:
-        whole = _as_one(parts, kind)
-        parts = np.stack([whole] + [whole if kind == "mean" else np.zeros_like(whole)] * (count - 1))
-    for part, value in zip(own, parts[first : first + len(own)], strict=True):
-        part.assign(value)
-
-
-def _as_one(parts: np.ndarray, kind: str) -> np.ndarray:
-    """What one device would have for the parts of several replicas."""
-    if kind == "sum":
-        return parts.astype("float64").sum(0).astype(parts.dtype) if parts.dtype.kind == "f" else parts.sum(0)
-    return parts.mean(0).astype(parts.dtype) if kind == "mean" else parts[0]
+    if _has_parts(variable):
+        sharing.put_parts(model.distribute_strategy, variable._value, parts, kind)
+    else:
+        variable.assign(sharing.as_one(parts, kind))

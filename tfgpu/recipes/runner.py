@@ -24,7 +24,7 @@ from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.progress import Progress
 from tfgpu.cluster import Cluster
 from tfgpu.data import Data, pipeline
-from tfgpu.errors import InputError, Preempted
+from tfgpu.errors import InputError
 from tfgpu.recipes import compiling, directory, facts, recipe
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.report import MOST_CLASSES, render
@@ -34,7 +34,6 @@ from tfgpu.recipes.watch import (
     Watch,
     describe_failure,
     describe_interrupt,
-    describe_leaving,
     terminable,
     unstarted,
 )
@@ -102,7 +101,7 @@ def run(
     Raises:
         InputError: something in the recipe or the output directory cannot work.
         TrainingError: training began and failed.
-        Preempted: asked to leave (SIGTERM) while it trained; it has saved, and the message says how to go on.
+        Preempted: asked to leave (SIGTERM) while it trained; it has saved, and has said how to go on.
         KeyboardInterrupt: interrupted by SIGINT, or by SIGTERM before or after the training.
 
     Example:
@@ -278,8 +277,6 @@ def _train(
                 # The last checkpoint is from before the end of `fit`, which puts the averaged weights in place.
                 job.model.optimizer.finalize_variable_values(job.model.trainable_weights)
             return metrics.rows
-    except Preempted as error:
-        raise Preempted(describe_leaving(error, path)) from None
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_interrupt(path, made, watch, resume=resume)) from None
     except Exception as error:
@@ -336,7 +333,7 @@ def _finish(job: Job, path: Path | None, about: dict[str, Any], rows: list[dict[
 
 def _checkpoint(job: Job, path: Path | None, writer: Writer, *, resume: bool) -> Checkpoint:
     """The callback that every worker needs; one that knows no directory only takes part in what the chief reads."""
-    return Checkpoint(
+    checkpoint = Checkpoint(
         (path or Path()) / directory.CHECKPOINTS,
         every_steps=job.recipe.checkpoint_steps or None,
         resume=resume,
@@ -344,6 +341,8 @@ def _checkpoint(job: Job, path: Path | None, writer: Writer, *, resume: bool) ->
         is_chief=job.cluster.is_chief,
         writer=writer,
     )
+    checkpoint.go_on = f"Go on with: tfgpu train --resume --output {path}"
+    return checkpoint
 
 
 def _replaying(job: Job, done: Sequence[Mapping[str, float]]) -> list[keras.callbacks.Callback]:

@@ -12,7 +12,7 @@ import keras
 
 from tfgpu.callbacks.snapshot import found, place_of
 from tfgpu.data import Data
-from tfgpu.errors import MachineError, OutOfMemory, Preempted
+from tfgpu.errors import MachineError, OutOfMemory
 from tfgpu.recipes import directory
 from tfgpu.recipes.recipe import Recipe
 
@@ -78,11 +78,6 @@ def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, res
     epochs, step = place_of(saved[0])
     what = f"Step {step}, in epoch {epochs + 1}," if step else f"Epoch {epochs}"
     return f"Interrupted. {what} is in {path / directory.CHECKPOINTS}. {again}"
-
-
-def describe_leaving(error: Preempted, path: Path | None) -> str:
-    """Says what a run that was asked to leave has saved, and how to go on."""
-    return str(error) if path is None else f"{error} Go on with: tfgpu train --resume --output {path}"
 
 
 def describe_failure(error: Exception, watch: Watch, what: Recipe) -> str:
