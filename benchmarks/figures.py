@@ -57,6 +57,11 @@ class Cell:
         return self.facts["topology"]
 
     @property
+    def processor(self) -> str:
+        """The CPU, where it is not the one that the page names first."""
+        return self.facts.get("processor", "")
+
+    @property
     def steps(self) -> int:
         work = WORKS[self.work]
         return (work.tiny() if self.facts.get("settings", {}).get("tiny") else work).steps

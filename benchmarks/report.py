@@ -70,7 +70,7 @@ def _section(title: str, topology: str, rows: dict[str, Cell]) -> list[str]:
     peers = [p for p in PEERS.values() if p.name != REFERENCE and not p.is_floor and topology in p.topologies]
     peers = [peer for peer in peers if any(cell.row(peer.name) for cell in rows.values())]
     heads = ["model", f"{PEERS[REFERENCE].label}, us/step", *(p.label for p in peers), "faster peer than `fit`", "why"]
-    out = ["", f"## {title}", "", _about(topology), "", *_head(heads)]
+    out = ["", f"## {title}", "", " ".join([_about(topology), *_elsewhere(rows)]), "", *_head(heads)]
     for work, cell in rows.items():
         faster = cell.faster()
         named = "; ".join(f"{PEERS[name].label} ({ratio.median:.2f}x)" for name, ratio in faster.items())
@@ -78,6 +78,12 @@ def _section(title: str, topology: str, rows: dict[str, Cell]) -> list[str]:
         times = [_times(cell, peer.name) for peer in peers]
         out.append(_row(work, _us(cell.step_us(REFERENCE)), *times, named or "none", why))
     return [*out, "", f"![{title}: time a step beside the hand-written loop](benchmarks/{topology}.svg)"]
+
+
+def _elsewhere(rows: dict[str, Cell]) -> list[str]:
+    """A sentence for each processor of its own that models of a table were measured on."""
+    names = dict.fromkeys(cell.processor for cell in rows.values() if cell.processor)
+    return [f"On {name}: {', '.join(w for w, cell in rows.items() if cell.processor == name)}." for name in names]
 
 
 def _about(topology: str) -> str:
@@ -116,7 +122,8 @@ def _scaling(found: dict[tuple[str, str], Cell]) -> list[str]:
         return []
     text = (
         "Speed of two over speed of one on the same global batch. Two replicas share the cores that one has, so 1 is "
-        "all there can be; two workers have twice the cores of one, so 2 is. The network's share is what two processes "
+        "all there can be; two workers have twice the cores of one, so 2 is; it is left out where the two "
+        "were measured on different processors. The network's share is what two processes "
         "that train on half the batch each, without talking, do not need. Collectives are counted in the compiled "
         "loop: those of a step, and those of a call of many steps. Bytes are what both workers together send over "
         "loopback in a step, TCP included; beside them the bytes of all gradients."
@@ -129,7 +136,7 @@ def scale(found: dict[tuple[str, str], Cell], work: str, peer: str, kind: str) -
     """Speed on two over speed on one; from two cells, so not round by round."""
     alone = "torch-eager" if peer == "torch-ddp" else peer
     one, two = found.get((f"{kind}-1", work)), found.get((f"{kind}-2", work))
-    if not (one and two and one.is_compared(alone) and two.is_compared(peer)):
+    if not (one and two and one.is_compared(alone) and two.is_compared(peer)) or one.processor != two.processor:
         return None
     return one.step_us(alone).median / two.step_us(peer).median
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import machine
 from benchmarks.children import Failed, Machine, Training
 from benchmarks.peers.table import PEERS, REFERENCE, TOPOLOGIES, Peer, Topology
 
@@ -57,8 +58,8 @@ def measure(work: str, topology: str, plan: Plan) -> dict:
     """Measures a cell, or what is left of it.
 
     Returns:
-        What its file holds: "work", "topology", "settings", "load" (the machine's, when it began and when it
-        ended), "is_complete", and by peer its "status" ("measured", "not installed", "failed", "other result" or
+        What its file holds: "work", "topology", "settings", "processor", "load" (the machine's, when it began and
+        when it ended), "is_complete", and by peer its "status" ("measured", "not installed", "failed", "other result" or
         "floor"), "message", "parameters", "losses" of the first steps, "first_step_s", "seconds" of each round and
         "peak_rss_bytes" of each process.
     """
@@ -70,6 +71,7 @@ def measure(work: str, topology: str, plan: Plan) -> dict:
         _log.info("%s on %s: measured before", work, topology)
         return found
     cell = {"work": work, "topology": topology, "settings": plan.settings(), "is_complete": False}
+    cell["processor"] = machine.processor()
     cell |= {"load": [round(os.getloadavg()[0], 2)], "peers": {}}
     trainings: dict[str, Training] = {}
     try:
