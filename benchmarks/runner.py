@@ -58,8 +58,8 @@ def measure(work: str, topology: str, plan: Plan) -> dict:
     """Measures a cell, or what is left of it.
 
     Returns:
-        What its file holds: "work", "topology", "settings", "processor", "load" (the machine's, when it began and
-        when it ended), "is_complete", and by peer its "status" ("measured", "not installed", "failed", "other result" or
+        What its file holds: "work", "topology", "settings", "processor", "load" (the machine's, when it began and when
+        it ended), "is_complete", and by peer its "status" ("measured", "not installed", "failed", "other result" or
         "floor"), "message", "parameters", "losses" of the first steps, "first_step_s", "seconds" of each round and
         "peak_rss_bytes" of each process.
     """

@@ -65,7 +65,9 @@ def begin(model) -> Guard:
             "Keras was not repaired when `fit` began, which SkipNaN needs. Make `tfgpu.strategy()`, or call "
             "`tfgpu.repair_keras()`, in a line before `fit`."
         )
-    if not hasattr(model.train_function, "guard") or replica.plan_of(model.distribute_strategy) is not None:
+    strategy = model.distribute_strategy
+    is_together = not isinstance(strategy, tf.distribute.ParameterServerStrategy) and replica.plan_of(strategy) is None
+    if not is_together or not hasattr(model.train_function, "guard"):
         raise InputError(
             "SkipNaN needs replicas that train together: one device, `mirrored` or `multi_worker`. Take StopOnNaN here."
         )

@@ -265,7 +265,7 @@ class Steps:
         found = self._strategy.run(self._make_global, args=(parts, told))
         return tree.map_structure(lambda value: self._strategy.experimental_local_results(value)[0], found)
 
-    def _only_step(self, data, jit: bool, guarded: bool):
+    def _only_step(self, data, jit: bool, guarded: bool = False):
         step = self._compiled_step() if jit else self._step
         with picks.picking(self._picks), _recording(self._model, self.logs_are_results) as results:
             logs = self.guard.run(step, data) if guarded else step(data)
