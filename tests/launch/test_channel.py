@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import pytest
 
@@ -58,6 +59,18 @@ def test_a_program_that_is_gone_ends_the_process():
             pass
     follow(line, child)
     assert child.stopped.is_set()
+
+
+def test_a_desk_waits_until_its_tasks_are_gone():
+    with Desk("localhost") as desk:
+        with connected(desk.address, desk.key, 0):
+            while not desk._lines:
+                pass
+            began = time.monotonic()
+            desk.wait(0.5)
+            assert time.monotonic() - began >= 0.5 and desk._lines
+        desk.wait(30)
+        assert time.monotonic() - began < 20 and not desk._lines
 
 
 def test_strangers_are_not_heard_and_keep_nobody_waiting():

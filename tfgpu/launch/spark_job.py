@@ -167,9 +167,7 @@ def _wait_for_slots(spark, workers: int, timeout_s: float) -> None:
         time.sleep(_LOOK_S)
 
 
-def _attempt(
-    shares, work: Work, deal: Deal, port: int, start: int, on_progress: Progress | None
-) -> Ended:
+def _attempt(shares, work: Work, deal: Deal, port: int, start: int, on_progress: Progress | None) -> Ended:
     """Runs the barrier stage once; returns how the chief ended, or the worker that ended badly first."""
     spark = shares.sparkSession
     if start:
@@ -182,6 +180,7 @@ def _attempt(
         finally:
             desk.stop()
             stage.end(work.grace_s)
+            desk.wait(work.grace_s + 5)  # Spark calls a stage done that it still ends the tasks of
 
 
 class _Stage:
@@ -280,7 +279,7 @@ def run_task(errand: Errand, batches: Iterator) -> Iterator:
         cluster = Cluster(workers=tuple(addresses), rank=rank, task_index=rank)
         with channel.connected(errand.desk, errand.key, rank) as line:
             share = spark_data.SparkData(deal, rank, str(path))
-            channel.follow(line, child.Child(errand.work, cluster, share, _devices(context)))
+            channel.follow(line, child.Child(errand.work, cluster, share, _devices(context), [folder]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return iter(())

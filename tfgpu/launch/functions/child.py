@@ -17,12 +17,13 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfgpu.cluster import Cluster
 from tfgpu.launch.functions import pickled
-from tfgpu.launch.functions.pipes import PARENT, REPORTS
+from tfgpu.launch.functions.pipes import FOLDERS, PARENT, REPORTS
 from tfgpu.launch.job import Job
 from tfgpu.launch.restarts import SILENT
 
@@ -90,11 +91,20 @@ class Child:
         cluster: this worker's place among the others.
         data: the first argument of the function, or None.
         environment: variables that it gets besides the job's.
+        folders: the engine's own for this worker, which it removes itself unless it is killed.
     """
 
-    def __init__(self, work: Work, cluster: Cluster, data: object = None, environment: dict[str, str] | None = None):
+    def __init__(
+        self,
+        work: Work,
+        cluster: Cluster,
+        data: object = None,
+        environment: dict[str, str] | None = None,
+        folders: Sequence[Path] = (),
+    ):
         self._work, self._rank = work, cluster.rank
         self._folder = Path(tempfile.mkdtemp(prefix="tfgpu-worker-"))
+        self._folders = (self._folder, *folders)
         self._news: queue.Queue = queue.Queue()
         self._lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self._ended: Ended | None = None
@@ -164,6 +174,7 @@ class Child:
             HEARTBEAT: str(self._folder / "heart"),
             PARENT: str(parent),
             REPORTS: str(reporting),
+            FOLDERS: os.pathsep.join(map(str, self._folders)),
         }
 
     def _read_output(self) -> None:

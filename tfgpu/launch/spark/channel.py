@@ -9,6 +9,7 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 
@@ -16,6 +17,7 @@ from tfgpu.errors import MachineError
 
 STOP, GONE = "stop", "gone"
 """What a desk sends to end a task's process, and what it notes of a task whose line broke."""
+_LOOK_S = 0.05
 
 
 class Desk:
@@ -62,6 +64,12 @@ class Desk:
             with contextlib.suppress(OSError):
                 line.send(STOP)
 
+    def wait(self, seconds: float) -> None:
+        """Waits until all tasks are gone, or so long."""
+        end = time.monotonic() + seconds
+        while self._lines and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # the desk is closed
             while True:
@@ -82,6 +90,7 @@ class Desk:
             while True:
                 self.news.put((rank, line.recv()))
         if rank is not None:
+            self._lines.pop(rank, None)
             self.news.put((rank, GONE))
 
 
