@@ -38,6 +38,18 @@ with socket.create_server(("", port)):
 """
 
 
+# Each process runs a file of its own, as a console script's may be, and says at first that this is no matter.
+AGAIN = """
+import os, sys
+path = os.path.join(os.environ["FOLDER"], f"{os.getpid()}.py")
+with open(path, "w") as file:
+    file.write(path)
+sys.modules["__main__"].__file__ = path
+""" + JOIN.replace(
+    "preflight.join()", "preflight.join(facts={'script': 'train'}); [preflight.join(again=True) for _ in range(10)]"
+)
+
+
 def start(jobs: dict[str, list[str]], task: tuple[str, int], code: str = JOIN, **environ: str) -> subprocess.Popen:
     config = json.dumps({"cluster": jobs, "task": {"type": task[0], "index": task[1]}})
     return subprocess.Popen(
@@ -77,6 +89,13 @@ def test_all_meet_and_their_ports_are_free_at_once(addresses):
     found = answers(everyone({name: jobs[name] for name in ("chief", "worker", "ps")}))
     assert [each["kind"] for each in found] == ["met"] * 3, found
     assert not any(each["tf"] for each in found)
+
+
+@pytest.mark.processes
+def test_they_meet_again_as_often_as_they_like_and_tell_the_same(addresses, tmp_path):
+    jobs = workers(addresses, 3)
+    found = answers([start(jobs, ("worker", index), AGAIN, FOLDER=str(tmp_path)) for index in range(3)])
+    assert [each["kind"] for each in found] == ["met"] * 3, found
 
 
 @pytest.mark.processes

@@ -15,6 +15,7 @@ from tfgpu import preflight
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError
 from tfgpu.launch import heartbeat
+from tfgpu.preflight import lost
 
 OPTION = "--startup-timeout"
 
@@ -46,13 +47,19 @@ def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s:
     if startup_timeout_s is not None:
         os.environ[preflight.TIMEOUT] = f"{startup_timeout_s:g}"
     heartbeat.beat()
-    preflight.join(_enter(Cluster.from_environment()), script=str(path))
+    cluster = _enter(Cluster.from_environment())
+    preflight.join(cluster, script=str(path))
     from tfgpu import keras_fixes
 
-    keras_fixes.install()
+    if keras_fixes.install():
+        _meet_at_strategies(cluster)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
-    runpy.run_path(str(path), run_name="__main__")
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except Exception as error:
+        lost.note(error, cluster)
+        raise
 
 
 def main(words: Sequence[str]) -> int:
@@ -88,6 +95,20 @@ def _enter(cluster: Cluster) -> Cluster:
     if cluster.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cluster.gpus)
     return cluster
+
+
+def _meet_at_strategies(cluster: Cluster) -> None:
+    """Lets the script's own `MultiWorkerMirroredStrategy()` meet the others once more, as `tfgpu.strategy()` does."""
+    import tensorflow as tf
+
+    from tfgpu.keras_fixes.devices import have_started
+    from tfgpu.keras_fixes.seam import wrap
+
+    @wrap(tf.distribute.MultiWorkerMirroredStrategy, "__init__")
+    def init(stock, self, *args, **kwargs):
+        if not (args or "cluster_resolver" in kwargs or have_started()):
+            preflight.join(cluster, again=True)
+        stock(self, *args, **kwargs)
 
 
 def _tell(error: Exception) -> None:

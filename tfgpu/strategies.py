@@ -221,7 +221,9 @@ def multi_worker(
     jobs = {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
     found = resolver(cluster, jobs, gpus=len(gpus))
     if not have_started():  # Else it has joined this cluster before, or TensorFlow says below that it no longer can.
-        preflight.join(cluster)
+        # Again, where `tfgpu run` has done so at the start: one whose script has not come this far would be waited for
+        # inside of TensorFlow, for an hour, and without a sign of life, since TensorFlow keeps Python from running.
+        preflight.join(cluster, again=True)
     keras_fixes.install()
     try:
         with worker_devices([device.name for device in chosen]):

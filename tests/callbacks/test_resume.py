@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import keras
 import numpy as np
@@ -147,6 +148,15 @@ def test_goes_on_at_its_step(tmp_path, feed, devices, step):
     assert newest == {5: "epoch-0000-step-0000003", 7: "epoch-0000-step-0000006"}.get(step, "epoch-0001-step-0000009")
     resumed = make(devices, accumulate=2)
     same(resumed, train(resumed, feed, Checkpoint(tmp_path, every_steps=3)), whole, expected)
+
+
+def test_a_fit_that_fails_has_written_when_it_ends(tmp_path, monkeypatch):
+    """Another `fit` in the same process would read while the first one still writes."""
+    flush = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.3), flush(file)))
+    with pytest.raises(Dies):
+        train(make(), "arrays", Checkpoint(tmp_path, every_steps=3), At(step=10))
+    assert "epoch-0001-step-0000009" in {path.name for path in found(tmp_path)}
 
 
 @pytest.mark.slow

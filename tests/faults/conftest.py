@@ -1,4 +1,4 @@
-"""Groups of real processes that run `train.py`, are killed, and are started again."""
+"""Groups of real processes that run `train.py` or, under `tfgpu launch`, `small.py`, and fail."""
 
 import contextlib
 import json
@@ -7,14 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "train.py"
+SMALL = Path(__file__).parent / "small.py"
 PATIENCE_S = 900
+LAUNCH_S = 240
 
 # TensorFlow takes long to import: one server imports it once, and each process of a test is a fork of that.
 _processes = multiprocessing.get_context("forkserver")
@@ -122,6 +126,95 @@ class Group:
         return "\n".join(log.read_text()[-3000:] for log in self.logs if log.exists())
 
 
+class Launched:
+    """A launcher, what it says, and what its processes note.
+
+    Args:
+        folder: the run's directory.
+        fault: which one `small.py` is to meet; `"none"` for none.
+        options: of `tfgpu launch`; two workers unless they say otherwise.
+        epochs: of the training.
+        environ: variables of the launcher.
+    """
+
+    def __init__(self, folder: Path, fault: str = "none", *options: str, epochs: int = 4, environ: dict | None = None):
+        folder.mkdir(exist_ok=True)
+        self.folder, self.lines = folder, []
+        words = ["launch", "-n", "2", "--no-logs", "--startup-timeout", "100", *options]
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tfgpu", *words, str(SMALL), str(folder), fault, str(epochs)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "1", **(environ or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line))
+
+    @property
+    def said(self) -> str:
+        return "".join(line for _, line in self.lines)
+
+    def said_at(self, words: str, seconds: float = LAUNCH_S) -> float:
+        """Waits until it says the words; when that was."""
+        return self._wait(lambda: next((at for at, line in list(self.lines) if words in line), None), words, seconds)
+
+    def events(self, name: str, attempt: int | None = None, rank: int | None = None) -> list[tuple[float, int]]:
+        """The moments at which a process has noted an event, with its process id."""
+        path = self.folder / "events"
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [
+            (at, pid)
+            for at, event, its, who, pid in found
+            if event == name and attempt in (None, its) and rank in (None, who)
+        ]
+
+    def event(self, name: str, attempt: int | None = None, rank: int | None = None) -> tuple[float, int]:
+        """Waits for the first such event."""
+        return self._wait(lambda: next(iter(self.events(name, attempt, rank)), None), name, LAUNCH_S)
+
+    def finish(self, seconds: float = LAUNCH_S) -> dict[str, np.ndarray]:
+        """Waits for a good end: weights and losses."""
+        assert self.end(seconds) == 0, self.said
+        return dict(np.load(self.folder / "end.npz"))
+
+    def end(self, seconds: float = LAUNCH_S) -> int:
+        """Waits for the end: the exit code."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.said) from None
+        self._reader.join(10)
+        return code
+
+    def close(self) -> None:
+        """Kills the launcher, with whom all ends that it has started."""
+        self.process.kill()
+        self.process.wait()
+
+    @staticmethod
+    def gone(pid: int, within_s: float) -> float:
+        """Waits for a process's end; when that was."""
+        until = time.monotonic() + within_s
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < until, f"process {pid} is still there"
+            time.sleep(0.02)
+        return time.monotonic()
+
+    def _wait(self, look, what: str, seconds: float):
+        until = time.monotonic() + seconds
+        while (found := look()) is None:
+            assert time.monotonic() < until and self.process.poll() is None, f"No {what!r}:\n{self.said}"
+            time.sleep(0.02)
+        return found
+
+
 @pytest.fixture
 def group(addresses):
     """Makes a `Group`, and ends its processes after the test."""
@@ -146,3 +239,37 @@ def result():
         return arrays, json.loads((folder / "history.json").read_text())
 
     return read
+
+
+@pytest.fixture
+def launched():
+    """Makes a `Launched`, and ends it after the test."""
+    made = []
+
+    def make(*arguments, **options):
+        made.append(Launched(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """The result of `small.py` on two workers without a fault."""
+    undisturbed = Launched(tmp_path_factory.mktemp("whole") / "run")
+    try:
+        return undisturbed.finish()
+    finally:
+        undisturbed.close()
+
+
+@pytest.fixture
+def same_bytes():
+    """Says whether two results are the same, bit for bit."""
+
+    def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+        return one.keys() == other.keys() and all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+    return same

@@ -152,6 +152,7 @@ class Checkpoint(keras.callbacks.Callback):
         spans = replica.spans_processes(self.model.distribute_strategy)
         self._leaving = self._run.leaving = Leaving(spans=spans, go_on=self.go_on)
         self._run.exits.enter_context(self._leaving.listening(self._leave_on))
+        self._run.exits.enter_context(self._writer)  # A `fit` that fails has written, too, before another one reads.
         if self._every is not None:
             self._run.ends.append(lambda: self._every - self._step % self._every)
         self._first = self._saved = None

@@ -34,7 +34,8 @@ class Child:
         self._command, self._directory = command, directory
         self._environment = {**environment, "TFGPU_HEARTBEAT": str(heart)}
         self._heart, self._silence_s = heart, silence_s
-        self._beat_at, self._quiet_s, self._reported = None, 0.0, False
+        self._beat_at, self._reported = None, False
+        self.quiet_s = 0.0  # since the last sign of life; 0 before the first
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -94,11 +95,11 @@ class Child:
         beat_at = None
         with contextlib.suppress(OSError):
             beat_at = self._heart.stat().st_mtime_ns
-        if beat_at != self._beat_at:
-            self._beat_at, self._quiet_s = beat_at, 0.0
+        if beat_at is None or beat_at != self._beat_at:
+            self._beat_at, self.quiet_s = beat_at, 0.0
             return False
-        self._quiet_s += passed_s
-        if beat_at is None or not self._silence_s or self._quiet_s < self._silence_s or self._reported:
+        self.quiet_s += passed_s
+        if not self._silence_s or self.quiet_s < self._silence_s or self._reported:
             return False
         self._reported = True
         return True

@@ -99,6 +99,7 @@ class Group:
         self._codes: dict[int, int] = {}
         self._specs: Sequence[dict[str, Any]] = ()
         self._returns: dict[int, float] = {}  # Members that are to start again alone, and when.
+        self._quiet: dict[int, float] = {}  # Members without a sign of life, and since when.
         self._news: list[tuple[int, int, str]] = []  # Member, code, words: of ends that nobody asked for.
         self._killed = self._may_save = False
         self._code: int | None = None  # Set: the group has been told to end, and this is why.
@@ -156,6 +157,7 @@ class Group:
     def _on_exit(self, _: Link, data: bytes, id: int, code: int) -> None:
         self._screen.finish(id)
         self._codes[id] = code
+        self._quiet.pop(id, None)
         if code != 0 and self._code is None:
             self._news.append((id, code, processes.described(code)))
 
@@ -168,6 +170,11 @@ class Group:
 
     def _on_silent(self, _: Link, data: bytes, id: int) -> None:
         self._news.append((id, SILENT, f"gave no sign of life for {self._silence_s:g} s"))
+
+    def _on_quiet(self, _: Link, data: bytes, id: int, seconds: float) -> None:
+        self._quiet.pop(id, None)
+        if seconds:
+            self._quiet[id] = time.monotonic() - seconds
 
     def _on_refused(self, _: Link, data: bytes, id: int, why: str) -> None:
         self._news.append((id, WRONG_INPUT, f"could not be started: {why}"))
@@ -258,6 +265,10 @@ class Group:
         before = [self._members[other].name for other, its in self._codes.items() if its == 0]
         if before:
             self._screen.say(f"Before that, {', '.join(before)} had ended with exit code 0.", error=True)
+        for other, since in self._quiet.items():
+            if other != id:
+                words = f"had given no sign of life for {time.monotonic() - since:.0f} s"
+                self._screen.say(f"Before that, {self._members[other].name} {words}.", error=True)
         lines = self._screen.last(id)
         if lines:
             self._screen.say(f"Its last lines{f' ({path} has all)' if path else ''}:", error=True)
@@ -266,9 +277,9 @@ class Group:
 
     def _lose(self, link: Link) -> None:
         link.ended = True
+        self._screen.say(_loss(link), error=True)
         if self._code is None:
             self._code = 1
-            self._screen.say(_loss(link), error=True)
             self._end(FAILURE_GRACE_S)
 
     def _end(self, grace_s: float, number: int = signal.SIGTERM) -> None:

@@ -30,6 +30,8 @@ LOST_GRACE_S = 5.0
 """Seconds that processes have to save and leave when the launcher is gone."""
 TICK_S = 0.5
 """Seconds between two looks at signs of life."""
+QUIET_S = 5.0
+"""Seconds without a sign of life after which the launcher hears of it: should others fail now, this may be why."""
 _CROWDED = 2**20
 _CHUNK = 2**16
 _MOST_PIECES = 64
@@ -207,9 +209,12 @@ class Node:
             for child in self._children.values():
                 child.send(signal.SIGKILL)
         for child in self._children.values():
+            was_quiet = child.quiet_s >= QUIET_S
             # A supervisor that did not run for a while (a suspended machine) saw nobody's life.
             if child.runs and child.is_silent(min(passed, 2 * TICK_S)):
                 self._say("silent", id=child.id)
+            if was_quiet != (child.quiet_s >= QUIET_S):
+                self._say("quiet", id=child.id, seconds=child.quiet_s)
         if self._lost_s and now - self._heard_at > self._lost_s and self._connected:
             self._lose()
 

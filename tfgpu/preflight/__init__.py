@@ -23,11 +23,17 @@ TIMEOUT = "TFGPU_STARTUP_TIMEOUT"
 ATTEMPT = "TFGPU_ATTEMPT"
 REJOIN = "TFGPU_REJOIN"
 DEFAULT_TIMEOUT_S = 60.0
-# The clusters that this process has joined, by their TF_CONFIG: TensorFlow's ports are in use from then on.
-_joined: set[str] = set()
+# What this process has told the others of the clusters that it has joined, by their TF_CONFIG.
+_joined: dict[str, dict[str, str]] = {}
 
 
-def join(cluster: Cluster | None = None, *, script: str | None = None, facts: Mapping[str, str] | None = None) -> None:
+def join(
+    cluster: Cluster | None = None,
+    *,
+    script: str | None = None,
+    facts: Mapping[str, str] | None = None,
+    again: bool = False,
+) -> None:
     """Meets the other processes of the cluster, once a process; every one of them must call it.
 
     Chief, workers and parameter servers take part; an evaluator and a process by itself do not. Waits up to
@@ -38,6 +44,8 @@ def join(cluster: Cluster | None = None, *, script: str | None = None, facts: Ma
         cluster: the facts of the cluster; `None` reads them from the environment.
         script: the file whose content must be the same everywhere; `None` is the running program's.
         facts: what else must be equal, by name, such as `{"recipe": "5f2c..."}`.
+        again: meet even where this process has met the others before, and tell them the same. Only before TensorFlow
+            has started, which then has the port.
 
     Raises:
         InputError: the processes differ, two are the same task, or TFGPU_STARTUP_TIMEOUT is malformed.
@@ -47,15 +55,15 @@ def join(cluster: Cluster | None = None, *, script: str | None = None, facts: Ma
     wait_s = timeout_s()
     everyone, me = members(cluster)
     key = cluster.tf_config()
-    if not wait_s or me < 0 or len(everyone) < 2 or key in _joined or os.environ.get(REJOIN):
+    if not wait_s or me < 0 or len(everyone) < 2 or os.environ.get(REJOIN) or (key in _joined and not again):
         return
     # asyncio takes a tenth of a second to import, which a command that meets nobody need not spend.
     from tfgpu.preflight.facts import gather
     from tfgpu.preflight.meeting import Meeting, hold
 
-    own = {**gather(script), **(facts or {})}
+    own = {**(_joined.get(key) or gather(script)), **(facts or {})}
     hold(Meeting(everyone, me, facts=own, attempt=os.environ.get(ATTEMPT, ""), timeout_s=wait_s))
-    _joined.add(key)
+    _joined[key] = own
 
 
 def timeout_s(environ: Mapping[str, str] | None = None) -> float:

@@ -1,0 +1,34 @@
+"""A worker that is stopped (SIGSTOP) in the middle of an epoch is named, and all start again from the checkpoint."""
+
+import json
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.mark.parametrize(
+    ("silence_s", "words"),
+    [
+        (6, "worker 1: gave no sign of life for 6 s"),
+        # TensorFlow's own limit is 10 s: the other worker fails first, and is not to blame.
+        (60, "Before that, worker 1 had given no sign of life for"),
+    ],
+)
+def test_a_stopped_worker_is_named_and_the_result_is_the_same(silence_s, words, tmp_path, launched, whole, same_bytes):
+    cut = launched(tmp_path / "cut", "stopped", "--max-restarts", "1", "--silence", str(silence_s))
+    stopped_at, pid = cut.event("stopped", attempt=1, rank=1)
+    named_at = cut.said_at(words)
+    ended_at = cut.said_at("Attempt 2 starts")
+    cut.gone(pid, 5)
+    trains_at, _ = cut.event("trains", attempt=2)
+    found = cut.finish()
+    seconds = {
+        "silence": silence_s,
+        "named": round(named_at - stopped_at, 1),
+        "ended": round(ended_at - stopped_at, 1),
+        "trains again": round(trains_at - stopped_at, 1),
+    }
+    print(json.dumps(seconds))
+    assert ended_at - stopped_at < min(silence_s, 15) + 15
+    assert same_bytes(whole, found)
