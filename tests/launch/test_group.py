@@ -75,6 +75,8 @@ def test_a_job_brings_its_own_settings():
         work_of(job, (), **{**SETTINGS, "workers": 2})
     with pytest.raises(InputError, match="parameter_servers=1"):
         work_of(Job("train.py", parameter_servers=1), (), **SETTINGS)
+    with pytest.raises(InputError, match="evaluator=True"):
+        work_of(Job("train.py", evaluator=True), (), **SETTINGS)
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,16 @@ def test_a_script_that_has_ended_is_not_waited_for(tmp_path, monkeypatch):
         child.stop()
     assert ended.code == 3 and ended.lines[-1] == "the end"
     assert (tmp_path / "left-open").read_text() == "all of it"
+
+
+def test_no_sign_of_life_is_missed_where_none_is_asked_for(tmp_path):
+    script = tmp_path / "quiet.py"
+    script.write_text("import os, time\ntime.sleep(3)\nos._exit(4)\n")
+    child = Child(Work(Job(str(script), silence_s=0)), Cluster())
+    try:
+        ended, end = None, time.monotonic() + 200
+        while ended is None and time.monotonic() < end:
+            ended = child.news(1.0)[1]
+    finally:
+        child.stop()
+    assert ended.code == 4

@@ -170,6 +170,8 @@ def test_what_is_refused_before_slurm_is_asked(fields, words):
 def test_what_a_batch_file_cannot_hold(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="--logs DIR"):
         text(tmp_path, logs=None)
+    with pytest.raises(InputError, match="Leave --evaluator out"):
+        text(tmp_path, evaluator=True)
     with pytest.raises(InputError, match="3 nodes need as many processes, got 2"):
         text(tmp_path, allocation=Allocation(nodes=3))
     with pytest.raises(InputError, match="backslash"):

@@ -99,10 +99,13 @@ def batch_file(job: Job, allocation: Allocation) -> str:
         The text of a bash script for `sbatch`.
 
     Raises:
-        InputError: a path or a variable cannot stand in a batch file, or there are fewer tasks than nodes.
+        InputError: a path or a variable cannot stand in a batch file, there are fewer tasks than nodes, or the job has
+            an evaluator.
     """
     if job.logs is None:
         raise InputError("A Slurm job needs a folder for its logs. Give one by --logs DIR.")
+    if job.evaluator:
+        raise InputError("A Slurm job has no task for an evaluator. Leave --evaluator out; submit it by itself.")
     logs = Path(job.logs).absolute()
     lines = ["#!/bin/bash", "# Written by `tfgpu launch --slurm`; submit it again with `sbatch`.", ""]
     lines += [_directive(option) for option in _options(job, allocation, logs)]

@@ -53,13 +53,13 @@ def run(command: Sequence[str], record: Path, *, grace_s: float, silence_s: floa
     Returns:
         The command's exit code, or 0 where the task was asked to leave.
     """
-    asked: list[float] = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(time.time()))
+    asked: list[tuple[float, float]] = []  # by the clock that nodes share, and by one that nobody sets
+    signal.signal(signal.SIGTERM, lambda *_: asked.append((time.time(), time.monotonic())))
     with tempfile.TemporaryDirectory(prefix="tfgpu-") as folder:
         heart = Path(folder) / "heartbeat"
         process = subprocess.Popen(command, env={**os.environ, "TFGPU_HEARTBEAT": str(heart)})
         code = _watch(process, _Heart(heart, silence_s), asked, grace_s)
-    _write(record, Record(code, time.time(), asked[0] if asked else None))
+    _write(record, Record(code, time.time(), asked[0][0] if asked else None))
     return 0 if asked else code
 
 
@@ -87,14 +87,14 @@ class _Heart:
         return 0 < self._silence_s <= self._quiet_s
 
 
-def _watch(process: subprocess.Popen, heart: _Heart, asked: Sequence[float], grace_s: float) -> int:
+def _watch(process: subprocess.Popen, heart: _Heart, asked: Sequence[tuple[float, float]], grace_s: float) -> int:
     silent = False
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(timeout=LOOK_S)
             return SILENT if silent else code if code >= 0 else 128 - code
         silent = heart.is_silent()
-        if silent or (asked and time.time() - asked[0] > grace_s):
+        if silent or (asked and time.monotonic() - asked[0][1] > grace_s):
             process.kill()
 
 

@@ -6,6 +6,7 @@ TensorFlow runs in a process of its own, so that a restart begins with a clean o
 import collections
 import contextlib
 import json
+import math
 import os
 import queue
 import shutil
@@ -199,14 +200,14 @@ class Child:
 
     def _watch(self) -> None:
         heart, seen, at = self._folder / "heart", None, time.monotonic()
-        silent = False
+        silent, most_s = False, self._work.job.silence_s or math.inf
         while self._process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LOOK_S)
             beat = heart.stat().st_mtime_ns if heart.exists() else None
             if beat != seen:
                 seen, at = beat, time.monotonic()
-            if seen is not None and time.monotonic() - at > self._work.job.silence_s:
+            if seen is not None and time.monotonic() - at > most_s:
                 silent = True
                 self._kill()
         self._kill()  # what it has started and left behind would keep its output open

@@ -54,6 +54,8 @@ def work_of(
             raise InputError(
                 f"This engine starts workers only. Received: parameter_servers={train.parameter_servers}. Set it to 0."
             )
+        if train.evaluator:
+            raise InputError("This engine starts workers only. Received: evaluator=True. Start it by itself.")
         return Work(train, None, search_paths(), grace_s)
     settings = {
         "workers": 2 if workers is None else workers,
