@@ -10,8 +10,11 @@ the coordinator adds up the closures that were done: what a dead worker had coun
 `iterations` lie on the parameter servers, where each update is applied as it comes.
 """
 
+import atexit
 import inspect
 import logging
+import os
+import sys
 from collections.abc import Callable
 
 import keras
@@ -93,10 +96,20 @@ def train_by_coordinator() -> None:
                 if gone is None:
                     raise
                 _log.debug("TensorFlow's own words.", exc_info=True)
+                atexit.register(_end_at_once)
                 raise gone from None
             finally:
                 for function in _closures_of(self):
                     function.stop()
+
+
+def _end_at_once() -> None:
+    """Ends a process that an error ends. TensorFlow says goodbye to each server when the interpreter takes it apart,
+    and may wait for ever for one that is gone."""
+    if getattr(sys, "last_type", None) is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def settle(model) -> None:
