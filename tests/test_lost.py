@@ -50,6 +50,7 @@ def test_the_lost_one_is_named(text, facts, who):
     [
         (RuntimeError(UNHEALTHY), cluster(0)),
         (tf.errors.UnavailableError(None, None, "out of something"), cluster(0)),
+        (tf.errors.InvalidArgumentError(None, None, f"Shape mismatch\n{BROKEN}"), cluster(0)),  # a peer that lives
         (tf.errors.UnavailableError(None, None, UNHEALTHY), cluster(1)),  # this process itself
         (tf.errors.UnavailableError(None, None, UNHEALTHY), Cluster.from_environment({})),
     ],

@@ -134,7 +134,11 @@ class TwoOptimizers(keras.Model):
 
     def compile(self, one, two):
         super().compile(loss="mse")
-        self.one, self.two = one, two
+        self.one, self.more = one, {"second": [two]}
+
+    @property
+    def two(self):
+        return self.more["second"][0]
 
     def call(self, x):
         return self.second(self.first(x))
@@ -192,3 +196,30 @@ def test_what_top_k_has_not_sent_yet_is_saved(tmp_path, replicas):
     checkpoint.restore(again)
     train(again, 2, 4)
     assert all((a == b).all() for a, b in zip(state(straight), state(again), strict=True))
+
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if self.params["epochs"] == 4 and (self.model.optimizer.iterations.numpy(), batch) == (2, 1):
+            raise RuntimeError("in the middle")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_restore_by_hand_in_the_middle_of_an_epoch(tmp_path, replicas):
+    """As `tfgpu train --resume` does: the metrics' variables come with the first step only."""
+
+    def make():
+        keras.utils.set_random_seed(2)
+        with tfgpu.strategy("mirrored", devices=replicas).scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, "relu"), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        return model
+
+    whole = make()
+    logs = whole.fit(X, Y, 8, shuffle=False, epochs=4, verbose=0).history
+    with pytest.raises(RuntimeError, match="in the middle"):
+        train(make(), 0, 4, Checkpoint(tmp_path, every_steps=1), Stop())
+    again, checkpoint = make(), Checkpoint(tmp_path)
+    assert checkpoint.restore(again).done > 0
+    found = again.fit(X, Y, 8, shuffle=False, epochs=4, verbose=0, callbacks=[checkpoint]).history
+    assert found == logs and all((a == b).all() for a, b in zip(state(whole), state(again), strict=True))

@@ -57,6 +57,24 @@ def test_a_drive_that_keeps_failing_is_told_and_saved_checkpoints_stay(tmp_path)
     assert again == trained(Drive({}).data())
 
 
+def test_options_stay_and_data_that_has_become_shorter_is_told():
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    kept = retry(Drive({}).data().with_options(options)).options().experimental_distribute.auto_shard_policy
+    assert kept == tf.data.experimental.AutoShardPolicy.OFF
+    opened = []
+
+    def shorter():
+        opened.append(None)
+        yield from range(5 if len(opened) == 1 else 2)
+        if len(opened) == 1:
+            raise OSError("gone")
+
+    bad = tf.data.Dataset.from_generator(shorter, output_signature=tf.TensorSpec([], tf.int32))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="opened anew it has fewer"):
+        list(retry(bad, wait_s=0))
+
+
 def test_each_try_waits_twice_as_long(monkeypatch):
     waited = []
     monkeypatch.setattr("time.sleep", waited.append)

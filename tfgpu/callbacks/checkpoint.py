@@ -133,7 +133,9 @@ class Checkpoint(keras.callbacks.Callback):
         if read is not None:
             position = read.position
             positions.build(model)
-            training_state.put(model, read.arrays, str(position.directory))
+            # The metrics' variables may come with the first step; `on_epoch_begin` fills them.
+            arrays = {name: value for name, value in read.arrays.items() if not name.startswith("metrics/")}
+            training_state.put(model, arrays, str(position.directory))
             self._rows = [dict(row) for row in position.history]
             self._rows_at = position.epoch - len(self._rows)
             self._before, self._done = position.step - position.done, position.done

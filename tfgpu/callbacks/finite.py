@@ -62,7 +62,8 @@ class SkipNaN(keras.callbacks.Callback):
     more small sum. Overflows of float16, which the loss scale heals, are not meant: a step that it skips itself counts
     only where a metric or a layer's state is hurt too.
 
-    Numbers in the logs that a train step of your own computes without a metric are not undone.
+    Not undone: numbers in the logs that a train step of your own computes without a metric, a plain `tf.Variable` of a
+    layer, and draws of `keras.random` without a seed generator of the layer's. On several workers all of them need it.
 
     Args:
         limit: steps that may be left out in the whole training, resumed ones included; one more ends it.
@@ -84,6 +85,7 @@ class SkipNaN(keras.callbacks.Callback):
     """
 
     every_batch = False
+    on_all_workers = True
 
     def __init__(self, limit: int = 10):
         super().__init__()

@@ -17,6 +17,8 @@ _LASTING = (
 )
 """What another try would only meet again."""
 
+_MOST_WAIT_S = 60.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -28,7 +30,7 @@ def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.d
     Args:
         data: gives the same elements in the same order each time: what shuffles anew each time comes after `retry`. The
             `train` of `tfgpu.data.pipeline` repeats its epochs, and can be given as it is.
-        limit: tries in a row for one element, from 1; each waits twice as long as the one before.
+        limit: tries in a row for one element, from 1; each waits twice as long as the one before, up to a minute.
         wait_s: seconds before the first of them.
 
     Returns:
@@ -37,8 +39,8 @@ def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.d
 
     Raises:
         InputError: a setting is out of range.
-        MachineError: while it is read, where the last try has failed too. Inside `fit` it ends the training; a
-            `tfgpu.callbacks.Checkpoint` keeps what was saved before.
+        MachineError: by `fit`, `evaluate` and `predict`, where the last try has failed too (elsewhere TensorFlow makes
+            a `tf.errors.UnknownError` of it). A `tfgpu.callbacks.Checkpoint` keeps what was saved before.
 
     Example:
         >>> bad = {"reads": 0}
@@ -71,7 +73,12 @@ def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.d
                 counter.next = epoch
             source = iter(data)
             try:
-                for element in itertools.islice(source, given, None):
+                if sum(1 for _ in itertools.islice(source, given)) < given:
+                    raise InputError(
+                        f"The data gave {given} elements and failed; opened anew it has fewer. `retry` needs data that "
+                        "gives the same elements each time."
+                    )
+                for element in source:
                     yield element
                     given, failed = given + 1, 0
                 return
@@ -85,7 +92,7 @@ def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.d
                         "it is read from and start again; with a Checkpoint the training goes on from there. Or raise "
                         "`limit` or `wait_s` of `retry`."
                     ) from error
-            pause = wait_s * 2 ** (failed - 1)
+            pause = min(wait_s * 2 ** (failed - 1), max(wait_s, _MOST_WAIT_S))
             _log.warning(
                 "The data failed after %d elements (%s); try %d of %d in %g s.", given, reason, failed, limit, pause
             )
@@ -94,6 +101,7 @@ def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.d
     found = tf.data.Dataset.from_generator(elements, output_signature=data.element_spec)
     if int(data.cardinality()) != tf.data.UNKNOWN_CARDINALITY:
         found = found.apply(tf.data.experimental.assert_cardinality(data.cardinality()))
+    found = found.with_options(data.options())  # how workers share it, above all
     if counter is not None:
         found.tfgpu_epochs = counter
     return found

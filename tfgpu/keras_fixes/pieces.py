@@ -262,8 +262,8 @@ def _agree(strategy: tf.distribute.Strategy, length: int, *, same_length: bool) 
     count, total, squares, meeting, meeting_squares, *asking = replica.sum_over_workers(strategy, mine)
     if meeting * meeting != count * meeting_squares:
         raise InputError(
-            f"A Checkpoint must be among the callbacks of every worker (only the chief writes). This one has {on_all}, "
-            f"all {count} have {meeting}. Give the same callbacks to `fit` on each worker."
+            "A Checkpoint must be among the callbacks of every worker (only the chief writes), and so must SkipNaN. "
+            f"This one has {on_all} of them, all {count} have {meeting}. Give `fit` the same callbacks on each worker."
         )
     if run is not None:
         run.every_batch = {kind: bool(number) for kind, number in zip(run.every_batch, asking, strict=True)}

@@ -187,13 +187,24 @@ def _variables(model, *, metrics: bool) -> dict:
 
 
 def others(model) -> dict[str, BaseOptimizer]:
-    """Optimizers in attributes of the model beside its own, by the names of their groups."""
-    known = model.optimizer, getattr(model.optimizer, "inner_optimizer", None)
-    return {
-        f"optimizer.{name}": value
-        for name, value in sorted(vars(model).items())
-        if isinstance(value, BaseOptimizer) and not any(value is other for other in known)
-    }
+    """Optimizers in attributes of the model, lists and dicts too, beside its own, by the names of their groups."""
+    found, known = {}, [model.optimizer, getattr(model.optimizer, "inner_optimizer", None)]
+
+    def look(name: str, value) -> None:
+        if isinstance(value, BaseOptimizer) and not any(value is other for other in known):
+            found[f"optimizer.{name}"] = value
+            known.extend([value, getattr(value, "inner_optimizer", None)])
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                look(f"{name}.{key}".replace("/", "."), value[key])
+        elif isinstance(value, (list, tuple)):
+            for at, item in enumerate(value):
+                look(f"{name}.{at}", item)
+
+    for name, value in sorted(vars(model).items(), key=lambda item: (item[0].startswith("_"), item[0])):
+        if not name.startswith("_self_"):  # TensorFlow's own list of the attributes
+            look(name, value)
+    return found
 
 
 def _optimizers(model) -> dict[str, BaseOptimizer]:
@@ -202,8 +213,8 @@ def _optimizers(model) -> dict[str, BaseOptimizer]:
 
 
 def _places(model, optimizer) -> np.ndarray:
-    """Which of the model's trainable variables an optimizer updates; -1 for one that is not among them."""
-    numbers = {id(variable): at for at, variable in enumerate(model.trainable_variables)}
+    """Which of the model's weights an optimizer updates; -1 for one that is not among them."""
+    numbers = {id(variable): at for at, variable in enumerate(model.weights)}
     return np.array([numbers.get(id(variable), -1) for variable in optimizer._trainable_variables], "int64")
 
 
@@ -213,7 +224,7 @@ def _build_others(model, arrays: dict[str, np.ndarray], source: str) -> None:
         places = arrays.get(name + _PLACES)
         if optimizer.built or places is None:
             continue
-        variables = model.trainable_variables
+        variables = model.weights
         if (places < 0).any() or (places >= len(variables)).any():
             raise InputError(
                 f"{source} has the state of `{name.removeprefix('optimizer.')}`, whose weights are not the model's. "

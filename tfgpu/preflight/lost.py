@@ -23,6 +23,8 @@ def note(error: Exception, cluster: Cluster) -> None:
         return
     text = str(error)
     said = _SAID.search(text)
+    if said and said[1] is None and type(error).__name__ != "UnavailableError" and "grpc_status:14" not in text:
+        return  # a peer that lives has answered with an error
     if said:
         job, index = (part for part in said.groups() if part is not None)
         rank = int(index) + (job == "worker" and cluster.has_chief)

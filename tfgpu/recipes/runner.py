@@ -125,7 +125,8 @@ def run(
         # A worker that is not the chief reads the chief's checkpoints and writes nothing.
         shared = path or (Path(output) if output else None)
         rows = _train(job, path, shared, about, made=made, resume=resume, console=console)
-        return _finish(job, path, about, rows)
+        with terminable():
+            return _finish(job, path, about, rows)
 
 
 def check(what: Recipe, output: str | Path | None, *, resume: bool, overwrite: bool) -> Cluster:
