@@ -51,6 +51,17 @@ def waited_for(path: Path, seconds: float = 200) -> str:
     return path.read_text()
 
 
+def ended_of(child: Child):
+    """How a worker's process has ended."""
+    try:
+        ended, end = None, time.monotonic() + 200
+        while ended is None and time.monotonic() < end:
+            ended = child.news(1.0)[1]
+    finally:
+        child.stop()
+    return ended
+
+
 def test_a_process_that_holds_pythons_lock_dies_with_its_parent(tmp_path):
     script, rows = tmp_path / "deaf.py", tmp_path / "rows"
     script.write_text(DEAF)
@@ -75,13 +86,7 @@ def test_a_script_that_has_ended_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS)
-    child = Child(Work(Job(str(script))), Cluster())
-    try:
-        ended, end = None, time.monotonic() + 200
-        while ended is None and time.monotonic() < end:
-            ended = child.news(1.0)[1]
-    finally:
-        child.stop()
+    ended = ended_of(Child(Work(Job(str(script))), Cluster()))
     assert ended.code == 3 and ended.lines[-1] == "the end"
     assert (tmp_path / "left-open").read_text() == "all of it"
 
@@ -89,11 +94,5 @@ def test_a_script_that_has_ended_is_not_waited_for(tmp_path, monkeypatch):
 def test_no_sign_of_life_is_missed_where_none_is_asked_for(tmp_path):
     script = tmp_path / "quiet.py"
     script.write_text("import os, time\ntime.sleep(3)\nos._exit(4)\n")
-    child = Child(Work(Job(str(script), silence_s=0)), Cluster())
-    try:
-        ended, end = None, time.monotonic() + 200
-        while ended is None and time.monotonic() < end:
-            ended = child.news(1.0)[1]
-    finally:
-        child.stop()
+    ended = ended_of(Child(Work(Job(str(script), silence_s=0)), Cluster()))
     assert ended.code == 4
