@@ -1,5 +1,7 @@
 """A worker's process under an engine: it ends with the process that started it, and at once when its script does."""
 
+import gzip
+import lzma
 import os
 import subprocess
 import sys
@@ -32,12 +34,21 @@ os.rename("new", "up")
 ctypes.PyDLL(None).sleep(600)
 """
 ENDLESS = """
-import atexit, sys, time
+import atexit, gzip, lzma, os, sys, time
 class Endless:
     def __del__(self):
         time.sleep(600)
 kept, file = Endless(), open("left-open", "w")
 file.write("all of it")
+packed, text, both = gzip.open("packed", "wb"), lzma.open("text", "wt"), open("both", "w+b")
+packed.write(b"all of it")
+text.write("all of it")
+both.write(b"all of it")
+try:
+    os.waitpid(-1, os.WNOHANG)
+    print("a child that the script did not start")
+except ChildProcessError:
+    pass
 atexit.register(print, "the end", flush=True)
 sys.exit(3)
 """
@@ -70,7 +81,7 @@ def test_a_process_that_holds_pythons_lock_dies_with_its_parent(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, script, rows], cwd=tmp_path, env=environment)
     try:
         worker, other = waited_for(tmp_path / "up").split()
-        family = [psutil.Process(int(worker)), *psutil.Process(int(worker)).children()]
+        family = [process for process in psutil.process_iter() if os.getpgid(process.pid) == int(worker)]
         assert int(other) in [process.pid for process in family] and list(tmp_path.glob("tfgpu-worker-*"))
     finally:
         parent.kill()
@@ -88,7 +99,11 @@ def test_a_script_that_has_ended_is_not_waited_for(tmp_path, monkeypatch):
     script.write_text(ENDLESS)
     ended = ended_of(Child(Work(Job(str(script))), Cluster()))
     assert ended.code == 3 and ended.lines[-1] == "the end"
-    assert (tmp_path / "left-open").read_text() == "all of it"
+    assert not [line for line in ended.lines if "child" in line]
+    files = (tmp_path / "left-open", tmp_path / "both")
+    written = [path.read_text() for path in files]
+    written += [gzip.open(tmp_path / "packed", "rt").read(), lzma.open(tmp_path / "text", "rt").read()]
+    assert written == ["all of it"] * 4
 
 
 def test_no_sign_of_life_is_missed_where_none_is_asked_for(tmp_path):

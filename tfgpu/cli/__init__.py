@@ -15,6 +15,7 @@ import typer
 from tfgpu.cli import bench, data, doctor, launch, run, train
 from tfgpu.cli.start import complain, debugging
 from tfgpu.errors import InputError, MachineError
+from tfgpu.launch.ending import end_with
 
 app = typer.Typer(
     help="Change the hardware, not the result: Keras training on one GPU, eight, or many machines.",
@@ -33,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the words after `tfgpu`; None takes the process's own.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(_execute(words))
+    if arguments is None:
+        end_with(lambda: _execute(sys.argv[1:]))
+    sys.exit(_execute(list(arguments)))
 
 
 def _execute(words: list[str]) -> int:
