@@ -86,6 +86,13 @@ def test_one_more_than_the_limit_ends_it_and_keeps_what_was_learned(tmp_path):
     assert skip.skipped == 3
 
 
+def test_an_epoch_of_nothing_but_bad_steps_has_no_loss():
+    model = make(2)
+    x, y = np.full((8, 4), np.nan, np.float32), np.zeros((8, 1), np.float32)
+    with pytest.raises(tfgpu.InputError, match="All 2 steps of epoch 1 had NaN"):
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[SkipNaN(limit=10)])
+
+
 def test_a_fit_without_it_is_not_guarded():
     model = make(1)
     fit(model, SkipNaN(), poisoned=True, epochs=1)
@@ -139,3 +146,27 @@ print(json.dumps({"equal": found[:2] == without[:2], "skipped": found[2]}))
 def test_two_workers_leave_the_same_steps_out(together):
     answers = together(WORKER, {"worker": 2})
     assert answers == {f"worker{at}": {"equal": True, "skipped": 4} for at in range(2)}
+
+
+DIFFERENT = """
+import json
+import keras, numpy as np, tfgpu
+from tfgpu.callbacks import Checkpoint, SkipNaN
+
+strategy = tfgpu.strategy("multi_worker")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6)])
+    model.compile("sgd", "mse")
+mine = Checkpoint(FOLDER) if strategy.cluster_resolver.task_id else SkipNaN()
+try:
+    model.fit(np.zeros((8, 4)), np.zeros((8, 6)), 8, verbose=0, callbacks=[mine])
+except tfgpu.InputError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_workers_with_one_callback_each_but_not_the_same_are_told(together, tmp_path):
+    answers = together(DIFFERENT.replace("FOLDER", repr(str(tmp_path))), {"worker": 2})
+    assert "This one has SkipNaN." in answers["worker0"] and "This one has Checkpoint." in answers["worker1"]

@@ -1,5 +1,9 @@
 """Data that fails in the middle is read on, element by element; where it keeps failing one error says so."""
 
+import json
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -120,6 +124,7 @@ def test_epochs_of_a_pipeline_repeat_their_order():
         (([1, 2],), "needs a tf.data.Dataset"),
         ((tf.data.Dataset.range(2), 0), "`limit` must be"),
         ((tf.data.Dataset.range(2), 1.5), "`limit` must be"),
+        ((tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1, 2], [3]])),), "Put it after `batch`"),
     ],
 )
 def test_bad_settings(arguments, message):
@@ -127,3 +132,42 @@ def test_bad_settings(arguments, message):
         retry(*arguments)
     with pytest.raises(tfgpu.InputError, match="`wait_s` must be"):
         retry(tf.data.Dataset.range(2), wait_s=-1)
+
+
+WORKER = """
+import json, sys
+import keras, numpy as np, tensorflow as tf, tfgpu
+
+keras.utils.set_random_seed(0)
+strategy = tfgpu.strategy(sys.argv[1])
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+left = {"fails": 2 if strategy.cluster_resolver and strategy.cluster_resolver.task_id else 0}
+
+def check(x):
+    if left["fails"] and x[0] > 0.5:
+        left["fails"] -= 1
+        raise OSError("gone")
+    return x
+
+data = tf.data.TextLineDataset(sys.argv[2:]).map(lambda row: tf.strings.to_number(row)[None]).batch(2)
+data = data.map(lambda x: tf.ensure_shape(tf.numpy_function(check, [x], tf.float32), (None, 1)))
+history = model.fit(tfgpu.data.retry(data, wait_s=0).map(lambda x: (x, 2 * x)), epochs=2, verbose=0).history
+print(json.dumps([model.get_weights()[0].tolist(), history["loss"], left["fails"]]))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_two_workers_read_files_on_of_which_one_fails(together, tmp_path):
+    for at in range(3):
+        (tmp_path / f"{at}.txt").write_text("".join(f"{row / 10}\n" for row in range(at * 4, at * 4 + 4)))
+    files = sorted(map(str, tmp_path.glob("*.txt")))
+    answers = together(WORKER, {"worker": 2}, "multi_worker", *files)
+    command = [sys.executable, "-c", WORKER, "mirrored", *files]
+    one = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout)
+    assert answers["worker0"][2] == answers["worker1"][2] == 0
+    for found in answers.values():
+        np.testing.assert_allclose(found[0], one[0], rtol=1e-6)
+        np.testing.assert_allclose(found[1], one[1], rtol=1e-6)

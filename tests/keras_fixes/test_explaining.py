@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfgpu
 from tfgpu.callbacks import Checkpoint
@@ -34,6 +35,26 @@ def test_a_step_that_is_too_large_says_what_it_asked_for(tmp_path):
             assert knob in text
         told_rows.append("a batch has 4 rows over 2 replica(s)" in text)
     assert told_rows == [True, False]
+
+
+class InputError(Exception):
+    """Of a user's own, with the name of tfgpu's."""
+
+
+def test_only_tfgpus_own_errors_come_out_of_the_data():
+    def read(error):
+        yield np.zeros((2, 3), "float32"), np.zeros((2, 1), "float32")
+        raise error("not this")
+
+    signature = tf.TensorSpec((None, 3)), tf.TensorSpec((None, 1))
+    with tfgpu.strategy().scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_generator(lambda: read(InputError), output_signature=signature)
+    with pytest.raises(tf.errors.UnknownError, match="InputError: not this"):
+        model.fit(data, verbose=0)
+    with pytest.raises(tfgpu.MachineError, match="failed 2 times in a row after 1 of its elements"):
+        model.fit(tfgpu.data.retry(data, 1, wait_s=0), verbose=0)
 
 
 def test_units():

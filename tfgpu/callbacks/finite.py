@@ -66,13 +66,15 @@ class SkipNaN(keras.callbacks.Callback):
     layer, and draws of `keras.random` without a seed generator of the layer's. On several workers all of them need it.
 
     Args:
-        limit: steps that may be left out in the whole training, resumed ones included; one more ends it.
+        limit: steps that may be left out in the whole training, which a `Checkpoint` remembers (Keras's
+            BackupAndRestore does not); one more ends it.
 
     Attributes:
         skipped: steps left out so far.
 
     Raises:
-        InputError: by `fit`: more than `limit` steps, or a strategy whose replicas train apart from each other.
+        InputError: by `fit`: more than `limit` steps, or all of an epoch, or a strategy whose replicas train apart
+            from each other.
 
     Example:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -92,7 +94,7 @@ class SkipNaN(keras.callbacks.Callback):
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
             raise InputError(f"`limit` must be a whole number of steps from 0. Received: {limit!r}.")
         self.limit, self.skipped = limit, 0
-        self._epoch = self._first = 0
+        self._epoch = self._first = self._before = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         positions.build(self.model)
@@ -100,7 +102,7 @@ class SkipNaN(keras.callbacks.Callback):
         self._guard.take()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._epoch, self._first = epoch, 0
+        self._epoch, self._first, self._before = epoch, 0, self.skipped
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         found = self._guard.take()
@@ -118,6 +120,13 @@ class SkipNaN(keras.callbacks.Callback):
                 *(found, where, self.skipped, self.limit),
             )
         self._first = batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._first and self.skipped - self._before == self._first:
+            raise InputError(
+                f"All {self._first} steps of epoch {epoch + 1} had NaN or infinities, so it has no loss to report. Look "
+                "at the data, lower the learning rate, or set `global_clipnorm=1.0` in the optimizer."
+            )
 
 
 def _steps(first: int, last: int) -> str:

@@ -63,6 +63,9 @@ def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.d
         raise InputError(f"`limit` must be a whole number of tries from 1. Received: {limit!r}.")
     if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or wait_s < 0:
         raise InputError(f"`wait_s` must be a number of seconds from 0. Received: {wait_s!r}.")
+    ragged = [spec for spec in tf.nest.flatten(data.element_spec) if isinstance(spec, tf.RaggedTensorSpec)]
+    if any(spec.ragged_rank == 0 for spec in ragged):
+        raise InputError("`retry` cannot pass on rows of a ragged tensor one by one. Put it after `batch`.")
     counter = getattr(data, "tfgpu_epochs", None)
 
     def elements() -> Iterator:

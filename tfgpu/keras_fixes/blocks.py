@@ -89,7 +89,7 @@ class Run:
         steps: the length of all blocks, where somebody has asked for one.
         block: the block that ran last.
         ends: each says how many steps the next block may have at most, because a callback must be called then.
-        on_all: how many callbacks every worker must have, because they meet in collectives.
+        on_all: the callbacks that every worker must have, because they meet in collectives; names of their classes.
         leaving: the wish to leave, where somebody listens for one.
         guard: what leaves steps out that bring a number that is none, where somebody asks for it.
         exits: what is closed when the run has ended, however it ended.
@@ -102,7 +102,7 @@ class Run:
     steps: int | None = None
     block: Block | None = None
     ends: list[Callable[[], int]] = field(default_factory=list)
-    on_all: int = 0
+    on_all: tuple[str, ...] = ()
     leaving: Leaving | None = None
     guard: object = None
     exits: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -211,7 +211,8 @@ def _take_over(run: Run, outer: Run | None, callbacks) -> None:
     if outer is not None and outer.model is run.model:
         run.leaving, run.on_all = outer.leaving, outer.on_all
     if run.kind == "train":
-        run.on_all = sum(getattr(callback, "on_all_workers", False) for callback in listed(callbacks))
+        meeting = [callback for callback in listed(callbacks) if getattr(callback, "on_all_workers", False)]
+        run.on_all = tuple(sorted(type(callback).__name__ for callback in meeting))
 
 
 def listed(callbacks) -> list:

@@ -3,9 +3,11 @@
 import contextlib
 import math
 import re
+from pathlib import Path
 
 import tensorflow as tf
 
+from tfgpu import errors
 from tfgpu.errors import InputError, MachineError, OutOfMemory
 
 _TENSOR = re.compile(r"allocating tensor with shape\s*\[([\d,]*)\] and type (\w+)(?: on \S*device:(\w+:\d+))?")
@@ -18,6 +20,7 @@ _FIX = (
 )
 _NAMES = {"float": "float32", "double": "float64"}
 _OURS = re.compile(r"(InputError|MachineError): ([^\n]+)\nTraceback")  # tf.data passes on what its Python code raises
+_FILE = re.compile(r'^ *File "([^"]+)", line', re.MULTILINE)
 _KINDS = {"InputError": InputError, "MachineError": MachineError}
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -29,13 +32,19 @@ def explained(model):
         yield
     except (tf.errors.UnknownError, tf.errors.InvalidArgumentError) as error:
         found = _OURS.search(error.message)
-        if found is None:
+        if found is None or not _is_ours(error.message):
             raise
         raise _KINDS[found[1]](found[2]) from error
     except tf.errors.ResourceExhaustedError as error:
         if not re.search(r"OOM|memory|allocat", error.message):  # a disk may be full, too
             raise
         raise OutOfMemory(f"Out of memory{_asked(error.message)}. {_sizes(model)}", _FIX) from error
+
+
+def _is_ours(message: str) -> bool:
+    """Whether the error was raised by tfgpu, not by a class of the same name of somebody else's."""
+    files = _FILE.findall(message)
+    return bool(files) and Path(files[-1]).is_relative_to(Path(errors.__file__).parent)
 
 
 def _asked(message: str) -> str:

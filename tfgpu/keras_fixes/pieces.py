@@ -8,6 +8,7 @@ one device.
 import contextlib
 import functools
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -257,13 +258,14 @@ def _agree(strategy: tf.distribute.Strategy, length: int, *, same_length: bool) 
     """
     run = blocks.current()
     asked = list(run.every_batch.values()) if run is not None else []
-    on_all = run.on_all if run is not None else 0
-    mine = [1, length, length * length, on_all, on_all * on_all, *map(int, asked)]
+    on_all = run.on_all if run is not None else ()
+    digest = zlib.crc32(repr(on_all).encode()) & 0xFFFFF  # whose square can be summed up
+    mine = [1, length, length * length, digest, digest * digest, *map(int, asked)]
     count, total, squares, meeting, meeting_squares, *asking = replica.sum_over_workers(strategy, mine)
     if meeting * meeting != count * meeting_squares:
         raise InputError(
             "A Checkpoint must be among the callbacks of every worker (only the chief writes), and so must SkipNaN. "
-            f"This one has {on_all} of them, all {count} have {meeting}. Give `fit` the same callbacks on each worker."
+            f"This one has {', '.join(on_all) or 'none of them'}. Give `fit` the same callbacks on each worker."
         )
     if run is not None:
         run.every_batch = {kind: bool(number) for kind, number in zip(run.every_batch, asking, strict=True)}
