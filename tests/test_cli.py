@@ -267,6 +267,26 @@ SCHEDULES = {
 }
 
 
+LEFT_AT_THE_END = """
+import os, signal, sys
+from tfgpu import cli
+from tfgpu.recipes import runner
+runner._save = lambda model, path: os.kill(os.getpid(), signal.SIGTERM)
+cli.main(sys.argv[1:])
+"""
+
+
+def test_a_run_that_must_leave_after_its_last_epoch_is_finished_by_resume(tmp_path):
+    command = [sys.executable, "-c", LEFT_AT_THE_END, "train", *SMALL, "--epochs", "1", "--output", "cut"]
+    left = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=100)
+    assert left.returncode == 75, left.stderr
+    assert left.stderr.splitlines()[-1].endswith("report. Go on with: tfgpu train --resume --output cut")
+    assert not (tmp_path / "cut" / "model.keras").exists()
+    resumed = tfgpu("train", "--resume", "--output", "cut", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert (tmp_path / "cut" / "model.keras").exists() and (tmp_path / "cut" / "report.html").exists()
+
+
 @pytest.mark.parametrize(
     ("schedule", "number", "code"),
     [

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,20 +25,24 @@ from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.progress import Progress
 from tfgpu.cluster import Cluster
 from tfgpu.data import Data, pipeline
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import compiling, directory, facts, recipe
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.report import MOST_CLASSES, render
 from tfgpu.recipes.watch import (
     Replay,
+    Terminated,
     TrainingError,
     Watch,
     describe_failure,
     describe_interrupt,
+    how_to_go_on,
     terminable,
     unstarted,
 )
 from tfgpu.training import Trainer
+
+_log = logging.getLogger(__name__)
 
 _MOST_PREDICTED = 100_000  # Test examples up to which the confusion matrix is made.
 
@@ -101,8 +106,8 @@ def run(
     Raises:
         InputError: something in the recipe or the output directory cannot work.
         TrainingError: training began and failed.
-        Preempted: asked to leave (SIGTERM) while it trained; it has saved, and has said how to go on.
-        KeyboardInterrupt: interrupted by SIGINT, or by SIGTERM before or after the training.
+        Preempted: asked to leave (SIGTERM) while it trained or after; it has saved, and has said how to go on.
+        KeyboardInterrupt: interrupted by SIGINT, or by SIGTERM before the training.
 
     Example:
         >>> run(Recipe(epochs=2), output="runs/first").run_directory
@@ -125,8 +130,15 @@ def run(
         # A worker that is not the chief reads the chief's checkpoints and writes nothing.
         shared = path or (Path(output) if output else None)
         rows = _train(job, path, shared, about, made=made, resume=resume, console=console)
-        with terminable():
-            return _finish(job, path, about, rows)
+        try:
+            with terminable():
+                return _finish(job, path, about, rows)
+        except KeyboardInterrupt as interrupt:
+            saved = f"All epochs are saved, but not yet all of the model and the report. {how_to_go_on(shared)}"
+            if not isinstance(interrupt, Terminated):
+                raise KeyboardInterrupt(f"Interrupted. {saved}") from None
+            _log.warning("Asked to leave by SIGTERM. %s", saved)
+            raise Preempted(f"Asked to leave by SIGTERM. {saved}") from None
 
 
 def check(what: Recipe, output: str | Path | None, *, resume: bool, overwrite: bool) -> Cluster:
@@ -342,7 +354,7 @@ def _checkpoint(job: Job, path: Path | None, writer: Writer, *, resume: bool) ->
         is_chief=job.cluster.is_chief,
         writer=writer,
     )
-    checkpoint.go_on = f"Go on with: tfgpu train --resume --output {path}"
+    checkpoint.go_on = how_to_go_on(path)
     return checkpoint
 
 

@@ -64,6 +64,11 @@ class Replay(keras.callbacks.Callback):
             self._callback.on_epoch_end(epoch, dict(row))
 
 
+def how_to_go_on(path: Path | None) -> str:
+    """The command that takes a run up again; a worker that was given no directory knows none."""
+    return f"Go on with: tfgpu train --resume --output {path}" if path else "The chief says how to go on."
+
+
 def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, resume: bool) -> str:
     """Says what an interrupted run has saved, and how to go on; takes back a run that never made a step."""
     if path is None:
@@ -71,7 +76,7 @@ def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, res
     if not watch.steps and not resume:
         directory.abandon(path, made)
         return directory.NOTHING_WRITTEN
-    again = f"Go on with: tfgpu train --resume --output {path}"
+    again = how_to_go_on(path)
     saved = found(path / directory.CHECKPOINTS)
     if not saved:
         return f"Interrupted in epoch {watch.epoch + 1}, before a checkpoint. {again}"
@@ -104,6 +109,10 @@ def unstarted() -> Iterator[None]:
         raise KeyboardInterrupt(directory.NOTHING_WRITTEN) from None
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come."""
+
+
 @contextmanager
 def terminable() -> Iterator[None]:
     """Makes SIGTERM end as Ctrl-C does what is no `fit`, whose checkpoints save and leave.
@@ -115,7 +124,7 @@ def terminable() -> Iterator[None]:
         return
 
     def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise Terminated
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
