@@ -124,8 +124,8 @@ class SkipNaN(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._first and self.skipped - self._before == self._first:
             raise InputError(
-                f"All {self._first} steps of epoch {epoch + 1} had NaN or infinities, so it has no loss to report. Look "
-                "at the data, lower the learning rate, or set `global_clipnorm=1.0` in the optimizer."
+                f"All {self._first} steps of epoch {epoch + 1} had NaN or infinities, which is no loss to report. "
+                "Look at the data, lower the learning rate, or set `global_clipnorm=1.0` in the optimizer."
             )
 
 
