@@ -1,4 +1,4 @@
-"""Groups of real processes that run `train.py` or, under `tfgpu launch`, `small.py`, and fail."""
+"""Groups of real processes that run `train.py` or, under `tfgpu launch`, `small.py` or `served.py`, and fail."""
 
 import contextlib
 import json
@@ -131,19 +131,28 @@ class Launched:
 
     Args:
         folder: the run's directory.
-        fault: which one `small.py` is to meet; `"none"` for none.
+        fault: which one `small.py` is to meet; `"none"` for none. The first word for another script.
         options: of `tfgpu launch`; two workers unless they say otherwise.
         epochs: of the training.
         environ: variables of the launcher.
+        script: what it starts.
     """
 
-    def __init__(self, folder: Path, fault: str = "none", *options: str, epochs: int = 4, environ: dict | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        fault: str = "none",
+        *options: str,
+        epochs: int = 4,
+        environ: dict | None = None,
+        script: Path = SMALL,
+    ):
         folder.mkdir(exist_ok=True)
         self.folder, self.lines = folder, []
         words = ["launch", "-n", "2", "--no-logs", "--startup-timeout", "100", *options]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tfgpu", *words, str(SMALL), str(folder), fault, str(epochs)],
+            [sys.executable, "-m", "tfgpu", *words, str(script), str(folder), fault, str(epochs)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "1", **(environ or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -161,11 +170,15 @@ class Launched:
     def said(self) -> str:
         return "".join(line for _, line in self.lines)
 
-    def said_at(self, words: str, seconds: float = LAUNCH_S) -> float:
-        """Waits until it says the words; when that was."""
-        return self._wait(lambda: next((at for at, line in list(self.lines) if words in line), None), words, seconds)
+    def said_at(self, words: str, seconds: float = LAUNCH_S, after: float = 0.0) -> float:
+        """Waits until it says the words, after a moment; when that was."""
 
-    def events(self, name: str, attempt: int | None = None, rank: int | None = None) -> list[tuple[float, int]]:
+        def look():
+            return next((at for at, line in list(self.lines) if words in line and at > after), None)
+
+        return self._wait(look, words, seconds)
+
+    def events(self, name: str, attempt: int | None = None, rank: int | str | None = None) -> list[tuple[float, int]]:
         """The moments at which a process has noted an event, with its process id."""
         path = self.folder / "events"
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -175,9 +188,15 @@ class Launched:
             if event == name and attempt in (None, its) and rank in (None, who)
         ]
 
-    def event(self, name: str, attempt: int | None = None, rank: int | None = None) -> tuple[float, int]:
-        """Waits for the first such event."""
-        return self._wait(lambda: next(iter(self.events(name, attempt, rank)), None), name, LAUNCH_S)
+    def event(
+        self, name: str, attempt: int | None = None, rank: int | str | None = None, after: float = 0.0
+    ) -> tuple[float, int]:
+        """Waits for the first such event, after a moment."""
+
+        def look():
+            return next((found for found in self.events(name, attempt, rank) if found[0] > after), None)
+
+        return self._wait(look, name, LAUNCH_S)
 
     def finish(self, seconds: float = LAUNCH_S) -> dict[str, np.ndarray]:
         """Waits for a good end: weights and losses."""
@@ -197,6 +216,15 @@ class Launched:
         """Kills the launcher, with whom all ends that it has started."""
         self.process.kill()
         self.process.wait()
+
+    def left(self) -> list[int]:
+        """The processes that name the run's directory."""
+        words, found = str(self.folder).encode(), []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if words in path.read_bytes() and int(path.parent.name) != os.getpid():
+                    found.append(int(path.parent.name))
+        return found
 
     @staticmethod
     def gone(pid: int, within_s: float) -> float:

@@ -28,6 +28,7 @@ from tfgpu import keras_fixes, preflight
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError, Preempted
 from tfgpu.keras_fixes import closures, tables, worker_data
+from tfgpu.preflight import wire
 
 Partitioner = Callable | str | None
 
@@ -45,10 +46,11 @@ def parameter_server(
     """Makes the chief's strategy; in a worker or a server it serves instead, and ends the process.
 
     Args:
-        max_staleness: how many of the closures before one may be undone when it starts. A closure is a few steps
-            (`steps_per_execution`, or as many as a tenth of a second holds), so while one runs, at most twice as many
-            others change the weights that it read. 0 runs one at a time, which is exactly one device's training; `None`
-            (the default) lets the fastest worker run as far ahead as the data goes.
+        max_staleness: a closure starts when all but this many just before it are done. While one runs, at most twice as
+            many others change the weights that it read. A closure is a few steps (`steps_per_execution`, or as many as
+            a tenth of a second holds); `tfgpu.Trainer(model, steps_per_call=1)` makes it one. 0 runs one at a time,
+            which is exactly one device's training; `None` (the default) lets the fastest worker run as far ahead as
+            the data goes.
         partitioner: which embedding tables are cut by rows over the servers: `"auto"`, those of more than 256 KiB, over
             all servers; `None`, none; or one of `tf.distribute.experimental.partitioners`.
         cluster: the facts of the cluster; `None` reads them from the environment.
@@ -230,7 +232,7 @@ def _stay_with(chief: str, me: str) -> None:
 
 
 def _wait_for(name: str, address: str, deadline: float) -> None:
-    while not _answers(address):
+    while not _serves(address):
         if time.monotonic() > deadline:
             raise MachineError(
                 f"{name} ({address}) did not answer within {_startup_timeout():g} s: not started, wrong port, or "
@@ -240,12 +242,25 @@ def _wait_for(name: str, address: str, deadline: float) -> None:
 
 
 def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
+        with _connected(address):
             return True
     except OSError:
         return False
+
+
+def _serves(address: str) -> bool:
+    """Whether TensorFlow's own server answers there, and not the meeting before it (`preflight`)."""
+    try:
+        with _connected(address) as connection, connection.makefile("rb") as answer:
+            return wire.is_grpc(answer.read(wire.FRAME))
+    except OSError:
+        return False
+
+
+def _connected(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=2)
 
 
 def _startup_timeout() -> float:

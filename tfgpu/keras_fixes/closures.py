@@ -36,7 +36,7 @@ class Settings:
     """How the coordinator schedules, kept on the strategy.
 
     Attributes:
-        max_staleness: a closure starts when all but this many before it are done; None leaves it to the queue.
+        max_staleness: a closure starts when all but this many just before it are done; None leaves it to the queue.
     """
 
     max_staleness: int | None = None
@@ -236,7 +236,7 @@ class _Run:
     Args:
         model: whose metrics they count.
         most: closures that may be out at a time.
-        ahead: how many closures before one may be undone when it starts; None for any number.
+        ahead: how many closures just before one may be undone when it starts; None for any number.
         counts_updates: each step is one update of the model's optimizer.
         check: raises what has failed for good, such as a parameter server that is gone.
     """

@@ -8,6 +8,8 @@ from typing import Any
 
 LIMIT = 2**16
 """Bytes of the longest message; a stranger's connection is closed at this many."""
+FRAME = 9
+"""Bytes of the head of a frame of HTTP/2."""
 READ_S = 5.0
 CONNECT_S = 5.0
 KIND = "tfgpu preflight 1"
@@ -33,8 +35,7 @@ def decode(line: bytes) -> dict[str, Any]:
         Running: it is the beginning of HTTP/2, as a gRPC server sends it.
         Foreign: it is no message of a preflight.
     """
-    # A SETTINGS frame: three bytes of length, the type 4, flags, and stream 0.
-    if len(line) >= 9 and line[3] == 4 and line[5:9] == bytes(4):
+    if is_grpc(line):
         raise Running
     try:
         message = json.loads(line)
@@ -43,6 +44,12 @@ def decode(line: bytes) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("kind") != KIND:
         raise Foreign
     return message
+
+
+def is_grpc(beginning: bytes) -> bool:
+    """Whether this is how a gRPC server, such as TensorFlow's, begins: a frame of HTTP/2's settings."""
+    # Three bytes of length, the type 4, flags, and stream 0.
+    return len(beginning) >= FRAME and beginning[3] == 4 and beginning[5:FRAME] == bytes(4)
 
 
 async def read(reader: asyncio.StreamReader, *, within_s: float | None = READ_S) -> dict[str, Any]:

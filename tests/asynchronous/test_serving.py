@@ -1,0 +1,65 @@
+"""Workers and servers wait for their chief, the chief for them; and they leave when they are asked to."""
+
+import contextlib
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from tfgpu.asynchronous import parameter_server as module
+from tfgpu.cluster import Cluster
+from tfgpu.errors import InputError, MachineError
+
+PS = dict(workers=("localhost:1", "localhost:2"), parameter_servers=("localhost:3",), has_chief=True)
+CHIEF = Cluster(**PS, rank=0, task_type="chief")
+
+
+def test_a_peer_that_does_not_answer_is_named(monkeypatch):
+    monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "0.3")
+    with pytest.raises(MachineError, match=r"parameter server 0 \(localhost:3\) did not answer: not started"):
+        module.parameter_server(cluster=CHIEF)
+
+
+def test_a_timeout_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "soon")
+    with pytest.raises(InputError, match="TFGPU_STARTUP_TIMEOUT must be a number of seconds.*Received: 'soon'"):
+        module.parameter_server(cluster=CHIEF)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_leaves_when_it_is_asked_to(group):
+    processes = group("import tfgpu\ntfgpu.strategy('parameter_server')", chief=1, worker=1, ps=1, startup_timeout=0)
+    processes.start("ps0")
+    processes.start("worker0")
+    with standing_for(processes.cluster["chief"][0]):
+        address = processes.cluster["ps"][0]
+        while not module._answers(address):
+            assert processes.running["ps0"].poll() is None, processes.said("ps0")
+        assert processes.end("ps0", signal.SIGTERM) == 75
+    assert processes.wait("worker0", timeout=120) == 0
+
+
+@contextlib.contextmanager
+def standing_for(address):
+    """A gRPC server at an address of this machine, as TensorFlow's is one."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(None)
+
+
+@pytest.mark.processes
+def test_a_meeting_before_the_start_is_no_server(addresses):
+    """A worker that comes back early finds the others' meeting at the chief's port, and waits on."""
+    grpc_at, meeting_at = addresses(2)
+    host, _, port = meeting_at.rpartition(":")
+    with standing_for(grpc_at), socket.create_server((host, int(port))):
+        assert module._answers(grpc_at) and module._serves(grpc_at)
+        assert module._answers(meeting_at) and not module._serves(meeting_at)
