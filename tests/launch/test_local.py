@@ -321,6 +321,22 @@ def test_a_parameter_server_that_dies_ends_the_group(launch):
     assert code == 9 and "ps 0: exit code 9" in err
 
 
+FAILING_EVALUATOR = """
+if me == "evaluator0":
+    if os.environ.get("TFGPU_REJOIN") == "1":
+        pathlib.Path("again").touch()
+    else:
+        sys.exit(9)
+while not pathlib.Path("again").exists():
+    time.sleep(0.05)
+"""
+
+
+def test_an_evaluator_that_dies_returns_alone(launch):
+    code, _, err = launch.run(FAILING_EVALUATOR, evaluator=True, max_restarts=1)
+    assert code == 0 and "evaluator: exit code 9. It alone starts again; 1 of 1 restarts used." in err
+
+
 @pytest.mark.slow
 def test_an_evaluator_may_finish_and_is_ended_if_it_does_not(launch):
     script = "up()\nif me == 'evaluator0':\n    time.sleep(float(sys.argv[1]))\n    print('finished')\n"

@@ -83,7 +83,7 @@ def supervise(
 
 def _member(job: Job, task: layout.Task) -> Member:
     if task.kind == "evaluator":
-        return Member(task.name, task.node, counted=False, may_finish=True)
+        return Member(task.name, task.node, counted=False, may_return=True, may_finish=True)
     if not job.parameter_servers:
         return Member(task.name, task.node)
     # A chief hands out the steps: it knows when all are done, and gives a lost worker's to the others.
