@@ -116,6 +116,18 @@ def test_several_tasks_of_a_node_share_its_gpus(tmp_path):
     assert "} 2,3 False" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("facts", "attempt"),
+    [({}, "1"), ({"SLURM_RESTART_COUNT": "2"}, "3"), ({"SLURM_RESTART_COUNT": "2", "TFGPU_ATTEMPT": "9"}, "9")],
+)
+def test_slurms_requeues_tell_which_start_it_is(tmp_path, facts, attempt):
+    (tmp_path / "report.py").write_text("import os\nprint(os.environ['TFGPU_ATTEMPT'])\n")
+    facts = {**STEP, "SLURM_PROCID": "1", "TFGPU_HOSTS": "127.0.0.1,127.0.0.1", **facts}
+    done = command("-m", "tfgpu.run", "--startup-timeout=0", str(tmp_path / "report.py"), **facts)
+    assert done.stdout.strip() == attempt, done.stderr
+
+
 @pytest.mark.parametrize("module", [["-m", "tfgpu", "run"], ["-m", "tfgpu.run"]])
 def test_a_missing_peer_is_named_before_tensorflow_starts(tmp_path, addresses, module):
     (tmp_path / "report.py").write_text(REPORT)

@@ -93,6 +93,8 @@ def _enter(cluster: Cluster) -> Cluster:
     """Tells TensorFlow, and the script, what only another launcher's variables said."""
     if cluster.source not in ("none", "TF_CONFIG"):
         os.environ["TF_CONFIG"] = cluster.tf_config()
+    if cluster.source == "Slurm":  # which leaves the variable out before the first requeue
+        os.environ.setdefault(preflight.ATTEMPT, str(int(os.environ.get("SLURM_RESTART_COUNT") or 0) + 1))
     if cluster.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cluster.gpus)
     return cluster
@@ -102,13 +104,14 @@ def _meet_at_strategies(cluster: Cluster) -> None:
     """Lets the script's own `MultiWorkerMirroredStrategy()` meet the others once more, as `tfgpu.strategy()` does."""
     import tensorflow as tf
 
+    from tfgpu.keras_fixes import orders
     from tfgpu.keras_fixes.devices import have_started
     from tfgpu.keras_fixes.seam import wrap
 
     @wrap(tf.distribute.MultiWorkerMirroredStrategy, "__init__")
     def init(stock, self, *args, **kwargs):
         if not (args or "cluster_resolver" in kwargs or have_started()):
-            preflight.join(cluster, again=True)
+            preflight.join(cluster, again=True, facts=orders.facts())
         stock(self, *args, **kwargs)
 
 

@@ -38,7 +38,7 @@ from tfgpu.asynchronous.parameter_server import Partitioner, parameter_server, r
 from tfgpu.cluster import Cluster
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, unknown
-from tfgpu.keras_fixes import collectives, compression, replica
+from tfgpu.keras_fixes import collectives, compression, orders, replica
 from tfgpu.keras_fixes.devices import have_started, worker_devices
 
 KINDS = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "averaging")
@@ -223,7 +223,7 @@ def multi_worker(
     if not have_started():  # Else it has joined this cluster before, or TensorFlow says below that it no longer can.
         # Again, where `tfgpu run` has done so at the start: one whose script has not come this far would be waited for
         # inside of TensorFlow, for an hour, and without a sign of life, since TensorFlow keeps Python from running.
-        preflight.join(cluster, again=True)
+        preflight.join(cluster, again=True, facts=orders.facts())
     keras_fixes.install()
     try:
         with worker_devices([device.name for device in chosen]):

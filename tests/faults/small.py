@@ -57,6 +57,7 @@ class Faults(keras.callbacks.Callback):
             threading.Timer(self.delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if self.epoch == 1 and attempt == 1 and fault == "slow":
             note("middle")
+            note(f"step {int(self.model.optimizer.iterations.numpy())}")
             time.sleep(0.5)
         if self.epoch == 1 and batch < 11 and fault == "stopped" and is_hit:
             note("stopped")

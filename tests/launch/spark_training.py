@@ -66,18 +66,21 @@ def model_of(strategy):
     return model
 
 
-def train(data, folder, epochs=3, seed=None):
+def train(data, folder, epochs=3, seed=None, pause_s=0.0):
     import keras
 
     import tfgpu
 
     strategy = tfgpu.strategy()
     model = model_of(strategy)
+    facts = {"engine": os.getppid(), "process": os.getpid(), "attempt": os.environ["TFGPU_ATTEMPT"]}
     callbacks = [
-        keras.callbacks.BackupAndRestore(folder, save_freq=2, delete_checkpoint=False),
-        keras.callbacks.LambdaCallback(on_train_begin=lambda logs: tfgpu.launch.report({"engine": os.getppid()})),
+        tfgpu.callbacks.Checkpoint(folder, every_steps=2),
+        keras.callbacks.LambdaCallback(on_train_begin=lambda logs: tfgpu.launch.report(facts)),
         tfgpu.callbacks.Report(),
     ]
+    if pause_s:
+        callbacks.append(keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(pause_s)))
     batches = data.batches(["a", "b"], "y", strategy=strategy, seed=seed)
     history = model.fit(batches, epochs=epochs, verbose=0, callbacks=callbacks)
     return history.history, model.get_weights(), data.steps
@@ -96,13 +99,21 @@ def one_device():
     return model.fit(batches, epochs=3, verbose=0).history, model.get_weights()
 
 
-def check(found, epochs=3):
-    """Compares with one device the weights, and the history of the last epochs."""
+def run(spark, folder, *arguments, workers=2, **options):
+    """`train` on the table by `spark_job`, with time to start on a machine that does other work too."""
+    import tfgpu
+
+    given = {"global_batch": 16, "startup_timeout_s": 300, "environment": MINE, **options}
+    return tfgpu.launch.spark_job(train, frame(spark), workers, arguments=(str(folder), *arguments), **given)
+
+
+def check(found):
+    """Compares weights and history with one device's."""
     history, weights, steps = found
     expected_history, expected = one_device()
     assert steps == 4
     for name, values in expected_history.items():
-        np.testing.assert_allclose(history[name], values[-epochs:], rtol=1e-5)
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
     for mine, one in zip(weights, expected, strict=True):
         np.testing.assert_allclose(mine, one, atol=1e-5)
 

@@ -8,7 +8,7 @@ import pytest
 from tfgpu.errors import InputError, MachineError
 from tfgpu.launch import Job
 from tfgpu.launch.functions import pickled
-from tfgpu.launch.functions.child import Ended
+from tfgpu.launch.functions.child import Ended, Work
 from tfgpu.launch.functions.group import run_until_done, work_of
 
 SETTINGS = {
@@ -27,36 +27,36 @@ def ends(*codes):
     """An attempt whose chief ends with these codes, one after another, and the list of the starts."""
     starts = []
 
-    def attempt(start):
-        starts.append(start)
-        code = codes[start]
-        return Ended(1, code, "host", ("a line",), pickle.dumps(start) if code == 0 else None)
+    def attempt(work):
+        starts.append(work.start)
+        code = codes[work.start]
+        return Ended(1, code, "host", ("a line",), pickle.dumps(work.start) if code == 0 else None)
 
     return attempt, starts
 
 
 def test_a_failure_spends_the_budget_and_a_preemption_does_not():
     attempt, starts = ends(75, 75, 1, 75, 0)
-    assert run_until_done(Job("x", max_restarts=1), attempt) == 4
+    assert run_until_done(Work(Job("x", max_restarts=1)), attempt) == 4
     assert starts == [0, 1, 2, 3, 4]
 
 
 def test_the_last_failure_is_told_with_the_last_lines():
     attempt, starts = ends(-9, 1)
     with pytest.raises(MachineError, match=r"Worker 1 on host ended with exit code 1(.|\n)*a line(.|\n)*1 restarts"):
-        run_until_done(Job("x", max_restarts=1), attempt)
+        run_until_done(Work(Job("x", max_restarts=1)), attempt)
     assert starts == [0, 1]
 
 
 def test_a_signal_is_named():
     with pytest.raises(MachineError, match=r"killed by SIGKILL(.|\n)*max_restarts=3"):
-        run_until_done(Job("x"), ends(-9)[0])
+        run_until_done(Work(Job("x")), ends(-9)[0])
 
 
 def test_wrong_input_is_not_started_again():
     attempt, starts = ends(2, 0)
     with pytest.raises(InputError, match="exit code 2"):
-        run_until_done(Job("x", max_restarts=5), attempt)
+        run_until_done(Work(Job("x", max_restarts=5)), attempt)
     assert starts == [0]
 
 

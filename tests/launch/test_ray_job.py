@@ -40,8 +40,10 @@ def start(ray, tries=6):
                 raise
 
 
-def train(folder, epochs=4):
-    """Trains in whatever the environment calls for; goes on from `folder`."""
+def train(folder, epochs=4, pause_s=0.0):
+    """Trains in whatever the environment calls for; goes on from `folder`. With a pause it reports every step."""
+    import time
+
     import keras
     import numpy as np
 
@@ -56,11 +58,19 @@ def train(folder, epochs=4):
         layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
         model = keras.Sequential([keras.layers.Input((4,)), *layers])
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+
+    def tell(batch, logs):
+        tfgpu.launch.report({"step": batch})
+        time.sleep(pause_s)
+
+    facts = {"engine": os.getppid(), "process": os.getpid(), "attempt": os.environ.get("TFGPU_ATTEMPT")}
     callbacks = [
-        keras.callbacks.BackupAndRestore(folder, save_freq=2, delete_checkpoint=False),
-        keras.callbacks.LambdaCallback(on_train_begin=lambda logs: tfgpu.launch.report({"engine": os.getppid()})),
+        tfgpu.callbacks.Checkpoint(folder, every_steps=2),
+        keras.callbacks.LambdaCallback(on_train_begin=lambda logs: tfgpu.launch.report(facts)),
         tfgpu.callbacks.Report(),
     ]
+    if pause_s:
+        callbacks.append(keras.callbacks.LambdaCallback(on_train_batch_end=tell))
     history = model.fit(x, y, batch_size=16, epochs=epochs, verbose=0, callbacks=callbacks)
     return history.history, model.get_weights(), strategy.num_replicas_in_sync
 
@@ -125,10 +135,39 @@ def test_a_killed_actor_restarts_the_group_which_ends_with_the_same_weights(clus
     found = tfgpu.launch.ray_job(
         train, 2, arguments=(str(tmp_path),), max_restarts=1, startup_timeout_s=300, on_progress=kill
     )
-    assert {report["start"] for report in seen} == {0, 1}
-    for mine, one in zip(found[1], unbroken[0][1], strict=True):
-        np.testing.assert_array_equal(mine, one)
+    assert [(report["start"], report["attempt"]) for report in seen if "engine" in report] == [(0, "1"), (1, "2")]
+    assert min(report["epoch"] for report in seen if report["start"] == 1 and "epoch" in report) >= 2
+    check_equal(found, unbroken[0])
     check_nothing_is_left(cluster)
+
+
+def test_a_worker_that_is_asked_to_leave_saves_at_its_step_and_no_step_is_lost(cluster, unbroken, tmp_path):
+    seen = []
+
+    def ask(report):
+        seen.append(report)
+        if report["start"] == 0 and len(steps(seen)) == 6:
+            os.kill(next(report["process"] for report in seen if "process" in report), signal.SIGTERM)
+
+    found = tfgpu.launch.ray_job(
+        train, 2, arguments=(str(tmp_path), 4, 0.3), startup_timeout_s=300, grace_s=60, on_progress=ask
+    )
+    assert steps(seen) == [0, 1, 2, 3] * 4  # over both starts: none twice, none left out
+    assert 6 <= len(steps([report for report in seen if report["start"] == 0])) < 16
+    assert {report["start"] for report in seen} == {0, 1}
+    check_equal(found, unbroken[0])
+    check_nothing_is_left(cluster)
+
+
+def steps(reports):
+    return [report["step"] for report in reports if "step" in report]
+
+
+def check_equal(found, expected):
+    """The same history and weights, bit for bit."""
+    assert found[0] == expected[0]
+    for mine, one in zip(found[1], expected[1], strict=True):
+        np.testing.assert_array_equal(mine, one)
 
 
 def test_ctrl_c_leaves_nothing_behind(cluster, tmp_path):

@@ -1,5 +1,6 @@
 """Training on data of a real Spark that runs in one JVM."""
 
+import os
 import re
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from tfgpu.errors import InputError, MachineError
 
 sys.path.insert(0, str(Path(__file__).parent))
 import spark_training
-from spark_training import MINE, ROWS, check, check_nothing_is_left, frame, session, table, train
+from spark_training import MINE, ROWS, check, check_nothing_is_left, frame, run, session, table, train
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -35,16 +36,7 @@ def local(pyspark):
 
 def test_two_workers_train_as_one_device_does(local, tmp_path):
     reports = []
-    found = tfgpu.launch.spark_job(
-        train,
-        frame(local),
-        2,
-        global_batch=16,
-        arguments=(str(tmp_path),),
-        startup_timeout_s=300,
-        environment=MINE,
-        on_progress=reports.append,
-    )
+    found = run(local, tmp_path, on_progress=reports.append)
     check(found)
     epochs = [report for report in reports if "epoch" in report]
     assert [report["epoch"] for report in epochs] == [0, 1, 2]
@@ -84,10 +76,25 @@ def test_a_failure_and_a_preemption_start_the_group_again(local, tmp_path):
             if not os.path.exists(path + name):
                 open(path + name, "w").close()
                 sys.exit(code)
-        return data.rows
+        return data.rows, os.environ["TFGPU_ATTEMPT"]
 
     path = str(tmp_path / "x")
-    assert tfgpu.launch.spark_job(leave, frame(local), 1, global_batch=16, arguments=(path,), max_restarts=1) == ROWS
+    found = tfgpu.launch.spark_job(leave, frame(local), 1, global_batch=16, arguments=(path,), max_restarts=1)
+    assert found == (ROWS, "3")
+
+
+def test_a_worker_that_is_asked_to_leave_saves_and_the_next_start_goes_on(local, tmp_path):
+    seen = []
+
+    def ask(report):
+        seen.append(report)
+        if report["start"] == 0 and report.get("epoch") == 0:
+            os.kill(next(report["process"] for report in seen if "process" in report), signal.SIGTERM)
+
+    check(run(local, tmp_path, 3, None, 0.3, grace_s=60, on_progress=ask))
+    assert [(report["start"], report["attempt"]) for report in seen if "engine" in report] == [(0, "1"), (1, "2")]
+    assert [report["epoch"] for report in seen if "epoch" in report] == [0, 1, 2]
+    check_nothing_is_left()
 
 
 def test_ctrl_c_leaves_nothing_behind(local, tmp_path):
@@ -96,17 +103,7 @@ def test_ctrl_c_leaves_nothing_behind(local, tmp_path):
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        tfgpu.launch.spark_job(
-            train,
-            frame(local),
-            2,
-            global_batch=16,
-            arguments=(str(tmp_path), 1000),
-            grace_s=2,
-            startup_timeout_s=300,
-            environment=MINE,
-            on_progress=interrupt,
-        )
+        run(local, tmp_path, 1000, grace_s=2, on_progress=interrupt)
     check_nothing_is_left()
     assert frame(local).count() == ROWS
 

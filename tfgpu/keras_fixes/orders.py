@@ -15,9 +15,11 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import random_seed
 
+from tfgpu.errors import InputError
 from tfgpu.keras_fixes import replica
 from tfgpu.keras_fixes.seam import wrap
 
+_MOST_NAMED = 8
 _agreed: list[int] = []
 _randoms: dict[int, random.Random] = {}
 
@@ -33,7 +35,7 @@ def agree_on_orders() -> None:
     @wrap(tf.distribute.MultiWorkerMirroredStrategy, "__init__")
     def init(stock, self, *args, **kwargs):
         stock(self, *args, **kwargs)
-        if replica.spans_processes(self) and tf_context.global_seed() is None:
+        if replica.spans_processes(self) and not _is_seeded_on_all(self):
             _agreed[:] = [_from_chief(self, random.SystemRandom().randrange(2**31))]
             tf.random.set_seed(_agreed[0])
             # Data that shuffles itself, and Keras's shuffling of a PyDataset, use these; a script may have seeded them.
@@ -70,6 +72,58 @@ def is_seeded() -> bool:
     """Whether the script has set TensorFlow's global seed, so that another process can draw the same."""
     seed = tf_context.global_seed()
     return seed is not None and seed not in _agreed
+
+
+def facts() -> dict[str, str]:
+    """What `preflight.join` compares of the seed that the script has set."""
+    seed = tf_context.global_seed()
+    if seed is None:
+        return {"seed before the strategy": "not set"}
+    return {"seed before the strategy": "set", "seeds": str(seed)}
+
+
+def seed_mark() -> int:
+    """A number below 2**20 that tells whether two workers have the same seed."""
+    return zlib.crc32(str(tf_context.global_seed()).encode()) % 2**20
+
+
+def refuse_seeds(strategy: tf.distribute.Strategy) -> InputError:
+    """The error that says which worker has which seed. Every worker must call it."""
+    seeds = _by_worker(strategy, tf_context.global_seed() or 0)
+    told = "; ".join(f"{seed} on {name}" for name, seed in list(seeds.items())[:_MOST_NAMED])
+    return InputError(
+        f"The workers have set different seeds: {told}{'; ...' if len(seeds) > _MOST_NAMED else ''}. Every worker "
+        "makes the whole batch and keeps its part, so they must shuffle alike: else rows would be lost, others seen "
+        "twice. Set the same seed on every worker; where each has data of its own, set "
+        "`experimental_distribute.auto_shard_policy` in the data set's options to OFF."
+    )
+
+
+def _is_seeded_on_all(strategy: tf.distribute.Strategy) -> bool:
+    """Whether the script has set a seed. Every worker must call it.
+
+    Raises:
+        InputError: it has on some workers only.
+    """
+    mine = int(tf_context.global_seed() is not None)
+    workers, seeded = replica.sum_over_workers(strategy, [1, mine])
+    if seeded not in (0, workers):
+        lacking = [name for name, has in _by_worker(strategy, mine).items() if not has]
+        more = ", ..." if len(lacking) > _MOST_NAMED else ""
+        raise InputError(
+            f"A seed is set on {seeded} of {workers} workers, and not on {', '.join(lacking[:_MOST_NAMED])}{more}. Set "
+            "the same seed on every worker before the strategy is made, or on none."
+        )
+    return bool(seeded)
+
+
+def _by_worker(strategy: tf.distribute.Strategy, number: int) -> dict[str, int]:
+    """Each worker's number, by the worker's name. Every worker must call it."""
+    workers, mine = int(replica.sum_over_workers(strategy, [1])[0]), strategy.extended._id_in_cluster
+    found = replica.sum_over_workers(strategy, [number * (rank == mine) for rank in range(workers)])
+    chief = int("chief" in strategy.cluster_resolver.cluster_spec().jobs)
+    names = ["chief"] * chief + [f"worker {rank}" for rank in range(workers - chief)]
+    return {name: int(each) for name, each in zip(names, found, strict=True)}
 
 
 def _is_same_on_all(strategy: tf.distribute.Strategy, state) -> bool:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import blocks, replica
+from tfgpu.keras_fixes import blocks, orders, replica
 from tfgpu.keras_fixes.seam import wrap
 
 _here = threading.local()
@@ -253,15 +253,18 @@ def _agree(strategy: tf.distribute.Strategy, length: int, *, same_length: bool) 
     worker has, and that wants to be called after every batch: if one does, all do.
 
     Raises:
-        InputError: on all workers, where their data sets have different numbers of batches, or some lack a callback
-            that meets the others'.
+        InputError: on all workers, where their data sets have different numbers of batches or are shuffled by
+            different seeds, or some lack a callback that meets the others'.
     """
     run = blocks.current()
     asked = list(run.every_batch.values()) if run is not None else []
     on_all = run.on_all if run is not None else ()
     digest = zlib.crc32(repr(on_all).encode()) & 0xFFFFF  # whose square can be summed up
-    mine = [1, length, length * length, digest, digest * digest, *map(int, asked)]
-    count, total, squares, meeting, meeting_squares, *asking = replica.sum_over_workers(strategy, mine)
+    seed = orders.seed_mark()
+    mine = [1, length, length * length, digest, digest * digest, seed, seed * seed, *map(int, asked)]
+    count, total, squares, meeting, meeting_squares, seeds, seed_squares, *asking = replica.sum_over_workers(
+        strategy, mine
+    )
     if meeting * meeting != count * meeting_squares:
         raise InputError(
             "A Checkpoint must be among the callbacks of every worker (only the chief writes), and so must SkipNaN. "
@@ -276,6 +279,8 @@ def _agree(strategy: tf.distribute.Strategy, length: int, *, same_length: bool) 
             "where each has data of its own, set `experimental_distribute.auto_shard_policy` in the data set's "
             "options to OFF."
         )
+    if same_length and seeds * seeds != count * seed_squares:
+        raise orders.refuse_seeds(strategy)
 
 
 def _is_one_cpu(strategy: tf.distribute.Strategy) -> bool:

@@ -99,8 +99,7 @@ def ray_job(
             gpus = int(ray.cluster_resources().get("GPU", 0)) // work.job.workers
         bundle = {"CPU": cpus_per_worker, **({"GPU": gpus} if gpus else {})}
         return run_until_done(
-            work.job,
-            lambda start: _attempt(ray, work, bundle, placement, dict(runtime_env or {}), start, on_progress),
+            work, lambda work: _attempt(ray, work, bundle, placement, dict(runtime_env or {}), on_progress)
         )
 
 
@@ -153,9 +152,7 @@ def _joined(ray):
         ray.shutdown()
 
 
-def _attempt(
-    ray, work: Work, bundle: dict, placement: str, runtime_env: dict, start: int, on_progress: Progress | None
-) -> Ended:
+def _attempt(ray, work: Work, bundle: dict, placement: str, runtime_env: dict, on_progress: Progress | None) -> Ended:
     """Starts the group once; returns how the chief ended, or the worker that ended badly first."""
     count, timeout_s = work.job.workers, work.job.startup_timeout_s
     group = ray.util.placement_group([bundle] * count, strategy=placement)
@@ -173,13 +170,13 @@ def _attempt(
                 scheduling_strategy=where(group, placement_group_bundle_index=rank),
             )
             actors.append(options.remote())
-        return _run(ray, actors, work, bundle.get("GPU", 0), start, on_progress)
+        return _run(ray, actors, work, bundle.get("GPU", 0), on_progress)
     finally:
         _end(ray, actors, work.grace_s)
         ray.util.remove_placement_group(group)
 
 
-def _run(ray, actors: list, work: Work, gpus: int, start: int, on_progress: Progress | None) -> Ended:
+def _run(ray, actors: list, work: Work, gpus: int, on_progress: Progress | None) -> Ended:
     timeout_s = work.job.startup_timeout_s
     try:
         addresses = tuple(_answers(ray, [actor.address.remote() for actor in actors], timeout_s))
@@ -193,7 +190,7 @@ def _run(ray, actors: list, work: Work, gpus: int, start: int, on_progress: Prog
         ) from error
     except _Lost as error:
         return error.ended
-    return _follow(ray, actors, start, on_progress)
+    return _follow(ray, actors, work.start, on_progress)
 
 
 class _Lost(Exception):

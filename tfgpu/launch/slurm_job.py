@@ -182,7 +182,8 @@ class Supervisor:
         options += ["--open-mode=append", f"--output={logs}/task-%t.log"]
         # In a session of its own: what ends this process would make srun kill tasks that still save.
         command = ["srun", *options, *program]
-        return subprocess.run(command, env=step_environment(os.environ), start_new_session=True).returncode
+        environment = step_environment(os.environ) | {"TFGPU_ATTEMPT": str(int(records.name) + 1)}
+        return subprocess.run(command, env=environment, start_new_session=True).returncode
 
     def _remember(self) -> None:
         aside = self._spent.with_suffix(".part")

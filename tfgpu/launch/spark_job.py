@@ -127,7 +127,7 @@ def spark_job(
         deal = Deal(sum(counts.values()), global_batch, workers, max(gpus_per_worker, 1))
         _check(deal)
         shares = dealt(rows, counts, deal)
-        return run_until_done(work.job, lambda start: _attempt(shares, work, deal, driver_port, start, on_progress))
+        return run_until_done(work, lambda work: _attempt(shares, work, deal, driver_port, on_progress))
 
 
 def pyspark_sql():
@@ -167,16 +167,16 @@ def _wait_for_slots(spark, workers: int, timeout_s: float) -> None:
         time.sleep(_LOOK_S)
 
 
-def _attempt(shares, work: Work, deal: Deal, port: int, start: int, on_progress: Progress | None) -> Ended:
+def _attempt(shares, work: Work, deal: Deal, port: int, on_progress: Progress | None) -> Ended:
     """Runs the barrier stage once; returns how the chief ended, or the worker that ended badly first."""
     spark = shares.sparkSession
-    if start:
+    if work.start:
         _wait_for_slots(spark, deal.workers, work.job.startup_timeout_s)
     with channel.Desk(spark.conf.get("spark.driver.host", "localhost"), port) as desk:
         errand = Errand(work, deal, desk.address, desk.key)
         stage = _Stage(shares, errand)
         try:
-            return _follow(desk, stage, deal.workers, start, on_progress)
+            return _follow(desk, stage, deal.workers, work.start, on_progress)
         finally:
             desk.stop()
             stage.end(work.grace_s)

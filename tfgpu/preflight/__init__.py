@@ -1,9 +1,9 @@
 """Before TensorFlow starts: does every process of the cluster reach every other, and are they alike?
 
 TensorFlow waits for ever for a peer that never comes. So every process first listens on the port that TensorFlow will
-use, calls every other one there, and compares versions, seed, recipe and code. Either all go on together, or all end
-with one message that names who is missing or who differs. `meeting.py` holds the conversation, `facts.py` what is
-compared, `wire.py` one message.
+use, calls every other one there, and compares versions, seeds, recipe and code. Either all go on together, or all end
+with one message that names who is missing or who differs. `meeting.py` holds the conversation, `chair.py` the leader's
+part in it, `facts.py` what is compared, `sentences.py` what is said, `wire.py` one message.
 
 Example:
     >>> from tfgpu import preflight
@@ -44,8 +44,8 @@ def join(
         cluster: the facts of the cluster; `None` reads them from the environment.
         script: the file whose content must be the same everywhere; `None` is the running program's.
         facts: what else must be equal, by name, such as `{"recipe": "5f2c..."}`.
-        again: meet even where this process has met the others before, and tell them the same. Only before TensorFlow
-            has started, which then has the port.
+        again: meet even where this process has met the others before, and tell them the same, and the script's
+            arguments: a warning names those that differ. Only before TensorFlow has started, which then has the port.
 
     Raises:
         InputError: the processes differ, two are the same task, or TFGPU_STARTUP_TIMEOUT is malformed.
@@ -58,10 +58,10 @@ def join(
     if not wait_s or me < 0 or len(everyone) < 2 or os.environ.get(REJOIN) or (key in _joined and not again):
         return
     # asyncio takes a tenth of a second to import, which a command that meets nobody need not spend.
-    from tfgpu.preflight.facts import gather
+    from tfgpu.preflight.facts import ARGUMENTS, arguments, gather
     from tfgpu.preflight.meeting import Meeting, hold
 
-    own = {**(_joined.get(key) or gather(script)), **(facts or {})}
+    own = {**(_joined.get(key) or gather(script)), **({ARGUMENTS: arguments()} if again else {}), **(facts or {})}
     hold(Meeting(everyone, me, facts=own, attempt=os.environ.get(ATTEMPT, ""), timeout_s=wait_s))
     _joined[key] = own
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -10,14 +11,22 @@ from pathlib import Path
 
 PACKAGES = {"TensorFlow": ("tensorflow", "tensorflow-cpu"), "Keras": ("keras",), "tfgpu": ("tfgpu",)}
 SCRIPT = "script"
-# By fact; all others are versions.
+ARGUMENTS, SEED = "arguments", "seeds"
+MAY_DIFFER = {
+    ARGUMENTS: "Give all the same, unless meant so.",
+    SEED: "Set the same everywhere, unless each worker reads data of its own.",
+}
+"""What is said in a warning: `--rank 0`, and seeds that shuffle each worker's own data, are no mistake."""
+LONGEST = 1024
+"""Characters of a fact; a longer one ends with its hash."""
+# By fact, or by what stands before its colon; all others are versions.
 FIXES = {
     SCRIPT: "Give every process the same file.",
     "tfgpu's code": "Install the same tfgpu everywhere.",
     "TFGPU_SEED": "Set it alike everywhere.",
     "PYTHONHASHSEED": "Set it alike everywhere.",
     "recipe": "Give every process the same settings.",
-    "seed": "Give every process the same settings.",
+    "seed before the strategy": "Set one everywhere, or nowhere.",
 }
 _MOST_NAMED = 8
 _DIGITS = 12
@@ -35,8 +44,54 @@ def gather(script: str | os.PathLike | None = None) -> dict[str, str]:
     found = {"Python": platform.python_version()}
     found |= {title: _version(names) for title, names in PACKAGES.items()}
     found |= {name: os.environ.get(name, "not set")[:64] for name in ("PYTHONHASHSEED", "TFGPU_SEED")}
-    found["tfgpu's code"] = _package_hash(Path(__file__).parent.parent)
+    found["tfgpu's code"] = package_hash(Path(__file__).parent.parent)
     found[SCRIPT] = _script_hash(script)
+    return found
+
+
+def arguments(words: Sequence[str] | None = None) -> str:
+    """The arguments of the script, as they are compared.
+
+    Args:
+        words: the arguments; `None` is `sys.argv[1:]`.
+
+    Example:
+        >>> arguments(["--rank", "0"])
+        '--rank 0'
+    """
+    return _shortened(shlex.join(sys.argv[1:] if words is None else words), LONGEST)
+
+
+def of_settings(settings: Mapping[str, object]) -> dict[str, str]:
+    """A recipe's settings as facts.
+
+    Example:
+        >>> of_settings({"epochs": 3})
+        {'recipe: epochs': '3'}
+    """
+    return {f"recipe: {name}": _shortened(str(value), 200) for name, value in settings.items()}
+
+
+def advice(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Says who has what, of what may differ on purpose.
+
+    Args:
+        facts: facts by the process's name.
+
+    Example:
+        >>> advice({"worker 0": {"arguments": "--lr 1 --rank 0"}, "worker 1": {"arguments": "--lr 1 --rank 1"}})
+        ['arguments differ: ... --rank 0 on worker 0; ... --rank 1 on worker 1. Give all the same, unless meant so.']
+    """
+    found = []
+    for name, fix in MAY_DIFFER.items():
+        who = _who(facts, name)
+        if len(who) > 1:
+            words = [value.split(" ") for value in who]
+            alike = max(len(os.path.commonprefix(words)) - 1, 0)  # leaves the option's name before what differs
+            told = [("... " if alike else "") + (" ".join(each[alike:])[:100] or "none") for each in words]
+            told = [f"{text} on {_some(names)}" for text, names in zip(told, who.values(), strict=True)]
+            more = f"; and {len(told) - _MOST_NAMED} others" if len(told) > _MOST_NAMED else ""
+            found.append(f"{name} differ: {'; '.join(told[:_MOST_NAMED])}{more}. {fix}")
     return found
 
 
@@ -53,12 +108,18 @@ def differences(facts: Mapping[str, Mapping[str, str]], *, skip: Sequence[str] =
     """
     found = []
     for name in dict.fromkeys(name for each in facts.values() for name in each):
-        who: dict[str, list[str]] = {}
-        for process, each in facts.items():
-            who.setdefault(str(each.get(name, "none")), []).append(process)
+        who = _who(facts, name)
         if len(who) > 1 and name not in skip:
-            fix = FIXES.get(name, "Install the same version everywhere.")
+            fix = FIXES.get(name.partition(":")[0], "Install the same version everywhere.")
             found.append(f"{name} differs: {'; '.join(f'{value} on {_some(who[value])}' for value in who)}. {fix}")
+    return found
+
+
+def _who(facts: Mapping[str, Mapping[str, str]], name: str) -> dict[str, list[str]]:
+    """Who has which value of a fact."""
+    found: dict[str, list[str]] = {}
+    for process, each in facts.items():
+        found.setdefault(str(each.get(name, "none")), []).append(process)
     return found
 
 
@@ -76,7 +137,8 @@ def _version(names: Sequence[str]) -> str:
     return "not installed"
 
 
-def _package_hash(folder: Path) -> str:
+def package_hash(folder: Path) -> str:
+    """The hash of all Python files of a folder."""
     whole = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()
@@ -84,9 +146,17 @@ def _package_hash(folder: Path) -> str:
     return whole.hexdigest()[:_DIGITS]
 
 
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - _DIGITS - 4]}... {_hash(text.encode())}"
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_DIGITS]
+
+
 def _script_hash(script: str | os.PathLike | None) -> str:
     file = getattr(sys.modules.get("__main__"), "__file__", None) if script is None else script
     try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:_DIGITS] if file else "none"
+        return _hash(Path(file).read_bytes()) if file else "none"
     except OSError:
         return "none"

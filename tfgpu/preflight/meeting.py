@@ -18,11 +18,10 @@ import socket
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from tfgpu.errors import InputError, MachineError
-from tfgpu.preflight import wire
-from tfgpu.preflight.facts import SCRIPT, differences
+from tfgpu.preflight import sentences, wire
+from tfgpu.preflight.chair import MOST_NAMED, Chair
 from tfgpu.preflight.members import Member
 
 BIND_WAIT_S = 3.0
@@ -32,18 +31,8 @@ CALLS_AT_ONCE = 256
 _TICK_S = 0.05
 _LAST_WORD_S = 2.0
 _NOTE_AFTER_S = 10.0
-_MOST_NAMED = 20
 _BROKEN = (OSError, EOFError, wire.Foreign, wire.Running)  # A timeout is an OSError.
 _log = logging.getLogger("tfgpu.preflight")
-
-
-@dataclass(frozen=True)
-class Guest:
-    """A process that keeps a connection to the leader."""
-
-    id: str
-    process: str
-    writer: asyncio.StreamWriter
 
 
 class Meeting:
@@ -77,10 +66,7 @@ class Meeting:
         self._writers: set[asyncio.StreamWriter] = set()
         self._leader: asyncio.StreamWriter | None = None
         self._leader_knows = False
-        # The leader's knowledge of the others, for as long as their connections are open.
-        self._attending: dict[int, Guest] = {}
-        self._lacks: dict[int, list[int]] = {}
-        self._facts_of: dict[int, dict[str, str]] = {me: self.facts}
+        self._chair = Chair(self.everyone, self.facts, fail=self._fail, note=self._note, missing=self._missing)
 
     async def hold(self) -> None:
         """Returns when all may start TensorFlow; its port is free then.
@@ -122,7 +108,7 @@ class Meeting:
         until = loop.time() + BIND_WAIT_S
         while True:
             try:
-                return await asyncio.start_server(self._answer, sock=_listener(self.own.port), limit=wire.LIMIT)
+                return await asyncio.start_server(self._answer, sock=wire.listener(self.own.port), limit=wire.LIMIT)
             except OSError as error:
                 if loop.time() > until:
                     raise await self._port_in_use(error) from None
@@ -139,11 +125,7 @@ class Meeting:
                 return InputError(answer["refused"]) if answer.get("fatal") else MachineError(answer["refused"])
         except _BROKEN:
             pass
-        return MachineError(
-            f"Port {self.own.port} of this machine, where TensorFlow is to listen for {self.own}, cannot be had: "
-            f"{_words(error)}. `ss -ltnp 'sport = :{self.own.port}'` shows who has it: end that, or choose "
-            "another port."
-        )
+        return MachineError(sentences.port_in_use(self.own, error))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers whoever has connected; strangers get nothing and hold up nobody."""
@@ -160,7 +142,7 @@ class Meeting:
                 return
             writer.write(self._hello())
             if self.me == LEADER and hello.get("stays"):
-                await self._attend(hello, reader, writer)
+                await self._chair.attend(hello, reader, writer)
         except (*_BROKEN, LookupError, TypeError, ValueError):
             _log.debug("A connection to %s that was none of the cluster's, or broke.", self.own.address)
         finally:
@@ -173,45 +155,30 @@ class Meeting:
         process, attempt, task = str(hello["process"])[:200], str(hello["attempt"])[:200], hello["task"]
         if attempt != self.attempt:
             self._note(process, f"{process}, of attempt {attempt!r}, was refused: this is attempt {self.attempt!r}")
-            text = (
-                f"This is {process}, of attempt {attempt!r}, but {self.own} is {self.process}, of attempt "
-                f"{self.attempt!r}. End the processes of the older attempt."
-            )
-            return {"refused": text, "fatal": False, "ends": _is_older(attempt, self.attempt)}
+            text = sentences.other_attempt(process, attempt, self.own, self.process, self.attempt)
+            return {"refused": text, "fatal": False, "ends": sentences.is_older(attempt, self.attempt)}
         if hello["cluster"] != self._digest:
-            text = (
-                f"TF_CONFIG differs: {process} is {hello['name']} at {hello['address']}, one of {hello['count']}, but "
-                f"by the addresses of {self.own}, {self.process}, it is {self._place(hello)}. Give all the same."
-            )
+            text = sentences.other_cluster(hello, process, self.everyone, self.own, self.process)
             self._note(process, text)
             return {"refused": text, "fatal": True, "ends": True}
         if task not in range(len(self.everyone)):
             raise wire.Foreign
         if task == self.me and hello["id"] != self._id:
             return self._twice(task, process, self.process)
-        there = self._attending.get(task)
+        there = self._chair.guests.get(task)
         if hello.get("stays") and there and there.id != hello["id"]:
             return self._twice(task, process, there.process)
         return None
 
     def _note(self, process: str, text: str) -> None:
         """Keeps what was heard of a process that was refused, to be said at the end."""
-        if len(self._notes) < _MOST_NAMED or process in self._notes:
+        if len(self._notes) < MOST_NAMED or process in self._notes:
             self._notes[process] = text[:1000]
 
     def _twice(self, task: int, one: str, other: str) -> dict:
-        text = (
-            f"Two processes are {self.everyone[task]}: {one}, and {other}. Give each process its own task (TF_CONFIG's "
-            "`task`), or end the one that was left over."
-        )
+        text = sentences.twice(self.everyone[task], one, other)
         self._fail(InputError(text))
         return {"refused": text, "fatal": True, "ends": True}
-
-    def _place(self, hello: dict) -> str:
-        names = [each.address for each in self.everyone if each.name == hello["name"]]
-        if len(self.everyone) != hello["count"]:
-            return f"one of {len(self.everyone)}"
-        return f"at {names[0]}" if names and names[0] != hello["address"] else "beside others"
 
     # Calling.
 
@@ -244,7 +211,7 @@ class Meeting:
         except TimeoutError:
             self._why[index] = "no answer" if writer is None else "it took the connection and said nothing"
         except OSError as error:
-            self._why[index] = _words(error)
+            self._why[index] = wire.words(error)
         finally:
             if writer:
                 self._writers.discard(writer)
@@ -284,8 +251,8 @@ class Meeting:
     async def _report(self, writer: asyncio.StreamWriter) -> None:
         last = None
         while True:
-            lacks = [index for index in self._others if index not in self._reached][:_MOST_NAMED]
-            state = {"lacks": lacks, "notes": dict(list(self._notes.items())[:_MOST_NAMED])}
+            lacks = [index for index in self._others if index not in self._reached][:MOST_NAMED]
+            state = {"lacks": lacks, "notes": dict(list(self._notes.items())[:MOST_NAMED])}
             if state != last:
                 writer.write(wire.encode(state))
                 await writer.drain()
@@ -302,49 +269,15 @@ class Meeting:
     # Leading.
 
     async def _lead(self) -> None:
-        while True:
-            heard = {*self._lacks, *self._running}
-            if len(heard) == len(self._reached) == len(self._others) and not any(self._lacks.values()):
-                break
+        while len(self._reached) < len(self._others) or not self._chair.has_heard_all(self._others, self._running):
             await asyncio.sleep(_TICK_S)
-        wrong = self._differences()
+        wrong = self._chair.differences()
         if wrong:
             self._fail(InputError(wrong))
             return
-        for guest in self._attending.values():
-            guest.writer.write(wire.encode({"go": True}))
-        # They hang up first, so that no remains of a connection lie on this port.
-        until = asyncio.get_running_loop().time() + _LAST_WORD_S
-        while self._attending and asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(0.01)
+        self._chair.warn()
+        await self._chair.let_go()
         self._finish()
-
-    async def _attend(self, hello: dict, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = hello["task"]
-        guest = self._attending[task] = Guest(str(hello["id"])[:64], str(hello["process"])[:200], writer)
-        self._facts_of[task] = {str(name)[:64]: str(value)[:64] for name, value in dict(hello["facts"]).items()}
-        try:
-            while True:
-                word = await wire.read(reader, within_s=None)
-                if "failed" in word:
-                    kind = InputError if word.get("fatal") else MachineError
-                    self._fail(kind(f"{self.everyone[task]} has given up: {word['failed']}"))
-                elif "late" in word:
-                    self._fail(MachineError(self._missing()))
-                else:
-                    self._lacks[task] = [int(index) for index in word["lacks"]][:_MOST_NAMED]
-                    for process, note in dict(word["notes"]).items():
-                        self._note(process, note)
-        finally:
-            if self._attending.get(task) is guest:  # It may have called again.
-                del self._attending[task]
-                self._lacks.pop(task, None)
-
-    def _differences(self) -> str:
-        named = {self.everyone[index].name: facts for index, facts in sorted(self._facts_of.items())}
-        # Parameter servers and their workers may run a script of their own.
-        found = differences(named, skip=(SCRIPT,) if self._has_servers else ())
-        return f"The processes differ. {' '.join(found)}" if found else ""
 
     # Ending.
 
@@ -380,8 +313,7 @@ class Meeting:
             return
         fatal = isinstance(error, InputError)
         if self.me == LEADER:
-            for guest in list(self._attending.values()):
-                guest.writer.write(wire.encode({"stop": str(error)[: wire.LIMIT // 8], "fatal": fatal}))
+            self._chair.stop(error)
             await asyncio.sleep(_TICK_S)
             return
         message = wire.encode({"failed": str(error)[: wire.LIMIT // 8], "fatal": fatal})
@@ -408,40 +340,22 @@ class Meeting:
         lines = [
             f"{self.everyone[index]} did not answer: not started, wrong port, or firewall"
             + (f" ({self._why[index]})" if index in self._why else "")
-            for index in absent[:_MOST_NAMED]
+            for index in absent[:MOST_NAMED]
         ]
-        if len(absent) > _MOST_NAMED:
-            lines.append(f"{len(absent) - _MOST_NAMED} more did not answer")
+        if len(absent) > MOST_NAMED:
+            lines.append(f"{len(absent) - MOST_NAMED} more did not answer")
         if self.me == LEADER:
-            lines += self._unheard(absent)
+            lines += self._chair.unheard(self._others, absent)
         if not lines:
             lines = [f"{self.everyone[LEADER]} did not say that all can start"]
-        lines += list(self._notes.values())[:_MOST_NAMED]
-        return (
-            f"The processes of the cluster did not meet within {self.timeout_s:g} s. {'; '.join(lines)}. Start what is "
-            "missing, or allow more time: TFGPU_STARTUP_TIMEOUT."
-        )
-
-    def _unheard(self, absent: Sequence[int]) -> list[str]:
-        lines = []
-        for index in self._others:
-            if index in absent:
-                continue
-            if index not in self._attending:
-                lines.append(
-                    f"{self.everyone[index]} answers, but has not reached {self.own}: firewall, or wrong address"
-                )
-                continue
-            for other in self._lacks.get(index, []):
-                if other not in absent:
-                    lines.append(f"{self.everyone[index].name} does not reach {self.everyone[other]}: firewall")
-        return lines[:_MOST_NAMED]
+        lines += list(self._notes.values())[:MOST_NAMED]
+        return sentences.not_met(lines, self.timeout_s)
 
     async def _say_who_is_awaited(self) -> None:
         await asyncio.sleep(_NOTE_AFTER_S)
         absent = [str(self.everyone[index]) for index in self._others if index not in self._reached]
         if absent:
-            _log.warning("Waiting for %s, up to %g s.", ", ".join(absent[:_MOST_NAMED]), self.timeout_s)
+            _log.warning("Waiting for %s, up to %g s.", ", ".join(absent[:MOST_NAMED]), self.timeout_s)
 
     def _hello(self, *, stays: bool = False) -> bytes:
         return wire.encode(
@@ -480,25 +394,3 @@ def hold(meeting: Meeting) -> None:
     thread.join()
     if errors:
         raise errors[0]
-
-
-def _listener(port: int) -> socket.socket:
-    """Listens on all interfaces, as TensorFlow will, and not beside another listener."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-        except OSError as error:
-            if "Address family" not in str(error) and "assign requested" not in str(error):
-                raise
-    return socket.create_server(("", port), backlog=1024)
-
-
-def _words(error: OSError) -> str:
-    """What the system calls the error, without the call that it came from."""
-    is_errno = error.errno is not None and error.errno > 0
-    return (os.strerror(error.errno) if is_errno else error.strerror or str(error)).lower()
-
-
-def _is_older(attempt: str, than: str) -> bool:
-    """Whether an attempt's number is below another's; False where they are no numbers."""
-    return attempt.isdecimal() and than.isdecimal() and int(attempt) < int(than)

@@ -1,7 +1,8 @@
-"""One message of the preflight: a line of JSON, of bounded length, read in bounded time from whoever has connected."""
+"""Ports and messages of the preflight: lines of JSON, of bounded length, read in bounded time from whoever connects."""
 
 import asyncio
 import json
+import os
 import socket
 import threading
 from typing import Any
@@ -100,6 +101,23 @@ async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.S
                 if not isinstance(error, OSError) or address is found[-1][4]:
                     raise
     raise OSError("the name has no address")
+
+
+def listener(port: int) -> socket.socket:
+    """Listens on all interfaces, as TensorFlow will, and not beside another listener."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        except OSError as error:
+            if "Address family" not in str(error) and "assign requested" not in str(error):
+                raise
+    return socket.create_server(("", port), backlog=1024)
+
+
+def words(error: OSError) -> str:
+    """What the system calls the error, without the call that it came from."""
+    is_errno = error.errno is not None and error.errno > 0
+    return (os.strerror(error.errno) if is_errno else error.strerror or str(error)).lower()
 
 
 async def _resolve(host: str, port: int) -> list[tuple]:

@@ -1,7 +1,6 @@
 """From a recipe to a run directory. Everything is checked and built before the first file is written."""
 
 import contextlib
-import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from tfgpu.callbacks.progress import Progress
 from tfgpu.cluster import Cluster
 from tfgpu.data import Data, pipeline
 from tfgpu.errors import InputError, Preempted
+from tfgpu.preflight.facts import of_settings
 from tfgpu.recipes import compiling, directory, facts, recipe
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.report import MOST_CLASSES, render
@@ -189,8 +189,7 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
         chosen = tuple(f"CPU:{number}" for number in range(what.virtual_devices))
     # The strategy comes first: workers must meet before anything else starts TensorFlow's devices.
     if cluster.is_multi_worker and what.strategy in ("auto", "multi_worker"):
-        content = hashlib.sha256(what.model_dump_json().encode()).hexdigest()[:12]
-        preflight.join(cluster, facts={"recipe": content, "script": "tfgpu train"})
+        preflight.join(cluster, facts={**of_settings(what.model_dump()), "script": "tfgpu train"})
     strategy = strategies.strategy(what.strategy, chosen, cluster=cluster)
     replicas = strategy.num_replicas_in_sync
     if what.global_batch < replicas:

@@ -28,7 +28,7 @@ from tfgpu.launch.functions.pipes import FOLDERS, PARENT, REPORTS
 from tfgpu.launch.job import Job
 from tfgpu.launch.restarts import SILENT
 
-HEARTBEAT, STARTUP_TIMEOUT = "TFGPU_HEARTBEAT", "TFGPU_STARTUP_TIMEOUT"
+ATTEMPT, HEARTBEAT, STARTUP_TIMEOUT = "TFGPU_ATTEMPT", "TFGPU_HEARTBEAT", "TFGPU_STARTUP_TIMEOUT"
 LAST_LINES = 40
 _LOOK_S = 0.5
 _LAST_OUTPUT_S = 5.0
@@ -43,12 +43,14 @@ class Work:
         call: the packed function, or None where `job.script` is a file.
         paths: where the launching program finds modules, for those that are there on the worker's machine too.
         grace_s: seconds between SIGTERM and SIGKILL.
+        start: which start of the group this is, from 0.
     """
 
     job: Job
     call: bytes | None = field(default=None, repr=False)
     paths: tuple[str, ...] = ()
     grace_s: float = 10.0
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ class Child:
             **more,
             **job.environment,
             "TF_CONFIG": cluster.tf_config(),
+            ATTEMPT: str(self._work.start + 1),
             STARTUP_TIMEOUT: str(job.startup_timeout_s),
             HEARTBEAT: str(self._folder / "heart"),
             PARENT: str(parent),

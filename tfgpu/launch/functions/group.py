@@ -6,6 +6,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tfgpu.errors import InputError, MachineError
@@ -75,13 +76,13 @@ def work_of(
     return Work(Job(script, tuple(map(str, arguments)), **settings), None, search_paths(), grace_s)
 
 
-def run_until_done(job: Job, attempt: Callable[[int], Ended]) -> object:
+def run_until_done(work: Work, attempt: Callable[[Work], Ended]) -> object:
     """Starts the group, and starts it again after a failure or a preemption, as far as the budget goes.
 
     Args:
-        job: the launch.
-        attempt: starts the group for the time of that number, from 0, and returns how the chief ended, or the worker
-            that ended badly first. Nothing of the group is left when it returns.
+        work: what the workers are to do.
+        attempt: starts the group with the work of this start, and returns how the chief ended, or the worker that
+            ended badly first. Nothing of the group is left when it returns.
 
     Returns:
         What the chief's function returned; None for a script.
@@ -90,9 +91,9 @@ def run_until_done(job: Job, attempt: Callable[[int], Ended]) -> object:
         InputError: a worker found wrong input.
         MachineError: a worker failed, and no restart is left.
     """
-    restarts, number = Restarts(job.max_restarts), 0
+    job, restarts = work.job, Restarts(work.job.max_restarts)
     while True:
-        ended = attempt(number)
+        ended = attempt(work)
         if ended.code == 0:
             return None if ended.result is None else pickle.loads(ended.result)
         wait_s = restarts.after(ended.code)
@@ -100,7 +101,7 @@ def run_until_done(job: Job, attempt: Callable[[int], Ended]) -> object:
             raise _error(job, ended)
         _log.warning("%s The group starts again in %.0f s.", _what_happened(ended), wait_s)
         time.sleep(wait_s)
-        number += 1
+        work = replace(work, start=work.start + 1)
 
 
 def _error(job: Job, ended: Ended) -> Exception:
