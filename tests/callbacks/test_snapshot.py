@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,60 @@ def test_what_a_killed_process_left_is_swept(tmp_path):
     (tmp_path / ".epoch-0009.123").mkdir()
     snapshot.sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [POSITION.name]
+
+
+def test_what_a_killed_process_was_about_to_replace_is_put_back(tmp_path):
+    path = write(tmp_path)
+    path.rename(tmp_path / f".{path.name}.123.old")  # it ended between two renames
+    (tmp_path / f".{path.name}.123").mkdir()
+    snapshot.sweep(tmp_path)
+    assert snapshot.newest(tmp_path).position.step == POSITION.step
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    path, rename = write(tmp_path, memory="first"), os.rename
+
+    def fails(source, target):
+        if Path(target) == path and not str(source).endswith(".old"):
+            raise PermissionError
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(PermissionError):
+        write(tmp_path, memory="second")
+    assert snapshot.read(path).memory == "first" and list(tmp_path.iterdir()) == [path]
+
+
+REMOVES = """
+import os, shutil, signal, sys
+from pathlib import Path
+from tfgpu.callbacks import snapshot
+unlink, times = os.unlink, int(sys.argv[2])
+def dies(*arguments, **options):
+    global times
+    times -= 1
+    if times < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    unlink(*arguments, **options)
+os.unlink = dies
+folder = Path(sys.argv[1])
+snapshot.prune(folder, folder / "epoch-0003", keep=1, best=None)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [0, 1, 2])
+def test_a_kill_while_one_is_removed_leaves_the_others_whole(tmp_path, files):
+    for epoch in (1, 2, 3):
+        write(tmp_path, Position(epoch))
+    command = [sys.executable, "-c", REMOVES, str(tmp_path), str(files)]
+    killed = subprocess.run(command, capture_output=True, timeout=200)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert [snapshot.read(path).position.epoch for path in found(tmp_path)] == ([3, 1] if files < 2 else [3])
+    snapshot.sweep(tmp_path)
+    assert all(path in found(tmp_path) for path in tmp_path.iterdir())
 
 
 FULL = """

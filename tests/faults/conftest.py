@@ -14,11 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tfgpu.callbacks import snapshot
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "train.py"
 SMALL = Path(__file__).parent / "small.py"
 PATIENCE_S = 900
 LAUNCH_S = 240
+# Where a training can be, and what `train.py` writes when it comes there.
+BEGINS = {"start": b"S", "mid-epoch": b"E", "validation": b"V", "between epochs": b"B", "save": b"W"}
 
 # TensorFlow takes long to import: one server imports it once, and each process of a test is a fork of that.
 _processes = multiprocessing.get_context("forkserver")
@@ -39,8 +43,9 @@ def _code(arguments: list[str], environment: dict[str, str], log: Path) -> str:
 class Own:
     """A process of its own, with the methods of those of `multiprocessing`: it also ends as a script does."""
 
-    def __init__(self, words: list[str], environment: dict[str, str], log: Path):
-        self._start = [sys.executable, str(SCRIPT), *words], {**os.environ, **environment}, log
+    def __init__(self, words: list[str], environment: dict[str, str], log: Path, under: tuple[str, ...]):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        self._start = [*under, sys.executable, str(SCRIPT), *words], environment, log
 
     def start(self) -> None:
         command, environment, log = self._start
@@ -69,12 +74,24 @@ class Group:
         addresses: `free_addresses` of `tests/conftest.py`.
         workers: how many processes.
         own: each starts as a script, and not as a fork.
+        under: the command that starts the script, as `env` or `setpriv` do; then each is its own.
         options: for `train.py`.
     """
 
-    def __init__(self, folder: Path, variant: str, addresses, *, workers: int = 1, own: bool = False, **options):
+    def __init__(
+        self,
+        folder: Path,
+        variant: str,
+        addresses,
+        *,
+        workers: int = 1,
+        own: bool = False,
+        under: tuple[str, ...] = (),
+        **options,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.codes = folder, []
+        self.folder = folder
+        self._from = {rank: len(self._phases(rank)) for rank in range(workers)}
         environments = [{}]
         if workers > 1:
             cluster = {"worker": addresses(workers)}
@@ -83,8 +100,8 @@ class Group:
         words = [variant, str(folder), *(f"{name}={json.dumps(value)}" for name, value in options.items())]
         self.logs = [folder / f"log{at}" for at in range(workers)]
         self.processes = [
-            Own(words, environment, log)
-            if own
+            Own(words, environment, log, under)
+            if own or under
             else _processes.Process(target=exec, args=(_code(words, environment, log), {}))
             for environment, log in zip(environments, self.logs, strict=True)
         ]
@@ -109,6 +126,75 @@ class Group:
             return False
         os.kill(self.processes[rank].pid, number)
         return True
+
+    def kill_in(self, kind: str, *, nth: int = 1, rank: int = 0, delay_s: float = 0.0) -> str | None:
+        """Kills one process in a phase of its own, or while the chief writes.
+
+        Args:
+            kind: a name of `BEGINS`.
+            nth: which time that this start comes there.
+            rank: whom.
+            delay_s: how long to wait then; in the phase's next time, should this one be over.
+
+        Returns:
+            The kind in which it died; None where the training ended before.
+        """
+        watched, deadline = 0 if kind == "save" else rank, time.monotonic() + PATIENCE_S
+        while self._new(watched).count(BEGINS[kind]) < nth:
+            if any(process.exitcode is not None for process in self.processes):
+                return None
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.002)
+        time.sleep(delay_s)
+        while time.monotonic() < deadline:
+            if any(process.exitcode is not None for process in self.processes):
+                return None
+            self._send(signal.SIGSTOP)  # what they write next, they write after the kill
+            time.sleep(0.003)
+            if self._kind(rank) == kind or kind == "start" and b"E" in self._new(rank):
+                os.kill(self.processes[rank].pid, signal.SIGKILL)
+                died_in = self._kind(rank)
+                self._send(signal.SIGCONT)
+                return died_in
+            self._send(signal.SIGCONT)
+            time.sleep(0.003)
+        raise AssertionError(self.said())
+
+    def epochs_begun(self) -> int:
+        """How many epochs this start has begun, or gone on with."""
+        return self._new(0).count(b"E")
+
+    def wait_for_checkpoint(self, name: str) -> None:
+        """Returns when the newest one has a name that a pattern fits.
+
+        Args:
+            name: such as `"epoch-0001-step-*"`.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(path.match(name) for path in snapshot.found(self.folder / "checkpoints")[:1]):
+            assert all(process.exitcode is None for process in self.processes), self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.005)
+
+    def _send(self, number: int) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def _phases(self, rank: int) -> bytes:
+        path = self.folder / f"phases{rank}"
+        return path.read_bytes() if path.exists() else b""
+
+    def _new(self, rank: int) -> bytes:
+        return self._phases(rank)[self._from[rank] :]
+
+    def _kind(self, rank: int) -> str | None:
+        """What a process is in, by what this start has told of."""
+        chief, own = self._new(0), self._new(rank)
+        if chief.count(b"W") > chief.count(b"w"):
+            return "save"
+        phases = own.translate(None, b"Ww")
+        return next((kind for kind, begin in BEGINS.items() if begin == phases[-1:]), None)
 
     def wait(self) -> list[int]:
         """The exit codes of processes that end by themselves."""

@@ -1,7 +1,10 @@
 """A training that the tests of faults start, kill, and start again: `train.py VARIANT RUN_DIRECTORY [OPTION=VALUE...]`.
 
-Each process writes `progressN`, a byte at each block of steps, so that a test can end it at a chosen moment; the chief
-writes `result.npz` and `history.json` when it is done. The weights tell how often each example was trained on.
+Each process writes, so that a test can end it at a chosen moment, `progressN`, a byte at each block of steps, and
+`phasesN`, a byte where a phase begins: `S` the start, `E` an epoch, `V` a validation, `B` what is between two epochs;
+`W` and `w` a write and its end, which are beside those; `clockN`, the time of day as each epoch begins; `beganN`, the
+step at which each start went on. The chief writes at each epoch's end `reads.npy`, which examples each step was trained
+on; when it is done, `result.npz` and `history.json`.
 """
 
 import json
@@ -21,9 +24,30 @@ VARIANTS = {
     "mixed": {"accumulate": 2, "mixed": True},
     "mirrored": {"devices": 2, "accumulate": 2},
     "workers": {"devices": None, "accumulate": 2, "ema": True},
+    "mirrored-mixed": {"devices": 2, "accumulate": 2, "mixed": True, "steps_per_execution": 4},
+    "workers-mixed": {"devices": None, "accumulate": 2, "mixed": True, "steps_per_execution": 4, "dataset": "pipeline"},
     "workers-trainer": {"devices": None, "by_trainer": True, "dataset": "shuffled"},
 }
 ROWS, EPOCHS, BATCH = 26, 4, 4
+STEPS = -(-ROWS // BATCH)  # of an epoch
+
+
+def slowed(stock, seconds: float):
+    def call(*arguments, **options):
+        time.sleep(seconds)
+        return stock(*arguments, **options)
+
+    return call
+
+
+def told(stock, file, *, before: bytes = b"", after: bytes = b""):
+    def call(*arguments, **options):
+        file.write(before)
+        result = stock(*arguments, **options)
+        file.write(after)
+        return result
+
+    return call
 
 
 def main(variant: str, folder: str, *options: str) -> None:
@@ -33,13 +57,18 @@ def main(variant: str, folder: str, *options: str) -> None:
 
     import tfgpu
     from tfgpu import environment
+    from tfgpu.callbacks import snapshot
 
     what = {**VARIANTS[variant], **{name: json.loads(value) for name, value in (o.split("=") for o in options)}}
     folder, devices = Path(folder), what.get("devices", 1)
     rank = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
+    epochs = what.get("epochs", EPOCHS)
+    phases, clock = (open(folder / f"{name}{rank}", "ab", buffering=0) for name in ("phases", "clock"))
     if what.get("slow_disk"):
-        flush = os.fsync
-        os.fsync = lambda file: (time.sleep(what["slow_disk"]), flush(file))
+        for name in ("fsync", "rename"):
+            setattr(os, name, slowed(getattr(os, name), what["slow_disk"]))
+    snapshot.write = told(snapshot.write, phases, before=b"W")
+    snapshot.prune = told(snapshot.prune, phases, after=b"w")
     if devices and devices > 1:
         environment.set_logical_devices(devices)
     kinds = {None: "multi_worker", 1: "one_device"}
@@ -48,18 +77,21 @@ def main(variant: str, folder: str, *options: str) -> None:
     if what.get("mixed"):
         keras.config.set_dtype_policy("mixed_float16")
 
-    class Count(keras.layers.Layer):
-        """Takes the number of an example off its row, and counts how often each is trained on."""
+    class Read(keras.layers.Layer):
+        """Takes the number of an example off its row, and keeps which ones each step is trained on."""
 
         def build(self, shape):
-            self.counts = self.add_weight(
-                shape=(ROWS,), initializer="zeros", trainable=False, aggregation="sum", dtype="float32", name="counts"
+            self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="int32", name="steps")
+            self.reads = self.add_weight(
+                shape=(epochs * STEPS, ROWS), initializer="zeros", trainable=False, aggregation="sum", name="reads"
             )
 
         def call(self, x, training=False):
             if training:
                 numbers = tf.cast(x[:, 0], tf.int32)
-                self.counts.assign_add(tf.reduce_sum(tf.one_hot(numbers, ROWS, dtype=tf.float32), axis=0))
+                rows = tf.reduce_sum(tf.one_hot(numbers, ROWS), axis=0)
+                self.reads.assign_add(tf.one_hot(self.steps.value, epochs * STEPS)[:, None] * rows[None])
+                self.steps.assign_add(1)
             return x[:, 1:]
 
     class Slow(keras.callbacks.Callback):
@@ -73,15 +105,38 @@ def main(variant: str, folder: str, *options: str) -> None:
 
         def tell(self, kind):
             self.file.write(kind)
+            self.pause()
+
+        def pause(self):
             time.sleep(what.get("pause", 0.01))
+
+        def on_train_begin(self, logs=None):
+            with open(folder / f"began{rank}", "a") as file:
+                print(int(self.model.layers[0].steps.numpy()), file=file)
+            self.pause()
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.pause()
+            clock.write(f"{time.time()}\n".encode())
+            phases.write(b"E")
 
         def on_train_batch_end(self, batch, logs=None):
             self.tell(b"t")
 
+        def on_test_begin(self, logs=None):
+            phases.write(b"V")
+            self.pause()
+
         def on_test_batch_end(self, batch, logs=None):
             self.tell(b"v")
 
+        def on_test_end(self, logs=None):
+            phases.write(b"B")
+
         def on_epoch_end(self, epoch, logs=None):
+            if rank == 0:
+                np.save(folder / "reads.part.npy", self.model.layers[0].reads.numpy())
+                os.replace(folder / "reads.part.npy", folder / "reads.npy")
             self.tell(b"e")
 
     rng = np.random.default_rng(0)
@@ -98,7 +153,7 @@ def main(variant: str, folder: str, *options: str) -> None:
         model = keras.Sequential(
             [
                 keras.Input((6,), dtype="float32"),
-                Count(dtype="float32"),
+                Read(dtype="float32"),
                 keras.layers.Dense(8, "relu"),
                 keras.layers.BatchNormalization(),
                 keras.layers.Dropout(0.3),
@@ -115,15 +170,16 @@ def main(variant: str, folder: str, *options: str) -> None:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=5)
         steps = what.get("steps_per_execution", 1)
         model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"], steps_per_execution=steps)
-    stop = keras.callbacks.EarlyStopping(patience=2, restore_best_weights=True)
+    stop = keras.callbacks.EarlyStopping(patience=what.get("patience", 2), restore_best_weights=True)
     plateau = keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_delta=0.05)
     disk = folder / (f"checkpoints{rank}" if what.get("own_disk") else "checkpoints")
     checkpoint = tfgpu.callbacks.Checkpoint(disk, every_steps=what.get("every_steps", 3))
     callbacks = [checkpoint, stop, plateau, Slow()]
     fit = tfgpu.Trainer(model, steps_per_call=2).fit if what.get("by_trainer") else model.fit
+    phases.write(b"S")
     history = fit(
         **feeds[what.get("dataset", "arrays")](),
-        epochs=what.get("epochs", EPOCHS),
+        epochs=epochs,
         validation_data=(held, (held[:, 1:2] > 0).astype("float32")),
         callbacks=callbacks,
         verbose=0,

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 STATE, FACTS = "state.safetensors", "facts.json"
 ASIDE = ".aside"
 """What the names of folders end in that are out of the way."""
+_OLD, _GONE = ".old", ".gone"
 _FORMAT = 2
 _NAME = re.compile(r"epoch-(\d{4,})(?:-step-(\d{7,}))?")
 _MEMORY = "memory"
@@ -221,7 +222,7 @@ def write(path: Path, content: bytes, text: bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    old = aside.with_name(f"{aside.name}.old")
+    old = aside.with_name(aside.name + _OLD)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir()
@@ -233,6 +234,7 @@ def write(path: Path, content: bytes, text: bytes) -> None:
         os.rename(aside, path)
         _flush(path.parent)
     finally:
+        _put_back(old, path)
         for left in (aside, old):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -257,11 +259,13 @@ def prune(directory: Path, newest: Path, *, keep: int, best: int | None) -> None
             _log.warning("%s is not of this run, or damaged. It is now %s.", path, aside.name)
     for path in found(directory)[keep:]:
         if place_of(path) != (best, 0):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
 
 
 def sweep(directory: Path) -> None:
-    """Removes what a killed process has left half written."""
+    """Removes what a killed process has left half written; what it was about to replace is put back."""
+    for old in directory.glob(f".epoch-*{_OLD}"):
+        _put_back(old, old.with_name(old.name.split(".")[1]))
     for path in directory.glob(".epoch-*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -323,6 +327,19 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _put_back(old: Path, path: Path) -> None:
+    if old.exists() and not path.exists():
+        os.rename(old, path)
+
+
+def _remove(path: Path) -> None:
+    """Takes a checkpoint away whole, then empties it: one that is half empty must not stand beside the others."""
+    gone = path.with_name(f".{path.name}.{os.getpid()}{_GONE}")
+    with contextlib.suppress(OSError):
+        os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:
