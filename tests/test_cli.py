@@ -86,6 +86,7 @@ def test_help_has_every_setting_of_the_schema_with_its_default_and_choices(tmp_p
 def test_help_and_version_are_there(tmp_path):
     bench = tfgpu("bench", cwd=tmp_path)
     assert "input" in bench.stdout and not bench.stderr
+    assert "SCRIPT" in tfgpu("run", "--help", cwd=tmp_path).stdout
     assert "train" in tfgpu("--help", cwd=tmp_path).stdout and "doctor" in tfgpu("-h", cwd=tmp_path).stdout
 
 

@@ -284,6 +284,16 @@ class Launched:
 
         return self._wait(look, name, LAUNCH_S)
 
+    def begun_at(self, attempt: int) -> int:
+        """How many updates had been made before an attempt began: 0 where it has resumed nothing."""
+        words = "begins at "
+        found = [json.loads(line) for line in (self.folder / "events").read_text().splitlines()]
+        steps = {
+            int(event.removeprefix(words)) for _, event, its, *_ in found if event.startswith(words) and its == attempt
+        }
+        assert len(steps) == 1, (attempt, steps)  # all workers alike
+        return steps.pop()
+
     def finish(self, seconds: float = LAUNCH_S) -> dict[str, np.ndarray]:
         """Waits for a good end: weights and losses."""
         assert self.end(seconds) == 0, self.said

@@ -49,6 +49,9 @@ class Faults(keras.callbacks.Callback):
         is_victim = fault == "random" and draw.randrange(2) == rank and attempt <= LAST_FAULT
         self.end, self.delay_s = draw.randint(1, 6) if is_victim else None, draw.uniform(0, 0.02)
 
+    def on_train_begin(self, logs=None):
+        note(f"begins at {int(self.model.optimizer.iterations.numpy())}")  # the checkpoint was restored before
+
     def on_train_batch_end(self, batch, logs=None):
         self.blocks += 1
         if self.blocks == 1:

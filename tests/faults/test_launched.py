@@ -10,4 +10,4 @@ def test_a_killed_worker_restarts_the_group_which_ends_with_the_same_bytes(tmp_p
     found = cut.finish()
     assert "worker 1: " in cut.said and "SIGKILL" in cut.said
     assert "Attempt 2 starts" in cut.said and len(whole["loss"]) == 4
-    assert same_bytes(whole, found)
+    assert same_bytes(whole, found) and cut.begun_at(1) == 0 < cut.begun_at(2)

@@ -31,4 +31,4 @@ def test_a_stopped_worker_is_named_and_the_result_is_the_same(silence_s, words, 
     }
     print(json.dumps(seconds))
     assert ended_at - stopped_at < min(silence_s, 15) + 15
-    assert same_bytes(whole, found)
+    assert same_bytes(whole, found) and cut.begun_at(1) == 0 < cut.begun_at(2)

@@ -14,7 +14,7 @@ app = typer.Typer()
     "run",
     help="Run a script of your own, unmodified, with the Keras repairs in force.",
     epilog="[bold]Example[/]\n\ntfgpu run train.py --epochs 3",
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []},
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 def run_script(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file.")],

@@ -4,10 +4,10 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tfgpu.cluster import sources, tasks, tf_config
+from tfgpu.cluster import sources, tf_config
 from tfgpu.cluster.tasks import JOBS, rank_of
 from tfgpu.cluster.values import quoted
 from tfgpu.errors import InputError, unknown
@@ -27,8 +27,8 @@ class Cluster:
         task_index: the position within that kind of task.
         parameter_servers: `host:port` of every parameter server.
         evaluators: `host:port` of every evaluator; may be empty although this task is one.
-        source: where the facts come from: `"none"`, `"TF_CONFIG"`, `"Slurm"`, `"Kubernetes"`, `"MPI"`, or what
-            `from_addresses` was given.
+        source: where the facts come from: `"none"`, `"TF_CONFIG"`, `"Slurm"`, `"Kubernetes"`, `"MPI"`, `"Ray"` or
+            `"Spark"`.
         has_chief: whether there is a `"chief"` job; then `workers[0]` is it and `worker` 0 has rank 1.
         local_rank: this process's position among the job's processes of its machine, where the source tells it.
         local_size: how many of the job's processes its machine has, where the source tells it.
@@ -98,27 +98,6 @@ class Cluster:
                 f"TF_CONFIG is malformed: {error} Received: {quoted(text)}. "
                 f"Expected a value such as {tf_config.EXAMPLE}. Mend it, or unset it to train in one process."
             ) from None
-
-    @classmethod
-    def from_addresses(
-        cls, addresses: Sequence[str], place: int, *, source: str, parameter_servers: int = 0
-    ) -> "Cluster":
-        """Makes the cluster of a launcher that knows where its processes are, as Ray's and Spark's do.
-
-        Args:
-            addresses: `host:port` of every process, in their order; two or more.
-            place: this process's position in `addresses`.
-            source: what knows it, such as `"Ray"`.
-            parameter_servers: how many processes, the last ones, hold variables. Then the first is the chief.
-
-        Raises:
-            InputError: an address is not `host:port`, or the numbers do not fit.
-
-        Example:
-            >>> Cluster.from_addresses(["a:1", "b:1"], 1, source="Ray").tf_config()
-            '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
-        """
-        return cls(**tasks.numbered(addresses, place, source=source, parameter_servers=parameter_servers))
 
     @property
     def size(self) -> int:

@@ -19,7 +19,6 @@ from tfgpu.launch.signals import Signals
 GRACE_S = 30.0
 """Seconds that processes have to save, when they are asked to end while all is well."""
 RUNNER = (sys.executable, "-m", "tfgpu.run")
-_BRIEF_S = 5.0
 
 
 def supervise(
@@ -64,12 +63,10 @@ def supervise(
                 )
                 if ending.asked and ending.code not in (0, PREEMPTED):
                     return 128 + signals.first  # whichever came first, the signal or a process's own end
-                wait = None if ending.asked else restarts.after(ending.code)
+                wait = None if ending.asked else restarts.after(ending.code, time.monotonic() - began_at)
                 if wait is None:
                     _explain(screen, ending.code, ending.asked, restarts)
                     return ending.code
-                if time.monotonic() - began_at < _BRIEF_S:
-                    wait = max(wait, restarts.first_wait_s)  # A preemption at once, again and again, is no hot loop.
                 screen.say(f"Attempt {attempt + 1} starts in {wait:g} s ({restarts}).")
                 signals.wait(wait)
                 if signals.first is not None:

@@ -180,7 +180,7 @@ def _run(ray, actors: list, work: Work, gpus: int, on_progress: Progress | None)
     timeout_s = work.job.startup_timeout_s
     try:
         addresses = tuple(_answers(ray, [actor.address.remote() for actor in actors], timeout_s))
-        clusters = [Cluster(workers=addresses, rank=rank, task_index=rank) for rank in range(len(actors))]
+        clusters = [Cluster(workers=addresses, rank=rank, task_index=rank, source="Ray") for rank in range(len(actors))]
         starts = [a.start.remote(work, cluster, gpus) for a, cluster in zip(actors, clusters, strict=True)]
         _answers(ray, starts, timeout_s)
     except ray.exceptions.GetTimeoutError as error:

@@ -1,5 +1,6 @@
 """Whether a group of processes that has ended is started again: a budget that a preemption does not spend."""
 
+import math
 from dataclasses import dataclass, field
 
 from tfgpu.errors import Preempted
@@ -8,6 +9,8 @@ PREEMPTED = Preempted.EXIT_CODE
 """Exit code of a process that was asked to leave and has saved (EX_TEMPFAIL: try again later)."""
 WRONG_INPUT = 2
 """Exit code of the command line for what another start cannot mend."""
+BRIEF_S = 5.0
+"""A preemption within so many seconds of the start is followed by a wait: again and again, it would be a hot loop."""
 SILENT = 124
 """Exit code that stands for a process which gave no sign of life (as `timeout` has it)."""
 
@@ -35,14 +38,15 @@ class Restarts:
     def __str__(self):
         return f"{self.made} of {self.most} restarts used"
 
-    def after(self, code: int) -> float | None:
+    def after(self, code: int, ran_s: float = math.inf) -> float | None:
         """Seconds to wait before the next start, or None where there is to be none.
 
         Args:
             code: the exit code of the process that ended first: 0 done, 75 preempted, 2 wrong input, others failed.
+            ran_s: how long it ran.
         """
         if code == PREEMPTED:
-            return 0.0
+            return 0.0 if ran_s >= BRIEF_S else self.first_wait_s
         if code in (0, WRONG_INPUT) or self.made >= self.most:
             return None
         wait = min(self.first_wait_s * 2**self.made, self.longest_wait_s)

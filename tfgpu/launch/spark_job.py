@@ -276,7 +276,7 @@ def run_task(errand: Errand, batches: Iterator) -> Iterator:
             )
         host = context.getTaskInfos()[rank].address.rpartition(":")[0] or context.getTaskInfos()[rank].address
         addresses = context.allGather(f"{host}:{child.free_port()}")
-        cluster = Cluster(workers=tuple(addresses), rank=rank, task_index=rank)
+        cluster = Cluster(workers=tuple(addresses), rank=rank, task_index=rank, source="Spark")
         with channel.connected(errand.desk, errand.key, rank) as line:
             share = spark_data.SparkData(deal, rank, str(path))
             channel.follow(line, child.Child(errand.work, cluster, share, _devices(context), [folder]))

@@ -93,10 +93,11 @@ def run_until_done(work: Work, attempt: Callable[[Work], Ended]) -> object:
     """
     job, restarts = work.job, Restarts(work.job.max_restarts)
     while True:
+        began_at = time.monotonic()
         ended = attempt(work)
         if ended.code == 0:
             return None if ended.result is None else pickle.loads(ended.result)
-        wait_s = restarts.after(ended.code)
+        wait_s = restarts.after(ended.code, time.monotonic() - began_at)
         if wait_s is None:
             raise _error(job, ended)
         _log.warning("%s The group starts again in %.0f s.", _what_happened(ended), wait_s)
