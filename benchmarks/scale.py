@@ -1,6 +1,7 @@
 """The tables and the picture of docs/scale.md: what `tfgpu.measure.scale` says, beside what was measured.
 
-`python -m benchmarks.scale` writes them between the page's marks; what two workers took is in docs/benchmarks.json.
+`python -m benchmarks.scale` writes them between the page's marks. What two workers took is in docs/benchmarks.json;
+what stragglers and failures cost, as `benchmarks.stragglers` and `benchmarks.failures` measure it, is in docs/scale.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks import failures, stragglers
 from benchmarks.figures import Cell, cells
 from tfgpu.measure.scale import (
     Link,
@@ -224,6 +226,8 @@ def page(results: dict, run: Run, text: str) -> str:
         text,
         {
             "check": check_table(rows),
+            "stragglers": stragglers.table(json.loads(stragglers.RESULTS.read_text())),
+            "failures": failures.table(json.loads(failures.RESULTS.read_text())),
             "scale": scale_table(points, grpc),
             "interval": interval_table(run, 10_000),
             "batch": batch_table(run, 8192),
@@ -284,9 +288,7 @@ def main() -> None:
     parser.add_argument("--save-s", type=float, default=Run.save_s, help="seconds that a checkpoint stops training")
     parser.add_argument("--output", type=Path, default=PAGE, help="the page; its tables are replaced")
     asked = parser.parse_args()
-    run = Run(
-        parameters=asked.parameters, compute_s=asked.compute_s, deviation=asked.deviation, save_s=asked.save_s
-    )
+    run = Run(parameters=asked.parameters, compute_s=asked.compute_s, deviation=asked.deviation, save_s=asked.save_s)
     asked.output.write_text(page(json.loads(RESULTS.read_text()), run, PAGE.read_text()))
     draw(run, asked.output.parent / "scale" / PICTURE.name)
 
