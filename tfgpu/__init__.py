@@ -34,6 +34,7 @@ _PLACES = {  # public name -> (module, name in it); None for the module itself
             "keras_fixes",
             "launch",
             "models",
+            "parallel",
             "precision",
             "preflight",
             "recipes",

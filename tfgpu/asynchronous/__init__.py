@@ -1,6 +1,6 @@
 """Training in which replicas or workers do not wait for each other in every step."""
 
-import importlib
+from tfgpu.lazy import on_first_use
 
 _PLACES = {
     "evaluate_checkpoints": "tfgpu.asynchronous.evaluation",
@@ -8,9 +8,4 @@ _PLACES = {
 }
 
 __all__ = sorted(_PLACES)
-
-
-def __getattr__(name: str):
-    if name not in _PLACES:
-        raise AttributeError(f"module 'tfgpu.asynchronous' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES[name]), name)
+__getattr__ = on_first_use(__name__, _PLACES)

@@ -7,7 +7,7 @@ Example:
     [64, 42]
 """
 
-import importlib
+from tfgpu.lazy import on_first_use
 
 _PUBLIC = {
     "pipeline": "tfgpu.data.batches",
@@ -25,12 +25,4 @@ _PUBLIC = {
     "check_shards": "tfgpu.data.manifest",
 }
 __all__ = sorted(_PUBLIC)
-
-
-def __getattr__(name: str):
-    # On first use: a wrong name of a source is found without starting TensorFlow.
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = on_first_use(__name__, _PUBLIC)  # a wrong source is found without starting TensorFlow

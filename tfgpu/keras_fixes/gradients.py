@@ -15,7 +15,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import accumulation, compression, replica, sums
+from tfgpu.keras_fixes import accumulation, compression, homes, replica, sums
 from tfgpu.keras_fixes.seam import wrap
 
 
@@ -92,7 +92,7 @@ def _meet_before(owner: type) -> None:
             if replica.context() is None or replica.have_met():
                 return stock(self, grads, trainable_variables)
             met = _meet(self, list(grads), trainable_variables)
-            with replica.gradients_met():
+            with replica.gradients_met(), homes.following():
                 return stock(self, met, trainable_variables)
 
     if "apply_gradients" in vars(owner) and owner is not BaseOptimizer:
@@ -103,7 +103,7 @@ def _meet_before(owner: type) -> None:
                 return stock(self, grads_and_vars, *args, **kwargs)
             grads, variables = map(list, zip(*grads_and_vars, strict=True))
             met = _meet(self, grads, variables)
-            with replica.gradients_met():
+            with replica.gradients_met(), homes.following():
                 return stock(self, list(zip(met, variables, strict=True)), *args, **kwargs)
 
 

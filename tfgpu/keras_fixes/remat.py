@@ -35,7 +35,7 @@ from tfgpu.errors import InputError
 from tfgpu.keras_fixes import replica, state
 from tfgpu.keras_fixes.seam import wrap
 
-_SURROUNDINGS = ("current_call_ctx", "autocast_scope")
+SURROUNDINGS = ("current_call_ctx", "autocast_scope")
 
 
 def recompute_rightly() -> None:
@@ -76,7 +76,7 @@ def recomputed(function: Callable) -> Callable:
     return functools.update_wrapper(call, function, updated=())
 
 
-class _First(keras.StatelessScope):
+class First(keras.StatelessScope):
     """Gathers what the first run assigns, and what it finds: for the second run, and to be assigned at its end."""
 
     def __init__(self, given: dict[int, tf.Tensor]):
@@ -94,9 +94,13 @@ class _First(keras.StatelessScope):
         variable, value = update
         if id(variable) not in self.state_mapping:
             self._note(variable)
-        value = state.agreed(variable, value)
+        value = self.agreed(variable, value)
         self.assigned.append((variable, value))
         super().add_update((variable, value))
+
+    def agreed(self, variable, value):
+        """What is to be assigned where a value comes up."""
+        return state.agreed(variable, value)
 
     def _note(self, variable):
         value = _outside(self, variable)
@@ -108,10 +112,10 @@ class _First(keras.StatelessScope):
         return value
 
 
-class _Second(keras.StatelessScope):
+class Second(keras.StatelessScope):
     """Lets the second run find what the first one found; what it assigns becomes what the first one assigned."""
 
-    def __init__(self, first: _First, given: dict[int, tf.Tensor]):
+    def __init__(self, first: First, given: dict[int, tf.Tensor]):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.state_mapping.update(given)
         for pair in first.found:
@@ -141,10 +145,10 @@ def _outside(scope, variable):
 
 def _call(function: Callable, arguments: tuple):
     leaves, outer = tree.flatten(arguments), get_stateless_scope()
-    places = [at for at, leaf in enumerate(leaves) if _has_gradient(leaf)]
+    places = [at for at, leaf in enumerate(leaves) if has_gradient(leaf)]
     masks = [backend.get_keras_mask(leaves[at]) for at in places]
-    mapped = {key: v for key, v in outer.state_mapping.items() if _has_gradient(v)} if outer is not None else {}
-    around = {name: copy.copy(global_state.get_global_attribute(name)) for name in _SURROUNDINGS}
+    mapped = {key: v for key, v in outer.state_mapping.items() if has_gradient(v)} if outer is not None else {}
+    around = {name: copy.copy(global_state.get_global_attribute(name)) for name in SURROUNDINGS}
     made = {}
 
     def run(make_scope: Callable, given) -> tuple:
@@ -159,20 +163,20 @@ def _call(function: Callable, arguments: tuple):
             return function(*args, **kwargs), scope.losses, scope
 
     def results_of(outputs, losses) -> list[tf.Tensor]:
-        return [*filter(_has_gradient, tree.flatten(outputs)), *losses] or [tf.zeros([])]  # never none
+        return [*filter(has_gradient, tree.flatten(outputs)), *losses] or [tf.zeros([])]  # never none
 
     @tf.custom_gradient
     def block(*given):
         with record.stop_recording():
-            made["outputs"], losses, first = run(_First, given)
+            made["outputs"], losses, first = run(First, given)
         made["first"] = first
 
         def gradient(*upstream, variables=()):
             arrived = tf.nest.flatten(upstream, expand_composites=True)
-            with _surrounded(around), tf.control_dependencies(arrived), tf.GradientTape() as tape:
+            with surrounded(around), tf.control_dependencies(arrived), tf.GradientTape() as tape:
                 copies = [_after(arrived, value) for value in given]
                 tape.watch(copies)
-                outputs, losses, _ = run(functools.partial(_Second, first), copies)
+                outputs, losses, _ = run(functools.partial(Second, first), copies)
             again = results_of(outputs, losses)
             found = tape.gradient(again, [*copies, *variables], output_gradients=upstream)
             return (found[: len(copies)], found[len(copies) :]) if variables else found
@@ -180,7 +184,7 @@ def _call(function: Callable, arguments: tuple):
         return results_of(made["outputs"], losses), gradient
 
     results = iter(block(*(leaves[at] for at in places), *mapped.values()))
-    outputs = [_like(leaf, next(results)) if _has_gradient(leaf) else leaf for leaf in tree.flatten(made["outputs"])]
+    outputs = [_like(leaf, next(results)) if has_gradient(leaf) else leaf for leaf in tree.flatten(made["outputs"])]
     for loss in list(results)[: len(made["first"].losses)]:
         _owner(function).add_loss(loss)
     for variable, value in {id(pair[0]): pair for pair in made["first"].assigned}.values():
@@ -188,7 +192,7 @@ def _call(function: Callable, arguments: tuple):
     return tree.pack_sequence_as(made["outputs"], outputs)
 
 
-def _has_gradient(value) -> bool:
+def has_gradient(value) -> bool:
     if not tf.is_tensor(value) or not (value.dtype.is_floating or value.dtype.is_complex):
         return False
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
@@ -218,7 +222,7 @@ def _owner(function: Callable) -> keras.layers.Layer:
 
 
 @contextlib.contextmanager
-def _surrounded(around: dict):
+def surrounded(around: dict):
     before = {name: global_state.get_global_attribute(name) for name in around}
     for name, value in around.items():
         global_state.set_global_attribute(name, value)

@@ -14,7 +14,7 @@ from keras.src.trainers import trainer as keras_trainer
 from keras.src.trainers.trainer import Trainer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import blocks
+from tfgpu.keras_fixes import blocks, homes
 from tfgpu.keras_fixes.seam import wrap
 
 ROUNDS = 3
@@ -34,8 +34,16 @@ def measure_jit() -> None:
         asked = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("jit_compile")
         if asked not in (None, False, True, "auto"):
             raise InputError(f'`jit_compile` must be True, False or "auto". Received: {asked!r}.')
+        has_homes = homes.is_placed(self.distribute_strategy)
+        if has_homes and asked is True:
+            raise InputError(
+                "XLA cannot compile a step whose layers live on several devices. Compile with jit_compile=False."
+            )
         stock(self, *args, **kwargs)
-        self._tfgpu_trial = asked == "auto" and not self.run_eagerly and keras_trainer.model_supports_jit(self)
+        if has_homes:
+            self.jit_compile = False
+        may_try = asked == "auto" and not has_homes and not self.run_eagerly
+        self._tfgpu_trial = may_try and keras_trainer.model_supports_jit(self)
 
 
 def trial_of(model) -> "Trial | None":

@@ -1,0 +1,82 @@
+"""How idle the stages of a pipeline are: `python -m benchmarks.pipeline`, beside the bound `(S - 1) / (M + S - 1)`.
+
+Each stage sleeps a fixed time forward and twice as long backward, so that the schedule, and not the number of cores,
+sets the time of a step.
+"""
+
+import argparse
+import statistics
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfgpu
+from tfgpu.parallel import pipeline
+from tfgpu.parallel.schedule import bound
+
+CASES = (("gpipe", 4, 8, 4), ("1f1b", 4, 8, 4), ("1f1b", 4, 16, 4), ("1f1b", 2, 8, 2), ("interleaved", 8, 8, 4))
+
+
+class Slow(keras.layers.Layer):
+    """Hands its input on after a while; its gradient takes twice as long."""
+
+    def __init__(self, seconds: float, **kwargs):
+        super().__init__(**kwargs)
+        self.seconds = seconds
+
+    def call(self, x):
+        @tf.custom_gradient
+        def wait(x):
+            return self._after(x, 1), lambda upstream: self._after(upstream, 2)
+
+        return wait(x)
+
+    def _after(self, x, times: int):
+        def sleep(value):
+            time.sleep(self.seconds * times)
+            return value
+
+        return tf.ensure_shape(tf.numpy_function(sleep, [x], x.dtype, stateful=False), x.shape)
+
+
+def step_s(schedule: str, stages: int, microbatches: int, devices: int, *, seconds: float, steps: int) -> list[float]:
+    """Seconds of single steps, after the first two."""
+    layers = [layer for at in range(stages) for layer in (Slow(seconds, name=f"slow_{at}"), keras.layers.Dense(4))]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    cuts = [f"slow_{at}" for at in range(1, stages)]
+    names = [f"CPU:{at}" for at in range(devices)]
+    pipeline(model, stages, microbatches, schedule=schedule, cuts=cuts, devices=names)
+    with model.distribute_strategy.scope():
+        model.compile("sgd", "mse", steps_per_execution=1, jit_compile=False)
+    taken, rows = [], np.ones((microbatches * 2, 4), "float32")
+    for _ in range(steps + 2):
+        begin = time.perf_counter()
+        model.train_on_batch(rows, rows)
+        taken.append(time.perf_counter() - begin)
+    return taken[2:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.02, help="of a stage's forward pass [0.02]")
+    parser.add_argument("--steps", type=int, default=7, help="that are timed [7]")
+    asked = parser.parse_args()
+    tfgpu.environment.set_logical_devices(8)
+    tf.config.threading.set_inter_op_parallelism_threads(16)
+    print("| schedule | stages | micro-batches | devices | step, s | idle share | bound |")
+    print("|---|---|---|---|---|---|---|")
+    for schedule, stages, microbatches, devices in CASES:
+        taken = step_s(schedule, stages, microbatches, devices, seconds=asked.seconds, steps=asked.steps)
+        # Two forward passes and a backward pass of twice their length, of each stage over each micro-batch.
+        busy = 4 * asked.seconds * stages * microbatches / devices
+        idle = [1 - busy / each for each in sorted(taken)]
+        least = bound(devices, microbatches * (stages // devices))
+        span = f"{min(taken):.3f} to {max(taken):.3f}"
+        row = (schedule, stages, microbatches, devices, span, f"{statistics.median(idle):.3f}", f"{least:.3f}")
+        print(f"| {' | '.join(map(str, row))} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""A model in stages learns what it learns on one device."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfgpu
+from tfgpu.callbacks import Checkpoint
+from tfgpu.parallel import Mesh, pipeline
+
+RNG = np.random.default_rng(0)
+ROWS, BATCH = 50, 16  # the last batch has 2 rows: fewer than micro-batches
+WEIGHTS = RNG.uniform(0.5, 2.0, ROWS).astype("float32")
+
+
+def mlp(policy="float32"):
+    """Connections across cuts, dropout, noise without a seed of its own, a loss that a layer adds."""
+    inputs = keras.Input((8,))
+    first = keras.layers.Dense(16, "relu", name="first", dtype=policy)(inputs)
+    x = keras.layers.Dropout(0.3, name="drop", dtype=policy)(first)
+    added = "l2" if policy == "float32" else None  # in float16 Keras fails with it, on one device too
+    x = keras.layers.Dense(16, "relu", name="second", activity_regularizer=added, dtype=policy)(x)
+    x = keras.layers.GaussianNoise(0.1, name="noise", dtype=policy)(x) + first
+    x = keras.layers.Dense(16, "relu", name="third", dtype=policy)(x)
+    x = keras.layers.Dropout(0.3, name="drop_again", dtype=policy)(x)
+    return keras.Model(inputs, keras.layers.Dense(4, name="last", dtype="float32")(x))
+
+
+def cnn(policy="float32"):
+    return tfgpu.models.cnn((8, 8, 1), 4, filters=(4, 8), convolutions=1, units=8, dropout=0.2)
+
+
+def transformer(policy="float32"):
+    return tfgpu.models.transformer((6,), 4, width=8, heads=2, depth=2, dropout=0.1, attention_dropout=0.1)
+
+
+def masked(policy="float32"):
+    """A mask that is made in the first stage, and divides the loss after the last."""
+    inputs = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(5, 8, mask_zero=True, name="ids")(inputs)
+    x = keras.layers.LSTM(8, return_sequences=True, name="lstm")(x)
+    return keras.Model(inputs, keras.layers.Dense(4, name="last")(x))
+
+
+MODELS = {
+    mlp: ((8,), "float32", ()),
+    cnn: ((8, 8, 1), "float32", ()),
+    transformer: ((6,), "int32", (6,)),
+    masked: ((6,), "int32", (6,)),
+}
+
+
+def data_for(make):
+    shape, dtype, positions = MODELS[make]
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(ROWS, *shape)).astype("float32") if dtype == "float32" else rng.integers(0, 4, (ROWS, *shape))
+    return x.astype(dtype), rng.integers(0, 4, (ROWS, *positions))
+
+
+def made(make, policy="float32"):
+    keras.utils.set_random_seed(1)
+    return make(policy)
+
+
+def fit(make, model, *callbacks, epochs=2, policy="float32", weights=WEIGHTS, **options):
+    with model.distribute_strategy.scope():
+        optimizer = keras.optimizers.AdamW(0.01, global_clipnorm=1.0, use_ema=True, **options)
+        if policy == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
+    x, y = data_for(make)
+    arguments = dict(epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks), sample_weight=weights)
+    return model.fit(x, y, BATCH, validation_data=(x, y), **arguments).history
+
+
+def on_one_device(make, **how):
+    with tfgpu.strategy("one_device", devices="CPU:0").scope():
+        model = made(make, how.get("policy", "float32"))
+    return model, fit(make, model, **how)
+
+
+def assert_equal(make, one, history, pipe, expected, tolerance=1e-5):
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=tolerance, err_msg=name)
+    for mine, other, variable in zip(pipe.get_weights(), one.get_weights(), one.weights, strict=True):
+        np.testing.assert_allclose(mine, other, atol=tolerance, err_msg=variable.path)
+    x, _ = data_for(make)
+    np.testing.assert_allclose(pipe.predict(x, verbose=0), one.predict(x, verbose=0), atol=10 * tolerance)
+
+
+CASES = {
+    "1f1b": (mlp, {}, dict(stages=4, microbatches=3, cuts=["drop", "third", "last"])),
+    "gpipe": (mlp, {}, dict(stages=2, microbatches=4, cuts=["third"], schedule="gpipe")),
+    "kept": (mlp, {}, dict(stages=2, microbatches=4, cuts=["third"], schedule="gpipe", recompute=False)),
+    "interleaved": (
+        mlp,
+        {},
+        dict(stages=4, microbatches=4, cuts=["drop", "third", "last"], schedule="interleaved", devices=2),
+    ),
+    "two replicas": (
+        mlp,
+        {},
+        dict(stages=2, microbatches=3, cuts=["third"], mesh=Mesh(2, 2, devices=[f"CPU:{at}" for at in range(4)])),
+    ),
+    "accumulation": (mlp, {"gradient_accumulation_steps": 2}, dict(stages=2, microbatches=4, cuts=["third"])),
+    "float16": (mlp, {"policy": "mixed_float16"}, dict(stages=2, microbatches=4, cuts=["third"])),
+    "batch normalization": (cnn, {}, dict(stages=3, microbatches=4)),
+    "transformer": (transformer, {"weights": None}, dict(stages=4, microbatches=4)),
+    "mask": (masked, {"weights": None}, dict(stages=3, microbatches=4, cuts=["lstm", "last"])),
+}
+FAST = "1f1b", "mask"
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "settings"),
+    [pytest.param(*case, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, case in CASES.items()],
+)
+def test_the_training_is_one_devices(make, how, settings):
+    one, expected = on_one_device(make, **how)
+    pipe = pipeline(made(make, how.get("policy", "float32")), **settings)
+    history = fit(make, pipe, **how)
+    assert_equal(make, one, history, pipe, expected, 2e-3 if "policy" in how else 1e-5)
+
+
+@pytest.mark.slow
+def test_a_layout_resumes_in_another_and_opens_anywhere(tmp_path):
+    one, _ = on_one_device(mlp)
+    pipe = pipeline(made(mlp), 4, 3, cuts=["drop", "third", "last"])
+    fit(mlp, pipe, Checkpoint(tmp_path / "run"), epochs=1)
+    mesh = Mesh(data=2, pipeline=2, devices=[f"CPU:{at}" for at in range(4)])
+    again = pipeline(made(mlp), 2, 4, cuts=["third"], mesh=mesh, schedule="gpipe")
+    fit(mlp, again, Checkpoint(tmp_path / "run"))
+    for mine, other in zip(again.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+    again.save(tmp_path / "model.keras")
+    opened = keras.models.load_model(tmp_path / "model.keras")
+    x, _ = data_for(mlp)
+    np.testing.assert_allclose(opened.predict(x, verbose=0), again.predict(x, verbose=0), atol=1e-6)
+
+
+def test_stages_are_where_they_were_put():
+    model = pipeline(made(mlp), 2, 4, cuts=["third"], devices=["CPU:2", "CPU:3"])
+    devices = {
+        layer.name: layer.kernel.value.values[0].device[-5:] for layer in model.layers if hasattr(layer, "kernel")
+    }
+    assert devices == {"first": "CPU:2", "second": "CPU:2", "third": "CPU:3", "last": "CPU:3"}
+
+
+def shared():
+    inputs = keras.Input((8,))
+    layer, other = keras.layers.Dense(8, name="twice"), keras.layers.Dense(8, name="between")
+    return keras.Model(inputs, layer(other(layer(inputs))))
+
+
+def without_rows():
+    inputs = keras.Input((8,))
+    mean = keras.ops.mean(keras.layers.Dense(8, name="first")(inputs), axis=0)
+    return keras.Model(inputs, keras.layers.Dense(8, name="last")(inputs) + mean)
+
+
+class Own(keras.Model):
+    def call(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (mlp, dict(stages=0, microbatches=2), "`stages` must be a whole number"),
+        (mlp, dict(stages=2, microbatches=2.0), "`microbatches` must be"),
+        (mlp, dict(stages=2, microbatches=2, schedule="1f2b"), "1f1b"),
+        (mlp, dict(stages=2, microbatches=2, recompute=False), "runs each forward pass again"),
+        (mlp, dict(stages=9, microbatches=2, devices=4), "needs several stages a device"),
+        (mlp, dict(stages=5, microbatches=2), "devices"),
+        (mlp, dict(stages=2, microbatches=2, cuts=["thrid"]), "No layer is called 'thrid'. A stage may begin at: drop"),
+        (mlp, dict(stages=3, microbatches=2, cuts=["third", "second"]), "in the order of the layers"),
+        (mlp, dict(stages=2, microbatches=2, cuts=["first"]), "after the first one"),
+        (mlp, dict(stages=2, microbatches=2, mesh=Mesh(pipeline=2), devices=2), "not both"),
+        (mlp, dict(stages=2, microbatches=2, mesh=Mesh(pipeline=2, tensor=2)), "no axis `tensor`"),
+        (shared, dict(stages=2, microbatches=2, cuts=["between"]), "'twice' is called in the stages 0 and 1"),
+        (shared, dict(stages=2, microbatches=2), "can be cut at 0 places, into 1 stages at most"),
+        (without_rows, dict(stages=2, microbatches=2, cuts=["last"]), "without an axis of rows"),
+        (Own, dict(stages=2, microbatches=2), "has no graph that could be cut"),
+    ],
+)
+def test_bad_input(make, settings, message):
+    with pytest.raises(tfgpu.InputError, match=message):
+        pipeline(make(), **settings)
+
+
+def test_what_comes_too_late_is_told():
+    model = pipeline(made(mlp), 2, 2, cuts=["third"])
+    with pytest.raises(tfgpu.InputError, match="placed before"):
+        pipeline(model, 2, 2, cuts=["third"])
+    model = made(mlp)
+    model.compile("adam", "mse")
+    with pytest.raises(tfgpu.InputError, match="compiled outside of any replicas"):
+        pipeline(model, 2, 2, cuts=["third"])
+    with tfgpu.strategy("mirrored", devices=["CPU:1"]).scope():
+        model = made(mlp)
+    with pytest.raises(tfgpu.InputError, match="was made for replicas on .*CPU:1"):
+        pipeline(model, 2, 2, cuts=["third"])

@@ -1,0 +1,93 @@
+"""A model as a graph: which operation is called after which, on what; and the layers within layers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import keras
+from keras.src import tree
+from keras.src.models.functional import Functional, operation_fn
+from keras.src.models.sequential import Sequential
+
+from tfgpu.errors import InputError
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation in a functional model.
+
+    Attributes:
+        operation: a layer, or an operation of `keras.ops`.
+        needs: the symbolic tensors that go in, and `makes`, those that come out.
+        node: Keras's own record.
+    """
+
+    operation: Callable
+    needs: tuple = field(repr=False)
+    makes: tuple = field(repr=False)
+    node: object = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+
+def is_functional(model: keras.layers.Layer) -> bool:
+    """Whether a model has a graph, as `functional` asks."""
+    return isinstance(model, Functional) or (isinstance(model, Sequential) and model._functional is not None)
+
+
+def functional(model: keras.Model) -> Functional:
+    """The functional model that a model is, or that its calls go to.
+
+    Raises:
+        InputError: the model has no graph: it is a subclassed one, or a Sequential that is not built.
+    """
+    if isinstance(model, Functional):
+        return model
+    if isinstance(model, Sequential):
+        if model._functional is None:
+            raise InputError("A Sequential needs its input's shape first. Begin it with keras.Input(shape).")
+        return model._functional
+    raise InputError(
+        f"{type(model).__name__} {model.name!r} has no graph that could be cut: its `call` is Python. Make it with "
+        "keras.Model(inputs, outputs), or take `parallel.place` with the names of its layers."
+    )
+
+
+def calls(model: keras.Model) -> list[Call]:
+    """All calls of a functional model, each after those whose results it needs, in the order in which Keras runs them.
+
+    Raises:
+        InputError: as for `functional`.
+    """
+    by_depth = functional(model)._nodes_by_depth
+    nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+    return [
+        Call(node.operation, tuple(node.input_tensors), tuple(node.outputs), node)
+        for node in nodes
+        if not node.is_input
+    ]
+
+
+def layers_within(layer: keras.layers.Layer, prefix: str = "") -> dict[str, keras.layers.Layer]:
+    """All layers within one, by path (`"encoder/dense"`), each after the one that holds it."""
+    found = {}
+    for inner in layer._flatten_layers(include_self=False, recursive=False):
+        path = f"{prefix}{inner.name}"
+        found[path] = inner
+        found |= layers_within(inner, f"{path}/")
+    return found
+
+
+def run(call: Call, values: dict[int, object], **how) -> None:
+    """Runs one call on tensors, and puts what comes out among them.
+
+    Args:
+        call: one of `calls`.
+        values: tensors by the `id` of the symbolic tensor that each stands for.
+        how: what Keras hands to all layers, such as `training=True`; a layer that does not take it goes without.
+    """
+    arguments, named = call.node.arguments.fill_in(values)
+    outputs = operation_fn(call.operation, **how)(*arguments, **named)
+    for made, value in zip(call.makes, tree.flatten(outputs), strict=True):
+        values[id(made)] = value

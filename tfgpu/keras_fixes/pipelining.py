@@ -1,0 +1,515 @@
+"""A functional model's training step in stages and micro-batches, inside of the model's own `call`.
+
+The model is called on the whole batch, as ever, and returns the whole batch's outputs: so the loss, its divisors,
+sample weights, metrics and the optimizer are Keras's own, on the whole batch. Within the call, runs of layers
+("sections") go through their stages micro-batch by micro-batch, and their gradient does the same the other way, in the
+order of a schedule. Layers that mix the rows of a batch (BatchNormalization) stand between the sections and see all
+rows.
+
+The second forward pass, which the gradient needs, equals the first: see `remat`, whose scopes these are.
+"""
+
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src import backend, tree
+from keras.src.backend.common import global_state
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.python.eager import record
+
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import graphs, homes, remat, replica, state
+
+
+class Cell(NamedTuple):
+    """One piece of work: a stage's forward or backward pass over one micro-batch.
+
+    Attributes:
+        stage: from 0.
+        micro: which micro-batch, from 0.
+        backward: the backward pass.
+    """
+
+    stage: int
+    micro: int
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """Calls that follow each other: one that sees the whole batch, or a section of stages.
+
+    Attributes:
+        stages: the calls of each stage that it has, by the stage's number.
+        whole: it sees the whole batch.
+        takes: symbolic tensors from before, and `gives`, those that are needed after it.
+    """
+
+    stages: dict[int, tuple[graphs.Call, ...]]
+    whole: bool
+    takes: tuple = field(default=(), repr=False)
+    gives: tuple = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is to be run.
+
+    Attributes:
+        parts: in order.
+        homes: of each stage.
+        microbatches: how many.
+        forward: the cells in the order in which they are made, each with its device: forward passes alone.
+        again: the same for the gradient; where it has no forward passes, what stages hand on is kept for it.
+        recompute: a backward pass runs its forward pass anew; else all that the first pass has made is kept.
+    """
+
+    parts: tuple[Part, ...]
+    homes: tuple[homes.Home, ...]
+    microbatches: int
+    forward: tuple[tuple[int, Cell], ...]
+    again: tuple[tuple[int, Cell], ...]
+    recompute: bool = True
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what the stages hand on in the first pass is kept."""
+        return all(cell.backward for _, cell in self.again)
+
+
+def parts_of(calls: Sequence[tuple[graphs.Call, int]], outputs: Sequence, mixes: Callable) -> tuple[Part, ...]:
+    """Groups calls into sections and what stands between them.
+
+    Args:
+        calls: each with its stage.
+        outputs: symbolic tensors that the model returns.
+        mixes: whether a call must see the whole batch.
+
+    Raises:
+        InputError: what a stage hands on has no axis of rows.
+    """
+    groups: list[tuple[bool, list]] = []
+    for call, stage in calls:
+        whole = mixes(call)
+        if whole or not groups or groups[-1][0]:
+            groups.append((whole, []))
+        groups[-1][1].append((call, stage))
+    found, later = [], {id(tensor) for tensor in outputs}
+    for whole, members in reversed(groups):
+        made = {id(tensor): tensor for call, _ in members for tensor in call.makes}
+        needed = {id(tensor): tensor for call, _ in members for tensor in call.needs if id(tensor) not in made}
+        stages: dict[int, list] = {}
+        for call, stage in members:
+            stages.setdefault(stage, []).append(call)
+        gives = tuple(tensor for key, tensor in made.items() if key in later)
+        ordered = {stage: tuple(stages[stage]) for stage in sorted(stages)}
+        found.append(Part(ordered, whole, tuple(needed.values()), gives))
+        later |= set(needed)
+    for part in found:
+        if not part.whole and len(part.stages) > 1:
+            _check_rows(part)
+    return tuple(reversed(found))
+
+
+def _check_rows(part: Part) -> None:
+    needed = {id(tensor) for calls in part.stages.values() for call in calls for tensor in call.needs}
+    given = {id(tensor) for tensor in part.gives}
+    for calls in part.stages.values():
+        for call in calls:
+            if not all(is_by_row(tensor) for tensor in call.makes if id(tensor) in needed or id(tensor) in given):
+                raise InputError(
+                    f"{call.name!r} makes {[tuple(t.shape) for t in call.makes]}, without an axis of rows, which "
+                    "cannot be cut into micro-batches. Let the first axis be the batch's, or take `place`."
+                )
+
+
+WHOLE_BATCH = (
+    keras.layers.BatchNormalization,
+    keras.layers.MixUp,
+    keras.layers.CutMix,
+    keras.layers.RandomElasticTransform,
+    keras.layers.Equalization,
+    keras.layers.RandAugment,
+    keras.layers.AugMix,
+)
+"""Layers whose result for a row depends on the others."""
+
+
+def mixes_rows(call: graphs.Call) -> bool:
+    """Whether a call, or a layer within, needs all rows of the batch."""
+    layer = call.operation
+    if not isinstance(layer, keras.layers.Layer):
+        return False
+    return any(isinstance(each, WHOLE_BATCH) for each in (layer, *graphs.layers_within(layer).values()))
+
+
+def install(model: keras.Model, plan: Plan) -> None:
+    """Lets a functional model train by a plan. What runs without `training=True` runs as it did."""
+    graph = graphs.functional(model)
+    stock_run, stock_call, here = graph._run_through_graph, graph.call, threading.local()
+
+    @functools.wraps(stock_call)
+    def call(inputs, training=None, mask=None, **kwargs):
+        here.training = training
+        return stock_call(inputs, training=training, mask=mask, **kwargs)
+
+    def run_through_graph(inputs, operation_fn=lambda operation: operation, call_fn=None):
+        if in_symbolic_scope() or not here.training:
+            return stock_run(inputs, operation_fn, call_fn)
+        values = {id(x): y for x, y in zip(graph.inputs, tree.flatten(inputs), strict=True)}
+        for part in plan.parts:
+            if part.whole or len(part.stages) == 1:
+                for calls in part.stages.values():
+                    _run(calls, values, operation_fn)
+            else:
+                _Section(part, plan, operation_fn).run(values)
+        return tree.pack_sequence_as(graph._outputs_struct, [values[id(tensor)] for tensor in graph.outputs])
+
+    object.__setattr__(graph, "call", call)
+    object.__setattr__(graph, "_run_through_graph", run_through_graph)
+
+
+def _run(calls: Sequence[graphs.Call], values: dict, operation_fn: Callable) -> None:
+    for call in calls:
+        arguments, named = call.node.arguments.fill_in(values)
+        outputs = operation_fn(call.operation)(*arguments, **named)
+        for made, value in zip(call.makes, tree.flatten(outputs), strict=True):
+            values[id(made)] = value
+
+
+class _Pieces:
+    """A batch in micro-batches, by rows; they differ by one row at most.
+
+    A micro-batch without rows, where the batch is too small for so many, gets one that stands in, and is left out.
+    """
+
+    def __init__(self, rows, count: int):
+        self._rows, self._count = rows, count
+
+    def bounds(self, micro: int) -> tuple:
+        """Where a micro-batch begins, and how many rows it has: numbers, or int32 scalars."""
+        begin = micro * self._rows // self._count
+        return begin, (micro + 1) * self._rows // self._count - begin
+
+    def cut(self, value, micro: int):
+        begin, length = self.bounds(micro)
+        if isinstance(length, int) and length:
+            return value[begin : begin + length]
+        begin, length = tf.minimum(begin, self._rows - 1), tf.maximum(length, 1)
+        return value[begin : begin + length]
+
+    def join(self, pieces: list) -> tf.Tensor:
+        return tf.concat([piece[: self.bounds(micro)[1]] for micro, piece in enumerate(pieces)], 0)
+
+    def part(self, value, micro: int):
+        """A micro-batch's part of what belongs to the joined batch; zeros for a row that stands in."""
+        begin, length = self.bounds(micro)
+        if isinstance(length, int) and length:
+            return value[begin : begin + length]
+        mine = value[begin : begin + length]
+        return tf.concat([mine, tf.zeros_like(value[: 1 - tf.minimum(length, 1)])], 0)
+
+    def share(self, micro: int, dtype) -> tf.Tensor:
+        return tf.cast(self.bounds(micro)[1], dtype) / tf.cast(tf.maximum(self._rows, 1), dtype)
+
+    @contextlib.contextmanager
+    def standing_in(self, micro: int):
+        """Random draws in the block are those of the micro-batch's rows of the whole batch."""
+        begin, length = self.bounds(micro)
+        rows, facts = replica.rows_held(), replica.step()
+        offset, total = (rows.offset, rows.total) if rows is not None else (0, self._rows)
+        mine = replica.Rows(_scalar(tf.maximum(length, 1)), _scalar(offset + begin), _scalar(total))
+        facts = replica.Step(mine, tf.constant(1.0)) if facts is None else replace(facts, rows=mine)
+        with replica.stepping(facts):
+            yield
+
+
+def _scalar(value) -> tf.Tensor:
+    return tf.convert_to_tensor(value, tf.int32)
+
+
+class _Section:
+    """One training step's way through a section."""
+
+    def __init__(self, part: Part, plan: Plan, operation_fn: Callable):
+        self._part, self._plan, self._operation_fn = part, plan, operation_fn
+        self._around = {name: copy.copy(global_state.get_global_attribute(name)) for name in remat.SURROUNDINGS}
+        self._takes = {stage: self._crossing(stage) for stage in part.stages}
+        self._gives = {stage: self._leaving(stage) for stage in part.stages}
+
+    def run(self, values: dict) -> None:
+        """Puts what the section gives among the values."""
+        batch = [values[id(tensor)] for tensor in self._part.takes]
+        places = [at for at, value in enumerate(batch) if remat.has_gradient(value)]
+        made = {}
+
+        @tf.custom_gradient
+        def block(*given):
+            # TensorFlow's own tape has no use for what is recorded here: the block's gradient takes its place.
+            with record.stop_recording() if self._plan.recompute else contextlib.nullcontext():
+                first = made["first"] = _Pass(self, self._filled(batch, places, given))
+                first.forward(self._plan.forward)
+
+            def gradient(*upstream, variables=()):
+                arrived = tf.nest.flatten(upstream, expand_composites=True)
+                with remat.surrounded(self._around), tf.control_dependencies(arrived):
+                    copies = [tf.identity(value) for value in given]
+                    second = _Pass(self, self._filled(batch, places, copies), first, upstream, variables)
+                    return second.back(self._plan.again, places)
+
+            return first.results(), gradient
+
+        found = block(*(batch[at] for at in places))
+        first = made["first"]
+        for at, tensor in enumerate(self._part.gives):
+            values[id(tensor)] = found[at]
+            if first.mask_of(tensor) is not None:
+                backend.set_keras_mask(found[at], first.mask_of(tensor))
+        for loss in found[len(self._part.gives) :]:
+            self._owner().add_loss(loss)
+        first.assign()
+
+    def _owner(self) -> keras.layers.Layer:
+        """A layer that can hold what the section's layers add by `add_loss`; a functional model cannot."""
+        called = (call.operation for calls in self._part.stages.values() for call in calls)
+        layers = (layer for layer in called if isinstance(layer, keras.layers.Layer))
+        return next(layer for layer in layers if not isinstance(layer, keras.Model))
+
+    def _filled(self, batch: list, places: list[int], given) -> list:
+        whole = list(batch)
+        for at, value in zip(places, given, strict=True):
+            mask = backend.get_keras_mask(batch[at])
+            whole[at] = value
+            if mask is not None:
+                backend.set_keras_mask(value, mask)
+        return whole
+
+    def _crossing(self, stage: int) -> tuple:
+        own = {id(tensor) for call in self._part.stages[stage] for tensor in call.makes}
+        needed = {id(t): t for call in self._part.stages[stage] for t in call.needs if id(t) not in own}
+        return tuple(needed.values())
+
+    def _leaving(self, stage: int) -> tuple:
+        later = {id(tensor) for other in self._part.stages if other > stage for tensor in self._takes[other]}
+        later |= {id(tensor) for tensor in self._part.gives}
+        return tuple(t for call in self._part.stages[stage] for t in call.makes if id(t) in later)
+
+
+class _Pass:
+    """One pass over the cells of a section: the forward one, or the one for the gradient, which follows the first."""
+
+    def __init__(self, section: _Section, batch: list, first: "_Pass | None" = None, upstream=(), variables=()):
+        self._section, self._first, self._variables = section, first, list(variables)
+        self._part, self._plan = section._part, section._plan
+        rows = next(value for value, t in zip(batch, self._part.takes, strict=True) if is_by_row(t))
+        rows = rows.shape[0] if rows.shape[0] is not None else tf.shape(rows)[0]
+        self._pieces = _Pieces(rows, self._plan.microbatches)
+        self._values = [self._cut(batch, micro) for micro in range(self._plan.microbatches)]
+        self._scopes, self._tapes, self._losses, self._last = {}, {}, {}, {}
+        self._grown: list = [None] * len(self._variables)
+        self._upstream = self._parts_of(upstream)
+        self._of_losses = self._by_stage(upstream[len(self._part.gives) :])
+
+    def forward(self, cells) -> None:
+        for device, cell in cells:
+            if cell.stage in self._part.stages:
+                with self._in_order(device), self._at(cell):
+                    scope, values = _Cell(self._given(cell)), self._values[cell.micro]
+                    if self._plan.recompute:
+                        with scope:
+                            _run(self._part.stages[cell.stage], values, self._section._operation_fn)
+                    else:
+                        self._on_tape(cell, scope, values)
+                    self._scopes[cell.stage, cell.micro] = scope
+                    self._losses[cell.stage, cell.micro] = scope.losses
+                    self._note(device, cell)
+
+    def results(self) -> list:
+        """What the section gives, as whole batches, and the losses that its layers add."""
+        found = []
+        for tensor in self._part.gives:
+            with homes.at(self._plan.homes[self._stage_of(tensor)]):
+                found.append(self._pieces.join([values[id(tensor)] for values in self._values]))
+        stages, micros = self._part.stages, range(self._plan.microbatches)
+        for stage in stages:
+            for column in zip(*(self._losses[stage, micro] for micro in micros), strict=True):
+                found.append(tf.add_n([loss * self._pieces.share(m, loss.dtype) for m, loss in enumerate(column)]))
+        return found
+
+    def mask_of(self, tensor):
+        masks = [backend.get_keras_mask(values[id(tensor)]) for values in self._values]
+        return None if masks[0] is None else self._pieces.join(masks)
+
+    def assign(self) -> None:
+        """Assigns what the cells have: one micro-batch's where all agree, else by the rule of `state`, over them."""
+        for stage in self._part.stages:
+            scopes = [self._scopes[stage, micro] for micro in range(self._plan.microbatches)]
+            latest = [{id(variable): (variable, value) for variable, value in scope.assigned} for scope in scopes]
+            before = [dict((id(variable), value) for variable, value in scope.found) for scope in scopes]
+            for key, (variable, _) in latest[0].items():
+                values = [column[key][1] for column in latest]
+                state.put(variable, self._together(variable, values, before[0].get(key)))
+
+    def back(self, cells, places: list[int]):
+        """Runs the cells of the gradient, and returns that of the inputs at these places, and of the variables."""
+        gradients: list[dict] = [dict() for _ in range(self._plan.microbatches)]
+        for device, cell in cells:
+            if cell.stage not in self._part.stages:
+                continue
+            with self._in_order(device), self._at(cell):
+                if self._plan.recompute and (self._plan.keeps or not cell.backward):
+                    self._run_again(cell)
+                if cell.backward:
+                    self._go_back(cell, gradients[cell.micro])
+                self._note(device, cell)
+        inputs = [self._joined(self._part.takes[at], gradients) for at in places]
+        return (inputs, [_closed(grown) for grown in self._grown]) if self._variables else inputs
+
+    def _on_tape(self, cell: Cell, scope, known: dict) -> None:
+        """A forward pass on a tape of its own, from what is known to the micro-batch."""
+        section = self._section
+        values = {id(tensor): _copy(known[id(tensor)]) for tensor in section._takes[cell.stage]}
+        watched = {key: value for key, value in values.items() if remat.has_gradient(value)}
+        with tf.GradientTape() as tape:
+            tape.watch(list(watched.values()))
+            with scope:
+                _run(self._part.stages[cell.stage], values, section._operation_fn)
+        made = {id(tensor): values[id(tensor)] for tensor in section._gives[cell.stage]}
+        self._tapes[cell.stage, cell.micro] = tape, watched, made, scope.losses
+        self._values[cell.micro] |= made
+
+    def _run_again(self, cell: Cell) -> None:
+        first, values = self._first, self._values[cell.micro]
+        scope = remat.Second(first._scopes[cell.stage, cell.micro], first._given(cell))
+        self._on_tape(cell, scope, first._values[cell.micro] | values if self._plan.keeps else values)
+
+    def _go_back(self, cell: Cell, gradients: dict) -> None:
+        tapes = self._tapes if self._plan.recompute else self._first._tapes
+        tape, watched, made, losses = tapes.pop((cell.stage, cell.micro))
+        targets, upstream = list(losses), self._upstream_losses(cell)
+        for key, value in made.items():
+            found = [g for g in (gradients.pop(key, None), self._upstream[cell.micro].get(key)) if g is not None]
+            if found and remat.has_gradient(value):
+                targets.append(value)
+                upstream.append(tf.add_n(found) if len(found) > 1 else found[0])
+        if not targets:
+            return
+        sources = [*watched.values(), *self._variables]
+        found = tape.gradient(targets, sources, output_gradients=upstream)
+        for key, gradient in zip(watched, found, strict=False):
+            if gradient is not None:
+                gradients[key] = gradients[key] + gradient if key in gradients else tf.convert_to_tensor(gradient)
+        for at, gradient in enumerate(found[len(watched) :]):
+            if gradient is not None:
+                self._grown[at] = _added(self._grown[at], gradient)
+
+    def _given(self, cell: Cell) -> dict:
+        """What a cell's micro-batch has assigned in the stages before: Keras's global seed, above all."""
+        earlier = (self._scopes[stage, cell.micro] for stage in self._part.stages if stage < cell.stage)
+        return {id(variable): value for scope in earlier for variable, value in scope.assigned}
+
+    def _cut(self, batch: list, micro: int) -> dict:
+        found = {}
+        for tensor, value in zip(self._part.takes, batch, strict=True):
+            mask = backend.get_keras_mask(value)
+            found[id(tensor)] = self._pieces.cut(value, micro) if is_by_row(tensor) else value
+            if mask is not None and is_by_row(tensor):
+                backend.set_keras_mask(found[id(tensor)], self._pieces.cut(mask, micro))
+        return found
+
+    def _parts_of(self, upstream) -> list[dict]:
+        """The gradient of what the section gives, by micro-batch."""
+        given = list(zip(self._part.gives, upstream, strict=False))
+        return [
+            {id(tensor): self._pieces.part(value, micro) for tensor, value in given if value is not None}
+            for micro in range(self._plan.microbatches)
+        ]
+
+    def _by_stage(self, upstream) -> dict[int, list]:
+        """The gradient of the losses that layers add, in the order in which `results` has them."""
+        left = iter(upstream)
+        counts = {stage: len(self._first._losses[stage, 0]) for stage in self._part.stages} if self._first else {}
+        return {stage: [next(left) for _ in range(count)] for stage, count in counts.items()}
+
+    def _upstream_losses(self, cell: Cell) -> list:
+        return [value * self._pieces.share(cell.micro, value.dtype) for value in self._of_losses[cell.stage]]
+
+    def _joined(self, tensor, gradients: list[dict]):
+        found = [column.get(id(tensor)) for column in gradients]
+        if not is_by_row(tensor):
+            known = [gradient for gradient in found if gradient is not None]
+            return tf.add_n(known) if known else None
+        like = [values[id(tensor)] for values in self._values]
+        return self._pieces.join([tf.zeros_like(v) if g is None else g for g, v in zip(found, like, strict=True)])
+
+    def _together(self, variable, values: list, before):
+        """One value of those that the micro-batches make of a variable."""
+        if not tf.as_dtype(variable.dtype).is_floating:
+            return values[0]
+        if variable.aggregation == "sum" and before is not None:
+            return before + tf.add_n([value - before for value in values])
+        return tf.add_n([value * self._pieces.share(micro, value.dtype) for micro, value in enumerate(values)])
+
+    def _stage_of(self, tensor) -> int:
+        return next(stage for stage, made in self._section._gives.items() if any(t is tensor for t in made))
+
+    @contextlib.contextmanager
+    def _at(self, cell: Cell):
+        with homes.at(self._plan.homes[cell.stage]), self._pieces.standing_in(cell.micro):
+            yield
+
+    def _in_order(self, device: int):
+        return tf.control_dependencies(self._last.get(device, []))
+
+    def _note(self, device: int, cell: Cell) -> None:
+        """What the device's next cell must wait for."""
+        made = [self._values[cell.micro].get(id(tensor)) for tensor in self._section._gives[cell.stage]]
+        if cell.backward:
+            made = [
+                g.values if isinstance(g, tf.IndexedSlices) else g for g in map(_latest, self._grown) if g is not None
+            ]
+        self._last[device] = [value for value in made if value is not None] or self._last.get(device, [])
+
+
+class _Cell(remat.First):
+    """What one cell assigns; the rule of `state` comes later, over all micro-batches."""
+
+    def agreed(self, variable, value):
+        return value
+
+
+def is_by_row(tensor) -> bool:
+    """Whether a symbolic tensor has a row for each example."""
+    return len(tensor.shape) > 0 and tensor.shape[0] is None
+
+
+def _copy(value):
+    mask = backend.get_keras_mask(value)
+    value = tf.identity(value)
+    if mask is not None:
+        backend.set_keras_mask(value, mask)
+    return value
+
+
+def _latest(grown):
+    return grown[-1] if isinstance(grown, list) else grown
+
+
+def _added(grown, gradient):
+    """A running sum: the gradients of all micro-batches would otherwise lie there until the last one."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return [*(grown or []), gradient]
+    return gradient if grown is None else grown + gradient
+
+
+def _closed(grown):
+    if not isinstance(grown, list):
+        return grown
+    return replica.added(grown)

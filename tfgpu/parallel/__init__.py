@@ -1,0 +1,12 @@
+"""Models that do not fit on one device, spread over several, with what one device would have learned."""
+
+from tfgpu.lazy import on_first_use
+
+_PLACES = {
+    "Mesh": "tfgpu.parallel.mesh",
+    "pipeline": "tfgpu.parallel.pipeline",
+    "place": "tfgpu.parallel.placement",
+}
+
+__all__ = sorted(_PLACES)
+__getattr__ = on_first_use(__name__, _PLACES)
