@@ -15,7 +15,6 @@ from tfgpu import preflight
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError
 from tfgpu.launch import heartbeat
-from tfgpu.launch.ending import end_with
 from tfgpu.preflight import lost
 
 OPTION = "--startup-timeout"
@@ -125,4 +124,4 @@ def _tell(error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    end_with(lambda: main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,6 @@ import typer
 from tfgpu.cli import bench, data, doctor, launch, run, train
 from tfgpu.cli.start import complain, debugging
 from tfgpu.errors import InputError, MachineError
-from tfgpu.launch.ending import end_with
 
 app = typer.Typer(
     help="Change the hardware, not the result: Keras training on one GPU, eight, or many machines.",
@@ -34,9 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: the words after `tfgpu`; None takes the process's own.
     """
-    if arguments is None:
-        end_with(lambda: _execute(sys.argv[1:]))
-    sys.exit(_execute(list(arguments)))
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(_execute(words))
 
 
 def _execute(words: list[str]) -> int:

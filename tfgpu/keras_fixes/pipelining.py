@@ -329,7 +329,7 @@ class _Pass:
                         self._on_tape(cell, scope, values)
                     self._scopes[cell.stage, cell.micro] = scope
                     self._losses[cell.stage, cell.micro] = scope.losses
-                    self._note(device, cell)
+                    self._note(device, self._handed_on(cell))
 
     def results(self) -> list:
         """What the section gives, as whole batches, and the losses that its layers add."""
@@ -367,8 +367,9 @@ class _Pass:
                 if self._plan.recompute and (self._plan.keeps or not cell.backward):
                     self._run_again(cell)
                 if cell.backward:
-                    self._go_back(cell, gradients[cell.micro])
-                self._note(device, cell)
+                    self._note(device, self._go_back(cell, gradients[cell.micro]))
+                else:
+                    self._note(device, self._handed_on(cell))
         inputs = [self._joined(self._part.takes[at], gradients) for at in places]
         return (inputs, [_closed(grown) for grown in self._grown]) if self._variables else inputs
 
@@ -390,7 +391,8 @@ class _Pass:
         scope = remat.Second(first._scopes[cell.stage, cell.micro], first._given(cell))
         self._on_tape(cell, scope, first._values[cell.micro] | values if self._plan.keeps else values)
 
-    def _go_back(self, cell: Cell, gradients: dict) -> None:
+    def _go_back(self, cell: Cell, gradients: dict) -> list:
+        """A backward pass; returns what it has made."""
         tapes = self._tapes if self._plan.recompute else self._first._tapes
         tape, watched, made, losses = tapes.pop((cell.stage, cell.micro))
         targets, upstream = list(losses), self._upstream_losses(cell)
@@ -400,7 +402,7 @@ class _Pass:
                 targets.append(value)
                 upstream.append(tf.add_n(found) if len(found) > 1 else found[0])
         if not targets:
-            return
+            return []
         sources = [*watched.values(), *self._variables]
         found = tape.gradient(targets, sources, output_gradients=upstream)
         for key, gradient in zip(watched, found, strict=False):
@@ -409,6 +411,8 @@ class _Pass:
         for at, gradient in enumerate(found[len(watched) :]):
             if gradient is not None:
                 self._grown[at] = _added(self._grown[at], gradient)
+        sums = [self._grown[at] for at, gradient in enumerate(found[len(watched) :]) if gradient is not None]
+        return [gradients[key] for key in watched if key in gradients] + [_latest(grown) for grown in sums]
 
     def _given(self, cell: Cell) -> dict:
         """What a cell's micro-batch has assigned in the stages before: Keras's global seed, above all."""
@@ -468,14 +472,13 @@ class _Pass:
     def _in_order(self, device: int):
         return tf.control_dependencies(self._last.get(device, []))
 
-    def _note(self, device: int, cell: Cell) -> None:
+    def _handed_on(self, cell: Cell) -> list:
+        values = self._values[cell.micro]
+        return [values[id(tensor)] for tensor in self._section._gives[cell.stage] if id(tensor) in values]
+
+    def _note(self, device: int, made: list) -> None:
         """What the device's next cell must wait for."""
-        made = [self._values[cell.micro].get(id(tensor)) for tensor in self._section._gives[cell.stage]]
-        if cell.backward:
-            made = [
-                g.values if isinstance(g, tf.IndexedSlices) else g for g in map(_latest, self._grown) if g is not None
-            ]
-        self._last[device] = [value for value in made if value is not None] or self._last.get(device, [])
+        self._last[device] = made or self._last.get(device, [])
 
 
 class _Cell(remat.First):
@@ -498,8 +501,8 @@ def _copy(value):
     return value
 
 
-def _latest(grown):
-    return grown[-1] if isinstance(grown, list) else grown
+def _latest(grown) -> tf.Tensor:
+    return grown[-1].values if isinstance(grown, list) else grown
 
 
 def _added(grown, gradient):

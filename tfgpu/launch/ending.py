@@ -1,4 +1,4 @@
-"""The end of a worker's process, at once when its script is done."""
+"""The end of a worker's process under an engine, at once when its script is done."""
 
 import atexit
 import contextlib
@@ -10,19 +10,24 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+_FLUSH_S = 10.0
+_LOST_OUTPUT = 120
+"""Exit code of an interpreter that could not write its standard output to the end."""
 
-def end_with(main: Callable[[], int]) -> NoReturn:
-    """Ends this process with the exit code of a function, or as Python would after its error.
+
+def end_with(main: Callable[[], object]) -> NoReturn:
+    """Ends this process as Python would after a function, whose `SystemExit` or error decides on the exit code.
 
     Example:
-        >>> end_with(lambda: main(sys.argv[1:]))  # doctest: +SKIP
+        >>> end_with(lambda: runpy.run_path("train.py"))  # doctest: +SKIP
     """
+    code = 0
     try:
-        code = main()
+        main()
     except KeyboardInterrupt:
         raise
     except SystemExit as end:
-        code = end.code or 0
+        code = 0 if end.code is None else end.code
         if not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
@@ -36,20 +41,36 @@ def leave(code: int) -> NoReturn:
     """Ends this process as the interpreter would, but without taking its objects apart.
 
     tf.data's threads that call Python functions meanwhile are lost there, and a data set that is taken apart waits
-    for them for ever. Files that are open are written to their end.
+    for them for ever. Python's open files are written to their end; what a `__del__` or C++ would write is not.
     """
     threading._shutdown()
     atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(Exception):
+            print(f"The output could not be written to its end: {error}", file=sys.stderr)
+        code = code or _LOST_OUTPUT
+    # Another thread may hold a file for ever, in a write that waits.
+    flushing = threading.Thread(target=_flush_files, daemon=True)
+    flushing.start()
+    flushing.join(_FLUSH_S)
+    os._exit(code)
+
+
+def _flush_files() -> None:
+    gc.unfreeze()
     files = [item for item in gc.get_objects() if issubclass(type(item), io.IOBase)]
     for end in (_flush_text, _close_compressed, _flush_buffers):  # each writes into the next
         for file in files:
             with contextlib.suppress(Exception):  # a full disk; it is closed
                 end(file)
-    os._exit(code)
 
 
 def _flush_text(file: io.IOBase) -> None:
-    if type(file) is io.TextIOWrapper:
+    if isinstance(file, io.TextIOWrapper):
         file.flush()
 
 
@@ -59,5 +80,5 @@ def _close_compressed(file: io.IOBase) -> None:
 
 
 def _flush_buffers(file: io.IOBase) -> None:
-    if type(file) in (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair):
+    if isinstance(file, (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)):
         file.flush()

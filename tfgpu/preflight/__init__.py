@@ -58,10 +58,10 @@ def join(
     if not wait_s or me < 0 or len(everyone) < 2 or os.environ.get(REJOIN) or (key in _joined and not again):
         return
     # asyncio takes a tenth of a second to import, which a command that meets nobody need not spend.
-    from tfgpu.preflight.facts import ARGUMENTS, arguments, gather
+    from tfgpu.preflight.facts import ARGUMENTS, arguments, fitting, gather
     from tfgpu.preflight.meeting import Meeting, hold
 
-    own = {**(_joined.get(key) or gather(script)), **({ARGUMENTS: arguments()} if again else {}), **(facts or {})}
+    own = {**(_joined.get(key) or gather(script)), **({ARGUMENTS: arguments()} if again else {}), **fitting(facts or {})}
     hold(Meeting(everyone, me, facts=own, attempt=os.environ.get(ATTEMPT, ""), timeout_s=wait_s))
     _joined[key] = own
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tfgpu.errors import InputError, MachineError
 from tfgpu.preflight import wire
-from tfgpu.preflight.facts import LONGEST, MAY_DIFFER, SCRIPT, advice, differences
+from tfgpu.preflight.facts import LONGEST, LONGEST_NAME, MAY_DIFFER, SCRIPT, advice, differences
 from tfgpu.preflight.members import Member
 
 LEADER = 0
@@ -55,7 +55,7 @@ class Chair:
         """Hears a guest until it hangs up."""
         task = hello["task"]
         guest = self.guests[task] = Guest(str(hello["id"])[:64], str(hello["process"])[:200], writer)
-        self._facts_of[task] = {str(name)[:64]: str(value)[:LONGEST] for name, value in dict(hello["facts"]).items()}
+        self._facts_of[task] = {str(name)[:LONGEST_NAME]: str(value)[:LONGEST] for name, value in dict(hello["facts"]).items()}
         try:
             while True:
                 word = await wire.read(reader, within_s=None)

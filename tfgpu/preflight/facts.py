@@ -19,6 +19,7 @@ MAY_DIFFER = {
 """What is said in a warning: `--rank 0`, and seeds that shuffle each worker's own data, are no mistake."""
 LONGEST = 1024
 """Characters of a fact; a longer one ends with its hash."""
+LONGEST_NAME = 64
 # By fact, or by what stands before its colon; all others are versions.
 FIXES = {
     SCRIPT: "Give every process the same file.",
@@ -70,6 +71,16 @@ def of_settings(settings: Mapping[str, object]) -> dict[str, str]:
         {'recipe: epochs': '3'}
     """
     return {f"recipe: {name}": _shortened(str(value), 200) for name, value in settings.items()}
+
+
+def fitting(facts: Mapping[str, str]) -> dict[str, str]:
+    """The same facts, those that are too long for a message with a hash in place of their end.
+
+    Example:
+        >>> fitting({"note": "short"}), len(fitting({"note": "y" * 2000})["note"])
+        ({'note': 'short'}, 1024)
+    """
+    return {_shortened(str(name), LONGEST_NAME): _shortened(str(value), LONGEST) for name, value in facts.items()}
 
 
 def advice(facts: Mapping[str, Mapping[str, str]]) -> list[str]:

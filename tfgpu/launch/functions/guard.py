@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Sequence
 
+from tfgpu.launch.ending import end_with
 from tfgpu.launch.functions.pipes import FOLDERS, PARENT
 
 
@@ -26,7 +27,8 @@ def die_with_parent(pipe: int, folders: Sequence[str] = ()) -> None:
     worker = os.pidfd_open(os.getpid())
     between = os.fork()
     if between:
-        os.waitpid(between, 0)
+        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: the system has seen to it
+            os.waitpid(between, 0)
         os.close(pipe)
         os.close(worker)
         return
@@ -48,4 +50,4 @@ def die_with_parent(pipe: int, folders: Sequence[str] = ()) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(os.environ.pop(PARENT)), os.environ.pop(FOLDERS).split(os.pathsep))
-    runpy.run_module("tfgpu.run", run_name="__main__", alter_sys=True)
+    end_with(lambda: runpy.run_module("tfgpu.run", run_name="__main__", alter_sys=True))
