@@ -61,7 +61,8 @@ def join(
     from tfgpu.preflight.facts import ARGUMENTS, arguments, fitting, gather
     from tfgpu.preflight.meeting import Meeting, hold
 
-    own = {**(_joined.get(key) or gather(script)), **({ARGUMENTS: arguments()} if again else {}), **fitting(facts or {})}
+    here = {ARGUMENTS: arguments()} if again else {}
+    own = {**(_joined.get(key) or gather(script)), **here, **fitting(facts or {})}
     hold(Meeting(everyone, me, facts=own, attempt=os.environ.get(ATTEMPT, ""), timeout_s=wait_s))
     _joined[key] = own
 

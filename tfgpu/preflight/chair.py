@@ -55,7 +55,8 @@ class Chair:
         """Hears a guest until it hangs up."""
         task = hello["task"]
         guest = self.guests[task] = Guest(str(hello["id"])[:64], str(hello["process"])[:200], writer)
-        self._facts_of[task] = {str(name)[:LONGEST_NAME]: str(value)[:LONGEST] for name, value in dict(hello["facts"]).items()}
+        told = dict(hello["facts"]).items()
+        self._facts_of[task] = {str(name)[:LONGEST_NAME]: str(value)[:LONGEST] for name, value in told}
         try:
             while True:
                 word = await wire.read(reader, within_s=None)
