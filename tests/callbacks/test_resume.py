@@ -146,8 +146,9 @@ def test_goes_on_at_its_step(tmp_path, feed, devices, step):
     dies(tmp_path, make(devices, accumulate=2), feed, At(step=step))
     newest = found(tmp_path)[0].name
     assert newest == {5: "epoch-0000-step-0000003", 7: "epoch-0000-step-0000006"}.get(step, "epoch-0001-step-0000009")
-    resumed = make(devices, accumulate=2)
-    same(resumed, train(resumed, feed, Checkpoint(tmp_path, every_steps=3)), whole, expected)
+    resumed, rest = make(devices, accumulate=2), At()
+    same(resumed, train(resumed, feed, Checkpoint(tmp_path, every_steps=3), rest), whole, expected)
+    assert rest.steps == (15 if feed == "one stream" else 21) - int(newest[-7:])
 
 
 def test_a_fit_that_fails_has_written_when_it_ends(tmp_path, monkeypatch):
