@@ -136,7 +136,8 @@ def test_a_killed_actor_restarts_the_group_which_ends_with_the_same_weights(clus
         train, 2, arguments=(str(tmp_path),), max_restarts=1, startup_timeout_s=300, on_progress=kill
     )
     assert [(report["start"], report["attempt"]) for report in seen if "engine" in report] == [(0, "1"), (1, "2")]
-    assert min(report["epoch"] for report in seen if report["start"] == 1 and "epoch" in report) >= 2
+    again = [report["epoch"] for report in seen if report["start"] == 1 and "epoch" in report]
+    assert again[0] > 0  # after the first epoch, or the second where its checkpoint was written before the kill
     check_equal(found, unbroken[0])
     check_nothing_is_left(cluster)
 
