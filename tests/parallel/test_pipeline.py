@@ -123,6 +123,46 @@ def test_the_training_is_one_devices(make, how, settings):
     assert_equal(make, one, history, pipe, expected, 2e-3 if "policy" in how else 1e-5)
 
 
+class Counts(keras.layers.Layer):
+    """Keeps the rows that it has seen, as a float and as a whole number, and a running mean of its input."""
+
+    def build(self, shape):
+        self.rows = self.add_weight(initializer="zeros", trainable=False, aggregation="sum", name="rows")
+        self.whole = self.add_weight(
+            initializer="zeros", dtype="int32", trainable=False, aggregation="sum", name="whole"
+        )
+        self.mean = self.add_weight(initializer="zeros", trainable=False, name="mean")
+
+    def call(self, x, training=None):
+        if training:
+            self.rows.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+            self.whole.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "int32"))
+            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x))
+        return x
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_a_layer_counts_is_one_devices(replicas):
+    x = np.random.default_rng(2).normal(size=(12, 4)).astype("float32")
+
+    def counted(spread):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), Counts(name="counts"), keras.layers.Dense(1, name="last")])
+        spread(model)
+        with model.distribute_strategy.scope():
+            model.compile("sgd", "mse", jit_compile=False)
+        model.fit(x, x[:, :1], 6, epochs=2, shuffle=False, verbose=0)
+        layer = model.get_layer("counts")
+        copies = getattr(layer.mean.value, "values", [layer.mean.value])
+        return float(layer.rows.numpy()), int(layer.whole.numpy()), [float(copy.numpy()) for copy in copies]
+
+    mesh = Mesh(replicas, 2, devices=[f"CPU:{at}" for at in range(2 * replicas)])
+    rows, whole, means = counted(lambda model: pipeline(model, 2, 3, cuts=["last"], mesh=mesh))
+    expected = counted(lambda model: None)
+    assert (rows, whole) == expected[:2] == (24.0, 24)
+    np.testing.assert_allclose(means, expected[2] * replicas, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_layout_resumes_in_another_and_opens_anywhere(tmp_path):
     one, _ = on_one_device(mlp)

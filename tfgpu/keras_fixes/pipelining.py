@@ -126,7 +126,7 @@ def _check_rows(part: Part) -> None:
             if not all(is_by_row(tensor) for tensor in call.makes if id(tensor) in needed or id(tensor) in given):
                 raise InputError(
                     f"{call.name!r} makes {[tuple(t.shape) for t in call.makes]}, without an axis of rows, which "
-                    "cannot be cut into micro-batches. Let the first axis be the batch's, or take `place`."
+                    "cannot be cut into micro-batches. Let the first axis be the batch's, of any size, or take `place`."
                 )
 
 
@@ -454,12 +454,13 @@ class _Pass:
         return self._pieces.join([tf.zeros_like(v) if g is None else g for g, v in zip(found, like, strict=True)])
 
     def _together(self, variable, values: list, before):
-        """One value of those that the micro-batches make of a variable."""
-        if not tf.as_dtype(variable.dtype).is_floating:
-            return values[0]
-        if variable.aggregation == "sum" and before is not None:
+        """One value of those that the micro-batches make of a variable, on all replicas the same."""
+        if variable.aggregation == "sum" and before is not None:  # what is added has met the other replicas' already
             return before + tf.add_n([value - before for value in values])
-        return tf.add_n([value * self._pieces.share(micro, value.dtype) for micro, value in enumerate(values)])
+        if not tf.as_dtype(variable.dtype).is_floating:
+            return state.agreed(variable, values[0])
+        parts = [value * self._pieces.share(micro, value.dtype) for micro, value in enumerate(values)]
+        return state.agreed(variable, tf.add_n(parts))
 
     def _stage_of(self, tensor) -> int:
         return next(stage for stage, made in self._section._gives.items() if any(t is tensor for t in made))

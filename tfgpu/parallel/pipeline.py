@@ -41,7 +41,7 @@ def pipeline(
             them leave the devices less idle, and each with less to compute at once.
         schedule: `"1f1b"`, `"gpipe"` or `"interleaved"` (several stages a device): see `schedule.training`.
         recompute: keep only what the stages hand on, and run the forward pass again for the gradient. Without, which
-            `"gpipe"` alone can, all activations of all micro-batches are kept, and a step takes about a quarter less.
+            `"gpipe"` alone can, all activations of all micro-batches are kept, and the forward pass runs once.
         cuts: names of the layers that begin the stages but the first; None measures the layers and makes the most
             expensive stage as cheap as can be.
         devices: how many, or their names; None takes the first GPUs, or logical CPU devices: one a stage, or for

@@ -167,13 +167,19 @@ def check_early(model: keras.Model) -> None:
     """Refuses to move a model when it is too late.
 
     Raises:
-        InputError: it was compiled outside of any replicas, or its optimizer has been built.
+        InputError: it was compiled outside of any replicas, its optimizer has been built, or its strategy is one of
+            several workers or of averaging.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
         raise InputError("The model has trained already, or its optimizer was built. Place it before `compile`.")
     if getattr(model, "compiled", False) and not replica.is_spread(model.distribute_strategy):
         raise InputError("The model was compiled outside of any replicas. Place it before `compile`.")
+    if replica.spans_processes(model.distribute_strategy) or replica.plan_of(model.distribute_strategy) is not None:
+        raise InputError(
+            "The model was made for several workers, or for replicas that train apart. Make it outside of any "
+            "strategy, or in the scope of `mirrored`."
+        )
     if homes.is_placed(model.distribute_strategy):
         raise InputError("The model was placed before. Make it anew.")
 
