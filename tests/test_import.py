@@ -46,6 +46,7 @@ QUICK = (
     "tfgpu.launch.remote",
     "tfgpu.run",
     "tfgpu.parallel.mesh",
+    "tfgpu.parallel.schedule",
     "tfgpu.launch.kubernetes",
     "tfgpu.launch.slurm",
     "tfgpu.launch.slurm_job",

@@ -1,6 +1,6 @@
 """A model as a graph: which operation is called after which, on what; and the layers within layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import keras
@@ -79,15 +79,21 @@ def layers_within(layer: keras.layers.Layer, prefix: str = "") -> dict[str, kera
     return found
 
 
-def run(call: Call, values: dict[int, object], **how) -> None:
-    """Runs one call on tensors, and puts what comes out among them.
+def run(chosen: Sequence[Call], values: dict[int, object], operation_fn: Callable) -> None:
+    """Runs calls on tensors, and puts what comes out among them.
 
     Args:
-        call: one of `calls`.
+        chosen: some of `calls`, in their order.
         values: tensors by the `id` of the symbolic tensor that each stands for.
-        how: what Keras hands to all layers, such as `training=True`; a layer that does not take it goes without.
+        operation_fn: what makes of an operation the function that is called, as Keras has it.
     """
-    arguments, named = call.node.arguments.fill_in(values)
-    outputs = operation_fn(call.operation, **how)(*arguments, **named)
-    for made, value in zip(call.makes, tree.flatten(outputs), strict=True):
-        values[id(made)] = value
+    for call in chosen:
+        arguments, named = call.node.arguments.fill_in(values)
+        outputs = operation_fn(call.operation)(*arguments, **named)
+        for made, value in zip(call.makes, tree.flatten(outputs), strict=True):
+            values[id(made)] = value
+
+
+def in_training(operation: Callable) -> Callable:
+    """An operation as `fit` calls it: with `training=True`, where it takes that."""
+    return operation_fn(operation, training=True)

@@ -13,9 +13,7 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -24,133 +22,11 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.eager import record
 
-from tfgpu.errors import InputError
-from tfgpu.keras_fixes import graphs, homes, remat, replica, state
+from tfgpu.keras_fixes import graphs, homes, remat, replica, sections, state
+from tfgpu.keras_fixes.microbatches import MicroBatches
 
 
-class Cell(NamedTuple):
-    """One piece of work: a stage's forward or backward pass over one micro-batch.
-
-    Attributes:
-        stage: from 0.
-        micro: which micro-batch, from 0.
-        backward: the backward pass.
-    """
-
-    stage: int
-    micro: int
-    backward: bool = False
-
-
-@dataclass(frozen=True)
-class Part:
-    """Calls that follow each other: one that sees the whole batch, or a section of stages.
-
-    Attributes:
-        stages: the calls of each stage that it has, by the stage's number.
-        whole: it sees the whole batch.
-        takes: symbolic tensors from before, and `gives`, those that are needed after it.
-    """
-
-    stages: dict[int, tuple[graphs.Call, ...]]
-    whole: bool
-    takes: tuple = field(default=(), repr=False)
-    gives: tuple = field(default=(), repr=False)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a model is to be run.
-
-    Attributes:
-        parts: in order.
-        homes: of each stage.
-        microbatches: how many.
-        forward: the cells in the order in which they are made, each with its device: forward passes alone.
-        again: the same for the gradient; where it has no forward passes, what stages hand on is kept for it.
-        recompute: a backward pass runs its forward pass anew; else all that the first pass has made is kept.
-    """
-
-    parts: tuple[Part, ...]
-    homes: tuple[homes.Home, ...]
-    microbatches: int
-    forward: tuple[tuple[int, Cell], ...]
-    again: tuple[tuple[int, Cell], ...]
-    recompute: bool = True
-
-    @property
-    def keeps(self) -> bool:
-        """Whether what the stages hand on in the first pass is kept."""
-        return all(cell.backward for _, cell in self.again)
-
-
-def parts_of(calls: Sequence[tuple[graphs.Call, int]], outputs: Sequence, mixes: Callable) -> tuple[Part, ...]:
-    """Groups calls into sections and what stands between them.
-
-    Args:
-        calls: each with its stage.
-        outputs: symbolic tensors that the model returns.
-        mixes: whether a call must see the whole batch.
-
-    Raises:
-        InputError: what a stage hands on has no axis of rows.
-    """
-    groups: list[tuple[bool, list]] = []
-    for call, stage in calls:
-        whole = mixes(call)
-        if whole or not groups or groups[-1][0]:
-            groups.append((whole, []))
-        groups[-1][1].append((call, stage))
-    found, later = [], {id(tensor) for tensor in outputs}
-    for whole, members in reversed(groups):
-        made = {id(tensor): tensor for call, _ in members for tensor in call.makes}
-        needed = {id(tensor): tensor for call, _ in members for tensor in call.needs if id(tensor) not in made}
-        stages: dict[int, list] = {}
-        for call, stage in members:
-            stages.setdefault(stage, []).append(call)
-        gives = tuple(tensor for key, tensor in made.items() if key in later)
-        ordered = {stage: tuple(stages[stage]) for stage in sorted(stages)}
-        found.append(Part(ordered, whole, tuple(needed.values()), gives))
-        later |= set(needed)
-    for part in found:
-        if not part.whole and len(part.stages) > 1:
-            _check_rows(part)
-    return tuple(reversed(found))
-
-
-def _check_rows(part: Part) -> None:
-    needed = {id(tensor) for calls in part.stages.values() for call in calls for tensor in call.needs}
-    given = {id(tensor) for tensor in part.gives}
-    for calls in part.stages.values():
-        for call in calls:
-            if not all(is_by_row(tensor) for tensor in call.makes if id(tensor) in needed or id(tensor) in given):
-                raise InputError(
-                    f"{call.name!r} makes {[tuple(t.shape) for t in call.makes]}, without an axis of rows, which "
-                    "cannot be cut into micro-batches. Let the first axis be the batch's, of any size, or take `place`."
-                )
-
-
-WHOLE_BATCH = (
-    keras.layers.BatchNormalization,
-    keras.layers.MixUp,
-    keras.layers.CutMix,
-    keras.layers.RandomElasticTransform,
-    keras.layers.Equalization,
-    keras.layers.RandAugment,
-    keras.layers.AugMix,
-)
-"""Layers whose result for a row depends on the others."""
-
-
-def mixes_rows(call: graphs.Call) -> bool:
-    """Whether a call, or a layer within, needs all rows of the batch."""
-    layer = call.operation
-    if not isinstance(layer, keras.layers.Layer):
-        return False
-    return any(isinstance(each, WHOLE_BATCH) for each in (layer, *graphs.layers_within(layer).values()))
-
-
-def install(model: keras.Model, plan: Plan) -> None:
+def install(model: keras.Model, plan: sections.Plan) -> None:
     """Lets a functional model train by a plan. What runs without `training=True` runs as it did."""
     graph = graphs.functional(model)
     stock_run, stock_call, here = graph._run_through_graph, graph.call, threading.local()
@@ -167,7 +43,7 @@ def install(model: keras.Model, plan: Plan) -> None:
         for part in plan.parts:
             if part.whole or len(part.stages) == 1:
                 for calls in part.stages.values():
-                    _run(calls, values, operation_fn)
+                    graphs.run(calls, values, operation_fn)
             else:
                 _Section(part, plan, operation_fn).run(values)
         return tree.pack_sequence_as(graph._outputs_struct, [values[id(tensor)] for tensor in graph.outputs])
@@ -176,69 +52,10 @@ def install(model: keras.Model, plan: Plan) -> None:
     object.__setattr__(graph, "_run_through_graph", run_through_graph)
 
 
-def _run(calls: Sequence[graphs.Call], values: dict, operation_fn: Callable) -> None:
-    for call in calls:
-        arguments, named = call.node.arguments.fill_in(values)
-        outputs = operation_fn(call.operation)(*arguments, **named)
-        for made, value in zip(call.makes, tree.flatten(outputs), strict=True):
-            values[id(made)] = value
-
-
-class _Pieces:
-    """A batch in micro-batches, by rows; they differ by one row at most.
-
-    A micro-batch without rows, where the batch is too small for so many, gets one that stands in, and is left out.
-    """
-
-    def __init__(self, rows, count: int):
-        self._rows, self._count = rows, count
-
-    def bounds(self, micro: int) -> tuple:
-        """Where a micro-batch begins, and how many rows it has: numbers, or int32 scalars."""
-        begin = micro * self._rows // self._count
-        return begin, (micro + 1) * self._rows // self._count - begin
-
-    def cut(self, value, micro: int):
-        begin, length = self.bounds(micro)
-        if isinstance(length, int) and length:
-            return value[begin : begin + length]
-        begin, length = tf.minimum(begin, self._rows - 1), tf.maximum(length, 1)
-        return value[begin : begin + length]
-
-    def join(self, pieces: list) -> tf.Tensor:
-        return tf.concat([piece[: self.bounds(micro)[1]] for micro, piece in enumerate(pieces)], 0)
-
-    def part(self, value, micro: int):
-        """A micro-batch's part of what belongs to the joined batch; zeros for a row that stands in."""
-        begin, length = self.bounds(micro)
-        if isinstance(length, int) and length:
-            return value[begin : begin + length]
-        mine = value[begin : begin + length]
-        return tf.concat([mine, tf.zeros_like(value[: 1 - tf.minimum(length, 1)])], 0)
-
-    def share(self, micro: int, dtype) -> tf.Tensor:
-        return tf.cast(self.bounds(micro)[1], dtype) / tf.cast(tf.maximum(self._rows, 1), dtype)
-
-    @contextlib.contextmanager
-    def standing_in(self, micro: int):
-        """Random draws in the block are those of the micro-batch's rows of the whole batch."""
-        begin, length = self.bounds(micro)
-        rows, facts = replica.rows_held(), replica.step()
-        offset, total = (rows.offset, rows.total) if rows is not None else (0, self._rows)
-        mine = replica.Rows(_scalar(tf.maximum(length, 1)), _scalar(offset + begin), _scalar(total))
-        facts = replica.Step(mine, tf.constant(1.0)) if facts is None else replace(facts, rows=mine)
-        with replica.stepping(facts):
-            yield
-
-
-def _scalar(value) -> tf.Tensor:
-    return tf.convert_to_tensor(value, tf.int32)
-
-
 class _Section:
     """One training step's way through a section."""
 
-    def __init__(self, part: Part, plan: Plan, operation_fn: Callable):
+    def __init__(self, part: sections.Part, plan: sections.Plan, operation_fn: Callable):
         self._part, self._plan, self._operation_fn = part, plan, operation_fn
         self._around = {name: copy.copy(global_state.get_global_attribute(name)) for name in remat.SURROUNDINGS}
         self._takes = {stage: self._crossing(stage) for stage in part.stages}
@@ -308,9 +125,9 @@ class _Pass:
     def __init__(self, section: _Section, batch: list, first: "_Pass | None" = None, upstream=(), variables=()):
         self._section, self._first, self._variables = section, first, list(variables)
         self._part, self._plan = section._part, section._plan
-        rows = next(value for value, t in zip(batch, self._part.takes, strict=True) if is_by_row(t))
+        rows = next(value for value, t in zip(batch, self._part.takes, strict=True) if sections.is_by_row(t))
         rows = rows.shape[0] if rows.shape[0] is not None else tf.shape(rows)[0]
-        self._pieces = _Pieces(rows, self._plan.microbatches)
+        self._pieces = MicroBatches(rows, self._plan.microbatches)
         self._values = [self._cut(batch, micro) for micro in range(self._plan.microbatches)]
         self._scopes, self._tapes, self._losses, self._last = {}, {}, {}, {}
         self._grown: list = [None] * len(self._variables)
@@ -324,7 +141,7 @@ class _Pass:
                     scope, values = _Cell(self._given(cell)), self._values[cell.micro]
                     if self._plan.recompute:
                         with scope:
-                            _run(self._part.stages[cell.stage], values, self._section._operation_fn)
+                            graphs.run(self._part.stages[cell.stage], values, self._section._operation_fn)
                     else:
                         self._on_tape(cell, scope, values)
                     self._scopes[cell.stage, cell.micro] = scope
@@ -373,7 +190,7 @@ class _Pass:
         inputs = [self._joined(self._part.takes[at], gradients) for at in places]
         return (inputs, [_closed(grown) for grown in self._grown]) if self._variables else inputs
 
-    def _on_tape(self, cell: Cell, scope, known: dict) -> None:
+    def _on_tape(self, cell, scope, known: dict) -> None:
         """A forward pass on a tape of its own, from what is known to the micro-batch."""
         section = self._section
         values = {id(tensor): _copy(known[id(tensor)]) for tensor in section._takes[cell.stage]}
@@ -381,17 +198,17 @@ class _Pass:
         with tf.GradientTape() as tape:
             tape.watch(list(watched.values()))
             with scope:
-                _run(self._part.stages[cell.stage], values, section._operation_fn)
+                graphs.run(self._part.stages[cell.stage], values, section._operation_fn)
         made = {id(tensor): values[id(tensor)] for tensor in section._gives[cell.stage]}
         self._tapes[cell.stage, cell.micro] = tape, watched, made, scope.losses
         self._values[cell.micro] |= made
 
-    def _run_again(self, cell: Cell) -> None:
+    def _run_again(self, cell) -> None:
         first, values = self._first, self._values[cell.micro]
         scope = remat.Second(first._scopes[cell.stage, cell.micro], first._given(cell))
         self._on_tape(cell, scope, first._values[cell.micro] | values if self._plan.keeps else values)
 
-    def _go_back(self, cell: Cell, gradients: dict) -> list:
+    def _go_back(self, cell, gradients: dict) -> list:
         """A backward pass; returns what it has made."""
         tapes = self._tapes if self._plan.recompute else self._first._tapes
         tape, watched, made, losses = tapes.pop((cell.stage, cell.micro))
@@ -414,7 +231,7 @@ class _Pass:
         sums = [self._grown[at] for at, gradient in enumerate(found[len(watched) :]) if gradient is not None]
         return [gradients[key] for key in watched if key in gradients] + [_latest(grown) for grown in sums]
 
-    def _given(self, cell: Cell) -> dict:
+    def _given(self, cell) -> dict:
         """What a cell's micro-batch has assigned in the stages before: Keras's global seed, above all."""
         earlier = (self._scopes[stage, cell.micro] for stage in self._part.stages if stage < cell.stage)
         return {id(variable): value for scope in earlier for variable, value in scope.assigned}
@@ -423,8 +240,8 @@ class _Pass:
         found = {}
         for tensor, value in zip(self._part.takes, batch, strict=True):
             mask = backend.get_keras_mask(value)
-            found[id(tensor)] = self._pieces.cut(value, micro) if is_by_row(tensor) else value
-            if mask is not None and is_by_row(tensor):
+            found[id(tensor)] = self._pieces.cut(value, micro) if sections.is_by_row(tensor) else value
+            if mask is not None and sections.is_by_row(tensor):
                 backend.set_keras_mask(found[id(tensor)], self._pieces.cut(mask, micro))
         return found
 
@@ -442,12 +259,12 @@ class _Pass:
         counts = {stage: len(self._first._losses[stage, 0]) for stage in self._part.stages} if self._first else {}
         return {stage: [next(left) for _ in range(count)] for stage, count in counts.items()}
 
-    def _upstream_losses(self, cell: Cell) -> list:
+    def _upstream_losses(self, cell) -> list:
         return [value * self._pieces.share(cell.micro, value.dtype) for value in self._of_losses[cell.stage]]
 
     def _joined(self, tensor, gradients: list[dict]):
         found = [column.get(id(tensor)) for column in gradients]
-        if not is_by_row(tensor):
+        if not sections.is_by_row(tensor):
             known = [gradient for gradient in found if gradient is not None]
             return tf.add_n(known) if known else None
         like = [values[id(tensor)] for values in self._values]
@@ -466,14 +283,14 @@ class _Pass:
         return next(stage for stage, made in self._section._gives.items() if any(t is tensor for t in made))
 
     @contextlib.contextmanager
-    def _at(self, cell: Cell):
+    def _at(self, cell):
         with homes.at(self._plan.homes[cell.stage]), self._pieces.standing_in(cell.micro):
             yield
 
     def _in_order(self, device: int):
         return tf.control_dependencies(self._last.get(device, []))
 
-    def _handed_on(self, cell: Cell) -> list:
+    def _handed_on(self, cell) -> list:
         values = self._values[cell.micro]
         return [values[id(tensor)] for tensor in self._section._gives[cell.stage] if id(tensor) in values]
 
@@ -487,11 +304,6 @@ class _Cell(remat.First):
 
     def agreed(self, variable, value):
         return value
-
-
-def is_by_row(tensor) -> bool:
-    """Whether a symbolic tensor has a row for each example."""
-    return len(tensor.shape) > 0 and tensor.shape[0] is None
 
 
 def _copy(value):

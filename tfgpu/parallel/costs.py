@@ -64,7 +64,7 @@ def _time_of(call: graphs.Call, values: dict) -> float:
         with keras.StatelessScope(), tf.GradientTape() as tape:
             tape.watch([value for value in given if value.dtype.is_floating])
             mine = dict(values) | {id(tensor): value for tensor, value in zip(call.needs, given, strict=True)}
-            graphs.run(call, mine, training=True)
+            graphs.run([call], mine, graphs.in_training)
             results = [mine[id(made)] for made in call.makes]
         floats = [value for value in results if value.dtype.is_floating]
         gradients = tape.gradient(floats, [*given, *weights])

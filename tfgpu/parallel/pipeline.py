@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfgpu import environment, strategies
 from tfgpu.errors import InputError, unknown
-from tfgpu.keras_fixes import graphs, homes, pipelining, replica
+from tfgpu.keras_fixes import graphs, homes, pipelining, replica, sections
 from tfgpu.parallel import balance, costs, placement
 from tfgpu.parallel import schedule as schedules
 from tfgpu.parallel.mesh import Mesh
@@ -72,11 +72,11 @@ def pipeline(
     begins = [0, *(_measured(model, calls, stages, batch) if cuts is None else _named(calls, cuts, stages))]
     stage_of = [sum(at >= begin for begin in begins) - 1 for at in range(len(calls))]
     _check_shared(calls, stage_of)
-    parts = pipelining.parts_of(
-        list(zip(calls, stage_of, strict=True)), graphs.functional(model).outputs, pipelining.mixes_rows
+    parts = sections.parts_of(
+        list(zip(calls, stage_of, strict=True)), graphs.functional(model).outputs, sections.mixes_rows
     )
     _settle(model, calls, stage_of, mesh)
-    plan = pipelining.Plan(
+    plan = sections.Plan(
         parts,
         tuple(_home(mesh, stage) for stage in range(stages)),
         microbatches,

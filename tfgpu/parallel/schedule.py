@@ -5,11 +5,25 @@ Source: Huang et al., GPipe, 2019; Narayanan et al., PipeDream-Flush (1F1B) and 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tfgpu.errors import InputError, unknown
-from tfgpu.keras_fixes.pipelining import Cell
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+
+class Cell(NamedTuple):
+    """One piece of work: a stage's forward or backward pass over one micro-batch.
+
+    Attributes:
+        stage: from 0.
+        micro: which micro-batch, from 0.
+        backward: the backward pass.
+    """
+
+    stage: int
+    micro: int
+    backward: bool = False
 
 
 @dataclass(frozen=True)
