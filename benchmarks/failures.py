@@ -178,8 +178,7 @@ def main(
         runs.append(measure(steps, kills, mtbf_s, step_s, seed + steps))
         print(json.dumps(runs[-1]), flush=True)
     facts = launched.facts(planned_mtbf_s=mtbf_s, waits_s=step_s, seed=seed, restarts=launched.RESTARTS)
-    output.write_text(json.dumps({"facts": facts, "runs": runs}, indent=1) + os.linesep)
-    print("\n".join(table(json.loads(output.read_text()))))
+    launched.keep(output, facts, runs, table)
 
 
 if __name__ == "__main__":

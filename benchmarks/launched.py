@@ -147,3 +147,9 @@ def measured_on(facts: dict) -> str:
     """A sentence for the page."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return f"{facts['device']}, {facts['all_cores']} cores, {versions}; {facts['date']}."
+
+
+def keep(output: Path, facts: dict, runs: list[dict], table: Callable[[dict], list[str]]) -> None:
+    """Writes the figures of a measurement, and prints the table that is made of them."""
+    output.write_text(json.dumps({"facts": facts, "runs": runs}, indent=1) + os.linesep)
+    print("\n".join(table(json.loads(output.read_text()))))

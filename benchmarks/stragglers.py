@@ -8,7 +8,6 @@ few. Written is docs/scale/stragglers.json; `python -m benchmarks.scale` makes t
 """
 
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -133,9 +132,7 @@ def main(
                 run = measure(workers, seed, count, warmup, mean_s, 0.0 if is_even else deviation_s)
                 runs.append({"repeat": repeat, "is_even": is_even, **run})
                 print(json.dumps(runs[-1]), flush=True)
-    results = {"facts": launched.facts(mean_s=mean_s, deviation_s=deviation_s, warmup=warmup), "runs": runs}
-    output.write_text(json.dumps(results, indent=1) + os.linesep)
-    print("\n".join(table(results)))
+    launched.keep(output, launched.facts(mean_s=mean_s, deviation_s=deviation_s, warmup=warmup), runs, table)
 
 
 if __name__ == "__main__":
