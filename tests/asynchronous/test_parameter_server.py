@@ -49,7 +49,7 @@ HEAD = """
 import json, os, sys
 import keras, numpy as np, tensorflow as tf
 import tfgpu
-from tfgpu.keras_fixes import closures, tables
+from tfgpu.keras_fixes import closures, parts, tables
 
 def say(**facts):
     print(json.dumps(facts, default=lambda v: np.asarray(v).tolist()), flush=True)
@@ -94,7 +94,7 @@ def compare(make, x=X, weights=None, **options):
     with strategy.scope():
         many = build(make(), **options)
     spread = train(many)
-    pairs = zip(tables.whole(one.weights), tables.whole(many.weights), strict=True)
+    pairs = zip(parts.whole(one.weights), parts.whole(many.weights), strict=True)
     return {
         "weights": max(float(np.abs(a.numpy() - b.numpy()).max()) for a, b in pairs),
         "logs": max(abs(a - b) for name in alone for a, b in zip(alone[name], spread[name], strict=True)),

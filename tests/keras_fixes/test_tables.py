@@ -31,31 +31,6 @@ def test_rows_come_from_the_shard_that_holds_them(shards):
     np.testing.assert_array_equal(total[:, 0], [1, 1, 1, 1, 2])
 
 
-def test_a_whole_is_read_and_written_as_one_variable():
-    shards = cut(2)
-    whole = tables.Whole(shards, "table")
-    assert (tuple(whole.shape), whole.dtype, whole.path) == ((5, 2), "float32", "table")
-    np.testing.assert_array_equal(np.asarray(whole), ROWS)
-    np.testing.assert_array_equal(tf.convert_to_tensor(whole), ROWS)
-    whole.assign(-ROWS)
-    np.testing.assert_array_equal(shards[1].numpy(), -ROWS[2:])
-    with pytest.raises(tfgpu.InputError, match=r"table has shape \(5, 2\). Received: \(4, 2\)"):
-        whole.assign(ROWS[:4])
-
-
-def test_shards_and_their_slots_are_joined_in_the_order_of_the_uncut():
-    shards, key = cut(2), object()
-    slots = [keras.Variable(np.zeros((size, 2))) for size in (2, 2, 3, 3)]
-    bias = keras.Variable([1.0])
-    for shard in shards:
-        shard._tfgpu_shard_of, shard._tfgpu_whole_path = (key,), "table"
-    for slot, name in zip(slots, ("momentum", "velocity") * 2, strict=True):
-        slot._tfgpu_shard_of, slot._tfgpu_whole_path = (key, name), f"table/{name}"
-    found = tables.whole([*shards, bias, *slots])
-    assert [v.path for v in found] == ["table", bias.path, "table/momentum", "table/velocity"]
-    assert [tuple(v.shape) for v in found] == [(5, 2), (1,), (5, 2), (5, 2)]
-
-
 def test_off_the_servers_an_embedding_is_keras_s():
     tfgpu.repair_keras()
     layer = keras.layers.Embedding(5, 2)

@@ -25,7 +25,7 @@ from keras.src.trainers.trainer import Trainer
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 from tfgpu.errors import InputError, MachineError
-from tfgpu.keras_fixes import blocks, pieces, tables, worker_data
+from tfgpu.keras_fixes import blocks, pieces, worker_data
 from tfgpu.keras_fixes.closures import Closures, workers_of
 from tfgpu.keras_fixes.seam import wrap
 
@@ -87,7 +87,6 @@ def train_by_coordinator() -> None:
         def method(stock, self, *args, **kwargs):
             if not is_coordinated(self._distribute_strategy):
                 return stock(self, *args, **kwargs)
-            tables.check(self)
             _refuse_callbacks(inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("callbacks"))
             try:
                 return stock(self, *args, **kwargs)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import keras
 from keras.src import tree
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.models.functional import Functional, operation_fn
 from keras.src.models.sequential import Sequential
 
@@ -29,6 +30,18 @@ class Call:
     @property
     def name(self) -> str:
         return self.operation.name
+
+    @property
+    def layers(self) -> tuple[keras.layers.Layer, ...]:
+        """The layer that is called, if it is one."""
+        return (self.operation,) if isinstance(self.operation, keras.layers.Layer) else ()
+
+    def run(self, values: dict[int, object], operation_fn: Callable) -> None:
+        """Runs the call on tensors, and puts what comes out among them: see `run`."""
+        arguments, named = self.node.arguments.fill_in(values)
+        outputs = operation_fn(self.operation)(*arguments, **named)
+        for made, value in zip(self.makes, tree.flatten(outputs), strict=True):
+            values[id(made)] = value
 
 
 def is_functional(model: keras.layers.Layer) -> bool:
@@ -57,10 +70,15 @@ def functional(model: keras.Model) -> Functional:
 def calls(model: keras.Model) -> list[Call]:
     """All calls of a functional model, each after those whose results it needs, in the order in which Keras runs them.
 
+    Where the model is to be run by other calls (`run_by`), those.
+
     Raises:
         InputError: as for `functional`.
     """
-    by_depth = functional(model)._nodes_by_depth
+    graph = functional(model)
+    if hasattr(graph, "_tfgpu_calls"):
+        return list(graph._tfgpu_calls)
+    by_depth = graph._nodes_by_depth
     nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
     return [
         Call(node.operation, tuple(node.input_tensors), tuple(node.outputs), node)
@@ -88,10 +106,28 @@ def run(chosen: Sequence[Call], values: dict[int, object], operation_fn: Callabl
         operation_fn: what makes of an operation the function that is called, as Keras has it.
     """
     for call in chosen:
-        arguments, named = call.node.arguments.fill_in(values)
-        outputs = operation_fn(call.operation)(*arguments, **named)
-        for made, value in zip(call.makes, tree.flatten(outputs), strict=True):
-            values[id(made)] = value
+        call.run(values, operation_fn)
+
+
+def run_by(model: keras.Model, chosen: Sequence[Call]) -> None:
+    """Lets a functional model run by these calls from now on: some of its own, some that stand for several of them.
+
+    Args:
+        model: functional.
+        chosen: each after those whose results it needs; together they make what the model's own calls make for others.
+    """
+    graph = functional(model)
+    stock = graph._run_through_graph
+    graph._tfgpu_calls = tuple(chosen)
+
+    def run_through_graph(inputs, operation_fn=lambda operation: operation, call_fn=None):
+        if in_symbolic_scope():
+            return stock(inputs, operation_fn, call_fn)
+        values = {id(x): y for x, y in zip(graph.inputs, tree.flatten(inputs), strict=True)}
+        run(graph._tfgpu_calls, values, operation_fn)
+        return tree.pack_sequence_as(graph._outputs_struct, [values[id(tensor)] for tensor in graph.outputs])
+
+    object.__setattr__(graph, "_run_through_graph", run_through_graph)
 
 
 def in_training(operation: Callable) -> Callable:

@@ -181,7 +181,7 @@ def _device_of_forward(kind: str, inputs, outputs) -> str | None:
         if tf.is_tensor(value) and _device_of(value):
             return _device_of(value)
     for value in known:
-        if hasattr(value, "consumers"):
+        if hasattr(value, "graph"):  # an eager tensor has none
             for op in value.consumers():
                 mine = {id(one) for one in op.inputs}
                 if op.type == kind and op.device and all(id(one) in mine for one in known):

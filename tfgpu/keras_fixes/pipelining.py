@@ -95,8 +95,7 @@ class _Section:
 
     def _owner(self) -> keras.layers.Layer:
         """A layer that can hold what the section's layers add by `add_loss`; a functional model cannot."""
-        called = (call.operation for calls in self._part.stages.values() for call in calls)
-        layers = (layer for layer in called if isinstance(layer, keras.layers.Layer))
+        layers = (layer for calls in self._part.stages.values() for call in calls for layer in call.layers)
         return next(layer for layer in layers if not isinstance(layer, keras.Model))
 
     def _filled(self, batch: list, places: list[int], given) -> list:

@@ -105,6 +105,45 @@ def find_part(shape, *, follows_input: bool = False) -> Part | None:
     return Part(shape, static, rows.offset * times, leading, tf.where(times > 0, rows.total * times, leading))
 
 
+def _all_of(shape) -> Part:
+    """A draw that is alike on all replicas, as a part that is all of it."""
+    shape = tf.convert_to_tensor(shape, tf.int32) if _is_plain(shape) else tf.cast(tf.stack(shape), tf.int32)
+    static = tensor_util.constant_value_as_shape(shape)
+    rows = shape[0] if static[0] is None else static[0]
+    return Part(shape, static, 0, rows, rows)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A piece of what one device draws, along an axis that is no batch's: of a layer that lies on several devices.
+
+    Attributes:
+        axis: from the last, so negative.
+        at: which piece, from 0.
+        count: how many there are; they are equally large.
+    """
+
+    axis: int
+    at: int
+    count: int
+
+    def uncut(self, part: Part) -> Part:
+        """The draw that the piece is taken from."""
+        rank = part.static.rank
+        times = [self.count if axis == rank + self.axis else 1 for axis in range(rank)]
+        static = [None if size is None else size * by for size, by in zip(part.static, times, strict=True)]
+        return Part(part.shape * tf.constant(times), tf.TensorShape(static), part.start, part.local, part.total)
+
+    def take(self, drawn: tf.Tensor, static: tf.TensorShape) -> tf.Tensor:
+        """The piece of what was drawn."""
+        return tf.ensure_shape(tf.split(drawn, self.count, self.axis)[self.at], static)
+
+
+def slicing(cut: Slice):
+    """For the length of the block dropout draws a piece of what one device draws."""
+    return _holding(cut=cut)
+
+
 def _part_of_input(inputs: tf.Tensor, shape) -> Part | None:
     """The part of a draw for a layer's input; weights alone get the same numbers on all replicas."""
     origin = origin_of(inputs)
@@ -241,19 +280,22 @@ def _wrap_sliced() -> None:
 
     @wrap(backend, "dropout")
     def dropout(stock, inputs, rate, noise_shape=None, seed=None):
-        if rate in (0.0, 1.0) or replica.rows_held() is None:
+        cut = getattr(_here, "cut", None)
+        if rate in (0.0, 1.0) or (replica.rows_held() is None and cut is None):
             return stock(inputs, rate, noise_shape, seed)
         inputs = tf.convert_to_tensor(inputs)
-        part = _part_of_input(inputs, backend._get_concrete_noise_shape(inputs, noise_shape))
-        if part is None:
+        shape = backend._get_concrete_noise_shape(inputs, noise_shape)
+        part = _part_of_input(inputs, shape)
+        if part is None and cut is None:
             return stock(inputs, rate, noise_shape, seed)
-        seed = _seed(seed)
-        return tf.nn.experimental.general_dropout(
-            inputs,
-            rate=rate,
-            noise_shape=part.shape,
-            uniform_sampler=lambda shape, dtype: uniform_part(part, 0, 1, dtype, seed),
-        )
+        part, seed = part or _all_of(shape), _seed(seed)
+
+        def sampler(shape, dtype):
+            if cut is None:
+                return uniform_part(part, 0, 1, dtype, seed)
+            return cut.take(uniform_part(cut.uncut(part), 0, 1, dtype, seed), part.static)
+
+        return tf.nn.experimental.general_dropout(inputs, rate=rate, noise_shape=part.shape, uniform_sampler=sampler)
 
 
 def _wrap_taken() -> None:
@@ -338,8 +380,8 @@ def _is_plain(shape) -> bool:
 
 
 @contextlib.contextmanager
-def _holding(**state: bool) -> Iterator[None]:
-    before = {name: getattr(_here, name, False) for name in state}
+def _holding(**state) -> Iterator[None]:
+    before = {name: getattr(_here, name, None) for name in state}
     vars(_here).update(state)
     try:
         yield

@@ -112,10 +112,8 @@ WHOLE_BATCH = (
 
 def mixes_rows(call: graphs.Call) -> bool:
     """Whether a call, or a layer within, needs all rows of the batch."""
-    layer = call.operation
-    if not isinstance(layer, keras.layers.Layer):
-        return False
-    return any(isinstance(each, WHOLE_BATCH) for each in (layer, *graphs.layers_within(layer).values()))
+    each = (one for layer in call.layers for one in (layer, *graphs.layers_within(layer).values()))
+    return any(isinstance(one, WHOLE_BATCH) for one in each)
 
 
 def is_by_row(tensor) -> bool:

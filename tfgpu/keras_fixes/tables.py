@@ -8,55 +8,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend
-from keras.src.backend.tensorflow.core import Variable
-from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfgpu.errors import InputError
+from tfgpu.keras_fixes import parts
 from tfgpu.keras_fixes.seam import wrap
 
 _ADDS_UP = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-_WHOLE_NORM = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
-
-
-class Whole:
-    """The shards of a table, or of one of its optimizer slots, as the one variable that they stand for.
-
-    Args:
-        shards: in the order of their rows.
-        path: the variable's path where the table is not cut.
-    """
-
-    def __init__(self, shards: list[Variable], path: str):
-        self.shards, self.path, self._value = shards, path, None
-        self.dtype = shards[0].dtype
-        self.shape = tf.TensorShape([sum(shard.shape[0] for shard in shards), *shards[0].shape[1:]])
-
-    @property
-    def trainable(self) -> bool:
-        return self.shards[0].trainable
-
-    @trainable.setter
-    def trainable(self, value: bool) -> None:
-        for shard in self.shards:
-            shard.trainable = value
-
-    def numpy(self) -> np.ndarray:
-        return np.concatenate([shard.numpy() for shard in self.shards])
-
-    def assign(self, value) -> None:
-        """Gives each shard its rows of `value`."""
-        if tuple(value.shape) != tuple(self.shape):
-            raise InputError(f"The table {self.path} has shape {tuple(self.shape)}. Received: {tuple(value.shape)}.")
-        at = 0
-        for shard in self.shards:
-            shard.assign(value[at : at + shard.shape[0]])
-            at += shard.shape[0]
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.numpy(), dtype)
-
-    def __tf_tensor__(self, dtype=None, name=None):
-        return tf.cast(tf.concat([shard.value for shard in self.shards], 0), dtype or self.dtype)
 
 
 def set_partitioner(strategy: tf.distribute.Strategy, partitioner) -> None:
@@ -74,18 +31,6 @@ def is_on_servers(variable) -> bool:
     return value is not None and "/job:ps/" in (getattr(value, "device", None) or "")
 
 
-def whole(variables: list) -> list:
-    """The variables with a `Whole` in the place of shards: in the same order on any number of servers."""
-    found: dict = {}
-    for variable in variables:
-        of = getattr(variable, "_tfgpu_shard_of", None)
-        found.setdefault(id(variable) if of is None else of, []).append(variable)
-    return [
-        Whole(group, group[0]._tfgpu_whole_path) if hasattr(group[0], "_tfgpu_shard_of") else group[0]
-        for group in found.values()
-    ]
-
-
 def look_up_on_servers() -> None:
     """Gathers rows where the table lies, and cuts tables where the strategy has a partitioner."""
     owner = keras.layers.Embedding
@@ -101,7 +46,7 @@ def look_up_on_servers() -> None:
     @wrap(owner, "call")
     def call(stock, self, inputs):
         table = None if self.quantization_mode or self.lora_enabled else self._embeddings
-        shards = table.shards if isinstance(table, Whole) else [table]
+        shards = table.parts if isinstance(table, parts.Whole) else [table]
         is_dense = isinstance(inputs, tf.Tensor)
         if table is None or not is_dense or backend.in_stateless_scope() or not is_on_servers(shards[0]):
             return stock(self, inputs)
@@ -110,45 +55,15 @@ def look_up_on_servers() -> None:
 
     @wrap(owner, "enable_lora")
     def enable_lora(stock, self, *args, **kwargs):
-        if isinstance(getattr(self, "_embeddings", None), Whole):
+        if isinstance(getattr(self, "_embeddings", None), parts.Whole):
             raise InputError(f"LoRA does not fit the table {self.name!r}, which is cut over parameter servers.")
         return stock(self, *args, **kwargs)
 
     @wrap(owner, "load_own_variables")
     def load_own_variables(stock, self, store):
-        if not isinstance(getattr(self, "_embeddings", None), Whole):
+        if not isinstance(getattr(self, "_embeddings", None), parts.Whole):
             return stock(self, store)
         self._embeddings.assign(np.asarray(store["0"]))
-
-    @wrap(BaseOptimizer, "add_variable_from_reference")
-    def add_variable(stock, self, reference_variable, name=None, initializer="zeros"):
-        made = stock(self, reference_variable, name=name, initializer=initializer)
-        of = getattr(reference_variable, "_tfgpu_shard_of", None)
-        if of is not None:
-            made._tfgpu_shard_of = (*of, name)
-            made._tfgpu_whole_path = f"{reference_variable._tfgpu_whole_path}/{name}"
-        return made
-
-
-def check(model) -> None:
-    """Refuses what a cut table would change.
-
-    Raises:
-        InputError: the optimizer takes the norm of each variable, and a shard's is not the table's.
-    """
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or not any(hasattr(v, "_tfgpu_shard_of") for v in model.variables):
-        return
-    if optimizer.clipnorm:
-        raise InputError(
-            "`clipnorm` clips each variable by itself, and tables are cut over parameter servers. "
-            "Use `global_clipnorm` or `clipvalue`, or leave the partitioner out."
-        )
-    if isinstance(optimizer, _WHOLE_NORM):
-        raise InputError(
-            f"{type(optimizer).__name__} takes the norm of a whole variable, and tables are cut over parameter "
-            "servers. Use another optimizer (Adam, Adagrad, SGD), or leave the partitioner out."
-        )
 
 
 def _shards_of(layer) -> int:
@@ -176,13 +91,13 @@ def _shards_of(layer) -> int:
     return count
 
 
-def _cut(layer, count: int) -> Whole:
+def _cut(layer, count: int) -> parts.Whole:
     """The table's shards: their first values are drawn as one table, as on one device."""
     rows, width = layer.input_dim, layer.output_dim
     with tf.init_scope():
         drawn = np.asarray(layer.embeddings_initializer((rows, width), dtype=layer.variable_dtype))
     ends = [rows * (at + 1) // count for at in range(count)]
-    key, path, shards = object(), f"{layer.path}/embeddings", []
+    shards = []
     for at, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         shard = layer.add_weight(
             shape=(end - begin, width),
@@ -191,9 +106,8 @@ def _cut(layer, count: int) -> Whole:
             regularizer=layer.embeddings_regularizer,
             trainable=True,
         )
-        shard._tfgpu_shard_of, shard._tfgpu_whole_path = (key,), path
         shards.append(shard)
-    return Whole(shards, path)
+    return parts.mark(shards, parts.ByAxis(0), f"{layer.path}/embeddings")
 
 
 def _rows(shards: list, ids: tf.Tensor) -> tf.Tensor:
@@ -206,7 +120,7 @@ def _rows(shards: list, ids: tf.Tensor) -> tf.Tensor:
     at = tf.searchsorted(tf.constant(ends, ids.dtype), flat, side="right")
     starts = tf.constant([0, *ends[:-1]], ids.dtype)
     places = tf.dynamic_partition(tf.range(tf.size(flat)), at, len(shards))
-    parts = tf.dynamic_partition(flat - tf.gather(starts, at), at, len(shards))
-    found = [shard.value.sparse_read(part) for shard, part in zip(shards, parts, strict=True)]
+    wanted = tf.dynamic_partition(flat - tf.gather(starts, at), at, len(shards))
+    found = [shard.value.sparse_read(rows) for shard, rows in zip(shards, wanted, strict=True)]
     rows = tf.dynamic_stitch(places, found)
     return tf.reshape(rows, tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))

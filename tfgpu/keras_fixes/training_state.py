@@ -25,7 +25,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random import seed_generator
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import averaging, compression, coordinating, sharing, tables
+from tfgpu.keras_fixes import averaging, compression, coordinating, parts, sharing
 
 PARTS = "@"
 _SHARED = "draws/global"
@@ -171,15 +171,15 @@ def _group(name: str, variables) -> dict:
 
 def _variables(model, *, metrics: bool) -> dict:
     """Everything that training changes, by a name that does not depend on the number of replicas."""
-    found = _group("weights", tables.whole(model.weights)) | _draws(model)
+    found = _group("weights", parts.whole(model.weights)) | _draws(model)
     if model.optimizer is not None:
         if not model.optimizer.built:
             with model.distribute_strategy.scope():
                 model.optimizer.build(model.trainable_variables)
-        found |= _group("optimizer", tables.whole(model.optimizer.variables))
+        found |= _group("optimizer", parts.whole(model.optimizer.variables))
     for name, optimizer in others(model).items():
         if optimizer.built:  # else it has changed nothing yet
-            found |= _group(name, tables.whole(optimizer.variables))
+            found |= _group(name, parts.whole(optimizer.variables))
     averager = averaging.averager_of(model)
     if averager is not None and averager.outer is not None:
         found |= _group("outer", averager.outer.variables)

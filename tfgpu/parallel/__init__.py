@@ -4,8 +4,10 @@ from tfgpu.lazy import on_first_use
 
 _PLACES = {
     "Mesh": "tfgpu.parallel.mesh",
+    "apply": "tfgpu.parallel.hybrid",
     "pipeline": "tfgpu.parallel.pipeline",
     "place": "tfgpu.parallel.placement",
+    "tensor": "tfgpu.parallel.tensor",
 }
 
 __all__ = sorted(_PLACES)

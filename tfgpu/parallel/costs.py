@@ -47,7 +47,7 @@ def measure(model: keras.Model, batch=None, *, rows: int = 8) -> list[Cost]:
     found, seen = [], set()
     for call in graphs.calls(model):
         seconds = _time_of(call, values)
-        variables = [v for v in getattr(call.operation, "variables", ()) if id(v) not in seen]
+        variables = [v for layer in call.layers for v in layer.variables if id(v) not in seen]
         seen.update(map(id, variables))
         results = sum(_bytes(values[id(made)]) for made in call.makes)
         found.append(Cost(call.name, sum(map(_bytes, variables)), results, seconds))
@@ -57,7 +57,7 @@ def measure(model: keras.Model, batch=None, *, rows: int = 8) -> list[Cost]:
 def _time_of(call: graphs.Call, values: dict) -> float:
     """Runs a call and its gradient; leaves its results among the values."""
     needs = [values[id(tensor)] for tensor in call.needs]
-    weights = [v.value for v in getattr(call.operation, "trainable_variables", ())]
+    weights = [v.value for layer in call.layers for v in layer.trainable_variables]
 
     @tf.function(autograph=False)
     def step(*given):

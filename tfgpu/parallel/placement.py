@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tfgpu import environment, strategies
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import graphs, homes, replica
+from tfgpu.keras_fixes import graphs, homes, parts, replica
 from tfgpu.keras_fixes.explaining import in_units
 from tfgpu.parallel import balance, costs
 
@@ -75,21 +75,31 @@ def place(
     return model
 
 
-def settle(model: keras.Model, places: Mapping[str, homes.Home], strategy: tf.distribute.Strategy) -> None:
+def settle(
+    model: keras.Model,
+    places: Mapping[str, homes.Home],
+    strategy: tf.distribute.Strategy,
+    apart: Iterable[keras.layers.Layer] = (),
+) -> None:
     """Moves all variables of a model to their homes, and lets its layers, its loss and its metrics run at home.
 
     Args:
         model: not compiled, or with an optimizer that is not built.
         places: a home for each of `graphs.layers_within(model)`.
         strategy: what it shall train under.
+        apart: layers that run on several devices, and find their way themselves.
     """
     layers = graphs.layers_within(model)
-    home_of = {id(v): (v, places[path]) for path, layer in layers.items() for v in layer.variables}
+    alone = {id(each) for layer in apart for each in (layer, *graphs.layers_within(layer).values())}
+    home_of = {
+        id(v): (v, places[path]) for path, layer in layers.items() for v in layer.variables if parts.part_of(v) is None
+    }
     homes.adopt(model, strategy)
     for variable, place_of_it in home_of.values():
         homes.move(variable, place_of_it, strategy)
     for path, layer in layers.items():
-        homes.run_at(layer, places[path])
+        if id(layer) not in alone:
+            homes.run_at(layer, places[path])
         if not layer.built:
             homes.build_at(layer, places[path])
     for path, layer in [("", model), *layers.items()]:
@@ -106,7 +116,7 @@ def _place_operations(model: keras.Model, places: Mapping[str, homes.Home], path
     outside = places.get(path) or next(iter(places.values()))
     for call in graphs.calls(model):
         found = places.get(f"{path}/{call.name}".lstrip("/"))
-        if not isinstance(call.operation, keras.layers.Layer) or found is None:
+        if not call.layers or found is None:
             found = next((home_of[id(tensor)] for tensor in call.needs if id(tensor) in home_of), outside)
             homes.run_at(call.operation, found)
         home_of |= {id(tensor): found for tensor in call.makes}

@@ -1,0 +1,116 @@
+"""Along which axis a layer's variables are cut when it lies in parts, and along which axis its activations then are."""
+
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How one variable of a layer is cut.
+
+    Attributes:
+        layer: that holds it.
+        attribute: where; and `axis`, along which it is cut, or None for a bias that one term of a sum has.
+    """
+
+    layer: keras.layers.Layer
+    attribute: str
+    axis: int | None
+
+
+def columns(layer: keras.layers.Layer) -> list[Cutting]:
+    """A layer cut by its outputs."""
+    if isinstance(layer, keras.layers.Dense):
+        found = [Cutting(layer, "_kernel", 1)]
+    elif isinstance(layer, keras.layers.EinsumDense):
+        found = [Cutting(layer, "_kernel", _einsum(layer, "column")[0])]
+    else:
+        found = [Cutting(layer, "_kernel", len(layer.kernel.shape) - 1)]
+    if layer.bias is None:
+        return found
+    at = axis_of(layer, "column") if isinstance(layer, keras.layers.EinsumDense) else -1
+    return [*found, Cutting(layer, "bias", len(layer.bias.shape) + at)]
+
+
+def rows(layer: keras.layers.Layer) -> list[Cutting]:
+    """A layer cut by its inputs; its bias stays whole."""
+    if isinstance(layer, keras.layers.Dense):
+        return [Cutting(layer, "_kernel", 0)]
+    if isinstance(layer, keras.layers.EinsumDense):
+        return [Cutting(layer, "_kernel", _einsum(layer, "row")[0])]
+    return [Cutting(layer, "_kernel", len(layer.kernel.shape) - 2)]
+
+
+def heads(layer: keras.layers.MultiHeadAttention) -> list[Cutting]:
+    """Attention cut by its heads."""
+    found = []
+    for inner in (layer.query_dense, layer.key_dense, layer.value_dense, getattr(layer, "_gate_dense", None)):
+        if inner is not None:
+            found.append(Cutting(inner, "_kernel", len(inner.kernel.shape) - 2))
+            found += [Cutting(inner, "bias", len(inner.bias.shape) - 2)] if inner.bias is not None else []
+    last = layer.output_dense
+    found.append(Cutting(last, "_kernel", 0))
+    return found + ([Cutting(last, "bias", None)] if last.bias is not None else [])
+
+
+def channels(layer: keras.layers.Layer) -> list[Cutting]:
+    """BatchNormalization between two layers that are cut, by its channels."""
+    if not isinstance(layer, keras.layers.BatchNormalization):
+        return []
+    names = ["gamma"] * layer.scale + ["beta"] * layer.center + ["moving_mean", "moving_variance"]
+    return [Cutting(layer, name, 0) for name in names]
+
+
+def axis_of(layer: keras.layers.Layer, how: str) -> int:
+    """The axis of activations that is cut, from the last: of the outputs for a column, of the inputs for a row."""
+    if isinstance(layer, keras.layers.MultiHeadAttention):
+        return -2 * len(layer._attention_axes) - 1  # of the scores: dropout's
+    if isinstance(layer, keras.layers.EinsumDense):
+        return _einsum(layer, how)[1]
+    if getattr(layer, "data_format", None) == "channels_first":
+        return 1 - len(layer.kernel.shape)
+    return -1
+
+
+def einsum_size(layer: keras.layers.EinsumDense, how: str) -> int | None:
+    """How many columns or rows there are; None where the equation has no axis that can be cut so."""
+    found = _einsum(layer, how)
+    return None if found is None else layer.kernel.shape[found[0]]
+
+
+def _einsum(layer: keras.layers.EinsumDense, how: str) -> tuple[int, int] | None:
+    """The kernel's axis that is cut, and the activations' from the last."""
+    inputs, result = layer.equation.replace(" ", "").split("->")
+    given, kernel = inputs.split(",")
+    made = [letter for letter in kernel if letter in result and letter not in given]
+    summed = [letter for letter in kernel if letter in given and letter not in result]
+    letters, side = (made, result) if how == "column" else (summed, given)
+    if not letters or "..." in side[side.index(letters[0]) :]:
+        return None
+    at = side.index(letters[0]) - len(side)
+    if how == "column" and layer.bias is not None:
+        shape = layer.bias.shape
+        if len(shape) < -at or shape[at] != layer.kernel.shape[kernel.index(letters[0])]:
+            return None
+    return kernel.index(letters[0]), at
+
+
+def term(layer: keras.layers.Layer, value: tf.Tensor) -> tf.Tensor:
+    """What a row-parallel layer makes of its part of the input: a term of the sum, without bias and activation."""
+    if isinstance(layer, keras.layers.Dense):
+        return keras.ops.matmul(value, layer._kernel)
+    if isinstance(layer, keras.layers.EinsumDense):
+        return keras.ops.einsum(layer.equation, value, layer._kernel)
+    return layer.convolution_op(value, tf.convert_to_tensor(layer._kernel))
+
+
+def finished(layer: keras.layers.Layer, total: tf.Tensor) -> tf.Tensor:
+    """What a row-parallel layer makes of the sum."""
+    bias = layer.bias
+    if bias is not None:
+        if getattr(layer, "data_format", None) == "channels_first":
+            bias = keras.ops.reshape(bias, (1, -1) + (1,) * (len(total.shape) - 2))
+        total = keras.ops.add(total, bias)
+    return total if layer.activation is None else layer.activation(total)

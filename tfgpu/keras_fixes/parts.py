@@ -1,0 +1,304 @@
+"""One variable in several parts: on servers, on the devices of an axis of the mesh, or a piece on each replica.
+
+A part is an ordinary Keras variable, with slots of its own. To the outside (files, checkpoints, `get_weights`) the
+parts are one variable again, a `Whole`, in the place and the order of the variable that one device has.
+
+An optimizer that looks at a whole variable would see its parts: those are refused, and `clipnorm`, which clips each
+variable by its norm, is given the norm of all parts.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes.seam import wrap
+
+_WHOLE_NORM = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
+_here = threading.local()
+
+
+class Cut(Protocol):
+    """How the parts make the whole."""
+
+    over_replicas: bool
+    """Each replica holds a piece of its own: what is summed over the parts must be summed over replicas too."""
+
+    def shape(self, parts: Sequence) -> tuple[int, ...]:
+        """The shape of the whole."""
+
+    def read(self, parts: Sequence) -> np.ndarray:
+        """The whole as it is now, outside of replicas."""
+
+    def write(self, parts: Sequence, value: np.ndarray) -> None:
+        """Gives each part its piece, outside of replicas."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part knows of the whole, in its attribute `_tfgpu_part`.
+
+    Attributes:
+        of: what identifies the whole; then, of a slot, the slot's name.
+        cut: how the parts make it.
+        path: the whole's.
+        outer: the same of the whole, where it is itself a part.
+    """
+
+    of: tuple
+    cut: Cut
+    path: str
+    outer: "Part | None" = None
+
+    def slot(self, name: str) -> "Part":
+        """What an optimizer's slot for the part is a part of."""
+        outer = self.outer and self.outer.slot(name)
+        return Part((*self.of, name), self.cut, f"{self.path}/{name}", outer)
+
+
+@dataclass(frozen=True)
+class ByAxis:
+    """Parts that lie side by side along an axis."""
+
+    axis: int
+    over_replicas = False
+
+    def shape(self, parts: Sequence) -> tuple[int, ...]:
+        sizes = list(parts[0].shape)
+        sizes[self.axis] = sum(part.shape[self.axis] for part in parts)
+        return tuple(sizes)
+
+    def read(self, parts: Sequence) -> np.ndarray:
+        return np.concatenate([part.numpy() for part in parts], self.axis)
+
+    def write(self, parts: Sequence, value: np.ndarray) -> None:
+        ends = np.cumsum([part.shape[self.axis] for part in parts])
+        for part, piece in zip(parts, np.split(value, ends[:-1], self.axis), strict=True):
+            part.assign(piece)
+
+
+class Whole:
+    """The parts of a variable, or of one of its optimizer slots, as the one variable that they stand for.
+
+    Args:
+        parts: all of them, in their order.
+        part: what they know of the whole; None takes what they carry.
+    """
+
+    _value = None
+
+    def __init__(self, parts: list, part: Part | None = None):
+        part = part or part_of(parts[0])
+        self.parts, self.cut, self.path = parts, part.cut, part.path
+        self.name = self.path.rpartition("/")[2]
+        self.dtype, self.shape = parts[0].dtype, tf.TensorShape(part.cut.shape(parts))
+        if part.outer is not None:
+            self._tfgpu_part = part.outer
+
+    @property
+    def trainable(self) -> bool:
+        return self.parts[0].trainable
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        for part in self.parts:
+            part.trainable = value
+
+    def numpy(self) -> np.ndarray:
+        return self.cut.read(self.parts)
+
+    def assign(self, value) -> None:
+        """Gives each part its piece of `value`."""
+        value = np.asarray(value)
+        if tuple(value.shape) != tuple(self.shape):
+            raise InputError(f"The variable {self.path} has shape {self.shape}. Received: {tuple(value.shape)}.")
+        self.cut.write(self.parts, value)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.numpy(), dtype)
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        if isinstance(self.cut, ByAxis):
+            found = tf.concat([tf.convert_to_tensor(part) for part in self.parts], self.cut.axis)
+        else:
+            found = tf.convert_to_tensor(self.numpy())
+        return tf.cast(found, dtype or found.dtype)
+
+
+def part_of(variable) -> Part | None:
+    """What a variable is a part of, or None."""
+    return getattr(variable, "_tfgpu_part", None)
+
+
+def mark(variables: Sequence, cut: Cut, path: str, outer: Part | None = None) -> Whole:
+    """Makes variables, in their order, the parts of one."""
+    show_wholes()
+    part = Part((object(),), cut, path, outer)
+    for variable in variables:
+        variable._tfgpu_part = part
+    return Whole(list(variables))
+
+
+def whole(variables: Sequence) -> list:
+    """The variables with a `Whole` in the place of the first of its parts: alike on any number of devices."""
+    found = list(variables)
+    while any(part_of(variable) is not None for variable in found):
+        groups: dict = {}
+        for variable in found:
+            part = part_of(variable)
+            groups.setdefault(id(variable) if part is None else part.of, []).append(variable)
+        found = [group[0] if part_of(group[0]) is None else Whole(group) for group in groups.values()]
+    return found
+
+
+def keep_whole(layer: keras.layers.Layer) -> None:
+    """Lets a layer some of whose variables are in parts save and load what it has on one device."""
+
+    def own() -> list:
+        return whole(layer._trainable_variables + layer._non_trainable_variables)
+
+    def save_own_variables(store) -> None:
+        for at, variable in enumerate(own()):
+            store[str(at)] = variable.numpy()
+
+    def load_own_variables(store) -> None:
+        if len(store.keys()) != len(own()):
+            raise ValueError(
+                f"Layer {layer.name!r} has {len(own())} variables; the file has {len(store.keys())} for it."
+            )
+        for at, variable in enumerate(own()):
+            variable.assign(np.asarray(store[str(at)]))
+
+    object.__setattr__(layer, "save_own_variables", save_own_variables)
+    object.__setattr__(layer, "load_own_variables", load_own_variables)
+
+
+@functools.cache
+def show_wholes() -> None:
+    """Lets Keras read, write and save parts as the one variable that they stand for, in this process from now on."""
+
+    @wrap(keras.layers.Layer, "get_weights")
+    def get_weights(stock, self):
+        return [variable.numpy() for variable in whole(self.weights)]
+
+    @wrap(keras.layers.Layer, "set_weights")
+    def set_weights(stock, self, weights):
+        found = whole(self.weights)
+        if all(variable._value is not None for variable in found) or len(found) != len(weights):
+            return stock(self, weights)
+        for variable, value in zip(found, weights, strict=True):
+            if tuple(variable.shape) != tuple(np.shape(value)):
+                raise ValueError(
+                    f"Layer {self.name} weight shape {variable.shape} is not compatible with provided weight shape "
+                    f"{np.shape(value)}."
+                )
+            variable.assign(value)
+
+    @wrap(BaseOptimizer, "add_variable_from_reference")
+    def add_variable(stock, self, reference_variable, name=None, initializer="zeros"):
+        made = stock(self, reference_variable, name=name, initializer=initializer)
+        part = part_of(reference_variable)
+        if part is not None:
+            made._tfgpu_part = part.slot(name or "var")
+        return made
+
+    @wrap(BaseOptimizer, "save_own_variables")
+    def save_own_variables(stock, self, store):
+        for at, variable in enumerate(whole(self.variables)):
+            store[str(at)] = variable.numpy()
+
+    @wrap(BaseOptimizer, "load_own_variables")
+    def load_own_variables(stock, self, store):
+        found = whole(self.variables)
+        if len(found) == len(self.variables) or len(found) != len(store.keys()):
+            return stock(self, store)
+        for at, variable in enumerate(found):
+            variable.assign(np.asarray(store[str(at)]))
+
+    @wrap(BaseOptimizer, "build")
+    def build(stock, self, variables):
+        if any(part_of(variable) is not None for variable in variables):
+            check_optimizer(self)
+        stock(self, variables)
+
+    @wrap(BaseOptimizer, "_backend_apply_gradients")
+    def apply_gradients(stock, self, grads, trainable_variables):
+        if not self.clipnorm or all(part_of(variable) is None for variable in trainable_variables):
+            return stock(self, grads, trainable_variables)
+        with _clipping_by(_norms(self, grads, trainable_variables)):
+            return stock(self, grads, trainable_variables)
+
+    @wrap(BaseOptimizer, "_clip_gradients")
+    def clip_gradients(stock, self, grads):
+        norms = getattr(_here, "norms", None)
+        if norms is None:
+            return stock(self, grads)
+        factors = [self.clipnorm / tf.maximum(norm, self.clipnorm) for norm in norms]
+        return [_scaled(gradient, factor) for gradient, factor in zip(grads, factors, strict=True)]
+
+
+def check_optimizer(optimizer) -> None:
+    """Refuses an optimizer whose update of a number depends on others of the same variable.
+
+    Raises:
+        InputError: as said.
+    """
+    if isinstance(optimizer, _WHOLE_NORM):
+        raise InputError(
+            f"{type(optimizer).__name__} looks at each variable as a whole, and here a variable lies in parts. Use an "
+            "optimizer that works element by element (Adam, AdamW, Lion, SGD, RMSprop, Adagrad, ...)."
+        )
+
+
+@contextlib.contextmanager
+def _clipping_by(norms: list) -> Iterator[None]:
+    _here.norms = norms
+    try:
+        yield
+    finally:
+        _here.norms = None
+
+
+def _norms(optimizer, grads, variables) -> list:
+    """The norm of each gradient that will be clipped: of parts, the norm of all that belong together.
+
+    Taken outside of the condition that accumulation stands in, where replicas could not meet.
+    """
+    if optimizer.gradient_accumulation_steps:
+        sums = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables]
+        grads = [(g + total) / optimizer.gradient_accumulation_steps for g, total in zip(grads, sums, strict=True)]
+    squares: dict = {}
+    for gradient, variable in zip(grads, variables, strict=True):
+        squares.setdefault(_outermost(variable), []).append(tf.reduce_sum(tf.square(tf.convert_to_tensor(gradient))))
+    totals = {key: tf.cast(tf.add_n(found), tf.float32) for key, found in squares.items()}
+    over = {_outermost(v) for v in variables if part_of(v) is not None and part_of(v).cut.over_replicas}
+    if over and replica.context() is not None:
+        keys = [key for key in totals if key in over]
+        (met,) = replica.sum_small([tf.stack([totals[key] for key in keys])])
+        totals |= dict(zip(keys, tf.unstack(met, len(keys)), strict=True))
+    return [tf.sqrt(totals[_outermost(variable)]) for variable in variables]
+
+
+def _scaled(gradient, factor: tf.Tensor):
+    factor = tf.cast(factor, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def _outermost(variable):
+    part = part_of(variable)
+    if part is None:
+        return id(variable)
+    while part.outer is not None:
+        part = part.outer
+    return part.of

@@ -1,0 +1,155 @@
+"""A model spread along all axes of a mesh at once: copies, stages, parts of layers, and sharded optimizer state.
+
+`pipeline`, `tensor` and `shard` are short forms of `apply`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import keras
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+from tfgpu import environment, strategies
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import graphs, homes, pipelining, replica, tensors
+from tfgpu.parallel import cutting, placement, staging
+from tfgpu.parallel.mesh import Mesh
+
+_MICROBATCHES = 4  # a stage: idle for less than a fifth of the time
+
+
+def apply(
+    model: keras.Model,
+    mesh: Mesh,
+    *,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    recompute: bool = True,
+    cuts: Sequence[str] | None = None,
+    plan: Mapping[str, str | None] | str | None = "auto",
+    zero: int = 0,
+    batch=None,
+) -> keras.Model:
+    """Spreads a model over a mesh, before it is compiled.
+
+    Args:
+        model: functional or Sequential, built. One that is too large for the first device is best made under
+            `tf.device("CPU:0")`, outside of any strategy.
+        mesh: how many ways along `data`, `pipeline` and `tensor`. Without devices of its own it takes the GPUs, or the
+            logical CPU devices.
+        stages: of the pipeline; None takes as many as the mesh has along `pipeline`, or twice as many for the schedule
+            `"interleaved"`.
+        microbatches: of the pipeline; None takes 4 a stage.
+        schedule, recompute, cuts, batch: of the pipeline; see `pipeline`.
+        plan: which layers lie in parts along `tensor`; see `tensor`.
+        zero: 1 to 3 shards the optimizer's state, gradients and parameters along `data`; see `shard`. 0 does not.
+
+    Returns:
+        The same model, to be compiled and fitted.
+
+    Raises:
+        InputError: the mesh does not fit the devices or the model; the message says how.
+
+    Example:
+        >>> layers = [keras.layers.Dense(8, "relu", name="body"), keras.layers.Dense(1, name="head")]
+        >>> model = keras.Sequential([keras.Input((4,)), *layers])
+        >>> model = apply(model, Mesh(devices=["CPU:0"]))
+        >>> model.compile("adam", "mse")
+    """
+    mesh = _with_devices(mesh)
+    graphs.functional(model)  # an error where there is none
+    strategy = _strategy(model, mesh)
+    cut = _cut(model, mesh, plan)
+    if stages is None and mesh.pipeline == 1 and (cuts is not None or microbatches is not None):
+        raise InputError(f"`cuts` and `microbatches` are of a pipeline, and {mesh} has none. Leave them out.")
+    stages = stages or mesh.pipeline * (2 if schedule == "interleaved" and mesh.pipeline > 1 else 1)
+    microbatches = microbatches or _MICROBATCHES * stages
+    staging.check_counts(stages=stages, microbatches=microbatches)
+    staging.check_schedule(schedule, recompute, stages, microbatches, mesh.pipeline)
+    is_staged = stages > 1 or mesh.pipeline > 1
+    stage_of = staging.stages_of(model, stages, cuts, batch) if is_staged else [0] * len(graphs.calls(model))
+    calls = graphs.calls(model)
+    how = staging.plan_of(
+        model, stage_of, [_home(mesh, at) for at in range(stages)], mesh.pipeline, microbatches, schedule, recompute
+    )
+    stage_by_name = {call.name: stage for call, stage in zip(calls, stage_of, strict=True)}
+    for call, stage in zip(calls, stage_of, strict=True):
+        stage_by_name |= {layer.name: stage for layer in call.layers}
+
+    def stage(path: str) -> int:
+        return stage_by_name.get(path.partition("/")[0], 0)
+
+    apart = []
+    for path, segment in cut.segments:
+        segment.settle(_across(mesh, stage(path)), strategy)
+        apart += segment.layers
+    for path, layer in cut.embeddings:
+        tensors.embed_by_rows(layer, _across(mesh, stage(path)), strategy)
+    layers = graphs.layers_within(graphs.functional(model))
+    placement.settle(model, {path: _home(mesh, stage(path)) for path in layers}, strategy, apart)
+    if is_staged:
+        pipelining.install(model, how)
+    if zero:
+        from tfgpu.parallel.sharded_optimizer import shard
+
+        shard(model, zero)
+    return model
+
+
+def _cut(model: keras.Model, mesh: Mesh, plan) -> cutting.Plan:
+    """What lies in parts along `tensor`; prints the table."""
+    if mesh.tensor == 1:
+        if plan not in ("auto", None):
+            raise InputError(f"`plan` is of the axis `tensor`, which {mesh} has not. Give the mesh tensor=2 or more.")
+        return cutting.Plan()
+    found = cutting.plan(model, mesh.tensor, "auto" if plan is None else plan)
+    _show(found, mesh)
+    if not found.segments and not found.embeddings:
+        whys = "; ".join(f"{layer.path}: {layer.why}" for layer in found.layers[:3])
+        raise InputError(f"No layer of {model.name!r} can be cut into {mesh.tensor} parts ({whys}).")
+    for graph, calls in found.calls:
+        graphs.run_by(graph, calls)
+    return found
+
+
+def _show(found: cutting.Plan, mesh: Mesh) -> None:
+    table = Table("layer", "cut", "parameters", "each device", "")
+    for layer in found.layers:
+        each = layer.parameters / (mesh.tensor if layer.how else 1)
+        table.add_row(layer.path, layer.how or "whole", f"{layer.parameters:,}", f"{each:,.0f}", layer.why)
+    Console().print(table)
+
+
+def _with_devices(mesh: Mesh) -> Mesh:
+    if mesh.devices is None:
+        chosen = environment.accelerators()
+        if len(chosen) < mesh.size:
+            mesh.check(len(chosen))
+        mesh = mesh.on(device.name for device in chosen[: mesh.size])
+    environment.select(mesh.devices)
+    return mesh
+
+
+def _strategy(model: keras.Model, mesh: Mesh) -> tf.distribute.Strategy:
+    """A strategy of as many replicas as the mesh has along `data`: the model's own where it fits."""
+    placement.check_early(model)
+    first = _home(mesh, 0)
+    found = model.distribute_strategy
+    if not replica.is_spread(found):
+        return strategies.mirrored([mesh.device(data=at) for at in range(mesh.data)])
+    if homes.home(found.extended.worker_devices) != first:
+        raise InputError(
+            f"The model was made for replicas on {', '.join(found.extended.worker_devices)}; the first stage is on "
+            f"{', '.join(first.devices)}. Make it outside of any strategy."
+        )
+    return found
+
+
+def _home(mesh: Mesh, stage: int, tensor: int = 0) -> homes.Home:
+    return homes.home(mesh.device(data=at, pipeline=stage % mesh.pipeline, tensor=tensor) for at in range(mesh.data))
+
+
+def _across(mesh: Mesh, stage: int) -> list[homes.Home]:
+    return [_home(mesh, stage, at) for at in range(mesh.tensor)]
