@@ -107,6 +107,10 @@ def test_stages_are_where_they_were_put():
     assert devices == {"first": "CPU:2", "second": "CPU:2", "third": "CPU:3", "last": "CPU:3"}
 
 
+def fixed():
+    return keras.Sequential([keras.Input((8,), batch_size=4), keras.layers.Dense(8), keras.layers.Dense(8)])
+
+
 def shared():
     inputs = keras.Input((8,))
     layer, other = keras.layers.Dense(8, name="twice"), keras.layers.Dense(8, name="between")
@@ -132,6 +136,7 @@ class Own(keras.Model):
         (mlp, dict(stages=2, microbatches=2, schedule="1f2b"), "1f1b"),
         (mlp, dict(stages=2, microbatches=2, recompute=False), "runs each forward pass again"),
         (mlp, dict(stages=9, microbatches=2, devices=4), "needs several stages a device"),
+        (fixed, dict(stages=2, microbatches=2, devices=2), "Make it without `batch_size`"),
         (mlp, dict(stages=5, microbatches=2), "devices"),
         (mlp, dict(stages=2, microbatches=2, cuts=["thrid"]), "No layer is called 'thrid'. A stage may begin at: drop"),
         (mlp, dict(stages=3, microbatches=2, cuts=["third", "second"]), "in the order of the layers"),

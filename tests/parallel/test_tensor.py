@@ -167,6 +167,35 @@ def test_lora_is_refused_where_a_kernel_lies_in_parts():
         model.get_layer("up").enable_lora(2)
 
 
+def test_a_frozen_layer_and_a_layer_without_decay_stay_so():
+    def built(spread):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), *[keras.layers.Dense(4, name=name) for name in "abc"]])
+        model.get_layer("a").trainable = False
+        spread(model)
+        with model.distribute_strategy.scope():
+            optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+            optimizer.exclude_from_weight_decay([model.get_layer("c").kernel])
+            model.compile(optimizer, "mse", jit_compile=False)
+        model.fit(np.ones((4, 4)), np.ones((4, 4)), epochs=2, verbose=0)
+        model.get_layer("a").trainable = True
+        assert len(model.trainable_variables) == len(model.weights)
+        return model.get_weights()
+
+    expected = built(lambda model: None)
+    found = built(lambda model: tensor(model, devices=2, plan={"a": "column", "b": "row", "c": "column"}))
+    for mine, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-6)
+
+
+def test_a_layer_of_two_graphs_stays_whole():
+    shared, inputs = keras.layers.Dense(4, name="shared"), keras.Input((4,))
+    inner = keras.Sequential([keras.Input((4,)), shared, keras.layers.Dense(4, name="last")], name="inner")
+    model = keras.Model(inputs, keras.layers.Dense(4, name="end")(shared(inner(inputs))))
+    with pytest.raises(tfgpu.InputError, match="'shared' cannot be cut by its outputs: it is called several times"):
+        tensor(model, devices=2, plan={"shared": "column"})
+
+
 def test_a_label_outside_of_all_parts_is_no_number():
     model = tensor(gated(), devices=2)
     with model.distribute_strategy.scope():

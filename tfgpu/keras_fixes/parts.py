@@ -113,6 +113,10 @@ class Whole:
         for part in self.parts:
             part.trainable = value
 
+    @property
+    def value(self) -> tf.Tensor:
+        return tf.convert_to_tensor(self)
+
     def numpy(self) -> np.ndarray:
         return self.cut.read(self.parts)
 
@@ -223,6 +227,11 @@ def show_wholes() -> None:
             return stock(self, store)
         for at, variable in enumerate(found):
             variable.assign(np.asarray(store[str(at)]))
+
+    @wrap(BaseOptimizer, "exclude_from_weight_decay")
+    def exclude_from_weight_decay(stock, self, var_list=None, var_names=None):
+        lists = [getattr(variable, "parts", [variable]) for variable in var_list or ()]
+        stock(self, [part for found in lists for part in found] or var_list, var_names)
 
     @wrap(BaseOptimizer, "build")
     def build(stock, self, variables):

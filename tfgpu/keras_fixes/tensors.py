@@ -229,7 +229,8 @@ def _cut(cuttings: Sequence[layer_axes.Cutting], places: tuple[homes.Home, ...],
         if cutting.axis is None:
             object.__setattr__(layer, cutting.attribute, Once(variable))
             continue
-        pieces = _pieces(variable, cutting.axis, places, strategy)
+        may_train = any(variable is other for other in layer._trainable_variables)
+        pieces = _pieces(variable, cutting.axis, places, strategy, may_train)
         made[id(variable)] = pieces
         parts.mark(pieces, parts.ByAxis(cutting.axis), variable.path)
         object.__setattr__(layer, cutting.attribute, Slices(pieces))
@@ -237,8 +238,10 @@ def _cut(cuttings: Sequence[layer_axes.Cutting], places: tuple[homes.Home, ...],
     for variable in order:
         layer._untrack_variable(variable)
     for variable in order:
+        trains = variable.trainable
         for piece in made[id(variable)]:
             layer._track_variable(piece)
+            piece.trainable = trains
     layer._tracker.lock()
     layer.input_spec = None
     parts.keep_whole(layer)
@@ -252,7 +255,7 @@ def _refuse(layer: keras.layers.Layer, name: str, *args, **kwargs) -> None:
     )
 
 
-def _pieces(variable: keras.Variable, axis: int, places, strategy) -> list[keras.Variable]:
+def _pieces(variable: keras.Variable, axis: int, places, strategy, may_train: bool) -> list[keras.Variable]:
     value = np.asarray(variable._value.numpy())
     variable._value = None  # so that its memory is free before the new ones take any
     found = []
@@ -261,7 +264,7 @@ def _pieces(variable: keras.Variable, axis: int, places, strategy) -> list[keras
             made = backend.Variable(
                 piece,
                 dtype=variable.dtype,
-                trainable=variable.trainable,
+                trainable=may_train,
                 autocast=variable._autocast,
                 aggregation=variable.aggregation,
                 synchronization=variable.synchronization,

@@ -11,6 +11,7 @@ A column-parallel layer, what works element by element (dropout, activations, pr
 and a row-parallel layer make a pair, which needs one sum forwards and one backwards.
 """
 
+import collections
 import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,9 +106,16 @@ def plan(model: keras.Model, ways: int, asked: Mapping[str, str | None] | str = 
     found = Plan()
     layers = graphs.layers_within(model)
     wanted = _wanted(model, layers, asked)
-    for path, graph in [("", graphs.functional(model)), *layers.items()]:
-        if graphs.is_functional(graph):
-            _Graph(graphs.functional(graph), f"{path}/" if path else "", ways, wanted).find(found)
+    inner = {path: graphs.functional(graph) for path, graph in layers.items() if graphs.is_functional(graph)}
+    whole = {
+        id(graph): (f"{path}/" if path else "", graph)
+        for path, graph in {**inner, "": graphs.functional(model)}.items()
+    }
+    times = collections.Counter(
+        id(layer) for _, graph in whole.values() for call in graphs.calls(graph) for layer in call.layers
+    )
+    for prefix, graph in whole.values():
+        _Graph(graph, prefix, ways, wanted, times).find(found)
     cut = {layer.path: layer for layer in found.layers}
     for path, how in (wanted or {}).items():
         if how is not None and (path not in cut or cut[path].how is None):
@@ -144,8 +152,9 @@ def _wanted(model, layers: Mapping, asked) -> dict[str, str | None] | None:
 class _Graph:
     """The search within one functional model."""
 
-    def __init__(self, graph, prefix: str, ways: int, wanted: dict | None):
+    def __init__(self, graph, prefix: str, ways: int, wanted: dict | None, times: Mapping[int, int]):
         self._graph, self._prefix, self._ways, self._wanted = graph, prefix, ways, wanted
+        self._times = times  # that a layer is called, in all graphs
         self._calls = graphs.calls(graph)
         self._made_by = {id(tensor): call for call in self._calls for tensor in call.makes}
         self._users: dict[int, list] = {}
@@ -253,7 +262,7 @@ class _Graph:
             return False
         if not call.layers:
             return type(operation).__module__.startswith("keras.") and type(operation).__name__ in _EACH_OPERATION
-        if len(self._all_calls(operation)) > 1:
+        if self._times[id(operation)] > 1:
             return False
         if isinstance(operation, keras.layers.BatchNormalization):
             rank = len(call.makes[0].shape)
@@ -270,9 +279,6 @@ class _Graph:
     def _divides(self, layer) -> bool:
         return layer.moving_mean.shape[0] % self._ways == 0
 
-    def _all_calls(self, layer) -> list:
-        return [call for call in self._calls if call.operation is layer]
-
     def _can(self, call, layer, how: str) -> bool:
         return _is_linear(call) and self._may(layer, how) and self._fits(call, layer, how)
 
@@ -280,18 +286,20 @@ class _Graph:
         return self._wanted is None or self._wanted.get(self._prefix + layer.name) == how
 
     def _fits(self, call, layer, how: str) -> bool:
-        return id(call) not in self._taken and self._why_not(layer, how) is None
+        return id(call) not in self._taken and self._why_not(call, layer, how) is None
 
-    def _why_not(self, layer, how: str) -> str | None:
+    def _why_not(self, call, layer, how: str) -> str | None:
         """Why a layer cannot be cut this way, or None."""
         if not layer.built:
             return "it is not built"
-        if len(self._all_calls(layer)) > 1:
+        if self._times[id(layer)] > 1:
             return "it is called several times"
         if getattr(layer, "quantization_mode", None) or getattr(layer, "lora_enabled", False):
             return "it is quantized, or has LoRA"
         if reason := _why_not_kept(layer):
             return reason
+        if any(getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False) for tensor in call.needs):
+            return "its input is sparse or ragged"
         found = _sizes(layer).get(how)
         if found is None:
             return f"a {type(layer).__name__} of its kind cannot be cut {_by(how)}"
@@ -311,13 +319,13 @@ class _Graph:
         if self._wanted is not None and asked is None:
             return "not asked for"
         if asked is not None:
-            return self._why_not(layer, asked) or "no partner"
+            return self._why_not(call, layer, asked) or "no partner"
         if _is_linear(call):
-            return self._why_not(layer, "column") or self._why_not(layer, "row") or "no partner"
+            return self._why_not(call, layer, "column") or self._why_not(call, layer, "row") or "no partner"
         if type(layer) in _ATTENTION:
-            return self._why_not(layer, "heads") or "no partner"
+            return self._why_not(call, layer, "heads") or "no partner"
         if type(layer) is keras.layers.Embedding:
-            return self._why_not(layer, "vocabulary") or "no partner"
+            return self._why_not(call, layer, "vocabulary") or "no partner"
         return "of another kind"
 
     def _take(self, inner: tuple, kind: str, cuttings, axis: int) -> tensors.Segment:

@@ -20,8 +20,15 @@ def stages_of(model: keras.Model, stages: int, cuts: Sequence[str] | None, batch
         batch: inputs to measure with; None takes 8 rows of zeros.
 
     Raises:
-        InputError: there are fewer places to cut at than cuts, no layer of a name, or a layer would be in two stages.
+        InputError: an input has a fixed number of rows, there are fewer places to cut at than cuts, no layer of a
+            name, or a layer would be in two stages.
     """
+    for tensor in graphs.functional(model).inputs:
+        if not sections.is_by_row(tensor):
+            raise InputError(
+                f"The input {tensor.name!r} has the shape {tuple(tensor.shape)}, and a pipeline cuts batches by rows. "
+                "Make it without `batch_size`, so that the first axis is of any size."
+            )
     calls = graphs.calls(model)
     begins = [0, *(_measured(model, calls, stages, batch) if cuts is None else _named(calls, cuts, stages))]
     found = [sum(at >= begin for begin in begins) - 1 for at in range(len(calls))]
