@@ -82,6 +82,8 @@ def assert_equal(make, one, history, pipe, expected, tolerance=1e-5):
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=tolerance, err_msg=name)
     for mine, other, variable in zip(pipe.get_weights(), one.get_weights(), one.weights, strict=True):
-        np.testing.assert_allclose(mine, other, atol=tolerance, err_msg=variable.path)
+        # The gradient of a key's bias is 0 but for rounding, of which Adam makes steps: all of its value is that.
+        atol = 5 * tolerance if variable.path.endswith("attention/key/bias") else tolerance
+        np.testing.assert_allclose(mine, other, atol=atol, err_msg=variable.path)
     x, _ = data_for(make)
     np.testing.assert_allclose(pipe.predict(x, verbose=0), one.predict(x, verbose=0), atol=10 * tolerance)
