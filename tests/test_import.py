@@ -47,6 +47,7 @@ QUICK = (
     "tfgpu.run",
     "tfgpu.parallel.mesh",
     "tfgpu.parallel.schedule",
+    "tfgpu.parallel.planner",
     "tfgpu.launch.kubernetes",
     "tfgpu.launch.slurm",
     "tfgpu.launch.slurm_job",

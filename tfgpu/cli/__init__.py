@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tfgpu.cli import bench, data, doctor, launch, run, train
+from tfgpu.cli import bench, data, doctor, launch, plan, run, train
 from tfgpu.cli.start import complain, debugging
 from tfgpu.errors import InputError, MachineError
 
@@ -84,6 +84,7 @@ app.add_typer(run.app)
 app.add_typer(launch.app)
 app.add_typer(data.app, name="data")
 app.add_typer(doctor.app)
+app.add_typer(plan.app)
 app.add_typer(bench.app, name="bench")
 
 

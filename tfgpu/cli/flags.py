@@ -32,7 +32,7 @@ def given(flags: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in flags.items() if value not in (None, [], ())}
     for name, value in kept.items():
         if get_origin(recipes.Recipe.model_fields[name].annotation) is dict:
-            kept[name] = _pairs(recipes.Recipe.model_fields[name].json_schema_extra["flag"], value)
+            kept[name] = pairs(recipes.Recipe.model_fields[name].json_schema_extra["flag"], value)
     return kept
 
 
@@ -93,13 +93,14 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
 
-def _pairs(flag: str, words: Sequence[str]) -> dict[str, Any]:
-    pairs = {}
+def pairs(flag: str, words: Sequence[str]) -> dict[str, Any]:
+    """Reads KEY=VALUE words, whose values are as in a config file."""
+    found = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key.isidentifier():
             raise InputError(f"{flag} must be KEY=VALUE. Received: {word!r}. Write for example {flag} name=0.5.")
-        if key in pairs:
+        if key in found:
             raise InputError(f"{flag} gives {key!r} twice. Keep one of them.")
-        pairs[key] = recipes.parse_value(text)
-    return pairs
+        found[key] = recipes.parse_value(text)
+    return found

@@ -37,7 +37,7 @@ def install(model: keras.Model, plan: sections.Plan) -> None:
         return stock_call(inputs, training=training, mask=mask, **kwargs)
 
     def run_through_graph(inputs, operation_fn=lambda operation: operation, call_fn=None):
-        if in_symbolic_scope() or not here.training:
+        if in_symbolic_scope() or not getattr(here, "training", None):
             return stock_run(inputs, operation_fn, call_fn)
         values = {id(x): y for x, y in zip(graph.inputs, tree.flatten(inputs), strict=True)}
         for part in plan.parts:

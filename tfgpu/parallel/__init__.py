@@ -3,10 +3,14 @@
 from tfgpu.lazy import on_first_use
 
 _PLACES = {
+    "Layout": "tfgpu.parallel.layouts",
     "Mesh": "tfgpu.parallel.mesh",
+    "Transformer": "tfgpu.parallel.workload",
     "apply": "tfgpu.parallel.hybrid",
     "pipeline": "tfgpu.parallel.pipeline",
     "place": "tfgpu.parallel.placement",
+    "plan": "tfgpu.parallel.planner",
+    "predict": "tfgpu.parallel.planner",
     "tensor": "tfgpu.parallel.tensor",
 }
 

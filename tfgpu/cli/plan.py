@@ -1,0 +1,276 @@
+"""`tfgpu plan`: the ways to lay a model out over devices, what each needs, and how long a step of it takes."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tfgpu.cli.flags import pairs
+from tfgpu.cli.start import imported, start_tensorflow
+from tfgpu.errors import InputError, unknown
+from tfgpu.parallel import hardware, timing
+from tfgpu.parallel.planner import HEADROOM, Plan, plan
+from tfgpu.parallel.workload import PRECISIONS, Transformer, Workload
+
+app = typer.Typer()
+_SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary")
+_BUILDER = {"depth": "layers", "width": "hidden", "mlp_width": "mlp", "dropout": "dropout", "heads": "heads"}
+_WIDE = 112  # columns from which on the parts of each sum are shown
+_DEFAULT_PRECISION = "mixed_bfloat16"
+
+
+def _option(help_text: str, *flags: str, metavar: str | None = None, panel: str = "Model") -> Any:
+    return typer.Option(*flags, help=escape(help_text), metavar=metavar, show_default=False, rich_help_panel=panel)
+
+
+def _on(help_text: str, *flags: str, metavar: str | None = None) -> Any:
+    return _option(help_text, *flags, metavar=metavar, panel="Devices")
+
+
+@app.command(
+    "plan",
+    help="List the ways to lay a model out over devices, the quickest that fits first. Nothing is run.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu plan --layers 24 --hidden 2048 --heads 16 --sequence 1024 --vocabulary 50257 --devices 8\n\n"
+        "tfgpu plan --model transformer --option depth=12 --option width=768 --option heads=12 --input-shape 1024 "
+        "--classes 50257 --devices 8 --device v100-16 --precision mixed_float16\n\n"
+        "tfgpu plan --model ResNet50 --input-shape 224x224x3 --classes 1000 --devices 8 --batch 2048 --json plans.json"
+    ),
+)
+def show_plans(
+    devices: Annotated[int, _on("How many.", "--devices", "-n", metavar="INTEGER")],
+    model: Annotated[str | None, _option("As for `tfgpu train`; or give the sizes of a transformer.")] = None,
+    option: Annotated[
+        list[str] | None, _option("Of the model's builder.", "--option", "--model-option", metavar="KEY=VALUE")
+    ] = None,
+    input_shape: Annotated[str | None, _option("Of one example, such as 224x224x3.", metavar="NxN")] = None,
+    classes: Annotated[int | None, _option("What the model tells apart; for a transformer, its vocabulary.")] = None,
+    layers: Annotated[int | None, _option("Blocks of a transformer.")] = None,
+    hidden: Annotated[int | None, _option("Its units of each position.")] = None,
+    heads: Annotated[int | None, _option("Its attention heads.")] = None,
+    sequence: Annotated[int | None, _option("Tokens of an example.")] = None,
+    vocabulary: Annotated[int | None, _option("How many tokens there are.")] = None,
+    mlp: Annotated[int | None, _option("Units of the MLP's hidden layer [4 times --hidden].")] = None,
+    dropout: Annotated[bool, _option("There is dropout, whose masks are kept.", "--dropout")] = False,
+    batch: Annotated[int | None, _option("Examples of a step, over all devices [8 a device].")] = None,
+    optimizer: Annotated[
+        str, _option("Its name, or how many numbers it keeps for each parameter [adamw].", metavar="NAME|INTEGER")
+    ] = "adamw",
+    precision: Annotated[
+        str, _option(f"What the model computes in [{_DEFAULT_PRECISION}].", metavar="NAME")
+    ] = _DEFAULT_PRECISION,
+    loss: Annotated[
+        str,
+        _option("`batch`: as parallel.pipeline takes it [batch]; `microbatch`: as Megatron-LM does.", metavar="NAME"),
+    ] = "batch",
+    device: Annotated[
+        str, _on(f"One of: {', '.join(hardware.DEVICES)} [a100-80].", "--device", metavar="NAME")
+    ] = "a100-80",
+    memory: Annotated[str | None, _on("Of a device, such as 80GB [the device's].", metavar="SIZE")] = None,
+    per_host: Annotated[int, _on("Devices of a host [8].")] = 8,
+    flops: Annotated[float | None, _on("Operations a second of a device at most, such as 312e12.")] = None,
+    bandwidth: Annotated[
+        str | None, _on("Bytes a second between devices of a host, such as 300GB.", metavar="SIZE")
+    ] = None,
+    host_bandwidth: Annotated[
+        str | None, _on("The same between devices of two hosts, such as 25GB.", metavar="SIZE")
+    ] = None,
+    efficiency: Annotated[
+        float, _on(f"The share of --flops that is reached while computing [{timing.EFFICIENCY}].")
+    ] = timing.EFFICIENCY,
+    headroom: Annotated[float, _on(f"The share of the memory that is left free [{HEADROOM}].")] = HEADROOM,
+    top: Annotated[int, _option("How many layouts are shown [10].", panel="Output")] = 10,
+    to_json: Annotated[
+        Path | None, _option("Write all layouts to a file.", "--json", metavar="FILE", panel="Output")
+    ] = None,
+) -> None:
+    if top < 1:
+        raise InputError(f"--top must be a whole number from 1. Received: {top}.")
+    if precision not in PRECISIONS:
+        raise unknown("precision", precision, PRECISIONS)
+    options = pairs("--option", option or [])
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence, "vocabulary": vocabulary}
+    work = _workload(model, options, input_shape, classes, sizes | {"mlp": mlp, "dropout": dropout}, precision)
+    found = plan(
+        work,
+        devices,
+        batch=batch,
+        memory=memory,
+        optimizer=optimizer,
+        device=device,
+        per_host=per_host,
+        flops=flops,
+        bandwidth=None if bandwidth is None else hardware.bytes_of(bandwidth),
+        host_bandwidth=None if host_bandwidth is None else hardware.bytes_of(host_bandwidth),
+        efficiency=efficiency,
+        headroom=headroom,
+        loss=loss,
+    )
+    if to_json is not None:
+        _write(to_json, found)
+    size = f"{hardware.known(device).memory_bytes >> 30} GiB" if memory is None else memory
+    about = (
+        f"{work.name}: {_count(work.parameters)} parameters, batches of {batch or 8 * devices:,}, {precision}, "
+        f"{optimizer}; {devices:,} × {device} with {size}, of which {headroom:.0%} is left free"
+    )
+    _show(Console(highlight=False), about, found, top)
+    if not found[0].fits:
+        raise typer.Exit(1)
+
+
+def _workload(
+    model: str | None, options: Mapping, shape: str | None, classes: int | None, sizes: Mapping, precision: str
+) -> Workload:
+    given = {name: value for name, value in sizes.items() if value}
+    if model is None:
+        missing = [name for name in _SIZES if name not in given]
+        if missing:
+            raise InputError(
+                f"A plan needs --model, or the sizes of a transformer: {', '.join(f'--{name}' for name in _SIZES)}. "
+                f"Missing: --{missing[0]}."
+            )
+        if options:
+            raise InputError(f"--option is for --model. Received: {next(iter(options))!r}. Add --model NAME.")
+        return Transformer(**given).workload(precision)
+    if given:
+        raise InputError(f"Give --model or sizes, not both. Received: --model {model} and --{next(iter(given))}.")
+    dims = _shape(model, shape)
+    if model == "transformer":
+        return _language_model(options, dims, classes).workload(precision)
+    return _built(model, options, dims, classes, precision)
+
+
+def _language_model(options: Mapping, shape: tuple, classes: int | None) -> Transformer:
+    """The sizes of `tfgpu.models.transformer` with these options."""
+    known = _BUILDER | {"layers": "layers", "hidden": "hidden"}
+    for name in options:
+        if name not in known:
+            raise unknown("option of a transformer's plan", name, known)
+    if len(shape) != 1 or classes is None:
+        raise InputError("A transformer needs its length and vocabulary. Add --input-shape 1024 --classes 50257.")
+    sizes = {"layers": 2, "hidden": 128, "heads": 4} | {known[name]: value for name, value in options.items()}
+    sizes["dropout"] = bool(sizes.get("dropout", False))
+    return Transformer(sequence=shape[0], vocabulary=classes, **sizes)
+
+
+def _built(name: str, options: Mapping, shape: tuple, classes: int | None, precision: str) -> Workload:
+    """Builds a Keras model on this machine's CPU, and reads its graph."""
+    if classes is None and ":" not in name:
+        raise InputError(f"Model {name!r} needs to know what it tells apart. Add for example --classes 10.")
+    with Console(stderr=True).status("starting TensorFlow"):
+        start_tensorflow()
+        keras, tf = imported("keras"), imported("tensorflow")
+        models, traced = imported("tfgpu.models"), imported("tfgpu.parallel.traced")
+    keras.config.set_dtype_policy("float32" if precision == "tf32" else precision)
+    with tf.device("CPU:0"), Console(stderr=True).status("reading the model's graph"):
+        found = traced.workload(models.build(name, input_shape=shape, classes=classes or 1, options=options))
+    return replace(found, precision=precision)
+
+
+def _shape(model: str, text: str | None) -> tuple[int, ...]:
+    if text is None and ":" in model:
+        return ()
+    words = (text or "").lower().split("x")
+    if not all(word.isdigit() and int(word) for word in words):
+        raise InputError(
+            f"Model {model!r} needs the shape of one example. Received: {text!r}. Add for example --input-shape "
+            f"{'1024' if model == 'transformer' else '32x32x3'}."
+        )
+    return tuple(map(int, words))
+
+
+def _write(path: Path, found: list[Plan]) -> None:
+    rows = [asdict(one) | {"fits": one.fits} for one in found]
+    try:
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+    except OSError as error:
+        words = f"--json {path} cannot be written: {error.strerror}. Name a file in a folder that is there."
+        raise InputError(words) from error
+
+
+def _show(console: Console, about: str, found: list[Plan], top: int) -> None:
+    fitting = [one for one in found if one.fits]
+    console.print(escape(about))
+    if fitting:
+        console.print()
+        console.print(_table(fitting[:top], wide=console.width >= _WIDE))
+        if len(fitting) > top:
+            console.print(f"\n[dim]and {len(fitting) - top:,} more that fit; --top {len(fitting)} shows them[/]")
+    if len(found) > len(fitting):
+        nearest = min(found[len(fitting) :], key=lambda one: one.lacks_bytes)
+        memory, count = nearest.memory, len(found) - len(fitting)
+        shown = hardware.shown
+        console.print(
+            f"\n[yellow]{count:,} {'layout does' if count == 1 else 'layouts do'} not fit.[/] The nearest, "
+            f"{nearest.layout}, needs {shown(memory.peak)} a device, {shown(nearest.lacks_bytes)} too much: "
+            f"parameters {shown(memory.parameters)}, slots {shown(memory.slots)}, gradients "
+            f"{shown(memory.gradients)}, activations {shown(memory.activations)}."
+        )
+
+
+def _table(plans: list[Plan], *, wide: bool) -> Table:
+    """One row a layout; where there is room, the parts of memory and of what is sent."""
+    size, unit = _unit(plans[0].memory.peak, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3})
+    second, time_unit = _unit(plans[0].step_time_s, {"s": 1, "ms": 1e-3, "µs": 1e-6})
+    headings = ["\ndata", "pipe-\nline", "ten-\nsor", "\nZeRO", "accu-\nmulate", "micro-\nbatches", "\nschedule"]
+    headings += ["re-\ncompute", f"memory,\n{unit}"]
+    headings += ["para-\nmeters", "\nslots", "gra-\ndients", "acti-\nvations"] if wide else []
+    headings += ["sent:\ndata", "pipe-\nline", "ten-\nsor"] if wide else [f"sent,\n{unit}"]
+    headings += [f"step,\n{time_unit}", "\nidle"]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "\nschedule" else "right", no_wrap=True)
+    for at, one in enumerate(plans):
+        table.add_row(*_cells(one, wide, size, second), style="bold" if at == 0 else None)
+    return table
+
+
+def _cells(one: Plan, wide: bool, size: float, second: float) -> list[str]:
+    layout, memory, sent = one.layout, one.memory, one.sent
+    cells = [f"{layout.data:,}", str(layout.pipeline), str(layout.tensor), str(layout.zero or "-")]
+    cells += [str(layout.accumulate) if layout.accumulate > 1 else "-"]
+    cells += [str(layout.microbatches), layout.schedule] if layout.pipeline > 1 else ["-", "-"]
+    cells += ["yes" if layout.recompute else "-"]
+    sizes = [memory.peak]
+    sizes += [memory.parameters, memory.slots, memory.gradients, memory.activations] if wide else []
+    sizes += [sent.data, sent.pipeline, sent.tensor] if wide else [sent.total]
+    cells += [_digits(each / size) if each else "-" for each in sizes]
+    return [*cells, _digits(one.step_time_s / second), f"{layout.idle:.0%}" if layout.idle else "-"]
+
+
+def _unit(value: float, units: Mapping[str, float]) -> tuple[float, str]:
+    """The largest unit in which a value is above 1, or else the smallest."""
+    found = next((name for name, size in units.items() if value >= size), list(units)[-1])
+    return units[found], found
+
+
+def _digits(value: float) -> str:
+    """Three digits, and all before the point; of small numbers two after it.
+
+    Example:
+        >>> _digits(0.01234), _digits(1.5), _digits(1234.5)
+        ('0.01', '1.50', '1,234')
+    """
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.005 else "<0.01"
+
+
+def _count(number: int) -> str:
+    """A count for a person.
+
+    Example:
+        >>> _count(175245043712), _count(592246)
+        ('175.2 billion', '592,246')
+    """
+    for size, name in ((1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.1f} {name}"
+    return f"{number:,}"

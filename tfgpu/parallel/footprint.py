@@ -1,0 +1,189 @@
+"""What a layout needs on each device: memory, and bytes that it sends.
+
+The rules, with Ψ parameters on a device, of V bytes each, and D copies of the model:
+
+| | plain | ZeRO 1 | ZeRO 2 | ZeRO 3 |
+|---|---|---|---|---|
+| parameters | V Ψ | V Ψ | V Ψ | V Ψ / D, and the largest block's whole |
+| gradients | V Ψ | V Ψ | V Ψ / D, and the largest block's whole | the same |
+| slots, sums of accumulated gradients | V Ψ each | V Ψ / D | V Ψ / D | V Ψ / D |
+| sent for the gradients, times (D - 1) / D | 2 V Ψ | 2 V Ψ | V Ψ | V Ψ |
+| sent for the parameters, times (D - 1) / D | - | V Ψ | V Ψ | 2 V Ψ, 3 where blocks are recomputed |
+
+Keras keeps variables, gradients and slots in float32 under a mixed policy, and casts kernels where they are used; the
+casts count as activations. Activations grow while gradients do not exist yet: the peak is the most that lives at once.
+
+Source: Rajbhandari et al., ZeRO, 2020; Narayanan et al., 2021; Korthikanti et al., 2022.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tfgpu.errors import InputError, unknown
+from tfgpu.parallel.layouts import Layout
+from tfgpu.parallel.workload import Stage, Workload
+
+SLOTS = {
+    "sgd": 0,
+    "momentum": 1,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "lion": 1,
+    "adam": 2,
+    "adamw": 2,
+    "adamax": 2,
+    "adadelta": 2,
+    "nadam": 2,
+    "ftrl": 2,
+    "lamb": 2,
+}
+"""Numbers that Keras's optimizers keep for each parameter; `momentum` is SGD with one."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device that needs most of them.
+
+    Attributes:
+        parameters: of its variables.
+        slots: of the optimizer, and the sums of accumulated gradients.
+        gradients: at their most.
+        activations: at their most, with the loss's.
+        peak: the most that lives at once: at most the sum of these.
+        stage: which stage of the pipeline that device holds.
+    """
+
+    parameters: float
+    slots: float
+    gradients: float
+    activations: float
+    peak: float
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a device sends in a step, by axis."""
+
+    data: float = 0
+    pipeline: float = 0
+    tensor: float = 0
+
+    @property
+    def total(self) -> float:
+        return self.data + self.pipeline + self.tensor
+
+
+def slots_of(optimizer: str | int) -> int:
+    """Numbers that an optimizer keeps for each parameter.
+
+    Raises:
+        InputError: a name that is not in `SLOTS`; give the number then.
+
+    Example:
+        >>> slots_of("adamw"), slots_of(3)
+        (2, 3)
+    """
+    if type(optimizer) is int and optimizer >= 0:
+        return optimizer
+    name = str(optimizer).lower()
+    if name.isdigit():
+        return int(name)
+    if name not in SLOTS:
+        raise unknown("optimizer", optimizer, [*SLOTS, "or how many numbers it keeps for each parameter"])
+    return SLOTS[name]
+
+
+def memory(work: Workload, stages: Sequence[Stage], layout: Layout, *, batch: int, slots: int) -> Memory:
+    """Bytes on the device of a layout that needs most.
+
+    Args:
+        work: the model.
+        stages: of `work.stages(layout.pipeline)`.
+        layout: how it is laid out.
+        batch: examples of a step, over all devices.
+        slots: numbers that the optimizer keeps for each parameter.
+
+    Raises:
+        InputError: the layout's parts do not divide the batch.
+    """
+    if batch % layout.parts:
+        raise InputError(
+            f"The batch must divide into {layout.parts} equal parts for {layout}. Received: {batch}. Take "
+            f"{max(1, round(batch / layout.parts)) * layout.parts}."
+        )
+    rows, last, seen, found = batch // layout.parts, len(stages) - 1, set(), []
+    for at, stage in enumerate(stages):
+        key = stage.signature, at == last
+        if key not in seen:  # of equal stages the first keeps the most
+            seen.add(key)
+            found.append(of_stage(work, stage, layout, at, rows=rows, slots=slots))
+    return max(found, key=lambda one: one.peak)
+
+
+def of_stage(work: Workload, stage: Stage, layout: Layout, at: int, *, rows: float, slots: int) -> Memory:
+    """Bytes on a device of one stage, with so many examples in a micro-batch; as for `memory`."""
+    size, tensor, zero, copies = work.variable_bytes, layout.tensor, layout.zero, layout.data
+    variables, trained = size * stage.sum.parameters(tensor), size * stage.sum.trainable(tensor)
+    parameters, gradients = variables, trained
+    if zero == 3:
+        parameters = min(variables, variables / copies + size * stage.largest_parameters(tensor))
+    if zero >= 2:
+        gradients = min(trained, trained / copies + size * stage.largest_trainable(tensor))
+    kept_apart = (slots + (layout.accumulate > 1)) * trained / (copies if zero else 1)
+    loss = _loss(work, layout, rows) if at == layout.pipeline - 1 else 0.0
+    activations = _activations(stage, layout, at, rows)
+    if layout.pipeline > 1:
+        # The loss is over when the gradients begin; then its gradient waits for the last micro-batch.
+        peak = max(loss, activations + gradients + loss / 3)
+    elif layout.recompute or zero >= 2:
+        peak = max(activations + loss, activations + gradients)
+    else:
+        peak = max(activations + loss, _walk(stage, layout, rows, size))
+    return Memory(parameters, kept_apart, gradients, activations + loss, parameters + kept_apart + peak, at)
+
+
+def _loss(work: Workload, layout: Layout, rows: float) -> float:
+    """Of logits, which the tensor axis cuts, as in `parallel.tensor` and Megatron-LM."""
+    return work.loss * rows * (1 if layout.loss == "microbatch" else layout.microbatches) / layout.tensor
+
+
+def _activations(stage: Stage, layout: Layout, at: int, rows: float) -> float:
+    under_way = layout.under_way(at)
+    if layout.recompute:
+        kept = under_way * stage.inputs(rows) + stage.largest_segment(rows, layout.tensor)
+    else:
+        kept = under_way * stage.sum.kept(rows, layout.tensor)
+    if layout.pipeline > 1 and layout.schedule == "gpipe":  # what the stage before has handed on, for all of them
+        kept += layout.microbatches * rows * stage.sum.takes
+    return kept
+
+
+def _walk(stage: Stage, layout: Layout, rows: float, size: int) -> float:
+    """The most that lives at once in a backward pass: what earlier blocks keep, and gradients of later ones."""
+    kept, gradients = stage.sum.kept(rows, layout.tensor), 0.0
+    most = kept
+    for block in reversed(stage.blocks):
+        gradients += size * block.trainable(layout.tensor)
+        most = max(most, kept + gradients)
+        kept -= block.kept(rows, layout.tensor)
+    return most
+
+
+def sent(work: Workload, stages: Sequence[Stage], layout: Layout, *, batch: int) -> Sent:
+    """Bytes that the device which sends most sends in a step; as for `memory`."""
+    copies, tensor = layout.data, layout.tensor
+    rows = batch / copies
+    passes = layout.forwards + 1
+    once = (copies - 1) / copies * work.variable_bytes
+    trained = once * max(stage.sum.trainable(tensor) for stage in stages)
+    variables = once * max(stage.sum.parameters(tensor) for stage in stages)
+    meetings = layout.accumulate if layout.zero else 1
+    data = (1 if layout.zero >= 2 else 2) * trained * meetings
+    if layout.zero == 3:
+        data += (2 + layout.recompute) * variables * meetings
+    elif layout.zero:
+        data += trained
+    reduced = max(stage.sum.reduces for stage in stages) * rows * passes
+    crossing = max((stage.sum.takes for stage in stages[1:]), default=0) * rows * passes
+    return Sent(data, crossing, 2 * (tensor - 1) / tensor * reduced)

@@ -1,0 +1,135 @@
+"""The ways to lay a model out over devices."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tfgpu.errors import InputError, unknown
+
+SCHEDULES = ("1f1b", "gpipe", "gpipe-kept")
+"""`gpipe-kept` is `gpipe` with `recompute=False`."""
+LOSSES = ("batch", "microbatch")
+_MOST_PARTS = 16  # micro-batches a stage; the idle share is below 6% by then
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay a model out.
+
+    Args:
+        data: copies of the model; `pipeline` and `tensor`: see `Mesh`.
+        zero: 0 keeps all on each copy; 1 spreads the optimizer's slots over the copies, 2 gradients too, 3 parameters
+            too.
+        accumulate: steps of `gradient_accumulation_steps`, each on its part of the batch.
+        microbatches: parts that the pipeline cuts each of these into.
+        schedule: of the pipeline.
+        recompute: whether blocks keep their inputs alone.
+        loss: `"batch"`: the loss of all micro-batches comes before the first gradient, as in `parallel.pipeline`.
+            `"microbatch"`: each micro-batch has its loss and gradient by itself, as in Megatron-LM.
+
+    Raises:
+        InputError: a number below 1, or a name that there is not.
+
+    Example:
+        >>> str(Layout(data=2, pipeline=4, microbatches=8))
+        'data 2, pipeline 4, 8 micro-batches, 1f1b'
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    zero: int = 0
+    accumulate: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    recompute: bool = False
+    loss: str = "batch"
+
+    def __post_init__(self):
+        for name in ("data", "pipeline", "tensor", "accumulate", "microbatches"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise InputError(f"`{name}` must be a whole number from 1. Received: {getattr(self, name)!r}.")
+        if self.zero not in (0, 1, 2, 3):
+            raise InputError(f"`zero` is 0, 1, 2 or 3. Received: {self.zero!r}.")
+        if self.schedule not in SCHEDULES:
+            raise unknown("schedule", self.schedule, SCHEDULES)
+        if self.loss not in LOSSES:
+            raise unknown("loss", self.loss, LOSSES)
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def parts(self) -> int:
+        """How many parts the batch is cut into; each of them must have as many rows."""
+        return self.data * self.accumulate * self.microbatches
+
+    @property
+    def forwards(self) -> int:
+        """How often the forward pass runs in a step."""
+        again = self.pipeline > 1 and self.loss == "batch" and self.schedule != "gpipe-kept"
+        return 1 + again + self.recompute
+
+    @property
+    def idle(self) -> float:
+        """The share of a step in which a device waits for others."""
+        return (self.pipeline - 1) / (self.microbatches + self.pipeline - 1)
+
+    def under_way(self, stage: int) -> int:
+        """Of how many micro-batches a stage keeps the activations at once."""
+        if self.pipeline == 1 or self.schedule == "gpipe":
+            return 1
+        if self.schedule == "gpipe-kept":
+            return self.microbatches
+        return min(self.pipeline - stage, self.microbatches)
+
+    def __str__(self) -> str:
+        axes = [f"{name} {getattr(self, name)}" for name in ("data", "pipeline", "tensor") if getattr(self, name) > 1]
+        extra = [f"ZeRO {self.zero}"] if self.zero else []
+        extra += [f"{self.accumulate} accumulated"] if self.accumulate > 1 else []
+        extra += [f"{self.microbatches} micro-batches, {self.schedule}"] if self.pipeline > 1 else []
+        extra += ["recompute"] if self.recompute else []
+        return ", ".join(axes + extra) or "one device"
+
+
+def candidates(devices: int, batch: int, *, blocks: int, heads: int, per_host: int, loss: str) -> Iterator[Layout]:
+    """All layouts that multiply to the devices and divide the model and the batch, each once.
+
+    ZeRO 2 and 3 stand without a pipeline alone: its stages hold the whole sum of their gradients to the step's end.
+    """
+    for tensor in _divisors(devices):
+        if heads % tensor or tensor > per_host:
+            continue
+        for pipeline in _divisors(devices // tensor):
+            data = devices // tensor // pipeline
+            if pipeline > blocks or batch % data:
+                continue
+            stages = [0] if data == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
+            for accumulate, microbatches in _parts(batch // data, pipeline):
+                for schedule in _schedules(pipeline, loss):
+                    for zero in stages:
+                        for recompute in (False, True):
+                            yield Layout(
+                                data, pipeline, tensor, zero, accumulate, microbatches, schedule, recompute, loss
+                            )
+
+
+def _schedules(pipeline: int, loss: str) -> tuple[str, ...]:
+    return SCHEDULES if pipeline > 1 and loss == "batch" else ("1f1b",)
+
+
+def _parts(rows: int, pipeline: int) -> Iterator[tuple[int, int]]:
+    """Steps to accumulate over, by twos, and micro-batches of each."""
+    accumulate = 1
+    while rows % accumulate == 0:
+        left = rows // accumulate
+        found = [1] if pipeline == 1 else [at for at in _divisors(left) if pipeline <= at <= _MOST_PARTS * pipeline]
+        if pipeline > 1 and left < pipeline:
+            found = [left]
+        for microbatches in found:
+            yield accumulate, microbatches
+        accumulate *= 2
+
+
+def _divisors(count: int) -> list[int]:
+    return [number for number in range(1, count + 1) if count % number == 0]

@@ -1,0 +1,209 @@
+"""What a Keras model asks of the devices: found in the graph of a training step, which is traced but not run.
+
+A tensor that the forward pass makes and the backward pass reads is kept in between; views of it (a reshape) are not
+counted again. Two traces, of few and of twice as many rows, tell what grows with the rows. What a loop keeps (an LSTM)
+has no size that a graph would know: a warning names such layers.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import keras
+import tensorflow as tf
+
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import graphs, sections
+from tfgpu.parallel.workload import Block, Workload, in_segments
+
+_ROWS = 4
+_VIEWS = {"Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient"}
+_READ_NO_VALUES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
+_FREE = {"Const", "ReadVariableOp", "VarHandleOp"}  # variables are counted as such
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Traced:
+    """Bytes kept and operations of each call, for so many rows."""
+
+    kept: list[float] = field(default_factory=list)
+    flops: list[float] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
+
+
+def workload(model: keras.Model) -> Workload:
+    """Describes a functional Keras model for the planner.
+
+    Its blocks are the runs of layers between places where one tensor goes on; a model in which layers mix the rows of a
+    batch is not cut into stages.
+
+    Args:
+        model: functional or Sequential, built; its inputs have known sizes but for the rows.
+
+    Raises:
+        InputError: the model has no graph, or an input has a size that is not known.
+
+    Example:
+        >>> layers = [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(4)]
+        >>> found = workload(keras.Sequential(layers))
+        >>> found.parameters, [round(block.kept_whole) for block in found.blocks]  # the input; what relu made
+        (212, [96, 0])
+    """
+    calls = graphs.calls(model)
+    few, many = _trace(model, calls, _ROWS), _trace(model, calls, 2 * _ROWS)
+    for name in sorted(many.unknown):
+        _log.warning("What the loop of %r keeps for its gradient is not known, and left out of the plan.", name)
+    variables = _variables(calls)
+    size = next((_bytes(v) // max(1, math.prod(v.shape)) for v in model.trainable_variables), 4)
+    begins = [0, *_places(model, calls)]
+    blocks = []
+    for begin, end in zip(begins, [*begins[1:], len(calls)], strict=True):
+        kept = [few.kept[at] for at in range(begin, end)], [many.kept[at] for at in range(begin, end)]
+        slope = (sum(kept[1]) - sum(kept[0])) / _ROWS
+        owned = [v for at in range(begin, end) for v in variables[at]]
+        blocks.append(
+            Block(
+                calls[begin].name,
+                whole=sum(_bytes(v) for v in owned if v.trainable) // size,
+                frozen=sum(_bytes(v) for v in owned if not v.trainable) // size,
+                kept_whole=slope,
+                casts=sum(kept[0]) - _ROWS * slope,
+                takes=sum(_row_bytes(tensor) for tensor in _crossing(model, calls, begin)),
+                flops=(sum(many.flops[begin:end]) - sum(few.flops[begin:end])) / _ROWS,
+            )
+        )
+    whole = any(map(sections.mixes_rows, calls))
+    return Workload(
+        model.name,
+        tuple(blocks),
+        size,
+        model.dtype_policy.name,
+        outputs=sum(_row_bytes(tensor) for tensor in graphs.functional(model).outputs),
+        segments=in_segments([block.kept_whole for block in blocks]),
+        most_stages=1 if whole else len(blocks),
+    )
+
+
+def _trace(model: keras.Model, calls: Sequence[graphs.Call], rows: int) -> _Traced:
+    graph, ends = graphs.functional(model), []
+
+    @tf.function(autograph=False)
+    def step(*given):
+        values = dict(zip(map(id, graph.inputs), given, strict=True))
+        here = tf.compat.v1.get_default_graph()
+        with keras.StatelessScope(), tf.GradientTape() as tape:
+            for call in calls:
+                graphs.run([call], values, graphs.in_training)
+                ends.append(len(here.get_operations()))
+        weights = [v.value for v in model.trainable_variables]
+        outputs = [values[id(tensor)] for tensor in graph.outputs]
+        found = tape.gradient([value for value in outputs if value.dtype.is_floating], weights)
+        return [gradient for gradient in found if gradient is not None]
+
+    made = step.get_concrete_function(*(tf.TensorSpec(_shape(tensor, rows), tensor.dtype) for tensor in graph.inputs))
+    return _read(made.graph.get_operations(), calls, ends)
+
+
+def _read(operations: Sequence[tf.Operation], calls: Sequence[graphs.Call], ends: Sequence[int]) -> _Traced:
+    number = {operation: at for at, operation in enumerate(operations)}
+    found = _Traced([0.0] * len(calls), [0.0] * len(calls))
+    forward = ends[-1] if ends else 0
+    kept = {}
+    for operation in operations[forward:]:
+        if operation.type in _READ_NO_VALUES:
+            continue
+        for tensor in map(_root, operation.inputs):
+            if number[tensor.op] < forward and tensor.op.type not in _FREE and tensor.dtype != tf.resource:
+                kept[tensor.ref()] = tensor
+    for tensor in kept.values():
+        at = _call_of(number[tensor.op], ends)
+        if tensor.dtype == tf.variant or not tensor.shape.is_fully_defined():
+            found.unknown.add(calls[at].name)
+        else:
+            found.kept[at] += tensor.shape.num_elements() * tensor.dtype.size
+    for at, operation in enumerate(operations[:forward]):
+        found.flops[_call_of(at, ends)] += _flops(operation)
+    return found
+
+
+def _root(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type in _VIEWS:
+        tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
+    return tensor
+
+
+def _call_of(number: int, ends: Sequence[int]) -> int:
+    return next(at for at, end in enumerate(ends) if number < end)
+
+
+def _flops(operation: tf.Operation) -> float:
+    """Operations of one node: those of a product, one a number for all else."""
+    made = operation.outputs[0].shape if operation.outputs else tf.TensorShape(None)
+    if not made.is_fully_defined() or operation.type in _FREE | _VIEWS | {"Placeholder"}:
+        return 0
+    count, shapes = made.num_elements(), [tensor.shape for tensor in operation.inputs]
+    if operation.type == "MatMul":
+        return 2 * count * shapes[0][0 if operation.get_attr("transpose_a") else 1]
+    if operation.type.startswith("BatchMatMul"):
+        return 2 * count * shapes[0][-2 if operation.get_attr("adj_x") else -1]
+    if operation.type == "Einsum":
+        names = operation.get_attr("equation").decode().split("->")[0].split(",")
+        sizes = {}
+        for name, shape in zip(names, shapes, strict=True):
+            batch = "".join(chr(ord("α") + at) for at in range(len(shape) - len(name) + 3))
+            sizes |= zip(name.replace("...", batch), shape, strict=True)
+        return 2 * math.prod(sizes.values())
+    if operation.type.startswith(("Conv2D", "Conv3D")):
+        return 2 * count * math.prod(shapes[1][:-1])
+    if operation.type == "DepthwiseConv2dNative":
+        return 2 * count * math.prod(shapes[1][:2])
+    return count
+
+
+def _variables(calls: Sequence[graphs.Call]) -> list[list]:
+    """The variables of each call that no earlier call has."""
+    seen, found = set(), []
+    for call in calls:
+        mine = [v for v in getattr(call.operation, "variables", ()) if id(v) not in seen]
+        seen.update(map(id, mine))
+        found.append(mine)
+    return found
+
+
+def _places(model: keras.Model, calls: Sequence[graphs.Call]) -> list[int]:
+    """Before which calls the model can be cut: one tensor goes on, and no layer stands on both sides."""
+    last = {id(call.operation): at for at, call in enumerate(calls)}
+    reach, places = 0, []
+    for at, call in enumerate(calls):
+        if at and reach < at and len(_crossing(model, calls, at)) == 1:
+            places.append(at)
+        reach = max(reach, last[id(call.operation)])
+    return places
+
+
+def _crossing(model: keras.Model, calls: Sequence[graphs.Call], at: int) -> list:
+    """The tensors that calls from here on need of what was there before."""
+    own = {id(tensor) for call in calls[at:] for tensor in call.makes}
+    needed = {id(tensor): tensor for call in calls[at:] for tensor in call.needs}
+    needed |= {id(tensor): tensor for tensor in graphs.functional(model).outputs}
+    return [tensor for key, tensor in needed.items() if key not in own]
+
+
+def _shape(tensor, rows: int) -> tuple:
+    if None in tensor.shape[1:]:
+        raise InputError(
+            f"The input {tensor.name!r} has a size that is not known: {tensor.shape}. Make the model with fixed sizes, "
+            "but for the rows."
+        )
+    return (rows, *tensor.shape[1:])
+
+
+def _row_bytes(tensor) -> int:
+    return math.prod(size for size in tensor.shape[1:] if size) * tf.as_dtype(tensor.dtype).size
+
+
+def _bytes(variable) -> int:
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size

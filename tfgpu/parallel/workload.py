@@ -1,0 +1,279 @@
+"""What a model asks of the devices, block by block: what a planner needs to know, and no model.
+
+A `Transformer` is described by its sizes alone, so that a model which fits nowhere can be planned. For a Keras model,
+`traced.py` finds the same facts in its graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tfgpu.errors import InputError, unknown
+from tfgpu.parallel import balance
+
+PRECISIONS = {  # Bytes of a variable, and of a number that a layer computes.
+    "float32": (4, 4),
+    "tf32": (4, 4),
+    "mixed_float16": (4, 2),
+    "mixed_bfloat16": (4, 2),
+    "bfloat16": (2, 2),
+    "float16": (2, 2),
+}
+_LOSS_COPIES = 3  # Logits, what the loss keeps for its gradient, and the gradient.
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of a model that is not cut. "Split" is what the tensor axis divides, "whole" what each device of it has.
+
+    Attributes:
+        name: of its first layer.
+        split: trainable parameters; `whole` likewise, `frozen` those that no optimizer changes.
+        kept_split: bytes that are kept for the backward pass for each example; `kept_whole` likewise.
+        casts: bytes kept for each pass, whatever its rows: 16-bit copies of kernels, above all; split.
+        takes: bytes that come into it, for each example.
+        flops: of the forward pass, for each example.
+        reduces: bytes that the tensor axis sums in a forward pass, for each example; in a backward pass as many.
+    """
+
+    name: str
+    split: int = 0
+    whole: int = 0
+    frozen: int = 0
+    kept_split: float = 0
+    kept_whole: float = 0
+    casts: float = 0
+    takes: float = 0
+    flops: float = 0
+    reduces: float = 0
+
+    def kept(self, rows: float, tensor: int) -> float:
+        """Bytes that a pass over so many rows keeps for its gradient."""
+        return rows * (self.kept_split / tensor + self.kept_whole) + self.casts / tensor
+
+    def parameters(self, tensor: int) -> float:
+        return self.split / tensor + self.whole + self.frozen
+
+    def trainable(self, tensor: int) -> float:
+        return self.split / tensor + self.whole
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Blocks that lie on one device of the pipeline, in segments that are recomputed one at a time."""
+
+    segments: tuple[tuple[Block, ...], ...]
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(block for segment in self.segments for block in segment)
+
+    @cached_property
+    def sum(self) -> Block:
+        """All of it as one block."""
+        return _together(self.blocks)
+
+    @cached_property
+    def kinds(self) -> tuple[Block, ...]:
+        """Its segments as one block each; of equal ones the first."""
+        return tuple({_together(segment, name=""): None for segment in self.segments})
+
+    @cached_property
+    def signature(self) -> tuple:
+        """Equal where two stages cost the same."""
+        return _together(self.blocks, name=""), self.kinds, len(self.segments)
+
+    def inputs(self, rows: float) -> float:
+        """What it keeps where segments are recomputed: what goes into each of them."""
+        return rows * sum(segment[0].takes for segment in self.segments)
+
+    def largest_segment(self, rows: float, tensor: int) -> float:
+        return max(kind.kept(rows, tensor) for kind in self.kinds)
+
+    def largest_trainable(self, tensor: int) -> float:
+        return max(kind.trainable(tensor) for kind in self.kinds)
+
+    def largest_parameters(self, tensor: int) -> float:
+        return max(kind.parameters(tensor) for kind in self.kinds)
+
+
+_SUMMED = ("split", "whole", "frozen", "kept_split", "kept_whole", "casts", "flops", "reduces")
+
+
+def _together(blocks: Sequence[Block], name: str | None = None) -> Block:
+    sums = {key: sum(getattr(block, key) for block in blocks) for key in _SUMMED}
+    return Block(blocks[0].name if name is None else name, takes=blocks[0].takes, **sums)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model as a row of blocks.
+
+    Attributes:
+        name: the model's.
+        blocks: in the order in which they run.
+        variable_bytes: of one parameter.
+        precision: what it computes in.
+        outputs: bytes that it returns for each example, which the loss reads.
+        heads: what the tensor axis must divide; 1 where the model cannot be cut along it.
+        segments: where the runs of blocks begin that are recomputed together.
+        most_stages: how many stages it can be cut into.
+    """
+
+    name: str
+    blocks: tuple[Block, ...]
+    variable_bytes: int = 4
+    precision: str = "float32"
+    outputs: float = 0
+    heads: int = 1
+    segments: tuple[int, ...] = (0,)
+    most_stages: int = 1
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(block.split + block.whole + block.frozen for block in self.blocks)
+
+    @cached_property
+    def flops(self) -> float:
+        return sum(block.flops for block in self.blocks)
+
+    @property
+    def loss(self) -> float:
+        """Bytes that the loss takes for each example at its peak."""
+        return _LOSS_COPIES * self.outputs
+
+    def stages(self, count: int) -> tuple[Stage, ...]:
+        """So many stages, of which the most expensive is as cheap as can be."""
+        flops = [block.flops for block in self.blocks]
+        begins = [0, *balance.cut(flops, count), len(self.blocks)] if count > 1 else [0, len(self.blocks)]
+        return tuple(self._stage(begin, end) for begin, end in zip(begins, begins[1:], strict=False))
+
+    def _stage(self, begin: int, end: int) -> Stage:
+        inner = [begin, *(at for at in self.segments if begin < at < end), end]
+        return Stage(tuple(self.blocks[a:b] for a, b in zip(inner, inner[1:], strict=False)))
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The sizes of a causal language model as `tfgpu.models.transformer` builds it.
+
+    What a block keeps for its backward pass is what Keras's layers keep: per token `2 (c W + 8 W + 12)` bytes for the
+    normalizations, `4 c W` for queries, keys, values and what is attended to, `4 c F` for the activation, and for each
+    head and position 9 (float32) or 7 bytes for the attention's weights, with W units, F in the MLP and c bytes a
+    number. Megatron-LM keeps less: its activations are fused.
+
+    Args:
+        layers: blocks.
+        hidden: units of each position.
+        heads: attention heads; divides `hidden`.
+        sequence: tokens of an example.
+        vocabulary: how many tokens there are.
+        mlp: units of the hidden layer of a block's MLP; None is 4 times `hidden`.
+        dropout: whether there is dropout, which keeps masks.
+        name: what to call it.
+
+    Raises:
+        InputError: a size is no whole number from 1, or the heads do not divide the units.
+
+    Example:
+        >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
+        >>> round(gpt3.workload().parameters / 1e9)
+        175
+
+    Source: Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021 (operations);
+    Korthikanti et al., Reducing activation recomputation in large transformer models, 2022 (what the tensor axis cuts).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    mlp: int | None = None
+    dropout: bool = False
+    name: str = "transformer"
+
+    def __post_init__(self):
+        for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "mlp"):
+            value = getattr(self, name)
+            if not (name == "mlp" and value is None) and (type(value) is not int or value < 1):
+                raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
+        if self.hidden % self.heads:
+            nearest = max(1, round(self.hidden / self.heads)) * self.heads
+            raise InputError(
+                f"`hidden` must divide evenly among the heads. Received: hidden={self.hidden}, heads={self.heads}. "
+                f"Use hidden={nearest}."
+            )
+
+    def workload(self, precision: str = "mixed_bfloat16") -> Workload:
+        """Its blocks in a precision.
+
+        Raises:
+            InputError: there is no such precision.
+        """
+        if precision not in PRECISIONS:
+            raise unknown("precision", precision, PRECISIONS)
+        variable, number = PRECISIONS[precision]
+        width, length = self.hidden, self.sequence
+        position = Block(
+            "embedding",
+            split=self.vocabulary * width,
+            whole=length * width,
+            kept_whole=length * (4 + (width if self.dropout else 0)),
+            takes=4 * length,
+        )
+        head = Block(
+            "logits",
+            split=self.vocabulary * (width + 1) * (4 // variable),  # in float32, whatever the precision
+            whole=2 * width,
+            kept_whole=length * (12 * width + 12),
+            takes=number * length * width,
+            flops=2 * length * width * self.vocabulary,
+            reduces=number * length * width,
+        )
+        blocks = (position, *(self._block(at, variable, number) for at in range(1, self.layers + 1)), head)
+        return Workload(
+            self.name,
+            blocks,
+            variable,
+            precision,
+            outputs=4 * length * self.vocabulary,
+            heads=self.heads,
+            segments=tuple(range(len(blocks))),
+            most_stages=len(blocks),
+        )
+
+    def _block(self, at: int, variable: int, number: int) -> Block:
+        width, length = self.hidden, self.sequence
+        inner = self.mlp or 4 * width
+        kernels = 4 * width * width + 2 * width * inner
+        norms = 2 * (number * width + 8 * width + 12)
+        if self.dropout:
+            weights = 2 * number + 1
+        else:
+            weights = 5 + (number if number < 4 else 0)
+        return Block(
+            f"block{at}",
+            split=kernels + 3 * width + inner,
+            whole=6 * width,
+            kept_split=length * (number * 4 * (width + inner) + weights * self.heads * length)
+            + (length * inner if self.dropout else 0),
+            kept_whole=length * (norms + (2 * width if self.dropout else 0)),
+            casts=number * kernels if number < variable else 0,
+            takes=number * length * width,
+            flops=2 * length * kernels + 4 * length * length * width,
+            reduces=2 * number * length * width,
+        )
+
+
+def in_segments(kept: Sequence[float]) -> tuple[int, ...]:
+    """Where segments begin that are recomputed one at a time: about the square root of the blocks' number of them.
+
+    Source: Chen et al., Training deep nets with sublinear memory cost, 2016.
+
+    Example:
+        >>> in_segments([1, 1, 1, 1, 1, 1, 1, 1, 1])
+        (0, 3, 6)
+    """
+    parts = max(1, round(len(kept) ** 0.5))
+    return (0, *balance.cut(kept, parts))
