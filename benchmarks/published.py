@@ -9,9 +9,9 @@ tokens, a vocabulary of 51,200, Adam, 16-bit activations that are recomputed, an
 
 from dataclasses import dataclass
 
-from tfgpu.parallel import planner
-from tfgpu.parallel.layouts import Layout
-from tfgpu.parallel.workload import Transformer
+from tfgpu.parallel.planning import planner
+from tfgpu.parallel.planning.layouts import Layout
+from tfgpu.parallel.planning.workload import Transformer
 
 _LENGTH, _VOCABULARY = 2048, 51200
 

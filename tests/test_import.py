@@ -47,7 +47,7 @@ QUICK = (
     "tfgpu.run",
     "tfgpu.parallel.mesh",
     "tfgpu.parallel.schedule",
-    "tfgpu.parallel.planner",
+    "tfgpu.parallel.planning.planner",
     "tfgpu.launch.kubernetes",
     "tfgpu.launch.slurm",
     "tfgpu.launch.slurm_job",

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from benchmarks import published
 from tfgpu.errors import InputError
-from tfgpu.parallel import footprint, hardware, layouts, planner, schedule, timing
-from tfgpu.parallel.layouts import Layout
-from tfgpu.parallel.planner import plan, predict
-from tfgpu.parallel.workload import Block, Transformer, Workload
+from tfgpu.parallel import schedule
+from tfgpu.parallel.planning import footprint, hardware, layouts, planner, timing
+from tfgpu.parallel.planning.layouts import Layout
+from tfgpu.parallel.planning.planner import plan, predict
+from tfgpu.parallel.planning.workload import Block, Transformer, Workload
 
 GPT3 = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
 SMALL = Transformer(layers=6, hidden=64, heads=8, sequence=32, vocabulary=128)

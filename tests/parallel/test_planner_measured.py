@@ -15,8 +15,9 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.errors import InputError
-from tfgpu.parallel import Layout, footprint, plan, predict, traced
-from tfgpu.parallel.workload import Transformer
+from tfgpu.parallel import Layout, plan, predict
+from tfgpu.parallel.planning import footprint, traced
+from tfgpu.parallel.planning.workload import Transformer
 
 MODELS = {
     "mlp": dict(name="mlp", input_shape=(8,), classes=4, options=dict(widths=(32, 16))),

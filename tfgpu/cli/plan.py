@@ -14,9 +14,9 @@ from rich.table import Table
 from tfgpu.cli.flags import pairs
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown
-from tfgpu.parallel import hardware, timing
-from tfgpu.parallel.planner import HEADROOM, Plan, plan
-from tfgpu.parallel.workload import PRECISIONS, Transformer, Workload
+from tfgpu.parallel.planning import hardware, timing
+from tfgpu.parallel.planning.planner import HEADROOM, Plan, plan
+from tfgpu.parallel.planning.workload import PRECISIONS, Transformer, Workload
 
 app = typer.Typer()
 _SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary")
@@ -167,7 +167,7 @@ def _built(name: str, options: Mapping, shape: tuple, classes: int | None, preci
     with Console(stderr=True).status("starting TensorFlow"):
         start_tensorflow()
         keras, tf = imported("keras"), imported("tensorflow")
-        models, traced = imported("tfgpu.models"), imported("tfgpu.parallel.traced")
+        models, traced = imported("tfgpu.models"), imported("tfgpu.parallel.planning.traced")
     keras.config.set_dtype_policy("float32" if precision == "tf32" else precision)
     with tf.device("CPU:0"), Console(stderr=True).status("reading the model's graph"):
         found = traced.workload(models.build(name, input_shape=shape, classes=classes or 1, options=options))

@@ -3,14 +3,14 @@
 from tfgpu.lazy import on_first_use
 
 _PLACES = {
-    "Layout": "tfgpu.parallel.layouts",
+    "Layout": "tfgpu.parallel.planning.layouts",
     "Mesh": "tfgpu.parallel.mesh",
-    "Transformer": "tfgpu.parallel.workload",
+    "Transformer": "tfgpu.parallel.planning.workload",
     "apply": "tfgpu.parallel.hybrid",
     "pipeline": "tfgpu.parallel.pipeline",
     "place": "tfgpu.parallel.placement",
-    "plan": "tfgpu.parallel.planner",
-    "predict": "tfgpu.parallel.planner",
+    "plan": "tfgpu.parallel.planning.planner",
+    "predict": "tfgpu.parallel.planning.planner",
     "tensor": "tfgpu.parallel.tensor",
 }
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfgpu.errors import InputError, unknown
-from tfgpu.parallel.layouts import Layout
-from tfgpu.parallel.workload import Stage, Workload
+from tfgpu.parallel.planning.layouts import Layout
+from tfgpu.parallel.planning.workload import Stage, Workload
 
 SLOTS = {
     "sgd": 0,

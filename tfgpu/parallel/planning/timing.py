@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from tfgpu.parallel.footprint import Sent
-from tfgpu.parallel.hardware import Device
-from tfgpu.parallel.layouts import Layout
-from tfgpu.parallel.workload import Stage, Workload
+from tfgpu.parallel.planning.footprint import Sent
+from tfgpu.parallel.planning.hardware import Device
+from tfgpu.parallel.planning.layouts import Layout
+from tfgpu.parallel.planning.workload import Stage, Workload
 
 EFFICIENCY = 0.5
 """Of a device's most operations a second, while it computes.

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tfgpu.errors import InputError
-from tfgpu.parallel import footprint, hardware, layouts, timing
-from tfgpu.parallel.footprint import Memory, Sent
-from tfgpu.parallel.hardware import Device
-from tfgpu.parallel.layouts import Layout
-from tfgpu.parallel.workload import Transformer, Workload
+from tfgpu.parallel.planning import footprint, hardware, layouts, timing
+from tfgpu.parallel.planning.footprint import Memory, Sent
+from tfgpu.parallel.planning.hardware import Device
+from tfgpu.parallel.planning.layouts import Layout
+from tfgpu.parallel.planning.workload import Transformer, Workload
 
 if TYPE_CHECKING:
     import keras
@@ -180,7 +180,7 @@ def _workload(model, precision: str | None) -> Workload:
         raise InputError(f"`precision` is for sizes: a model has its own. Received: precision={precision!r}.")
     if isinstance(model, Workload):
         return model
-    from tfgpu.parallel import traced  # starts TensorFlow
+    from tfgpu.parallel.planning import traced  # starts TensorFlow
 
     return traced.workload(model)
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import graphs, sections
-from tfgpu.parallel.workload import Block, Workload, in_segments
+from tfgpu.parallel.planning.workload import Block, Workload, in_segments
 
 _ROWS = 4
 _VIEWS = {"Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient"}
