@@ -26,7 +26,7 @@ ALLOWED = {
     "callbacks": {"cluster", "environment", "training", "keras_fixes", "launch"},
 }
 ALLOWED["asynchronous"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes", "callbacks"}
-ALLOWED["parallel"] = {"cluster", "environment", "strategies", "training", "keras_fixes"}
+ALLOWED["parallel"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes"}
 ALLOWED["run"] = {"cluster", "keras_fixes", "launch", "preflight"}
 ALLOWED["recipes"] = {*ALLOWED}
 ALLOWED["measure"] = {*ALLOWED}

@@ -10,7 +10,7 @@ Example:
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,8 +20,10 @@ import tensorflow as tf
 from tfgpu.errors import InputError, MachineError, unknown
 
 KINDS = ("CPU", "GPU")
+OWN = 0
+"""The number of the process that runs the script, where several are connected."""
 _MIB = 2**20
-_NAME = re.compile(r"(?:/?device:|/)?(cpu|gpu):([0-9]+)", re.IGNORECASE)
+_NAME = re.compile(r"(?:([0-9]+)/)?(?:/?device:|/)?(cpu|gpu):([0-9]+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Device:
     """One logical device, as TensorFlow will see it once it has started.
 
     Args:
-        name: `"GPU:0"`; strategies and `tf.device` take it.
+        name: `"GPU:0"`; strategies and `tf.device` take it. Strategies alone take `"1/GPU:0"`, of process 1 of several.
         kind: `"CPU"` or `"GPU"`.
         physical: the physical device that it is a part of, such as `"GPU:0"`.
         description: the maker's name, such as `"NVIDIA H100"`; `""` where TensorFlow does not know it.
@@ -64,11 +66,22 @@ def accelerators() -> tuple[Device, ...]:
     return devices("GPU") or devices("CPU")
 
 
-def select(chosen: int | str | Iterable[str]) -> tuple[Device, ...]:
+def everywhere(connected: Sequence[str] = ()) -> tuple[Device, ...]:
+    """Lists what trains in several processes; in this one alone `accelerators()`.
+
+    Args:
+        connected: the names of all devices of the processes that `parallel.connect` has connected.
+    """
+    found = _of_processes(connected)
+    return tuple(device for device in found if device.kind == "GPU") or found or accelerators()
+
+
+def select(chosen: int | str | Iterable[str], connected: Sequence[str] = ()) -> tuple[Device, ...]:
     """Finds the devices that someone asked for, by number or by name.
 
     Args:
-        chosen: how many of `accelerators()`, from the first; or names such as `["GPU:0", "/cpu:1"]`.
+        chosen: how many of `everywhere(connected)`, from the first; or names such as `["GPU:0", "/cpu:1", "1/GPU:0"]`.
+        connected: as for `everywhere`.
 
     Returns:
         The devices, in the order asked for.
@@ -78,15 +91,16 @@ def select(chosen: int | str | Iterable[str]) -> tuple[Device, ...]:
     """
     if isinstance(chosen, int):
         _whole("devices", chosen, least=1)
-        found = accelerators()
+        found = everywhere(connected)
         if chosen > len(found):
             raise _missing(chosen, found)
         return found[:chosen]
-    by_name = {device.name: device for device in devices()}
+    by_name = {f"{OWN}/{device.name}": device for device in devices()}
+    by_name |= {device.name: device for device in _of_processes(connected)}
     names = [_normal(name) for name in ([chosen] if isinstance(chosen, str) else chosen)]
     for name in names:
         if name not in by_name:
-            raise _missing(name, tuple(by_name.values()))
+            raise _no_process(name, connected) or _missing(name.removeprefix(f"{OWN}/"), tuple(by_name.values()))
     if not names or len(set(names)) != len(names):
         raise InputError(f"`devices` must name one or more devices, each once. Received: {names}.")
     return tuple(by_name[name] for name in names)
@@ -257,11 +271,27 @@ def _logical(kind: str) -> Iterator[Device]:
             index += 1
 
 
+def _of_processes(names: Sequence[str]) -> tuple[Device, ...]:
+    return tuple(Device(name, name.rpartition("/")[2].partition(":")[0], name) for name in names)
+
+
 def _normal(name: object) -> str:
     match = _NAME.fullmatch(name.strip()) if isinstance(name, str) else None
     if not match:
         raise InputError(f"A device's name must look like 'GPU:0' or 'CPU:1'. Received: {name!r}.")
-    return f"{match[1].upper()}:{int(match[2])}"
+    return f"{int(match[1] or OWN)}/{match[2].upper()}:{int(match[3])}"
+
+
+def _no_process(name: str, connected: Sequence[str]) -> InputError | None:
+    """The error for a name of a process that is not there."""
+    number, numbers = int(name.partition("/")[0]), sorted({int(each.partition("/")[0]) for each in connected})
+    if number in numbers or number == OWN:
+        return None
+    return InputError(
+        f"There is no process {number} for the device {name!r}. Found: {f'0 to {numbers[-1]}' if numbers else 'one'}. "
+        f"Start {number + 1} (`tfgpu launch -n {number + 1} script.py`), and call `tfgpu.parallel.connect()` at the "
+        "top of the script."
+    )
 
 
 def _missing(asked: int | str, found: tuple[Device, ...]) -> InputError:

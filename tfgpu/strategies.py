@@ -38,7 +38,7 @@ from tfgpu.asynchronous.parameter_server import Partitioner, parameter_server, r
 from tfgpu.cluster import Cluster
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, unknown
-from tfgpu.keras_fixes import collectives, compression, orders, replica
+from tfgpu.keras_fixes import collectives, compression, homes, orders, processes, replica
 from tfgpu.keras_fixes.devices import have_started, worker_devices
 
 KINDS = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "averaging")
@@ -151,7 +151,7 @@ def one_device(devices: Devices = None) -> tf.distribute.OneDeviceStrategy:
     if len(chosen) > 1:
         raise InputError(f"`one_device` takes one device. Received: {_names(chosen)}. Use `mirrored`.")
     keras_fixes.install()
-    return tf.distribute.OneDeviceStrategy(f"/device:{chosen[0].name}")
+    return tf.distribute.OneDeviceStrategy(homes.full_name(chosen[0].name))
 
 
 def mirrored(
@@ -161,10 +161,10 @@ def mirrored(
     reduce_dtype: str | None = None,
     top_k: float | None = None,
 ) -> tf.distribute.MirroredStrategy:
-    """Makes the strategy that keeps a copy of the model on every device of this machine.
+    """Makes the strategy that keeps a copy of the model on every device of this process.
 
     Args:
-        devices: as for `strategy`, but `None` is all logical CPU devices where there is no GPU.
+        devices: as for `strategy` (and `"1/GPU:0"`), but `None` is all logical CPU devices where there is no GPU.
         all_reduce: `"auto"`, `"nccl"` (physical GPUs only), `"hierarchical_copy"` (an even number of devices;
             made for eight GPUs linked as in a DGX-1) or `"reduction_to_one_device"`.
         reduce_dtype, top_k: as for `strategy`.
@@ -173,10 +173,9 @@ def mirrored(
         InputError: more devices than exist, or an all-reduce that does not suit them.
     """
     _check_compression(reduce_dtype, top_k)
-    chosen = environment.accelerators() if devices is None else environment.select(devices)
-    operations = _cross_device_ops(all_reduce, chosen)
+    chosen = environment.accelerators() if devices is None else environment.select(devices, processes.names())
+    operations, names = _cross_device_ops(all_reduce, chosen), [homes.full_name(device.name) for device in chosen]
     keras_fixes.install()
-    names = [f"/device:{device.name}" for device in chosen]
     return _compressing(tf.distribute.MirroredStrategy(names, cross_device_ops=operations), reduce_dtype, top_k)
 
 
@@ -264,7 +263,7 @@ def describe(strategy: tf.distribute.Strategy) -> dict:
     elif kind == "default":
         names = [environment.accelerators()[0].name]
     else:
-        names = [name.rpartition("/device:")[2] for name in strategy.extended.worker_devices]
+        names = [homes.short_name(name) for name in strategy.extended.worker_devices]
     if replica.spans_processes(strategy):
         workers = strategy.num_replicas_in_sync // len(names)
     return {"kind": kind, "replicas": strategy.num_replicas_in_sync, "workers": workers, "devices": names}
@@ -306,6 +305,10 @@ def _cross_device_ops(all_reduce: str, chosen: tuple[Device, ...]) -> tf.distrib
         raise unknown("all-reduce", all_reduce, ALL_REDUCE)
     if all_reduce in ("ring", "hierarchical"):
         raise InputError(f"all_reduce={all_reduce!r} applies to `multi_worker`. With `mirrored` use 'auto' or 'nccl'.")
+    if processes.connection() is not None:
+        if all_reduce not in ("auto", "reduction_to_one_device"):
+            raise InputError(f"all_reduce={all_reduce!r} does not go with `tfgpu.parallel.connect`. Use 'auto'.")
+        return tf.distribute.ReductionToOneDevice()
     if all_reduce == "nccl":
         _need_physical_gpus(chosen)
         return tf.distribute.NcclAllReduce()

@@ -11,6 +11,7 @@ import pytest
 from tfgpu.asynchronous import parameter_server as module
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError
+from tfgpu.preflight import peers
 
 PS = dict(workers=("localhost:1", "localhost:2"), parameter_servers=("localhost:3",), has_chief=True)
 CHIEF = Cluster(**PS, rank=0, task_type="chief")
@@ -37,7 +38,7 @@ def test_a_server_leaves_when_it_is_asked_to(group):
     processes.start("worker0")
     with standing_for(processes.cluster["chief"][0]):
         address = processes.cluster["ps"][0]
-        while not module._answers(address):
+        while not peers.answers(address):
             assert processes.running["ps0"].poll() is None, processes.said("ps0")
         assert processes.end("ps0", signal.SIGTERM) == 75
     assert processes.wait("worker0", timeout=120) == 0
@@ -61,5 +62,5 @@ def test_a_meeting_before_the_start_is_no_server(addresses):
     grpc_at, meeting_at = addresses(2)
     host, _, port = meeting_at.rpartition(":")
     with standing_for(grpc_at), socket.create_server((host, int(port))):
-        assert module._answers(grpc_at) and module._serves(grpc_at)
-        assert module._answers(meeting_at) and not module._serves(meeting_at)
+        assert peers.answers(grpc_at) and peers.serves(grpc_at)
+        assert peers.answers(meeting_at) and not peers.serves(meeting_at)

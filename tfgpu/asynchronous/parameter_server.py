@@ -12,32 +12,19 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 https://www.tensorflow.org/tutorials/distribute/parameter_server_training
 """
 
-import contextlib
-import logging
 import os
-import signal
-import socket
 import sys
-import threading
-import time
 from collections.abc import Callable
 
 import tensorflow as tf
 
 from tfgpu import keras_fixes, preflight
 from tfgpu.cluster import Cluster
-from tfgpu.errors import InputError, MachineError, Preempted
+from tfgpu.errors import InputError
 from tfgpu.keras_fixes import closures, tables, worker_data
-from tfgpu.preflight import wire
+from tfgpu.preflight import peers
 
 Partitioner = Callable | str | None
-
-STARTUP_TIMEOUT_S = 60.0
-"""Seconds to wait for a peer that does not answer, where `TFGPU_STARTUP_TIMEOUT` does not say."""
-LEFT_AFTER_S = 5.0
-"""Seconds without an answer from the chief's port after which its workers and servers end."""
-
-_log = logging.getLogger(__name__)
 
 
 def parameter_server(
@@ -83,7 +70,7 @@ def parameter_server(
             f"`parameter_server` trains from the chief. Found: {who(cluster)}. "
             "Evaluate its checkpoints with `tfgpu.asynchronous.evaluate_checkpoints`."
         )
-    _fail_fast()
+    peers.fail_fast()
     preflight.join(cluster)
     _wait_for_peers(cluster)  # their servers start now
     keras_fixes.install()
@@ -118,20 +105,20 @@ def serve(cluster: Cluster | None = None) -> None:
             "`serve` is for the workers and parameter servers of a cluster with a chief. "
             f"Found: {who(cluster)}. Set TF_CONFIG's `task`; the chief calls `tfgpu.strategy()`."
         )
-    _fail_fast()
+    peers.fail_fast()
     preflight.join(cluster)
     config = tf.compat.v1.ConfigProto()
     # TensorFlow's guide asks for more threads than workers, which a small machine would not have by itself.
     config.inter_op_parallelism_threads = max(cluster.size + 1, os.cpu_count() or 1)
-    with _leaving_at_term():
+    with peers.hearing_term(peers.leave):
         server = tf.distribute.Server(
-            tf.train.ClusterSpec({job: peers for job, peers in cluster.jobs().items() if job != "evaluator"}),
+            tf.train.ClusterSpec({job: found for job, found in cluster.jobs().items() if job != "evaluator"}),
             job_name=cluster.task_type,
             task_index=cluster.task_index,
             protocol="grpc",
             config=config,
         )
-        _stay_with(cluster.workers[0], f"{cluster.task_type} {cluster.task_index}")
+        peers.stay_with(cluster.workers[0], f"{cluster.task_type} {cluster.task_index}")
     del server
     sys.exit(0)
 
@@ -207,76 +194,9 @@ def _partitioner(value: Partitioner, servers: int) -> Callable | None:
     return value
 
 
-def _fail_fast() -> None:
-    # Without it gRPC retries a dead peer forever, and the coordinator never hears that a worker is gone.
-    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
-
-
 def _wait_for_peers(cluster: Cluster) -> None:
     """TensorFlow alone waits for a missing process for ever, and does not say for which."""
-    deadline = time.monotonic() + _startup_timeout()
+    until = peers.deadline()
     for job in ("ps", "worker"):
         for index, address in enumerate(cluster.jobs()[job]):
-            _wait_for(f"{job} {index}", address, deadline)
-
-
-def _stay_with(chief: str, me: str) -> None:
-    """Returns when the chief, once seen, has not answered for `LEFT_AFTER_S`."""
-    _wait_for("the chief", chief, time.monotonic() + _startup_timeout())
-    seen = time.monotonic()
-    while time.monotonic() - seen < LEFT_AFTER_S:
-        time.sleep(1.0)
-        if _answers(chief):
-            seen = time.monotonic()
-    _log.info("%s: the chief (%s) is gone; leaving.", me, chief)
-
-
-def _wait_for(name: str, address: str, deadline: float) -> None:
-    while not _serves(address):
-        if time.monotonic() > deadline:
-            raise MachineError(
-                f"{name} ({address}) did not answer within {_startup_timeout():g} s: not started, wrong port, or "
-                "firewall. Start it, or give it longer by TFGPU_STARTUP_TIMEOUT."
-            )
-        time.sleep(0.2)
-
-
-def _answers(address: str) -> bool:
-    try:
-        with _connected(address):
-            return True
-    except OSError:
-        return False
-
-
-def _serves(address: str) -> bool:
-    """Whether TensorFlow's own server answers there, and not the meeting before it (`preflight`)."""
-    try:
-        with _connected(address) as connection, connection.makefile("rb") as answer:
-            return wire.is_grpc(answer.read(wire.FRAME))
-    except OSError:
-        return False
-
-
-def _connected(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=2)
-
-
-def _startup_timeout() -> float:
-    return preflight.timeout_s() or STARTUP_TIMEOUT_S  # 0 is for the preflight; TensorFlow would wait for ever
-
-
-@contextlib.contextmanager
-def _leaving_at_term():
-    """Lets SIGTERM end the process with code 75, where nobody else has asked to hear of it."""
-    is_ours = threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if is_ours:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(Preempted.EXIT_CODE))
-    try:
-        yield
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            peers.wait_for(f"{job} {index}", address, until)

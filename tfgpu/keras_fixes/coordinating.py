@@ -10,11 +10,8 @@ the coordinator adds up the closures that were done: what a dead worker had coun
 `iterations` lie on the parameter servers, where each update is applied as it comes.
 """
 
-import atexit
 import inspect
 import logging
-import os
-import sys
 from collections.abc import Callable
 
 import keras
@@ -25,7 +22,7 @@ from keras.src.trainers.trainer import Trainer
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 from tfgpu.errors import InputError, MachineError
-from tfgpu.keras_fixes import blocks, pieces, worker_data
+from tfgpu.keras_fixes import blocks, pieces, processes, worker_data
 from tfgpu.keras_fixes.closures import Closures, workers_of
 from tfgpu.keras_fixes.seam import wrap
 
@@ -95,20 +92,11 @@ def train_by_coordinator() -> None:
                 if gone is None:
                     raise
                 _log.debug("TensorFlow's own words.", exc_info=True)
-                atexit.register(_end_at_once)
+                processes.end_at_once_after_an_error()
                 raise gone from None
             finally:
                 for function in _closures_of(self):
                     function.stop()
-
-
-def _end_at_once() -> None:
-    """Ends a process that an error ends. TensorFlow says goodbye to each server when the interpreter takes it apart,
-    and may wait for ever for one that is gone."""
-    if getattr(sys, "last_type", None) is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
 
 
 def settle(model) -> None:

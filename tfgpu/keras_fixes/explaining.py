@@ -1,6 +1,7 @@
 """Errors of TensorFlow that tfgpu can say more about: memory that has run out, and data that tfgpu itself reads."""
 
 import contextlib
+import logging
 import math
 import re
 from pathlib import Path
@@ -9,7 +10,9 @@ import tensorflow as tf
 
 from tfgpu import errors
 from tfgpu.errors import InputError, MachineError, OutOfMemory
+from tfgpu.keras_fixes import processes
 
+_log = logging.getLogger(__name__)
 _TENSOR = re.compile(r"allocating tensor with shape\s*\[([\d,]*)\] and type (\w+)(?: on \S*device:(\w+:\d+))?")
 _BYTES = re.compile(r"allocate (\d+) bytes")
 _FIX = (
@@ -30,15 +33,25 @@ def explained(model):
     """Raises tfgpu's errors in place of TensorFlow's, inside `fit`, `evaluate` or `predict` of a model."""
     try:
         yield
-    except (tf.errors.UnknownError, tf.errors.InvalidArgumentError) as error:
+    except tf.errors.OpError as error:
+        gone = processes.explained(error, model)
+        if gone is not None:
+            _log.debug("TensorFlow's own words.", exc_info=True)
+            raise gone from None
+        found = _explanation(error, model)
+        if found is None:
+            raise
+        raise found from error
+
+
+def _explanation(error: tf.errors.OpError, model) -> Exception | None:
+    if isinstance(error, tf.errors.UnknownError | tf.errors.InvalidArgumentError):
         found = _OURS.search(error.message)
-        if found is None or not _is_ours(error.message):
-            raise
-        raise _KINDS[found[1]](found[2]) from error
-    except tf.errors.ResourceExhaustedError as error:
-        if not re.search(r"OOM|memory|allocat", error.message):  # a disk may be full, too
-            raise
-        raise OutOfMemory(f"Out of memory{_asked(error.message)}. {_sizes(model)}", _FIX) from error
+        return _KINDS[found[1]](found[2]) if found is not None and _is_ours(error.message) else None
+    # A disk may be full, too.
+    if isinstance(error, tf.errors.ResourceExhaustedError) and re.search(r"OOM|memory|allocat", error.message):
+        return OutOfMemory(f"Out of memory{_asked(error.message)}. {_sizes(model)}", _FIX)
+    return None
 
 
 def _is_ours(message: str) -> bool:

@@ -22,7 +22,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import device_util
 from tensorflow.python.eager import backprop
 
-from tfgpu.keras_fixes import replica
+from tfgpu.keras_fixes import processes, replica
 from tfgpu.keras_fixes.seam import wrap
 
 
@@ -41,9 +41,24 @@ class Home:
 
 
 def home(devices: Iterable[str]) -> Home:
-    """The home on devices of these names, such as `"GPU:0"` or `"/job:worker/task:1/device:GPU:0"`."""
-    names = (device if device.startswith("/") else f"/device:{device}" for device in devices)
-    return Home(tuple(device_util.canonicalize(name) for name in names))
+    """The home on devices of these names, such as `"GPU:0"`, `"1/GPU:0"` or `"/job:worker/task:1/device:GPU:0"`."""
+    return Home(tuple(device_util.canonicalize(full_name(device)) for device in devices))
+
+
+def full_name(device: str) -> str:
+    """A device's name as TensorFlow takes it, where it stands for this process (`"GPU:0"`) or another (`"1/GPU:0"`)."""
+    if device.startswith("/"):
+        return device
+    process, _, name = device.rpartition("/")
+    is_far = process and processes.connection() is not None
+    return f"/job:{processes.JOB}/replica:0/task:{process}/device:{name}" if is_far else f"/device:{name}"
+
+
+def short_name(device: str) -> str:
+    """What `full_name` makes a full name of."""
+    found = tf.DeviceSpec.from_string(device)
+    process = f"{found.task}/" if processes.connection() is not None else ""
+    return f"{process}{found.device_type}:{found.device_index}"
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import blocks, orders, replica
+from tfgpu.keras_fixes import blocks, orders, processes, replica
 from tfgpu.keras_fixes.seam import wrap
 
 _here = threading.local()
@@ -138,7 +138,7 @@ class _Cutter:
             if not own_cut:
                 return self._strategy.experimental_distribute_dataset(dataset)
         with_places = getattr(_here, "places", False)
-        if _on_host(self._strategy):
+        if _on_host(self._strategy) or processes.connection() is not None:  # TensorFlow's iterator stays in a process
             # Kept with the data set: what deals its batches out one by one takes some 30 ms to trace.
             kept = vars(dataset).setdefault("_tfgpu_dealt", {})
             key = self._strategy, with_places

@@ -7,6 +7,7 @@ _PLACES = {
     "Mesh": "tfgpu.parallel.mesh",
     "Transformer": "tfgpu.parallel.planning.workload",
     "apply": "tfgpu.parallel.hybrid",
+    "connect": "tfgpu.parallel.processes",
     "pipeline": "tfgpu.parallel.pipeline",
     "place": "tfgpu.parallel.placement",
     "plan": "tfgpu.parallel.planning.planner",

@@ -10,10 +10,10 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from tfgpu import environment, strategies
+from tfgpu import strategies
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import graphs, homes, pipelining, replica, tensors
-from tfgpu.parallel import cutting, placement, staging
+from tfgpu.parallel import cutting, placement, processes, staging
 from tfgpu.parallel.mesh import Mesh
 
 _MICROBATCHES = 4  # a stage: idle for less than a fifth of the time
@@ -124,11 +124,11 @@ def _show(found: cutting.Plan, mesh: Mesh) -> None:
 
 def _with_devices(mesh: Mesh) -> Mesh:
     if mesh.devices is None:
-        chosen = environment.accelerators()
+        chosen = processes.select(None)
         if len(chosen) < mesh.size:
             mesh.check(len(chosen))
         mesh = mesh.on(device.name for device in chosen[: mesh.size])
-    environment.select(mesh.devices)
+    processes.select(mesh.devices)
     return mesh
 
 

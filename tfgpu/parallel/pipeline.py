@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import keras
 
-from tfgpu import environment
 from tfgpu.errors import InputError
-from tfgpu.parallel import hybrid, staging
+from tfgpu.parallel import hybrid, processes, staging
 from tfgpu.parallel.mesh import Mesh
 
 
@@ -72,12 +71,12 @@ def _mesh_of(mesh: Mesh | None, devices, stages: int, schedule: str) -> Mesh:
         raise InputError("Give `devices` or `mesh`, not both: a mesh has devices of its own.")
     wanted = -(-stages // 2) if schedule == "interleaved" else stages
     if mesh is None:
-        chosen = environment.select(wanted if devices is None else devices)
+        chosen = processes.select(wanted if devices is None else devices)
         mesh = Mesh(pipeline=len(chosen), devices=tuple(device.name for device in chosen))
     elif mesh.devices is None:
-        chosen = environment.accelerators()
+        chosen = processes.select(None)
         mesh = mesh.on(device.name for device in chosen[: mesh.size])
     if mesh.tensor > 1:
         raise InputError(f"A pipeline has no axis `tensor`. Received: {mesh}.")
-    environment.select(mesh.devices)
+    processes.select(mesh.devices)
     return mesh

@@ -14,11 +14,11 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from tfgpu import environment, strategies
+from tfgpu import strategies
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import graphs, homes, parts, replica
 from tfgpu.keras_fixes.explaining import in_units
-from tfgpu.parallel import balance, costs
+from tfgpu.parallel import balance, costs, processes
 
 Devices = str | Iterable[str]
 
@@ -124,7 +124,7 @@ def _place_operations(model: keras.Model, places: Mapping[str, homes.Home], path
 
 def _balanced(model: keras.Model, devices, batch) -> dict[str, str]:
     """Layers in a row, cut where bytes and seconds of the parts are about the same; prints the table."""
-    chosen = environment.accelerators() if devices is None else environment.select(devices)
+    chosen = processes.select(devices)
     found = costs.measure(model, batch)
     totals = [
         sum(getattr(cost, name) for cost in found) or 1 for name in ("parameter_bytes", "activation_bytes", "seconds")
@@ -152,7 +152,7 @@ def _balanced(model: keras.Model, devices, batch) -> dict[str, str]:
 def _devices(pattern: str, names: Devices) -> tuple[str, ...]:
     if not isinstance(pattern, str):
         raise InputError(f"A pattern is a string, such as 'encoder*'. Received: {pattern!r}.")
-    return tuple(device.name for device in environment.select([names] if isinstance(names, str) else names))
+    return tuple(device.name for device in processes.select([names] if isinstance(names, str) else names))
 
 
 def _check_patterns(model: keras.Model, chosen: Mapping[str, tuple[str, ...]]) -> None:

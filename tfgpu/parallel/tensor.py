@@ -4,9 +4,8 @@ from collections.abc import Iterable, Mapping
 
 import keras
 
-from tfgpu import environment
 from tfgpu.errors import InputError
-from tfgpu.parallel import hybrid
+from tfgpu.parallel import hybrid, processes
 from tfgpu.parallel.mesh import Mesh
 
 
@@ -52,7 +51,7 @@ def tensor(
     if mesh is not None and devices is not None:
         raise InputError("Give `devices` or `mesh`, not both: a mesh has devices of its own.")
     if mesh is None:
-        chosen = environment.accelerators() if devices is None else environment.select(devices)
+        chosen = processes.select(devices)
         mesh = Mesh(tensor=len(chosen), devices=tuple(device.name for device in chosen))
     if mesh.tensor == 1:
         raise InputError(f"There is nothing to cut for: {mesh}. Give two devices or more along `tensor`.")
