@@ -51,8 +51,13 @@ def _stage(at: int, seconds: float) -> list[keras.layers.Layer]:
     return [keras.layers.Dense(4, name=f"begin_{at}"), Slow(seconds), keras.layers.Dense(4)]
 
 
-def steps_of(schedule: str, stages: int, microbatches: int, devices: int, *, seconds: float, steps: int) -> list[tuple]:
-    """Single steps, after the first two: seconds, and how long all stages together were busy."""
+def sleeping() -> keras.Model:
+    """Four such stages, for `tfgpu profile --model benchmarks.pipeline:sleeping`."""
+    return keras.Sequential([keras.Input((4,)), *(layer for at in range(4) for layer in _stage(at, 0.1))])
+
+
+def made(schedule: str, stages: int, microbatches: int, devices: int, *, seconds: float) -> keras.Model:
+    """A compiled pipeline of sleeping stages."""
     layers = [layer for at in range(stages) for layer in _stage(at, seconds)]
     model = keras.Sequential([keras.Input((4,)), *layers])
     cuts = [f"begin_{at}" for at in range(1, stages)]
@@ -60,6 +65,12 @@ def steps_of(schedule: str, stages: int, microbatches: int, devices: int, *, sec
     pipeline(model, stages, microbatches, schedule=schedule, cuts=cuts, devices=names)
     with model.distribute_strategy.scope():
         model.compile("sgd", "mse", steps_per_execution=1, jit_compile=False)
+    return model
+
+
+def steps_of(schedule: str, stages: int, microbatches: int, devices: int, *, seconds: float, steps: int) -> list[tuple]:
+    """Single steps, after the first two: seconds, and how long all stages together were busy."""
+    model = made(schedule, stages, microbatches, devices, seconds=seconds)
     taken, rows = [], np.ones((microbatches * 2, 4), "float32")
     for _ in range(steps + 2):
         _slept.clear()

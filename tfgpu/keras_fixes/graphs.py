@@ -1,5 +1,7 @@
 """A model as a graph: which operation is called after which, on what; and the layers within layers."""
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -133,3 +135,41 @@ def run_by(model: keras.Model, chosen: Sequence[Call]) -> None:
 def in_training(operation: Callable) -> Callable:
     """An operation as `fit` calls it: with `training=True`, where it takes that."""
     return operation_fn(operation, training=True)
+
+
+def reroute(model: keras.Model, run_calls: Callable, name: str) -> None:
+    """Lets a functional model run its calls in another way in training. What runs without `training=True` stays.
+
+    Args:
+        model: functional or Sequential.
+        run_calls: takes `values` and `operation_fn` as `run` does, and adds what the model's outputs stand for.
+        name: of the way, which `rerouted` tells.
+
+    Raises:
+        InputError: the model has another way already.
+    """
+    graph = functional(model)
+    if rerouted(model):
+        raise InputError(f"{model.name!r} was given to `parallel.{rerouted(model)}` before. Make it anew.")
+    stock_run, stock_call, here = graph._run_through_graph, graph.call, threading.local()
+
+    @functools.wraps(stock_call)
+    def call(inputs, training=None, mask=None, **kwargs):
+        here.training = training
+        return stock_call(inputs, training=training, mask=mask, **kwargs)
+
+    def run_through_graph(inputs, operation_fn=lambda operation: operation, call_fn=None):
+        if in_symbolic_scope() or not getattr(here, "training", None):
+            return stock_run(inputs, operation_fn, call_fn)
+        values = {id(x): y for x, y in zip(graph.inputs, tree.flatten(inputs), strict=True)}
+        run_calls(values, operation_fn)
+        return tree.pack_sequence_as(graph._outputs_struct, [values[id(tensor)] for tensor in graph.outputs])
+
+    run_through_graph.tfgpu_name = name
+    object.__setattr__(graph, "call", call)
+    object.__setattr__(graph, "_run_through_graph", run_through_graph)
+
+
+def rerouted(model: keras.Model) -> str | None:
+    """The name that `reroute` was given for a functional model, if it was."""
+    return getattr(functional(model)._run_through_graph, "tfgpu_name", None)

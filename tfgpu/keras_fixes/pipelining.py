@@ -11,45 +11,36 @@ The second forward pass, which the gradient needs, equals the first: see `remat`
 
 import contextlib
 import copy
-import functools
-import threading
 from collections.abc import Callable
 
 import keras
 import tensorflow as tf
-from keras.src import backend, tree
+from keras.src import backend
 from keras.src.backend.common import global_state
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.eager import record
 
-from tfgpu.keras_fixes import graphs, homes, remat, replica, sections, state
+from tfgpu.keras_fixes import graphs, homes, remat, replica, sections, state, watching
 from tfgpu.keras_fixes.microbatches import MicroBatches
 
 
 def install(model: keras.Model, plan: sections.Plan) -> None:
     """Lets a functional model train by a plan. What runs without `training=True` runs as it did."""
-    graph = graphs.functional(model)
-    stock_run, stock_call, here = graph._run_through_graph, graph.call, threading.local()
 
-    @functools.wraps(stock_call)
-    def call(inputs, training=None, mask=None, **kwargs):
-        here.training = training
-        return stock_call(inputs, training=training, mask=mask, **kwargs)
-
-    def run_through_graph(inputs, operation_fn=lambda operation: operation, call_fn=None):
-        if in_symbolic_scope() or not getattr(here, "training", None):
-            return stock_run(inputs, operation_fn, call_fn)
-        values = {id(x): y for x, y in zip(graph.inputs, tree.flatten(inputs), strict=True)}
+    def run(values: dict, operation_fn: Callable) -> None:
         for part in plan.parts:
             if part.whole or len(part.stages) == 1:
                 for calls in part.stages.values():
                     graphs.run(calls, values, operation_fn)
             else:
                 _Section(part, plan, operation_fn).run(values)
-        return tree.pack_sequence_as(graph._outputs_struct, [values[id(tensor)] for tensor in graph.outputs])
 
-    object.__setattr__(graph, "call", call)
-    object.__setattr__(graph, "_run_through_graph", run_through_graph)
+    graphs.reroute(model, run, "pipeline")
+    object.__setattr__(graphs.functional(model), "tfgpu_plan", plan)
+
+
+def plan_of(model: keras.Model) -> sections.Plan | None:
+    """The plan that `install` gave a model, if it did."""
+    return getattr(graphs.functional(model), "tfgpu_plan", None) if graphs.is_functional(model) else None
 
 
 class _Section:
@@ -128,7 +119,7 @@ class _Pass:
         rows = rows.shape[0] if rows.shape[0] is not None else tf.shape(rows)[0]
         self._pieces = MicroBatches(rows, self._plan.microbatches)
         self._values = [self._cut(batch, micro) for micro in range(self._plan.microbatches)]
-        self._scopes, self._tapes, self._losses, self._last = {}, {}, {}, {}
+        self._scopes, self._tapes, self._losses, self._last, self._stamps = {}, {}, {}, {}, []
         self._grown: list = [None] * len(self._variables)
         self._upstream = self._parts_of(upstream)
         self._of_losses = self._by_stage(upstream[len(self._part.gives) :])
@@ -136,8 +127,9 @@ class _Pass:
     def forward(self, cells) -> None:
         for device, cell in cells:
             if cell.stage in self._part.stages:
-                with self._in_order(device), self._at(cell):
-                    scope, values = _Cell(self._given(cell)), self._values[cell.micro]
+                values = self._values[cell.micro]
+                with self._at(cell), self._in_order(device, cell, values):
+                    scope = _Cell(self._given(cell))
                     if self._plan.recompute:
                         with scope:
                             graphs.run(self._part.stages[cell.stage], values, self._section._operation_fn)
@@ -145,7 +137,7 @@ class _Pass:
                         self._on_tape(cell, scope, values)
                     self._scopes[cell.stage, cell.micro] = scope
                     self._losses[cell.stage, cell.micro] = scope.losses
-                    self._note(device, self._handed_on(cell))
+                    self._note(device, cell, self._handed_on(cell))
 
     def results(self) -> list:
         """What the section gives, as whole batches, and the losses that its layers add."""
@@ -157,7 +149,7 @@ class _Pass:
         for stage in stages:
             for column in zip(*(self._losses[stage, micro] for micro in micros), strict=True):
                 found.append(tf.add_n([loss * self._pieces.share(m, loss.dtype) for m, loss in enumerate(column)]))
-        return found
+        return watching.after(self._stamps, found)
 
     def mask_of(self, tensor):
         masks = [backend.get_keras_mask(values[id(tensor)]) for values in self._values]
@@ -179,15 +171,16 @@ class _Pass:
         for device, cell in cells:
             if cell.stage not in self._part.stages:
                 continue
-            with self._in_order(device), self._at(cell):
-                if self._plan.recompute and (self._plan.keeps or not cell.backward):
-                    self._run_again(cell)
-                if cell.backward:
-                    self._note(device, self._go_back(cell, gradients[cell.micro]))
-                else:
-                    self._note(device, self._handed_on(cell))
+            if self._plan.recompute and (self._plan.keeps or not cell.backward):
+                self._forward_again(device, cell._replace(backward=False))
+            if cell.backward:
+                arrived = gradients[cell.micro] | self._upstream[cell.micro]
+                with self._at(cell), self._in_order(device, cell, arrived):
+                    self._note(device, cell, self._go_back(cell, gradients[cell.micro]))
         inputs = [self._joined(self._part.takes[at], gradients) for at in places]
-        return (inputs, [_closed(grown) for grown in self._grown]) if self._variables else inputs
+        if not self._variables:
+            return watching.after(self._stamps, inputs)
+        return inputs, watching.after(self._stamps, [_closed(grown) for grown in self._grown])
 
     def _on_tape(self, cell, scope, known: dict) -> None:
         """A forward pass on a tape of its own, from what is known to the micro-batch."""
@@ -202,10 +195,13 @@ class _Pass:
         self._tapes[cell.stage, cell.micro] = tape, watched, made, scope.losses
         self._values[cell.micro] |= made
 
-    def _run_again(self, cell) -> None:
+    def _forward_again(self, device: int, cell) -> None:
         first, values = self._first, self._values[cell.micro]
-        scope = remat.Second(first._scopes[cell.stage, cell.micro], first._given(cell))
-        self._on_tape(cell, scope, first._values[cell.micro] | values if self._plan.keeps else values)
+        known = first._values[cell.micro] | values if self._plan.keeps else values
+        with self._at(cell), self._in_order(device, cell, known):
+            self._on_tape(cell, remat.Second(first._scopes[cell.stage, cell.micro], first._given(cell)), known)
+            if self._plan.watch.is_on or not self._plan.keeps:
+                self._note(device, cell, self._handed_on(cell))
 
     def _go_back(self, cell, gradients: dict) -> list:
         """A backward pass; returns what it has made."""
@@ -286,15 +282,25 @@ class _Pass:
         with homes.at(self._plan.homes[cell.stage]), self._pieces.standing_in(cell.micro):
             yield
 
-    def _in_order(self, device: int):
-        return tf.control_dependencies(self._last.get(device, []))
+    def _in_order(self, device: int, cell, values: dict):
+        """Lets a cell wait for the device's last one; `values` are those that may go into it, for who looks on."""
+        last, watch = self._last.get(device, []), self._plan.watch
+        if watch.is_on:
+            edge = self._section._gives[cell.stage] if cell.backward else self._section._takes[cell.stage]
+            inputs = [values[id(tensor)] for tensor in edge if id(tensor) in values]
+            with tf.control_dependencies(last):
+                last = [watch.stamp(inputs, cell, device, self._first is not None, False)]
+        return tf.control_dependencies(last)
 
     def _handed_on(self, cell) -> list:
         values = self._values[cell.micro]
         return [values[id(tensor)] for tensor in self._section._gives[cell.stage] if id(tensor) in values]
 
-    def _note(self, device: int, made: list) -> None:
+    def _note(self, device: int, cell, made: list) -> None:
         """What the device's next cell must wait for."""
+        if self._plan.watch.is_on:
+            made = [self._plan.watch.stamp(made, cell, device, self._first is not None, True)]
+            self._stamps += made
         self._last[device] = made or self._last.get(device, [])
 
 

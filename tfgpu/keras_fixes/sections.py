@@ -7,6 +7,7 @@ import keras
 
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import graphs, homes
+from tfgpu.keras_fixes.watching import Watch
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Plan:
             its device: forward passes alone.
         again: the same for the gradient; where it has no forward passes, what stages hand on is kept for it.
         recompute: a backward pass runs its forward pass anew; else all that the first pass has made is kept.
+        watch: takes the times of cells, where someone looks on.
     """
 
     parts: tuple[Part, ...]
@@ -45,6 +47,7 @@ class Plan:
     forward: tuple[tuple, ...]
     again: tuple[tuple, ...]
     recompute: bool = True
+    watch: Watch = field(default_factory=Watch, repr=False, compare=False)
 
     @property
     def keeps(self) -> bool:

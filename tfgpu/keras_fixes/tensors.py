@@ -147,6 +147,10 @@ class Segment:
         return self
 
     @property
+    def node(self) -> "Segment":
+        return self
+
+    @property
     def layers(self) -> tuple[keras.layers.Layer, ...]:
         return tuple(layer for call in self.inner for layer in call.layers)
 

@@ -9,10 +9,12 @@ _PLACES = {
     "apply": "tfgpu.parallel.hybrid",
     "connect": "tfgpu.parallel.processes",
     "pipeline": "tfgpu.parallel.pipeline",
+    "picture": "tfgpu.parallel.pictures",
     "place": "tfgpu.parallel.placement",
     "plan": "tfgpu.parallel.planning.planner",
     "predict": "tfgpu.parallel.planning.planner",
     "tensor": "tfgpu.parallel.tensor",
+    "recompute": "tfgpu.parallel.recomputation",
 }
 
 __all__ = sorted(_PLACES)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tfgpu import strategies
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import graphs, homes, pipelining, replica, tensors
+from tfgpu.keras_fixes import graphs, homes, pipelining, recomputing, replica, tensors
 from tfgpu.parallel import cutting, placement, processes, staging
 from tfgpu.parallel.mesh import Mesh
 
@@ -60,6 +60,7 @@ def apply(
     """
     mesh = _with_devices(mesh)
     graphs.functional(model)  # an error where there is none
+    recomputing.check_not_recomputed(model)
     strategy = _strategy(model, mesh)
     cut = _cut(model, mesh, plan)
     if stages is None and mesh.pipeline == 1 and (cuts is not None or microbatches is not None):

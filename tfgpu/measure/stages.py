@@ -1,0 +1,127 @@
+"""How a model runs as a pipeline here: a picture of its schedule, as measured, without any data of the user's."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from tfgpu import environment, models, parallel
+from tfgpu.errors import InputError
+from tfgpu.parallel.pictures import Measured, idle
+from tfgpu.parallel.schedule import bound
+
+DEEP = {"mlp": ((256,), {"widths": (1024,) * 8}), "transformer": ((64,), {"depth": 8})}
+"""Input shapes and options that make a builder's model deep enough to be cut; else images of 32 x 32."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Args:
+        path: of the picture.
+        cells: of the step that is drawn.
+        idle_share: of the devices' time.
+        bound: what it is where all stages cost the same.
+        busy_s: of each device, by number.
+    """
+
+    path: Path
+    cells: tuple[Measured, ...]
+    idle_share: float
+    bound: float
+    busy_s: tuple[float, ...]
+
+    def as_json(self) -> dict:
+        return {
+            "picture": str(self.path),
+            "step_s": max(one.end for one in self.cells),
+            "idle_share": self.idle_share,
+            "bound": self.bound,
+            "busy_s": list(self.busy_s),
+            "cells": [
+                {"stage": one.cell.stage, "micro": one.cell.micro, "device": one.device, "kind": one.kind}
+                | {"start_s": one.start, "end_s": one.end}
+                for one in self.cells
+            ],
+        }
+
+
+def profile_stages(
+    model: str,
+    path: str | Path,
+    *,
+    stages: int = 4,
+    microbatches: int = 8,
+    schedule: str = "1f1b",
+    devices: int | None = None,
+    cuts: Sequence[str] | None = None,
+    rows: int | None = None,
+    steps: int = 3,
+) -> Profile:
+    """Trains a model as a pipeline on random numbers for a few steps, and draws one of them.
+
+    Where there is no GPU, logical CPU devices stand in, which share the cores.
+
+    Args:
+        model: a name of a builder, of `keras.applications`, or `module:function`, as `models.build` takes it.
+        path: the picture: `.png`, `.svg` or `.html`.
+        stages: how many, and so on, as for `parallel.pipeline`.
+        rows: of the whole batch; None takes 8 for each micro-batch.
+        steps: to measure.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        InputError: as `models.build`, `parallel.pipeline` and `parallel.picture` say.
+    """
+    count = devices or (max(1, stages // 2) if schedule == "interleaved" else stages)
+    if not environment.devices("GPU") and len(environment.devices("CPU")) < count:
+        environment.set_logical_devices(count)
+        environment.set_threads(inter=max(8, 4 * count))  # a stage that waits keeps a thread
+    shape, options = DEEP.get(model.lower(), ((32, 32, 3), {}))
+    made = models.build(model, input_shape=shape, classes=10, options=options)
+    pipe = parallel.pipeline(made, stages, microbatches, schedule=schedule, cuts=cuts, devices=count)
+    pipe.compile("sgd", "mse", jit_compile=False)
+    rows = 8 * microbatches if rows is None else rows
+    if rows < microbatches:
+        raise InputError(f"`rows` must be {microbatches} at least, one a micro-batch. Received: {rows}.")
+    cells = tuple(parallel.picture(pipe, _batch(pipe, rows), path, steps=steps))
+    busy = [sum(one.end - one.start for one in cells if one.device == at) for at in range(count)]
+    least = bound(count, microbatches * (stages // count))
+    return Profile(Path(path), cells, idle(list(cells)), least, tuple(busy))
+
+
+def _batch(model: keras.Model, rows: int) -> tuple:
+    """Random inputs, and targets of the shapes of the outputs."""
+    random = np.random.default_rng(0)
+
+    def values(tensor):
+        shape = (rows, *(size or 1 for size in tensor.shape[1:]))
+        if np.issubdtype(np.dtype(tensor.dtype), np.integer):
+            return random.integers(0, 2, shape).astype(tensor.dtype)
+        return random.normal(size=shape).astype(tensor.dtype)
+
+    found = [[values(tensor) for tensor in tensors] for tensors in (model.inputs, model.outputs)]
+    return tuple(each if len(each) > 1 else each[0] for each in found)
+
+
+def summary(profile: Profile) -> str:
+    """Two lines about it.
+
+    Example:
+        >>> summary(Profile(Path("a.png"), (), 0.25, 0.2, (1.0, 0.5)))
+        'The devices were idle for 25.0% ... The busiest device worked 1.3 times as long as the average one...'
+    """
+    middle = statistics.mean(profile.busy_s)
+    text = f"The devices were idle for {profile.idle_share:.1%} of a step; with equal stages it is {profile.bound:.1%}."
+    if max(profile.busy_s) > 1.1 * middle:
+        text += (
+            f"\nThe busiest device worked {max(profile.busy_s) / middle:.1f} times as long as the average one: "
+            "other cuts may even it out."
+        )
+    return text
