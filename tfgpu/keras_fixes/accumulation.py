@@ -10,6 +10,7 @@ from tensorflow.python.distribute import distribute_utils
 
 from tfgpu.errors import MachineError
 from tfgpu.keras_fixes import meter, replica
+from tfgpu.keras_fixes.parts import part_of
 from tfgpu.keras_fixes.seam import wrap
 
 PATIENCE_S = 300.0
@@ -28,6 +29,9 @@ def accumulate_on_each_replica() -> None:
     @wrap(TFOptimizer, "add_variable_from_reference")
     def add_variable_from_reference(stock, self, reference_variable, name=None, initializer="zeros"):
         spread = replica.is_spread(self._distribution_strategy)
+        part = part_of(reference_variable)
+        if part is not None and part.cut.over_replicas:
+            return stock(self, reference_variable, name=name, initializer=initializer)
         if not spread or name != "gradient_accumulator" or self._overwrite_variable_with_gradient(reference_variable):
             return stock(self, reference_variable, name=name, initializer=initializer)
         variable = backend.Variable(

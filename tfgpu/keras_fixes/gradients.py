@@ -7,6 +7,9 @@ on every replica, as on one device, and no collective stands inside a condition.
 of a step stay apart.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import tensorflow as tf
 from keras.src import backend
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
@@ -15,7 +18,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import accumulation, compression, homes, replica, sums
+from tfgpu.keras_fixes import accumulation, compression, homes, replica, shards, sums
 from tfgpu.keras_fixes.seam import wrap
 
 
@@ -26,6 +29,7 @@ def meet_before_applying() -> None:
     https://github.com/keras-team/keras/issues/20582 (accumulation),
     https://github.com/keras-team/keras/issues/18666 (float16).
     """
+
     @wrap(TensorFlowTrainer, "train_step")
     def train_step(stock, self, data):
         facts = replica.step()
@@ -91,9 +95,8 @@ def _meet_before(owner: type) -> None:
         def apply(stock, self, grads, trainable_variables=None):
             if replica.context() is None or replica.have_met():
                 return stock(self, grads, trainable_variables)
-            met = _meet(self, list(grads), trainable_variables)
-            with replica.gradients_met(), homes.following():
-                return stock(self, met, trainable_variables)
+            with _met(self, list(grads), trainable_variables) as (met, variables):
+                return stock(self, met, variables)
 
     if "apply_gradients" in vars(owner) and owner is not BaseOptimizer:
 
@@ -102,9 +105,22 @@ def _meet_before(owner: type) -> None:
             if replica.context() is None or replica.have_met():
                 return stock(self, grads_and_vars, *args, **kwargs)
             grads, variables = map(list, zip(*grads_and_vars, strict=True))
-            met = _meet(self, grads, variables)
-            with replica.gradients_met(), homes.following():
+            with _met(self, grads, variables) as (met, variables):
                 return stock(self, list(zip(met, variables, strict=True)), *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _met(optimizer, grads: list, variables) -> Iterator[tuple]:
+    """Around an optimizer's own update: what it is to apply, and to which variables."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    trained = [shards.full_of(v) for v in (inner._trainable_variables if variables is None else variables)]
+    met = _meet(optimizer, grads, None if variables is None else trained)
+    with replica.gradients_met(), homes.following():
+        if not any(map(shards.is_sharded, trained)):
+            yield met, variables
+            return
+        with shards.updating(optimizer, inner, met, trained) as pieces:
+            yield pieces, None if variables is None else [shards.shard_of(v) for v in trained]
 
 
 def _meet(optimizer, grads: list, variables) -> list:
@@ -120,7 +136,7 @@ def _meet(optimizer, grads: list, variables) -> list:
             "`averaging` needs `model.fit`, `Trainer` or `train_on_batch`: a hand-written `strategy.run` loop would "
             "apply what no replica averages. Use one of them, or `multi_worker` or `mirrored`."
         )
-    for variable in inner._trainable_variables if variables is None else variables:
+    for variable in _variables(inner, variables):
         replica.check_has_copies(variable)
     count_on_every_replica(optimizer)
     count_on_every_replica(inner)
@@ -134,6 +150,8 @@ def _meet(optimizer, grads: list, variables) -> list:
         met = parts
     elif compression.top_k_of(replica.context().strategy) is not None:
         met = compression.meet(optimizer, inner, parts, variables)
+    elif parts and any(map(shards.is_sharded, _variables(inner, variables))):
+        met = shards.meet(inner, parts, _variables(inner, variables))
     elif inner.gradient_accumulation_steps and len(parts) > 0:
         met = accumulation.meet_at_update(optimizer, inner, parts, variables)
     else:
@@ -150,7 +168,6 @@ def apply_on_every_replica() -> None:
         "_overwrite_model_variables_with_average_value",
         "_backend_increment_gradient_accumulators",
     ):
-
         _make_local(name)
 
     @wrap(TFOptimizer, "_backend_update_step")
@@ -174,12 +191,15 @@ def _is_sum(facts: replica.Step, loss: tf.Tensor) -> bool:
     return loss.shape.rank != 0 and not is_one
 
 
+def _variables(optimizer, variables) -> list:
+    return list(optimizer._trainable_variables if variables is None else variables)
+
+
 def _found(optimizer, grads: list, variables) -> list[int]:
     """Places of the variables that their gradient overwrites: float8 keeps the largest numbers of a batch there."""
-    variables = list(optimizer._trainable_variables if variables is None else variables)
     return [
         at
-        for at, (gradient, v) in enumerate(zip(grads, variables, strict=False))
+        for at, (gradient, v) in enumerate(zip(grads, _variables(optimizer, variables), strict=False))
         if gradient is not None and optimizer._overwrite_variable_with_gradient(v)
     ]
 

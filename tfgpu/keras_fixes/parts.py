@@ -1,10 +1,11 @@
 """One variable in several parts: on servers, on the devices of an axis of the mesh, or a piece on each replica.
 
-A part is an ordinary Keras variable, with slots of its own. To the outside (files, checkpoints, `get_weights`) the
-parts are one variable again, a `Whole`, in the place and the order of the variable that one device has.
+A part is an ordinary trainable Keras variable, with slots of its own. To the outside (files, checkpoints,
+`get_weights`) the parts are one variable again, a `Whole`, in the place and the order of the variable that one device
+has.
 
 An optimizer that looks at a whole variable would see its parts: those are refused, and `clipnorm`, which clips each
-variable by its norm, is given the norm of all parts.
+variable by its norm, is given the norm of all parts; `global_clipnorm` that of all replicas' pieces.
 """
 
 import contextlib
@@ -103,6 +104,11 @@ class Whole:
         self.dtype, self.shape = parts[0].dtype, tf.TensorShape(part.cut.shape(parts))
         if part.outer is not None:
             self._tfgpu_part = part.outer
+
+    @property
+    def is_over_replicas(self) -> bool:
+        """Whether to read it is a collective where there are several workers."""
+        return self.cut.over_replicas or any(getattr(part, "is_over_replicas", False) for part in self.parts)
 
     @property
     def trainable(self) -> bool:
@@ -223,7 +229,8 @@ def show_wholes() -> None:
     @wrap(BaseOptimizer, "load_own_variables")
     def load_own_variables(stock, self, store):
         found = whole(self.variables)
-        if len(found) == len(self.variables) or len(found) != len(store.keys()):
+        is_plain = all(part_of(variable) is None for variable in self.variables)
+        if is_plain or len(found) != len(store.keys()):
             return stock(self, store)
         for at, variable in enumerate(found):
             variable.assign(np.asarray(store[str(at)]))
@@ -241,17 +248,19 @@ def show_wholes() -> None:
 
     @wrap(BaseOptimizer, "_backend_apply_gradients")
     def apply_gradients(stock, self, grads, trainable_variables):
-        if not self.clipnorm or all(part_of(variable) is None for variable in trainable_variables):
+        is_known = getattr(_here, "factors", None) is not None
+        if is_known or not self.clipnorm or all(part_of(variable) is None for variable in trainable_variables):
             return stock(self, grads, trainable_variables)
-        with _clipping_by(_norms(self, grads, trainable_variables)):
+        with clipping(self, grads, trainable_variables):
             return stock(self, grads, trainable_variables)
 
     @wrap(BaseOptimizer, "_clip_gradients")
     def clip_gradients(stock, self, grads):
-        norms = getattr(_here, "norms", None)
-        if norms is None:
+        factors = getattr(_here, "factors", None)
+        if factors is None:
             return stock(self, grads)
-        factors = [self.clipnorm / tf.maximum(norm, self.clipnorm) for norm in norms]
+        if self.global_clipnorm:  # Keras makes tensors of slices there
+            return [tf.convert_to_tensor(g) * tf.cast(f, g.dtype) for g, f in zip(grads, factors, strict=True)]
         return [_scaled(gradient, factor) for gradient, factor in zip(grads, factors, strict=True)]
 
 
@@ -269,32 +278,51 @@ def check_optimizer(optimizer) -> None:
 
 
 @contextlib.contextmanager
-def _clipping_by(norms: list) -> Iterator[None]:
-    _here.norms = norms
+def clipping(optimizer, grads: Sequence, variables: Sequence, scale=1.0) -> Iterator[None]:
+    """For the length of the block the optimizer clips the gradients of parts by the norms of the wholes.
+
+    Taken outside of the conditions that accumulation and float16 stand in, where replicas could not meet.
+
+    Args:
+        optimizer: not a `LossScaleOptimizer`, but the one within it; built.
+        grads: none is None.
+        variables: a gradient's each; parts, or whole.
+        scale: what the gradients will be divided by before they are clipped.
+    """
+    if not (optimizer.clipnorm or optimizer.global_clipnorm):
+        yield
+        return
+    squares = _squares(optimizer, grads, variables, scale)
+    if optimizer.clipnorm:
+        norms = {key: tf.sqrt(value) for key, value in squares.items()}
+        factors = {key: optimizer.clipnorm / tf.maximum(norm, optimizer.clipnorm) for key, norm in norms.items()}
+    else:
+        norm, most = tf.sqrt(tf.add_n(list(squares.values()))), optimizer.global_clipnorm
+        factors = dict.fromkeys(squares, most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm))
+    _here.factors = [factors[_outermost(variable)] for variable in variables]
     try:
         yield
     finally:
-        _here.norms = None
+        _here.factors = None
 
 
-def _norms(optimizer, grads, variables) -> list:
-    """The norm of each gradient that will be clipped: of parts, the norm of all that belong together.
-
-    Taken outside of the condition that accumulation stands in, where replicas could not meet.
-    """
-    if optimizer.gradient_accumulation_steps:
-        sums = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables]
-        grads = [(g + total) / optimizer.gradient_accumulation_steps for g, total in zip(grads, sums, strict=True)]
+def _squares(optimizer, grads: Sequence, variables: Sequence, scale) -> dict:
+    """The squared norm of each gradient that will be clipped: of parts, of all that belong together."""
     squares: dict = {}
     for gradient, variable in zip(grads, variables, strict=True):
-        squares.setdefault(_outermost(variable), []).append(tf.reduce_sum(tf.square(tf.convert_to_tensor(gradient))))
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        values = values / tf.cast(scale, values.dtype)
+        if optimizer.gradient_accumulation_steps:
+            total = optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
+            values = (values + total) / optimizer.gradient_accumulation_steps
+        squares.setdefault(_outermost(variable), []).append(tf.reduce_sum(tf.square(values)))
     totals = {key: tf.cast(tf.add_n(found), tf.float32) for key, found in squares.items()}
     over = {_outermost(v) for v in variables if part_of(v) is not None and part_of(v).cut.over_replicas}
     if over and replica.context() is not None:
         keys = [key for key in totals if key in over]
         (met,) = replica.sum_small([tf.stack([totals[key] for key in keys])])
         totals |= dict(zip(keys, tf.unstack(met, len(keys)), strict=True))
-    return [tf.sqrt(totals[_outermost(variable)]) for variable in variables]
+    return totals
 
 
 def _scaled(gradient, factor: tf.Tensor):

@@ -325,7 +325,7 @@ def all_reduce(values: list, how: tf.distribute.experimental.CommunicationOption
             places = [at for at, value in enumerate(values) if value is not None and value.dtype == dtype]
             with _meeting():
                 total = tf.distribute.ReduceOp.SUM
-                parts = context().all_reduce(total, [values[at] for at in places], how or _options())
+                parts = context().all_reduce(total, [values[at] for at in places], how or options())
             for at, part in zip(places, parts, strict=True):
                 summed[at] = part
         for at, value in reversed(packed.items()):
@@ -366,7 +366,7 @@ def _unpack(rows: tf.Tensor, numbers: tf.Tensor, like: tf.IndexedSlices) -> tf.I
     return tf.IndexedSlices(tf.reshape(rows, [-1, *like.values.shape[1:]]), high * _BASE + low, like.dense_shape)
 
 
-def _options():
+def options():
     """The strategy's own options for collectives: on workers TensorFlow forgets them where replicas ask for a sum."""
     return getattr(context().strategy.extended, "_communication_options", None)
 

@@ -25,7 +25,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random import seed_generator
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import averaging, compression, coordinating, parts, sharing
+from tfgpu.keras_fixes import averaging, compression, coordinating, parts, shards, sharing
 
 PARTS = "@"
 _SHARED = "draws/global"
@@ -64,7 +64,7 @@ def copied(model, *, metrics: bool = False, wanted: bool = True) -> dict[str, np
     found = {}
     for name, variable in _variables(model, metrics=metrics).items():
         if not _has_parts(variable):
-            if wanted:
+            if wanted or getattr(variable, "is_over_replicas", False):
                 found[name] = sharing.to_bits(np.array(variable.numpy()))
         elif id(variable) in waiting and not waiting[id(variable)]:
             found[name] = np.zeros(variable.shape, _dtype(variable)) if wanted else None
@@ -81,7 +81,7 @@ def copied(model, *, metrics: bool = False, wanted: bool = True) -> dict[str, np
 
 def changing(model) -> list:
     """The variables that a step of training may change, but for Keras's global seed generator."""
-    return [v for name, v in _variables(model, metrics=True).items() if name != _SHARED]
+    return [v for name, v in _variables(model, metrics=True, joined=list).items() if name != _SHARED]
 
 
 def put(model, arrays: dict[str, np.ndarray], source: str) -> None:
@@ -169,17 +169,20 @@ def _group(name: str, variables) -> dict:
     return {f"{name}/{at:04d}": variable for at, variable in enumerate(variables)}
 
 
-def _variables(model, *, metrics: bool) -> dict:
-    """Everything that training changes, by a name that does not depend on the number of replicas."""
-    found = _group("weights", parts.whole(model.weights)) | _draws(model)
+def _variables(model, *, metrics: bool, joined=parts.whole) -> dict:
+    """Everything that training changes, by a name that does not depend on the number of replicas.
+
+    `joined=list` leaves variables in parts as they are.
+    """
+    found = _group("weights", joined(model.weights)) | _draws(model)
     if model.optimizer is not None:
         if not model.optimizer.built:
             with model.distribute_strategy.scope():
                 model.optimizer.build(model.trainable_variables)
-        found |= _group("optimizer", parts.whole(model.optimizer.variables))
+        found |= _group("optimizer", joined(model.optimizer.variables))
     for name, optimizer in others(model).items():
         if optimizer.built:  # else it has changed nothing yet
-            found |= _group(name, parts.whole(optimizer.variables))
+            found |= _group(name, joined(optimizer.variables))
     averager = averaging.averager_of(model)
     if averager is not None and averager.outer is not None:
         found |= _group("outer", averager.outer.variables)
@@ -215,7 +218,8 @@ def _optimizers(model) -> dict[str, BaseOptimizer]:
 def _places(model, optimizer) -> np.ndarray:
     """Which of the model's weights an optimizer updates; -1 for one that is not among them."""
     numbers = {id(variable): at for at, variable in enumerate(model.weights)}
-    return np.array([numbers.get(id(variable), -1) for variable in optimizer._trainable_variables], "int64")
+    trained = [shards.full_of(variable) for variable in optimizer._trainable_variables]
+    return np.array([numbers.get(id(variable), -1) for variable in trained], "int64")
 
 
 def _build_others(model, arrays: dict[str, np.ndarray], source: str) -> None:

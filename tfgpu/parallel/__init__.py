@@ -8,13 +8,15 @@ _PLACES = {
     "Transformer": "tfgpu.parallel.planning.workload",
     "apply": "tfgpu.parallel.hybrid",
     "connect": "tfgpu.parallel.processes",
-    "pipeline": "tfgpu.parallel.pipeline",
+    "memory_by_device": "tfgpu.parallel.memory",
     "picture": "tfgpu.parallel.pictures",
+    "pipeline": "tfgpu.parallel.pipeline",
     "place": "tfgpu.parallel.placement",
     "plan": "tfgpu.parallel.planning.planner",
     "predict": "tfgpu.parallel.planning.planner",
-    "tensor": "tfgpu.parallel.tensor",
     "recompute": "tfgpu.parallel.recomputation",
+    "shard": "tfgpu.parallel.sharded_optimizer",
+    "tensor": "tfgpu.parallel.tensor",
 }
 
 __all__ = sorted(_PLACES)

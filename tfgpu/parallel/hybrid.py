@@ -13,7 +13,7 @@ from rich.table import Table
 from tfgpu import strategies
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import graphs, homes, pipelining, recomputing, replica, tensors
-from tfgpu.parallel import cutting, placement, processes, staging
+from tfgpu.parallel import cutting, placement, processes, sharded_optimizer, staging
 from tfgpu.parallel.mesh import Mesh
 
 _MICROBATCHES = 4  # a stage: idle for less than a fifth of the time
@@ -44,7 +44,7 @@ def apply(
         microbatches: of the pipeline; None takes 4 a stage.
         schedule, recompute, cuts, batch: of the pipeline; see `pipeline`.
         plan: which layers lie in parts along `tensor`; see `tensor`.
-        zero: 1 to 3 shards the optimizer's state, gradients and parameters along `data`; see `shard`. 0 does not.
+        zero: 1 or 2 shards the optimizer's state, and gradients, along `data`; see `shard`. 0 does not.
 
     Returns:
         The same model, to be compiled and fitted.
@@ -93,9 +93,7 @@ def apply(
     if is_staged:
         pipelining.install(model, how)
     if zero:
-        from tfgpu.parallel.sharded_optimizer import shard
-
-        shard(model, zero)
+        sharded_optimizer.shard(model, zero)
     return model
 
 

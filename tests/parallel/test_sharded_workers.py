@@ -1,0 +1,85 @@
+"""The sharded optimizer over real processes: each worker holds its own pieces, and the files are one device's."""
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+
+SCRIPT = """
+import json, os, sys, tempfile
+import keras, numpy as np, tensorflow as tf
+import tfgpu
+from tfgpu.keras_fixes import parts
+
+path, devices, cases = sys.argv[1], int(sys.argv[2]), CASES
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+strategy = tfgpu.strategy("multi_worker")
+count = strategy.num_replicas_in_sync
+rng = np.random.default_rng(0)
+x, y = rng.integers(0, 11, (50, 6)), rng.normal(size=(50, 1)).astype("float32")
+
+def make(where, stage, policy="float32", **options):
+    keras.utils.set_random_seed(1)
+    with where.scope():
+        inputs = keras.Input((6,), dtype="int32")
+        values = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(11, 5)(inputs))
+        hidden = keras.layers.Dense(7, "relu", dtype=policy)(values)
+        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+        if stage:
+            model = tfgpu.parallel.shard(model, stage)
+        optimizer = keras.optimizers.AdamW(0.01, **options)
+        if policy == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=6)
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+def fit(model, epochs, *callbacks):
+    return model.fit(x, y, 16, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks).history["loss"]
+
+def apart(mine, others):
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(mine, others, strict=True))
+
+found = {}
+for name, case in cases.items():
+    stage = case.pop("stage")
+    one, folder = make(tf.distribute.get_strategy(), 0, **case), f"{path}/{name}"
+    expected = fit(one, 5)
+    fit(make(strategy, stage, **case), 3, tfgpu.callbacks.Checkpoint(folder))
+    many = make(strategy, stage, **case)  # goes on from the checkpoint
+    losses = fit(many, 5, tfgpu.callbacks.Checkpoint(folder))
+    file = f"{path}/{name}.keras" if strategy.extended.should_checkpoint else f"{tempfile.mkdtemp()}/{name}.keras"
+    many.save(file)
+    wholes = [v.numpy() for v in parts.whole(many.optimizer.variables)]
+    own = [v for v in many.optimizer.variables if "velocity" in v.path]
+    found[name] = {
+        "weights": apart(many.get_weights(), one.get_weights()),
+        "losses": apart(losses, expected),
+        "predictions": apart(many.predict(x, verbose=0), one.predict(x, verbose=0)),
+        "slots": apart(wholes, [v.numpy() for v in one.optimizer.variables]),
+        "sizes": [[copy.shape[0] for copy in v.value.values] for v in own],
+        "expected": [[-(-int(np.prod(v.shape)) // count)] * devices for v in one.trainable_variables],
+    }
+    if strategy.extended.should_checkpoint:
+        loaded = keras.models.load_model(file)
+        found[name]["file"] = apart([v.numpy() for v in loaded.optimizer.variables], wholes)
+        found[name]["opened"] = apart(loaded.get_weights(), many.get_weights())
+print(json.dumps(found))
+"""
+CASES = {
+    "stage1": {"stage": 1, "clipnorm": 0.1},
+    "stage2": {"stage": 2, "global_clipnorm": 0.1, "use_ema": True},
+    "waiting": {"stage": 2, "gradient_accumulation_steps": 3, "global_clipnorm": 0.1},
+    "float16": {"stage": 2, "policy": "mixed_float16"},
+}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_workers_learn_what_one_device_learns(together, tmp_path, devices):
+    cases = CASES if devices == 1 else {"stage2": CASES["stage2"], "waiting": CASES["waiting"]}
+    answers = together(SCRIPT.replace("CASES", repr(cases)), {"worker": 2}, tmp_path, devices, timeout=800)
+    assert len(answers) == 2
+    for answer in answers.values():
+        for name, found in answer.items():
+            tolerance = 2e-3 if name == "float16" else 1e-5
+            assert found.pop("sizes") == found.pop("expected"), name
+            assert {key: value for key, value in found.items() if not value <= tolerance} == {}, name

@@ -1,0 +1,51 @@
+"""Whether an optimizer can work on pieces of variables: found out by trying it on a small one, whole and in two."""
+
+import threading
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.optimizers.multi_optimizer import MultiOptimizer
+
+
+def reason_against(optimizer) -> str:
+    """Why an optimizer cannot work on pieces, found out by trying; an empty string where it can."""
+    if isinstance(optimizer, MultiOptimizer):
+        return "it deals the variables to several optimizers, which know nothing of pieces."
+    found: dict = {}
+
+    def run():  # a thread of its own: no strategy, no graph, none of Keras's scopes
+        try:
+            found["differs"] = _differs(type(optimizer), optimizer.get_config())
+        except Exception as error:  # whatever a class of the user's own raises
+            found["error"] = f"{type(error).__name__}: {error}"
+
+    thread = threading.Thread(target=run, name="tfgpu-try-optimizer")
+    thread.start()
+    thread.join()
+    if "error" in found:
+        return (
+            "it was tried on a small variable, as `from_config(get_config())` makes it, which failed with "
+            f"{found['error']}."
+        )
+    if found["differs"]:
+        return "what it does to a number depends on others of the same variable, or on the variable's shape."
+    return ""
+
+
+def _differs(cls: type, config: dict) -> bool:
+    """Whether a variable in two flat pieces is updated otherwise than as a whole."""
+    config = config | {"learning_rate": 0.01}
+    config |= dict.fromkeys(("clipnorm", "global_clipnorm", "gradient_accumulation_steps", "loss_scale_factor"))
+    draw = np.random.default_rng(0)
+    value, steps = draw.normal(size=(4, 6)).astype("float32"), draw.normal(size=(3, 4, 6)).astype("float32")
+
+    def trained(cut) -> np.ndarray:
+        variables = [keras.Variable(piece, name="kernel") for piece in cut(value)]
+        optimizer = cls.from_config(dict(config))
+        for gradient in steps:
+            optimizer.apply([tf.constant(piece) for piece in cut(gradient)], variables)
+        return np.concatenate([variable.numpy().reshape(-1) for variable in variables])
+
+    whole, pieces = trained(lambda array: [array]), trained(lambda array: np.split(array.reshape(-1), 2))
+    return not np.allclose(whole, pieces, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,44 @@
+"""How many bytes a model and its optimizer keep on each device between steps."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.keras_fixes import shards
+
+
+def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
+    """Counts every copy of every variable, on the device where it lies; on several workers, this worker's.
+
+    Args:
+        model: built; with an optimizer that is built, its slots are counted too.
+
+    Returns:
+        By device, such as `"GPU:0"`: `"weights"` (and random draws), `"optimizer"` (slots, averages, gradients that
+        wait, counters), `"pieces"` (of weights that the optimizer is updating), each in bytes.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
+        >>> [sizes["weights"] for sizes in memory_by_device(model).values()]
+        [160]
+    """
+    optimizer = getattr(model, "optimizer", None)
+    groups = {
+        "weights": model.variables,
+        "optimizer": optimizer.variables if optimizer is not None else [],
+        "pieces": [shards.shard_of(v) for v in model.trainable_variables if shards.is_sharded(v)],
+    }
+    metrics = {id(variable) for variable in model.metrics_variables}
+    found: dict[str, dict[str, int]] = {}
+    for kind, variables in groups.items():
+        for variable in {id(v): v for v in variables if id(v) not in metrics}.values():
+            for copy in _copies(variable):
+                device = tf.DeviceSpec.from_string(copy.device)
+                sizes = found.setdefault(f"{device.device_type}:{device.device_index}", dict.fromkeys(groups, 0))
+                sizes[kind] += int(np.prod(copy.shape)) * copy.dtype.size
+    return found
+
+
+def _copies(variable) -> list:
+    value = getattr(variable, "value", variable)
+    return list(value.values) if isinstance(value, tf.distribute.DistributedValues) else [value]
