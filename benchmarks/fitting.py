@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -37,19 +36,18 @@ def _parallel(name: str, *arguments, **options):
     return lambda model, rows: getattr(__import__("tfgpu").parallel, name)(model, *arguments, **options)
 
 
-# By name: what is done to a built model, parts that the batch is cut into, replicas, dtype policy, function needed.
+# By name: what is done to a built model, parts that the batch is cut into, replicas, dtype policy.
 WAYS = {
-    "plain": (None, 1, 0, "float32", ""),
-    "accumulation over 4": (None, 4, 0, "float32", ""),
-    "mixed_bfloat16": (None, 1, 0, "mixed_bfloat16", ""),
-    "recompute to a half": (_half, 1, 0, "float32", "recompute"),
-    "recompute in blocks": (_parallel("recompute", "blocks"), 1, 0, "float32", "recompute"),
-    "2 replicas": (None, 1, 2, "float32", ""),
-    "ZeRO 1, 2 replicas": (_sharded(1), 1, 2, "float32", "shard"),
-    "ZeRO 2, 2 replicas": (_sharded(2), 1, 2, "float32", "shard"),
-    "ZeRO 3, 2 replicas": (_sharded(3), 1, 2, "float32", "shard"),
-    "pipeline, 2 stages of 4 parts": (_parallel("pipeline", 2, 4, devices=2), 1, 0, "float32", "pipeline"),
-    "tensor, 2 devices": (_parallel("tensor", devices=2), 1, 0, "float32", "tensor"),
+    "plain": (None, 1, 0, "float32"),
+    "accumulation over 4": (None, 4, 0, "float32"),
+    "mixed_bfloat16": (None, 1, 0, "mixed_bfloat16"),
+    "recompute to a half": (_half, 1, 0, "float32"),
+    "recompute in blocks": (_parallel("recompute", "blocks"), 1, 0, "float32"),
+    "2 replicas": (None, 1, 2, "float32"),
+    "ZeRO 1, 2 replicas": (_sharded(1), 1, 2, "float32"),
+    "ZeRO 2, 2 replicas": (_sharded(2), 1, 2, "float32"),
+    "pipeline, 2 stages of 4 parts": (_parallel("pipeline", 2, 4, devices=2), 1, 0, "float32"),
+    "tensor, 2 devices": (_parallel("tensor", devices=2), 1, 0, "float32"),
 }
 
 
@@ -60,7 +58,7 @@ def measure(way: str, rows: int, steps: int, width: int) -> dict:
 
     import tfgpu
 
-    change, parts, replicas, policy, _ = WAYS[way]
+    change, parts, replicas, policy = WAYS[way]
     tfgpu.environment.set_logical_devices(2)
     keras.utils.set_random_seed(0)
     chosen = tfgpu.strategy("mirrored", devices=replicas) if replicas else tfgpu.strategy("one_device", devices="CPU:0")
@@ -86,7 +84,7 @@ def measure(way: str, rows: int, steps: int, width: int) -> dict:
     return {
         "peak": _held("VmHWM") - before,
         "step_s": min(taken),
-        "bytes": _by_device([*model.variables, *optimizer.variables]),
+        "bytes": {device: sum(kinds.values()) for device, kinds in tfgpu.parallel.memory_by_device(model).items()},
     }
 
 
@@ -97,15 +95,6 @@ def _made(chosen, policy: str, width: int):
 
     with tfgpu.precision.use(policy), chosen.scope() if chosen is not None else contextlib.nullcontext():
         return tfgpu.models.transformer((LENGTH,), WORDS, width=width, depth=DEPTH, dropout=0.1)
-
-
-def _by_device(variables) -> dict[str, int]:
-    found: Counter = Counter()
-    for variable in {id(v): v for v in variables}.values():
-        value = variable.value
-        for copy in getattr(value, "values", [value]):
-            found[copy.device.rpartition("device:")[2]] += int(copy.dtype.size * max(1, copy.shape.num_elements()))
-    return dict(sorted(found.items()))
 
 
 def _held(what: str) -> int:
@@ -166,11 +155,8 @@ def main() -> None:
         print(json.dumps(measure(asked.only, asked.rows, asked.steps, asked.width)))
         return
     from benchmarks import machine
-    from tfgpu import parallel
 
-    chosen = [way for way in WAYS if way == "plain" or not asked.ways or way in asked.ways]
-    missing = [way for way in chosen if WAYS[way][-1] and not hasattr(parallel, WAYS[way][-1])]
-    ways = [way for way in chosen if way not in missing]
+    ways = [way for way in WAYS if way == "plain" or not asked.ways or way in asked.ways]
     how = dict(steps=asked.steps, width=asked.width, timeout_s=asked.timeout)
     found: dict[str, list[dict]] = {way: [] for way in ways}
     for _ in range(asked.repeats):
@@ -183,8 +169,6 @@ def main() -> None:
     print(
         f"\n{asked.rows} rows of {LENGTH}, width {asked.width}, {DEPTH} blocks, AdamW; {facts['device']}; {versions}."
     )
-    if missing:
-        print(f"Not here: {', '.join(missing)}.")
 
 
 if __name__ == "__main__":

@@ -265,6 +265,7 @@ class Subclassed(keras.Model):
         (lambda: apply(small(), mesh(data=2), plan={"a": "column"}), "Give the mesh tensor=2"),
         (lambda: apply(small(), mesh(data=2), cuts=["b"]), "`cuts` and `microbatches` are of a pipeline"),
         (lambda: apply(small(), Mesh(data=3, tensor=5)), "takes 15 devices"),
+        (lambda: apply(small(), mesh(tensor=2), zero=1), "`zero` spreads the optimizer along `data`"),
     ],
 )
 def test_what_cannot_be_cut_is_said(call, words):

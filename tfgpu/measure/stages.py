@@ -114,8 +114,8 @@ def summary(profile: Profile) -> str:
     """Two lines about it.
 
     Example:
-        >>> summary(Profile(Path("a.png"), (), 0.25, 0.2, (1.0, 0.5)))
-        'The devices were idle for 25.0% ... The busiest device worked 1.3 times as long as the average one...'
+        >>> summary(Profile(Path("a.png"), (), 0.25, 0.2, (1.0, 1.0)))
+        'The devices were idle for 25.0% of a step; with equal stages it is 20.0%.'
     """
     middle = statistics.mean(profile.busy_s)
     text = f"The devices were idle for {profile.idle_share:.1%} of a step; with equal stages it is {profile.bound:.1%}."

@@ -58,6 +58,8 @@ def apply(
         >>> model = apply(model, Mesh(devices=["CPU:0"]))
         >>> model.compile("adam", "mse")
     """
+    if zero and mesh.data == 1:
+        raise InputError(f"`zero` spreads the optimizer along `data`, which {mesh} has not. Give it data=2 or more.")
     mesh = _with_devices(mesh)
     graphs.functional(model)  # an error where there is none
     recomputing.check_not_recomputed(model)

@@ -130,7 +130,8 @@ def of_stage(work: Workload, stage: Stage, layout: Layout, at: int, *, rows: flo
         parameters = min(variables, variables / copies + size * stage.largest_parameters(tensor))
     if zero >= 2:
         gradients = min(trained, trained / copies + size * stage.largest_trainable(tensor))
-    kept_apart = (slots + (layout.accumulate > 1)) * trained / (copies if zero else 1)
+    pieces = zero in (1, 2) and size >= 4  # that are updated; of 16-bit variables, the slots have a copy already
+    kept_apart = (slots + (layout.accumulate > 1) + pieces) * trained / (copies if zero else 1)
     loss = _loss(work, layout, rows) if at == layout.pipeline - 1 else 0.0
     activations = _activations(stage, layout, at, rows)
     if layout.pipeline > 1:

@@ -95,7 +95,7 @@ class Layout:
 def candidates(devices: int, batch: int, *, blocks: int, heads: int, per_host: int, loss: str) -> Iterator[Layout]:
     """All layouts that multiply to the devices and divide the model and the batch, each once.
 
-    ZeRO 2 and 3 stand without a pipeline alone: its stages hold the whole sum of their gradients to the step's end.
+    ZeRO 2 stands without a pipeline alone: its stages hold the whole sum of their gradients to the step's end.
     """
     for tensor in _divisors(devices):
         if heads % tensor or tensor > per_host:
@@ -104,7 +104,7 @@ def candidates(devices: int, batch: int, *, blocks: int, heads: int, per_host: i
             data = devices // tensor // pipeline
             if pipeline > blocks or batch % data:
                 continue
-            stages = [0] if data == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
+            stages = [0] if data == 1 else [0, 1] if pipeline > 1 else [0, 1, 2]
             for accumulate, microbatches in _parts(batch // data, pipeline):
                 for schedule in _schedules(pipeline, loss):
                     for zero in stages:
