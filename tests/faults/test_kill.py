@@ -37,7 +37,7 @@ def kill_again_and_again(variant: str, kinds: list[str], folder, group, result, 
     workers, rng = 2 if variant.startswith("workers") else 1, random.Random(variant)
     rng.shuffle(kinds)
     moments = [(kind, rng.randint(first, 2), rng.uniform(0, LATEST_S[kind])) for kind in kinds]
-    options = {"epochs": 2 + 2 * len(kinds), "patience": 99, "slow_disk": 0.01, **OPTIONS.get(variant, {})}
+    options = {"epochs": 6 + 2 * len(kinds), "patience": 99, "slow_disk": 0.01, **OPTIONS.get(variant, {})}
     whole = group(folder / "whole", variant, workers=workers, **options)
     found_in, began = [], time.monotonic()
     for number, (kind, nth, delay_s) in enumerate(moments):

@@ -102,7 +102,14 @@ X, Y, W = RNG.normal(size=(50, 8)).astype("float32"), RNG.integers(0, 4, 50), RN
 MESH = Mesh(data=2, pipeline=2, devices=[f"CPU:{at}" for at in range(4)])
 
 
-@pytest.mark.parametrize("how", [{}, {"mesh": MESH, "schedule": "gpipe"}, {"schedule": "gpipe", "recompute": False}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"mesh": MESH, "schedule": "gpipe"}, marks=pytest.mark.slow),
+        {"schedule": "gpipe", "recompute": False},
+    ],
+)
 def test_a_picture_changes_nothing(tmp_path, how):
     batch = X[:14], Y[:14], W[:14]
     one, other = staged(**how), staged(**how)
