@@ -13,7 +13,7 @@ from tfgpu.keras_fixes import parts
 path, devices, cases = sys.argv[1], int(sys.argv[2]), CASES
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
-strategy = tfgpu.strategy("multi_worker")
+strategy = tfgpu.strategy("multi_worker", devices=[f"CPU:{at}" for at in range(devices)])
 count = strategy.num_replicas_in_sync
 rng = np.random.default_rng(0)
 x, y = rng.integers(0, 11, (50, 6)), rng.normal(size=(50, 1)).astype("float32")
