@@ -46,6 +46,7 @@ WAYS = {
     "2 replicas": (None, 1, 2, "float32"),
     "ZeRO 1, 2 replicas": (_sharded(1), 1, 2, "float32"),
     "ZeRO 2, 2 replicas": (_sharded(2), 1, 2, "float32"),
+    "ZeRO 3, 2 replicas": (_sharded(3), 1, 2, "float32"),
     "pipeline, 2 stages of 4 parts": (_parallel("pipeline", 2, 4, devices=2), 1, 0, "float32"),
     "tensor, 2 devices": (_parallel("tensor", devices=2), 1, 0, "float32"),
 }

@@ -17,6 +17,8 @@ WAYS = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "stage 2, offload": {"stage": 2, "offload": True},
+    "stage 3": {"stage": 3},
+    "stage 3, offload": {"stage": 3, "offload": True},
 }
 
 

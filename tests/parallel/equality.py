@@ -42,8 +42,10 @@ LAYOUTS = {
         model, mesh(pipeline=2), schedule="interleaved", microbatches=4
     ),
     "tensor 2": lambda model: apply(model, mesh(tensor=2)),
+    "4 replicas": lambda model: apply(model, mesh(data=4)),
     "ZeRO 1, 4 replicas": lambda model: apply(model, mesh(data=4), zero=1),
     "ZeRO 2, 4 replicas": lambda model: apply(model, mesh(data=4), zero=2),
+    "ZeRO 3, 4 replicas": lambda model: apply(model, mesh(data=4), zero=3),
     "data 2 x pipeline 2": lambda model: apply(model, mesh(data=2, pipeline=2), microbatches=4),
     "data 2 x tensor 2": lambda model: apply(model, mesh(data=2, tensor=2)),
     "data 2 x pipeline 2 x tensor 2, ZeRO 1": lambda model: apply(

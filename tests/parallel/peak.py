@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfgpu
 
 
-def main(model: dict, batch: int, optimizer: str, policy: str, pipeline: dict | None) -> None:
+def main(model: dict, batch: int, optimizer: str, policy: str, pipeline: dict | None, shard: int = 0) -> None:
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
     )
@@ -23,8 +23,10 @@ def main(model: dict, batch: int, optimizer: str, policy: str, pipeline: dict | 
     if pipeline:
         made = tfgpu.parallel.pipeline(tfgpu.models.build(**model), **pipeline)
     else:
-        with tfgpu.strategy("one_device", devices="CPU:0").scope():
+        where = ["CPU:0", "CPU:1"] if shard else "CPU:0"
+        with tfgpu.strategy("mirrored" if shard else "one_device", devices=where).scope():
             made = tfgpu.models.build(**model)
+        made = tfgpu.parallel.shard(made, shard) if shard else made
     with made.distribute_strategy.scope():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         made.compile(keras.optimizers.get(optimizer), loss, jit_compile=False)

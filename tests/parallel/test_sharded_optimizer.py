@@ -113,8 +113,14 @@ CASES = {
     "lion": {"kind": "Lion"},
     "slots that begin with the weights": {"kind": "ScheduleFreeAdamW"},
 }
-HOWS = {"1": {"stage": 1}, "2": {"stage": 2}, "offload": {"stage": 2, "offload": True}}
-FAST = ("mlp", "2", 3), ("transformer", "1", 2)
+HOWS = {
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "offload": {"stage": 2, "offload": True},
+    "3": {"stage": 3},
+    "3, offload": {"stage": 3, "offload": True},
+}
+FAST = ("mlp", "2", 3), ("transformer", "1", 2), ("words, clipnorm", "3", 3)
 TRIALS = [(case, how, 4 - at % 3) for case in CASES for at, how in enumerate(HOWS)] + list(FAST)
 
 
@@ -130,7 +136,7 @@ def trained(case, replicas):
     [pytest.param(*trial, marks=() if trial in FAST else pytest.mark.slow) for trial in dict.fromkeys(TRIALS)],
 )
 def test_the_training_is_one_devices(case, how, replicas):
-    options, replicas = dict(CASES[case]), 2 if how == "offload" else replicas
+    options, replicas = dict(CASES[case]), 2 if "offload" in how else replicas
     # 16-bit rounding differs with the replicas' sums: those are held against plain replicas.
     one, expected = trained(case, 1) if "policy" not in options else trained(case, replicas)
     model = made(replicas=replicas, how=HOWS[how], **options)
@@ -201,26 +207,27 @@ def test_with_accumulation_variables_are_gathered_at_updates_alone(batches, coun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [(4, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize(("first", "second", "stages"), [(4, 1, 22), (1, 4, 22), (4, 2, 22), (4, 1, 33), (2, 4, 31)])
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3, "use_ema": True}], ids=["plain", "waiting"])
-def test_a_checkpoint_of_one_layout_resumes_in_another(first, second, options, tmp_path):
+def test_a_checkpoint_of_one_layout_resumes_in_another(first, second, stages, options, tmp_path):
     one = made(**options)
     fit(one)
-    for replicas, epochs in ((first, 2), (second, 5)):
-        model = made(replicas=replicas, how={"stage": 2} if replicas > 1 else None, **options)
+    for replicas, epochs, stage in ((first, 2, stages // 10), (second, 5, stages % 10)):
+        model = made(replicas=replicas, how={"stage": stage} if replicas > 1 else None, **options)
         fit(model, mlp, Checkpoint(tmp_path / "run"), epochs=epochs)
     assert_close(one, model)
 
 
-def test_what_is_saved_is_an_ordinary_file(tmp_path):
-    one, model = made(global_clipnorm=0.1), made(replicas=4, how={"stage": 1}, global_clipnorm=0.1)
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_is_saved_is_an_ordinary_file(stage, tmp_path):
+    one, model = made(global_clipnorm=0.1), made(replicas=4, how={"stage": stage}, global_clipnorm=0.1)
     fit(one, epochs=2), fit(model, epochs=2)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert_close(one, loaded)
     for mine, others in zip(loaded.optimizer.variables, one.optimizer.variables, strict=True):
         np.testing.assert_allclose(mine.numpy(), others.numpy(), atol=1e-5, err_msg=others.path)
-    again, store = made(replicas=3, how={"stage": 2}, global_clipnorm=0.1), {}
+    again, store = made(replicas=3, how={"stage": 2 if stage == 1 else 3}, global_clipnorm=0.1), {}
     build(again)
     again.load_weights(tmp_path / "model.keras")
     loaded.optimizer.save_own_variables(store)
@@ -231,8 +238,9 @@ def test_what_is_saved_is_an_ordinary_file(tmp_path):
     assert_close(one, model)
 
 
-def test_what_anybody_assigns_counts():
-    one, model = made(), made(replicas=3, how={"stage": 2})
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_anybody_assigns_counts(stage):
+    one, model = made(), made(replicas=3, how={"stage": stage})
     for each in (one, model):
         fit(each, epochs=1)
         each.set_weights([weight / 2 for weight in each.get_weights()])
@@ -240,9 +248,9 @@ def test_what_anybody_assigns_counts():
     assert_close(one, model)
 
 
-@pytest.mark.parametrize("by", ["name", "variable"])
-def test_weight_decay_leaves_out_what_it_shall(by):
-    models = made(weight_decay=0.5), made(replicas=2, how={"stage": 1}, weight_decay=0.5)
+@pytest.mark.parametrize(("by", "stage"), [("name", 1), ("variable", 1), ("variable", 3)])
+def test_weight_decay_leaves_out_what_it_shall(by, stage):
+    models = made(weight_decay=0.5), made(replicas=2, how={"stage": stage}, weight_decay=0.5)
     for model in models:
         if by == "name":
             model.optimizer.exclude_from_weight_decay(var_names=["bias"])
@@ -252,43 +260,49 @@ def test_weight_decay_leaves_out_what_it_shall(by):
     assert_close(*models)
 
 
-def test_averages_are_swapped_in_for_evaluation():
-    models = made(use_ema=True, ema_momentum=0.5), made(replicas=2, how={"stage": 1}, use_ema=True, ema_momentum=0.5)
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_averages_are_swapped_in_for_evaluation(stage):
+    how = {"stage": stage}
+    models = made(use_ema=True, ema_momentum=0.5), made(replicas=2, how=how, use_ema=True, ema_momentum=0.5)
     histories = [fit(model, mlp, keras.callbacks.SwapEMAWeights(swap_on_epoch=True), epochs=3) for model in models]
     np.testing.assert_allclose(histories[0]["val_loss"], histories[1]["val_loss"], rtol=1e-5)
     assert_close(*models)
 
 
 @pytest.mark.slow
-def test_a_model_on_several_devices_is_sharded_where_its_layers_are():
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_on_several_devices_is_sharded_where_its_layers_are(stage):
     with tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():
         keras.utils.set_random_seed(1)
         model = mlp("float32")
-    model = shard(place(model, {"first": ("CPU:0", "CPU:1"), "*": ("CPU:2", "CPU:3")}), stage=2)
+    model = shard(place(model, {"first": ("CPU:0", "CPU:1"), "*": ("CPU:2", "CPU:3")}), stage)
     with model.distribute_strategy.scope():
         model.compile(keras.optimizers.AdamW(0.01), "mse", metrics=["mae"])
     fit(model)
     assert_close(trained("mlp", 1)[0], model)
     for slot, variable in zip(slots(model), model.trainable_variables, strict=True):
         assert [copy.device for copy in slot.value.values] == [copy.device for copy in variable.value.values]
-        assert {copy.shape[0] for copy in slot.value.values} == {-(-int(np.prod(variable.shape)) // 2)}
+        size = -(-int(np.prod(variable.shape)) // 2) if stage == 2 else variable.shape[0]
+        assert {copy.shape[0] for copy in slot.value.values} == {size}
 
 
 @pytest.mark.slow
-def test_a_batch_of_nan_is_undone_on_all():
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_batch_of_nan_is_undone_on_all(stage):
     x = ROWS[mlp].copy()
     x[17] = np.nan
-    models = made(global_clipnorm=0.1), made(replicas=3, how={"stage": 2}, global_clipnorm=0.1)
+    models = made(global_clipnorm=0.1), made(replicas=3, how={"stage": stage}, global_clipnorm=0.1)
     for model in models:
         model.fit(x, Y, 16, epochs=2, shuffle=False, verbose=0, callbacks=[SkipNaN()])
     assert np.isfinite(models[0].get_weights()[0]).all()
     assert_close(*models)
 
 
-def test_an_overflow_on_one_replica_skips_the_batch_on_all():
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_an_overflow_on_one_replica_skips_the_batch_on_all(stage):
     x = ROWS[mlp].copy()
     x[17] = 6e4
-    models = made(policy="mixed_float16"), made(replicas=3, how={"stage": 2}, policy="mixed_float16")
+    models = made(policy="mixed_float16"), made(replicas=3, how={"stage": stage}, policy="mixed_float16")
     for model in models:
         model.fit(x, Y, 16, epochs=2, shuffle=False, verbose=0)
     assert models[0].optimizer.dynamic_scale.numpy() == models[1].optimizer.dynamic_scale.numpy() < 2**15
@@ -296,12 +310,14 @@ def test_an_overflow_on_one_replica_skips_the_batch_on_all():
     assert_close(*models, 2e-3)
 
 
-@pytest.mark.parametrize("kind", ["written by hand", "eagerly", "XLA"])
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("written by hand", 2), ("eagerly", 2), ("XLA", 2), ("written by hand", 3), ("eagerly", 3)]
+)
 @pytest.mark.slow
-def test_other_ways_to_run_a_step(kind):
+def test_other_ways_to_run_a_step(kind, stage):
     is_xla = kind == "XLA"  # which draws random numbers of its own
     one = made(replicas=2 if is_xla else 1, jit=is_xla)
-    model = made(replicas=2, how={"stage": 2}, jit=is_xla)
+    model = made(replicas=2, how={"stage": stage}, jit=is_xla)
     if kind == "eagerly":
         model.run_eagerly = True
     if kind != "written by hand":
@@ -373,10 +389,17 @@ def test_the_others_are_taken(kind):
     assert model.optimizer.built
 
 
+def test_on_one_device_there_is_nothing_to_shard(caplog):
+    model = made(how={"stage": 3})
+    assert "One device holds all" in caplog.text
+    assert memory_by_device(model)["CPU:0"]["pieces"] == 0
+    with pytest.raises(tfgpu.InputError, match="to offload from one device"):
+        made(how={"stage": 2, "offload": True})
+
+
 def test_what_cannot_be_sharded_is_refused():
-    model = made()
     with pytest.raises(tfgpu.InputError, match="this model has none"):
-        shard(model)
+        shard(mlp("float32"))
     model = made(replicas=2, how={"stage": 1})
     with pytest.raises(tfgpu.InputError, match="sharded before"):
         shard(model)

@@ -47,7 +47,8 @@ def all_rows(row: tf.Tensor, device: str) -> tf.Tensor:
                 place = tf.zeros([])  # tells where
             return context.merge_call(_stack_rows, args=(row, place))
         if tf.executing_eagerly():
-            placed = row[None] * tf.one_hot(own_number(), context.num_replicas_in_sync, dtype=row.dtype)[:, None]
+            is_own = tf.range(context.num_replicas_in_sync) == own_number()
+            placed = tf.where(tf.reshape(is_own, [-1, *[1] * row.shape.rank]), row[None], tf.zeros([], row.dtype))
             (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [placed], replica.options())
             return total
         with tf.device(device):

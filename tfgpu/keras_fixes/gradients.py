@@ -18,7 +18,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import accumulation, compression, homes, replica, shards, sums
+from tfgpu.keras_fixes import accumulation, compression, homes, replica, shards, sums, weighing
 from tfgpu.keras_fixes.seam import wrap
 
 
@@ -62,6 +62,7 @@ def meet_before_applying() -> None:
         if facts.apart:
             return stock(self, loss)
         # Float16 gradients inside the network are as large as one device's, so they overflow when one device's would.
+        facts.loss_is_divided = not facts.loss_is_weighed
         loss = replica.by_share(loss) if facts.loss_is_weighed else loss / replica.count(loss.dtype)
         return stock(self, loss)
 
@@ -142,9 +143,10 @@ def _meet(optimizer, grads: list, variables) -> list:
     count_on_every_replica(inner)
     found = _found(inner, grads, variables)
     summed = [None if at in found else gradient for at, gradient in enumerate(grads)]
-    parts = _weigh(summed, isinstance(optimizer, LossScaleOptimizer))
+    has_met = [shards.is_gathered(variable) for variable in _variables(inner, variables)]
+    parts = summed if any(has_met) else weighing.weigh(summed, isinstance(optimizer, LossScaleOptimizer))
     if replica.step() is not None:
-        replica.step().loss_is_sum = False
+        replica.step().loss_is_sum = replica.step().loss_is_divided = False
     if replica.is_apart():
         replica.step().optimizers[id(optimizer)] = optimizer
         met = parts
@@ -210,50 +212,6 @@ def _make_local(name: str) -> None:
     @wrap(TFOptimizer, name)
     def local(stock, self, *args):
         return plain(self, *args) if replica.have_met() else stock(self, *args)
-
-
-def _weigh(grads, scaled: bool) -> list:
-    """Each replica's part of the gradients' sum: weighed by its share inside a step; None stays None.
-
-    In a step apart the weights are averaged by rows later: here only a sum over rows becomes what the batch's would be.
-    """
-    facts = replica.step()
-    weigh = facts is not None and not (facts.loss_is_weighed or facts.loss_is_sum)
-    if replica.is_apart():
-        weigh = facts.loss_is_sum
-
-    def part(values: tf.Tensor) -> tf.Tensor:
-        if facts.apart:
-            return tf.math.divide_no_nan(values, tf.cast(facts.share, values.dtype))
-        values = replica.by_share(values)
-        return values * replica.count(values.dtype) if scaled else values
-
-    def local(gradient):
-        if gradient is None or not weigh:
-            return gradient
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(part(gradient.values), gradient.indices, gradient.dense_shape)
-        return part(gradient)
-
-    return _without_stand_ins([local(g) for g in grads])
-
-
-def _without_stand_ins(grads: list) -> list:
-    if replica.has_rows_for_sure():
-        return grads
-    kept = iter(_zero_without_rows([g for g in grads if g is not None]))
-    return [None if g is None else next(kept) for g in grads]
-
-
-def _zero_without_rows(gradients: list) -> list:
-    """Zeros where only a row that stands in was seen, as it may have brought infinities; else what came, uncopied."""
-    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    with replica.uncompiled():
-        values = tf.cond(replica.has_rows(), lambda: values, lambda: [tf.zeros_like(v) for v in values])
-    return [
-        tf.IndexedSlices(v, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else v
-        for g, v in zip(gradients, values, strict=True)
-    ]
 
 
 def count_on_every_replica(optimizer) -> None:

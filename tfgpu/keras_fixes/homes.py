@@ -68,14 +68,20 @@ def at(place: Home) -> Iterator[None]:
     In the scope of a strategy, a variable has a copy on each device of the home.
     """
 
+    follow_forward()
+    with tf.device(place.here), keeping(place):
+        yield
+
+
+def keeping(place: Home):
+    """A block in which variables that are made have a copy on each device of the home, in the scope of a strategy."""
+
     def make(next_creator: Callable, **how):
         if tf.distribute.has_strategy() and replica.is_spread(tf.distribute.get_strategy()):
             how.setdefault("colocate_with", _Devices(place.devices))  # the innermost block counts
         return next_creator(**how)
 
-    follow_forward()
-    with tf.device(place.here), tf.variable_creator_scope(make):
-        yield
+    return tf.variable_creator_scope(make)
 
 
 class _Devices:

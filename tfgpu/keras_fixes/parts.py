@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.utils import summary_utils
 
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import replica
@@ -171,25 +172,17 @@ def whole(variables: Sequence) -> list:
 
 
 def keep_whole(layer: keras.layers.Layer) -> None:
-    """Lets a layer some of whose variables are in parts save and load what it has on one device."""
+    """Lets a layer whose class saves its variables by name save and load what it has on one device all the same."""
+    for name in ("save_own_variables", "load_own_variables"):
+        object.__setattr__(layer, name, functools.partial(getattr(keras.layers.Layer, name), layer))
 
-    def own() -> list:
-        return whole(layer._trainable_variables + layer._non_trainable_variables)
 
-    def save_own_variables(store) -> None:
-        for at, variable in enumerate(own()):
-            store[str(at)] = variable.numpy()
+def _own(layer: keras.layers.Layer) -> list:
+    return whole(layer._trainable_variables + layer._non_trainable_variables)
 
-    def load_own_variables(store) -> None:
-        if len(store.keys()) != len(own()):
-            raise ValueError(
-                f"Layer {layer.name!r} has {len(own())} variables; the file has {len(store.keys())} for it."
-            )
-        for at, variable in enumerate(own()):
-            variable.assign(np.asarray(store[str(at)]))
 
-    object.__setattr__(layer, "save_own_variables", save_own_variables)
-    object.__setattr__(layer, "load_own_variables", load_own_variables)
+def _has_parts(layer: keras.layers.Layer) -> bool:
+    return any(part_of(v) is not None for v in layer._trainable_variables + layer._non_trainable_variables)
 
 
 @functools.cache
@@ -212,6 +205,30 @@ def show_wholes() -> None:
                     f"{np.shape(value)}."
                 )
             variable.assign(value)
+
+    for name in ("count_params", "weight_memory_size"):  # of `summary`
+
+        @wrap(summary_utils, name)
+        def size(stock, weights):
+            return stock(whole(weights))
+
+    @wrap(keras.layers.Layer, "save_own_variables")
+    def save_layer(stock, self, store):
+        if not _has_parts(self):
+            return stock(self, store)
+        for at, variable in enumerate(_own(self)):
+            store[str(at)] = variable.numpy()
+
+    @wrap(keras.layers.Layer, "load_own_variables")
+    def load_layer(stock, self, store):
+        if not _has_parts(self):
+            return stock(self, store)
+        if len(store.keys()) != len(_own(self)):
+            raise ValueError(
+                f"Layer {self.name!r} has {len(_own(self))} variables; the file has {len(store.keys())} for it."
+            )
+        for at, variable in enumerate(_own(self)):
+            variable.assign(np.asarray(store[str(at)]))
 
     @wrap(BaseOptimizer, "add_variable_from_reference")
     def add_variable(stock, self, reference_variable, name=None, initializer="zeros"):

@@ -48,6 +48,7 @@ class Step:
         jit: the step is compiled by XLA (collectives then stay outside).
         loss_is_weighed: the loss under the tape is multiplied by the share, so the gradients must not be.
         loss_is_sum: the loss is a vector, whose gradient is a sum over rows: it needs no share.
+        loss_is_divided: the loss under the tape is divided by the number of replicas: its gradient is to be multiplied.
         varies: a collective has another shape in another step.
         apart: the gradients do not meet: each replica updates its own weights, which are averaged later.
         alone: besides, the forward pass sees this replica's rows only.
@@ -60,6 +61,7 @@ class Step:
     jit: bool = False
     loss_is_weighed: bool = False
     loss_is_sum: bool = False
+    loss_is_divided: bool = False
     varies: bool = False
     apart: bool = False
     alone: bool = False

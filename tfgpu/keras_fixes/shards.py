@@ -9,26 +9,22 @@ is built on the shards and applied to them, unchanged. Around it, in each step:
 4. Keras unscales, accumulates, clips, decays, updates and averages the pieces;
 5. the new pieces are gathered into the variable on every replica.
 
+In stage 3 the shards are the model's variables: steps 1, 2 and 5 fall away, see `gathering.py`.
+
 To files, checkpoints and `get_weights` the slots are those of one device: a shard's slot is a `parts.Part`.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend
-from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.callbacks import swap_ema_weights
-from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-from tfgpu.errors import InputError
-from tfgpu.keras_fixes import accumulation, elementwise, exchanges, homes, meter, parts, replica, sharing, state
-from tfgpu.keras_fixes.seam import wrap
+from tfgpu.keras_fixes import accumulation, exchanges, homes, meter, parts, replica, sharing, state
 
 BUCKET_BYTES = 32 << 20
 """Of gradients that travel in one collective, so that the first can leave while others are computed."""
@@ -69,29 +65,28 @@ class Sharding:
 
 def cut(variables: Sequence, strategy: tf.distribute.Strategy, how: Sharding) -> None:
     """Gives each variable a shard, on the devices of its copies; optimizers that are built from now on use them."""
-    _use_shards()
+    for variable in variables:
+        copies = variable._value.values
+        shard = made(variable, homes.home(copy.device for copy in copies), strategy, how)
+        shard._tfgpu_full, variable._tfgpu_shard = variable, shard
+
+
+def made(variable, place: homes.Home, strategy: tf.distribute.Strategy, how: Sharding) -> keras.Variable:
+    """A shard for a variable that is used at a place: zeros."""
+    size = -(-int(np.prod(variable.shape)) // strategy.num_replicas_in_sync)
     if how.offload:
         strategy._tfgpu_has_homes = True
-    on_host = homes.home(["CPU:0"] * strategy.num_replicas_in_sync)
-    for variable in variables:
-        size = -(-int(np.prod(variable.shape)) // strategy.num_replicas_in_sync)
-        with strategy.scope(), homes.at(on_host) if how.offload else _beside(variable, strategy):
-            shard = keras.Variable(np.zeros(size), dtype=variable.dtype, name=variable.name)
-        shard._path = variable.path
-        parts.mark([shard], Flat(tuple(variable.shape)), variable.path, parts.part_of(variable))
-        shard._tfgpu_sharding, shard._tfgpu_full = how, variable
-        variable._tfgpu_shard = shard
-
-
-@contextlib.contextmanager
-def _beside(variable, strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Puts new variables where this one's copies are."""
-    with strategy.extended.colocate_vars_with(variable._value):
-        yield
+    kept_at = homes.home(["CPU:0"] * len(place.devices)) if how.offload else place
+    with strategy.scope(), homes.keeping(kept_at):
+        shard = keras.Variable(np.zeros(size), dtype=variable._dtype, name=variable.name)
+    shard._path = variable.path
+    parts.mark([shard], Flat(tuple(variable.shape)), variable.path, parts.part_of(variable))
+    shard._tfgpu_sharding, shard._tfgpu_used_at = how, place
+    return shard
 
 
 def full_of(variable):
-    """The variable whose shard this is; any other variable itself."""
+    """The variable whose shard this is; any other variable itself, and a shard that the model has in its place."""
     return getattr(variable, "_tfgpu_full", variable)
 
 
@@ -102,7 +97,18 @@ def shard_of(variable):
 
 def is_sharded(variable) -> bool:
     """Whether a variable is a shard, or has one."""
-    return hasattr(shard_of(variable), "_tfgpu_full")
+    return hasattr(shard_of(variable), "_tfgpu_sharding")
+
+
+def is_gathered(variable) -> bool:
+    """Whether the model has the shard alone (stage 3), whose gradient comes summed over the replicas."""
+    shard = shard_of(variable)
+    return is_sharded(shard) and full_of(shard) is shard
+
+
+def sizes_of(shard) -> tuple[int, ...]:
+    """The shape of the whole."""
+    return parts.part_of(shard).cut.sizes
 
 
 def meet(optimizer, grads: list, variables: Sequence) -> list:
@@ -116,7 +122,20 @@ def meet(optimizer, grads: list, variables: Sequence) -> list:
     shards, found = [shard_of(variable) for variable in variables], list(grads)
     if optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor is not None:  # Keras makes tensors, too
         found = [None if g is None else tf.convert_to_tensor(g) for g in found]
-    scatter = shards[0]._tfgpu_sharding.stage > 1
+    if all(map(is_gathered, shards)):
+        return found
+    return summed_pieces(found, shards, scatter=shards[0]._tfgpu_sharding.stage > 1)
+
+
+def summed_pieces(grads: list, shards: Sequence, scatter: bool) -> list:
+    """This replica's pieces of the sums of gradients over all replicas; None stays None.
+
+    Args:
+        grads: as large as the variables; tensors or IndexedSlices.
+        shards: a gradient's each.
+        scatter: send each replica its own pieces alone; slices always meet whole.
+    """
+    found = list(grads)
     meets_whole = [g is not None and (not scatter or isinstance(g, tf.IndexedSlices)) for g in found]
     whole = [at for at, is_whole in enumerate(meets_whole) if is_whole]
     sent = [found[at] for at in whole]
@@ -137,8 +156,9 @@ def updating(optimizer, inner, pieces: list, variables: Sequence) -> Iterator[li
         with backend.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
     for shard in inner._trainable_variables:
-        with tf.device(state.own(full_of(shard)).device):
-            state.own(shard).assign(_row(state.own(full_of(shard)), shard))
+        if not is_gathered(shard):
+            with tf.device(_device(shard)):
+                state.own(shard).assign(row_of(state.own(full_of(shard)), shard))
     pieces = [piece if piece is None else _at_home(piece, shard) for piece, shard in zip(pieces, shards, strict=True)]
     is_finite = None
     if isinstance(optimizer, LossScaleOptimizer):
@@ -147,21 +167,23 @@ def updating(optimizer, inner, pieces: list, variables: Sequence) -> Iterator[li
     with parts.clipping(inner, *zip(*given, strict=True), accumulation.scale_of(optimizer)):
         yield pieces
     changed = inner._trainable_variables if inner.use_ema else [shard for _, shard in given]
-    if inner.gradient_accumulation_steps and not (inner.use_ema and inner.ema_overwrite_frequency):
+    if all(map(is_gathered, changed)):
+        pass
+    elif inner.gradient_accumulation_steps and not (inner.use_ema and inner.ema_overwrite_frequency):
         _gather_at_update(inner, changed)
     else:
         _gather(changed)
     for shard in changed:
-        _constrain(full_of(shard), is_finite)
+        _constrain(shard, is_finite)
 
 
 def _piece(total, shard):
     """This replica's piece of a gradient that every replica has."""
     if not isinstance(total, tf.IndexedSlices):
         with tf.device(_device(shard)):
-            return _row(total, shard)
+            return row_of(total, shard)
     # Slices stay slices, of single numbers: Keras squares each before it adds those of one row.
-    size, width = shard.shape[0], int(np.prod(full_of(shard).shape[1:]))
+    size, width = shard.shape[0], int(np.prod(sizes_of(shard)[1:]))
     places = tf.cast(total.indices, tf.int64)[:, None] * width + tf.range(width, dtype=tf.int64)
     places = tf.reshape(places, [-1]) - tf.cast(exchanges.own_number(), tf.int64) * size
     is_own, values = (places >= 0) & (places < size), tf.reshape(total.values, [-1])
@@ -174,20 +196,21 @@ def _piece(total, shard):
 
 def _rows(value, shard) -> tf.Tensor:
     """A tensor as large as the variable, as the pieces of all replicas."""
-    length, count = int(np.prod(full_of(shard).shape)), replica.context().num_replicas_in_sync
+    length, count = int(np.prod(sizes_of(shard))), replica.context().num_replicas_in_sync
     flat, size = tf.reshape(tf.convert_to_tensor(value), [length]), shard.shape[0]
     if count * size > length:
         flat = tf.pad(flat, [[0, count * size - length]])
     return tf.reshape(flat, [count, size])
 
 
-def _row(value, shard) -> tf.Tensor:
+def row_of(value, shard) -> tf.Tensor:
+    """This replica's piece of a tensor as large as the variable."""
     return _rows(value, shard)[exchanges.own_number()]
 
 
 def _device(shard) -> str:
-    """Where this replica's copy of the variable lives."""
-    return state.own(full_of(shard)).device
+    """Where this replica uses the variable."""
+    return shard._tfgpu_used_at.here
 
 
 def _at_home(piece, shard):
@@ -221,17 +244,29 @@ def _scattered(bucket: Sequence[int], grads: Sequence, shards: Sequence) -> list
 
 def _gather(shards: Sequence) -> None:
     """Gives every replica's copy of the variables the pieces of all."""
-    values = [state.own(shard) for shard in shards]
-    for bucket in _buckets(range(len(shards)), values, shards):
-        with tf.device(values[bucket[0]].device):
-            packed = tf.concat([tf.convert_to_tensor(values[at]) for at in bucket], 0)
+    for shard, found in zip(shards, gathered([state.own(shard) for shard in shards], shards), strict=True):
+        with tf.device(_device(shard)):
+            state.own(full_of(shard)).assign(found)
+
+
+def gathered(pieces: Sequence, shards: Sequence) -> list[tf.Tensor]:
+    """What the pieces of all replicas make, on each: tensors as large as the variables.
+
+    Args:
+        pieces: this replica's; tensors or variables of one number a place of the shard.
+        shards: a piece's each.
+    """
+    wholes = {}
+    for bucket in _buckets(range(len(shards)), pieces, shards):
+        with tf.device(pieces[bucket[0]].device):
+            packed = tf.concat([tf.convert_to_tensor(pieces[at]) for at in bucket], 0)
         device = _device(shards[bucket[0]])
         rows = exchanges.all_rows(packed, device)
         with tf.device(device):
             for at, found in zip(bucket, tf.split(rows, [shards[at].shape[0] for at in bucket], 1), strict=True):
-                full = state.own(full_of(shards[at]))
-                size = int(np.prod(full.shape))
-                full.assign(tf.reshape(tf.reshape(found, [-1])[:size], full.shape))
+                sizes = sizes_of(shards[at])
+                wholes[at] = tf.reshape(tf.reshape(found, [-1])[: int(np.prod(sizes))], sizes)
+    return [wholes[at] for at in range(len(shards))]
 
 
 def _gather_at_update(optimizer, shards: Sequence) -> None:
@@ -267,129 +302,13 @@ def _finite_for_all(pieces: list) -> tuple[list, tf.Tensor]:
     return pieces, count < 0.5
 
 
-def _constrain(variable, is_finite: tf.Tensor | None) -> None:
-    if variable.constraint is None:
+def _constrain(shard, is_finite: tf.Tensor | None) -> None:
+    constraint = shard._tfgpu_constraint if is_gathered(shard) else full_of(shard).constraint
+    if constraint is None:
         return
-    copy = state.own(variable)
-    with tf.device(copy.device):
-        found = tf.cast(variable.constraint(tf.convert_to_tensor(copy)), copy.dtype)
+    copy = state.own(full_of(shard))
+    with tf.device(_device(shard)):
+        before = gathered([copy], [shard])[0] if is_gathered(shard) else tf.convert_to_tensor(copy)
+        found = tf.cast(constraint(before), copy.dtype)
+        found = row_of(found, shard) if is_gathered(shard) else found
         copy.assign(found if is_finite is None else tf.where(is_finite, found, copy))
-
-
-@functools.cache
-def _use_shards() -> None:
-    """Lets optimizers that are built on sharded variables take their shards, in this process from now on."""
-
-    @wrap(BaseOptimizer, "__init__")
-    def init(stock, self, *args, **kwargs):
-        for cls in type(self).__mro__:
-            if issubclass(cls, BaseOptimizer):
-                _build_on_shards(cls)
-        stock(self, *args, **kwargs)
-
-    left = [BaseOptimizer]
-    while left:
-        cls = left.pop()
-        _build_on_shards(cls)
-        left += cls.__subclasses__()
-
-    @wrap(BaseOptimizer, "_use_weight_decay")
-    def use_weight_decay(stock, self, variable):
-        return stock(self, full_of(variable))
-
-    @wrap(TFOptimizer, "_overwrite_model_variables_with_average_value")
-    def overwrite(stock, self, trainable_variables):
-        if replica.have_met() or not any(map(is_sharded, trainable_variables)):
-            return stock(self, trainable_variables)
-        for variable, average in zip(trainable_variables, self._model_variables_moving_average, strict=True):
-            full_of(variable).assign(parts.Whole([average]).numpy())
-
-    @wrap(swap_ema_weights.SwapEMAWeights, "_tf_swap_variables")
-    def swap(stock, self, optimizer):
-        if not any(map(is_sharded, optimizer._trainable_variables)):
-            return stock(self, optimizer)
-        for variable, average in _averages(optimizer):
-            value = np.array(variable.numpy())
-            variable.assign(average.numpy())
-            average.assign(value)
-
-    @wrap(swap_ema_weights.SwapEMAWeights, "_tf_finalize_ema_values")
-    def finalize(stock, self, optimizer):
-        if not any(map(is_sharded, optimizer._trainable_variables)):
-            return stock(self, optimizer)
-        for variable, average in _averages(optimizer):
-            average.assign(variable.numpy())
-
-
-def _averages(optimizer) -> Iterator[tuple]:
-    """Each variable with the whole of its average."""
-    for shard, average in zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True):
-        yield full_of(shard), parts.Whole([average])
-
-
-def _build_on_shards(cls: type) -> None:
-    if "_tfgpu_builds_on_shards" in vars(cls):
-        return
-    cls._tfgpu_builds_on_shards = True
-    if "build" not in vars(cls):
-        return
-
-    @wrap(cls, "build")
-    def build(stock, self, variables):
-        variables = [shard_of(variable) for variable in variables]
-        if any(map(is_sharded, variables)) and not hasattr(self, "_tfgpu_is_elementwise"):
-            check_optimizer(self, variables)
-            _outside(variables, lambda: [parts.Whole([v]).assign(full_of(v)._value.numpy()) for v in variables])
-            stock(self, variables)
-            return _outside(variables, lambda: _fill_slots(self, variables))
-        return stock(self, variables)
-
-
-def _outside(shards: Sequence, run: Callable) -> None:
-    """Runs something as if outside of any step."""
-    run() if replica.context() is None else replica.run_outside(shards[0]._value.distribute_strategy, run)
-
-
-def _fill_slots(optimizer, shards: Sequence) -> None:
-    """Where a slot begins with the variable's values, gives each replica's copy its own piece: all have the first's."""
-    shard_by_key = {parts.part_of(shard).of: shard for shard in shards}
-    for slot in optimizer.variables:
-        part = parts.part_of(slot)
-        shard = shard_by_key.get(part.of[:-1]) if part is not None else None
-        if shard is None:
-            continue
-        values = slot._value.values[0].numpy()
-        if values.dtype.kind == "V" or not values.any():
-            continue
-        if not np.array_equal(values, shard._value.values[0].numpy()):
-            if (values == values[0]).all():
-                continue
-            raise InputError(
-                f"{type(optimizer).__name__} begins with numbers of its own in {slot.path!r}, which pieces would mix "
-                "up. Use one whose slots begin with a constant or with the weights."
-            )
-        for copy, piece in zip(slot._value.values, shard._value.values, strict=True):
-            copy.assign(piece)
-
-
-def check_optimizer(optimizer, variables: Sequence) -> None:
-    """Refuses what cannot work on pieces.
-
-    Raises:
-        InputError: variables without a shard among others; an optimizer that does not work element by element.
-    """
-    left = [variable.path for variable in variables if not is_sharded(variable)]
-    if left:
-        raise InputError(
-            f"The variable {left[0]!r} was made after `parallel.shard`, so the optimizer would have sharded variables "
-            "and others. Make all variables first, then call `parallel.shard`, then `compile`."
-        )
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    reason = elementwise.reason_against(inner)
-    if reason:
-        raise InputError(
-            f"{type(inner).__name__} cannot be sharded: {reason} Use an optimizer that works element by element "
-            "(Adam, AdamW, Lion, SGD, RMSprop, Adagrad, ...)."
-        )
-    for each in (optimizer, inner):
-        object.__setattr__(each, "_tfgpu_is_elementwise", True)

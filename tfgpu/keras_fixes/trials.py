@@ -14,7 +14,7 @@ from keras.src.trainers import trainer as keras_trainer
 from keras.src.trainers.trainer import Trainer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import blocks, homes
+from tfgpu.keras_fixes import blocks, homes, shards
 from tfgpu.keras_fixes.seam import wrap
 
 ROUNDS = 3
@@ -34,15 +34,16 @@ def measure_jit() -> None:
         asked = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("jit_compile")
         if asked not in (None, False, True, "auto"):
             raise InputError(f'`jit_compile` must be True, False or "auto". Received: {asked!r}.')
-        has_homes = homes.is_placed(self.distribute_strategy)
-        if has_homes and asked is True:
+        is_spread = homes.is_placed(self.distribute_strategy) or any(map(shards.is_gathered, self.trainable_variables))
+        if is_spread and asked is True:
             raise InputError(
-                "XLA cannot compile a step whose layers live on several devices. Compile with jit_compile=False."
+                "XLA cannot compile a step whose layers live on several devices, or gather their parameters from them. "
+                "Compile with jit_compile=False."
             )
         stock(self, *args, **kwargs)
-        if has_homes:
+        if is_spread:
             self.jit_compile = False
-        may_try = asked == "auto" and not has_homes and not self.run_eagerly
+        may_try = asked == "auto" and not is_spread and not self.run_eagerly
         self._tfgpu_trial = may_try and keras_trainer.model_supports_jit(self)
 
 

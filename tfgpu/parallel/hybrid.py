@@ -44,7 +44,8 @@ def apply(
         microbatches: of the pipeline; None takes 4 a stage.
         schedule, recompute, cuts, batch: of the pipeline; see `pipeline`.
         plan: which layers lie in parts along `tensor`; see `tensor`.
-        zero: 1 or 2 shards the optimizer's state, and gradients, along `data`; see `shard`. 0 does not.
+        zero: 1, 2 or 3 shards the optimizer's state, gradients and parameters along `data`; see `shard`. 0 does not. 3
+            takes a mesh that has `data` alone.
 
     Returns:
         The same model, to be compiled and fitted.
@@ -58,8 +59,15 @@ def apply(
         >>> model = apply(model, Mesh(devices=["CPU:0"]))
         >>> model.compile("adam", "mse")
     """
+    if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
+        raise InputError(f"`zero` is 0, 1, 2 or 3. Received: {zero!r}.")
     if zero and mesh.data == 1:
         raise InputError(f"`zero` spreads the optimizer along `data`, which {mesh} has not. Give it data=2 or more.")
+    if zero == 3 and mesh.size > mesh.data:
+        raise InputError(
+            f"zero=3 spreads the parameters along `data` alone, and {mesh} has other axes. Take zero=2 there, or a "
+            "mesh of `data` alone."
+        )
     mesh = _with_devices(mesh)
     graphs.functional(model)  # an error where there is none
     recomputing.check_not_recomputed(model)
@@ -90,12 +98,14 @@ def apply(
         apart += segment.layers
     for path, layer in cut.embeddings:
         tensors.embed_by_rows(layer, _across(mesh, stage(path)), strategy)
+    if zero == 3:  # before the rest moves: no device takes a whole copy first
+        sharded_optimizer.shard_over(model, strategy, zero, place_of=lambda variable: _home(mesh, 0))
     layers = graphs.layers_within(graphs.functional(model))
     placement.settle(model, {path: _home(mesh, stage(path)) for path in layers}, strategy, apart)
     if is_staged:
         pipelining.install(model, how)
-    if zero:
-        sharded_optimizer.shard(model, zero)
+    if zero in (1, 2):
+        sharded_optimizer.shard_over(model, strategy, zero)
     return model
 
 

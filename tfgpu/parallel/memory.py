@@ -26,7 +26,7 @@ def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
     groups = {
         "weights": model.variables,
         "optimizer": optimizer.variables if optimizer is not None else [],
-        "pieces": [shards.shard_of(v) for v in model.trainable_variables if shards.is_sharded(v)],
+        "pieces": [shards.shard_of(v) for v in model.trainable_variables if shards.shard_of(v) is not v],
     }
     metrics = {id(variable) for variable in model.metrics_variables}
     found: dict[str, dict[str, int]] = {}

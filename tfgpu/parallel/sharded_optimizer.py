@@ -1,9 +1,15 @@
 """Optimizer state, gradients and parameters over the replicas, instead of a copy of all on each (ZeRO)."""
 
+import logging
+from collections.abc import Callable
+
 import keras
+import tensorflow as tf
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import compression, replica, shards
+from tfgpu.keras_fixes import compression, gathering, graphs, homes, recomputing, replica, shard_slots, shards
+
+_log = logging.getLogger(__name__)
 
 
 def shard(model: keras.Model, stage: int = 1, *, offload: bool = False) -> keras.Model:
@@ -17,7 +23,8 @@ def shard(model: keras.Model, stage: int = 1, *, offload: bool = False) -> keras
         model: made in the scope of `mirrored` or `multi_worker`, and built; one of `parallel.place` or
             `parallel.pipeline` with several replicas too.
         stage: 1 shards the optimizer's state; 2 besides sends each replica only the sums of its own pieces of the
-            gradients.
+            gradients; 3 shards the parameters too: a layer gathers its own while it runs, and is recomputed in the
+            backward pass, where it gathers them anew.
         offload: keep the pieces and the slots in the host's memory, and update them there. Slower, and no slot takes
             any of the device's memory.
 
@@ -38,23 +45,77 @@ def shard(model: keras.Model, stage: int = 1, *, offload: bool = False) -> keras
         >>> model = shard(model, stage=2)
         >>> model.compile("adam", "mse")
     """
-    if stage not in (1, 2):
-        raise InputError(
-            "`stage` is 1 (the optimizer's state) or 2 (gradients too). "
-            f"Received: {stage!r}. Parameters stay whole on each replica: for a model that does not fit on one device "
-            "use `parallel.place` or `parallel.pipeline`."
-        )
-    _check(model)
-    shards.cut(model.trainable_variables, model.distribute_strategy, shards.Sharding(stage, offload))
+    strategy = model.distribute_strategy
+    if isinstance(strategy, tf.distribute.OneDeviceStrategy) and not offload:
+        _check_stage(stage)
+        _log.warning("One device holds all of %r: there are no replicas to shard it over.", model.name)
+        return model
+    return shard_over(model, strategy, stage, offload)
+
+
+def shard_over(
+    model: keras.Model,
+    strategy: tf.distribute.Strategy,
+    stage: int,
+    offload: bool = False,
+    place_of: Callable | None = None,
+) -> keras.Model:
+    """As `shard`, for a model that a strategy is to take.
+
+    Args:
+        model, stage, offload: as for `shard`.
+        strategy: the replicas.
+        place_of: the home at which a variable is used, for a model that does not lie on the replicas yet (stage 3).
+
+    Raises:
+        InputError: as for `shard`.
+    """
+    _check_stage(stage)
+    _check(model, strategy)
+    how = shards.Sharding(stage, offload)
+    shard_slots.use_shards()
+    if stage < 3:
+        shards.cut(model.trainable_variables, strategy, how)
+    else:
+        _check_gathers(model)
+        gathering.cut(model, place_of or _copies_of, strategy, how)
     return model
 
 
-def _check(model: keras.Model) -> None:
-    strategy = model.distribute_strategy
+def _copies_of(variable) -> homes.Home:
+    return homes.home(copy.device for copy in variable._value.values)
+
+
+def _check_stage(stage: int) -> None:
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
+        raise InputError(
+            f"`stage` is 1 (the optimizer's state), 2 (gradients too) or 3 (parameters too). Received: {stage!r}."
+        )
+
+
+def _check_gathers(model: keras.Model) -> None:
+    """Refuses what the parameters cannot be gathered for."""
+    if any(graphs.is_functional(layer) and graphs.rerouted(layer) for layer in _layers(model)):
+        raise InputError(
+            "The model is in stages, or recomputed in blocks, already: each micro-batch would gather the parameters "
+            "anew. Use stage=2 there; stage=3 recomputes each layer by itself."
+        )
+    recomputing.check_not_recomputed(model)
+    for layer in _layers(model):
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            raise InputError(f"{layer.name!r} (SpectralNormalization) assigns the kernel in each step. Use stage=2.")
+
+
+def _layers(model: keras.Model) -> list[keras.layers.Layer]:
+    return [model, *graphs.layers_within(model).values()]
+
+
+def _check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     if not replica.is_spread(strategy):
         raise InputError(
             "`parallel.shard` spreads the optimizer over replicas, and this model has none. Make it in the scope of "
-            "`tfgpu.strategy('mirrored')` or `tfgpu.strategy('multi_worker')`."
+            "`tfgpu.strategy('mirrored')` or `tfgpu.strategy('multi_worker')`; to offload from one device, of "
+            "`tfgpu.strategy('mirrored', devices=['GPU:0'])`."
         )
     if replica.plan_of(strategy) is not None:
         raise InputError("Replicas that train apart (`averaging`) each need a whole optimizer. Use `mirrored`.")
@@ -68,6 +129,7 @@ def _check(model: keras.Model) -> None:
     if optimizer is not None and optimizer.built:
         raise InputError("The model has trained already, or its optimizer was built. Shard it before `compile`.")
     for variable in model.trainable_variables:
-        replica.check_has_copies(variable)
+        if strategy is model.distribute_strategy:
+            replica.check_has_copies(variable)
         if getattr(variable, "overwrite_with_gradient", False):
             raise InputError(f"{variable.path!r} (float8) is overwritten by its gradient. Use another dtype policy.")
