@@ -34,7 +34,7 @@ TOPOLOGIES = {
     "workers-2x1": (2, 1),
     "workers-2x2": (2, 2),
 }
-PATHS = ("fit", "trainer", "loop", "loop-mean")
+PATHS = ("fit", "trainer", "loop", "loop-mean", "sharded")  # `sharded`: `fit`, with parameters in pieces (ZeRO 3)
 
 
 class Place:
@@ -57,6 +57,10 @@ class Place:
             for layer in model.layers:
                 if not isinstance(layer, keras.layers.BatchNormalization):
                     layer.call = in_parts(layer.call, -self.order)
+        if self.path == "sharded" and not self.reference:
+            import tfgpu
+
+            model = tfgpu.parallel.shard(model, stage=3)
         return model
 
     def build(self, case):

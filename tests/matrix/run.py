@@ -229,7 +229,7 @@ def measure(
         for p in paths
         if not (p == "trainer" and r == "stock")
     ]
-    origins = {path: Job("fit" if path == "trainer" else path, "stock", "one") for path in paths}
+    origins = {path: Job(path if path.startswith("loop") else "fit", "stock", "one") for path in paths}
     orders = {path: [Job(origins[path].path, "stock", "one", o) for o in ORDERS] for path in paths}
     rough = {path: [n for n in by_path[path] if cases[n].rounding] for path in paths}
     todo = {origins[path]: by_path[path] for path in paths}

@@ -282,6 +282,17 @@ def test_a_mesh_that_has_data_alone_shards_a_model_that_was_made_elsewhere():
         apply(nested(), Mesh(data=2), zero=4)
 
 
+@pytest.mark.slow
+def test_what_is_exported_is_the_whole_model(tmp_path):
+    model = made("nested", 3)
+    predicted = fit(model, epochs=1)[1]
+    model.export(tmp_path / "model", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "model")
+    np.testing.assert_allclose(loaded.serve(NUMBERS), predicted, atol=1e-6)
+    with pytest.raises(tfgpu.InputError, match="lies in pieces and has no graph"):
+        made("subclassed", 2).export(tmp_path / "other")
+
+
 def test_bad_input():
     model = made("nested", 2)
     with pytest.raises(tfgpu.InputError, match="XLA cannot compile"):

@@ -25,6 +25,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import graphs, homes, parts, remat, replica, shards, state, weighing
+from tfgpu.keras_fixes.seam import wrap
 
 _ADDS_UP = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 _here = threading.local()
@@ -90,6 +91,7 @@ def cut(model: keras.Model, place_of: Callable, strategy: tf.distribute.Strategy
         strategy: the replicas.
         how: stage 3.
     """
+    export_wholes()
     made: dict[int, keras.Variable] = {}
     own: dict[int, list] = {}
     for layer in [model, *graphs.layers_within(model).values()]:
@@ -104,6 +106,24 @@ def cut(model: keras.Model, place_of: Callable, strategy: tf.distribute.Strategy
     for unit in {id(unit): unit for unit in _units(model)}.values():
         inner = [unit, *graphs.layers_within(unit).values()]
         _gather_for(unit, list({id(v): v for layer in inner for v in own[id(layer)]}.values()), inner)
+
+
+@functools.cache
+def export_wholes() -> None:
+    """Lets `export` write variables, not pieces: a SavedModel would hold those of the first replica."""
+
+    @wrap(keras.Model, "export")
+    def export(stock, self, *args, **kwargs):
+        if not any(map(shards.is_gathered, self.weights)):
+            return stock(self, *args, **kwargs)
+        if not graphs.is_functional(self):
+            raise InputError(
+                f"{self.name!r} lies in pieces and has no graph, so `export` cannot make it anew. Save it with "
+                "`model.save`, open the file on one device, and export that."
+            )
+        whole = keras.models.clone_model(self)
+        whole.set_weights(self.get_weights())
+        return whole.export(*args, **kwargs)
 
 
 def _gathered(variable, place: homes.Home, strategy, how: shards.Sharding) -> keras.Variable:
@@ -235,19 +255,24 @@ def _outside(shard) -> tf.Tensor:
     strategy = shard._value.distribute_strategy
     if replica.spans_processes(strategy):
         return tf.convert_to_tensor(parts.Whole([shard]).numpy())
-    sizes = shards.sizes_of(shard)
+    sizes, pieces = shards.sizes_of(shard), [tf.convert_to_tensor(piece) for piece in shard._value.values]
+
+    def whole(*found):
+        return tf.reshape(tf.concat(found, 0)[: int(np.prod(sizes))], sizes)
 
     @tf.custom_gradient
-    def whole(*pieces):
+    def told(*found):
         def gradient(*upstream):
             raise InputError(
                 "A sharded model (stage 3) has gradients within its replicas alone. Use `model.fit`, `Trainer`, or "
                 "`strategy.run`."
             )
 
-        return tf.reshape(tf.concat(pieces, 0)[: int(np.prod(sizes))], sizes), gradient
+        return whole(*found), gradient
 
-    return whole(*(tf.convert_to_tensor(piece) for piece in shard._value.values))
+    if tf.executing_eagerly():
+        return told(*pieces)
+    return whole(*map(tf.stop_gradient, pieces))  # `export` would trace a gradient of one's own
 
 
 class _Regularizer:
