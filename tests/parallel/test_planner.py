@@ -380,6 +380,9 @@ def test_the_page_shows_what_the_commands_print(capsys):
         ([*SIZES, "--precision", "int8"], "Unknown precision"),
         ([*SIZES, "--json", "/nowhere/file.json"], "cannot be written"),
         ([*SIZES, "--option", "depth=2"], "Add --model NAME"),
+        ([*SIZES, "--mlp", "0"], "`mlp` must be a whole number from 1"),
+        ([*SIZES, "--devices", 10**20], "`devices` must be 1,000,000,000 at most"),
+        ([*SIZES, "--layers", 10**8], "`layers` must be 10,000 at most"),
     ],
 )
 def test_wrong_words_are_one_line(words, expected):

@@ -128,7 +128,7 @@ def show_plans(
 def _workload(
     model: str | None, options: Mapping, shape: str | None, classes: int | None, sizes: Mapping, precision: str
 ) -> Workload:
-    given = {name: value for name, value in sizes.items() if value}
+    given = {name: value for name, value in sizes.items() if value is not None and value is not False}
     if model is None:
         missing = [name for name in _SIZES if name not in given]
         if missing:

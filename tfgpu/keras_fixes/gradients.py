@@ -34,6 +34,8 @@ def meet_before_applying() -> None:
     def train_step(stock, self, data):
         facts = replica.step()
         if facts is None:
+            if self._distribute_strategy is None:
+                replica.check_has_no_copies(self.trainable_variables)
             return stock(self, data)
         # One multiplication of a scalar, where the gradients would need a pass each.
         facts.loss_is_weighed = not facts.apart

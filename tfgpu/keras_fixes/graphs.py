@@ -2,10 +2,11 @@
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import keras
+import numpy as np
 from keras.src import tree
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.models.functional import Functional, operation_fn
@@ -37,6 +38,12 @@ class Call:
     def layers(self) -> tuple[keras.layers.Layer, ...]:
         """The layer that is called, if it is one."""
         return (self.operation,) if isinstance(self.operation, keras.layers.Layer) else ()
+
+    @property
+    def has_arrays(self) -> bool:
+        """Whether arrays of numbers, which no operation of the model makes, go in."""
+        given = tree.flatten((self.node.arguments.args, self.node.arguments.kwargs))
+        return any(np.ndim(value) > 0 for value in given if not isinstance(value, (keras.KerasTensor, str)))
 
     def run(self, values: dict[int, object], operation_fn: Callable) -> None:
         """Runs the call on tensors, and puts what comes out among them: see `run`."""
@@ -99,6 +106,13 @@ def layers_within(layer: keras.layers.Layer, prefix: str = "") -> dict[str, kera
     return found
 
 
+def holder_of_losses(layers: Iterable[keras.layers.Layer]) -> keras.layers.Layer | None:
+    """One of some layers, or within them, that can hold what they add by `add_loss`; a functional model cannot."""
+    layers = list(layers)
+    inner = [within for layer in layers for within in layers_within(layer).values()]
+    return next((layer for layer in [*layers, *inner] if not isinstance(layer, keras.Model)), None)
+
+
 def run(chosen: Sequence[Call], values: dict[int, object], operation_fn: Callable) -> None:
     """Runs calls on tensors, and puts what comes out among them.
 
@@ -130,6 +144,19 @@ def run_by(model: keras.Model, chosen: Sequence[Call]) -> None:
         return tree.pack_sequence_as(graph._outputs_struct, [values[id(tensor)] for tensor in graph.outputs])
 
     object.__setattr__(graph, "_run_through_graph", run_through_graph)
+
+
+def keep_layers(model: keras.Sequential) -> None:
+    """Refuses from now on to add layers to a model, or to take them away."""
+
+    def refuse(*args, **kwargs):
+        raise InputError(
+            f"{model.name!r} is spread over devices, and keeps its layers. Call `add` and `pop` before, or make a new "
+            "model of its layers from the file that `save` writes."
+        )
+
+    for name in ("add", "pop"):
+        object.__setattr__(model, name, refuse)
 
 
 def in_training(operation: Callable) -> Callable:

@@ -110,10 +110,12 @@ def move(variable: keras.Variable, place: Home, strategy: tf.distribute.Strategy
         place: where to.
         strategy: the replicas that shall have a copy each.
     """
-    value = variable._value.numpy()
+    value, trains, may_train = variable._value.numpy(), variable._trainable, variable._value.trainable
     variable._value = None  # so that its memory is free before the new one takes any
+    variable._trainable = may_train  # of a layer that is frozen now, but may learn later
     with strategy.scope(), at(place):
         variable._initialize(value)
+    variable._trainable = trains
 
 
 def run_at(layer: keras.layers.Layer, place: Home, name: str = "call") -> None:
@@ -127,6 +129,18 @@ def run_at(layer: keras.layers.Layer, place: Home, name: str = "call") -> None:
             return stock(*args, **kwargs)
 
     method.tfgpu_stock = stock
+    object.__setattr__(layer, name, method)
+
+
+def make_at(layer: keras.layers.Layer, place: Home, strategy: tf.distribute.Strategy, name: str) -> None:
+    """Lets a method of one layer, which makes variables outside of any step, make them at home."""
+    stock = getattr(layer, name)
+
+    @functools.wraps(stock)
+    def method(*args, **kwargs):
+        with strategy.scope(), at(place):
+            return stock(*args, **kwargs)
+
     object.__setattr__(layer, name, method)
 
 

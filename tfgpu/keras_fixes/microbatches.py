@@ -1,9 +1,11 @@
 """A batch in micro-batches by rows, and back."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import tensorflow as tf
+from keras.src import backend
 
 from tfgpu.keras_fixes import replica
 
@@ -40,6 +42,10 @@ class MicroBatches:
         mine = value[begin : begin + length]
         return tf.concat([mine, tf.zeros_like(value[: 1 - tf.minimum(length, 1)])], 0)
 
+    def counted(self, micro: int, value: tf.Tensor) -> tf.Tensor:
+        """What a micro-batch adds to a count: nothing, where it has but a row that stands in."""
+        return tf.where(tf.convert_to_tensor(self.bounds(micro)[1]) > 0, value, tf.zeros_like(value))
+
     def share(self, micro: int, dtype) -> tf.Tensor:
         return tf.cast(self.bounds(micro)[1], dtype) / tf.cast(tf.maximum(self._rows, 1), dtype)
 
@@ -49,10 +55,18 @@ class MicroBatches:
         begin, length = self.bounds(micro)
         rows, facts = replica.rows_held(), replica.step()
         offset, total = (rows.offset, rows.total) if rows is not None else (0, self._rows)
-        mine = replica.Rows(_scalar(tf.maximum(length, 1)), _scalar(offset + begin), _scalar(total))
+        mine = replica.Rows(_scalar(length), _scalar(offset + begin), _scalar(total))
         facts = replica.Step(mine, tf.constant(1.0)) if facts is None else replace(facts, rows=mine)
         with replica.stepping(facts):
             yield
+
+
+def masked_like(value, change: Callable):
+    """What `change` makes of a tensor, with what it makes of the tensor's mask, if it has one."""
+    mask, made = backend.get_keras_mask(value), change(value)
+    if mask is not None:
+        backend.set_keras_mask(made, change(mask))
+    return made
 
 
 def _scalar(value) -> tf.Tensor:

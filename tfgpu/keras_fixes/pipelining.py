@@ -24,11 +24,12 @@ from tfgpu.keras_fixes.microbatches import MicroBatches
 
 
 def install(model: keras.Model, plan: sections.Plan) -> None:
-    """Lets a functional model train by a plan. What runs without `training=True` runs as it did."""
+    """Lets a functional model train by a plan. What runs without `training=True`, or in no replica, runs as it did."""
 
     def run(values: dict, operation_fn: Callable) -> None:
+        in_parts = replica.context() is not None  # elsewhere no draw knows which rows it is for
         for part in plan.parts:
-            if part.whole or len(part.stages) == 1:
+            if part.whole or len(part.stages) == 1 or not in_parts:
                 for calls in part.stages.values():
                     graphs.run(calls, values, operation_fn)
             else:
@@ -85,9 +86,10 @@ class _Section:
         first.assign()
 
     def _owner(self) -> keras.layers.Layer:
-        """A layer that can hold what the section's layers add by `add_loss`; a functional model cannot."""
-        layers = (layer for calls in self._part.stages.values() for call in calls for layer in call.layers)
-        return next(layer for layer in layers if not isinstance(layer, keras.Model))
+        """A layer that can hold what the section's layers add by `add_loss`."""
+        return graphs.holder_of_losses(
+            layer for calls in self._part.stages.values() for c in calls for layer in c.layers
+        )
 
     def _filled(self, batch: list, places: list[int], given) -> list:
         whole = list(batch)
@@ -268,7 +270,10 @@ class _Pass:
     def _together(self, variable, values: list, before):
         """One value of those that the micro-batches make of a variable, on all replicas the same."""
         if variable.aggregation == "sum" and before is not None:  # what is added has met the other replicas' already
-            return before + tf.add_n([value - before for value in values])
+            added = [value - before for value in values]
+            if variable.synchronization == "on_read":  # as metrics have: these have not met, so all rows are in them
+                added = [self._pieces.counted(micro, value) for micro, value in enumerate(added)]
+            return before + tf.add_n(added)
         if not tf.as_dtype(variable.dtype).is_floating:
             return state.agreed(variable, values[0])
         parts = [value * self._pieces.share(micro, value.dtype) for micro, value in enumerate(values)]

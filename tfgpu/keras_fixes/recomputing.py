@@ -18,7 +18,7 @@ def recompute_layer(layer: keras.layers.Layer) -> None:
     def within(*args, **kwargs):
         return stock(*args, **kwargs)
 
-    within.__self__ = _holder([layer])
+    within.__self__ = graphs.holder_of_losses([layer])
     method = remat.recomputed(within)
     method.__wrapped__ = stock  # whoever asks for the arguments sees the layer's own
     method.tfgpu_recomputes = True
@@ -86,16 +86,9 @@ def _run_block(block: Sequence[graphs.Call], gives: tuple, values: dict, operati
         graphs.run(block, inner, operation_fn)
         return [inner[id(tensor)] for tensor in gives]
 
-    within.__self__ = _holder(layer for call in block for layer in call.layers)
+    within.__self__ = graphs.holder_of_losses(layer for call in block for layer in call.layers)
     made = remat.recomputed(within)(*(values[id(tensor)] for tensor in needed))
     values |= {id(tensor): value for tensor, value in zip(gives, made, strict=True)}
-
-
-def _holder(operations) -> keras.layers.Layer | None:
-    """A layer that can hold what the layers within add by `add_loss`; a functional model cannot."""
-    layers = [layer for layer in operations if isinstance(layer, keras.layers.Layer)]
-    inner = [within for layer in layers for within in graphs.layers_within(layer).values()]
-    return next((layer for layer in [*layers, *inner] if not isinstance(layer, keras.Model)), None)
 
 
 def check_free(model: keras.Model) -> None:

@@ -83,6 +83,7 @@ class First(keras.StatelessScope):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.state_mapping.update(given)
         self.found, self.assigned = [], []
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def get_current_value(self, variable):
         value = super().get_current_value(variable)
@@ -92,6 +93,12 @@ class First(keras.StatelessScope):
 
     def add_update(self, update):
         variable, value = update
+        if variable.trainable:
+            raise InputError(
+                f"{variable.path!r} learns, and its layer assigns it in its `call`: a second run would lose its "
+                "gradient. Make it with trainable=False if it is no weight; else leave the layer out of the "
+                "recomputation, or take `parallel.place` instead of stages."
+            )
         if id(variable) not in self.state_mapping:
             self._note(variable)
         value = self.agreed(variable, value)
@@ -106,7 +113,9 @@ class First(keras.StatelessScope):
         value = _outside(self, variable)
         if value is None:  # not made yet
             return None
-        value = tf.convert_to_tensor(value)
+        # Read where the scope began, since both branches of a condition may ask for it.
+        with contextlib.nullcontext() if self._graph is None else self._graph.as_default():
+            value = tf.convert_to_tensor(value)
         self.found.append((variable, value))
         super().add_update((variable, value))
         return value

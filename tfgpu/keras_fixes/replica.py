@@ -413,6 +413,21 @@ def check_has_copies(variable) -> None:
         )
 
 
+def check_has_no_copies(variables) -> None:
+    """Refuses to train, in a model of no strategy, variables that replicas have.
+
+    Raises:
+        InputError: one of a model that was made in a strategy's scope, or spread over devices.
+    """
+    for variable in variables:
+        if isinstance(variable._value, tf.distribute.DistributedValues):
+            raise InputError(
+                f"The variable {variable.path!r} is of a model that was made in a strategy's scope, or spread over "
+                "devices, and the model that trains it here is not. Make that one in the same scope, or spread it: "
+                "first the whole model, then `parallel.place` and the like."
+            )
+
+
 @contextlib.contextmanager
 def _meeting():
     """Says what to do where TensorFlow says that `merge_call` was called in another graph.

@@ -109,8 +109,9 @@ WHOLE_BATCH = (
     keras.layers.Equalization,
     keras.layers.RandAugment,
     keras.layers.AugMix,
+    keras.layers.SpectralNormalization,
 )
-"""Layers whose result for a row depends on the others."""
+"""Layers whose result for a row depends on the others, or that assign a weight that learns."""
 
 
 def mixes_rows(call: graphs.Call) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src import backend
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.legacy.saving import legacy_h5_format
 from keras.src.random.seed_generator import SeedGenerator
 
 from tfgpu.errors import InputError
@@ -225,6 +226,7 @@ def embed_by_rows(layer: keras.layers.Embedding, places: Sequence[homes.Home], s
 
 def _cut(cuttings: Sequence[layer_axes.Cutting], places: tuple[homes.Home, ...], strategy) -> None:
     """Replaces variables of one layer by their parts, in the order of the layer's variables."""
+    _refuse_old_files()
     layer = cuttings[0].layer
     order = [*layer._trainable_variables, *layer._non_trainable_variables]
     made: dict[int, list] = {id(variable): [variable] for variable in order}
@@ -251,6 +253,18 @@ def _cut(cuttings: Sequence[layer_axes.Cutting], places: tuple[homes.Home, ...],
     parts.keep_whole(layer)
     for name in ("enable_lora", "quantize"):
         object.__setattr__(layer, name, functools.partial(_refuse, layer, name))
+
+
+@functools.cache
+def _refuse_old_files() -> None:
+    @wrap(legacy_h5_format, "save_weights_to_hdf5_group")
+    def save(stock, f, model):
+        if any(parts.part_of(variable) is not None for variable in model.weights):
+            raise InputError(
+                f"{model.name!r} has layers in parts, which a file of the old format (.h5) cannot hold as one. Save to "
+                "a file that ends with .keras or .weights.h5."
+            )
+        return stock(f, model)
 
 
 def _refuse(layer: keras.layers.Layer, name: str, *args, **kwargs) -> None:

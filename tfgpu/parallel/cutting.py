@@ -260,6 +260,8 @@ class _Graph:
         operation = call.operation
         if any(len(tensor.shape) != len(call.makes[0].shape) for tensor in call.needs) and len(call.needs) > 1:
             return False
+        if call.has_arrays:  # which would have to be cut too
+            return False
         if not call.layers:
             return type(operation).__module__.startswith("keras.") and type(operation).__name__ in _EACH_OPERATION
         if self._times[id(operation)] > 1:
@@ -298,7 +300,9 @@ class _Graph:
             return "it is quantized, or has LoRA"
         if reason := _why_not_kept(layer):
             return reason
-        if any(getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False) for tensor in call.needs):
+        if len(call.makes) > 1:
+            return "it returns several tensors"
+        if any(map(self._is_sparse, call.needs)):
             return "its input is sparse or ragged"
         found = _sizes(layer).get(how)
         if found is None:
@@ -313,6 +317,13 @@ class _Graph:
         if how == "column" and not isinstance(layer.activity_regularizer, _ADDS_UP):
             return "its activity regularizer looks at all outputs"
         return None
+
+    def _is_sparse(self, tensor) -> bool:
+        """Whether a tensor is sparse or ragged; Keras says so of `x * 0.5` too, where `x` is dense."""
+        if not (tensor.sparse or tensor.ragged):
+            return False
+        call = self._made_by.get(id(tensor))
+        return call is None or bool(call.layers) or any(map(self._is_sparse, call.needs))
 
     def _why_whole(self, call, layer) -> str:
         asked = None if self._wanted is None else self._wanted.get(self._prefix + layer.name)

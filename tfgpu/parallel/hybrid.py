@@ -13,7 +13,7 @@ from rich.table import Table
 from tfgpu import strategies
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import graphs, homes, pipelining, recomputing, replica, tensors
-from tfgpu.parallel import cutting, placement, processes, sharded_optimizer, staging
+from tfgpu.parallel import cutting, placement, processes, rows, sharded_optimizer, staging
 from tfgpu.parallel.mesh import Mesh
 
 _MICROBATCHES = 4  # a stage: idle for less than a fifth of the time
@@ -82,9 +82,9 @@ def apply(
     is_staged = stages > 1 or mesh.pipeline > 1
     stage_of = staging.stages_of(model, stages, cuts, batch) if is_staged else [0] * len(graphs.calls(model))
     calls = graphs.calls(model)
-    how = staging.plan_of(
-        model, stage_of, [_home(mesh, at) for at in range(stages)], mesh.pipeline, microbatches, schedule, recompute
-    )
+    places = [_home(mesh, at) for at in range(stages)]
+    found = rows.tried(model, strategies.mirrored([mesh.device()]), batch) if is_staged else rows.Rows()
+    how = staging.plan_of(model, stage_of, places, mesh.pipeline, microbatches, schedule, recompute, found)
     stage_by_name = {call.name: stage for call, stage in zip(calls, stage_of, strict=True)}
     for call, stage in zip(calls, stage_of, strict=True):
         stage_by_name |= {layer.name: stage for layer in call.layers}

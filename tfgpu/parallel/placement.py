@@ -92,7 +92,10 @@ def settle(
     layers = graphs.layers_within(model)
     alone = {id(each) for layer in apart for each in (layer, *graphs.layers_within(layer).values())}
     home_of = {
-        id(v): (v, places[path]) for path, layer in layers.items() for v in layer.variables if parts.part_of(v) is None
+        id(v): (v, places[path])
+        for path, layer in layers.items()
+        for v in [*layer.variables, *layer.metrics_variables]
+        if parts.part_of(v) is None
     }
     homes.adopt(model, strategy)
     for variable, place_of_it in home_of.values():
@@ -100,11 +103,15 @@ def settle(
     for path, layer in layers.items():
         if id(layer) not in alone:
             homes.run_at(layer, places[path])
+            if hasattr(layer, "enable_lora"):
+                homes.make_at(layer, places[path], strategy, "enable_lora")
         if not layer.built:
             homes.build_at(layer, places[path])
     for path, layer in [("", model), *layers.items()]:
         if graphs.is_functional(layer):
             _place_operations(layer, places, path)
+        if isinstance(layer, keras.Sequential):
+            graphs.keep_layers(layer)
     last = places[list(layers)[-1]]
     for name in ("compute_loss", "compute_metrics"):
         homes.run_at(model, last, name)
@@ -190,8 +197,9 @@ def check_early(model: keras.Model) -> None:
             "The model was made for several workers, or for replicas that train apart. Make it outside of any "
             "strategy, or in the scope of `mirrored`."
         )
-    if homes.is_placed(model.distribute_strategy):
-        raise InputError("The model was placed before. Make it anew.")
+    within = (getattr(layer, "distribute_strategy", None) for layer in graphs.layers_within(model).values())
+    if any(map(homes.is_placed, (model.distribute_strategy, *within))):
+        raise InputError("The model, or one within it, was placed before. Make it anew.")
 
 
 def _strategy_of(model: keras.Model, devices: tuple[str, ...]) -> tf.distribute.Strategy:

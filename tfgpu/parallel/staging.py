@@ -6,7 +6,7 @@ import keras
 
 from tfgpu.errors import InputError, unknown
 from tfgpu.keras_fixes import graphs, homes, sections
-from tfgpu.parallel import balance, costs
+from tfgpu.parallel import balance, costs, rows
 from tfgpu.parallel import schedule as schedules
 
 
@@ -24,6 +24,11 @@ def stages_of(model: keras.Model, stages: int, cuts: Sequence[str] | None, batch
             name, or a layer would be in two stages.
     """
     for tensor in graphs.functional(model).inputs:
+        if tensor.sparse or tensor.ragged:
+            raise InputError(
+                f"The input {tensor.name!r} is sparse or ragged, and a pipeline cuts batches by rows. Make it dense "
+                "before the model, or take `parallel.place`."
+            )
         if not sections.is_by_row(tensor):
             raise InputError(
                 f"The input {tensor.name!r} has the shape {tuple(tensor.shape)}, and a pipeline cuts batches by rows. "
@@ -44,6 +49,7 @@ def plan_of(
     microbatches: int,
     schedule: str,
     recompute: bool,
+    found: rows.Rows,
 ) -> sections.Plan:
     """How a model in stages is to be run.
 
@@ -53,20 +59,39 @@ def plan_of(
         places: the home of each stage.
         devices: how many the stages of one replica share.
         microbatches, schedule, recompute: as for `pipeline`.
+        found: which calls need all rows.
 
     Raises:
-        InputError: what a stage hands on has no axis of rows, or the schedule does not fit.
+        InputError: what a stage hands on has no axis of rows, or other rows than the batch; or the schedule does not
+            fit.
     """
-    rows = schedules.training(schedule, len(places), microbatches, devices)
+    order = schedules.training(schedule, len(places), microbatches, devices)
     placed = list(zip(graphs.calls(model), stage_of, strict=True))
+
+    def mixes(call) -> bool:
+        return sections.mixes_rows(call) or id(call.node) in found.mixed
+
+    parts = sections.parts_of(placed, graphs.functional(model).outputs, mixes)
+    _check_folded(parts, found.folded)
     return sections.Plan(
-        sections.parts_of(placed, graphs.functional(model).outputs, sections.mixes_rows),
+        parts,
         tuple(places),
         microbatches,
         forward=_in_order(schedules.forward(len(places), microbatches, devices)),
-        again=_in_order(rows, backward_only=schedule == "gpipe"),
+        again=_in_order(order, backward_only=schedule == "gpipe"),
         recompute=recompute,
     )
+
+
+def _check_folded(parts: Sequence[sections.Part], folded: frozenset[int]) -> None:
+    for part in parts:
+        for tensor in (*part.takes, *part.gives):
+            if id(tensor) in folded and not part.whole and len(part.stages) > 1:
+                raise InputError(
+                    f"{tensor.name!r} of the shape {tuple(tensor.shape)} has other rows than the batch, and is the "
+                    "model's output or meets a layer that needs all rows. Let a row be an example there, or take "
+                    "`place`."
+                )
 
 
 def check_schedule(schedule: str, recompute: bool, stages: int, microbatches: int, devices: int) -> None:

@@ -1,5 +1,6 @@
 """The ways to lay a model out over devices."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -132,4 +133,5 @@ def _parts(rows: int, pipeline: int) -> Iterator[tuple[int, int]]:
 
 
 def _divisors(count: int) -> list[int]:
-    return [number for number in range(1, count + 1) if count % number == 0]
+    low = [number for number in range(1, math.isqrt(count) + 1) if count % number == 0]
+    return sorted({*low, *(count // number for number in low)})

@@ -18,6 +18,9 @@ from tfgpu.parallel.planning.hardware import Device
 from tfgpu.parallel.planning.layouts import Layout
 from tfgpu.parallel.planning.workload import Transformer, Workload
 
+_MOST = 10**9
+"""Devices, rows: a layout for more would take as long to find as there are numbers to divide by."""
+
 if TYPE_CHECKING:
     import keras
 
@@ -203,6 +206,8 @@ def _check(**counts: int) -> None:
     for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
+        if value > _MOST:
+            raise InputError(f"`{name}` must be {_MOST:,} at most. Received: {value:,}.")
 
 
 def _check_share(efficiency: float, headroom: float) -> None:

@@ -19,6 +19,7 @@ PRECISIONS = {  # Bytes of a variable, and of a number that a layer computes.
     "bfloat16": (2, 2),
     "float16": (2, 2),
 }
+_MOST_LAYERS = 10_000  # each is counted by itself
 _LOSS_COPIES = 3  # Logits, what the loss keeps for its gradient, and the gradient.
 
 
@@ -198,6 +199,8 @@ class Transformer:
             value = getattr(self, name)
             if not (name == "mlp" and value is None) and (type(value) is not int or value < 1):
                 raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
+        if self.layers > _MOST_LAYERS:
+            raise InputError(f"`layers` must be {_MOST_LAYERS:,} at most. Received: {self.layers:,}.")
         if self.hidden % self.heads:
             nearest = max(1, round(self.hidden / self.heads)) * self.heads
             raise InputError(
