@@ -96,14 +96,24 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("recomputes", [True, pytest.param(False, marks=pytest.mark.slow)])
+FAST = ("a layer that mixes rows",)
+
+
+@pytest.mark.parametrize(
+    ("make", "recomputes"),
+    [
+        pytest.param(make, again, id=f"{name}, {again}", marks=() if again and name in FAST else pytest.mark.slow)
+        for name, make in MODELS.items()
+        for again in (True, False)
+    ],
+)
 def test_a_pipeline_learns_what_one_device_learns(make, recomputes):
     one = on_one_device(make)
     model = pipeline(made(make), 2, 3, schedule="1f1b" if recomputes else "gpipe", recompute=recomputes)
     assert_alike(model, one, trained(model), trained(one))
 
 
+@pytest.mark.slow
 def test_rows_that_are_counted_over_replicas():
     one = on_one_device(lambda: in_a_row(Watched()))
     mesh = Mesh(2, 2, devices=[f"CPU:{at}" for at in range(4)])
@@ -139,7 +149,13 @@ def test_outside_of_replicas_a_call_is_one_devices():
     np.testing.assert_allclose(model(X, training=True), one(X, training=True), atol=1e-6)
 
 
-@pytest.mark.parametrize("layout", [lambda m: place(m, {"third": "CPU:1", "*": "CPU:0"}), lambda m: pipeline(m, 2, 3)])
+LAYOUTS = [
+    lambda model: place(model, {"third": "CPU:1", "*": "CPU:0"}),
+    pytest.param(lambda model: pipeline(model, 2, 3), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layer_that_was_frozen_before_the_layout_learns_again(layout):
     def frozen():
         model = in_a_row()

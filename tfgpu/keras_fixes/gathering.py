@@ -24,7 +24,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope, in_sta
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import graphs, homes, parts, remat, replica, shards, state, weighing
+from tfgpu.keras_fixes import graphs, homes, parts, remat, replica, saving, shards, state, weighing
 from tfgpu.keras_fixes.seam import wrap
 
 _ADDS_UP = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
@@ -121,9 +121,11 @@ def export_wholes() -> None:
                 f"{self.name!r} lies in pieces and has no graph, so `export` cannot make it anew. Save it with "
                 "`model.save`, open the file on one device, and export that."
             )
-        whole = keras.models.clone_model(self)
-        whole.set_weights(self.get_weights())
-        return whole.export(*args, **kwargs)
+        values = self.get_weights()  # which all workers must read
+        if saving.writes(self):
+            whole = keras.models.clone_model(self)
+            whole.set_weights(values)
+            whole.export(*args, **kwargs)
 
 
 def _gathered(variable, place: homes.Home, strategy, how: shards.Sharding) -> keras.Variable:
