@@ -81,6 +81,16 @@ class Gathered(backend.Variable):
     def _direct_assign(self, value) -> None:
         parts.Whole(self.parts).assign(value.numpy())
 
+    @property
+    def _shared_name(self) -> str:
+        return self._tfgpu_shard.value._shared_name
+
+    def _serialize_to_tensors(self) -> dict:
+        return {parts.SAVED: tf.constant(self.numpy())}
+
+    def _restore_from_tensors(self, restored_tensors: dict) -> None:
+        parts.Whole(self.parts).assign(restored_tensors[parts.SAVED].numpy())
+
 
 def cut(model: keras.Model, place_of: Callable, strategy: tf.distribute.Strategy, how: shards.Sharding) -> None:
     """Gives the model shards in the place of its variables that can be trained; what a layer assigns stays whole.
@@ -136,7 +146,7 @@ def _gathered(variable, place: homes.Home, strategy, how: shards.Sharding) -> ke
         shard.regularizer = _Regularizer(variable)
     parts.Whole([shard]).assign(np.asarray(variable._value.numpy()))
     variable._value = None  # so that its memory is free
-    variable._tfgpu_shard = shard
+    variable._tfgpu_shard, shard._tfgpu_whole = shard, variable
     variable.__class__ = Gathered
     return shard
 
@@ -194,10 +204,10 @@ def _gather_for(unit: keras.layers.Layer, variables: Sequence[Gathered], layers:
     def call(*args, **kwargs):
         if in_symbolic_scope() or replica.context() is None:
             return stock(*args, **kwargs)
-        is_recomputed = (
-            isinstance(get_stateless_scope(), (remat.First, remat.Second)) if in_stateless_scope() else False
-        )
-        return (within if is_recomputed else recomputed)(*args, **kwargs)
+        if any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in tree.flatten((args, kwargs))):
+            return stock(*args, **kwargs)  # cannot be recomputed: what it reads is gathered there and then, and stays
+        is_within = in_stateless_scope() and isinstance(get_stateless_scope(), (remat.First, remat.Second))
+        return (within if is_within else recomputed)(*args, **kwargs)
 
     object.__setattr__(unit, "call", functools.update_wrapper(call, stock, updated=()))
 

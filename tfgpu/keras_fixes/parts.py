@@ -18,6 +18,7 @@ from typing import Protocol
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow import core
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.utils import summary_utils
 
@@ -27,6 +28,9 @@ from tfgpu.keras_fixes.seam import wrap
 
 _WHOLE_NORM = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
 _here = threading.local()
+
+SAVED = "VARIABLE_VALUE"
+"""Under which `tf.train.Checkpoint` keeps a variable's value."""
 
 
 class Cut(Protocol):
@@ -205,6 +209,18 @@ def show_wholes() -> None:
                     f"{np.shape(value)}."
                 )
             variable.assign(value)
+
+    @wrap(core.Variable, "_serialize_to_tensors")
+    def serialize(stock, self):  # for `tf.train.Checkpoint`, which would take the first replica's piece
+        if part_of(self) is None or not part_of(self).cut.over_replicas:
+            return stock(self)
+        return {SAVED: tf.constant(Whole([self]).numpy())}
+
+    @wrap(core.Variable, "_restore_from_tensors")
+    def restore(stock, self, restored_tensors):
+        if part_of(self) is None or not part_of(self).cut.over_replicas:
+            return stock(self, restored_tensors)
+        Whole([self]).assign(restored_tensors[SAVED].numpy())
 
     for name in ("count_params", "weight_memory_size"):  # of `summary`
 

@@ -19,7 +19,7 @@ from keras.src import backend
 from keras.src.backend.common import global_state
 from tensorflow.python.eager import record
 
-from tfgpu.keras_fixes import graphs, homes, remat, replica, sections, state, watching
+from tfgpu.keras_fixes import graphs, homes, logits, remat, replica, sections, state, watching
 from tfgpu.keras_fixes.microbatches import MicroBatches
 
 
@@ -76,12 +76,14 @@ class _Section:
             return first.results(), gradient
 
         found = block(*(batch[at] for at in places))
-        first = made["first"]
+        first, count = made["first"], len(self._part.gives)
+        behind = iter(found[len(found) - len(first.behind) :])
         for at, tensor in enumerate(self._part.gives):
-            values[id(tensor)] = found[at]
+            kind = first.behind.get(id(tensor))
+            values[id(tensor)] = found[at] if kind is None else logits.Behind(next(behind), kind).put(found[at])
             if first.mask_of(tensor) is not None:
-                backend.set_keras_mask(found[at], first.mask_of(tensor))
-        for loss in found[len(self._part.gives) :]:
+                backend.set_keras_mask(values[id(tensor)], first.mask_of(tensor))
+        for loss in found[count : len(found) - len(first.behind)]:
             self._owner().add_loss(loss)
         first.assign()
 
@@ -125,6 +127,8 @@ class _Pass:
         self._grown: list = [None] * len(self._variables)
         self._upstream = self._parts_of(upstream)
         self._of_losses = self._by_stage(upstream[len(self._part.gives) :])
+        self.behind: dict[int, str] = {}  # of which logits are known, and how Keras finds them
+        self._of_logits = self._parts_of_logits(upstream)
 
     def forward(self, cells) -> None:
         for device, cell in cells:
@@ -143,15 +147,20 @@ class _Pass:
 
     def results(self) -> list:
         """What the section gives, as whole batches, and the losses that its layers add."""
-        found = []
+        found, behind = [], []
         for tensor in self._part.gives:
+            column = [values[id(tensor)] for values in self._values]
+            known = logits.together(column)
             with homes.at(self._plan.homes[self._stage_of(tensor)]):
-                found.append(self._pieces.join([values[id(tensor)] for values in self._values]))
+                found.append(self._pieces.join(column))
+                if known is not None:
+                    behind.append(self._pieces.join(known[0]))
+                    self.behind[id(tensor)] = known[1]
         stages, micros = self._part.stages, range(self._plan.microbatches)
         for stage in stages:
             for column in zip(*(self._losses[stage, micro] for micro in micros), strict=True):
                 found.append(tf.add_n([loss * self._pieces.share(m, loss.dtype) for m, loss in enumerate(column)]))
-        return watching.after(self._stamps, found)
+        return watching.after(self._stamps, found + behind)
 
     def mask_of(self, tensor):
         masks = [backend.get_keras_mask(values[id(tensor)]) for values in self._values]
@@ -215,6 +224,9 @@ class _Pass:
             if found and remat.has_gradient(value):
                 targets.append(value)
                 upstream.append(tf.add_n(found) if len(found) > 1 else found[0])
+            if key in self._of_logits[cell.micro]:
+                targets.append(logits.behind(value).logits)
+                upstream.append(self._of_logits[cell.micro][key])
         if not targets:
             return []
         sources = [*watched.values(), *self._variables]
@@ -244,9 +256,17 @@ class _Pass:
 
     def _parts_of(self, upstream) -> list[dict]:
         """The gradient of what the section gives, by micro-batch."""
-        given = list(zip(self._part.gives, upstream, strict=False))
+        given = list(zip(self._part.gives, upstream, strict=False))  # losses and logits follow
         return [
             {id(tensor): self._pieces.part(value, micro) for tensor, value in given if value is not None}
+            for micro in range(self._plan.microbatches)
+        ]
+
+    def _parts_of_logits(self, upstream) -> list[dict]:
+        known = self._first.behind if self._first else {}
+        given = list(zip(known, upstream[len(upstream) - len(known) :], strict=True))
+        return [
+            {key: self._pieces.part(value, micro) for key, value in given if value is not None}
             for micro in range(self._plan.microbatches)
         ]
 

@@ -20,7 +20,7 @@ no Keras seed (`tf.random`, Python's `random` in AugMix) differ in the second ru
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -32,7 +32,7 @@ from keras.src.backend.tensorflow import core
 from tensorflow.python.eager import record
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import replica, state
+from tfgpu.keras_fixes import logits, replica, state
 from tfgpu.keras_fixes.seam import wrap
 
 SURROUNDINGS = ("current_call_ctx", "autocast_scope")
@@ -172,7 +172,9 @@ def _call(function: Callable, arguments: tuple):
             return function(*args, **kwargs), scope.losses, scope
 
     def results_of(outputs, losses) -> list[tf.Tensor]:
-        return [*filter(has_gradient, tree.flatten(outputs)), *losses] or [tf.zeros([])]  # never none
+        floats = list(filter(has_gradient, tree.flatten(outputs)))
+        found = [one.logits for one in map(logits.behind, floats) if one is not None]
+        return [*floats, *losses, *found] or [tf.zeros([])]  # never none
 
     @tf.custom_gradient
     def block(*given):
@@ -192,9 +194,12 @@ def _call(function: Callable, arguments: tuple):
 
         return results_of(made["outputs"], losses), gradient
 
-    results = iter(block(*(leaves[at] for at in places), *mapped.values()))
-    outputs = [_like(leaf, next(results)) if has_gradient(leaf) else leaf for leaf in tree.flatten(made["outputs"])]
-    for loss in list(results)[: len(made["first"].losses)]:
+    results = list(block(*(leaves[at] for at in places), *mapped.values()))
+    firsts = tree.flatten(made["outputs"])
+    count, losses = sum(map(has_gradient, firsts)), len(made["first"].losses)
+    floats, found = iter(results[:count]), iter(results[count + losses :])
+    outputs = [_like(leaf, next(floats), found) if has_gradient(leaf) else leaf for leaf in firsts]
+    for loss in results[count : count + losses]:
         _owner(function).add_loss(loss)
     for variable, value in {id(pair[0]): pair for pair in made["first"].assigned}.values():
         state.put(variable, value)
@@ -212,8 +217,11 @@ def has_gradient(value) -> bool:
     return True
 
 
-def _like(first: tf.Tensor, result: tf.Tensor) -> tf.Tensor:
-    mask = backend.get_keras_mask(first)
+def _like(first: tf.Tensor, result: tf.Tensor, found: Iterator) -> tf.Tensor:
+    """The result with what Keras finds at the first one: its mask and its logits, of which `found` has the next."""
+    behind, mask = logits.behind(first), backend.get_keras_mask(first)
+    if behind is not None:
+        result = behind.of(next(found)).put(result)
     if mask is not None:
         backend.set_keras_mask(result, mask)
     return result

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.callbacks import swap_ema_weights
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -75,12 +76,22 @@ def _build_on_shards(cls: type) -> None:
     @wrap(cls, "build")
     def build(stock, self, variables):
         variables = [shard_of(variable) for variable in variables]
-        if any(map(is_sharded, variables)) and not hasattr(self, "_tfgpu_is_elementwise"):
+        if not any(map(is_sharded, variables)):
+            return stock(self, variables)
+        is_outermost = not hasattr(self, "_tfgpu_is_elementwise")
+        if is_outermost:
             check_optimizer(self, variables)
             _outside(variables, lambda: _fill(variables))
-            stock(self, variables)
-            return _outside(variables, lambda: _fill_slots(self, variables))
-        return stock(self, variables)
+        stock(self, variables)
+        _track_wholes(self, variables)
+        if is_outermost:
+            _outside(variables, lambda: _fill_slots(self, variables))
+
+
+def _track_wholes(optimizer, shards: Sequence) -> None:
+    """Lets `tf.train.Checkpoint` find the model's variables where it would find the shards."""
+    wholes = [getattr(shard, "_tfgpu_whole", full_of(shard)) for shard in shards]
+    optimizer._track_trackable(tf.__internal__.tracking.wrap(wholes), "_trainable_variables", overwrite=True)
 
 
 def _fill(shards: Sequence) -> None:

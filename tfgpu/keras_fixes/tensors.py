@@ -27,7 +27,7 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.random.seed_generator import SeedGenerator
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import graphs, homes, layer_axes, parts, random, tensor_losses
+from tfgpu.keras_fixes import graphs, homes, layer_axes, logits, parts, random, tensor_losses
 from tfgpu.keras_fixes.seam import wrap
 
 _here = threading.local()
@@ -180,6 +180,10 @@ class Segment:
         mask = backend.get_keras_mask(results[0])
         if mask is not None:
             backend.set_keras_mask(joined, mask)
+        found = logits.together(results) if self.kind != "sum" else None
+        if found is not None:
+            with homes.at(self.places[0]):
+                joined = logits.Behind(tf.concat(found[0], self.axis), found[1]).put(joined)
         if self.kind == "column":
             tensor_losses.remember(joined, results, self.places)
         values[id(made)] = joined
