@@ -56,7 +56,8 @@ def sent(work, layout, batch):
 @given(transformers, st.sampled_from([1, 2, 6, 8, 12, 16]), st.sampled_from([16, 48]), st.sampled_from(layouts.LOSSES))
 def test_every_layout_multiplies_to_the_devices_and_divides_the_model(sizes, devices, batch, loss):
     work = sizes.workload()
-    found = list(layouts.candidates(devices, batch, blocks=work.most_stages, heads=work.heads, per_host=8, loss=loss))
+    sizes_of_tensor = [size for size in layouts.tensor_sizes(devices, 8) if work.along(size)]
+    found = list(layouts.candidates(devices, batch, stages=dict.fromkeys(sizes_of_tensor, work.most_stages), loss=loss))
     assert len(found) == len(set(found))
     assert any(one == Layout(data=devices, loss=loss) for one in found) == (batch % devices == 0)
     for one in found:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.errors import InputError
-from tfgpu.parallel import Layout, plan, predict
+from tfgpu.parallel import Layout, Mesh, apply, memory_by_device, plan, predict
 from tfgpu.parallel.planning import footprint, traced
 from tfgpu.parallel.planning.workload import Transformer
 
@@ -106,6 +106,69 @@ def test_each_stages_variables_and_slots_lie_on_its_device():
     assert (most.parameters, most.slots) == (measured[0][most.stage], measured[1][most.stage])
 
 
+def spread(which, sizes, zero=0):
+    """A model of which layers lie in parts, with its optimizer, ready for a step."""
+    model = apply(build(which), Mesh(**sizes), zero=zero)
+    with model.distribute_strategy.scope():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.AdamW(), loss, jit_compile=False)
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("which", "sizes", "zero"),
+    [
+        ("mlp", {"tensor": 2}, 0),
+        ("mlp", {"tensor": 4}, 0),
+        ("mlp", {"data": 2, "tensor": 2}, 1),
+        ("cnn", {"tensor": 2}, 0),
+        ("cnn", {"data": 2, "tensor": 2}, 0),
+        ("transformer", {"tensor": 2}, 0),
+        ("transformer", {"data": 2, "tensor": 2}, 1),
+    ],
+)
+def test_layers_in_parts_to_the_byte(which, sizes, zero):
+    found = memory(build(which), Layout(**sizes, zero=zero), 8, "adamw")
+    held = memory_by_device(spread(which, sizes, zero)).values()
+    assert len(held) == sizes["tensor"] * sizes.get("data", 1)
+    assert found.parameters == max(each["weights"] for each in held)
+    counters = 8 + 4  # the step, and the learning rate
+    assert found.slots + counters == max(each["optimizer"] + each["pieces"] for each in held)
+
+
+def handed_over(model, rows: int) -> dict[tuple[str, str], int]:
+    """Bytes that a step hands from device to device, each tensor once to each; scalars are left out."""
+    strategy, found, seen = model.distribute_strategy, {}, set()
+    x, y = ((rows, *tensor.shape[1:]) for tensor in (model.inputs[0], model.outputs[0]))
+
+    @tf.function
+    def step(x, y):
+        return strategy.run(model.train_step, args=((x, y),))
+
+    made = step.get_concrete_function(np.zeros(x, model.inputs[0].dtype), np.zeros(y[:-1], "int32"))
+    for operation in made.graph.get_operations():
+        for tensor in operation.inputs:
+            way = tensor.op.device[-5:], operation.device[-5:]
+            is_kept = tensor.dtype == tf.resource or tensor.shape.rank == 0 or (tensor.ref(), way) in seen
+            if all(way) and way[0] != way[1] and not is_kept:
+                seen.add((tensor.ref(), way))
+                found[way] = found.get(way, 0) + tensor.shape.num_elements() * tensor.dtype.size
+    return found
+
+
+@pytest.mark.parametrize(("which", "tensor", "tolerance"), [("mlp", 2, 0), ("mlp", 4, 0), ("transformer", 2, 0.06)])
+def test_what_layers_in_parts_hand_over(which, tensor, tolerance):
+    """Of a transformer the loss's few numbers a row come on top, and the update of the embedding's rows."""
+    predicted = predict(build(which), Layout(tensor=tensor), batch=8).sent.tensor
+    found = handed_over(spread(which, {"tensor": tensor}), 8)
+    sent = sum(size for (source, _), size in found.items() if source == "CPU:0")
+    came = sum(size for (_, goal), size in found.items() if goal == "CPU:0")
+    assert {source for source, goal in found if goal != "CPU:0"} == {"CPU:0"}
+    assert predicted * (1 - 1e-9) <= sent <= predicted * (1 + tolerance + 1e-9)
+    assert came <= 1.2 * sent
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "bfloat16"])
 def test_sizes_say_what_the_graph_says(policy, dropout):
@@ -169,7 +232,24 @@ def test_layers_that_mix_rows_are_not_cut_into_stages():
     found = plan(build("cnn"), 4, batch=16, memory="1GB")
     assert {one.layout.pipeline for one in found} == {1}
     staged = plan(build("transformer"), 4, batch=16, memory="1GB")
-    assert {one.layout.pipeline for one in staged} == {1, 2, 4} and {one.layout.tensor for one in staged} == {1}
+    assert {one.layout.pipeline for one in staged} == {1, 2, 4} and {one.layout.tensor for one in staged} == {1, 2, 4}
+    assert not any(one.layout.recompute and one.layout.tensor > 1 for one in staged)
+
+
+def test_what_is_one_pair_is_in_one_stage():
+    work = traced.workload(build("mlp"))
+    assert [block.name for block in work.blocks] == ["dense1", "activation1", "dense2", "activation2", "logits"]
+    cut = work.along(2)
+    assert [block.name for block in cut.blocks] == ["dense1", "activation2", "logits"]
+    assert [block.split for block in cut.blocks] == [8 * 32 + 32 + 32 * 16, 0, 0]
+    assert [block.whole for block in cut.blocks] == [16, 0, 16 * 4 + 4]
+    assert [block.flops_whole for block in cut.blocks] == [0, 16, 2 * 16 * 4 + 4]
+    kept = [(block.kept_split, block.kept_whole) for block in cut.blocks]
+    assert kept == [(4 * 32, 4 * 8), (0, 4 * 16), (0, 0)]  # what relu makes in parts; the input; what relu makes
+    assert cut.parameters == work.parameters
+    assert work.along(3) is None
+    with pytest.raises(InputError, match="where `parallel.tensor` can cut a layer so"):
+        predict(build("mlp"), Layout(tensor=3), batch=6)
 
 
 def test_a_loop_is_warned_of(caplog):

@@ -23,6 +23,16 @@ PARTS = runpy.run_path(str(SCRIPT))
 PATIENCE_S = 300
 ENVIRON = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 BOUNDS = {"float32": 1e-5, "mixed_float16": 2e-3, "mixed_bfloat16": 3e-2}  # as of stages in one process
+FIRST_OF_EACH, FIRST_FOUR = ("0/CPU:0", "1/CPU:0"), ("0/CPU:0", "0/CPU:1", "1/CPU:0", "1/CPU:1")
+HOMES = {  # of weights and slots
+    "tensor across": FIRST_OF_EACH,
+    "tensor in the other process": ("1/CPU:2", "1/CPU:3"),
+    "data x tensor across": FIRST_FOUR,
+    "data across x tensor": FIRST_FOUR,
+    "all axes, ZeRO 1": tuple(f"{process}/CPU:{at}" for process in range(2) for at in range(4)),
+    "ZeRO 2": FIRST_FOUR,
+    "ZeRO 1 on the hosts": (*FIRST_OF_EACH, "0/CPU:3", "1/CPU:3"),
+}
 launched = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -150,6 +160,29 @@ class TestLaunched:
         for name, numbers in found.items():
             bound = BOUNDS[PARTS["CASES"][name][1].get("policy", "float32")]
             assert max(numbers.values()) < bound, (name, numbers)
+
+    def test_layers_in_parts_and_sharded_optimizers_are_one_devices(self, launch):
+        process, folder = launch(*PARTS["PARTS"], DEVICES="4")
+        assert ended(process, folder, 800) == 0, said(folder)[-5000:]
+        found = json.loads((folder / "found.json").read_text())
+        print(json.dumps(found))
+        for name, (numbers, sizes) in found.items():
+            bound = BOUNDS[PARTS["PARTS"][name].get("policy", "float32")]
+            for key, number in numbers.items():
+                assert number < bound * (10 if key == "predict" else 1), (name, numbers)
+            assert set(sizes) == set(HOMES[name]), (name, sizes)
+        assert "Skipping variable loading" not in said(folder)
+        slots = {name: {device: held["optimizer"] for device, held in found[name][1].items()} for name in found}
+        numbers, counters = 756, 8 + 4  # of the model; the step, and the learning rate
+        cut = 16 * 16 + 16 + 16 * 4  # the third kernel and its bias, the last kernel
+        assert slots["tensor across"] == {
+            "0/CPU:0": 3 * 4 * (numbers - cut // 2) + counters,
+            "1/CPU:0": 3 * 4 * cut // 2,
+        }
+        assert set(slots["ZeRO 2"].values()) == {4 * 4 * numbers // 4 + counters}
+        hosts = slots["ZeRO 1 on the hosts"]
+        assert hosts["0/CPU:0"] == hosts["1/CPU:0"] == 2 * 4 * numbers // 2
+        assert hosts["0/CPU:3"] == hosts["1/CPU:3"] == counters
 
     def test_a_killed_stage_starts_all_again_which_end_in_the_same_bytes(self, launch):
         process, folder = launch("goes", name="whole")

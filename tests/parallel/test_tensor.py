@@ -230,6 +230,38 @@ def test_a_layout_resumes_in_another_and_opens_anywhere(tmp_path):
         np.testing.assert_array_equal(mine, theirs)
 
 
+def test_gradients_that_wait_are_at_home_and_whole_in_files(tmp_path):
+    """Of replicas whose layers lie in parts, in the middle of an update."""
+    rows, labels = np.random.default_rng(0).normal(size=(8, 5, 8)).astype("float32"), np.ones((8, 5))
+    by_eight = dict(batch_size=8, shuffle=False, verbose=0)
+
+    def built(spread):
+        keras.utils.set_random_seed(0)
+        model = spread(gated())
+        with model.distribute_strategy.scope():
+            optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(optimizer, loss, jit_compile=False)
+        return model
+
+    one, model = built(lambda model: model), built(lambda model: apply(model, mesh(data=2, tensor=2)))
+    again = built(lambda model: apply(model, mesh(pipeline=2, data=2), cuts=["wide"], microbatches=2))
+    for each in (one, model):
+        each.fit(rows, labels, epochs=3, **by_eight)
+    waiting = [v for v in model.optimizer.variables if "up_kernel_1" in v.path and "accumulator" in v.path]
+    assert [copy.device[-5:] for copy in waiting[0].value.values] == ["CPU:1", "CPU:3"]
+    model.save(tmp_path / "model.keras")
+    opened = keras.models.load_model(tmp_path / "model.keras")
+    assert len(opened.optimizer.variables) == len(one.optimizer.variables)
+    for mine, other in zip(opened.optimizer.variables, one.optimizer.variables, strict=True):
+        np.testing.assert_allclose(mine.numpy(), other.numpy(), atol=1e-6, err_msg=mine.path)
+    model.fit(rows, labels, epochs=2, callbacks=[Checkpoint(tmp_path / "run")], **by_eight)  # five steps by now
+    again.fit(rows, labels, epochs=4, callbacks=[Checkpoint(tmp_path / "run")], **by_eight)
+    one.fit(rows, labels, epochs=4, **by_eight)
+    for mine, other in zip(again.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
 def small(**how):
     return keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(6, name="a", **how), keras.layers.Dense(3, name="b")]

@@ -34,16 +34,20 @@ def accumulate_on_each_replica() -> None:
             return stock(self, reference_variable, name=name, initializer=initializer)
         if not spread or name != "gradient_accumulator" or self._overwrite_variable_with_gradient(reference_variable):
             return stock(self, reference_variable, name=name, initializer=initializer)
-        variable = backend.Variable(
-            initializer="zeros",
-            shape=reference_variable.shape,
-            dtype=reference_variable.dtype,
-            trainable=False,
-            aggregation="sum",
-            synchronization="on_read",
-            name=f"{getattr(reference_variable, 'path', reference_variable.name)}_{name}".translate(_PLAIN),
-        )
+        beside = getattr(reference_variable, "value", reference_variable)
+        with self._distribution_strategy.extended.colocate_vars_with(beside):  # where the layer is at home
+            variable = backend.Variable(
+                initializer="zeros",
+                shape=reference_variable.shape,
+                dtype=reference_variable.dtype,
+                trainable=False,
+                aggregation="sum",
+                synchronization="on_read",
+                name=f"{getattr(reference_variable, 'path', reference_variable.name)}_{name}".translate(_PLAIN),
+            )
         variable.value._get_cross_replica = functools.partial(_total, self, variable.value)
+        if part is not None:
+            variable._tfgpu_part = part.slot(name)
         self._track_variable(variable)
         return variable
 

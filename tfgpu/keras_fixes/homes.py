@@ -175,7 +175,8 @@ def follow_forward() -> None:
     stock, space = backprop._gradient_function, backprop._default_vspace
 
     def gradient_function(op_name, attributes, count, inputs, outputs, upstream, *rest):
-        with _device(_device_of_forward(op_name, inputs, outputs)):
+        # Of an operation whose gradient needs none of its tensors (adding a bias), a tape knows no tensor.
+        with _device(_device_of_forward(op_name, inputs, outputs) or _first_device(upstream)):
             return stock(op_name, attributes, count, inputs, outputs, upstream, *rest)
 
     def add(gradients):

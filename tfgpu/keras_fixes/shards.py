@@ -76,13 +76,19 @@ def made(variable, place: homes.Home, strategy: tf.distribute.Strategy, how: Sha
     size = -(-int(np.prod(variable.shape)) // strategy.num_replicas_in_sync)
     if how.offload:
         strategy._tfgpu_has_homes = True
-    kept_at = homes.home(["CPU:0"] * len(place.devices)) if how.offload else place
+    kept_at = _hosts(place) if how.offload else place
     with strategy.scope(), homes.keeping(kept_at):
         shard = keras.Variable(np.zeros(size), dtype=variable._dtype, name=variable.name)
     shard._path = variable.path
     parts.mark([shard], Flat(tuple(variable.shape)), variable.path, parts.part_of(variable))
     shard._tfgpu_sharding, shard._tfgpu_used_at = how, place
     return shard
+
+
+def _hosts(place: homes.Home) -> homes.Home:
+    """The hosts of a place's devices: those of connected processes have one each."""
+    found = map(tf.DeviceSpec.from_string, place.devices)
+    return homes.home(device.replace(device_type="CPU", device_index=0).to_string() for device in found)
 
 
 def full_of(variable):

@@ -54,7 +54,7 @@ def _cross_entropy(target: tf.Tensor, logits: Sequence[tf.Tensor], places: Seque
         value = tf.gather(part, tf.where(is_here, place, 0), batch_dims=part.shape.rank - 1)
         return tf.where(is_here, value, 0), tf.cast(is_here, value.dtype)
 
-    tops = at_home(lambda part: tf.reduce_max(part, -1), [tf.stop_gradient(part) for part in logits])
+    tops = at_home(lambda part: tf.reduce_max(tf.stop_gradient(part), -1), logits)
     with homes.at(places[0]):
         top = tf.reduce_max(tf.stack(tops), 0)
     sums = at_home(lambda part: tf.reduce_sum(tf.exp(part - top[..., None]), -1), logits)

@@ -325,21 +325,25 @@ def _spread(value: tf.Tensor, places: Sequence[homes.Home]) -> list[tf.Tensor]:
 
     def copies(given):
         found = []
-        for place in places:
+        for place, each in zip(places, given, strict=True):
             with homes.at(place):
-                found.append(tf.identity(given))
+                found.append(tf.identity(each))
         return found
 
     @tf.custom_gradient
-    def spread(given):
+    def summed(given):
         def gradient(*upstream):
             with homes.at(places[0]):
                 return tf.add_n(list(upstream), name=SUM_BACK)
 
-        return copies(given), gradient
+        return [tf.identity(given) for _ in places], gradient
 
     value = tf.convert_to_tensor(value)
-    return _masked(value, spread(value) if value.dtype.is_floating else copies(value), copies)
+    if not value.dtype.is_floating:
+        return _masked(value, copies([value] * len(places)), lambda mask: copies([mask] * len(places)))
+    with homes.at(places[0]):  # what a custom gradient makes goes through one more operation there
+        found = summed(value)
+    return _masked(value, copies(found), lambda mask: copies([mask] * len(places)))
 
 
 def _split(value: tf.Tensor, places: Sequence[homes.Home], axis: int) -> list[tf.Tensor]:

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.keras_fixes import shards
+from tfgpu.keras_fixes import homes, shards
 
 
 def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
@@ -14,8 +14,9 @@ def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
         model: built; with an optimizer that is built, its slots are counted too.
 
     Returns:
-        By device, such as `"GPU:0"`: `"weights"` (and random draws), `"optimizer"` (slots, averages, gradients that
-        wait, counters), `"pieces"` (of weights that the optimizer is updating), each in bytes.
+        By device, such as `"GPU:0"`, or `"1/GPU:0"` of several processes: `"weights"` (and random draws), `"optimizer"`
+        (slots, averages, gradients that wait, counters), `"pieces"` (of weights that the optimizer is updating), each
+        in bytes.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
@@ -33,8 +34,7 @@ def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
     for kind, variables in groups.items():
         for variable in {id(v): v for v in variables if id(v) not in metrics}.values():
             for copy in _copies(variable):
-                device = tf.DeviceSpec.from_string(copy.device)
-                sizes = found.setdefault(f"{device.device_type}:{device.device_index}", dict.fromkeys(groups, 0))
+                sizes = found.setdefault(homes.short_name(copy.device), dict.fromkeys(groups, 0))
                 sizes[kind] += int(np.prod(copy.shape)) * copy.dtype.size
     return found
 

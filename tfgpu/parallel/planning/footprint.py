@@ -145,8 +145,9 @@ def of_stage(work: Workload, stage: Stage, layout: Layout, at: int, *, rows: flo
 
 
 def _loss(work: Workload, layout: Layout, rows: float) -> float:
-    """Of logits, which the tensor axis cuts, as in `parallel.tensor` and Megatron-LM."""
-    return work.loss * rows * (1 if layout.loss == "microbatch" else layout.microbatches) / layout.tensor
+    """Of logits; where the tensor axis cuts them, as in Megatron-LM, of a part."""
+    parts = layout.tensor if work.loss_splits else 1
+    return work.loss * rows * (1 if layout.loss == "microbatch" else layout.microbatches) / parts
 
 
 def _activations(stage: Stage, layout: Layout, at: int, rows: float) -> float:

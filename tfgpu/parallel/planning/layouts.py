@@ -1,7 +1,7 @@
 """The ways to lay a model out over devices."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tfgpu.errors import InputError, unknown
@@ -93,22 +93,29 @@ class Layout:
         return ", ".join(axes + extra) or "one device"
 
 
-def candidates(devices: int, batch: int, *, blocks: int, heads: int, per_host: int, loss: str) -> Iterator[Layout]:
+def tensor_sizes(devices: int, per_host: int) -> list[int]:
+    """The sizes that a tensor axis can have: it stays within a host."""
+    return [size for size in _divisors(devices) if size <= per_host]
+
+
+def candidates(devices: int, batch: int, *, stages: Mapping[int, int], loss: str) -> Iterator[Layout]:
     """All layouts that multiply to the devices and divide the model and the batch, each once.
 
     ZeRO 2 stands without a pipeline alone: its stages hold the whole sum of their gradients to the step's end.
+
+    Args:
+        stages: by the sizes of the tensor axis that the model can be cut for, into how many stages it can be cut then.
+        devices, batch, loss: as for `plan`.
     """
-    for tensor in _divisors(devices):
-        if heads % tensor or tensor > per_host:
-            continue
+    for tensor, blocks in stages.items():
         for pipeline in _divisors(devices // tensor):
             data = devices // tensor // pipeline
             if pipeline > blocks or batch % data:
                 continue
-            stages = [0] if data == 1 else [0, 1] if pipeline > 1 else [0, 1, 2]
+            zeros = [0] if data == 1 else [0, 1] if pipeline > 1 else [0, 1, 2]
             for accumulate, microbatches in _parts(batch // data, pipeline):
                 for schedule in _schedules(pipeline, loss):
-                    for zero in stages:
+                    for zero in zeros:
                         for recompute in (False, True):
                             yield Layout(
                                 data, pipeline, tensor, zero, accumulate, microbatches, schedule, recompute, loss

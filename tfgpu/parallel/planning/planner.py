@@ -73,8 +73,8 @@ def plan(
     """Predicts what each layout of a model over devices needs, the quickest that fits first.
 
     Args:
-        model: a `Transformer` (its sizes), or a functional Keras model, whose graph is traced but not run; without
-            sizes there is no tensor axis.
+        model: a `Transformer` (its sizes), or a functional Keras model, whose graph is traced but not run; along the
+            tensor axis it is cut as `parallel.tensor` cuts it.
         devices: how many.
         batch: examples of a step, over all devices; None is 8 a device.
         memory: of a device, in bytes or as `"80GB"`; None is what `device` has.
@@ -109,13 +109,16 @@ def plan(
     found = _device(device, memory, flops, bandwidth, host_bandwidth)
     room = found.memory_bytes * (1 - headroom)
     settings = dict(batch=batch, slots=footprint.slots_of(optimizer), room=room, per_host=per_host)
+    works = {size: work.along(size) for size in layouts.tensor_sizes(devices, per_host)}
+    stages = {size: cut.most_stages for size, cut in works.items() if cut is not None}
     cuts, best = {}, {}
-    for layout in layouts.candidates(
-        devices, batch, blocks=work.most_stages, heads=work.heads, per_host=per_host, loss=loss
-    ):
-        if layout.pipeline not in cuts:
-            cuts[layout.pipeline] = work.stages(layout.pipeline)
-        one = _predicted(work, cuts[layout.pipeline], layout, found, efficiency=efficiency, **settings)
+    for layout in layouts.candidates(devices, batch, stages=stages, loss=loss):
+        if not _can_train(work, layout):
+            continue
+        key = layout.tensor, layout.pipeline
+        if key not in cuts:
+            cuts[key] = works[layout.tensor].stages(layout.pipeline)
+        one = _predicted(works[layout.tensor], cuts[key], layout, found, efficiency=efficiency, **settings)
         key = replace(layout, accumulate=1, microbatches=1)
         if key not in best or _order(one) < _order(best[key]):
             best[key] = one
@@ -151,14 +154,23 @@ def predict(
     """
     work, found = _workload(model, precision), _device(device)
     _check(batch=batch, per_host=per_host)
-    if work.heads % layout.tensor or layout.pipeline > work.most_stages:
-        raise InputError(
-            f"{work.name!r} can be cut into {work.most_stages} stages at most, and along a tensor axis that divides "
-            f"{work.heads}. Received: {layout}."
-        )
+    cut = work.along(layout.tensor)
+    if cut is None:
+        fit = "where `parallel.tensor` can cut a layer so" if work.cutter else f"that divides {work.heads}"
+        raise InputError(f"{work.name!r} can be cut along a tensor axis {fit}. Received: {layout}.")
+    if layout.pipeline > cut.most_stages:
+        raise InputError(f"{work.name!r} can be cut into {cut.most_stages} stages at most. Received: {layout}.")
+    if not _can_train(work, layout):
+        raise InputError(f"`parallel.tensor` takes no model whose blocks are recomputed. Received: {layout}.")
+    work = cut
     room = found.memory_bytes * (1 - headroom)
     settings = dict(batch=batch, slots=footprint.slots_of(optimizer), room=room, per_host=per_host)
     return _predicted(work, work.stages(layout.pipeline), layout, found, efficiency=efficiency, **settings)
+
+
+def _can_train(work: Workload, layout: Layout) -> bool:
+    """Whether there is a way to train so: a model of layers is not recomputed where they lie in parts."""
+    return work.cutter is None or not (layout.recompute and layout.tensor > 1)
 
 
 def _predicted(work, stages, layout, device, *, batch, slots, room, per_host, efficiency) -> Plan:

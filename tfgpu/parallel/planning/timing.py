@@ -23,7 +23,7 @@ def compute_s(
     `M + S - 1` turns of it.
     """
     rows = batch / layout.parts
-    slowest = max(stage.sum.flops for stage in stages) * rows / layout.tensor
+    slowest = max(stage.sum.operations(layout.tensor) for stage in stages) * rows
     turns = (layout.microbatches + layout.pipeline - 1) * layout.accumulate
     return turns * slowest * (layout.forwards + 2) / (device.flops_in(work.precision) * efficiency)
 

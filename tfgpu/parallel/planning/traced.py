@@ -5,16 +5,18 @@ counted again. Two traces, of few and of twice as many rows, tell what grows wit
 has no size that a graph would know: a warning names such layers.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import keras
 import tensorflow as tf
 
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import graphs, sections
+from tfgpu.parallel.planning import parted
 from tfgpu.parallel.planning.workload import Block, Workload, in_segments
 
 _ROWS = 4
@@ -27,10 +29,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Traced:
-    """Bytes kept and operations of each call, for so many rows."""
+    """Bytes kept and operations of each call, for so many rows; and bytes kept of the inputs."""
 
     kept: list[float] = field(default_factory=list)
     flops: list[float] = field(default_factory=list)
+    given: float = 0.0
     unknown: set[str] = field(default_factory=set)
 
 
@@ -56,34 +59,80 @@ def workload(model: keras.Model) -> Workload:
     few, many = _trace(model, calls, _ROWS), _trace(model, calls, 2 * _ROWS)
     for name in sorted(many.unknown):
         _log.warning("What the loop of %r keeps for its gradient is not known, and left out of the plan.", name)
-    variables = _variables(calls)
+    costs, given = _costs(calls, few, many), (many.given - few.given) / _ROWS
+
+    @functools.cache
+    def cutter(ways: int) -> Workload | None:
+        found = parted.parts(model, calls, ways)
+        return None if found is None else _described(model, calls, costs, given, found, ways)
+
+    return replace(_described(model, calls, costs, given), cutter=cutter)
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What one call needs: bytes kept an example and whatever the rows, operations an example, its own variables."""
+
+    kept: float
+    casts: float
+    flops: float
+    variables: tuple
+
+
+def _costs(calls: Sequence[graphs.Call], few: _Traced, many: _Traced) -> list[_Cost]:
+    found = []
+    for at, variables in enumerate(_variables(calls)):
+        slope = (many.kept[at] - few.kept[at]) / _ROWS
+        flops = (many.flops[at] - few.flops[at]) / _ROWS
+        found.append(_Cost(slope, few.kept[at] - _ROWS * slope, flops, tuple(variables)))
+    return found
+
+
+def _described(model, calls, costs, given: float, parts: parted.Parts | None = None, ways: int = 1) -> Workload:
+    """The model as blocks, of which the tensor axis cuts these parts; `given` are bytes kept of an example itself."""
+    parts = parts or parted.Parts()
     size = next((_bytes(v) // max(1, math.prod(v.shape)) for v in model.trainable_variables), 4)
-    begins = [0, *_places(model, calls)]
+    free = [at for at in _places(model, calls) if not any(first < at <= last for first, last in parts.spans)]
+    begins = [0, *free]
     blocks = []
-    for begin, end in zip(begins, [*begins[1:], len(calls)], strict=True):
-        kept = [few.kept[at] for at in range(begin, end)], [many.kept[at] for at in range(begin, end)]
-        slope = (sum(kept[1]) - sum(kept[0])) / _ROWS
-        owned = [v for at in range(begin, end) for v in variables[at]]
+    for begin, end in zip(begins, [*free, len(calls)], strict=True):
+        inner = range(begin, end)
+        owned = [v for at in inner for v in costs[at].variables]
+
+        def count(trains: bool, splits: bool, owned=owned) -> int:
+            mine = [v for v in owned if v.trainable == trains and (id(v) in parts.variables) == splits]
+            return sum(map(_bytes, mine)) // size
+
+        def total(name: str, among, inner=inner) -> float:
+            return sum(getattr(costs[at], name) for at in inner if at in among)
+
         blocks.append(
             Block(
                 calls[begin].name,
-                whole=sum(_bytes(v) for v in owned if v.trainable) // size,
-                frozen=sum(_bytes(v) for v in owned if not v.trainable) // size,
-                kept_whole=slope,
-                casts=sum(kept[0]) - _ROWS * slope,
+                split=count(True, True),
+                whole=count(True, False),
+                frozen=count(False, False),
+                frozen_split=count(False, True),
+                kept_split=total("kept", parts.kept),
+                kept_whole=total("kept", set(inner) - parts.kept) + (0 if begin else given),
+                casts=total("casts", inner),
+                casts_whole=total("casts", set(inner) - parts.flops) if ways > 1 else 0,
                 takes=sum(_row_bytes(tensor) for tensor in _crossing(model, calls, begin)),
-                flops=(sum(many.flops[begin:end]) - sum(few.flops[begin:end])) / _ROWS,
+                flops=total("flops", inner),
+                flops_whole=total("flops", set(inner) - parts.flops) if ways > 1 else 0,
+                # Counted as an all-reduce, which sends twice (ways - 1) / ways of it, forwards and backwards.
+                reduces=sum(parts.sent.get(at, 0.0) for at in inner) * ways / 4,
             )
         )
-    whole = any(map(sections.mixes_rows, calls))
     return Workload(
         model.name,
         tuple(blocks),
         size,
         model.dtype_policy.name,
         outputs=sum(_row_bytes(tensor) for tensor in graphs.functional(model).outputs),
-        segments=in_segments([block.kept_whole for block in blocks]),
-        most_stages=1 if whole else len(blocks),
+        segments=in_segments([block.kept_whole + block.kept_split for block in blocks]),
+        most_stages=1 if any(map(sections.mixes_rows, calls)) else len(blocks),
+        loss_splits=parts.loss_splits,
     )
 
 
@@ -120,7 +169,9 @@ def _read(operations: Sequence[tf.Operation], calls: Sequence[graphs.Call], ends
                 kept[tensor.ref()] = tensor
     for tensor in kept.values():
         at = _call_of(number[tensor.op], ends)
-        if tensor.dtype == tf.variant or not tensor.shape.is_fully_defined():
+        if tensor.op.type == "Placeholder" and tensor.shape.is_fully_defined():
+            found.given += tensor.shape.num_elements() * tensor.dtype.size
+        elif tensor.dtype == tf.variant or not tensor.shape.is_fully_defined():
             found.unknown.add(calls[at].name)
         else:
             found.kept[at] += tensor.shape.num_elements() * tensor.dtype.size

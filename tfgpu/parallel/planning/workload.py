@@ -4,8 +4,8 @@ A `Transformer` is described by its sizes alone, so that a model which fits nowh
 `traced.py` finds the same facts in its graph.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tfgpu.errors import InputError, unknown
@@ -29,11 +29,12 @@ class Block:
 
     Attributes:
         name: of its first layer.
-        split: trainable parameters; `whole` likewise, `frozen` those that no optimizer changes.
+        split: trainable parameters; `whole` likewise, `frozen` and `frozen_split` those that no optimizer changes.
         kept_split: bytes that are kept for the backward pass for each example; `kept_whole` likewise.
-        casts: bytes kept for each pass, whatever its rows: 16-bit copies of kernels, above all; split.
+        casts: bytes kept for each pass, whatever its rows: 16-bit copies of kernels, above all; split, but for
+            `casts_whole`.
         takes: bytes that come into it, for each example.
-        flops: of the forward pass, for each example.
+        flops: of the forward pass, for each example; `flops_whole` those of them that are not split.
         reduces: bytes that the tensor axis sums in a forward pass, for each example; in a backward pass as many.
     """
 
@@ -41,19 +42,27 @@ class Block:
     split: int = 0
     whole: int = 0
     frozen: int = 0
+    frozen_split: int = 0
     kept_split: float = 0
     kept_whole: float = 0
     casts: float = 0
+    casts_whole: float = 0
     takes: float = 0
     flops: float = 0
+    flops_whole: float = 0
     reduces: float = 0
 
     def kept(self, rows: float, tensor: int) -> float:
         """Bytes that a pass over so many rows keeps for its gradient."""
-        return rows * (self.kept_split / tensor + self.kept_whole) + self.casts / tensor
+        casts = (self.casts - self.casts_whole) / tensor + self.casts_whole
+        return rows * (self.kept_split / tensor + self.kept_whole) + casts
+
+    def operations(self, tensor: int) -> float:
+        """Of the forward pass, for each example, on the device that has most."""
+        return (self.flops - self.flops_whole) / tensor + self.flops_whole
 
     def parameters(self, tensor: int) -> float:
-        return self.split / tensor + self.whole + self.frozen
+        return (self.split + self.frozen_split) / tensor + self.whole + self.frozen
 
     def trainable(self, tensor: int) -> float:
         return self.split / tensor + self.whole
@@ -98,7 +107,10 @@ class Stage:
         return max(kind.parameters(tensor) for kind in self.kinds)
 
 
-_SUMMED = ("split", "whole", "frozen", "kept_split", "kept_whole", "casts", "flops", "reduces")
+_SUMMED = (
+    *("split", "whole", "frozen", "frozen_split", "kept_split", "kept_whole"),
+    *("casts", "casts_whole", "flops", "flops_whole", "reduces"),
+)
 
 
 def _together(blocks: Sequence[Block], name: str | None = None) -> Block:
@@ -119,6 +131,8 @@ class Workload:
         heads: what the tensor axis must divide; 1 where the model cannot be cut along it.
         segments: where the runs of blocks begin that are recomputed together.
         most_stages: how many stages it can be cut into.
+        loss_splits: whether the tensor axis cuts what the loss reads.
+        cutter: what the model is in so many parts, where that is more than a division; None where there are none.
     """
 
     name: str
@@ -129,10 +143,19 @@ class Workload:
     heads: int = 1
     segments: tuple[int, ...] = (0,)
     most_stages: int = 1
+    loss_splits: bool = True
+    cutter: "Callable[[int], Workload | None] | None" = field(default=None, repr=False, compare=False)
+
+    def along(self, tensor: int) -> "Workload | None":
+        """The model for a tensor axis of this size; None where it cannot be cut into so many parts."""
+        if self.cutter is not None and tensor > 1:
+            cut = self.cutter(tensor)
+            return cut and replace(cut, precision=self.precision)
+        return None if self.heads % tensor else self
 
     @cached_property
     def parameters(self) -> int:
-        return sum(block.split + block.whole + block.frozen for block in self.blocks)
+        return round(sum(block.parameters(1) for block in self.blocks))
 
     @cached_property
     def flops(self) -> float:
