@@ -8,7 +8,7 @@ The rules, with Ψ parameters on a device, of V bytes each, and D copies of the 
 | gradients | V Ψ | V Ψ | V Ψ / D, and the largest block's whole | the same |
 | slots, sums of accumulated gradients | V Ψ each | V Ψ / D | V Ψ / D | V Ψ / D |
 | sent for the gradients, times (D - 1) / D | 2 V Ψ | 2 V Ψ | V Ψ | V Ψ |
-| sent for the parameters, times (D - 1) / D | - | V Ψ | V Ψ | 2 V Ψ, 3 where blocks are recomputed |
+| sent for the parameters, times (D - 1) / D | - | V Ψ | V Ψ | 2 V Ψ |
 
 Keras keeps variables, gradients and slots in float32 under a mixed policy, and casts kernels where they are used; the
 casts count as activations. Activations grow while gradients do not exist yet: the peak is the most that lives at once.
@@ -183,7 +183,7 @@ def sent(work: Workload, stages: Sequence[Stage], layout: Layout, *, batch: int)
     meetings = layout.accumulate if layout.zero else 1
     data = (1 if layout.zero >= 2 else 2) * trained * meetings
     if layout.zero == 3:
-        data += (2 + layout.recompute) * variables * meetings
+        data += 2 * variables * meetings  # for a block's forward pass, and for its second one and the backward pass
     elif layout.zero:
         data += trained
     reduced = max(stage.sum.reduces for stage in stages) * rows * passes

@@ -101,7 +101,8 @@ def tensor_sizes(devices: int, per_host: int) -> list[int]:
 def candidates(devices: int, batch: int, *, stages: Mapping[int, int], loss: str) -> Iterator[Layout]:
     """All layouts that multiply to the devices and divide the model and the batch, each once.
 
-    ZeRO 2 stands without a pipeline alone: its stages hold the whole sum of their gradients to the step's end.
+    ZeRO 2 stands without a pipeline alone: its stages hold the whole sum of their gradients to the step's end. ZeRO 3
+    stands by itself, and recomputes.
 
     Args:
         stages: by the sizes of the tensor axis that the model can be cut for, into how many stages it can be cut then.
@@ -112,11 +113,11 @@ def candidates(devices: int, batch: int, *, stages: Mapping[int, int], loss: str
             data = devices // tensor // pipeline
             if pipeline > blocks or batch % data:
                 continue
-            zeros = [0] if data == 1 else [0, 1] if pipeline > 1 else [0, 1, 2]
+            zeros = [0] if data == 1 else [0, 1] if pipeline > 1 else [0, 1, 2] if tensor > 1 else [0, 1, 2, 3]
             for accumulate, microbatches in _parts(batch // data, pipeline):
                 for schedule in _schedules(pipeline, loss):
                     for zero in zeros:
-                        for recompute in (False, True):
+                        for recompute in (True,) if zero == 3 else (False, True):
                             yield Layout(
                                 data, pipeline, tensor, zero, accumulate, microbatches, schedule, recompute, loss
                             )
