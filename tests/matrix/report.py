@@ -10,7 +10,7 @@ from cases import table
 from driver import PATHS, TOPOLOGIES
 
 KNOWN = Path(__file__).with_name("known.json")
-ENDS = ("equal", "differs", "crashes", "dies", "hangs", "no reference")
+ENDS = ("equal", "refused", "differs", "crashes", "dies", "hangs", "no reference")
 INTRO = """# The same result on every number of replicas
 
 Written by `make matrix`. A figure is the largest difference from one device (stock Keras, no strategy) of
@@ -23,6 +23,8 @@ with Python {python}, TensorFlow {tensorflow} and Keras {keras}.
 
 `fit` is `model.fit`, and `trainer` is `tfgpu.Trainer`. `loop` is a hand-written `strategy.run` with
 `optimizer.apply_gradients` that divides its loss by the global batch; `loop-mean` trusts the mean in the Keras loss.
+`sharded` is `fit` of a model in pieces (`tfgpu.parallel.shard(model, stage=3)`); `refused` is an error that says what
+pieces do not go with, and what to do instead.
 """
 
 
@@ -36,8 +38,9 @@ def counted(column):
 
 
 def red(cells):
-    """Every cell that is not equal, with its column."""
-    return [(*key, n, c) for key, column in cells.items() for n, c in column.items() if c.status != "equal"]
+    """Every cell that is neither equal nor refused, with its column."""
+    ends = "equal", "refused"
+    return [(*key, n, c) for key, column in cells.items() for n, c in column.items() if c.status not in ends]
 
 
 def surprises(cells):

@@ -6,7 +6,7 @@
 
 Each (path, variant, topology) has processes of its own, which run one case after another. Where one dies
 or hangs, that is the case's result, and a fresh process goes on with the rest. A cell is `equal`,
-`differs`, `crashes`, `dies` or `hangs`.
+`differs`, `crashes`, `dies` or `hangs`; where parameters are in pieces, also `refused`: by an error of tfgpu's.
 """
 
 import argparse
@@ -157,7 +157,9 @@ def execute(job, names, folder, timeout, say):
         for name, entries in ended.items():
             if len(entries) == count:
                 error = next((e["error"] for e in entries if e["error"]), None)
-                cells[name] = Cell("crashes" if error else "ran", message=error or "", seconds=entries[0]["seconds"])
+                refused = job.path == "sharded" and (error or "").startswith("InputError")
+                status = "refused" if refused else "crashes" if error else "ran"
+                cells[name] = Cell(status, message=error or "", seconds=entries[0]["seconds"])
         stuck = next((n for n in begun if n not in cells), None)
         exits.append({"job": str(job), "codes": codes, "verdict": verdict, "case": stuck, "cases": len(begun)})
         if stuck:
