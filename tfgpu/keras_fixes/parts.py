@@ -193,9 +193,13 @@ def _has_parts(layer: keras.layers.Layer) -> bool:
 def show_wholes() -> None:
     """Lets Keras read, write and save parts as the one variable that they stand for, in this process from now on."""
 
-    @wrap(keras.layers.Layer, "get_weights")
-    def get_weights(stock, self):
-        return [variable.numpy() for variable in whole(self.weights)]
+    for owner in (keras.layers.Layer, keras.Model):  # a model's own may have been wrapped before, by `averaging`
+
+        @wrap(owner, "get_weights")
+        def get_weights(stock, self):
+            if all(part_of(variable) is None for variable in self.weights):
+                return stock(self)
+            return [variable.numpy() for variable in whole(self.weights)]
 
     @wrap(keras.layers.Layer, "set_weights")
     def set_weights(stock, self, weights):
