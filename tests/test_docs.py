@@ -1,12 +1,16 @@
-"""Every Python block of the README and the docs runs, each page in a process with two logical CPU devices."""
+"""Every Python block of the README and the docs runs, each page in a process with two logical CPU devices; every
+command that a page shows is one that there is."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tfgpu import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -14,7 +18,17 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 START = "import tfgpu\ntfgpu.environment.set_logical_devices(2)\n"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda page: page.name)
+# They take half a minute and more; `.ci/run` has them.
+SLOW = ("does-not-fit.md", "memory.md", "training-loops.md")
+
+
+def pages():
+    for page in PAGES:
+        if BLOCK.search(page.read_text()):
+            yield pytest.param(page, id=page.name, marks=pytest.mark.slow if page.name in SLOW else ())
+
+
+@pytest.mark.parametrize("page", list(pages()))
 def test_code_runs(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text(START + "\n".join(BLOCK.findall(page.read_text())))
@@ -23,3 +37,25 @@ def test_code_runs(page, tmp_path):
         [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# The command, what it is given, and nothing of what the shell does with it.
+CALL = re.compile(r"^(?:\w+=\S+ )*tfgpu ([^|&>#\n]+)", re.MULTILINE)
+GROUPS = ("bench", "data")
+
+
+def calls():
+    for page in PAGES:
+        for block in SHELL.findall(page.read_text()):
+            for words in CALL.findall(block.replace("\\\n", " ")):
+                yield pytest.param(shlex.split(words), id=f"{page.name}: {words.strip()[:60]}")
+
+
+@pytest.mark.parametrize("words", list(calls()))
+def test_the_command_line_has_what_a_page_shows(words, capsys):
+    """With `--help`, flags and their number are read, and nothing is done."""
+    at = 2 if words[0] in GROUPS else 1
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words[:at], "--help", *words[at:]])
+    assert not ended.value.code, capsys.readouterr().err

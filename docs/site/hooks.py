@@ -1,0 +1,98 @@
+"""What MkDocs adds to the pages: the README as the start, the notebooks, and a reference of every public name."""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
+from mkdocs.structure.pages import Page
+
+import tfgpu
+
+sys.path.insert(0, str(Path(__file__).parent))
+import notebooks  # noqa: E402  the one beside this file
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are made from something else."""
+    readme = (notebooks.ROOT / "README.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, "index.md", content=readme.replace("](docs/", "](")))
+    for name, text in pages().items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    if not_run := notebooks.missing():
+        names = ", ".join(path.name for path in not_run)
+        raise SystemExit(f"These notebooks have not run: {names}. Run `python docs/site/notebooks.py` first.")
+    for path in notebooks.NOTEBOOKS:
+        text, pictures = notebooks.page(path)
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
+        for name, content in pictures.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links to a notebook lead to its page."""
+    return re.sub(r"\]\((?:\.\./)?notebooks/(\w+)\.ipynb\)", r"](notebooks/\1.md)", markdown)
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    """Fails where a page is in no menu: nobody would find it."""
+    missing = [file.src_uri for file in files.documentation_pages() if file.page not in nav.pages]
+    if missing:
+        raise SystemExit(f"mkdocs.yml's `nav` does not name these pages: {', '.join(missing)}. Add them.")
+    return nav
+
+
+def pages() -> dict[str, str]:
+    """The reference's pages, as Markdown by name; `tfgpu` first.
+
+    Example:
+        >>> sorted(pages())[:2]
+        ['asynchronous', 'callbacks']
+    """
+    found, own = {}, []
+    for name in tfgpu.__all__:
+        value = getattr(tfgpu, name)
+        if inspect.ismodule(value):
+            found[name] = _module(value)
+        else:
+            own.append(f"`tfgpu.{name}`: [`{_place(value)}`][{_place(value)}]\n")
+    return {"tfgpu": "\n".join(["# tfgpu", "", *own]), **found}
+
+
+def _module(module: ModuleType) -> str:
+    top = {"members": False, "show_root_heading": False, "show_root_toc_entry": False}
+    lines = [f"# {module.__name__}", "", f"::: {module.__name__}", "    options:"]
+    lines += [f"      {option}: {str(value).lower()}" for option, value in top.items()]
+    lines.append("")
+    for name in _public(module):
+        lines.append(_entry(f"{module.__name__}.{name}", getattr(module, name)))
+    return "\n".join(lines)
+
+
+def _public(module: ModuleType) -> list[str]:
+    """The names in `__all__`; without one, those that the module defines."""
+    if hasattr(module, "__all__"):
+        return sorted(module.__all__)
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(value) or inspect.isclass(value))
+        and value.__module__ == module.__name__
+    )
+
+
+def _entry(name: str, value: object) -> str:
+    """What mkdocstrings turns into a docstring: the place where the name is defined, under its public name."""
+    if not (inspect.isfunction(value) or inspect.isclass(value)):
+        return f"## `{name}`\n\nA constant, `{type(value).__name__}`.\n"
+    return f"::: {_place(value)}\n    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}\n"
+
+
+def _place(value: object) -> str:
+    return f"{value.__module__}.{value.__qualname__}"

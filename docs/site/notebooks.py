@@ -1,0 +1,78 @@
+"""The notebooks as pages with their output. Those that have not run yet, as they stand now, are run.
+
+    python docs/site/notebooks.py
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbconvert import MarkdownExporter
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: int(path.stem.split("_")[0]))
+RESULTS = ROOT / "build" / "notebooks"
+# What TensorFlow says as it starts, whatever its log level.
+NOISE = re.compile(r"^(?:WARNING: All log messages before absl|[IWE]0000 ).*\n*", re.MULTILINE)
+
+
+def run(path: Path, *, folder: Path) -> Path:
+    """Runs a notebook from top to bottom and keeps it with its output.
+
+    Args:
+        path: the notebook, without output.
+        folder: where it runs.
+
+    Returns:
+        The copy with output, under `build/notebooks/`.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell failed.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    environment = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client.execute(env=environment)
+    result = _result(path)
+    result.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, result)
+    return result
+
+
+def page(path: Path) -> tuple[str, dict[str, bytes]]:
+    """A notebook that has run, as Markdown, and its pictures by file name."""
+    notebook = nbformat.read(_result(path), as_version=4)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            output["text"] = NOISE.sub("", output.get("text", ""))
+        cell["outputs"] = [each for each in cell.get("outputs", []) if each.get("text") or "data" in each]
+    text, resources = MarkdownExporter(exclude_input_prompt=True).from_notebook_node(notebook)
+    pictures = {f"{path.stem}_{name}": content for name, content in resources["outputs"].items()}
+    for name in resources["outputs"]:
+        text = text.replace(f"]({name})", f"]({path.stem}_{name})")
+    return text.replace("](../docs/", "](../"), pictures
+
+
+def missing() -> list[Path]:
+    """The notebooks that have not run as they stand now."""
+    return [path for path in NOTEBOOKS if not _result(path).exists()]
+
+
+def _result(path: Path) -> Path:
+    return RESULTS / f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}.ipynb"
+
+
+def main() -> None:
+    """Runs what is missing, each in a folder of its own."""
+    for path in missing():
+        folder = RESULTS / "work" / path.stem
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"runs {path.name}", flush=True)
+        run(path, folder=folder)
+
+
+if __name__ == "__main__":
+    main()
