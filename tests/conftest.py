@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import zlib
 
 import hypothesis
 import pytest
@@ -21,6 +22,20 @@ hypothesis.settings.load_profile("no deadline")
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
 )
+
+
+def pytest_addoption(parser):
+    parser.addoption("--share", default="1/1", metavar="K/N", help="every N-th test, by its name's checksum: part K")
+
+
+def pytest_collection_modifyitems(config, items):
+    part, parts = map(int, config.getoption("--share").split("/"))
+    chosen, others = [], []
+    for item in items:
+        (chosen if zlib.crc32(item.nodeid.encode()) % parts == part - 1 else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = chosen
 
 
 def free_addresses(count: int) -> list[str]:

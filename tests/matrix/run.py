@@ -209,6 +209,7 @@ def measure(
     *,
     names=None,
     groups=None,
+    share=(1, 1),
     topologies=tuple(TOPOLOGIES)[1:],
     paths=("fit", "loop"),
     repairs=REPAIRS,
@@ -223,6 +224,7 @@ def measure(
         `{(path, repair, topology): {case: Cell}}` and the list of every process's exit codes.
     """
     cases = {n: c for n, c in table().items() if (not names or n in names) and (not groups or c.group in groups)}
+    cases = {name: case for at, (name, case) in enumerate(cases.items()) if at % share[1] == share[0] - 1}
     by_path = {path: [n for n, c in cases.items() if c.loop or not path.startswith("loop")] for path in paths}
     wanted = [
         Job(p, r, t)
@@ -266,11 +268,20 @@ def measure(
     return {(j.path, j.repair, j.topology): done[j] for j in [*origins.values(), *wanted] if j in done}, exits
 
 
+def share(text):
+    """`2/3` as (2, 3)."""
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise argparse.ArgumentTypeError(f"must be K/N with K from 1 to N. Received: {text!r}.")
+    return part, parts
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--cases", nargs="*", dest="names")
     add("--groups", nargs="*")
+    add("--share", type=share, default=(1, 1), metavar="K/N", help="every N-th of these cases, from the K-th on")
     add("--topologies", nargs="*", default=list(TOPOLOGIES)[1:], choices=TOPOLOGIES)
     add("--paths", nargs="*", default=["fit", "loop"], choices=PATHS)
     add("--repairs", nargs="*", default=list(REPAIRS), help="`stock`, or a module with install()")
