@@ -14,9 +14,10 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import typer
 import yaml
 
-from tfgpu import models
+from tfgpu import cli, models
 from tfgpu.recipes.recipe import Recipe, choices
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +82,31 @@ def test_help_has_every_setting_of_the_schema_with_its_default_and_choices(tmp_p
         assert expected in joined
     for panel in ("Run", "Data", "Model", "Hardware", "Training", "Optimizer"):
         assert f"─ {panel} ─" in text
+
+
+def commands():
+    """The words of every command that there is."""
+    waiting = [((), typer.main.get_command(cli.app))]
+    while waiting:
+        words, command = waiting.pop()
+        inner = getattr(command, "commands", {})
+        waiting += [((*words, name), each) for name, each in inner.items()]
+        if not inner:
+            yield words
+
+
+@pytest.mark.parametrize("words", sorted(commands()), ids=" ".join)
+def test_the_help_of_each_command_ends_with_an_example(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "--help"])
+    assert not ended.value.code
+    _, found, examples = capsys.readouterr().out.rpartition("Example")
+    assert found and f"tfgpu {' '.join(words)}" in examples
+
+
+def test_the_shell_completes_flags(tmp_path):
+    found = tfgpu(cwd=tmp_path, _TFGPU_COMPLETE="complete_bash", COMP_WORDS="tfgpu train --opti", COMP_CWORD="2")
+    assert found.stdout.split() == ["--optimizer", "--optimizer-option"]
 
 
 def test_help_and_version_are_there(tmp_path):
@@ -277,6 +303,7 @@ cli.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_must_leave_after_its_last_epoch_is_finished_by_resume(tmp_path):
     command = [sys.executable, "-c", LEFT_AT_THE_END, "train", *SMALL, "--epochs", "1", "--output", "cut"]
     left = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=100)
@@ -359,6 +386,7 @@ def test_resuming_a_finished_run_ends_with_the_same_averaged_weights(tmp_path, p
     assert all(np.array_equal(a, b) for a, b in zip(before, weights(tmp_path / "run"), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_workers_learn_what_one_process_learns_and_only_the_chief_writes(tmp_path, addresses):
     workers = addresses(2)
@@ -389,6 +417,7 @@ def test_two_workers_learn_what_one_process_learns_and_only_the_chief_writes(tmp
         assert [float(x) for x in a] == pytest.approx([float(x) for x in b], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     words = ["train", *SMALL, "--optimizer", "sgd", "--learning-rate", "1e30", "--schedule", "constant"]
     done = tfgpu(*words, "--output", "bad", cwd=tmp_path)

@@ -18,8 +18,11 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 START = "import tfgpu\ntfgpu.environment.set_logical_devices(2)\n"
 
 
-# They take half a minute and more; `.ci/run` has them.
-SLOW = ("does-not-fit.md", "memory.md", "training-loops.md")
+# They take ten seconds and more; `.ci/run` has them.
+SLOW = {
+    *("averaging.md", "data-stages.md", "does-not-fit.md", "horovod.md", "memory.md", "parallel.md", "planner.md"),
+    *("speed.md", "training-loops.md"),
+}
 
 
 def pages():

@@ -33,6 +33,7 @@ def environ(**changes):
     return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3", **changes}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_multi_worker_tutorial_trains_as_printed(tmp_path, addresses):
     (tmp_path / "tutorial.py").write_text(TUTORIAL)

@@ -225,6 +225,7 @@ print(json.dumps({"sums": [float(s) for s in gradient()], "weight": model.get_we
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("all_reduce", ["auto", "hierarchical"])

@@ -159,6 +159,7 @@ def test_a_peer_that_dies_leaves_the_others(tmp_path, monkeypatch):
     assert runner.measure("mlp", "one", plan)["peers"] == peers  # it is not tried again
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_real_peers_do_the_same_work(tmp_path):
     python = None if importlib.util.find_spec("torch") else Path(sys.executable)

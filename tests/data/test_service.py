@@ -82,6 +82,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(service.in_order, "__kwdefaults__", {"patience_s": 1.0, "ahead": 64})
 
 
+@pytest.mark.slow
 def test_a_dead_worker_loses_no_batch(photos, served, impatient):
     here, there = data(photos), data(photos, service=served[0])
     expected, found = list(here.train), []
@@ -96,6 +97,7 @@ def test_a_dead_worker_loses_no_batch(photos, served, impatient):
     assert len(psutil.Process(served[1].pid).children()) == 2
 
 
+@pytest.mark.slow
 def test_a_dead_service_loses_no_batch(photos, served, impatient):
     here, there = data(photos), data(photos, service=served[0])
     expected, found = list(here.train), []

@@ -77,6 +77,7 @@ def check_files_of_their_own(own, other):
     assert own["steps"] == other["steps"] == 2 * own["info"].steps_per_epoch
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_workers_parts_in_order_are_the_one_device_batches(tmp_path, addresses):
     sizes = (500, 419)  # 1258 = 500 + 500 + 258 = 3 * 419 + 1: the last batch has one example for two workers

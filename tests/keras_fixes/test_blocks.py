@@ -356,7 +356,8 @@ for epochs in range(int(sys.argv[2])):
 """
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_xla_compiles_an_uneven_last_batch_once(replicas, tmp_path):
     """XLA itself writes a file for each program that it compiles."""
     found = {}

@@ -72,6 +72,7 @@ def test_an_overflow_leaves_the_residual_as_it_was():
     assert int(model.optimizer.iterations.numpy()) == 2
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_to_the_bit():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(50, 6)).astype("float32"), rng.integers(0, 3, 50)

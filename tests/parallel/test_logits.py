@@ -60,6 +60,7 @@ def trained(end, layout=None):
     return model, model.fit(X, y, 16, epochs=5, shuffle=False, verbose=0).history["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "end"), TRIALS)
 def test_the_loss_is_one_devices(layout, end):
     (one, expected), (model, losses) = trained(end), trained(end, layout)

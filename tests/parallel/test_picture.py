@@ -102,11 +102,12 @@ X, Y, W = RNG.normal(size=(50, 8)).astype("float32"), RNG.integers(0, 4, 50), RN
 MESH = Mesh(data=2, pipeline=2, devices=[f"CPU:{at}" for at in range(4)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"mesh": MESH, "schedule": "gpipe"}, marks=pytest.mark.slow),
+        {},
+        {"mesh": MESH, "schedule": "gpipe"},
         {"schedule": "gpipe", "recompute": False},
     ],
 )

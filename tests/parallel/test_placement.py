@@ -130,6 +130,7 @@ def test_forward_backward_and_update_run_there():
     assert "AddV2" not in {kind for kind, shape in ran.get("CPU:0", ()) if shape == (16, 16)}
 
 
+@pytest.mark.slow
 def test_a_model_resumes_and_opens_anywhere(tmp_path):
     one, _ = on_one_device()
     fit(place(make(), WHERE), Checkpoint(tmp_path / "run"), epochs=2)

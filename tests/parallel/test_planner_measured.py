@@ -87,6 +87,7 @@ def test_averages_are_one_more_number_a_parameter():
     assert memory(model, Layout(), 8, 3).slots == size_of(slots(optimizer.inner_optimizer))
 
 
+@pytest.mark.slow
 def test_each_stages_variables_and_slots_lie_on_its_device():
     work = traced.workload(build("transformer"))
     stages = work.stages(4)
@@ -275,6 +276,7 @@ def test_planning_changes_nothing():
     assert not model.losses
 
 
+@pytest.mark.slow
 def test_the_command_builds_a_model_by_its_name(tmp_path):
     words = "plan --model mlp --option widths=[32,16] --input-shape 8 --classes 4 --devices 2 --precision float32"
     done = subprocess.run(

@@ -289,6 +289,7 @@ def test_the_bytes_of_a_process_stay_within_the_budget():
     assert least < 1.3 * limit
 
 
+@pytest.mark.slow
 def test_it_saves_an_ordinary_model_and_resumes(tmp_path):
     plain, _ = trained(mlp, epochs=4)
     change = lambda model: recompute(model, "blocks")  # noqa: E731

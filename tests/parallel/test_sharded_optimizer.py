@@ -176,6 +176,7 @@ def test_with_offload_no_slot_takes_a_devices_memory():
     assert {found[device]["optimizer"] for device in ("CPU:2", "CPU:3")} == {8 + 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_a_step_sends(stage):
     model = made(replicas=3, how={"stage": stage})
@@ -218,7 +219,8 @@ def test_a_checkpoint_of_one_layout_resumes_in_another(first, second, stages, op
     assert_close(one, model)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_saved_is_an_ordinary_file(stage, tmp_path):
     one, model = made(global_clipnorm=0.1), made(replicas=4, how={"stage": stage}, global_clipnorm=0.1)
     fit(one, epochs=2), fit(model, epochs=2)
@@ -255,7 +257,8 @@ def test_tensorflows_checkpoint_is_one_devices(stage, tmp_path):
             np.testing.assert_array_equal(mine.numpy(), others.numpy())
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_what_anybody_assigns_counts(stage):
     one, model = made(), made(replicas=3, how={"stage": stage})
     for each in (one, model):
@@ -265,6 +268,7 @@ def test_what_anybody_assigns_counts(stage):
     assert_close(one, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("by", "stage"), [("name", 1), ("variable", 1), ("variable", 3)])
 def test_weight_decay_leaves_out_what_it_shall(by, stage):
     models = made(weight_decay=0.5), made(replicas=2, how={"stage": stage}, weight_decay=0.5)

@@ -267,6 +267,7 @@ def test_at_no_time_all_parameters_are_there():
     assert peak(3) < 0.6 * all_parameters < peak(2)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_has_data_alone_shards_a_model_that_was_made_elsewhere():
     expected = fit(made("nested", 1), epochs=1)[1]
     with tf.device("CPU:3"):

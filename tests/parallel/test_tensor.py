@@ -86,6 +86,7 @@ def graph_of(model):
     return step.get_concrete_function(x, y).graph.get_operations()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metrics", [(), ("accuracy",)])
 def test_products_other_equations_and_logits_in_parts(metrics):
     keras.utils.set_random_seed(0)
@@ -230,6 +231,7 @@ def test_a_layout_resumes_in_another_and_opens_anywhere(tmp_path):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_gradients_that_wait_are_at_home_and_whole_in_files(tmp_path):
     """Of replicas whose layers lie in parts, in the middle of an update."""
     rows, labels = np.random.default_rng(0).normal(size=(8, 5, 8)).astype("float32"), np.ones((8, 5))

@@ -19,7 +19,6 @@ from tfgpu.errors import InputError, MachineError
 app = typer.Typer(
     help="Change the hardware, not the result: Keras training on one GPU, eight, or many machines.",
     epilog="Start with [bold]tfgpu train[/], or [bold]tfgpu doctor[/] to see what this machine has.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

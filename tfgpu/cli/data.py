@@ -45,7 +45,11 @@ def write_data(
     _show_shards(listed, out)
 
 
-@app.command("check", help="Read the shards in a folder and compare their checksums with the index.")
+@app.command(
+    "check",
+    help="Read the shards in a folder and compare their checksums with the index.",
+    epilog="[bold]Example[/]\n\ntfgpu data check shards/",
+)
 def check_data(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="What [bold]data write[/] wrote.")],
 ) -> None:
