@@ -28,6 +28,7 @@ ALLOWED = {
 ALLOWED["asynchronous"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes", "callbacks"}
 ALLOWED["parallel"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes"}
 ALLOWED["run"] = {"cluster", "keras_fixes", "launch", "preflight"}
+ALLOWED["serving"] = {"models"}
 ALLOWED["recipes"] = {*ALLOWED}
 ALLOWED["measure"] = {*ALLOWED}
 ALLOWED["doctor"] = {*ALLOWED}

@@ -38,6 +38,7 @@ _PLACES = {  # public name -> (module, name in it); None for the module itself
             "precision",
             "preflight",
             "recipes",
+            "serving",
             "strategies",
             "training",
         )

@@ -1,0 +1,50 @@
+"""`tfgpu export`: a model for other programs."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tfgpu.cli.start import imported, start_tensorflow
+
+app = typer.Typer()
+
+
+@app.command(
+    help="Write a trained model as a SavedModel, ONNX or LiteRT, and compare its outputs with the model's.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu export runs/digits served/digits/1\n\n"
+        "tfgpu export model.keras model --format onnx --format litert"
+    ),
+)
+def export(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run directory, or a .keras file.")],
+    path: Annotated[Path, typer.Argument(metavar="OUT", help="Where to; the format's ending is added.")],
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", metavar="NAME", help="savedmodel, onnx or litert; may be given again. [savedmodel]"),
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Run what was written and compare.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+) -> None:
+    start_tensorflow()
+    exporting = imported("tfgpu.serving.exporting")
+    made = [
+        exporting.export(model, path, format=name, check=check, overwrite=overwrite)
+        for name in dict.fromkeys(formats or ["savedmodel"])
+    ]
+    if as_json:
+        print(json.dumps([{**asdict(each), "path": str(each.path)} for each in made], indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for each in made:
+        compared = "not compared" if each.difference is None else f"outputs differ by {each.difference:.0e}"
+        console.print(f"{each.path}  {each.format}, {each.bytes / 2**20:.2f} MiB, {compared}", markup=False)
+        for name, (shape, kind) in each.inputs.items():
+            sizes = ", ".join("rows" if size is None else str(size) for size in shape)
+            console.print(f"  {name}: {kind} ({sizes})", markup=False)

@@ -1,0 +1,129 @@
+"""The forms that a model can be written in. Keras writes them; what is here is what Keras lacks."""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfgpu.errors import InputError
+
+INSTALL = "pip install 'tfgpu[export]'"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One form.
+
+    Args:
+        name: what `--format` takes.
+        keras_name: what Keras calls it.
+        suffix: how its file's name ends; `""` for a folder.
+        needs: modules without which it cannot be written.
+        runs_with: the module that runs it.
+        lacks: types that it has no operations for.
+    """
+
+    name: str
+    keras_name: str
+    suffix: str
+    needs: tuple[str, ...]
+    runs_with: str
+    lacks: tuple[str, ...] = ()
+
+    def check_installed(self, *, running: bool) -> None:
+        """Raises an `InputError` where a library is missing that writes, or runs, this form."""
+        wanted = (*self.needs, self.runs_with) if running else self.needs
+        if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
+            raise InputError(f"The format {self.name!r} needs {', '.join(missing)}. Run: {INSTALL}")
+
+
+FORMATS = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            Format("savedmodel", "tf_saved_model", "", (), "tensorflow"),
+            Format("onnx", "onnx", ".onnx", ("onnx", "tf2onnx"), "onnxruntime", ("bfloat16",)),
+            Format("litert", "litert", ".tflite", ("ai_edge_litert",), "ai_edge_litert", ("bfloat16", "float16")),
+        )
+    }
+)
+
+
+def write(model: keras.Model, form: Format, path: Path, signature: Any = None) -> None:
+    """Writes a model that lies on one device.
+
+    Args:
+        model: built, uncompiled.
+        form: one of `FORMATS`.
+        path: a file, or for a SavedModel a folder, that is not there yet.
+        signature: `keras.InputSpec`s in the structure of the inputs; `None` takes the model's own.
+
+    Raises:
+        InputError: the form has no word for something that the model does.
+    """
+    if missing := sorted(computes_in(model) & set(form.lacks)):
+        raise InputError(
+            f"{form.name} does not compute in {missing[0]}. Build the model under the policy float32, give it "
+            "these weights (`other.set_weights(model.get_weights())`), and export that."
+        )
+    options = {} if signature is None else {"input_signature": signature}
+    with _complementary_error_function() if form.name == "onnx" else contextlib.nullcontext():
+        try:
+            model.export(str(path), format=form.keras_name, verbose=False, **options)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise InputError(
+                f"{model.name!r} cannot be written as {form.name}: {reason} Try another format, or another layer."
+            ) from error
+    if form.name == "onnx":
+        _check_operations(path)
+
+
+def computes_in(model: keras.Model) -> set[str]:
+    """The types that a model's layers compute in.
+
+    Example:
+        >>> sorted(computes_in(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="mixed_float16")])))
+        ['float16', 'float32']
+    """
+    found = {model.compute_dtype}
+    for layer in getattr(model, "layers", []):
+        found |= computes_in(layer)
+    return found
+
+
+def _check_operations(path: Path) -> None:
+    """tf2onnx logs an operation that it does not know, and writes a file that nothing can read."""
+    import onnx
+
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"ONNX has no operation for a part of it: {reason} Try `savedmodel` or `litert`.") from None
+
+
+@contextlib.contextmanager
+def _complementary_error_function() -> Iterator[None]:
+    """Teaches tf2onnx `Erfc`, which Keras's exact GELU uses: one less `Erf`."""
+    from tf2onnx.handler import tf_op
+
+    @tf_op("Erfc")
+    class Complement:
+        @classmethod
+        def version_9(cls, graph: Any, node: Any, **_: Any) -> None:
+            kind = np.dtype({1: "float32", 10: "float16", 11: "float64"}[graph.get_dtype(node.input[0])])
+            output, shape = node.output[0], graph.get_shape(node.output[0])
+            number = graph.get_dtype(node.input[0])
+            error = graph.make_node("Erf", [node.input[0]], shapes=[shape], dtypes=[number])
+            one = graph.make_const(f"{node.name}_one", np.array(1, kind)).output[0]
+            graph.remove_node(node.name)
+            graph.make_node("Sub", [one, error.output[0]], outputs=[output], shapes=[shape], dtypes=[number])
+
+    yield

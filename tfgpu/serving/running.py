@@ -1,0 +1,116 @@
+"""A model that was written, run in a process that has its library alone: nothing of tfgpu's, no code of the model's."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from tfgpu.errors import InputError, MachineError
+from tfgpu.serving.formats import FORMATS, Format
+
+TIMEOUT_S = 180
+_BEGIN = """
+import sys
+import numpy as np
+path, given, made = sys.argv[1:]
+with np.load(given) as file:
+    inputs = {name: file[name] for name in file}
+def last_number(name):
+    digits = "".join(c if c.isdigit() else " " for c in name).split()
+    return int(digits[-1]) if digits else 0
+"""
+_RUNS = {
+    "savedmodel": """
+import tensorflow as tf
+model = tf.saved_model.load(path)
+answer = model.signatures["serving_default"](**{name: tf.constant(value) for name, value in inputs.items()})
+outputs = [answer[name].numpy() for name in sorted(answer, key=last_number)]
+""",
+    "onnx": """
+import onnxruntime
+session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+outputs = session.run(None, inputs)
+""",
+    "litert": """
+from ai_edge_litert.interpreter import Interpreter
+interpreter = Interpreter(path)
+places = interpreter.get_input_details()
+by_name = {place["name"].removeprefix("serving_default_").rpartition(":")[0]: place for place in places}
+if set(by_name) != set(inputs):
+    by_name = dict(zip(inputs, places, strict=True))
+for name, value in inputs.items():
+    interpreter.resize_tensor_input(by_name[name]["index"], value.shape)
+interpreter.allocate_tensors()
+for name, value in inputs.items():
+    interpreter.set_tensor(by_name[name]["index"], value.astype(by_name[name]["dtype"]))
+interpreter.invoke()
+details = sorted(interpreter.get_output_details(), key=lambda place: last_number(place["name"]))
+outputs = [interpreter.get_tensor(place["index"]) for place in details]
+""",
+}
+_END = """
+np.savez(made, *outputs)
+"""
+
+
+def run(path: str | os.PathLike, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Runs an exported model once, on the CPU, in a process of its own.
+
+    Args:
+        path: a SavedModel's folder, an `.onnx` or a `.tflite` file.
+        inputs: arrays `[rows, ...]` by the inputs' names.
+
+    Returns:
+        The outputs, in the model's order.
+
+    Raises:
+        InputError: there is no such file, or its library is not installed.
+        MachineError: the library refuses the file or the inputs; the message has its words.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> from tfgpu import serving
+        >>> model = keras.Sequential([keras.Input((2,), name="x"), keras.layers.Dense(1, kernel_initializer="ones")])
+        >>> made = serving.export(model, "summed", format="litert", check=False)
+        >>> serving.run(made.path, {"x": np.array([[1, 2]], "float32")})[0].tolist()
+        [[3.0]]
+    """
+    path = Path(path)
+    if not path.exists():
+        raise InputError(f"There is no {str(path)!r}. Give what `tfgpu export` wrote.")
+    form = format_of(path)
+    form.check_installed(running=True)
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder, "given.npz"), Path(folder, "made.npz")
+        np.savez(given, **{name: np.asarray(value) for name, value in inputs.items()})
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        command = [sys.executable, "-c", _BEGIN + _RUNS[form.name] + _END, path, given, made]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise MachineError(f"{path} gave no answer within {TIMEOUT_S} s. Try it with fewer rows.") from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise MachineError(f"{form.runs_with} does not run {path}: {last}")
+        with np.load(made) as file:
+            return [file[name] for name in file.files]
+
+
+def format_of(path: Path) -> Format:
+    """The form of a file, by its name.
+
+    Example:
+        >>> format_of(Path("model.onnx")).name
+        'onnx'
+    """
+    if path.is_dir():
+        return FORMATS["savedmodel"]
+    for form in FORMATS.values():
+        if form.suffix and path.suffix == form.suffix:
+            return form
+    endings = ", ".join(form.suffix for form in FORMATS.values() if form.suffix)
+    raise InputError(f"{str(path)!r} is no exported model. Give a SavedModel's folder, or a file: {endings}.")
