@@ -33,6 +33,7 @@ _PLACES = {  # public name -> (module, name in it); None for the module itself
             "errors",
             "keras_fixes",
             "launch",
+            "measure",
             "models",
             "parallel",
             "precision",

@@ -1,61 +1,182 @@
-"""`tfgpu profile`: a picture of how a model runs as a pipeline on this machine."""
+"""`tfgpu profile`: what bounds a training, and which knob helps; or a picture of a model as a pipeline."""
 
+import contextlib
 import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from tfgpu.cli.start import imported, start_tensorflow
+from tfgpu.errors import InputError
 
 app = typer.Typer()
+_STEPS, _PIPELINE = "The steps that are recorded", "Without TARGET: a model as a pipeline"
+_FOLDER, _PICTURE = Path("profile"), Path("schedule.html")
 
 
 @app.command(
-    help="Draw how a model runs as a pipeline: which stage computes which micro-batch when, as measured.",
+    help=(
+        "Profile a script, a recipe or a recorded trace: what bounds the steps, the faults by name, and the knob that "
+        "helps each. Without TARGET: draw how a model runs as a pipeline."
+    ),
     epilog=(
         "[bold]Examples[/]\n\n"
+        "tfgpu profile train.py --epochs 3\n\n"
+        "tfgpu profile -o profiles/best --seconds 10 runs/best/config.yaml\n\n"
+        "tfgpu profile logs/train  [dim]# a trace of TensorBoard's callback[/]\n\n"
         "tfgpu profile --model mlp --stages 4 --microbatches 8 -o schedule.html\n\n"
         "tfgpu profile --model my_models:build --stages 8 --schedule interleaved --devices 4 -o schedule.png"
     ),
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 def profile(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="TARGET", help="A script (.py), a recipe (.yaml), or a trace: .xplane.pb, or a folder."),
+    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None,
+    skip: Annotated[
+        int | None,
+        typer.Option(
+            min=0, rich_help_panel=_STEPS, help="Calls that trace and warm up; `fit` runs blocks of steps [3]."
+        ),
+    ] = None,
+    calls: Annotated[
+        int | None, typer.Option(min=2, rich_help_panel=_STEPS, help="Calls to record, 0.3 s at least [10].")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.01, rich_help_panel=_STEPS, help="How long to record at most [5].")
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", rich_help_panel=_STEPS, help="Let the script run to its end after that.")
+    ] = False,
+    nvtx: Annotated[
+        bool,
+        typer.Option(
+            "--nvtx", rich_help_panel=_STEPS, help="Mark the steps for nsys or ncu instead of recording them."
+        ),
+    ] = False,
     model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="A builder's name, or module:function of your own.")
-    ] = "mlp",
-    stages: Annotated[int, typer.Option(min=1, help="How many stages the model is cut into.")] = 4,
-    microbatches: Annotated[int, typer.Option(min=1, help="How many parts the batch is cut into.")] = 8,
-    schedule: Annotated[str, typer.Option(metavar="NAME", help="1f1b, gpipe or interleaved.")] = "1f1b",
+        str | None,
+        typer.Option(
+            "--model", metavar="NAME", rich_help_panel=_PIPELINE, help="A builder's name, or module:function \\[mlp]."
+        ),
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="How many stages the model is cut into [4].")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="How many parts the batch is cut into [8].")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", rich_help_panel=_PIPELINE, help="1f1b, gpipe or interleaved [1f1b].")
+    ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="How many devices; logical CPUs where there is no GPU. Default: by stages."),
+        typer.Option(
+            min=1,
+            rich_help_panel=_PIPELINE,
+            help="How many devices; logical CPUs where there is no GPU. Default: by stages.",
+        ),
     ] = None,
     cut: Annotated[
         list[str] | None,
-        typer.Option("--cut", metavar="LAYER", help="A layer that begins a stage; one option a stage but the first."),
+        typer.Option(
+            "--cut",
+            metavar="LAYER",
+            rich_help_panel=_PIPELINE,
+            help="A layer that begins a stage; one option a stage but the first.",
+        ),
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Rows of the batch. Default: 8 a micro-batch.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured; the middle one is drawn.")] = 3,
+    rows: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Rows of the batch. Default: 8 a micro-batch.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Steps measured; the middle one is drawn [3].")
+    ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The picture: .png, .svg or .html.")
-    ] = Path("schedule.html"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print all cells as JSON.")] = False,
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="PATH", help="The folder \\[profile]; a pipeline's picture \\[schedule.html]."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
+    pipeline = dict(model=model, stages=stages, microbatches=microbatches, schedule=schedule, devices=devices)
+    pipeline |= dict(cuts=cut or None, rows=rows, steps=steps)
+    pipeline = {name: value for name, value in pipeline.items() if value is not None}
+    window: dict[str, Any] = {"skip": skip, "calls": calls, "seconds": seconds, "nvtx": nvtx or None}
+    window = {name: value for name, value in window.items() if value is not None}
+    if target is None:
+        _refuse(window | ({"whole": True} if whole else {}), "a TARGET: a script, a recipe or a trace")
+        return _draw(pipeline, output or _PICTURE, as_json)
+    if target.startswith("-"):
+        raise InputError(f"`tfgpu profile` has no option {target}. See `tfgpu profile --help`.")
+    _refuse(pipeline, "no TARGET: they are about a model as a pipeline")
+    _profile(target, arguments or [], output or _FOLDER, window, whole=whole, as_json=as_json)
+
+
+def _refuse(given: dict[str, Any], needs: str) -> None:
+    if given:
+        names = ", ".join("--cut" if name == "cuts" else f"--{name}" for name in given)
+        raise InputError(f"{names}: only with {needs}. See `tfgpu profile --help`.")
+
+
+def _profile(
+    target: str, arguments: list[str], output: Path, window: dict[str, Any], *, whole: bool, as_json: bool
+) -> None:
+    path = Path(target)
+    if not path.exists():
+        raise InputError(f"There is no {target!r}. Give a script (.py), a recipe (.yaml), or a recorded trace.")
+    is_script, is_recipe = path.suffix == ".py", path.suffix in (".yaml", ".yml")
+    if not is_script and (arguments or whole):
+        raise InputError(f"Only a script has arguments and an end of its own. Received: {target!r}.")
+    if not (is_script or is_recipe):
+        _refuse(window, "a script or a recipe: a trace is recorded already")
+    recipe = None
+    if is_recipe:
+        from tfgpu.recipes import recipe as recipes
+
+        recipe = recipes.make(recipes.read(path), source=target)
+        recipes.check(recipe)
+    start_tensorflow()
+    targets = imported("tfgpu.measure.profiling.targets")
+    # What the script prints must not stand in the JSON.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        if is_script:
+            report = targets.profile_script(path, arguments, output, whole=whole, **window)
+        elif is_recipe:
+            report = targets.profile_recipe(recipe, target, output, **window)
+        else:
+            report = targets.read_trace(path, output)
+    _show(report, output, as_json)
+
+
+def _show(report: Any, output: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.as_json() if report else {"nvtx": True}, indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    if report is None:
+        console.print("The steps were marked for nsys and ncu.", markup=False)
+        return
+    writing = imported("tfgpu.measure.profiling.writing")
+    console.print(f"\n{writing.text(report)}\n", markup=False)
+    console.print(
+        f"Pictures: {output / 'profile.html'}. Open {output / 'trace.json.gz'} at ui.perfetto.dev.", markup=False
+    )
+    if (output / "commands.txt").exists() and any(name.startswith("GPU") for name in report.around.devices):
+        console.print(f"NVIDIA's profilers, the same steps:\n{(output / 'commands.txt').read_text()}", markup=False)
+
+
+def _draw(settings: dict[str, Any], output: Path, as_json: bool) -> None:
     start_tensorflow()
     measure = imported("tfgpu.measure.stages")
     with Console(stderr=True).status("training a few steps"):
-        found = measure.profile_stages(
-            model,
-            output,
-            stages=stages,
-            microbatches=microbatches,
-            schedule=schedule,
-            devices=devices,
-            cuts=cut or None,
-            rows=rows,
-            steps=steps,
-        )
+        found = measure.profile_stages(settings.pop("model", "mlp"), output, **settings)
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:

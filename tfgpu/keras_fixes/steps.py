@@ -16,7 +16,7 @@ from keras.src import backend, tree
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.trainers.trainer import Trainer
 
-from tfgpu.keras_fixes import attributes, averaging, blocks, layers, meter, picks, pieces, replica, trials
+from tfgpu.keras_fixes import attributes, averaging, blocks, layers, meter, picks, pieces, recording, replica, trials
 from tfgpu.keras_fixes.seam import wrap
 
 _log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class Steps:
         self.logs_are_results = all(_function(getattr(model, name)) is getattr(stock, name) for name in names)
         plan = replica.plan_of(self._strategy) if self._is_spread else None
         is_training = _function(step_function) is _function(model.train_step)
+        self._kind = "train" if is_training else "test"
         self.averager = averaging.Averager(model, plan) if plan is not None and is_training else None
         self.done = self.sent_bytes = 0
         self._sent = {}
@@ -86,7 +87,7 @@ class Steps:
         for _, data in zip(range(count), batches, strict=False):
             apart = self._is_apart()
             data = data if is_data_set or not self._is_spread else pieces.deal(self._strategy, data)
-            with self.averager.running() if apart else contextlib.nullcontext():
+            with self.averager.running() if apart else contextlib.nullcontext(), self._marked(1):
                 logs, agreed = self._on_data(apart=apart, guarded=_is_guarded())(data, _told(0.0), self._since())
             self._count(1, apart)
             self._hear(agreed)
@@ -154,11 +155,14 @@ class Steps:
     def _call_loop(self, block: blocks.Block, count: int, seconds: float, jit: bool) -> tuple[int, dict, tf.Tensor]:
         iterator, kind = self._loop_of(block)
         loop, (is_sure, _, apart, _) = self._loop(*kind, jit), kind
-        with self.averager.running() if apart else contextlib.nullcontext():
+        with self.averager.running() if apart else contextlib.nullcontext(), self._marked(count):
             done, logs, agreed = loop(iterator, tf.constant(count), _told(seconds), self._since())
         done = count if is_sure else int(done)
         self._count(done, apart)
         return done, logs, agreed
+
+    def _marked(self, count: int):
+        return recording.steps_begin(self.done, count, self._kind)
 
     def _is_apart(self) -> bool:
         return self.averager is not None and self.averager.is_apart()

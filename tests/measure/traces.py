@@ -1,0 +1,28 @@
+"""Hand-made traces: an XSpace message of what one writes down."""
+
+from tfgpu.keras_fixes import recording
+
+
+def space(planes):
+    """Makes an XSpace of `{plane: {line: [(name, start_us, end_us, stats), ...]}}`."""
+    found = recording.new_space()
+    for name, lines in planes.items():
+        plane = found.planes.add(name=name)
+        names, stats = {}, {}
+        for number, (label, events) in enumerate(lines.items()):
+            line = plane.lines.add(id=number, name=label, timestamp_ns=5_000_000_000)
+            for title, start, end, about in events:
+                key = names.setdefault(title, len(names) + 1)
+                event = line.events.add(metadata_id=key, offset_ps=start * 10**6, duration_ps=(end - start) * 10**6)
+                for stat, value in about.items():
+                    kind = "str_value" if isinstance(value, str) else "int64_value"
+                    event.stats.add(metadata_id=stats.setdefault(stat, len(stats) + 1), **{kind: value})
+        for table, metadata in ((names, plane.event_metadata), (stats, plane.stat_metadata)):
+            for title, key in table.items():
+                metadata[key].id, metadata[key].name = key, title
+    return found
+
+
+def steps(*spans, kind="train", count=1):
+    """Marks of tfgpu's around blocks of steps."""
+    return [("tfgpu.steps", start, end, {"step_num": 0, "steps": count, "kind": kind, "_r": 1}) for start, end in spans]

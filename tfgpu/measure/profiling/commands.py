@@ -1,0 +1,63 @@
+"""NVIDIA's own profilers: the exact command lines for a script, and the NVTX range that they capture."""
+
+import contextlib
+import importlib.util
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tfgpu.errors import InputError
+
+DOMAIN, RANGE = "tfgpu", "profiled"
+"""The NVTX range around the steps that are profiled."""
+
+
+def lines(target: str, arguments: Sequence[str], folder: Path) -> dict[str, str]:
+    """The command lines of Nsight Systems and Nsight Compute that profile the same steps.
+
+    Both record CUDA themselves, so TensorFlow's profiler stays off (`--nvtx`): only one can.
+
+    Args:
+        target: the script or recipe.
+        arguments: the script's own.
+        folder: where their files go.
+
+    Returns:
+        By the program's name, ready for a shell.
+
+    Example:
+        >>> print(lines("train.py", ["--epochs", "3"], Path("profile"))["ncu"].split(" -- ")[0][:40])
+        ncu --nvtx --nvtx-include tfgpu@profiled
+    """
+    ours = [sys.executable, "-m", "tfgpu", "profile", "--nvtx", target, *arguments]
+    nsys = ["nsys", "profile", "--trace=cuda,nvtx,cudnn,cublas,osrt", "--sample=none", "--capture-range=nvtx"]
+    nsys += [f"--nvtx-capture={RANGE}@{DOMAIN}", "--capture-range-end=stop"]
+    nsys += ["--env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0", f"--output={folder / 'nsys'}"]
+    ncu = ["ncu", "--nvtx", "--nvtx-include", f"{DOMAIN}@{RANGE}", "--launch-count", "50", "--set", "basic"]
+    ncu += ["--export", str(folder / "ncu")]
+    return {"nsys": shlex.join([*nsys, *ours]), "ncu": shlex.join([*ncu, *ours])}
+
+
+def check_nvtx() -> None:
+    """Refuses where ranges cannot be marked.
+
+    Raises:
+        InputError: the package is missing.
+    """
+    if importlib.util.find_spec("nvtx") is None:
+        raise InputError(
+            "--nvtx marks the profiled steps for nsys and ncu, which needs the package nvtx: pip install nvtx."
+        )
+
+
+@contextlib.contextmanager
+def marked() -> Iterator[None]:
+    """An NVTX range, of no effect where no profiler of NVIDIA's looks on."""
+    import nvtx
+
+    mark = nvtx.start_range(message=RANGE, domain=DOMAIN)
+    try:
+        yield
+    finally:
+        nvtx.end_range(mark)

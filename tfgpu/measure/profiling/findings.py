@@ -1,0 +1,356 @@
+"""The rules: what a trace shows by name, with its figures and the knob that helps. Each rule is a pure function."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tfgpu.measure.profiling.around import Around, Change
+from tfgpu.measure.profiling.reading import Shares, Window
+from tfgpu.measure.profiling.sorting import Call, Sorted
+from tfgpu.measure.profiling.stages import InputStage
+
+WORTH = 0.15
+"""A part of the time that is worth a finding."""
+SMALL_S = 50e-6
+"""Operations shorter than this on average cost about as much to launch as to run, on the host."""
+SMALL_KERNEL_S = 10e-6
+"""The same for kernels of a GPU."""
+_READS_A_STEP = 0.5
+_EAGER_A_STEP = 20
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that the rules judge.
+
+    Args:
+        found: the sorted events.
+        window: the steps.
+        shares: where their time went.
+        stages: of the input.
+        tensor_cores: parts of the kernels' time on Tensor Cores, and that could be; None without kernels.
+        around: what the process knows.
+        batch: rows of a step; None where the input does not say.
+    """
+
+    found: Sorted
+    window: Window
+    shares: Shares
+    stages: tuple[InputStage, ...]
+    tensor_cores: tuple[float, float] | None
+    around: Around
+    batch: int | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.window.steps or 1
+
+    def inside(self, spans: list) -> list:
+        """Those of the named spans that begin in the window."""
+        return [one for one in spans if self.window.start <= one.start < self.window.end]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault that was seen.
+
+    Args:
+        name: one of `RULES`.
+        seen: what was seen, with its figures.
+        knob: what helps, with the line to write.
+        where: file and line, or the name of a function or a stage; empty where none is known.
+        share: of the steps' time that it explains, 0 to 1; None where that cannot be known.
+        figures: the numbers in `seen`.
+    """
+
+    name: str
+    seen: str
+    knob: str
+    where: str = ""
+    share: float | None = None
+    figures: dict[str, float | int | str | None] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
+        return asdict(self)
+
+
+def judge(seen: Seen) -> tuple[Finding, ...]:
+    """Applies all rules; what explains most comes first."""
+    found = [finding for rule in RULES.values() for finding in rule(seen)]
+    return tuple(sorted(found, key=lambda finding: -(finding.share or 0)))
+
+
+def slow_map(seen: Seen) -> list[Finding]:
+    """The model waits for the input, and one stage of it is the slowest."""
+    share = seen.shares["input"]
+    if share < WORTH or not seen.stages:
+        return []
+    stage = seen.stages[0]
+    others = sum(each.busy_s for each in seen.stages[1:])
+    if stage.busy_s < max(0.3 * share * seen.window.length / 1e9, others / 4):
+        text = f"The model waits for the input {share:.0%} of the time, and no stage of it stands out."
+        knob = ".prefetch(tf.data.AUTOTUNE) as the last stage; `tfgpu bench input` tries each setting of the input."
+        return [Finding("slow_input", text, knob, "", share, {"input_share": share})]
+    is_map = stage.kind in ("Map", "ParallelMap", "MapAndBatch", "FlatMap", "Interleave", "ParallelInterleave")
+    what, where = _function_of(stage, seen.around)
+    each_ms = 1e3 * stage.work_s / max(1, stage.calls)
+    heavy = f", mostly {stage.operations[0][0]}" if stage.operations else ""
+    text = (
+        f"The model waits for the input {share:.0%} of the time. The slowest stage is {what}: {each_ms:.3g} ms a call, "
+        f"{stage.parallel} at once, {stage.calls / seen.steps:.3g} calls a step{heavy}."
+    )
+    figures = {"input_share": share, "call_ms": each_ms, "parallel": stage.parallel, "calls": stage.calls}
+    return [
+        Finding(
+            "slow_map" if is_map else "slow_input", text, _input_knob(stage, where), where or stage.name, share, figures
+        )
+    ]
+
+
+def _function_of(stage: InputStage, around: Around) -> tuple[str, str]:
+    """The stage in words, and the function's name and place where they are known without doubt."""
+    kinds = {"Map", "ParallelMap"} if stage.kind == "MapAndBatch" else {stage.kind}
+    alike = [each for each in around.stages if each.kind in kinds]
+    exact = [each for each in alike if each.index == stage.index]
+    for candidates in (exact, alike):
+        if len({(each.function, each.where) for each in candidates}) == 1:
+            one = candidates[0]
+            return f"{one.function} ({one.where}), in {stage.name}", f"{one.function} ({one.where})"
+    return stage.name, ""
+
+
+def _input_knob(stage: InputStage, where: str) -> str:
+    python = [kind for kind, _ in stage.operations if "PyFunc" in kind]
+    name = where.split(" ")[0] or "function"
+    advice = []
+    if stage.kind == "Map":
+        advice.append(f"dataset.map({name}, num_parallel_calls=tf.data.AUTOTUNE)")
+    if python:
+        advice.append("write it in TensorFlow: Python runs one call at a time (tf.numpy_function, tf.py_function)")
+    if stage.kind.endswith(("Map", "MapAndBatch")):
+        advice.append("map before .cache() where it draws nothing by chance, so that it runs once")
+        advice.append(
+            "`tfgpu data serve --workers 4` and pipeline(service=...) for more processors than this machine has"
+        )
+    elif "Shuffle" in stage.kind:
+        advice.append("shuffle names or indices, before .map() decodes them")
+    else:
+        advice.append("`tfgpu bench input` tries each setting of the input")
+    return "; ".join(advice) + "."
+
+
+def host_read(seen: Seen) -> list[Finding]:
+    """Python reads a tensor in each step, and waits for it."""
+    places = defaultdict(list)
+    for read in seen.inside(seen.found.reads):
+        places[read.name].append(read.end - read.start)
+    found = []
+    for where, lengths in places.items():
+        if seen.window.steps is None or len(lengths) < _READS_A_STEP * seen.steps:
+            continue
+        share = sum(lengths) / seen.window.length
+        text = (
+            f"{where} reads a tensor (.numpy(), float(), print) {len(lengths) / seen.steps:.3g} times a step and takes "
+            f"{share:.1%} of the time. "
+        )
+        if seen.shares.device:
+            text += "Until it has the number, Python launches nothing further."
+        else:
+            text += "Here that is cheap; with a GPU, Python waits for it and launches nothing until then."
+        knob = "add it up in a keras.metrics.Mean and read .result() each 100 steps: if step % 100 == 0: loss.numpy()."
+        found.append(Finding("host_read", text, knob, where, share, {"reads_a_step": len(lengths) / seen.steps}))
+    return found
+
+
+def retracing(seen: Seen) -> list[Finding]:
+    """A tf.function makes a new graph again and again."""
+    calls = defaultdict(list)
+    for call in seen.found.calls:
+        calls[call.name].append(call)
+    found = []
+    for name, each in calls.items():
+        traced = [call for call in each if call.traced]
+        anew = all(call.count == 1 for call in traced)
+        # tfgpu has a loop each for training, evaluation and the like; a script may have two functions of one name.
+        if len(traced) < (3 if anew else 2) or (anew and traced[0].ours):
+            continue
+        whole = max(1, max(call.end for call in each) - min(call.start for call in each))
+        share = min(1.0, sum(call.end - call.start for call in traced) / whole)
+        known = [change for change in seen.around.changes if change.function == name]
+        why, knob = _why(traced, known)
+        text = f"{name} made a new graph in {len(traced)} of {len(each)} calls, {share:.0%} of their time. {why}"
+        figures = {"graphs": len(traced), "calls": len(each), "argument": known[0].argument if known else None}
+        found.append(Finding("retracing", text, knob, name, share, figures))
+    return found
+
+
+def _why(traced: list[Call], known: list[Change]) -> tuple[str, str]:
+    if known:
+        one = known[0]
+        text = f"`{one.argument}` changes: {', '.join(one.values)}."
+        if one.kind == "python":
+            return (
+                text,
+                f"a Python value is part of the graph. Pass a tensor: {one.argument}=tf.constant({one.argument}).",
+            )
+        if one.kind == "shape":
+            return text, "@tf.function(reduce_retracing=True); or .batch(n, drop_remainder=True), so that shapes stay."
+        return text, f"cast it before the call: tf.cast({one.argument}, tf.float32)."
+    if all(call.count == 1 for call in traced):
+        return "Each was another tf.function of that name.", "make the tf.function once, before the loop."
+    return "Which argument changes is not known.", "@tf.function(reduce_retracing=True)."
+
+
+def recompiling(seen: Seen) -> list[Finding]:
+    """XLA compiles the same function again and again."""
+    found = []
+    for name, times in Counter(one.name for one in seen.found.compiles).items():
+        if times < 2:
+            continue
+        seconds = sum(one.end - one.start for one in seen.found.compiles if one.name == name) / 1e9
+        inside = sum(one.end - one.start for one in seen.inside(seen.found.compiles) if one.name == name)
+        text = f"XLA compiled {name} {times} times, for {seconds:.2g} s in all: once for each new shape."
+        knob = "keep shapes: .batch(n, drop_remainder=True); or leave XLA out: compile(jit_compile=False)."
+        share = min(1.0, inside / max(1, seen.window.length))
+        found.append(Finding("recompiling", text, knob, name, share, {"times": times, "seconds": seconds}))
+    return found
+
+
+def tiny_batch(seen: Seen) -> list[Finding]:
+    """The operations are so short that launching them takes most of the time."""
+    overhead = seen.shares["launch"] + seen.shares["between"]
+    work = [one for each in seen.found.kernels.values() for one in each] or seen.found.operations
+    work = seen.inside(work)
+    if seen.window.steps is None or not work or overhead < 0.4 or eager_step(seen):
+        return []
+    mean_s = sum(one.own for one in work) / len(work) / 1e9
+    if mean_s > (SMALL_KERNEL_S if seen.shares.device else SMALL_S):
+        return []
+    rows = f"{seen.batch} rows a step" if seen.batch else "few rows a step"
+    text = (
+        f"{rows}: an operation takes {mean_s * 1e6:.2g} µs on average, and for {overhead:.0%} of the time nothing "
+        f"computes while TensorFlow launches the next ones."
+    )
+    knob = (
+        'same result: model.compile(..., steps_per_execution="auto", jit_compile="auto"). A larger batch does more a '
+        f"launch, but changes what is learned: .batch({8 * (seen.batch or 32)}), with another learning rate."
+    )
+    return [Finding("tiny_batch", text, knob, "", overhead, {"rows": seen.batch, "operation_us": mean_s * 1e6})]
+
+
+def eager_step(seen: Seen) -> list[Finding]:
+    """Python runs the step's operations one by one."""
+    eager = seen.inside(seen.found.eager)
+    each = len(eager) / seen.steps
+    share = sum(one.end - one.start for one in eager) / max(1, seen.window.length)
+    if seen.window.steps is None or each < _EAGER_A_STEP or share + seen.shares["between"] < WORTH:
+        return []
+    often = ", ".join(name for name, _ in Counter(one.name for one in eager).most_common(3))
+    text = f"Python runs {each:.0f} operations a step one by one ({often}), outside of any tf.function."
+    knob = "put @tf.function above the step; in fit, model.compile(..., run_eagerly=False)."
+    return [Finding("eager_step", text, knob, "", share, {"operations_a_step": each})]
+
+
+def python_in_step(seen: Seen) -> list[Finding]:
+    """The compiled step calls Python."""
+    calls = seen.inside(seen.found.python)
+    share = sum(one.end - one.start for one in calls) / max(1, seen.window.length)
+    if not calls or share < WORTH / 3:
+        return []
+    where = Counter(one.name for one in calls).most_common(1)[0][0]
+    text = f"The step calls Python {len(calls) / seen.steps:.3g} times ({where}), {share:.0%} of the time."
+    knob = (
+        "write it in TensorFlow: tf.py_function and tf.numpy_function run on the host, one at a time, and not in XLA."
+    )
+    return [Finding("python_in_step", text, knob, where, share, {"calls_a_step": len(calls) / seen.steps})]
+
+
+def unsharded_input(seen: Seen) -> list[Finding]:
+    """Each replica computes, or each worker prepares, all rows."""
+    around = seen.around
+    if around.plain:
+        where, count = around.plain[0], around.replicas
+        text = f"{where} gives the whole batch to each of {count} replicas: all of them compute the same rows."
+        knob = "dataset = strategy.experimental_distribute_dataset(dataset): each replica then gets rows of its own."
+        return [Finding("unsharded_input", text, knob, where, 1 - 1 / count, {"replicas": count})]
+    kinds = {stage.kind for stage in seen.stages}
+    if around.workers < 2 or not seen.stages or any("Shard" in kind or "DataService" in kind for kind in kinds):
+        return []
+    rows = 1 - 1 / around.workers
+    if seen.window.marked_by == "tfgpu":  # Each worker makes the whole batch and cuts its rows: right, but not free.
+        if seen.shares["input"] < WORTH:
+            return []
+        text = f"Each of {around.workers} workers prepares all rows and trains on one in {around.workers}."
+        knob = "`tfgpu data serve --workers 4`, and pipeline(service=...): rows are prepared once for all workers."
+    else:
+        text = (
+            f"{around.workers} workers train, and no stage of this worker's input shards it: unless you divide the "
+            "files by hand, each example is trained on by all workers."
+        )
+        knob = (
+            "dataset.shard(workers, index) before .shuffle() and .map(), or strategy.experimental_distribute_dataset."
+        )
+    return [Finding("unsharded_input", text, knob, "", None, {"workers": around.workers, "rows_in_vain": rows})]
+
+
+def no_tensor_cores(seen: Seen) -> list[Finding]:
+    """Kernels that Tensor Cores could compute run without them."""
+    if seen.tensor_cores is None:
+        return []
+    on, could = seen.tensor_cores
+    if could - on < WORTH:
+        return []
+    text = f"{could:.0%} of the kernels' time multiplies matrices, {on:.0%} on Tensor Cores."
+    knob = (
+        'keras.config.set_dtype_policy("mixed_bfloat16") or `tfgpu train --precision mixed_bfloat16`, with sizes that '
+        "8 divides (tfgpu.precision.advice(model)). It changes the result by rounding."
+    )
+    return [
+        Finding("no_tensor_cores", text, knob, "", (could - on) * seen.shares["compute"], {"on": on, "could": could})
+    ]
+
+
+def slow_collectives(seen: Seen) -> list[Finding]:
+    """The devices wait for each other's gradients."""
+    share = seen.shares["communication"]
+    if share < WORTH:
+        return []
+    text = f"For {share:.0%} of the time collectives run and nothing computes."
+    knob = (
+        "same result: strategy(bytes_per_pack=16 * 2**20), or compile(..., gradient_accumulation_steps=4) with smaller "
+        'batches. Half the bytes, by rounding: strategy(reduce_dtype="bfloat16").'
+    )
+    return [Finding("slow_collectives", text, knob, "", share, {"share": share})]
+
+
+def work_between_steps(seen: Seen) -> list[Finding]:
+    """Python does other things between the steps: callbacks, logs, checkpoints."""
+    share, inside = seen.shares["between"], seen.window.inside
+    between = sorted(after[0] - before[1] for before, after in zip(inside, inside[1:], strict=False))
+    steady = sum(between[:-1]) / max(1, seen.window.length)  # The longest one may be the only one: an epoch's end.
+    if min(share, steady) < WORTH or tiny_batch(seen) or eager_step(seen):
+        return []
+    text = f"For {share:.0%} of the time no step runs: callbacks, logs, checkpoints, or Python of your own."
+    knob = "every_batch = False in callbacks that need no single batch; checkpoints by tfgpu.callbacks.Checkpoint."
+    return [Finding("work_between_steps", text, knob, "", share, {"share": share})]
+
+
+RULES: dict[str, Callable[[Seen], list[Finding]]] = {
+    rule.__name__: rule
+    for rule in (
+        slow_map,
+        host_read,
+        retracing,
+        recompiling,
+        tiny_batch,
+        eager_step,
+        python_in_step,
+        unsharded_input,
+        no_tensor_cores,
+        slow_collectives,
+        work_between_steps,
+    )
+}
+"""All rules by name; `slow_map` is `slow_input` where the stage is no map."""

@@ -1,0 +1,312 @@
+"""Sorts the events of a trace by what they are: operations, waits for the input, Python's work, copies, collectives."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tfgpu.keras_fixes.recording import HOST_READ, STEPS
+from tfgpu.measure.profiling.spans import Span
+from tfgpu.measure.profiling.trace import Event, Line, Trace
+
+_OPERATION = re.compile(r"^(?P<name>[^: ]+):(?P<kind>_?[A-Z]\w*)$")
+_NEXT = re.compile(r"^(EagerLocalExecute: )?\w*IteratorGetNext\w*(::DoCompute)?$")
+_COMPILES = re.compile(r"^\w*Compiler::RunBackend$")
+_XLA_NAME = re.compile(r"^a?_+inference_(.+?)_\d+_")
+_INPUT = ("Iterator::", "InstantiatedCapturedFunction::", "ParallelMapProduce", "MapAndBatchProduce", "MakeIterator")
+_GRAPHS = "tf.function-graph_building"
+_PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
+_FLOW = (
+    "While",
+    "If",
+    "Case",
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+    "StatelessWhile",
+    "StatelessIf",
+    "SymbolicGradient",
+)
+_TALK = ("Collective", "Nccl", "XlaReduce")
+_TALK_XLA = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+_NO_WORK = ("_EagerConst", "IteratorGetNext", "IteratorGetNextAsOptional")
+# Parts of names of kernels that compute on Tensor Cores: shapes of instructions (cuBLAS, cuDNN), CUTLASS, Triton.
+_TENSOR_CORES = re.compile(
+    r"h884|s884|i884|h1688|s1688|i1688|16816|i8816|i16832|s16864|tensorop|hmma|imma|gmma|wmma|xmma|nvjet|bf16gemm_|tf32f32"
+)
+_MATRIX = re.compile(r"gemm|conv|cutlass|xmma|nvjet|dgrad|wgrad|fprop|matmul|attention", re.IGNORECASE)
+
+
+class Operation(NamedTuple):
+    """An operation or a kernel that ran.
+
+    Args:
+        name: the operation's place in the graph, or the kernel's name.
+        kind: such as `"MatMul"`; a kernel's is the kernel itself.
+        start: nanoseconds.
+        end: likewise.
+        own: nanoseconds without what ran inside it.
+    """
+
+    name: str
+    kind: str
+    start: int
+    end: int
+    own: int
+
+
+class Call(NamedTuple):
+    """A call of a tf.function from Python.
+
+    Args:
+        name: the function's.
+        start: nanoseconds.
+        end: likewise.
+        traced: it made a new graph.
+        count: of graphs that the function has made so far.
+        ours: it is tfgpu's loop around steps.
+    """
+
+    name: str
+    start: int
+    end: int
+    traced: bool
+    count: int
+    ours: bool
+
+
+class Block(NamedTuple):
+    """Steps that ran in one call.
+
+    Args:
+        start: nanoseconds.
+        end: likewise.
+        steps: how many.
+        kind: `"train"` or `"test"`.
+    """
+
+    start: int
+    end: int
+    steps: int
+    kind: str
+
+
+class Named(NamedTuple):
+    """A span with a name: where a tensor was read, what was compiled, which eager operation ran."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass
+class Sorted:
+    """The events of a trace, by what they are. Spans are pairs of nanoseconds, in no order.
+
+    Attributes:
+        operations: of the model, on the host; not those of the input.
+        kernels: of each GPU.
+        waits: until the input gives the next batch.
+        talk: collectives, on the host, and by GPU.
+        copies: between host and devices: `"in"` to a GPU, `"out"` of it, by GPU.
+        graphs: Python makes a graph.
+        compiles: XLA compiles, by function.
+        python: Python runs inside a compiled step, by operation.
+        reads: the user's code reads tensors, by place.
+        eager: operations that Python ran one by one.
+        calls: of tf.functions.
+        blocks: of steps, as tfgpu marks them.
+        marks: of steps, as the script marks them.
+        fetches: batches that Python asked for.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    kernels: dict[str, list[Operation]] = field(default_factory=dict)
+    waits: list[Span] = field(default_factory=list)
+    talk: dict[str, list[Span]] = field(default_factory=dict)
+    copies: dict[tuple[str, str], list[Span]] = field(default_factory=dict)
+    graphs: list[Span] = field(default_factory=list)
+    compiles: list[Named] = field(default_factory=list)
+    python: list[Named] = field(default_factory=list)
+    reads: list[Named] = field(default_factory=list)
+    eager: list[Named] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    marks: list[Span] = field(default_factory=list)
+    fetches: list[Span] = field(default_factory=list)
+
+
+class Nested(NamedTuple):
+    """An event with what it lies in.
+
+    Args:
+        event: it.
+        outer: the events of the same thread that hold it, the outermost first.
+        own: nanoseconds without the events right inside it.
+    """
+
+    event: Event
+    outer: tuple[Event, ...]
+    own: int
+
+
+def nested(line: Line) -> Iterator[Nested]:
+    """Gives each event of a thread with what holds it, once it has ended."""
+    open_: list[tuple[Event, tuple[Event, ...], list[int]]] = []
+    for event in line.events:
+        while open_ and open_[-1][0].end <= event.start:
+            done, outer, inside = open_.pop()
+            yield Nested(done, outer, done.length - inside[0])
+        if open_:
+            open_[-1][2][0] += max(0, min(event.end, open_[-1][0].end) - event.start)
+        outer = (*open_[-1][1], open_[-1][0]) if open_ else ()
+        open_.append((event, outer, [0]))
+    while open_:
+        done, outer, inside = open_.pop()
+        yield Nested(done, outer, done.length - inside[0])
+
+
+def sort(trace: Trace) -> Sorted:
+    """Sorts the events of a trace."""
+    found = Sorted()
+    feeding = input_runs(trace.host)
+    for line in trace.host:
+        for item in nested(line):
+            _place(item, feeding, found)
+    found.talk["host"] = _asynchronous(trace.host)
+    for device, lines in trace.devices.items():
+        _kernels(device, lines, found)
+    for name in ("calls", "blocks", "marks", "fetches", "operations"):
+        getattr(found, name).sort()
+    return found
+
+
+def input_runs(lines: Iterable[Line]) -> set[int]:
+    """The numbers under which functions of tf.data pipelines ran."""
+    return {
+        event.stats["id"]
+        for line in lines
+        for event in line.events
+        if event.name.startswith("InstantiatedCapturedFunction::") and "id" in event.stats
+    }
+
+
+def _feeds(event: Event, feeding: set[int]) -> bool:
+    if event.name.startswith(_INPUT):
+        return True
+    return event.name == "ExecutorState::Process" and event.stats.get("id") in feeding
+
+
+def _place(item: Nested, feeding: set[int], found: Sorted) -> None:
+    event, outer = item.event, item.outer
+    name, span = event.name, (event.start, event.end)
+    if _feeds(event, feeding) or any(_feeds(each, feeding) for each in outer):
+        return
+    if _NEXT.match(name):
+        found.waits.append(span)
+        if name.startswith("Eager"):
+            found.fetches.append(span)
+    elif name == STEPS:
+        found.blocks.append(Block(*span, int(event.stats.get("steps", 1)), str(event.stats.get("kind", "train"))))
+    elif name == HOST_READ:
+        found.reads.append(Named(str(event.stats.get("where", "")), *span))
+    elif name == _GRAPHS:
+        found.graphs.append(span)
+    elif _COMPILES.match(name):
+        found.compiles.append(Named(_compiled(event), *span))
+    elif "tf_function_call" in event.stats:
+        _call(event, outer, found)
+    elif "step_num" in event.stats and "_r" in event.stats:
+        found.marks.append(span)
+    elif name == "EagerExecute":
+        # What Python runs for its own ends while it makes a graph is no operation of the step.
+        kind = str(event.stats.get("eager_op", ""))
+        if not event.stats.get("is_func") and not _prepares(kind) and not any(e.name == _GRAPHS for e in outer):
+            found.eager.append(Named(kind, *span))
+    elif name == "KernelAndDeviceFunc::Run":
+        kind = next((e.stats for e in reversed(outer) if e.name == "EagerExecute"), {})
+        if kind and not kind.get("is_func") and not _prepares(str(kind.get("eager_op"))):
+            if not any(each.name == _GRAPHS for each in outer):
+                found.operations.append(Operation(str(kind["eager_op"]), str(kind["eager_op"]), *span, event.length))
+    else:
+        _operation(item, found)
+
+
+def _prepares(kind: str) -> bool:
+    """Whether an eager operation belongs to the input or is a constant's copy."""
+    return kind in _NO_WORK or "Iterator" in kind or "Dataset" in kind
+
+
+def _call(event: Event, outer: tuple[Event, ...], found: Sorted) -> None:
+    if any("tf_function_call" in each.stats or each.name == _GRAPHS for each in outer):
+        return
+    traced = str(event.stats["tf_function_call"]).startswith("traced")
+    ours, count = any(each.name == STEPS for each in outer), int(event.stats.get("tracing_count", 0))
+    found.calls.append(Call(event.name, event.start, event.end, traced, count, ours))
+
+
+def _compiled(event: Event) -> str:
+    name = str(event.stats.get("name", ""))
+    match = _XLA_NAME.match(name)
+    return match[1] if match else name
+
+
+def _operation(item: Nested, found: Sorted) -> None:
+    event = item.event
+    if "hlo_op" in event.stats:
+        name = str(event.stats["hlo_op"])
+        if name.startswith(_TALK_XLA):
+            found.talk.setdefault("host", []).append((event.start, event.end))
+        else:
+            found.operations.append(Operation(name, name.split(".")[0], event.start, event.end, item.own))
+        return
+    match = _OPERATION.match(event.name)
+    if match is None or match["kind"] in _FLOW or match["kind"] in _NO_WORK:
+        return
+    if match["kind"] in _PYTHON:
+        found.python.append(Named(match["name"], event.start, event.end))
+    elif not match["kind"].startswith(("_Send", "_Recv", "_HostSend", "_HostRecv", *_TALK)):
+        found.operations.append(Operation(match["name"], match["kind"], event.start, event.end, item.own))
+
+
+def _asynchronous(lines: Iterable[Line]) -> list[Span]:
+    """Collectives of the host, which begin in one thread and end in another."""
+    starts, ends = {}, {}
+    for line in lines:
+        for event in line.events:
+            if event.name.startswith("ExecutorState::ProcessAsync::"):
+                if str(event.stats.get("kernel_type", "")).startswith(_TALK):
+                    if event.name.endswith("Start"):
+                        starts[event.stats.get("_p")] = event.start
+                    else:
+                        ends[event.stats.get("_c")] = event.end
+    return [(start, ends[key]) for key, start in starts.items() if key in ends]
+
+
+def _kernels(device: str, lines: Iterable[Line], found: Sorted) -> None:
+    kernels = found.kernels.setdefault(device, [])
+    for line in lines:
+        for event in line.events:
+            span = event.start, event.end
+            if event.name.lower().startswith("memcpy") or "Memcpy" in line.name:
+                way = "in" if re.search("H2D|HtoD", f"{event.name} {line.name}") else "out"
+                found.copies.setdefault((device, way), []).append(span)
+            elif "nccl" in event.name.lower():
+                found.talk.setdefault(device, []).append(span)
+            else:
+                where = str(event.stats.get("tf_op") or event.stats.get("hlo_op") or event.name)
+                kernels.append(Operation(where, event.name, *span, event.length))
+
+
+def uses_tensor_cores(kernel: str) -> bool:
+    """Whether a kernel's name is one of those that compute on Tensor Cores.
+
+    Example:
+        >>> uses_tensor_cores("ampere_fp16_s16816gemm_fp16_128x64_nn"), uses_tensor_cores("ampere_sgemm_64x64_nn")
+        (True, False)
+    """
+    return bool(_TENSOR_CORES.search(kernel))
+
+
+def multiplies_matrices(kernel: str) -> bool:
+    """Whether a kernel's name is one of those that Tensor Cores could compute: products of matrices, convolutions."""
+    return bool(_MATRIX.search(kernel)) or uses_tensor_cores(kernel)

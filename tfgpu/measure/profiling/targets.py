@@ -1,0 +1,105 @@
+"""What can be profiled: a script as it is, a recipe's training, or a trace that was recorded before."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfgpu import run as scripts
+from tfgpu.cluster import Cluster
+from tfgpu.errors import InputError
+from tfgpu.measure.profiling import commands, trace, verdict, writing
+from tfgpu.measure.profiling.session import Session, profile
+from tfgpu.measure.profiling.verdict import Report
+from tfgpu.recipes import runner
+from tfgpu.recipes.recipe import Recipe
+
+_EPOCHS = 10_000  # Enough for any window; the profile ends them.
+
+
+def profile_script(
+    script: str | Path, arguments: Sequence[str] = (), folder: str | Path = "profile", *, whole: bool = False, **window
+) -> Report | None:
+    """Runs a script with the repairs, as `tfgpu run` does, and profiles some of its steps.
+
+    Args:
+        script: the file.
+        arguments: the script's own.
+        folder: where the files go.
+        whole: let the script run to its end. Of several workers each does, so that none is missed by the others.
+        window: `skip`, `calls`, `seconds` and `nvtx`, as `profile` takes them.
+
+    Returns:
+        The report; None with `nvtx`.
+
+    Raises:
+        InputError: there is no such script, or it made too few calls.
+        MachineError: TensorFlow's profiler runs already.
+    """
+    if not Path(script).is_file():
+        raise InputError(f"There is no script {str(script)!r}. Give the path of a Python file.")
+    alone = not Cluster.from_environment().is_multi_worker
+    with profile(folder, ends=alone and not whole, **window) as session:
+        scripts.run(script, arguments)
+    return _end(session, str(script), arguments)
+
+
+def profile_recipe(what: Recipe, name: str, folder: str | Path = "profile", **window) -> Report | None:
+    """Trains as a recipe says, writes no run directory, and profiles some of the steps.
+
+    Args:
+        what: the recipe.
+        name: of its file, for the command lines of `nsys` and `ncu`.
+        folder: where the files go.
+        window: `skip`, `calls`, `seconds` and `nvtx`, as `profile` takes them.
+
+    Returns:
+        The report; None with `nvtx`.
+
+    Raises:
+        InputError: something in the recipe cannot work, or there are several workers.
+        MachineError: TensorFlow's profiler runs already.
+    """
+    cluster = runner.check(what, None, resume=False, overwrite=False)
+    if cluster.is_multi_worker:
+        raise InputError(
+            "A recipe is profiled in one process. Received: a cluster. Unset TF_CONFIG, or profile a script."
+        )
+    with runner.prepare(what):
+        job = runner.build(what, cluster)
+        with profile(folder, ends=True, **window) as session:
+            session.batch = what.global_batch
+            job.trainer.fit(job.data.train, epochs=_EPOCHS, shuffle=False, verbose=0)
+    return _end(session, name, ())
+
+
+def read_trace(path: str | Path, folder: str | Path = "profile") -> Report:
+    """Judges a trace that TensorFlow's profiler or TensorBoard's callback has written.
+
+    What only the process knew is not in it: the changed argument of a retraced function, names of functions of the
+    input, lines that read tensors, whole batches given to replicas.
+
+    Args:
+        path: an `.xplane.pb` file, or a folder with one below it.
+        folder: where the files go.
+
+    Returns:
+        The report.
+
+    Raises:
+        InputError: there is no trace.
+    """
+    recorded = trace.read(path)
+    report = verdict.judge(recorded)
+    writing.write(report, recorded, Path(folder))
+    return report
+
+
+def _end(session: Session, target: str, arguments: Sequence[str]) -> Report | None:
+    if not session.is_done:
+        raise InputError(
+            f"{target} ended before there was enough to profile. It called {session.seen}. Use --skip 0, or more steps."
+        )
+    if session.report is not None:
+        found = commands.lines(target, arguments, session.folder)
+        text = "".join(f"# {name}\n{line}\n" for name, line in found.items())
+        (session.folder / "commands.txt").write_text(text)
+    return session.report

@@ -1,0 +1,180 @@
+"""The verdict: what bounds the steps, from the shares of their time alone; and the report around it."""
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tfgpu.measure.profiling import findings, reading, sorting
+from tfgpu.measure.profiling.around import Around
+from tfgpu.measure.profiling.findings import Finding, Seen
+from tfgpu.measure.profiling.reading import Gap, Shares, Top, Window
+from tfgpu.measure.profiling.sorting import Sorted
+from tfgpu.measure.profiling.spans import Span
+from tfgpu.measure.profiling.stages import InputStage, input_stages
+from tfgpu.measure.profiling.trace import Trace
+
+_FIRST = re.compile(r"\[([^,\]]*)[^\]]*\]|<unknown>")
+ENOUGH = 2 / 3
+"""Steps that compute for this part of their time are compute-bound."""
+CAUSES = {
+    "input-bound": ("input", "copy in"),
+    "communication-bound": ("communication",),
+    "launch-bound": ("launch", "between", "python", "graphs", "compile", "copy out"),
+}
+"""The other verdicts, and the parts of the time that speak for each."""
+
+
+def bound(shares: Shares) -> str:
+    """Says what bounds the steps.
+
+    They are compute-bound where they compute for two thirds of the time; else the greatest of the other causes counts.
+
+    Args:
+        shares: where the time went.
+
+    Returns:
+        `"input-bound"`, `"launch-bound"`, `"compute-bound"`, `"communication-bound"`, or `"unknown"` for no time.
+
+    Example:
+        >>> bound(Shares({"compute": 0.5, "input": 0.3, "launch": 0.2}, device=False))
+        'input-bound'
+    """
+    if not any(shares.parts.values()):
+        return "unknown"
+    if shares["compute"] >= ENOUGH:
+        return "compute-bound"
+    return max(CAUSES, key=lambda name: sum(shares[part] for part in CAUSES[name]))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a profile came to.
+
+    Args:
+        verdict: as `bound` says.
+        shares: where the steps' time went.
+        window: the steps.
+        findings: the faults that were seen, the greatest first.
+        top: the operations that took longest.
+        gaps: the longest times in which nothing computed.
+        tensor_cores: the part of the kernels' time on Tensor Cores, and that could be; None where no GPU was recorded.
+        stages: of the input, the busiest first.
+        around: what the process knows.
+        unknown: what this trace cannot say, in sentences.
+        batch: rows of a step; None where the input does not say.
+        parts: the spans of each part of the time, on the first device or the host.
+    """
+
+    verdict: str
+    shares: Shares
+    window: Window
+    findings: tuple[Finding, ...]
+    top: tuple[Top, ...]
+    gaps: tuple[Gap, ...]
+    tensor_cores: tuple[float, float] | None
+    stages: tuple[InputStage, ...]
+    around: Around
+    unknown: tuple[str, ...]
+    batch: int | None = None
+    parts: dict[str, list[Span]] = field(default_factory=dict, repr=False)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step, on average; None where the trace does not say where steps are."""
+        return self.window.length / 1e9 / self.window.steps if self.window.steps else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
+        on, could = self.tensor_cores or (None, None)
+        return {
+            "verdict": self.verdict,
+            "shares": {name: round(self.shares[name], 4) for name in reading.PARTS},
+            "device_trace": self.shares.device,
+            "steps": self.window.steps,
+            "step_s": self.step_s,
+            "batch": self.batch,
+            "steps_marked_by": self.window.marked_by,
+            "findings": [finding.as_json() for finding in self.findings],
+            "tensor_core_share": on,
+            "tensor_core_could": could,
+            "top": [asdict(one) for one in self.top],
+            "gaps": [asdict(one) for one in self.gaps],
+            "input_stages": [asdict(one) | {"busy_s": one.busy_s} for one in self.stages],
+            "unknown": list(self.unknown),
+            "around": self.around.as_json(),
+        }
+
+
+def judge(trace: Trace, look: Callable[[set[str]], Around] | None = None) -> Report:
+    """Reads a trace and judges it.
+
+    Args:
+        trace: from `trace.read`.
+        look: says what the process knows besides, from the names of the tf.functions that traced anew; None for a
+            trace of which nothing else is known.
+
+    Returns:
+        The report.
+    """
+    found = sorting.sort(trace)
+    around = look({call.name for call in found.calls if call.traced}) if look else Around()
+    window = reading.window(found, trace.length)
+    divisions = {name: reading.divided(found, window, name) for name in list(found.kernels) or ["host"]}
+    shares = reading.shares(divisions, window, device=bool(found.kernels))
+    parts = next(iter(divisions.values()))
+    stages = input_stages(trace.host)
+    cores = reading.tensor_core_share(found, window)
+    batch = around.batch or _batch(trace)
+    work = [one for each in found.kernels.values() for one in each] or found.operations
+    return Report(
+        verdict=bound(shares),
+        shares=shares,
+        window=window,
+        findings=findings.judge(Seen(found, window, shares, stages, cores, around, batch)),
+        top=reading.top(work, window),
+        gaps=reading.gaps(parts, window),
+        tensor_cores=cores,
+        stages=stages,
+        around=around,
+        unknown=_unknown(found, window, shares, around),
+        batch=batch,
+        parts=parts,
+    )
+
+
+def _batch(trace: Trace) -> int | None:
+    """Rows of a batch: of the stage that makes most batches, or the first size that all tensors of an element share."""
+    counts: dict[int, int] = {}
+    rooted: set[int] = set()
+    for line in trace.host:
+        for event in line.events:
+            if event.name.startswith("Iterator::") and "batch_size" in event.stats:
+                size = int(event.stats["batch_size"])
+                counts[size] = counts.get(size, 0) + 1
+            elif event.name == "Iterator::Root" and not counts:
+                shapes = _FIRST.findall(str(event.stats.get("shapes", "")))
+                rooted |= {int(size) if size.isdecimal() else 0 for size in shapes}
+    if counts:
+        return max(counts, key=counts.get)
+    return next(iter(rooted)) or None if len(rooted) == 1 else None
+
+
+def _unknown(found: Sorted, window: Window, shares: Shares, around: Around) -> tuple[str, ...]:
+    texts = []
+    if window.steps is None:
+        texts.append("Nothing in the trace says where a step begins: the shares are those of all the time recorded.")
+    if not shares.device:
+        texts.append(
+            "No GPU was recorded: computing is what the host's operations took, and Tensor Cores, kernels and gaps "
+            "between kernels are not known."
+        )
+        if any(name.startswith("GPU") for name in around.devices):
+            texts.append(
+                "There is a GPU: without CUPTI, or beside another profiler, TensorFlow records none of its work."
+            )
+    if not found.kernels and not found.operations:
+        texts.append("No operation of the model was recorded.")
+    if around.workers > 1:
+        texts.append("This is one worker of several: what the others wait for is in their own profiles.")
+    return tuple(texts)
