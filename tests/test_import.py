@@ -55,6 +55,9 @@ QUICK = (
     "tfgpu.launch.slurm_task",
     "tfgpu.recipes.recipe",
     "tfgpu.recipes.directory",
+    "tfgpu.doctor",
+    "tfgpu.doctor.bundle",
+    "tfgpu.doctor.selftest",
 )
 
 FILES = sorted(PACKAGE.rglob("*.py"))

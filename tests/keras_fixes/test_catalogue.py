@@ -1,6 +1,6 @@
 """Every repair installs once, can be switched off, and names a Keras that it does not fit.
 
-`tests/test_doctor.py` asks whether each is still needed.
+`tests/doctor/test_software.py` asks whether each is still needed.
 """
 
 import os

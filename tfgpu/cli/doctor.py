@@ -1,8 +1,10 @@
 """`tfgpu doctor`: what this machine has and lacks."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,30 +12,98 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tfgpu.cli.start import start_tensorflow
+from tfgpu.errors import InputError
 
 app = typer.Typer()
+_TRAIN, _BUNDLE = "Self-test", "Bug report"
 
 
-@app.command(help="Look for what stops or slows training on this machine, and say how to mend it.")
+@app.command(
+    help="Look for what stops or slows training on this machine, and say how to mend it.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu doctor\n\n"
+        "tfgpu doctor --fix > mend.sh\n\n"
+        "tfgpu doctor --train --workers host1,host2\n\n"
+        "tfgpu doctor --bundle --run runs/best"
+    ),
+)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Print a shell script that mends what was found. Nothing is run.")
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option("--model", metavar="NAME", help="Also advise on the layer sizes of this model."),
     ] = None,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Also measure devices, links and disk, and train on every strategy.",
+            rich_help_panel=_TRAIN,
+        ),
+    ] = False,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOSTS",
+            help="Machines that ssh reaches: host1,host2. For --train \\[two processes here].",
+            rich_help_panel=_TRAIN,
+        ),
+    ] = None,
+    ssh: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="ssh with options of your own.", rich_help_panel=_TRAIN)
+    ] = None,
+    bundle: Annotated[
+        bool,
+        typer.Option("--bundle", help="Write a .zip to attach to a bug report.", rich_help_panel=_BUNDLE),
+    ] = False,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A run, or a launch's logs, to put in.", rich_help_panel=_BUNDLE),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Its name \\[tfgpu-doctor-<time>.zip].", rich_help_panel=_BUNDLE),
+    ] = None,
 ) -> None:
-    start_tensorflow()
-    from tfgpu.doctor import examine, stops_training, to_json
+    if as_json and fix:
+        raise InputError("--json and --fix exclude each other: --json has each command too. Give one of them.")
+    _only_with("--train", train, {"--workers": workers, "--ssh": ssh})
+    _only_with("--bundle", bundle, {"--run": run, "--output": output})
+    from tfgpu.doctor import advise, gather, judge, script, selftest, stops_training, to_json
+    from tfgpu.doctor import bundle as bundles
 
-    with Console(stderr=True).status("looking at this machine; trying the faults of Keras takes some 20 s"):
-        checks = examine(model=model)
+    hosts = [] if workers is None else selftest.checked(workers.split(","))
+    path = bundles.checked(output or bundles.default_path(), run) if bundle else None
+    environ = dict(os.environ)
+    with Console(stderr=True).status("looking at this machine; trying the faults of Keras takes some 20 s") as status:
+        advice = advise(model)
+        facts = gather(environ)
+        checks = [*judge(facts, environ), *advice]
+        if train:
+            status.update("measuring and training; this takes a minute or two")
+            checks += selftest.examine(facts, environ, workers=hosts, ssh=ssh)
     if as_json:
         print(to_json(checks))
+    elif fix:
+        print(script(checks), end="")
     else:
         _show_checks(checks)
+    if path:
+        bundles.write(path, checks, facts, environ=environ, run=run)
+        words = f"Wrote {path}: read it before you send it; {bundles.LEFT_OUT} in it says what was removed."
+        Console(stderr=True, soft_wrap=True, highlight=False).print(words, markup=False)
     if stops_training(checks):
         raise typer.Exit(1)
+
+
+def _only_with(flag: str, is_given: bool, others: dict[str, object]) -> None:
+    for name, value in others.items():
+        if value is not None and not is_given:
+            raise InputError(f"{name} is for {flag}. Add {flag}, or leave it out.")
 
 
 def _show_checks(checks: Sequence[Any]) -> None:
@@ -48,7 +118,8 @@ def _show_checks(checks: Sequence[Any]) -> None:
     console.print(table)
     counts = Counter(check.status for check in checks)
     if counts["problem"] or counts["warning"]:
-        console.print(f"\n{counts['problem']} problem(s), {counts['warning']} warning(s).")
+        text = f"\n{counts['problem']} problem(s), {counts['warning']} warning(s)."
+        console.print(text + (" --fix prints a script." if any(check.command for check in checks) else ""))
     else:
         console.print("\nNothing stands in the way of training.")
 

@@ -1,6 +1,7 @@
 """What stops or slows training on this machine, and the command that mends it.
 
-`facts.py` asks the machine, `checks.py` decides what the answers mean.
+`facts/` asks the machine, `checks/` decides what the answers mean, `script.py` writes down what mends it. `selftest/`
+measures and trains; `bundle.py` makes one file for a bug report, which `redaction.py` has cleaned.
 
 Example:
     >>> from tfgpu import doctor
@@ -15,14 +16,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tfgpu.doctor.checks import Check, judge
+from tfgpu.doctor.check import Check
+from tfgpu.doctor.checks import judge
 from tfgpu.doctor.facts import gather
+from tfgpu.doctor.script import script
 from tfgpu.errors import InputError
 
 if TYPE_CHECKING:
     import keras
 
-__all__ = ["Check", "examine", "gather", "judge", "stops_training", "tensor_cores", "to_json"]
+__all__ = ["Check", "advise", "examine", "gather", "judge", "script", "stops_training", "tensor_cores", "to_json"]
 
 
 def examine(*, environ: Mapping[str, str] | None = None, model: "keras.Model | str | None" = None) -> list[Check]:
@@ -39,11 +42,15 @@ def examine(*, environ: Mapping[str, str] | None = None, model: "keras.Model | s
         InputError: `model` is a name that is not known.
     """
     environ = dict(os.environ if environ is None else environ)
-    advice = []
-    if model is not None:  # first, so that a wrong name is said at once
-        with contextlib.suppress(ImportError):
-            advice.append(tensor_cores(model))
+    advice = advise(model)  # first, so that a wrong name is said at once
     return [*judge(gather(environ), environ), *advice]
+
+
+def advise(model: "keras.Model | str | None") -> list[Check]:
+    """As `tensor_cores`; nothing without a model, or where Keras cannot be imported, which `judge` says."""
+    with contextlib.suppress(ImportError):
+        return [] if model is None else [tensor_cores(model)]
+    return []
 
 
 def stops_training(checks: Iterable[Check]) -> bool:

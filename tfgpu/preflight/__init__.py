@@ -3,7 +3,8 @@
 TensorFlow waits for ever for a peer that never comes. So every process first listens on the port that TensorFlow will
 use, calls every other one there, and compares versions, seeds, recipe and code. Either all go on together, or all end
 with one message that names who is missing or who differs. `meeting.py` holds the conversation, `chair.py` the leader's
-part in it, `facts.py` what is compared, `sentences.py` what is said, `wire.py` one message.
+part in it, `facts.py` what is compared, `clocks.py` how far clocks are apart,
+`sentences.py` what is said, `wire.py` one message.
 
 Example:
     >>> from tfgpu import preflight
@@ -59,7 +60,8 @@ def join(
         return
     # asyncio takes a tenth of a second to import, which a command that meets nobody need not spend.
     from tfgpu.preflight.facts import ARGUMENTS, arguments, fitting, gather
-    from tfgpu.preflight.meeting import Meeting, hold
+    from tfgpu.preflight.holding import hold
+    from tfgpu.preflight.meeting import Meeting
 
     here = {ARGUMENTS: arguments()} if again else {}
     own = {**(_joined.get(key) or gather(script)), **here, **fitting(facts or {})}

@@ -15,12 +15,12 @@ import json
 import logging
 import os
 import socket
-import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 
 from tfgpu.errors import InputError, MachineError
-from tfgpu.preflight import sentences, wire
+from tfgpu.preflight import clocks, sentences, wire
 from tfgpu.preflight.chair import MOST_NAMED, Chair
 from tfgpu.preflight.members import Member
 
@@ -61,6 +61,7 @@ class Meeting:
         self._reached: set[int] = set()
         self._running: set[int] = set()  # TensorFlow has started there.
         self._why: dict[int, str] = {}
+        self._clocks = clocks.Comparison()
         self._notes: dict[str, str] = {}
         self._guests = 0
         self._writers: set[asyncio.StreamWriter] = set()
@@ -101,6 +102,14 @@ class Meeting:
                 server.close()
             await self._hang_up()
 
+    def clocks_of_others(self) -> dict[str, clocks.Clock]:
+        """The clocks of those that have answered, by name, against this machine's."""
+        return self._clocks.named([each.name for each in self.everyone])
+
+    def reached(self) -> list[str]:
+        """The names of the others that have answered as members of this meeting."""
+        return [self.everyone[index].name for index in sorted(self._reached)]
+
     # Listening.
 
     async def _listen(self) -> asyncio.Server:
@@ -138,7 +147,7 @@ class Meeting:
             hello = await wire.read(reader)
             refusal = self._refusal(hello)
             if refusal:
-                writer.write(wire.encode(refusal))
+                writer.write(wire.encode({**refusal, "clock": time.time()}))
                 return
             writer.write(self._hello())
             if self.me == LEADER and hello.get("stays"):
@@ -197,8 +206,11 @@ class Meeting:
         try:
             reader, writer = await wire.connect(other.host, other.port)
             self._writers.add(writer)
+            sent_s, since_s = time.time(), time.monotonic()
             writer.write(self._hello(stays=index == LEADER))
-            await self._hear(index, await wire.read(reader), reader, writer)
+            answer = await wire.read(reader)
+            self._clocks.note(index, answer, sent_s=sent_s, took_s=time.monotonic() - since_s)
+            await self._hear(index, answer, reader, writer)
         except wire.Running:
             self._why[index] = "TensorFlow runs there already: this process came too late, or another job has the port"
             if self._has_servers:  # There a task may come back, and find the others at work.
@@ -276,6 +288,8 @@ class Meeting:
             self._fail(InputError(wrong))
             return
         self._chair.warn()
+        for text in clocks.advice(self.clocks_of_others()):
+            _log.warning("%s", text)
         await self._chair.let_go()
         self._finish()
 
@@ -369,28 +383,7 @@ class Meeting:
                 "process": self.process,
                 "id": self._id,
                 "stays": stays,
+                "clock": time.time(),
                 "facts": self.facts if stays else {},
             }
         )
-
-
-def hold(meeting: Meeting) -> None:
-    """Holds a meeting, in a thread of its own where this one runs an event loop already, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(meeting.hold())
-        return
-    errors: list[BaseException] = []
-
-    def in_thread() -> None:
-        try:
-            asyncio.run(meeting.hold())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=in_thread, name="preflight", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]

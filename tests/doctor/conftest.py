@@ -1,0 +1,153 @@
+"""The real facts of this machine, asked once, and ways to change them; libraries that are compiled on the spot."""
+
+import copy
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tfgpu import doctor
+
+AWAY = ("TF_CONFIG", "KERAS_BACKEND", "TF_USE_LEGACY_KERAS", "TFGPU_REPAIR", "CUDA_VISIBLE_DEVICES")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+
+
+def without(**changes) -> dict[str, str]:
+    """This process's environment without what changes the doctor's mind, and with `changes`."""
+    return {key: value for key, value in os.environ.items() if key not in (*AWAY, *THREADS)} | changes
+
+
+@pytest.fixture(scope="session")
+def clean():
+    return without
+
+
+# The answers of a machine that is well and has no GPU; test_software.py asks this one.
+WELL = {
+    "python": {"version": "3.11.7", "executable": "/venv/bin/python"},
+    "packages": {
+        "tensorflow": "2.21.0",
+        "keras": "3.15.1",
+        "tf-keras": None,
+        "tensorboard": "2.21.0",
+        "tensorflows": ["tensorflow 2.21.0"],
+    },
+    "tensorflow": {
+        "version": "2.21.0",
+        "build": {
+            "is_cuda_build": True,
+            "cuda_version": "12.5.1",
+            "cudnn_version": "9",
+            "cuda_compute_capabilities": ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"],
+        },
+        "gpus": [],
+        "folder": "/site/tensorflow",
+        "loading": {"failed": {}, "places": {}, "log": ""},
+    },
+    "keras": {"version": "3.15.1", "backend": "tensorflow"},
+    "repairs": {"local-losses": True, "own-means": True},
+    "driver": {"error": "NVMLError_LibraryNotFound: NVML Shared Library Not Found"},
+    "libraries": {"cudart": {"file": "libcudart.so.12", "version": None, "error": "cannot open shared object file"}},
+    "tools": {"ptxas": None, "version": None, "libdevice": None, "looked": ["/usr/local/cuda/bin", "PATH"]},
+    "machine": {
+        "cores": 16,
+        "all_cores": 16,
+        "quota": None,
+        "threads": {},
+        "memory_bytes": 64 * 2**30,
+        "free_bytes": 60 * 2**30,
+        "memory_limit_bytes": None,
+        "pci_gpus": 0,
+        "container": "",
+        "devices": {"gpus": 0, "closed": []},
+        "kernel_driver": None,
+        "shared_memory": {"bytes": 32 * 2**30, "free_bytes": 32 * 2**30},
+        "infiniband": 0,
+        "limits": {
+            "files": 65536,
+            "most_files": 65536,
+            "processes": -1,
+            "most_processes": -1,
+            "locked": -1,
+            "most_locked": -1,
+            "addresses": -1,
+            "most_addresses": -1,
+        },
+        "disk": {"folder": "/work", "free_bytes": 200 * 2**30, "is_writable": True},
+    },
+    "xid": {"lines": [], "unread": ""},
+    "cluster": {},
+}
+
+
+@pytest.fixture
+def facts() -> dict[str, dict]:
+    return copy.deepcopy(WELL)
+
+
+@pytest.fixture
+def by_name():
+    """The checks of facts by name; of several of one name, the last."""
+    return lambda facts, **environ: {check.name: check for check in doctor.judge(facts, without(**environ))}
+
+
+def gpu(name: str = "NVIDIA H100", uuid: str = "GPU-aaaa-1", **changes) -> dict:
+    """A healthy GPU, as the driver describes it."""
+    return {
+        "name": name,
+        "uuid": uuid,
+        "capability": [9, 0],
+        "memory_bytes": 80 * 2**30,
+        "used_bytes": 2**29,
+        "processes": [],
+        "persistence": 1,
+        "temperature_c": 41,
+        "power_limit_w": 700.0,
+        "default_power_limit_w": 700.0,
+        "slowed_by": [],
+        "ecc": {"enabled": True, "corrected": 0, "uncorrected": 0, "pending": False, "failed": False},
+        "mig": {"enabled": False, "pending": False, "slices": []},
+        "pcie": {"width": 16, "most_width": 16, "generation": 5},
+        "nvlinks": {"up": 18, "of": 18, "fabric": "done"},
+    } | changes
+
+
+@pytest.fixture
+def with_gpus(facts):
+    """The facts of a machine whose driver has these GPUs, of which TensorFlow uses `seen`."""
+
+    def change(*gpus, seen=None, cuda=(12, 8), **more):
+        seen = gpus if seen is None else seen
+        links = [{"gpus": [0, 1], "path": "NVLink", "reads": True}] if len(gpus) > 1 else []
+        driver = {"version": "570.1", "cuda": list(cuda), "gpus": list(gpus), "links": links, "lost": []}
+        facts["driver"] = driver | more
+        facts["tensorflow"]["gpus"] = [{"name": each["name"], "capability": "9.0"} for each in seen]
+        return facts
+
+    return change
+
+
+@pytest.fixture(scope="session")
+def a_gpu():
+    return gpu
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Compiles C into a shared library of that name; returns its folder."""
+    compiler = shutil.which("cc")
+    if not compiler:
+        pytest.skip("needs a C compiler (cc)")
+
+    def make(name: str, code: str, folder: Path | None = None, *options: str) -> Path:
+        folder = folder or tmp_path_factory.mktemp("library")
+        source = folder / f"{name}.c"
+        source.write_text(code)
+        command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", folder / name, source, *options]
+        subprocess.run(command, check=True, timeout=60)
+        source.unlink()
+        return folder
+
+    return make

@@ -1,0 +1,396 @@
+"""Driver and GPUs, as NVML and TensorFlow tell of them, against the environment and TensorFlow's build."""
+
+import pytest
+
+from tfgpu.doctor import Check
+from tfgpu.doctor.checks import visible_gpus
+from tfgpu.doctor.facts import asking
+from tfgpu.doctor.facts.machine import pci_gpus
+
+# As much of NVML as the doctor asks, with the answers of a server of two H100 SXM GPUs (driver 550.127.05); GPU 0 is
+# what the environment makes of it. What is not here answers "function not found", as an old driver does.
+NVML = r"""
+#include <stdlib.h>
+#include <string.h>
+typedef struct { unsigned long long total, left, used; } memory_t;
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu, compute; } process_t;
+static int told(const char *name, int usual) { return getenv(name) ? atoi(getenv(name)) : usual; }
+static int first(void *gpu) { return gpu == (void *)1; }
+int nvmlInitWithFlags(unsigned flags) { return told("INIT", 0); }
+int nvmlShutdown(void) { return 0; }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { strncpy(text, "550.127.05", size); return 0; }
+int nvmlSystemGetCudaDriverVersion(int *version) { *version = 12040; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) {
+  if (index == 1 && told("LOST", 0)) return 15;
+  *gpu = (void *)(unsigned long)(index + 1);
+  return 0;
+}
+int nvmlDeviceGetName(void *gpu, char *text, unsigned size) { strncpy(text, "NVIDIA H100 80GB HBM3", size); return 0; }
+int nvmlDeviceGetUUID(void *gpu, char *text, unsigned size) {
+  strncpy(text, first(gpu) ? "GPU-1f0c5a92" : "GPU-2e7d1b40", size);
+  return 0;
+}
+int nvmlDeviceGetMemoryInfo(void *gpu, memory_t *memory) {
+  memory->total = 81559ull << 20;
+  memory->used = first(gpu) ? (unsigned long long)told("USED_MIB", 4) << 20 : 4ull << 20;
+  return 0;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, process_t *found) {
+  unsigned all = first(gpu) && told("PID", 0) ? 1 : 0;
+  if (*count < all) { *count = all; return 7; }
+  *count = all;
+  if (all) { found->pid = told("PID", 0); found->used = 60ull << 30; }
+  return 0;
+}
+int nvmlDeviceGetCudaComputeCapability(void *gpu, int *major, int *minor) { *major = 9; *minor = 0; return 0; }
+int nvmlDeviceGetPersistenceMode(void *gpu, int *mode) { *mode = first(gpu) ? told("PERSISTENCE", 1) : 1; return 0; }
+int nvmlDeviceGetTemperature(void *gpu, int sensor, unsigned *value) { *value = told("CELSIUS", 34); return 0; }
+int nvmlDeviceGetEnforcedPowerLimit(void *gpu, unsigned *value) { *value = told("LIMIT_MW", 700000); return 0; }
+int nvmlDeviceGetPowerManagementDefaultLimit(void *gpu, unsigned *value) { *value = 700000; return 0; }
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *gpu, unsigned long long *bits) {
+  *bits = first(gpu) ? told("REASONS", 1) : 1;
+  return 0;
+}
+int nvmlDeviceGetEccMode(void *gpu, int *now, int *next) { *now = *next = 1; return 0; }
+int nvmlDeviceGetTotalEccErrors(void *gpu, int kind, int counter, unsigned long long *count) {
+  *count = kind == 1 && first(gpu) ? told("UNCORRECTED", 0) : 0;
+  return 0;
+}
+int nvmlDeviceGetRemappedRows(void *gpu, unsigned *corrected, unsigned *bad, unsigned *pending, unsigned *failed) {
+  *corrected = *bad = 0;
+  *pending = first(gpu) ? told("PENDING", 0) : 0;
+  *failed = first(gpu) ? told("FAILED", 0) : 0;
+  return 0;
+}
+int nvmlDeviceGetRetiredPagesPendingStatus(void *gpu, int *pending) { return 3; }
+int nvmlDeviceGetMigMode(void *gpu, unsigned *now, unsigned *next) {
+  *now = *next = first(gpu) ? told("MIG", 0) : 0;
+  return 0;
+}
+int nvmlDeviceGetMaxMigDeviceCount(void *gpu, unsigned *count) { *count = 7; return 0; }
+int nvmlDeviceGetMigDeviceHandleByIndex(void *gpu, unsigned index, void **part) { return 6; }
+int nvmlDeviceGetCurrPcieLinkWidth(void *gpu, unsigned *width) { *width = told("LANES", 16); return 0; }
+int nvmlDeviceGetMaxPcieLinkWidth(void *gpu, unsigned *width) { *width = 16; return 0; }
+int nvmlDeviceGetMaxPcieLinkGeneration(void *gpu, unsigned *number) { *number = 5; return 0; }
+int nvmlDeviceGetNvLinkState(void *gpu, unsigned link, int *is_up) {
+  *is_up = !(first(gpu) && (int)link < told("DOWN", 0));
+  return 0;
+}
+int nvmlDeviceGetTopologyCommonAncestor(void *gpu, void *other, int *level) { *level = 50; return 0; }
+typedef struct { unsigned char cluster[16]; int status; unsigned clique; unsigned char state; } fabric_t;
+int nvmlDeviceGetGpuFabricInfo(void *gpu, fabric_t *fabric) {
+  fabric->status = 0;
+  fabric->state = first(gpu) ? told("FABRIC", 3) : 3;
+  return 0;
+}
+int nvmlDeviceGetP2PStatus(void *gpu, void *other, int kind, int *status) { *status = told("P2P", 0); return 0; }
+"""
+
+H100 = {"name": "NVIDIA H100", "uuid": "GPU-aaaa-1"}
+T4 = {"name": "NVIDIA T4", "uuid": "GPU-bbbb-2"}
+
+
+def test_no_gpu_is_ok(facts, by_name, with_gpus):
+    facts["driver"] = {"error": "NVMLError_LibraryNotFound: NVML Shared Library Not Found"}
+    facts["machine"]["pci_gpus"] = 0
+    facts["tensorflow"]["gpus"] = []
+    named = by_name(facts)
+    assert named["GPUs"] == Check("GPUs", "ok", "no NVIDIA GPU: training runs on the CPU")
+    assert named["NVIDIA driver"].status == named["CUDA libraries"].status == "ok"
+
+
+def test_gpus_in_use_are_named(facts, by_name, with_gpus):
+    named = by_name(with_gpus(H100, H100))
+    assert (named["GPUs"].status, named["GPUs"].found) == (
+        "ok",
+        "2: NVIDIA H100 (compute capability 9.0), NVIDIA H100 (compute capability 9.0)",
+    )
+    assert named["NVIDIA driver"].found == "570.1, CUDA up to 12.8; NVIDIA H100, NVIDIA H100"
+
+
+def test_a_gpu_that_tensorflow_cannot_use_is_a_problem_with_the_command(facts, by_name, with_gpus):
+    facts = with_gpus(H100, seen=[])
+    facts["tensorflow"]["build"] = {"is_cuda_build": True, "cuda_version": "12.5.1", "cudnn_version": "9"}
+    named = by_name(facts)
+    assert named["GPUs"].status == "problem"
+    assert named["GPUs"].found == "the driver shows 1, TensorFlow uses 0: NVIDIA H100"
+    facts["tensorflow"]["build"] = {"is_cuda_build": False}
+    assert "this build is for CPUs" in by_name(facts)["GPUs"].found
+    facts["tensorflow"] = {"error": "ImportError: libcudart.so.12"}
+    assert "it cannot be imported" in by_name(facts)["GPUs"].found
+
+
+def test_a_driver_older_than_the_build_is_a_problem(facts, by_name, with_gpus):
+    facts["tensorflow"]["build"] = {"is_cuda_build": True, "cuda_version": "12.5.1"}
+    named = by_name(with_gpus(T4, seen=[], cuda=(11, 4)))
+    assert named["NVIDIA driver"].status == "problem"
+    assert "too old for TensorFlow's CUDA 12" in named["NVIDIA driver"].found
+
+
+def test_a_gpu_without_a_driver_is_a_problem(facts, by_name, with_gpus):
+    facts["driver"] = {"error": "NVMLError_LibraryNotFound: NVML Shared Library Not Found"}
+    facts["machine"]["pci_gpus"] = 1
+    facts["tensorflow"]["gpus"] = []
+    named = by_name(facts)
+    assert (named["NVIDIA driver"].status, named["GPUs"].status) == ("problem", "problem")
+    assert "--gpus all" in named["NVIDIA driver"].fix
+
+
+def test_the_pci_bus_is_counted(tmp_path):
+    devices = {
+        "0000:01:00.0": ("0x10de", "0x030200"),  # an NVIDIA 3D controller
+        "0000:01:00.1": ("0x10de", "0x040300"),  # its sound
+        "0000:02:00.0": ("0x10de", "0x030000"),  # an NVIDIA display
+        "0000:03:00.0": ("0x8086", "0x030000"),  # somebody else's display
+    }
+    for name, (vendor, kind) in devices.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(vendor + "\n")
+        (tmp_path / name / "class").write_text(kind + "\n")
+    (tmp_path / "broken").mkdir()
+    assert pci_gpus(tmp_path) == 2
+    assert pci_gpus(tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "shown", "stray"),
+    [
+        ("0", [0], None),
+        ("1,0", [1, 0], None),
+        (" 0 , 1 ", [0, 1], None),
+        ("", [], None),
+        ("-1", [], None),
+        ("0,-1,1", [0], None),
+        ("2", [], "2"),
+        ("0,2,1", [0], "2"),
+        ("0;1", [], "0;1"),
+        ("gpu0", [], "gpu0"),
+        ("0,0", [], "0"),
+        ("GPU-bbbb", [1], None),
+        ("GPU-aaaa-1,GPU-bbbb-2", [0, 1], None),
+        ("GPU-cccc", [], "GPU-cccc"),
+        ("GPU-", [], "GPU-"),
+        ("0,", [0], ""),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_does(value, shown, stray):
+    assert visible_gpus(value, [H100, T4]) == (shown, stray)
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "fix"),
+    [
+        ("0,1", "ok", ""),
+        ("1", "ok", ""),
+        ("", "warning", "unset CUDA_VISIBLE_DEVICES"),
+        ("-1", "warning", "unset CUDA_VISIBLE_DEVICES"),
+        ("5", "problem", "export CUDA_VISIBLE_DEVICES=0,1"),
+        ("0,7", "problem", "export CUDA_VISIBLE_DEVICES=0,1"),
+    ],
+)
+def test_hidden_gpus_are_told(facts, by_name, with_gpus, value, status, fix):
+    named = by_name(with_gpus(H100, T4), CUDA_VISIBLE_DEVICES=value)
+    assert (named["CUDA_VISIBLE_DEVICES"].status, named["CUDA_VISIBLE_DEVICES"].fix) == (status, fix)
+
+
+def test_hidden_gpus_are_no_fault_of_tensorflow(facts, by_name, with_gpus):
+    named = by_name(with_gpus(H100, T4, seen=[]), CUDA_VISIBLE_DEVICES="")
+    assert named["GPUs"] == Check("GPUs", "ok", "CUDA_VISIBLE_DEVICES shows none: training runs on the CPU")
+
+
+# Health, of a machine that is otherwise well: what changes on the GPU, and the check, its status, words and command.
+FAULTS = {
+    "memory in use": (
+        {"used_bytes": 60 * 2**30, "processes": [{"pid": 77, "name": "python", "bytes": 59 * 2**30}]},
+        ("GPU memory", "warning", "60.0 of 80.0 GiB of GPU 0 are in use by python 77", "export CUDA_VISIBLE_DEVICES=1"),
+    ),
+    "memory in use by another container": (
+        {"used_bytes": 60 * 2**30},
+        ("GPU memory", "warning", "cannot see (another container", "export CUDA_VISIBLE_DEVICES=1"),
+    ),
+    "no persistence": ({"persistence": 0}, ("Persistence mode", "warning", "off on GPU 0", "sudo nvidia-smi -pm 1")),
+    "memory errors": (
+        {"ecc": {"enabled": True, "corrected": 3, "uncorrected": 2, "pending": True, "failed": False}},
+        ("ECC errors", "problem", "GPU 0: 2 error(s)", "sudo nvidia-smi -i 0 --gpu-reset"),
+    ),
+    "memory waits for a reset": (
+        {"ecc": {"enabled": True, "corrected": 3, "uncorrected": 0, "pending": True, "failed": False}},
+        ("ECC errors", "warning", "waits for a reset", "sudo nvidia-smi -i 0 --gpu-reset"),
+    ),
+    "memory that cannot be replaced": (
+        {"ecc": {"enabled": True, "corrected": 0, "uncorrected": 1, "pending": False, "failed": True}},
+        ("ECC errors", "problem", "cannot be replaced", ""),
+    ),
+    "heat": (
+        {"slowed_by": ["heat (hardware)"], "temperature_c": 91},
+        ("GPU clocks", "warning", "slowed down by heat (hardware), at 91 °C", ""),
+    ),
+    "a low power limit": (
+        {"power_limit_w": 400.0},
+        ("GPU clocks", "warning", "may take 400 W, of the 700 W", "sudo nvidia-smi -i 0 -pl 700"),
+    ),
+    "MIG without slices": (
+        {"mig": {"enabled": True, "pending": True, "slices": []}},
+        ("MIG", "problem", "has no slices", "sudo nvidia-smi -i 0 -mig 0"),
+    ),
+    "MIG": (
+        {"mig": {"enabled": True, "pending": True, "slices": ["MIG-1", "MIG-2"]}},
+        ("MIG", "warning", "cut into 2", "export CUDA_VISIBLE_DEVICES=MIG-1"),
+    ),
+    "MIG waits for a reset": (
+        {"mig": {"enabled": False, "pending": True, "slices": []}},
+        ("MIG", "warning", "turning it on waits", "sudo nvidia-smi -i 0 --gpu-reset"),
+    ),
+    "links down": (
+        {"nvlinks": {"up": 16, "of": 18, "fabric": "done"}},
+        ("GPU links", "warning", "2 of 18 NVLinks are down", ""),
+    ),
+    "no fabric manager": (
+        {"nvlinks": {"up": 18, "of": 18, "fabric": "under way"}},
+        ("GPU links", "problem", "fabric is under way", "sudo systemctl restart nvidia-fabricmanager"),
+    ),
+    "few lanes": (
+        {"pcie": {"width": 4, "most_width": 16, "generation": 4}},
+        ("GPU links", "warning", "4 PCIe lanes of the 16", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_the_state_of_a_gpu(case, by_name, with_gpus, a_gpu):
+    change, (name, status, words, command) = FAULTS[case]
+    well = by_name(with_gpus(a_gpu(), a_gpu(uuid="GPU-2")))
+    assert well[name].status == "ok", well[name]
+    check = by_name(with_gpus(a_gpu(**change), a_gpu(uuid="GPU-2")))[name]
+    assert (check.status, check.command) == (status, command) and words in check.found, check
+    assert check.fix
+
+
+@pytest.fixture(scope="module")
+def nvml(compiled):
+    return compiled("libnvidia-ml.so.1", NVML)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "status", "words"),
+    [
+        ({}, "GPU memory", "ok", "0.0 GiB in use on all"),
+        ({"USED_MIB": "70000"}, "GPU memory", "warning", "68.4 of 79.6 GiB of GPU 0 are in use by processes that"),
+        ({"USED_MIB": "70000", "PID": "4711"}, "GPU memory", "warning", "in use by python3 4711"),
+        ({"PERSISTENCE": "0"}, "Persistence mode", "warning", "off on GPU 0"),
+        ({"CELSIUS": "92", "REASONS": "72"}, "GPU clocks", "warning", "hardware slowdown, heat (hardware), at 92 °C"),
+        ({"LIMIT_MW": "350000"}, "GPU clocks", "warning", "may take 350 W, of the 700 W"),
+        ({"UNCORRECTED": "3"}, "ECC errors", "problem", "GPU 0: 3 error(s)"),
+        ({"PENDING": "1"}, "ECC errors", "warning", "GPU 0: bad memory waits for a reset"),
+        ({"FAILED": "1"}, "ECC errors", "problem", "cannot be replaced"),
+        ({"MIG": "1"}, "MIG", "problem", "GPU 0 is in MIG mode and has no slices"),
+        ({"LANES": "4"}, "GPU links", "warning", "4 PCIe lanes of the 16"),
+        ({"DOWN": "2"}, "GPU links", "warning", "GPU 0: 2 of 18 NVLinks are down"),
+        ({"FABRIC": "2"}, "GPU links", "problem", "GPU 0: the NVLink fabric is under way"),
+        ({"P2P": "1"}, "GPU links", "warning", "1 of 1 pairs (0-1) cannot read"),
+        ({}, "GPU links", "ok", "pairs: 1 by NVLink"),
+        ({"LOST": "1"}, "NVIDIA driver", "problem", "GPU 1 does not answer: GPU is lost"),
+        ({"INIT": "9"}, "NVIDIA driver", "problem", "module is not loaded"),
+        ({"INIT": "18"}, "NVIDIA driver", "problem", "do not fit"),
+    ],
+)
+def test_a_fault_that_nvml_tells(fault, name, status, words, nvml, facts, by_name, clean, tmp_path):
+    (tmp_path / "proc/4711").mkdir(parents=True)
+    (tmp_path / "proc/4711/comm").write_text("python3\n")
+    environ = asking.with_tfgpu(clean(LD_LIBRARY_PATH=str(nvml), **fault))
+    facts |= asking.ask("tfgpu.doctor.facts.gpus", ["driver"], environ=environ, seconds=60, root=str(tmp_path))
+    facts["machine"]["pci_gpus"] = 2
+    check = by_name(facts)[name]
+    assert check.status == status and words in check.found, check
+
+
+def test_a_machine_whose_gpus_are_well(by_name, with_gpus, a_gpu):
+    named = by_name(with_gpus(a_gpu(), a_gpu(uuid="GPU-2")))
+    names = ("GPU memory", "MIG", "Persistence mode", "ECC errors", "GPU clocks", "GPU links", "GPU errors (Xid)")
+    assert {named[name].status for name in names} == {"ok"}
+    assert named["GPU links"].found == "pairs: 1 by NVLink"
+    busy = by_name(with_gpus(a_gpu(slowed_by=["power cap"])))["GPU clocks"]
+    assert (busy.status, busy.found) == ("ok", "GPU 0 at its power limit, as under full load")
+
+
+def test_gpus_that_cannot_read_each_other(by_name, with_gpus, a_gpu):
+    links = [{"gpus": [0, 1], "path": "SYS", "reads": False}]
+    named = by_name(with_gpus(a_gpu(), a_gpu(uuid="GPU-2"), links=links))
+    assert named["GPU links"].status == "warning" and "1 of 1 pairs (0-1)" in named["GPU links"].found
+    named = by_name(with_gpus(a_gpu(), a_gpu(uuid="GPU-2")), NCCL_P2P_DISABLE="1")
+    assert named["GPU links"].command == "unset NCCL_P2P_DISABLE"
+
+
+def test_all_gpus_full_names_whose_they_are(by_name, with_gpus, a_gpu):
+    full = {"used_bytes": 70 * 2**30, "processes": [{"pid": 5, "name": "jupyter", "bytes": 70 * 2**30}]}
+    check = by_name(with_gpus(a_gpu(**full)))["GPU memory"]
+    assert check.command == "" and "ps -o user,etime,args -p 5" in check.fix
+
+
+@pytest.mark.parametrize(
+    ("own", "status", "words"),
+    [
+        ([9, 0], "ok", "9.0: TensorFlow has code for it"),
+        ([8, 6], "ok", "8.6"),
+        ([12, 0], "warning", "compiled at the first start"),
+        ([5, 2], "problem", "5.2; TensorFlow was built for sm_60"),
+    ],
+)
+def test_a_gpu_against_what_tensorflow_was_built_for(own, status, words, by_name, with_gpus, a_gpu):
+    facts = with_gpus(a_gpu(capability=own))
+    built = ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"]
+    facts["tensorflow"]["build"] = {"is_cuda_build": True, "cuda_compute_capabilities": built}
+    check = by_name(facts)["Compute capability"]
+    assert check.status == status and words in check.found
+
+
+def test_errors_in_the_kernels_log(by_name, with_gpus, a_gpu):
+    facts = with_gpus(a_gpu())
+    program = {"gpu": "PCI:0000:3b:00", "number": 31, "text": "pid=5, MMU Fault"}
+    lost = {"gpu": "PCI:0000:3b:00", "number": 79, "text": "GPU has fallen off the bus."}
+    facts["xid"] = {"lines": [lost, program], "unread": ""}
+    check = by_name(facts)["GPU errors (Xid)"]
+    assert check.status == "problem" and "Xid 79 (the GPU has fallen off the bus) of PCI:0000:3b:00" in check.found
+    facts["xid"] = {"lines": [program], "unread": ""}
+    assert by_name(facts)["GPU errors (Xid)"].status == "warning"
+    facts["xid"] = {"lines": [], "unread": "Operation not permitted"}
+    assert by_name(facts)["GPU errors (Xid)"].found == "not read: Operation not permitted"
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "command"),
+    [
+        ("NVMLError_DriverNotLoaded: Driver Not Loaded", "module is not loaded", "sudo modprobe nvidia"),
+        (
+            "NVMLError_LibRmVersionMismatch: RM has detected an NVML/RM version mismatch.",
+            "do not fit",
+            "sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia",
+        ),
+        ("no answer within 60 s", "hangs", ""),
+    ],
+)
+def test_a_driver_that_does_not_answer(error, words, command, facts, by_name):
+    facts["driver"] = {"error": error}
+    check = by_name(facts)["NVIDIA driver"]
+    assert (check.status, check.command) == ("problem", command) and words in check.found
+
+
+def test_a_gpu_that_is_lost_hides_no_other(by_name, with_gpus, a_gpu):
+    lost = [{"index": 1, "error": "GPU is lost"}]
+    check = by_name(with_gpus(a_gpu(), lost=lost))["NVIDIA driver"]
+    assert check.status == "problem" and "GPU 1 does not answer: GPU is lost" in check.found
+
+
+@pytest.mark.parametrize(
+    ("variables", "status"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "2"}, "problem"),
+        ({"SLURM_GPUS_PER_TASK": "h100:1"}, "ok"),
+        ({"NVIDIA_VISIBLE_DEVICES": "GPU-1,GPU-2"}, "problem"),
+        ({"NVIDIA_VISIBLE_DEVICES": "all"}, None),
+    ],
+)
+def test_gpus_that_a_scheduler_has_promised(variables, status, by_name, with_gpus, a_gpu):
+    check = by_name(with_gpus(a_gpu()), **variables).get("GPUs promised")
+    assert (check and check.status) == status

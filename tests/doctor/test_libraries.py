@@ -1,0 +1,218 @@
+"""CUDA's libraries: missing, broken, too old; really opened, by this process's loader and by TensorFlow itself."""
+
+import os
+import stat
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfgpu.doctor import facts as asked
+from tfgpu.doctor.checks import libraries as judging
+from tfgpu.doctor.facts import asking, loader
+
+MODULE = "tfgpu.doctor.facts.libraries"
+
+# As much of a driver as TensorFlow asks of it before it opens the other libraries: one GPU.
+DRIVER = """
+#include <string.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 12080; return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+int cuDeviceGet(int *device, int index) { *device = 0; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { strncpy(name, "NVIDIA H100 80GB HBM3", size); return 0; }
+int cuDeviceTotalMem_v2(unsigned long *bytes, int device) { *bytes = 80ul << 30; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  *value = attribute == 75 ? 9 : attribute == 76 ? 0 : attribute == 16 ? 132 : 1024;
+  return 0;
+}
+int cuDeviceGetPCIBusId(char *name, int size, int device) { strncpy(name, "0000:01:00.0", size); return 0; }
+int cuDeviceGetUuid(char *uuid, int device) { memset(uuid, 1, 16); return 0; }
+int cuGetErrorName(int error, const char **name) { *name = "CUDA_ERROR"; return 0; }
+int cuGetErrorString(int error, const char **text) { *text = "error"; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)8; return 0; }
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 0; return 0; }
+int cuDevicePrimaryCtxSetFlags_v2(int device, unsigned flags) { return 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
+int cuCtxSetCurrent(void *context) { return 0; }
+int cuCtxGetCurrent(void **context) { *context = (void *)8; return 0; }
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+int cuMemGetInfo_v2(unsigned long *left, unsigned long *all) { *left = 79ul << 30; *all = 80ul << 30; return 0; }
+"""
+MANAGEMENT = "int nvmlInit_v2(void) { return 0; } int nvmlInit(void) { return 0; } int nvmlShutdown(void) { return 0; }"
+
+
+def version(function: str, number: int) -> str:
+    """A library that tells its version as CUDA's do: cuDNN returns it, the others write it."""
+    if function == "cudnnGetVersion":
+        return f"unsigned long {function}(void) {{ return {number}; }}"
+    return f"int {function}(int *version) {{ *version = {number}; return 0; }}"
+
+
+@pytest.fixture(scope="module")
+def broken(compiled):
+    """A folder with a driver, a cuDNN cut short, and a cuFFT that needs a library that is nowhere."""
+    folder = compiled("libcuda.so.1", DRIVER)
+    compiled("libnvidia-ml.so.1", MANAGEMENT, folder)
+    compiled("libneeded.so.3", "int needed(void) { return 0; }", folder)
+    compiled("libcufft.so.11", "int needed(void); int f(void) { return needed(); }", folder, folder / "libneeded.so.3")
+    (folder / "libneeded.so.3").unlink()
+    (folder / "libcudnn.so.9").write_bytes(b"\x7fELF cut short")
+    return folder
+
+
+@pytest.mark.timeout(600)
+def test_tensorflow_itself_names_what_it_cannot_load_and_where_it_looked(broken, clean, facts, by_name, a_gpu):
+    environ = asking.with_tfgpu(clean(LD_LIBRARY_PATH=str(broken)))
+    found = asked.tensorflow(environ, 300)["tensorflow"]
+    failed = found["loading"]["failed"]
+    assert found["gpus"] == [] and "Cannot dlopen some GPU libraries" in found["loading"]["log"]
+    assert failed["libcudnn.so.9"] == f"{broken}/libcudnn.so.9: file too short"
+    assert failed["libcufft.so.11"] == "libneeded.so.3: cannot open shared object file: No such file or directory"
+    assert failed["libcublas.so.12"] == "cannot open shared object file: No such file or directory"
+    places = found["loading"]["places"]
+    assert places["libcublas.so.12"][0] == str(broken)
+    # The loader writes down the wheels' folders that it knows to be there, and the system's own.
+    assert "/usr/lib" in places["libcublas.so.12"]
+    # And what the doctor makes of it.
+    facts["tensorflow"] = found
+    facts["driver"] = {"version": "570.1", "cuda": [12, 8], "gpus": [a_gpu()], "links": [], "lost": []}
+    checks = [check for check in judging.cuda(facts) if check.status == "problem"]
+    assert len(checks) == len(failed)
+    cudnn = next(check for check in checks if "libcudnn" in check.found)
+    assert "file too short. Looked in " in cudnn.found and str(broken) in cudnn.found
+    assert cudnn.command == "pip install 'tensorflow[and-cuda]~=2.21' --force-reinstall"
+    assert next(check for check in checks if "libcublas.so.12" in check.found).command.endswith("~=2.21'")
+
+
+def opened(environ: dict, **options) -> dict:
+    options = {"cuda_version": "12.5.1", "tensorflow": None} | options
+    return asking.ask(MODULE, ["libraries"], environ=asking.with_tfgpu(environ), seconds=60, **options)["libraries"]
+
+
+def test_each_library_is_opened_and_tells_its_version(compiled, clean, tmp_path):
+    folder = compiled("libcudart.so.12", version("cudaRuntimeGetVersion", 12050))
+    compiled("libcudnn.so.9", version("cudnnGetVersion", 90300), folder)
+    (folder / "libcublas.so.12").write_text("not a library" * 10)
+    # A wheel's, beside TensorFlow, where the loader does not look by itself.
+    wheel = tmp_path / "site/nvidia/nccl/lib"
+    wheel.mkdir(parents=True)
+    compiled("libnccl.so.2", version("ncclGetVersion", 22304), wheel)
+    found = opened(clean(LD_LIBRARY_PATH=str(folder)), tensorflow=str(tmp_path / "site/tensorflow"))
+    assert {name: each["version"] for name, each in found.items() if each["version"]} == {
+        "cudart": "12.5",
+        "cudnn": "9.3.0",
+        "nccl": "2.23.4",
+    }
+    assert found["cudnn"]["path"] == str(folder / "libcudnn.so.9")
+    assert found["nccl"]["path"] == str(wheel / "libnccl.so.2")
+    assert found["cublas"]["error"] == f"{folder}/libcublas.so.12: invalid ELF header"
+    assert "cannot open shared object file" in found["cufft"]["error"]
+
+
+@pytest.fixture
+def gpu_facts(with_gpus, a_gpu):
+    facts = with_gpus(a_gpu(), a_gpu(uuid="GPU-2"))
+    facts["tensorflow"]["build"] = {"is_cuda_build": True, "cuda_version": "12.5.1", "cudnn_version": "9.3"}
+    paths = {"cudart": "12.5", "cudnn": "9.3.0", "nccl": "2.23.4"}
+    facts["libraries"] = {
+        name: {"file": f"lib{name}.so", "path": f"/site/nvidia/{name}/lib{name}.so", "version": number, "error": ""}
+        for name, number in paths.items()
+    }
+    facts["tools"] = {
+        "ptxas": "/cuda/bin/ptxas",
+        "version": "12.5",
+        "libdevice": "/cuda/libdevice",
+        "looked": ["/cuda"],
+    }
+    return facts
+
+
+def test_libraries_that_fit(gpu_facts, by_name):
+    named = by_name(gpu_facts)
+    assert named["CUDA libraries"].found == "cudart 12.5, cudnn 9.3.0, nccl 2.23.4"
+    names = ("CUDA libraries", "CUDA run time", "cuDNN", "NCCL", "ptxas")
+    assert {named[name].status for name in names} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("library", "change", "name", "words", "command"),
+    [
+        ("cudart", {"version": "13.0"}, "CUDA run time", "the driver is too old for it", ""),
+        ("cudnn", {"version": "8.9.7"}, "cuDNN", "8.9.7", "pip install --upgrade 'nvidia-cudnn-cu12>=9.3,<10'"),
+        ("cudnn", {"version": "9.1.0"}, "cuDNN", "built for 9.3", "pip install --upgrade 'nvidia-cudnn-cu12>=9.3,<10'"),
+        ("cudnn", {"version": "9.1.0", "path": "/usr/lib/x"}, "cuDNN", "comes before", "unset LD_LIBRARY_PATH\npip"),
+        ("nccl", {"path": None, "error": "gone"}, "NCCL", "libnccl.so.2 cannot be loaded: gone", "pip install"),
+    ],
+)
+def test_a_library_that_does_not_fit(library, change, name, words, command, gpu_facts, by_name):
+    gpu_facts["libraries"][library] |= change
+    check = by_name(gpu_facts)[name]
+    assert check.status == "problem" and words in check.found and check.command.startswith(command), check
+
+
+def test_a_library_that_lies_where_tensorflow_does_not_look(gpu_facts):
+    gpu_facts["tensorflow"]["gpus"] = []
+    loading = {"failed": {"libcudnn.so": "not found"}, "places": {"libcudnn.so": ["/a"]}, "log": ""}
+    gpu_facts["tensorflow"]["loading"] = loading
+    check = judging.cuda(gpu_facts)[0]
+    assert check.found.endswith("Looked in /a; it lies in /site/nvidia/cudnn")
+    assert check.command == "export LD_LIBRARY_PATH=/site/nvidia/cudnn${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+
+
+PTXAS = """#!/bin/sh
+echo 'ptxas: NVIDIA (R) Ptx optimizing assembler'
+echo 'Cuda compilation tools, release 12.5, V12.5.82'
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "found"),
+    [
+        (PTXAS, 0o755, {"version": "12.5"}),
+        ("#!/bin/sh\nexit 3\n", 0o755, {"version": None, "error": "ended with code 3, without a version"}),
+        (PTXAS, 0o644, {"version": None, "error": "does not run: Permission denied"}),
+        (None, 0, {"ptxas": None}),
+    ],
+)
+def test_ptxas_is_found_and_asked(text, mode, found, tmp_path, clean):
+    cuda = tmp_path / "cuda"
+    if text:
+        (cuda / "bin").mkdir(parents=True)
+        (cuda / "bin/ptxas").write_text(text)
+        (cuda / "bin/ptxas").chmod(mode)
+    environ = asking.with_tfgpu(clean(CUDA_HOME=str(cuda), PATH="/nowhere"))
+    options = {"tensorflow": None, "root": str(tmp_path)}
+    answer = asking.ask(MODULE, ["tools"], environ=environ, seconds=60, **options)["tools"]
+    error = found.pop("error", "")
+    assert {name: answer[name] for name in found} == found
+    assert error in answer.get("error", "") and str(cuda / "bin") in answer["looked"]
+    assert stat.S_IMODE(os.stat(cuda / "bin/ptxas").st_mode) == mode if text else answer["libdevice"] is None
+
+
+def test_ptxas_that_is_missing_or_too_old_for_the_gpu(gpu_facts, by_name):
+    gpu_facts["tools"] |= {"libdevice": None}
+    assert "libdevice.10.bc was not found in /cuda" in by_name(gpu_facts)["ptxas"].found
+    gpu_facts["driver"]["gpus"][0]["capability"] = [12, 0]
+    check = by_name(gpu_facts)["ptxas"]
+    assert "these GPUs need 12.8 or newer" in check.found
+    assert check.command == "pip install --upgrade 'nvidia-cuda-nvcc-cu12>=12.8'"
+    gpu_facts["tools"] = {"ptxas": None, "version": None, "libdevice": None, "looked": ["/cuda", "PATH"]}
+    assert by_name(gpu_facts)["ptxas"].status == "warning"
+
+
+words = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=30)
+
+
+@given(st.lists(words), st.from_regex(r"lib[a-z]{1,8}\.so\.[0-9]{1,2}", fullmatch=True), words.filter(str.strip))
+def test_failures_are_found_among_any_lines(lines, library, why):
+    why = " ".join(why.replace(";", ",").split())
+    line = f"I0000 dso_loader.cc:144] Could not load dynamic library '{library}'; dlerror: {library}: {why}"
+    line += "; LD_LIBRARY_PATH: /x"
+    assert loader.failures("\n".join([*lines, line, *lines])) == {library: why}
+
+
+@given(st.lists(words))
+def test_the_loaders_notes_may_be_anything(lines):
+    notes = [*lines, "  12:\t  trying file=/opt/a b/tls/x86_64/libx.so.1", "  12:\t  trying file=/opt/a b/libx.so.1"]
+    assert loader.places(notes, ["libx.so.1"])["libx.so.1"] == ["/opt/a b"]

@@ -1,0 +1,121 @@
+"""Nothing that is secret survives, whatever is around it; and what is not secret does."""
+
+import json
+import string
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tfgpu.doctor.redaction import REMOVED, Cleaner, is_secret
+
+CLEANER = {"user": "adalovelace", "home": "/home/adalovelace", "host": "analytical.example.org"}
+LETTERS = string.ascii_letters + string.digits
+secrets = st.text(LETTERS, min_size=12, max_size=40).filter(lambda text: len(set(text)) > 5 and "removed" not in text)
+names = st.sampled_from(
+    ["API_KEY", "HF_TOKEN", "password", "db-password", "accessToken", "client_secret", "AWS_SECRET_ACCESS_KEY"]
+    + ["apikey", "wandb_api_key", "auth", "Authorization", "PRIVATE_KEY", "DATABASE_PASSWD", "session_cookie", "pwd"]
+)
+FORMS = [
+    "{name}={secret}",
+    "export {name}='{secret}'",
+    '{{"{name}": "{secret}", "epochs": 3}}',
+    "{name}: {secret}",
+    "  {name}: two words {secret}",
+    "train.py --{name} {secret} --epochs 3",
+    "train.py --{name}={secret}",
+    "{{'{name}': '{secret}'}}",
+    '{name} = "{secret}"',
+    "https://host/path?x=1&{name}={secret}&y=2",
+    "args: --{name} {secret}",
+    "{name} := {secret}",
+]
+BARE = [
+    "https://me:{secret}@host/simple",
+    "https://{secret}@github.com/a/b.git",
+    "s3://key:{secret}@bucket/data",
+    "Authorization: Bearer {secret}",
+    "curl -H 'X-Auth: Bearer {secret}'",
+    "hf_{secret}",
+    "ghp_{secret}",
+    "sk-{secret}",
+    "-----BEGIN RSA PRIVATE KEY-----\n{secret}\n-----END RSA PRIVATE KEY-----",
+    "-----BEGIN PRIVATE KEY-----\n{secret}",
+    "eyJhbGciOiJIUzI1NiJ9.{secret}.{secret}",
+]
+texts = st.text(st.characters(blacklist_categories=["Cs"]), max_size=40)
+
+
+@given(st.sampled_from(FORMS), names, secrets, texts, texts)
+def test_what_a_secret_name_stands_for_is_removed(form, name, secret, before, after):
+    assume(secret not in before + after)
+    text = f"{before}\n{form.format(name=name, secret=secret)}\n{after}"
+    assert secret not in Cleaner({}, **CLEANER).clean(text)
+
+
+@given(st.sampled_from(BARE), secrets, texts, texts)
+def test_what_has_the_form_of_a_secret_is_removed(form, secret, before, after):
+    assume(secret not in before + after)
+    assert secret not in Cleaner({}, **CLEANER).clean(f"{before}\n{form.format(secret=secret)}\n{after}")
+
+
+@given(st.text(string.printable, min_size=4, max_size=30).filter(str.strip), texts, texts, names)
+def test_the_value_of_a_secret_variable_is_removed_wherever_it_stands(secret, before, after, name):
+    assume(secret not in REMOVED and secret not in "<user><host>~")
+    cleaned = Cleaner({name: secret}, **CLEANER).clean(f"{before}{secret}{after}{secret}")
+    assert secret not in cleaned.replace(REMOVED, "")
+
+
+@given(texts, st.sampled_from(["/home/adalovelace/runs", "adalovelace@analytical", "analytical.example.org:2222"]))
+def test_the_names_of_user_and_machine_are_removed(before, text):
+    cleaned = Cleaner({}, **CLEANER).clean(f"{before} {text} {before}")
+    assert "adalovelace" not in cleaned and "analytical" not in cleaned
+
+
+@given(texts, st.lists(st.tuples(names, secrets), max_size=3))
+def test_cleaning_twice_changes_nothing_more(text, pairs):
+    cleaner = Cleaner({}, **CLEANER)
+    once = cleaner.clean(text + "\n".join(f"{name}={secret}" for name, secret in pairs))
+    assert cleaner.clean(once) == once
+
+
+plain = st.one_of(st.booleans(), st.none())
+
+
+@given(
+    st.dictionaries(names, st.one_of(secrets, st.integers(), plain)),
+    st.dictionaries(st.sampled_from(["epochs", "lr", "model"]), st.integers()),
+)
+def test_json_stays_json(hidden, shown):
+    cleaned = json.loads(Cleaner({}, **CLEANER).clean(json.dumps(hidden | shown, indent=2)))
+    kept = {name: value if value is None or isinstance(value, bool) else REMOVED for name, value in hidden.items()}
+    assert cleaned == kept | shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "epochs: 3\nglobal_batch: 1024\nmodel: resnet\nlearning_rate: 1e-3\n",
+        "epoch,loss,accuracy\n1,0.53,0.81\n",
+        "tensorflow==2.21.0\ntokenizers==0.21\nkeras==3.15.1",
+        "max_tokens=512 tokenizer: bert key_dim=64 num_keys=3",
+        "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1f0c5a92-0a2b-8f1d-0f38-5a7b3b1f2c11)",
+        "symbol: _ZN10tensorflow15BaseGPUDevice4InitERKNS_14SessionOptionsE12345",
+        "/usr/lib/x86_64-linux-gnu/libcudnn.so.9: cannot open shared object file: No such file or directory",
+        'NCCL_DEBUG=INFO\nTF_CONFIG={"cluster": {"worker": ["a:1", "b:2"]}}',
+        "I0000 00:00:1795418836.294959   30361 cudart_stub.cc:31] Could not find cuda drivers on your machine",
+        "commit 3f786850e387550fdab836ed7e6dc881de23001b",
+    ],
+)
+def test_what_a_bug_report_needs_is_kept(text):
+    assert Cleaner({}, **CLEANER).clean(text) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("WANDB_API_KEY", True), ("SSHPASS", True), ("MYSQL_PWD", True), ("KEY", True), ("GITHUB_PAT_TOKEN", True)]
+    + [("TFDS_DATA_DIR", False), ("KERAS_BACKEND", False), ("monkey", False), ("keyboard", False), ("compass", False)]
+    + [("collective-keys", False), ("api_keys", True)],
+)
+def test_names(name, expected):
+    assert is_secret(name) == expected

@@ -1,0 +1,154 @@
+"""The self-test: its figures by hand, its parts for real, and what it says where a part fails."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tfgpu.doctor import selftest
+from tfgpu.doctor.facts import asking
+from tfgpu.doctor.selftest import judge
+from tfgpu.errors import InputError
+
+WEIGHTS = [0.5, -2.0, 10.0]
+
+
+def rate(*values: float) -> dict:
+    return {"values": list(values)}
+
+
+FOUND = {
+    "multiply": {
+        "devices": [{"device": "CPU:0", "kind": "CPU", "float32": rate(8e10, 9e10, 1e10), "numpy": rate(1e11)}],
+        "tf32": True,
+    },
+    "sums": {"devices": 2, "kind": "CPU", "bytes": 2**26, "sum": rate(4e8), "copy": rate(8e9)},
+    "disk": {"folder": "/work", "write": 3e8, "read": rate(1e9), "input": rate(5e8)},
+    "training": {"devices": 2, "kind": "CPU", "one_device": WEIGHTS, "mirrored": WEIGHTS, "averaging": WEIGHTS},
+    "multi_worker": {
+        "workers": 2,
+        "tcp": {"worker 1": 2e9},
+        "clocks": {"worker 1": [0.01, 0.001]},
+        "sum": rate(3e8),
+        "weights": WEIGHTS,
+    },
+    "parameter_server": {"workers": 1, "weights": WEIGHTS},
+}
+
+
+@pytest.fixture
+def found():
+    return copy.deepcopy(FOUND)
+
+
+@pytest.fixture
+def judged(facts):
+    return lambda found: {check.name: check for check in judge.judge(found, facts, ["a", "b"])}
+
+
+def test_figures_of_a_machine_that_is_well(found, judged):
+    named = judged(found)
+    assert {check.status for check in named.values()} == {"ok"}
+    assert named["Matrix products"].figures == {"rate": 8e10, "peak": 1e11, "ratio": 0.8}
+    assert named["Sums between devices"].figures["ratio"] == pytest.approx(0.05)
+    assert "0.15 of the 2.00 GB/s of a plain TCP connection" in named["Sums between workers"].found
+    assert named["Input rate"].figures["ratio"] == 0.5
+
+
+def test_figures_of_gpus_against_what_their_makers_say(found, judged, facts, with_gpus, a_gpu):
+    name = "NVIDIA H100 80GB HBM3"
+    with_gpus(a_gpu(name=name), a_gpu(name=name, uuid="GPU-2"))
+    one = {"kind": "GPU", "float32": rate(4e14), "bfloat16": rate(7e14)}
+    found["multiply"]["devices"] = [one, one | {"bfloat16": rate(1e14)}]
+    found["sums"] = {"devices": 2, "kind": "GPU", "bytes": 2**26, "sum": rate(3.6e11)}
+    checks = judge.judge(found, facts, ["a", "b"])
+    assert [check.status for check in checks[:3]] == ["ok", "warning", "ok"]
+    assert checks[0].figures["ratio"] == pytest.approx(700 / 989)
+    assert checks[2].found.endswith("360.0 GB/s; 0.80 of NVLink")
+    facts["driver"]["links"] = [{"gpus": [0, 1], "path": "SYS", "reads": True}]
+    found["sums"]["sum"] = rate(1e10)  # 16 lanes of generation 5 carry 63 GB/s.
+    assert judged(found)["Sums between devices"].found.startswith("2 devices: 10.0 GB/s; 0.16 of PCIe")
+    assert judged(found)["Sums between devices"].status == "warning"
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "status", "words"),
+    [
+        ({"training": {"mirrored": [0.5, -2.0, 10.5]}}, "Training mirrored", "problem", "device's: 5.0e-02"),
+        ({"training": {"averaging": [0.5, float("nan"), 10.0]}}, "Training averaging", "problem", "nan"),
+        ({"training": {"mirrored": None}}, "Training mirrored", "ok", "not tried"),
+        ({"multi_worker": {"weights": [0.5, -2.0]}}, "Training multi_worker", "problem", "2 weights, where one"),
+        ({"multi_worker": {"clocks": {"worker 1": [-40.0, 0.1]}}}, "Clocks of workers", "warning", "40.0 s behind"),
+        ({"multi_worker": {"sum": rate(1e6)}}, "Sums between workers", "warning", "less than 0.02"),
+        ({"disk": {"write": 1e7}}, "Disk rate", "warning", "too slow"),
+        ({"sums": {"error": "no answer within 5 s"}}, "Sums between devices", "problem", "no answer within 5 s"),
+        ({"parameter_server": {"weights": None, "error": "gone"}}, "Training parameter_server", "problem", "gone"),
+    ],
+)
+def test_a_figure_that_is_wrong(change, name, status, words, found, judged):
+    for part, changes in change.items():
+        found[part] |= changes
+    check = judged(found)[name]
+    assert check.status == status and words in check.found and bool(check.fix) == (status != "ok"), check
+
+
+def test_a_part_that_fails_hides_no_other(found, judged):
+    broken = {name: {"error": "no answer within 5 s"} for name in found}
+    assert {check.status for check in judged(broken).values()} == {"problem"}
+    named = judged(found | {"multi_worker": broken["multi_worker"]})
+    assert named["Sums between workers"].status == named["Training multi_worker"].status == "problem"
+    assert named["Training mirrored"].status == "ok"
+
+
+@pytest.mark.parametrize("workers", [["one"], ["one", ""], [""]])
+def test_fewer_than_two_workers(workers):
+    with pytest.raises(InputError, match="must name two machines or more"):
+        selftest.checked(workers)
+    assert selftest.checked([]) == ["localhost", "localhost"]
+
+
+def test_the_network_between_two_processes(addresses, clean):
+    code = (
+        "import json; from tfgpu.cluster import Cluster; from tfgpu.doctor.selftest import network\n"
+        "print(json.dumps(network.measured(Cluster.from_environment())))"
+    )
+    workers = addresses(2)
+    running = []
+    for index in (0, 1):
+        task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+        environ = asking.with_tfgpu(clean(TF_CONFIG=json.dumps(task)))
+        command = [sys.executable, "-c", code]
+        running.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
+    try:
+        first, second = (json.loads(process.communicate(timeout=60)[0]) for process in running)
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    assert second == {} and first["tcp"]["worker 1"] > 1e6
+    ahead_s, within_s = first["clocks"]["worker 1"]
+    assert abs(ahead_s) <= within_s + 0.1
+
+
+def test_a_worker_that_does_not_start_is_told_by_the_launcher(clean):
+    environ = asking.with_tfgpu(clean(TFGPU_REPAIR="0", PYTHONHASHSEED="oops"))
+    found = selftest.launched(
+        "multi_worker", ["-n", "2"], ["localhost"] * 2, environ=environ, gpus=0, ssh=None, seconds=60
+    )
+    assert "error" in found and found["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(1500)
+def test_this_machine_passes(facts, clean, tmp_path):
+    checks = selftest.examine(facts, clean(), workers=["localhost", "localhost"], folder=tmp_path)
+    named = {check.name: check for check in checks}
+    names = ("one_device", "mirrored", "averaging", "multi_worker", "parameter_server")
+    for name in names:
+        assert named[f"Training {name}"].status == "ok", named[f"Training {name}"]
+    for name in ("Matrix products", "Sums between devices", "Sums between workers", "Input rate"):
+        assert named[name].figures["rate"] > 0, named[name]
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,52 @@
+"""What the machine's facts mean: each check is one function of the facts and the environment, in a file by subject."""
+
+from collections.abc import Mapping
+
+from tfgpu.doctor.check import Check
+from tfgpu.doctor.checks import cluster, gpus, health, libraries, machine, software
+from tfgpu.doctor.checks.gpus import visible_gpus
+
+__all__ = ["Check", "judge", "visible_gpus"]
+
+
+def judge(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
+    """Makes checks of the facts that `gather` brought.
+
+    Args:
+        facts: what `gather` returns.
+        environ: the environment variables it was given.
+
+    Returns:
+        The checks, in the order in which they are to be read; each problem and warning has a fix. A check may stand
+        there several times, once for each fault.
+    """
+    checks = [
+        software.python(facts),
+        software.tensorflow(facts),
+        software.several_tensorflows(facts),
+        software.keras(facts, environ),
+        software.legacy_keras(facts, environ),
+        software.build(facts),
+        gpus.driver(facts),
+        machine.container(facts),
+        gpus.visible(facts, environ),
+        gpus.seen(facts, environ),
+        cluster.gpus(facts, environ),
+        *gpus.capability(facts),
+        *libraries.cuda(facts),
+        libraries.runtime(facts),
+        libraries.cudnn(facts),
+        libraries.nccl(facts),
+        libraries.tools(facts),
+        *health.checks(facts, environ),
+        software.tensorboard(facts),
+        cluster.cluster(environ),
+        *cluster.reality(facts, environ),
+        *machine.processor(facts),
+        machine.memory(facts),
+        machine.shared_memory(facts),
+        *machine.limits(facts),
+        machine.disk(facts),
+        *software.repairs(facts, environ),
+    ]
+    return [check for check in checks if check]

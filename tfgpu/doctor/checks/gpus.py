@@ -1,0 +1,173 @@
+"""NVIDIA's driver and GPUs: seen or not, and whether TensorFlow's build fits them."""
+
+import re
+from collections.abc import Mapping
+
+from tfgpu.doctor.check import Check
+from tfgpu.doctor.checks.software import INSTALL_CUDA
+
+
+def driver(facts: Mapping[str, dict]) -> Check:
+    found, on_the_bus = facts["driver"], facts["machine"].get("pci_gpus", 0)
+    if "error" not in found:
+        cuda = ".".join(map(str, found["cuda"]))
+        text = f"{found['version']}, CUDA up to {cuda}; {names(found['gpus'])}"
+        for each in found.get("lost", []):
+            text += f"; GPU {each['index']} does not answer: {each['error']}"
+        if found.get("lost"):
+            fix = "Reboot; if it stays away, look at its power and its place, and have it replaced."
+            return Check("NVIDIA driver", "problem", text, fix)
+        built = re.match(r"\d+", str(facts["tensorflow"].get("build", {}).get("cuda_version", "")))
+        if found["gpus"] and built and found["cuda"][0] < int(built[0]):
+            text += f"; too old for TensorFlow's CUDA {built[0]}"
+            return Check("NVIDIA driver", "problem", text, f"Install a driver for CUDA {built[0]} or newer.")
+        return Check("NVIDIA driver", "ok", text)
+    return _silent(found["error"], on_the_bus, facts["machine"])
+
+
+def _silent(error: str, on_the_bus: int, machine: Mapping) -> Check:
+    """A driver that does not answer: a fault, or none there."""
+    name = "NVIDIA driver"
+    if "DriverNotLoaded" in error or "version mismatch" in error.lower() or "LibRmVersionMismatch" in error:
+        text = f"the library and the kernel's module do not fit ({error})"
+        if machine.get("kernel_driver"):
+            text += f"; the module is {machine['kernel_driver']}"
+        fix = "sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia  (or reboot: the driver was updated under way)"
+        if "DriverNotLoaded" in error:
+            return Check(
+                name, "problem", f"the kernel's module is not loaded ({error})", command="sudo modprobe nvidia"
+            )
+        return Check(name, "problem", text, fix, "sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia")
+    if "no answer within" in error:
+        fix = "Look for Xid errors with `sudo dmesg | grep -i xid`; a GPU that hangs needs a reset or a reboot."
+        return Check(name, "problem", f"hangs: {error}", fix)
+    if on_the_bus:
+        text = f"{on_the_bus} NVIDIA GPU(s) on the PCI bus, but no driver answers ({error})"
+        fix = "sudo ubuntu-drivers install  (or your system's way; start a container with --gpus all)"
+        return Check(name, "problem", text, fix, "" if machine.get("container") else "sudo ubuntu-drivers install")
+    if "ModuleNotFoundError" in error:
+        text = "not asked: nvidia-ml-py is not installed"
+        return Check(name, "warning", text, command="pip install nvidia-ml-py")
+    return Check(name, "ok", "none: no NVIDIA GPU")
+
+
+def visible(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
+    name, value = "CUDA_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = facts["driver"].get("gpus", [])
+    if value is None:
+        return Check(name, "ok", "not set")
+    shown, stray = visible_gpus(value, gpus)
+    text = f"{value!r}, shows {len(shown)} of {len(gpus)} GPU(s)"
+    if stray and gpus:
+        command = f"export CUDA_VISIBLE_DEVICES={','.join(str(index) for index in range(len(gpus)))}"
+        return Check(name, "problem", f"{text}: CUDA stops reading at {stray!r}", command=command)
+    if gpus and not shown and "MIG-" not in value:
+        return Check(name, "warning", f"{text}: training runs on the CPU", command="unset CUDA_VISIBLE_DEVICES")
+    return Check(name, "ok", text)
+
+
+def visible_gpus(value: str, gpus: list[dict]) -> tuple[list[int], str | None]:
+    """Reads CUDA_VISIBLE_DEVICES as CUDA does: up to the first entry that names no GPU.
+
+    Args:
+        value: the variable's value: indices, or starts of GPU UUIDs, with commas between.
+        gpus: the driver's GPUs, each with its `"uuid"`.
+
+    Returns:
+        The indices of the visible GPUs, and the entry at which CUDA stops; `None` where it reads to the end.
+        "-1" is the usual way to hide all, and no stray entry.
+
+    Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
+    """
+    shown: list[int] = []
+    entries = [entry.strip() for entry in value.split(",")] if value.strip() else []
+    for entry in entries:
+        named = [index for index, gpu in enumerate(gpus) if gpu["uuid"].startswith(entry)]
+        if re.fullmatch(r"\d+", entry) and int(entry) < len(gpus):
+            index = int(entry)
+        elif re.match(r"GPU-", entry) and len(named) == 1:
+            index = named[0]
+        elif entry.startswith("MIG-"):
+            continue  # A slice of a GPU; the driver's list has whole ones.
+        else:
+            return shown, None if entry == "-1" else entry
+        if index in shown:
+            return [], entry  # CUDA shows none at all when one stands there twice.
+        shown.append(index)
+    return shown, None
+
+
+def seen(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
+    """The GPUs that TensorFlow uses, of those that the driver has and the user shows."""
+    found = facts["tensorflow"]
+    gpus, there = found.get("gpus", []), facts["driver"].get("gpus", [])
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    expected = len(there)
+    if value is not None:
+        expected = len(visible_gpus(value, there)[0])
+    if gpus and len(gpus) >= expected:
+        named = ", ".join(f"{gpu['name']} (compute capability {gpu['capability']})" for gpu in gpus)
+        return Check("GPUs", "ok", f"{len(gpus)}: {named}")
+    if expected:
+        text = f"the driver shows {expected}, TensorFlow uses {len(gpus)}: {names(there)}"
+        if "error" in found:
+            return Check("GPUs", "problem", f"{text} (it cannot be imported)", command=INSTALL_CUDA)
+        if not found["build"].get("is_cuda_build"):
+            command = f"pip uninstall -y tensorflow-cpu; {INSTALL_CUDA}"
+            return Check("GPUs", "problem", f"{text} (this build is for CPUs)", command=command)
+        fix = f"{INSTALL_CUDA}  (then look at 'CUDA libraries' here)"
+        return Check("GPUs", "problem", text, fix, INSTALL_CUDA)
+    if there:
+        return Check("GPUs", "ok", "CUDA_VISIBLE_DEVICES shows none: training runs on the CPU")
+    if facts["machine"].get("pci_gpus"):
+        return Check("GPUs", "problem", "an NVIDIA GPU without a driver", "See 'NVIDIA driver' here.")
+    return Check("GPUs", "ok", "no NVIDIA GPU: training runs on the CPU")
+
+
+def capability(facts: Mapping[str, dict]) -> list[Check]:
+    """Each GPU's compute capability against what TensorFlow was compiled for."""
+    built = facts["tensorflow"].get("build", {}).get("cuda_compute_capabilities") or []
+    found = [tuple(gpu.get("capability") or ()) for gpu in facts["driver"].get("gpus") or []]
+    if not built or not any(found):
+        return []
+    name, faults = "Compute capability", []
+    for own in dict.fromkeys(each for each in found if each):
+        text = f"{own[0]}.{own[1]}; TensorFlow was built for {', '.join(built)}"
+        fits = fit(own, built)
+        if fits == "compiled at start":
+            fix = "export CUDA_CACHE_MAXSIZE=4294967296"
+            text += ": its kernels are compiled at the first start, for up to half an hour"
+            faults.append(Check(name, "warning", text, f"{fix}  (so that it happens once)", fix))
+        elif fits == "none":
+            fix = "Use a TensorFlow that was built for this GPU: an older release for an old one, a newer for a new."
+            faults.append(Check(name, "problem", text, fix))
+    shown = ", ".join(f"{each[0]}.{each[1]}" for each in dict.fromkeys(found) if each)
+    return faults or [Check(name, "ok", f"{shown}: TensorFlow has code for it")]
+
+
+def fit(own: tuple[int, int], built: list[str]) -> str:
+    """Whether a build has code for a GPU: `"ready"`, `"compiled at start"` from PTX, or `"none"`.
+
+    Machine code (`sm_80`) runs on GPUs of its own major version that are as new or newer; PTX (`compute_90`) is
+    compiled on the spot for all newer ones.
+
+    Example:
+        >>> fit((8, 6), ["sm_80", "compute_90"]), fit((12, 0), ["sm_80", "compute_90"]), fit((5, 2), ["sm_80"])
+        ('ready', 'compiled at start', 'none')
+        >>> fit((9, 0), ["sm_80", "compute_90"])
+        'ready'
+
+    Source: https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/#cuda-compatibility-developers-guide
+    """
+    known = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", each) for each in built]
+    codes = [(each[1], (int(each[2]), int(each[3]))) for each in known if each]
+    if any(kind == "sm" and code[0] == own[0] and code <= own for kind, code in codes):
+        return "ready"
+    # TensorFlow's own releases name the newest GPUs this way, and carry machine code for them too.
+    if any(kind == "compute" and code == own for kind, code in codes):
+        return "ready"
+    return "compiled at start" if any(kind == "compute" and code <= own for kind, code in codes) else "none"
+
+
+def names(gpus: list[dict]) -> str:
+    return ", ".join(gpu["name"] for gpu in gpus) or "no GPU"

@@ -1,0 +1,197 @@
+"""The state of the GPUs: memory in use by others, ECC, MIG, persistence, heat and power, links, errors in the log."""
+
+from collections.abc import Mapping
+
+from tfgpu.doctor.check import Check, worst
+
+GIB = 2**30
+_MUCH = 0.1
+"""The part of a GPU's memory in use from which others are named."""
+_FEW_NAMED = 5
+_SLOW_PATHS = ("NODE", "SYS")
+# What NVIDIA says of an Xid: https://docs.nvidia.com/deploy/xid-errors/
+_XIDS = {
+    13: "a program's fault in a kernel",
+    31: "a program read memory that is not its own",
+    43: "a program was stopped",
+    45: "a program was ended",
+    48: "memory error that ECC cannot correct",
+    62: "the GPU's controller stopped",
+    63: "a bad memory row is to be replaced at the next reset",
+    64: "a bad memory row cannot be replaced",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    92: "many corrected memory errors",
+    94: "memory error, contained in one program",
+    95: "memory error, not contained",
+    119: "the GPU's system processor gives no answer",
+    120: "error of the GPU's system processor",
+}
+_PROGRAMS = (13, 31, 43, 45)
+
+
+def checks(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
+    """All of them, where the driver shows a GPU."""
+    gpus = facts["driver"].get("gpus") or []
+    found = xids(facts)
+    if not gpus:
+        return found
+    several = [*links(facts, environ)] if len(gpus) > 1 else []
+    return [*memory(gpus), *mig(gpus), *persistence(gpus), *ecc(gpus), *throttling(gpus), *several, *found]
+
+
+def memory(gpus: list[dict]) -> list[Check]:
+    """Memory that is taken before training starts: TensorFlow then gets less, or fails to start."""
+    faults = []
+    for index, gpu in enumerate(gpus):
+        if not _is_full(gpu):
+            continue
+        total, used = gpu["memory_bytes"], gpu["used_bytes"]
+        who = sorted(gpu.get("processes", []), key=lambda each: -each["bytes"])
+        named = ", ".join(f"{each['name'] or 'process'} {each['pid']}" for each in who[:_FEW_NAMED])
+        more = f" and {len(who) - _FEW_NAMED} more" if len(who) > _FEW_NAMED else ""
+        text = f"{used / GIB:.1f} of {total / GIB:.1f} GiB of GPU {index} are in use by "
+        text += f"{named}{more}" if named else "processes that this one cannot see (another container or user)"
+        free = [str(i) for i, each in enumerate(gpus) if not _is_full(each)]
+        if free:
+            command = f"export CUDA_VISIBLE_DEVICES={','.join(free)}"
+            faults.append(Check("GPU memory", "warning", text, f"{command}  (or end what uses it)", command))
+        else:
+            fix = f"End it if it is left over: `ps -o user,etime,args -p {','.join(str(each['pid']) for each in who)}`."
+            faults.append(Check("GPU memory", "warning", text, fix if who else "Ask who else uses this machine."))
+    used = sum(gpu.get("used_bytes") or 0 for gpu in gpus)
+    return worst("GPU memory", f"{used / GIB:.1f} GiB in use on all", faults)
+
+
+def _is_full(gpu: Mapping) -> bool:
+    total = gpu.get("memory_bytes")
+    return bool(total) and (gpu.get("used_bytes") or 0) >= _MUCH * total
+
+
+def mig(gpus: list[dict]) -> list[Check]:
+    """Multi-instance GPUs: TensorFlow sees one slice a process, and slices cannot sum among themselves by NCCL."""
+    faults = []
+    for index, gpu in enumerate(gpus):
+        found = gpu.get("mig") or {}
+        if found.get("enabled") != found.get("pending"):
+            state = "on" if found["pending"] else "off"
+            text = f"GPU {index}: turning it {state} waits for a reset"
+            faults.append(Check("MIG", "warning", text, command=f"sudo nvidia-smi -i {index} --gpu-reset"))
+        elif found.get("enabled") and not found["slices"]:
+            text = f"GPU {index} is in MIG mode and has no slices, so no program can use it"
+            faults.append(Check("MIG", "problem", text, command=f"sudo nvidia-smi -i {index} -mig 0"))
+        elif found.get("enabled"):
+            text = f"GPU {index} is cut into {len(found['slices'])}; a process gets one, and slices cannot be mirrored"
+            command = f"export CUDA_VISIBLE_DEVICES={found['slices'][0]}"
+            fix = f"{command}  (or use it whole: sudo nvidia-smi -i {index} -mig 0)"
+            faults.append(Check("MIG", "warning", text, fix, command))
+    return worst("MIG", "off", faults)
+
+
+def persistence(gpus: list[dict]) -> list[Check]:
+    off = [str(index) for index, gpu in enumerate(gpus) if gpu.get("persistence") == 0]
+    if off:
+        text = f"off on GPU {', '.join(off)}: the driver starts anew for each program, which takes seconds"
+        return [Check("Persistence mode", "warning", text, command="sudo nvidia-smi -pm 1")]
+    is_known = any(gpu.get("persistence") is not None for gpu in gpus)
+    return [Check("Persistence mode", "ok", "on" if is_known else "this driver has none")]
+
+
+def ecc(gpus: list[dict]) -> list[Check]:
+    """Memory errors since the driver started: wrong numbers, and the end of programs."""
+    faults = []
+    for index, gpu in enumerate(gpus):
+        found = gpu.get("ecc") or {}
+        reset = f"sudo nvidia-smi -i {index} --gpu-reset"
+        if found.get("failed"):
+            text = f"GPU {index}: bad rows of memory cannot be replaced any more"
+            faults.append(Check("ECC errors", "problem", text, "Have this GPU replaced, and hide it until then."))
+        elif found.get("uncorrected"):
+            text = f"GPU {index}: {found['uncorrected']} error(s) that could not be corrected, since the driver started"
+            fix = f"{reset}  (with no program on it; have it replaced if they return)"
+            faults.append(Check("ECC errors", "problem", text, fix, reset))
+        elif found.get("pending"):
+            text = f"GPU {index}: bad memory waits for a reset to be replaced"
+            faults.append(Check("ECC errors", "warning", text, command=reset))
+    corrected = sum((gpu.get("ecc") or {}).get("corrected") or 0 for gpu in gpus)
+    is_on = any((gpu.get("ecc") or {}).get("enabled") for gpu in gpus)
+    fine = f"none uncorrected, {corrected} corrected" if is_on else "not counted: ECC is off"
+    return worst("ECC errors", fine, faults)
+
+
+def throttling(gpus: list[dict]) -> list[Check]:
+    """Clocks that are held back by heat or power, and power limits below the maker's."""
+    faults = []
+    for index, gpu in enumerate(gpus):
+        hot = gpu.get("temperature_c")
+        reasons = [each for each in gpu.get("slowed_by", []) if each != "power cap"]
+        limit, default = gpu.get("power_limit_w"), gpu.get("default_power_limit_w")
+        if reasons:
+            text = f"GPU {index} is slowed down by {', '.join(reasons)}" + (f", at {hot} °C" if hot is not None else "")
+            fix = "Look at fans, air and power cables: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`."
+            faults.append(Check("GPU clocks", "warning", text, fix))
+        if limit and default and limit < 0.95 * default:
+            text = f"GPU {index} may take {limit:.0f} W, of the {default:.0f} W that it is made for"
+            faults.append(Check("GPU clocks", "warning", text, command=f"sudo nvidia-smi -i {index} -pl {default:.0f}"))
+    busy = [str(index) for index, gpu in enumerate(gpus) if "power cap" in gpu.get("slowed_by", [])]
+    text = f"GPU {', '.join(busy)} at its power limit, as under full load" if busy else "not held back"
+    return worst("GPU clocks", text, faults)
+
+
+def links(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
+    """How the GPUs reach each other."""
+    name, faults = "GPU links", []
+    for variable, words in (("NCCL_P2P_DISABLE", "from GPU to GPU"), ("NCCL_SHM_DISABLE", "through shared memory")):
+        if environ.get(variable, "0") not in ("", "0"):
+            text = f"{variable}={environ[variable]}: NCCL sends nothing {words}"
+            faults.append(Check(name, "warning", text, command=f"unset {variable}"))
+    for index, gpu in enumerate(facts["driver"]["gpus"]):
+        found, pcie = gpu.get("nvlinks") or {}, gpu.get("pcie") or {}
+        if found.get("fabric") in ("not started", "under way"):
+            text = f"GPU {index}: the NVLink fabric is {found['fabric']}, so CUDA does not start"
+            faults.append(Check(name, "problem", text, command="sudo systemctl restart nvidia-fabricmanager"))
+        elif 0 < found.get("up", 0) < found["of"]:
+            text = f"GPU {index}: {found['of'] - found['up']} of {found['of']} NVLinks are down"
+            faults.append(
+                Check(name, "warning", text, "See `nvidia-smi nvlink -s` and `-e`; a reset may bring them back.")
+            )
+        if pcie.get("width") and pcie.get("most_width") and pcie["width"] < pcie["most_width"]:
+            text = f"GPU {index} has {pcie['width']} PCIe lanes of the {pcie['most_width']} that it could use"
+            faults.append(Check(name, "warning", text, "Look at its slot and riser (BIOS: lane bifurcation)."))
+    pairs = facts["driver"].get("links", [])
+    without = [each for each in pairs if each["reads"] is False and each["path"] != "NVLink"]
+    if without:
+        named = ", ".join("-".join(map(str, each["gpus"])) for each in without[:_FEW_NAMED])
+        text = f"{len(without)} of {len(pairs)} pairs ({named}) cannot read each other's memory: sums take the host's"
+        fix = "Turn off IOMMU and ACS in the BIOS where the GPUs allow it (consumer GPUs do not)."
+        faults.append(Check(name, "warning", text, fix))
+    return worst(name, _drawn(pairs), faults)
+
+
+def _drawn(pairs: list[dict]) -> str:
+    """How many pairs go which way."""
+    kinds: dict[str, int] = {}
+    for each in pairs:
+        kinds[each["path"]] = kinds.get(each["path"], 0) + 1
+    text = ", ".join(f"{count} by {path}" for path, count in sorted(kinds.items(), key=lambda item: -item[1]))
+    slow = any(path in _SLOW_PATHS for path in kinds)
+    return f"pairs: {text or 'unknown'}" + (" (SYS and NODE cross the processor's own links)" if slow else "")
+
+
+def xids(facts: Mapping[str, dict]) -> list[Check]:
+    """What NVIDIA's kernel module has written into the kernel's log."""
+    found, has_gpus = facts["xid"], bool(facts["driver"].get("gpus") or facts["machine"].get("pci_gpus"))
+    lines = found.get("lines", [])
+    if not lines:
+        if not has_gpus:
+            return []
+        unread = found.get("unread") or found.get("error")
+        return [Check("GPU errors (Xid)", "ok", f"not read: {unread}" if unread else "none in the kernel's log")]
+    last = lines[-1]
+    hard = [each for each in lines if each["number"] not in _PROGRAMS]
+    each = hard[-1] if hard else last
+    text = f"{len(lines)} in the kernel's log; Xid {each['number']}"
+    text += f" ({_XIDS.get(each['number'], 'see its list')}) of {each['gpu']}: {each['text']}"
+    fix = "Look it up: https://docs.nvidia.com/deploy/xid-errors/. "
+    fix += "Reset or reboot, and have the GPU looked at." if hard else "A program did this, not the GPU."
+    return [Check("GPU errors (Xid)", "problem" if hard else "warning", text, fix)]

@@ -1,0 +1,130 @@
+"""CUDA's libraries against TensorFlow's build and the driver; the tools that XLA runs."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from tfgpu.doctor.check import Check
+from tfgpu.doctor.checks.software import INSTALL_CUDA
+
+# The first CUDA whose ptxas knows a compute capability: https://docs.nvidia.com/cuda/parallel-thread-execution/
+_FIRST_PTXAS = {
+    (8, 9): (11, 8),
+    (9, 0): (11, 8),
+    (10, 0): (12, 7),
+    (10, 3): (12, 9),
+    (12, 0): (12, 8),
+    (12, 1): (12, 9),
+}
+_MOST_FOLDERS = 12
+
+
+def cuda(facts: Mapping[str, dict]) -> list[Check]:
+    """Each library that TensorFlow opens, by TensorFlow's own words where it has tried."""
+    found, log = facts["libraries"], facts["tensorflow"].get("loading", {})
+    if "error" in found:
+        return [Check("CUDA libraries", "warning", found["error"], command=INSTALL_CUDA)]
+    opened = {name: each for name, each in found.items() if each.get("path")}
+    there = ", ".join(f"{name} {each['version'] or os.path.basename(each['path'])}" for name, each in opened.items())
+    if not facts["driver"].get("gpus"):
+        text = "none needed without an NVIDIA GPU" + (f"; found: {there}" if there else "")
+        return [Check("CUDA libraries", "ok", text)]
+    failed = log.get("failed", {})
+    if facts["tensorflow"].get("gpus"):
+        failed = {}  # What it could not load at first, it has found elsewhere since.
+    elif not failed:
+        failed = {each["file"]: each["error"] for each in found.values() if not each.get("path")}
+    faults = [_unloaded(file, words, log.get("places", {}).get(file, []), facts) for file, words in failed.items()]
+    return faults or [Check("CUDA libraries", "ok", there or "in TensorFlow's own build")]
+
+
+def _unloaded(file: str, words: str, folders: Sequence[str], facts: Mapping[str, dict]) -> Check:
+    """A library that could not be loaded: the loader's words, and where it looked."""
+    looked = ", ".join(folders[:_MOST_FOLDERS]) or "the loader's own folders"
+    if len(folders) > _MOST_FOLDERS:
+        looked += f" and {len(folders) - _MOST_FOLDERS} more"
+    text = f"{file} cannot be loaded: {words or 'not found'}. Looked in {looked}"
+    # Where it is there, but is broken or lies where TensorFlow does not look.
+    lies = next((each.get("path") for each in facts["libraries"].values() if each.get("file") == file), None)
+    if lies and "/" in lies:
+        command = f"export LD_LIBRARY_PATH={os.path.dirname(lies)}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"
+        return Check("CUDA libraries", "problem", f"{text}; it lies in {os.path.dirname(lies)}", command=command)
+    force = "" if "No such file" in words or not words else " --force-reinstall"
+    return Check("CUDA libraries", "problem", text, command=INSTALL_CUDA + force)
+
+
+def runtime(facts: Mapping[str, dict]) -> Check | None:
+    """The CUDA run time that is found first, against the driver and the build."""
+    found = facts["libraries"].get("cudart", {}).get("version")
+    driver = facts["driver"].get("cuda")
+    if not found or not driver or not facts["driver"].get("gpus"):
+        return None
+    text = f"{found}; the driver knows CUDA up to {'.'.join(map(str, driver))}"
+    if numbers(found)[0] > driver[0]:
+        fix = f"Install a driver for CUDA {numbers(found)[0]}, or a TensorFlow built for CUDA {driver[0]}."
+        return Check("CUDA run time", "problem", f"{text}: the driver is too old for it", fix)
+    return Check("CUDA run time", "ok", text)
+
+
+def cudnn(facts: Mapping[str, dict]) -> Check | None:
+    """cuDNN has to be of the build's major version, and not older than it."""
+    found = facts["libraries"].get("cudnn", {})
+    built = str(facts["tensorflow"].get("build", {}).get("cudnn_version", ""))
+    if not found.get("version") or not built or not facts["driver"].get("gpus"):
+        return None
+    have, want = numbers(found["version"]), numbers(built)
+    text = f"{found['version']} ({found['path']}); TensorFlow was built for {built}"
+    if have[0] != want[0] or have[: len(want)] < want:
+        command = f"pip install --upgrade 'nvidia-cudnn-cu12>={built},<{want[0] + 1}'"
+        if "nvidia" not in found["path"]:
+            text += "; LD_LIBRARY_PATH or the system's own cuDNN comes before the wheel's"
+            command = f"unset LD_LIBRARY_PATH\n{command}"
+        return Check("cuDNN", "problem", text, command.replace("\n", "; "), command)
+    return Check("cuDNN", "ok", text)
+
+
+def nccl(facts: Mapping[str, dict]) -> Check | None:
+    """NCCL, which sums over several GPUs."""
+    found, gpus = facts["libraries"].get("nccl", {}), facts["driver"].get("gpus") or []
+    if not gpus or "error" in facts["libraries"]:
+        return None
+    if not found.get("path"):
+        text = f"libnccl.so.2 cannot be loaded: {found.get('error') or 'not found'}"
+        if len(gpus) < 2:
+            return Check("NCCL", "ok", f"not needed for one GPU ({text})")
+        return Check("NCCL", "problem", f"{text}; {len(gpus)} GPUs cannot sum by it", command=INSTALL_CUDA)
+    return Check("NCCL", "ok", f"{found['version'] or 'without a version'} ({found['path']})")
+
+
+def tools(facts: Mapping[str, dict]) -> Check | None:
+    """`ptxas` and `libdevice`, without which XLA compiles slowly, or not at all."""
+    found, gpus = facts["tools"], facts["driver"].get("gpus") or []
+    if not gpus:
+        return None
+    command = "pip install nvidia-cuda-nvcc-cu12"
+    looked = ", ".join(found.get("looked", []))
+    if not found.get("ptxas"):
+        text = f"not found in {looked}: XLA leaves it to the driver, which may know too little"
+        return Check("ptxas", "warning", text, command=command)
+    if not found.get("version"):
+        return Check("ptxas", "problem", found["error"], command=f"{command} --force-reinstall")
+    text = f"{found['version']} ({found['ptxas']})"
+    needed = max((_FIRST_PTXAS.get(tuple(gpu.get("capability") or ()), (0, 0)) for gpu in gpus), default=(0, 0))
+    if tuple(numbers(found["version"])) < needed:
+        want = ".".join(map(str, needed))
+        text += f"; these GPUs need {want} or newer"
+        return Check("ptxas", "problem", text, command=f"pip install --upgrade 'nvidia-cuda-nvcc-cu12>={want}'")
+    if not found.get("libdevice"):
+        text += f"; libdevice.10.bc was not found in {looked}: XLA cannot compile exp, tanh and the like"
+        return Check("ptxas", "problem", text, command=command)
+    return Check("ptxas", "ok", text)
+
+
+def numbers(version: str) -> list[int]:
+    """The numbers of a version.
+
+    Example:
+        >>> numbers("12.5.1"), numbers("9")
+        ([12, 5, 1], [9])
+    """
+    return [int(part) for part in re.findall(r"\d+", version)]

@@ -1,0 +1,191 @@
+"""Cores, memory, limits, shared memory, disk and container."""
+
+import os
+import shlex
+from collections.abc import Mapping
+
+from tfgpu.doctor.check import Check
+
+GIB = 2**30
+FILES = 4096
+"""Open files that a training with many shards, workers and logs may need."""
+_SHARED = GIB
+_SMALL_SHARED = 2**28
+_THREADS = 2048
+
+
+def processor(facts: Mapping[str, dict]) -> list[Check]:
+    """The cores that this process may use, against the threads that it would start."""
+    found = facts["machine"]
+    if not found.get("cores"):
+        return [Check("CPU", "warning", found.get("error", "unknown"), command="pip install psutil")]
+    cores, quota = found["cores"], found.get("quota")
+    usable = min(cores, quota) if quota else cores
+    text = f"{cores} cores for this process"
+    if quota and quota < cores:
+        whole = max(1, round(quota))
+        text += f", but time of {quota:g}: TensorFlow starts {cores} threads, which wait for each other"
+        return [Check("CPU", "warning", text, command=_threads(whole))]
+    too_many = {name: value for name, value in found.get("threads", {}).items() if _number(value) > usable}
+    if too_many:
+        named = ", ".join(f"{name}={value}" for name, value in too_many.items())
+        return [Check("CPU", "warning", f"{text}, but {named}", command=f"unset {' '.join(too_many)}")]
+    odd = {name: value for name, value in found.get("threads", {}).items() if not _is_number(value)}
+    if odd:
+        told = ", ".join(f"{name}={value!r}" for name, value in odd.items())
+        return [Check("CPU", "warning", f"{text}; no number: {told}", command=f"unset {' '.join(odd)}")]
+    # In a launch, several processes share the cores.
+    alone = usable >= 4 and not facts["cluster"]
+    lone = [name for name, value in found.get("threads", {}).items() if _number(value) == 1 and alone]
+    if lone:
+        told = f"{text}, but one thread each by {', '.join(lone)}"
+        return [Check("CPU", "warning", told, command=f"unset {' '.join(lone)}")]
+    gpus = len(facts["driver"].get("gpus") or [])
+    if gpus and usable < 2 * gpus:
+        text += f", for {gpus} GPU(s): too few to feed them"
+        return [
+            Check("CPU", "warning", text, "Ask for 4 cores or more a GPU (Slurm: --cpus-per-task; docker: --cpus).")
+        ]
+    everything = found.get("all_cores") or cores
+    return [Check("CPU", "ok", text + (f" of {everything}" if everything > cores else ""))]
+
+
+def _threads(count: int) -> str:
+    return f"export TF_NUM_INTRAOP_THREADS={count} TF_NUM_INTEROP_THREADS={count} OMP_NUM_THREADS={count}"
+
+
+def _is_number(value: str) -> bool:
+    return value.strip().isdecimal()
+
+
+def _number(value: str) -> int:
+    return int(value) if _is_number(value) else 0
+
+
+def memory(facts: Mapping[str, dict]) -> Check:
+    found = facts["machine"]
+    if "error" in found:
+        return Check("Memory", "warning", found["error"], command="pip install psutil")
+    total, free, limit = found["memory_bytes"], found["free_bytes"], found.get("memory_limit_bytes")
+    text = f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
+    if limit and limit < total:
+        text += f", {limit / GIB:.1f} GiB allowed here"
+        if limit < 2 * GIB:
+            fix = "Allow more (docker: --memory 8g; Kubernetes: resources.limits.memory; Slurm: --mem)."
+            return Check("Memory", "warning", text, fix)
+    if free < GIB:
+        return Check("Memory", "warning", text, "Close other programs: TensorFlow alone takes about 0.5 GiB.")
+    return Check("Memory", "ok", text)
+
+
+def shared_memory(facts: Mapping[str, dict]) -> Check:
+    """`/dev/shm`, through which NCCL's processes and data workers talk; Docker gives it 64 MiB."""
+    found, name = facts["machine"].get("shared_memory"), "/dev/shm"
+    if not found:
+        return Check(name, "warning", "unknown: the machine was not asked", command="pip install psutil")
+    if "error" in found:
+        fix = "sudo mount -t tmpfs -o size=8g tmpfs /dev/shm"
+        return Check(name, "warning", found["error"], command=f"sudo mkdir -p /dev/shm; {fix}")
+    total, free = found["bytes"], found["free_bytes"]
+    text = f"{free / GIB:.2f} GiB free of {total / GIB:.2f} GiB"
+    several = len(facts["driver"].get("gpus") or []) > 1
+    least = _SHARED if several else _SMALL_SHARED
+    if total < least:
+        text += f"; {'several GPUs need' if several else 'data workers may need'} {least / GIB:g} GiB or more"
+        fix, command = _larger(facts["machine"].get("container", ""))
+        return Check(name, "problem" if several else "warning", text, fix, command)
+    if free < least:
+        text += ": full of what others left behind"
+        return Check(name, "warning", text, "Look with `ls -la /dev/shm`, and remove what no process uses.")
+    return Check(name, "ok", text)
+
+
+def _larger(container: str) -> tuple[str, str]:
+    if container == "kubernetes":
+        return "Mount an emptyDir with medium: Memory at /dev/shm (tfgpu launch --kubernetes writes one).", ""
+    if container:
+        return "Start the container with --shm-size=8g (or --ipc=host).", ""
+    return "", "sudo mount -o remount,size=8g /dev/shm"
+
+
+def container(facts: Mapping[str, dict]) -> Check:
+    """A container whose host has GPUs, which it was not given."""
+    found, name = facts["machine"], "Container"
+    if "error" in found:
+        return Check(name, "warning", "unknown: the machine was not asked", command="pip install psutil")
+    kind, there = found.get("container", ""), found.get("devices", {})
+    has_host_gpus = found.get("pci_gpus") or found.get("kernel_driver")
+    if kind and has_host_gpus and not there.get("gpus"):
+        text = f"{kind}: its host has NVIDIA GPUs, but there is no /dev/nvidia0 here"
+        return Check(name, "problem", text, _gpus_for(kind))
+    if there.get("closed"):
+        files = ", ".join(f"/dev/{each}" for each in there["closed"])
+        text = f"{files}: this user may not open them"
+        return Check(name, "problem", text, command='sudo usermod -aG video,render "$USER"')
+    if not kind:
+        return Check(name, "ok", "none")
+    return Check(name, "ok", f"{kind}, with {there.get('gpus', 0)} NVIDIA GPU(s)")
+
+
+def _gpus_for(kind: str) -> str:
+    ways = {
+        "kubernetes": "Ask for them in the pod: resources.limits with nvidia.com/gpu: 1 (and NVIDIA's device plugin).",
+        "podman": "Start it with: podman run --device nvidia.com/gpu=all ...",
+        "apptainer": "Start it with: apptainer run --nv ...",
+    }
+    return ways.get(kind, "Start it with: docker run --gpus all ... (needs the NVIDIA container toolkit on the host).")
+
+
+def limits(facts: Mapping[str, dict]) -> list[Check]:
+    """Open files, processes, locked memory and address space."""
+    found = facts["machine"].get("limits")
+    if not found:
+        return [Check("Limits", "warning", "unknown: the machine was not asked", command="pip install psutil")]
+    faults = []
+    if 0 <= found["files"] < FILES:
+        text = f"{found['files']} open files at most; a training with many files and workers needs {FILES}"
+        faults.append(_limit("Open files", text, "n", found["most_files"], FILES * 16, FILES))
+    if 0 <= found["processes"] < _THREADS:
+        text = f"{found['processes']} processes and threads at most; TensorFlow starts hundreds"
+        faults.append(_limit("Processes", text, "u", found["most_processes"], _THREADS * 8, _THREADS))
+    if facts["machine"].get("infiniband") and 0 <= found["locked"] < GIB:
+        text = f"{found['locked'] >> 10} KiB of locked memory; InfiniBand locks what it sends"
+        faults.append(_limit("Locked memory", text, "l", found["most_locked"], -1, GIB))
+    if 0 <= found["addresses"]:
+        text = f"{found['addresses'] / GIB:.1f} GiB of addresses at most; a GPU alone reserves more"
+        faults.append(_limit("Address space", text, "v", found["most_addresses"], -1, 2**47))
+    return faults or [Check("Limits", "ok", f"{_shown(found['files'])} open files")]
+
+
+def _limit(name: str, text: str, flag: str, most: int, wish: int, need: int) -> Check:
+    """A limit that a shell can raise up to `most`, or only an administrator."""
+    if most < 0 or most >= need:
+        value = "unlimited" if wish < 0 and most < 0 else min(each for each in (wish, most) if each >= 0)
+        return Check(name, "warning", text, command=f"ulimit -{flag} {value}")
+    return Check(
+        name,
+        "warning",
+        text,
+        f"Raise it in /etc/security/limits.conf, or docker run --ulimit ({most} is the most here).",
+    )
+
+
+def _shown(value: int) -> str:
+    return "unlimited" if value < 0 else f"{value}"
+
+
+def disk(facts: Mapping[str, dict]) -> Check:
+    """Room for checkpoints where this process works."""
+    found = facts["machine"].get("disk")
+    if not found:
+        return Check("Disk", "warning", "unknown: the machine was not asked", command="pip install psutil")
+    text = f"{found['free_bytes'] / GIB:.1f} GiB free in {found['folder']}"
+    if not found["is_writable"]:
+        return Check("Disk", "warning", f"{found['folder']} cannot be written", command=f"cd {shlex.quote(_home())}")
+    if found["free_bytes"] < 5 * GIB:
+        return Check("Disk", "warning", f"{text}: checkpoints may not fit", "Free some, or give --output another disk.")
+    return Check("Disk", "ok", text)
+
+
+def _home() -> str:
+    return os.path.expanduser("~")

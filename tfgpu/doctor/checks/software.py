@@ -1,0 +1,116 @@
+"""Python, TensorFlow, Keras, TensorBoard and the repairs."""
+
+import re
+import sys
+from collections.abc import Mapping
+
+from tfgpu.doctor.check import Check
+
+TESTED = {"tensorflow": (2, 21), "keras": (3, 15)}
+INSTALL = "pip install 'tensorflow~=2.21' 'keras~=3.15'"
+INSTALL_CUDA = "pip install 'tensorflow[and-cuda]~=2.21'"
+
+
+def python(facts: Mapping[str, dict]) -> Check:
+    found = facts["python"]
+    if "error" in found:
+        return Check("Python", "problem", found["error"], f"Run `{sys.executable} -c 'import tfgpu'` and mend it.")
+    text = f"{found['version']} ({found['executable']})"
+    if tuple(map(int, found["version"].split(".")[:2])) < (3, 11):
+        return Check("Python", "problem", text, "Install Python 3.11 or newer, and make a new .venv with it.")
+    return Check("Python", "ok", text)
+
+
+def tensorflow(facts: Mapping[str, dict]) -> Check:
+    return _package("TensorFlow", "tensorflow", facts["tensorflow"])
+
+
+def _package(title: str, package: str, found: dict) -> Check:
+    if "error" in found:
+        is_missing = re.search(rf"No module named '{package}'$", found["error"])
+        text = "not installed" if is_missing else f"cannot be imported: {found['error']}"
+        return Check(title, "problem", text, command=INSTALL if is_missing else f"{INSTALL} --force-reinstall")
+    tested = TESTED[package]
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found["version"])[:2])
+    if numbers[0] != tested[0] or numbers < tested:
+        wanted = ".".join(map(str, tested))
+        return Check(title, "warning", f"{found['version']}; tests ran on {wanted}", command=INSTALL)
+    return Check(title, "ok", found["version"])
+
+
+def several_tensorflows(facts: Mapping[str, dict]) -> Check:
+    """Packages of TensorFlow that write into the same folder."""
+    found = facts["packages"].get("tensorflows", [])
+    names = [each.partition(" ")[0] for each in found]
+    if len(found) < 2:
+        return Check("TensorFlow packages", "ok", ", ".join(found) or "none by pip")
+    text = f"{', '.join(found)}: they share one folder, and have overwritten each other's files"
+    return Check("TensorFlow packages", "problem", text, command=f"pip uninstall -y {' '.join(names)}; {INSTALL}")
+
+
+def keras(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
+    found = facts["keras"]
+    # A backend that is not installed shows as an import error that names it.
+    absent = re.search(r"No module named '(jax|torch|openvino)'", found.get("error", ""))
+    backend = absent[1] if absent else found.get("backend", "tensorflow")
+    if backend == "tensorflow":
+        return _package("Keras", "keras", found)
+    command = "export KERAS_BACKEND=tensorflow"
+    file = "" if "KERAS_BACKEND" in environ else '  (or set "backend": "tensorflow" in ~/.keras/keras.json)'
+    return Check("Keras", "problem", f"its backend is {backend}, not TensorFlow", command + file, command)
+
+
+def legacy_keras(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
+    wanted = environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
+    installed = facts["packages"].get("tf-keras")
+    if wanted:
+        text = "TF_USE_LEGACY_KERAS makes tf.keras the old Keras 2, whose models do not mix with Keras 3"
+        return Check("Legacy Keras", "problem", text, command="unset TF_USE_LEGACY_KERAS")
+    if installed:
+        text = f"tf-keras {installed} is installed: what it makes does not mix with Keras 3"
+        fix = "pip uninstall -y tf-keras  (unless something imports tf_keras)"
+        return Check("Legacy Keras", "warning", text, fix, "pip uninstall -y tf-keras")
+    return Check("Legacy Keras", "ok", "not in use")
+
+
+def build(facts: Mapping[str, dict]) -> Check:
+    found = facts["tensorflow"]
+    if "error" in found:
+        return Check("TensorFlow build", "problem", "unknown: TensorFlow cannot be imported", command=INSTALL)
+    about = found["build"]
+    if not about.get("is_cuda_build"):
+        return Check("TensorFlow build", "ok", "for CPUs")
+    capabilities = ", ".join(about.get("cuda_compute_capabilities", []))
+    text = f"CUDA {about.get('cuda_version', '?')}, cuDNN {about.get('cudnn_version', '?')} ({capabilities})"
+    return Check("TensorFlow build", "ok", text)
+
+
+def tensorboard(facts: Mapping[str, dict]) -> Check:
+    version = facts["packages"].get("tensorboard")
+    if not version:
+        text = "not installed: logs cannot be written"
+        return Check("TensorBoard", "problem", text, command="pip install 'tensorboard>=2.19'")
+    return Check("TensorBoard", "ok", version)
+
+
+def repairs(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
+    found = facts["repairs"]
+    if "error" in found:
+        if "no answer" in found["error"]:
+            fix = "Run `tfgpu doctor` again when the machine is less busy."
+            return [Check("Keras repairs", "warning", found["error"], fix)]
+        if "not asked" in found["error"]:
+            return [Check("Keras repairs", "problem", found["error"], "Mend TensorFlow and Keras first.")]
+        return [Check("Keras repairs", "problem", found["error"], command=INSTALL)]
+    is_off = environ.get("TFGPU_REPAIR", "1") == "0"
+    checks = []
+    for name, is_needed in found.items():
+        title = f"Keras repair {name}"
+        if not is_needed:
+            checks.append(Check(title, "ok", "fixed upstream: not needed here"))
+        elif is_off:
+            text = "needed here, but TFGPU_REPAIR=0 leaves Keras alone"
+            checks.append(Check(title, "warning", text, command="unset TFGPU_REPAIR"))
+        else:
+            checks.append(Check(title, "ok", "needed here; tfgpu.strategy() installs it"))
+    return checks

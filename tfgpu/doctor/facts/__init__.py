@@ -1,0 +1,81 @@
+"""Asks this machine's Python, packages, driver, libraries, kernel, cluster, TensorFlow and Keras what they are.
+
+`asking.py` runs the questions in processes of their own; the other files hold them, by subject.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tfgpu.doctor.facts import asking, loader
+
+QUICK_S, TENSORFLOW_S, REPAIRS_S = 60, 240, 600
+"""Seconds for a group of questions to be answered; on an idle machine they take 1, 7 and 15."""
+_HERE = "tfgpu.doctor.facts"
+_LOG_LINES = 100
+
+
+def gather(environ: Mapping[str, str], *, root: str = "/", seconds: float | None = None) -> dict[str, dict]:
+    """Asks this machine's Python, packages, driver, libraries, kernel, cluster, TensorFlow and Keras what they are.
+
+    Args:
+        environ: the environment of the processes that are asked.
+        root: the folder below which the kernel's files are read.
+        seconds: for each group of questions; `None` gives each what it needs at most on a busy machine.
+
+    Returns:
+        The answers by question. One that could not be had is `{"error": why}`.
+    """
+    environ = {**asking.with_tfgpu(environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    with ThreadPoolExecutor() as pool:
+        repairs = pool.submit(_repairs, environ, seconds or REPAIRS_S)
+        quick = [
+            pool.submit(_ask, "software", ["python", "packages"], environ, seconds or QUICK_S),
+            pool.submit(_ask, "machine", ["machine", "xid"], environ, seconds or QUICK_S, root=root),
+            pool.submit(_ask, "gpus", ["driver"], environ, seconds or QUICK_S, root=root),
+            pool.submit(_ask, "cluster", ["cluster"], environ, seconds or QUICK_S),
+        ]
+        facts = tensorflow(environ, seconds or TENSORFLOW_S)
+        facts |= _libraries(facts["tensorflow"], environ, root, seconds or QUICK_S)
+        for each in [*quick, repairs]:
+            facts |= each.result()
+    if "error" in facts["tensorflow"] or "error" in facts["keras"]:
+        facts["repairs"] = {"error": "not asked: TensorFlow or Keras cannot be imported"}
+    return facts
+
+
+def _ask(file: str, names: list[str], environ: Mapping[str, str], seconds: float, **options: object) -> dict[str, dict]:
+    return asking.ask(f"{_HERE}.{file}", names, environ=environ, seconds=seconds, **options)
+
+
+def tensorflow(environ: dict[str, str], seconds: float) -> dict[str, dict]:
+    """TensorFlow and Keras, with what the loader says in TensorFlow's process.
+
+    Returns:
+        The answers to `tensorflow` and `keras`. `tensorflow` has, besides, `loading`: `failed` (libraries and the
+        loader's words), `places` (where it looked for each) and `log`.
+    """
+    with tempfile.TemporaryDirectory(prefix="tfgpu-doctor-") as folder:
+        watched = loader.watched(environ, folder)
+        names = ["tensorflow", "keras"]
+        facts, log = asking.ask_with_log(f"{_HERE}.software", names, environ=watched, seconds=seconds)
+        failed = loader.failures(log)
+        loading = {"failed": failed, "places": loader.places(loader.notes(folder), failed)}
+    loading["log"] = "\n".join(log.splitlines()[:_LOG_LINES])
+    facts["tensorflow"]["loading"] = loading
+    return facts
+
+
+def _libraries(found: Mapping, environ: Mapping[str, str], root: str, seconds: float) -> dict[str, dict]:
+    """CUDA's libraries, opened as this TensorFlow would."""
+    folder = str(Path(found["folder"])) if found.get("folder") else None
+    built = found.get("build", {}).get("cuda_version")
+    return _ask("libraries", ["libraries", "tools"], environ, seconds, cuda_version=built, tensorflow=folder, root=root)
+
+
+def _repairs(environ: Mapping[str, str], seconds: float) -> dict[str, dict]:
+    # The probes train tiny models on logical CPU devices of their own: no GPU, no cluster, a fresh process.
+    away = ("TF_CONFIG", "TFGPU_REPAIR")
+    alone = {name: value for name, value in environ.items() if name not in away} | {"CUDA_VISIBLE_DEVICES": ""}
+    return _ask("software", ["repairs"], alone, seconds)

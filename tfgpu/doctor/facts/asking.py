@@ -1,0 +1,150 @@
+"""Questions that are answered in a process of their own: a library that hangs or dies is a fact, not the doctor's end.
+
+The answering process prints each answer as it comes, so that those before a death are kept.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+INTERPRETER = (sys.executable,)
+_MARK = "tfgpu-fact "
+_LONGEST = 300
+_KILLED_S = 2.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended.
+
+    Attributes:
+        code: its exit code, negative for a signal; `None` where it gave no answer in time.
+        out: what it wrote to stdout.
+        err: the same of stderr.
+        how: the end in words.
+    """
+
+    code: int | None
+    out: str
+    err: str
+    how: str
+
+
+def run(command: Sequence[str], *, environ: Mapping[str, str], seconds: float, directory: str | None = None) -> Ended:
+    """Runs a command to its end, or to the end of its time; then it is killed, with all that it started.
+
+    A process that hangs in the kernel, as with a GPU that has fallen off the bus, cannot be killed: it is left behind.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=dict(environ),
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Ended(None, "", "", f"{command[0]} cannot be started: {error.strerror or error}")
+        code = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(seconds)
+        finally:
+            _kill(process)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return Ended(code, *texts, _words(code, texts[1], seconds))
+
+
+def ask(module: str, names: Sequence[str], *, environ: Mapping[str, str], seconds: float, **options: Any) -> dict:
+    """Has a module's `QUESTIONS` answered in a process of its own.
+
+    Args:
+        module: its full name; it has `QUESTIONS`, functions by name.
+        names: which of them, in this order.
+        environ: the environment of the process.
+        seconds: for all of them together.
+        options: what each of them gets.
+
+    Returns:
+        The answers by name. One that could not be had is `{"error": why}`.
+    """
+    return ask_with_log(module, names, environ=environ, seconds=seconds, **options)[0]
+
+
+def ask_with_log(
+    module: str, names: Sequence[str], *, environ: Mapping[str, str], seconds: float, **options: Any
+) -> tuple[dict[str, dict], str]:
+    """As `ask`, with what the process wrote to stderr."""
+    code = f"from tfgpu.doctor.facts import asking; asking.answer({module!r}, {list(names)!r}, {options!r})"
+    ended = run([*INTERPRETER, "-c", code], environ=environ, seconds=seconds)
+    return {name: {"error": ended.how} for name in names} | answers(ended.out), ended.err
+
+
+def answer(module: str, names: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Prints the answer to each question as it comes; `ask` runs this in a process of its own."""
+    import importlib
+
+    questions: Mapping[str, Callable[..., dict]] = importlib.import_module(module).QUESTIONS
+    for name in names:
+        try:
+            found = questions[name](**options)
+        except BaseException as error:  # A broken package may raise anything, SystemExit too.
+            found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]}
+        tell(name, found)
+
+
+def tell(name: str, found: Mapping[str, Any]) -> None:
+    """Prints one answer, on a line that `answers` finds."""
+    print(f"\n{_MARK}{json.dumps({name: found})}", flush=True)
+
+
+def answers(text: str) -> dict[str, dict]:
+    """Reads the answers in an output, whatever else stands there.
+
+    Example:
+        >>> answers('noise\\ntfgpu-fact {"a": {"b": 1}}\\ntfgpu-fact {"broken')
+        {'a': {'b': 1}}
+    """
+    found: dict[str, dict] = {}
+    for line in text.splitlines():
+        _, mark, told = line.partition(_MARK)
+        with contextlib.suppress(ValueError):
+            told = json.loads(told) if mark else {}
+            found |= told if isinstance(told, dict) else {}
+    return found
+
+
+def with_tfgpu(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that finds this tfgpu, which hides no package of the user's."""
+    parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), parent]))
+    return {**environ, "PYTHONPATH": path}
+
+
+def _kill(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_S)
+
+
+def _words(code: int | None, err: str, seconds: float) -> str:
+    if code is None:
+        return f"no answer within {seconds:g} s"
+    if code < 0:
+        return f"the process died of {signal.Signals(-code).name}"
+    lines = err.strip().splitlines()
+    return f"the process ended with code {code}" + (f": {lines[-1][:_LONGEST]}" if lines else "")

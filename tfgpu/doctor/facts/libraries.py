@@ -1,0 +1,147 @@
+"""CUDA's libraries and tools, opened one by one as TensorFlow would open them."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+# By CUDA's major version: what TensorFlow opens, by the names that its errors have.
+_SONAMES = {
+    12: {
+        "cudart": 12,
+        "cublas": 12,
+        "cublasLt": 12,
+        "cufft": 11,
+        "cusolver": 11,
+        "cusparse": 12,
+        "cudnn": 9,
+        "nccl": 2,
+    },
+    13: {
+        "cudart": 13,
+        "cublas": 13,
+        "cublasLt": 13,
+        "cufft": 12,
+        "cusolver": 12,
+        "cusparse": 12,
+        "cudnn": 9,
+        "nccl": 2,
+    },
+}
+# The function that tells a library's version, whether by its result or by a pointer.
+_VERSIONS = {"cudart": ("cudaRuntimeGetVersion", True), "cudnn": ("cudnnGetVersion", False)}
+_VERSIONS["nccl"] = ("ncclGetVersion", True)
+_TOOL_S = 10
+
+
+def sonames(cuda_version: str | None) -> dict[str, str]:
+    """The files that a TensorFlow built for a CUDA opens.
+
+    Example:
+        >>> sonames("12.5.1")["cudnn"], sonames(None)["cufft"]
+        ('libcudnn.so.9', 'libcufft.so.11')
+    """
+    major = int((cuda_version or "12").partition(".")[0])
+    return {name: f"lib{name}.so.{number}" for name, number in _SONAMES[13 if major >= 13 else 12].items()}
+
+
+def spelled(name: str, number: int) -> str:
+    """A library's version as its makers write it.
+
+    Example:
+        >>> spelled("cudart", 12050), spelled("cudnn", 90300), spelled("cudnn", 8907), spelled("nccl", 22304)
+        ('12.5', '9.3.0', '8.9.7', '2.23.4')
+    """
+    if name == "cudart":
+        return f"{number // 1000}.{number % 1000 // 10}"
+    # cuDNN 9 and NCCL 2.9 went from one digit for the minor version to two.
+    large = 10000 if number >= 10000 else 1000
+    return f"{number // large}.{number % large // 100}.{number % 100}"
+
+
+def wheel_folders(tensorflow: str | None) -> list[str]:
+    """The folders of NVIDIA's wheels beside TensorFlow, which its own libraries name as places to look in."""
+    beside = Path(tensorflow).parent / "nvidia" if tensorflow else None
+    found = [str(path) for path in sorted(beside.glob("*/lib"))] if beside else []
+    return found
+
+
+def _libraries(*, cuda_version: str | None, tensorflow: str | None, **_) -> dict:
+    folders = wheel_folders(tensorflow)
+    return {name: _opened(name, file, folders) for name, file in sonames(cuda_version).items()}
+
+
+def _opened(name: str, file: str, folders: list[str]) -> dict:
+    """Opens a library as the loader finds it, or else in the wheels' folders; reads its version."""
+    found = {"file": file, "version": None, "error": ""}
+    for path in [file, *(os.path.join(each, file) for each in folders)]:
+        if path != file and not os.path.exists(path):
+            continue
+        try:
+            library = ctypes.CDLL(path)
+        except OSError as error:
+            found["error"] = str(error).removeprefix(f"{file}: ")[:300]
+            continue
+        return {"file": file, "path": _path(file) or path, "version": _version(name, library), "error": ""}
+    return found
+
+
+def _version(name: str, library: ctypes.CDLL) -> str | None:
+    function, by_pointer = _VERSIONS.get(name, ("", False))
+    if not function or not hasattr(library, function):
+        return None
+    call = getattr(library, function)
+    number = ctypes.c_int()
+    if by_pointer:
+        return spelled(name, number.value) if call(ctypes.byref(number)) == 0 else None
+    call.restype = ctypes.c_size_t
+    return spelled(name, call())
+
+
+def _path(file: str) -> str | None:
+    """Where a library that is open lies."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")[2]
+        if path and os.path.basename(path).startswith(file):
+            return f"/{path}"
+    return None
+
+
+def _tools(*, tensorflow: str | None, root: str = "/", **_) -> dict:
+    """XLA's tools: `ptxas` assembles what it compiles, `libdevice` has CUDA's mathematics."""
+    found: dict = {"ptxas": None, "version": None, "libdevice": None, "looked": []}
+    folders = _tool_folders(tensorflow, os.environ, root)
+    for folder in folders:
+        device = Path(folder) / "nvvm/libdevice/libdevice.10.bc"
+        if not found["libdevice"] and device.is_file():
+            found["libdevice"] = str(device)
+    candidates = [*(str(Path(each) / "bin/ptxas") for each in folders), shutil.which("ptxas") or ""]
+    found["looked"] = [os.path.dirname(each) for each in candidates if each] + ["PATH"]
+    for path in candidates:
+        if path and os.path.exists(path):
+            return {**found, "ptxas": path, **_ptxas_version(path)}
+    return found
+
+
+def _tool_folders(tensorflow: str | None, environ: Mapping[str, str], root: str) -> list[str]:
+    """Where XLA looks: its flag, the wheel, CUDA's variables and the usual places."""
+    flag = re.search(r"--xla_gpu_cuda_data_dir=(\S+)", environ.get("XLA_FLAGS", ""))
+    found = [flag[1]] if flag else []
+    found += [str(Path(tensorflow).parent / "nvidia/cuda_nvcc")] if tensorflow else []
+    found += [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
+    return [*found, os.path.join(root, "usr/local/cuda"), os.path.join(root, "opt/cuda")]
+
+
+def _ptxas_version(path: str) -> dict:
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_TOOL_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": f"{path} does not run: {getattr(error, 'strerror', None) or error}"}
+    match = re.search(r"release (\d+\.\d+)", done.stdout)
+    return {"version": match[1]} if match else {"error": f"{path} ended with code {done.returncode}, without a version"}
+
+
+QUESTIONS = {"libraries": _libraries, "tools": _tools}

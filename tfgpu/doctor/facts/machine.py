@@ -1,0 +1,192 @@
+"""What the kernel says of this machine and of this process's share of it: cores, memory, limits, devices, container.
+
+Everything is read below `root`, a folder that has `proc`, `sys`, `dev` and `run` as `/` has.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+NVIDIA = "0x10de"
+_DISPLAY = "0x03"
+_XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+),?\s*(.*)")
+_MOST_LINES = 20
+_TOOL_S = 10
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+_CONTAINERS = ("docker", "containerd", "kubepods", "libpod", "lxc", "garden", "crio")
+UNLIMITED = -1
+
+
+def _machine(*, root: str = "/", **_) -> dict:
+    import psutil
+
+    memory, base = psutil.virtual_memory(), Path(root)
+    return {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "all_cores": os.cpu_count(),
+        "quota": cpu_quota(base),
+        "threads": {name: os.environ[name] for name in _THREADS if os.environ.get(name, "").strip()},
+        "memory_bytes": memory.total,
+        "free_bytes": memory.available,
+        "memory_limit_bytes": memory_limit(base),
+        "pci_gpus": pci_gpus(base / "sys/bus/pci/devices"),
+        "container": container(base, os.environ),
+        "devices": devices(base / "dev"),
+        "kernel_driver": kernel_driver(base),
+        "shared_memory": shared_memory(base),
+        "infiniband": len(list((base / "sys/class/infiniband").glob("*"))),
+        "limits": limits(),
+        "disk": disk(),
+    }
+
+
+def pci_gpus(folder: Path) -> int:
+    """Counts NVIDIA's display and 3D controllers among Linux's PCI devices, with or without a driver.
+
+    Args:
+        folder: `/sys/bus/pci/devices`; where there is no such folder, 0.
+    """
+    count = 0
+    for device in folder.glob("*"):
+        vendor, kind = _text(device / "vendor").strip(), _text(device / "class").strip()
+        count += vendor == NVIDIA and kind.startswith(_DISPLAY)
+    return count
+
+
+def cpu_quota(root: Path) -> float | None:
+    """The cores' worth of time that this process's control group gets; `None` where there is no limit."""
+    for path in _groups(root, "cpu"):
+        words = _text(path / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
+            return int(words[0]) / int(words[1])
+        quota, period = _text(path / "cpu.cfs_quota_us").strip(), _text(path / "cpu.cfs_period_us").strip()
+        if quota.isdecimal() and period.isdecimal() and int(quota) > 0 and int(period) > 0:
+            return int(quota) / int(period)
+    return None
+
+
+def memory_limit(root: Path) -> int | None:
+    """The bytes that this process's control group may use; `None` where there is no limit."""
+    for path in _groups(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _text(path / name).strip()
+            if text.isdecimal() and int(text) < 2**60:  # Version 1 writes nearly 2**63 for none.
+                return int(text)
+    return None
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """The folders of the control group that this process is in, and of the ones above it, the nearest first."""
+    found = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if number == "0" and not names:
+            top = root / "sys/fs/cgroup"
+        elif controller in names.split(","):
+            top = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        own = top / path.strip().lstrip("/")
+        found += [each for each in (own, *own.parents) if each == top or top in each.parents]
+    return found
+
+
+def container(root: Path, environ: Mapping[str, str]) -> str:
+    """What kind of container this is, by what its engine leaves behind; `""` where it is none."""
+    if environ.get("KUBERNETES_SERVICE_HOST"):
+        return "kubernetes"
+    if (root / ".dockerenv").exists():
+        return "docker"
+    if (root / "run/.containerenv").exists():
+        return "podman"
+    named = _text(root / "proc/1/cgroup") + _text(root / "run/systemd/container")
+    if environ.get("APPTAINER_NAME") or environ.get("SINGULARITY_NAME"):
+        return "apptainer"
+    return next((name for name in _CONTAINERS if name in named), "")
+
+
+def devices(folder: Path) -> dict:
+    """NVIDIA's device files, and those of them that this process may not open."""
+    nodes = [path for path in sorted(folder.glob("nvidia*")) if re.fullmatch(r"nvidia(ctl|-uvm|\d+)", path.name)]
+    closed = [path.name for path in nodes if not os.access(path, os.R_OK | os.W_OK)]
+    return {"gpus": sum(path.name[6:].isdecimal() for path in nodes), "closed": closed}
+
+
+def kernel_driver(root: Path) -> str | None:
+    """The version of NVIDIA's kernel module that runs; `None` where there is none."""
+    match = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(?:\.\d+)?)\s", _text(root / "proc/driver/nvidia/version"))
+    return match[1] if match else None
+
+
+def shared_memory(root: Path) -> dict:
+    """Bytes of `/dev/shm`, and how many of them are free."""
+    try:
+        found = os.statvfs(root / "dev/shm")
+    except OSError as error:
+        return {"error": f"/dev/shm: {error.strerror}"}
+    total, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+    # Below another root it is a plain folder: its size is what the mounts say.
+    size = _mounted_size(_text(root / "proc/mounts")) if str(root) != "/" else None
+    return {"bytes": size or total, "free_bytes": min(free, size or free)}
+
+
+def _mounted_size(mounts: str) -> int | None:
+    match = re.search(r"^\S+ /dev/shm tmpfs \S*?\bsize=(\d+)([kmg]?)", mounts, re.MULTILINE)
+    return int(match[1]) * 1024 ** (" kmg".index(match[2]) if match[2] else 0) if match else None
+
+
+def limits() -> dict[str, int]:
+    """What this process may use at most, by the names of `ulimit`; -1 for no limit."""
+    import resource
+
+    asked = {"files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked": resource.RLIMIT_MEMLOCK}
+    asked |= {"addresses": resource.RLIMIT_AS}
+    found = {}
+    for name, number in asked.items():
+        soft, hard = resource.getrlimit(number)
+        found[name] = UNLIMITED if soft == resource.RLIM_INFINITY else soft
+        found[f"most_{name}"] = UNLIMITED if hard == resource.RLIM_INFINITY else hard
+    return found
+
+
+def disk() -> dict:
+    """Bytes that are free where this process works, and whether it can write there."""
+    here = os.getcwd()
+    return {"folder": here, "free_bytes": shutil.disk_usage(here).free, "is_writable": os.access(here, os.W_OK)}
+
+
+def _xid(**_) -> dict:
+    """NVIDIA's own errors in the kernel's log, which only some users may read."""
+    try:
+        done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=_TOOL_S)
+    except OSError as error:
+        return {"lines": [], "unread": error.strerror or str(error)}
+    if done.returncode:
+        return {"lines": [], "unread": (done.stderr.strip().splitlines() or ["no words"])[-1][:200]}
+    return {"lines": xids(done.stdout), "unread": ""}
+
+
+def xids(log: str) -> list[dict]:
+    """The Xid errors in a kernel log, the last of them.
+
+    Example:
+        >>> xids("[ 7.1] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.")
+        [{'gpu': 'PCI:0000:3b:00', 'number': 79, 'text': 'pid=1234, GPU has fallen off the bus.'}]
+    """
+    found = [_XID.search(line) for line in log.splitlines()]
+    lines = [{"gpu": each[1], "number": int(each[2]), "text": each[3][:200]} for each in found if each]
+    return lines[-_MOST_LINES:]
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
+QUESTIONS = {"machine": _machine, "xid": _xid}

@@ -1,0 +1,77 @@
+"""Python, packages, TensorFlow and Keras: what they are, in a process that may die of asking."""
+
+import contextlib
+import io
+import json
+import platform
+import re
+import sys
+from importlib import metadata
+
+PACKAGES = ("tensorflow", "keras", "tf-keras", "tensorboard")
+TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-intel", "tf-nightly", "tf-nightly-cpu")
+"""Packages whose files lie in the same folder, so that the last one that was installed wins, in parts."""
+
+
+def _python(**_) -> dict:
+    return {"version": platform.python_version(), "executable": sys.executable}
+
+
+def _packages(**_) -> dict:
+    found: dict = {name: _version(name) for name in PACKAGES}
+    found["tensorflows"] = [f"{name} {_version(name)}" for name in TENSORFLOWS if _version(name)]
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed() -> dict[str, str]:
+    """The versions of all packages, by their names in lower case with dashes."""
+    return {
+        re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower(): distribution.version
+        for distribution in metadata.distributions()
+    }
+
+
+def _tensorflow(**_) -> dict:
+    import tensorflow as tf
+
+    gpus = []
+    for gpu in tf.config.list_physical_devices("GPU"):
+        details = tf.config.experimental.get_device_details(gpu)
+        capability = ".".join(map(str, details.get("compute_capability", ("?",))))
+        gpus.append({"name": details.get("device_name", gpu.name), "capability": capability})
+    build = {name: _plain(value) for name, value in tf.sysconfig.get_build_info().items()}
+    return {"version": tf.__version__, "build": build, "gpus": gpus, "folder": tf.sysconfig.get_lib()}
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def _keras(**_) -> dict:
+    import keras
+
+    return {"version": keras.__version__, "backend": keras.backend.backend()}
+
+
+def _repairs(**_) -> dict:
+    from tfgpu.keras_fixes import probes
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        probes.main()
+    return json.loads(out.getvalue().splitlines()[-1])
+
+
+QUESTIONS = {
+    "python": _python,
+    "packages": _packages,
+    "tensorflow": _tensorflow,
+    "keras": _keras,
+    "repairs": _repairs,
+}

@@ -1,0 +1,118 @@
+"""`tfgpu doctor --train`: measures what the doctor can only guess, and trains a little on every strategy.
+
+`compute.py` multiplies matrices, `sums.py` adds up over devices, `disk.py` reads and writes, `training.py` trains in
+one process and `worker.py` in several, between which `network.py` measures; `judge.py` says what their figures mean.
+Each runs in a process of its own, in bounded time.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tfgpu.doctor.check import Check
+from tfgpu.doctor.facts import asking
+from tfgpu.doctor.selftest import judge
+from tfgpu.errors import InputError
+
+PART_S, LAUNCH_S = 240.0, 300.0
+"""Seconds that a part, and one in several processes, may take; on an idle machine they take 10 to 30."""
+LOCAL = ("localhost", "127.0.0.1", "::1")
+_HERE = "tfgpu.doctor.selftest"
+_WORDS = 300
+
+
+def examine(
+    facts: Mapping[str, dict],
+    environ: Mapping[str, str],
+    *,
+    workers: Sequence[str] = (),
+    ssh: str | None = None,
+    folder: Path | None = None,
+    seconds: float | None = None,
+) -> list[Check]:
+    """Measures and trains; takes a minute or two, and keeps all devices busy meanwhile.
+
+    Args:
+        facts: what the doctor's `gather` returned.
+        environ: the environment of the processes.
+        workers: machines that ssh reaches, two or more; `"localhost"` for each process that is to run here. Empty: two
+            processes here.
+        ssh: the command that reaches them, with options, such as `"ssh -i key"`.
+        folder: where the disk is measured; `None`: here.
+        seconds: for each part; `None` gives each what it needs at most on a busy machine.
+
+    Returns:
+        A check for each part. `figures` has its numbers.
+
+    Raises:
+        InputError: `workers` names fewer than two.
+    """
+    hosts = checked(workers)
+    environ = {**asking.with_tfgpu(environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environ.pop("TF_CONFIG", None)  # A self-test makes its own clusters.
+    part_s = seconds or PART_S
+    found = {}
+    for file, name in (("compute", "multiply"), ("sums", "sums"), ("disk", "disk"), ("training", "training")):
+        options = {"folder": str(folder or os.getcwd())}
+        found |= asking.ask(f"{_HERE}.{file}", [name], environ=environ, seconds=part_s, **options)
+    gpus = len(facts["tensorflow"].get("gpus") or [])
+    for kind, shape in (("multi_worker", ["-n", str(len(hosts))]), ("parameter_server", ["-n", "1", "--ps", "1"])):
+        there = hosts if kind == "multi_worker" else ["localhost", "localhost"]
+        found[kind] = launched(kind, shape, there, environ=environ, gpus=gpus, ssh=ssh, seconds=seconds or LAUNCH_S)
+    return judge.judge(found, facts, hosts)
+
+
+def checked(workers: Sequence[str]) -> list[str]:
+    """The machines of a self-test; two processes here where none is named.
+
+    Raises:
+        InputError: there are fewer than two names, or one is empty.
+    """
+    hosts = [each.strip() for each in workers]
+    if not hosts:
+        return ["localhost", "localhost"]
+    if len(hosts) < 2 or not all(hosts):
+        raise InputError(
+            f"--workers must name two machines or more, with commas between. Received: {','.join(workers)!r}. "
+            "Write for example --workers host1,host2, or --workers localhost,localhost."
+        )
+    return hosts
+
+
+def launched(
+    kind: str,
+    shape: Sequence[str],
+    hosts: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    gpus: int,
+    ssh: str | None,
+    seconds: float,
+) -> dict:
+    """Has `worker.py` run by `tfgpu launch`, here or by ssh; returns what its chief tells.
+
+    Args:
+        kind: the strategy.
+        shape: options of the launch that say how many processes there are.
+        hosts: the machines.
+        gpus: how many GPUs TensorFlow sees here.
+    """
+    words = ["launch", *shape, "--no-logs", "--startup-timeout", "60"]
+    if not all(host in LOCAL for host in hosts):
+        words += ["--nodes", ",".join(hosts), *(["--ssh", ssh] if ssh else [])]
+    elif gpus < len(hosts) or kind == "parameter_server":
+        words += ["--gpus-per-worker", "0"]  # Not enough for one each; two processes on one GPU would quarrel.
+    script = str(Path(__file__).with_name("worker.py"))
+    with tempfile.TemporaryDirectory(prefix="tfgpu-doctor-") as folder:
+        command = [*asking.INTERPRETER, "-m", "tfgpu", *words, script, kind]
+        ended = asking.run(command, environ=environ, seconds=seconds, directory=folder)
+    found = asking.answers(ended.out).get(kind)
+    if ended.code == 0 and found:
+        return found
+    told = [line for line in ended.err.splitlines() if line.strip()] or [ended.how]
+    if ended.code is None:
+        return {"error": ended.how}
+    # The launcher's own words name the process and have its last lines.
+    why = [line.partition("| ")[2] or line for line in told if line.startswith("launch")] or told
+    return {"error": " ".join(" ".join(why).split())[-_WORDS:] or ended.how}

@@ -1,0 +1,194 @@
+"""What the figures of a self-test mean: each against what its device, its link or a plain program next to it does."""
+
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+
+from tfgpu.doctor.check import Check
+from tfgpu.parallel.planning.hardware import DEVICES, Device
+from tfgpu.preflight import clocks
+
+LEAST = {"GPU products": 0.4, "CPU products": 0.5, "GPU sums": 0.3, "CPU sums": 0.02, "workers' sums": 0.02}
+"""The ratios below which something is wrong, and not just busy. Well-kept machines reach two times these, or more."""
+LEAST_DISK = 50e6
+"""Bytes a second of a disk, or of an input, that holds up any training."""
+MOST_DIFFERENCE = {"CPU": 1e-5, "GPU": 1e-4}
+"""By how much a weight may differ from one device's, as a part of it where it is above 1: rounding, and no more."""
+# The names that drivers give to the devices whose figures are known.
+_NAMES = {
+    r"H200(?! NVL)": "h200",
+    r"H100 80GB HBM3": "h100-80",
+    r"A100-SXM\d-80GB": "a100-80",
+    r"A100-SXM\d-40GB": "a100-40",
+    r"V100-SXM\d-32GB": "v100-32",
+    r"V100-SXM\d-16GB": "v100-16",
+    r"\bT4\b": "t4",
+}
+_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+_BUSY = "Look who else uses it (`nvidia-smi`, `top`), at heat and power ('GPU clocks' here), and run it again."
+
+
+def judge(found: Mapping[str, dict], facts: Mapping[str, dict], hosts: Sequence[str]) -> list[Check]:
+    """Makes checks of what a self-test has measured.
+
+    Args:
+        found: the parts' answers: `multiply`, `sums`, `disk`, `training`, `multi_worker`, `parameter_server`.
+        facts: the machine's, as the doctor's `gather` returns them.
+        hosts: the machines of the workers.
+    """
+    return [
+        *_products(found["multiply"], facts),
+        _sums(found["sums"], facts),
+        *_disk(found["disk"]),
+        *_network(found["multi_worker"], hosts),
+        *_trainings(found),
+    ]
+
+
+def known_device(name: str) -> Device | None:
+    """The published figures of a GPU, by the name that its driver gives.
+
+    Example:
+        >>> known_device("NVIDIA H100 80GB HBM3").name, known_device("NVIDIA GeForce GTX 1080")
+        ('h100-80', None)
+    """
+    return next((DEVICES[key] for form, key in _NAMES.items() if re.search(form, name)), None)
+
+
+def _products(found: dict, facts: Mapping[str, dict]) -> list[Check]:
+    name = "Matrix products"
+    if "error" in found:
+        return [_failed(name, found)]
+    gpus, checks = facts["tensorflow"].get("gpus") or [], []
+    for index, each in enumerate(found["devices"]):
+        if each["kind"] == "CPU":
+            rate, peak = _median(each["float32"]), _median(each["numpy"])
+            text = f"CPU: {rate / 1e9:.0f} GFLOP/s in float32, {rate / peak:.2f} of numpy's"
+            checks.append(_rated(name, text, rate, peak, "CPU products"))
+            continue
+        title = gpus[index]["name"] if index < len(gpus) else ""
+        known, rate = known_device(title), _median(each["bfloat16"])
+        text = f"GPU {index}: {rate / 1e12:.0f} TFLOP/s in bfloat16, {_median(each['float32']) / 1e12:.0f} in float32"
+        text += " with TF32" if found["tf32"] else ""
+        peak = known.flops if known else None
+        text += f"; {rate / peak:.2f} of {known.name}'s peak" if known else f"; the peak of {title} is not known"
+        checks.append(_rated(name, text, rate, peak, "GPU products"))
+    return checks
+
+
+def _sums(found: dict, facts: Mapping[str, dict]) -> Check:
+    name = "Sums between devices"
+    if "error" in found:
+        return _failed(name, found)
+    if found["devices"] < 2:
+        return Check(name, "ok", "one device: nothing to sum")
+    rate = _median(found["sum"])
+    text = f"{found['devices']} devices: {rate / 1e9:.1f} GB/s"
+    if found["kind"] == "CPU":
+        peak = _median(found["copy"])
+        text += f" between logical CPU devices, {rate / peak:.2f} of a plain copy of memory"
+        return _rated(name, text, rate, peak, "CPU sums")
+    peak, link = _link(facts["driver"])
+    text += f"; {rate / peak:.2f} of {link}" if peak else "; what the link can do is not known"
+    return _rated(name, text, rate, peak, "GPU sums")
+
+
+def _link(driver: Mapping) -> tuple[float | None, str]:
+    """Bytes a second, one way, of the slowest link between GPUs."""
+    gpus, pairs = driver.get("gpus") or [], driver.get("links") or []
+    known = known_device(gpus[0]["name"]) if gpus else None
+    if pairs and all(each["path"] == "NVLink" for each in pairs):
+        return (known.bandwidth, "NVLink") if known else (None, "")
+    slots = [gpu.get("pcie") or {} for gpu in gpus]
+    rates = [
+        _LANE[each["generation"]] * each["width"] for each in slots if each.get("generation") in _LANE and each["width"]
+    ]
+    return (min(rates), "PCIe") if rates else (None, "")
+
+
+def _disk(found: dict) -> list[Check]:
+    if "error" in found:
+        return [_failed("Disk rate", found)]
+    write, read, fed = found["write"], _median(found["read"]), _median(found["input"])
+    figures = {"write": write, "read": read}
+    text = f"{found['folder']}: writes {write / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s"
+    disk = Check("Disk rate", "ok", text, figures=figures)
+    if min(write, read) < LEAST_DISK:
+        fix = "Put data and runs on a local disk, or cache the data (`tfgpu data prepare`)."
+        disk = Check("Disk rate", "warning", f"{text}: too slow to feed a training", fix, figures=figures)
+    text = f"tf.data reads {fed / 1e6:.0f} MB/s of records, {fed / read:.2f} of the disk's rate"
+    figures = {"rate": fed, "peak": read, "ratio": fed / read}
+    if fed < LEAST_DISK:
+        fix = "See 'CPU' here; `tfgpu bench input` measures your own data, and says what moves it."
+        return [disk, Check("Input rate", "warning", f"{text}: too slow", fix, figures=figures)]
+    return [disk, Check("Input rate", "ok", text, figures=figures)]
+
+
+def _network(found: dict, hosts: Sequence[str]) -> list[Check]:
+    name, where = "Sums between workers", ", ".join(dict.fromkeys(hosts))
+    if "error" in found:
+        fix = "Try it alone: `tfgpu launch -n 2 SCRIPT`, with --nodes for other machines."
+        return [_failed(name, found, fix)]
+    rate, peak = _median(found["sum"]), min(found["tcp"].values())
+    text = f"{found['workers']} workers on {where}: {rate / 1e9:.2f} GB/s"
+    text += f", {rate / peak:.2f} of the {peak / 1e9:.2f} GB/s of a plain TCP connection"
+    known = {worker: clocks.Clock(*each) for worker, each in found["clocks"].items()}
+    off = [f"{worker}'s is {clocks.shown(clock)}" for worker, clock in known.items() if clock.is_off]
+    if off:
+        clock = Check("Clocks of workers", "warning", f"against the first one's, {', '.join(off)}", clocks.FIX)
+    else:
+        most = max(abs(clock.ahead_s) for clock in known.values())
+        clock = Check("Clocks of workers", "ok", f"within {max(most, 0.001):.3f} s")
+    return [_rated(name, text, rate, peak, "workers' sums"), clock]
+
+
+def _trainings(found: Mapping[str, dict]) -> list[Check]:
+    """Each strategy's last weights against one device's."""
+    here = found["training"]
+    if "error" in here:
+        return [_failed("Training", here)]
+    weights: dict[str, object] = {name: here.get(name) for name in ("mirrored", "averaging")}
+    weights |= {name: found[name].get("weights") or found[name] for name in ("multi_worker", "parameter_server")}
+    reference = here["one_device"]
+    checks = [Check("Training one_device", "ok", f"{len(reference)} weights after two epochs")]
+    for name, each in weights.items():
+        title = f"Training {name}"
+        if each is None:
+            checks.append(Check(title, "ok", "not tried: there is one GPU"))
+        elif isinstance(each, Mapping):
+            checks.append(_failed(title, each, f"Try it alone: `tfgpu launch` or `tfgpu train --strategy {name}`."))
+        else:
+            checks.append(_compared(title, each, reference, MOST_DIFFERENCE[here["kind"]]))
+    return checks
+
+
+def _compared(title: str, weights: Sequence[float], reference: Sequence[float], most: float) -> Check:
+    if len(weights) != len(reference):
+        text = f"{len(weights)} weights, where one device has {len(reference)}"
+        return Check(title, "problem", text, "Give all machines the same versions of tfgpu and Keras.")
+    each = [abs(one - other) / max(1.0, abs(other)) for one, other in zip(weights, reference, strict=True)]
+    far = math.nan if any(map(math.isnan, each)) else max(each)
+    text, figures = f"largest difference of a weight from one device's: {far:.1e}", {"difference": far, "most": most}
+    if not far <= most:
+        fix = "Report it with `tfgpu doctor --bundle`; until then, train on one device."
+        return Check(title, "problem", f"{text}, more than {most:g}", fix, figures=figures)
+    return Check(title, "ok", text, figures=figures)
+
+
+def _rated(name: str, text: str, rate: float, peak: float | None, kind: str) -> Check:
+    """A rate against what is possible."""
+    if not peak:
+        return Check(name, "ok", text, figures={"rate": rate})
+    figures = {"rate": rate, "peak": peak, "ratio": rate / peak}
+    if rate / peak < LEAST[kind]:
+        return Check(name, "warning", f"{text}: less than {LEAST[kind]:g}", _BUSY, figures=figures)
+    return Check(name, "ok", text, figures=figures)
+
+
+def _failed(name: str, found: Mapping, fix: str = "See 'TensorFlow' and 'GPUs' here, and run it again.") -> Check:
+    return Check(name, "problem", f"failed: {found['error']}", fix)
+
+
+def _median(rate: Mapping) -> float:
+    return statistics.median(rate["values"])

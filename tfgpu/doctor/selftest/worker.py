@@ -1,0 +1,39 @@
+"""What each process of a self-test's cluster runs; `tfgpu launch` starts it. The first one prints what was measured."""
+
+import sys
+
+from tfgpu.cluster import Cluster
+from tfgpu.doctor.facts import asking
+from tfgpu.doctor.selftest import network, training
+
+_BYTES, _SUMS, _REPEATS = 16 * 2**20, 3, 3
+
+
+def main(kind: str) -> None:
+    """Measures the network, sums over it and trains; on parameter servers it only trains."""
+    cluster = Cluster.from_environment()
+    found = {"workers": cluster.size}
+    if kind == "multi_worker":
+        # Before TensorFlow starts: the connections use its ports.
+        found |= network.measured(cluster)
+        found |= _sums()
+    found["weights"] = training.train(kind)
+    if cluster.is_chief:
+        asking.tell(kind, found)
+
+
+def _sums() -> dict:
+    import tensorflow as tf
+
+    import tfgpu
+    from tfgpu.doctor.selftest import sums
+
+    strategy = tfgpu.strategy("multi_worker")
+    measure = sums.of_strategy(tf, strategy, _BYTES, _SUMS)
+    measure()
+    rates = [measure() for _ in range(_REPEATS)]
+    return {"sum": {"values": rates}, "replicas": strategy.num_replicas_in_sync, "bytes": _BYTES}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
