@@ -1,5 +1,6 @@
 """What MkDocs adds to the pages: the README as the start, the notebooks, and a reference of every public name."""
 
+import importlib
 import inspect
 import re
 import sys
@@ -15,6 +16,10 @@ import tfgpu
 
 sys.path.insert(0, str(Path(__file__).parent))
 import notebooks  # noqa: E402  the one beside this file
+
+
+# Modules within modules that users import by name.
+INNER = ("training.incremental", "training.schedules")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -61,6 +66,8 @@ def pages() -> dict[str, str]:
             found[name] = _module(value)
         else:
             own.append(f"`tfgpu.{name}`: [`{_place(value)}`][{_place(value)}]\n")
+    for name in INNER:
+        found[name] = _module(importlib.import_module(f"tfgpu.{name}"))
     return {"tfgpu": "\n".join(["# tfgpu", "", *own]), **found}
 
 

@@ -21,6 +21,7 @@ def test_a_machine_that_is_well(facts, by_name):
     assert {check.status for check in by_name(facts).values()} == {"ok"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_this_machine_can_train(here, clean, facts):
     assert set(here) == set(facts) and set(here["machine"]) == set(facts["machine"])

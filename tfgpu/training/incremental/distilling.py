@@ -1,0 +1,124 @@
+"""Learning without forgetting: a model is held to what it said before, on the new data (Li and Hoiem, 2016)."""
+
+import keras
+import tensorflow as tf
+
+from tfgpu.errors import InputError
+from tfgpu.training.incremental.heads import gives_probabilities
+
+
+class Distilled(keras.Model):
+    """Trains a model while an old one, its teacher, says what the old classes' outputs should be.
+
+    To the compiled loss comes `weight * temperature^2 * KL(teacher || model)`, the mean over the batch's rows, of the
+    softmax over the teacher's classes at that temperature (T^2 keeps the gradient's size, as in Hinton et al., 2015).
+    Sample weights do not change it. It is there in training alone: `val_loss` is the compiled loss. The logs show it,
+    unweighted, as `distillation`.
+
+    The weights are the model's own, and the teacher is no part of what is saved: save `model`, and make the teacher
+    anew to resume.
+
+    Args:
+        model: what is trained: a Keras model with one output, classes last, as many as the teacher's or more; the
+            teacher's come first (see `grow`).
+        teacher: the old model, made under the same strategy; it is not changed.
+        weight: of the distillation; 1 by default.
+        temperature: softens both; 2 by default, as in the paper.
+        from_logits: whether the models give logits; None (the default) looks for a softmax at their ends.
+
+    Raises:
+        InputError: shapes do not fit, the teacher shares weights with the model, or it is another strategy's.
+
+    Example:
+        >>> from tfgpu.training.incremental import grow
+        >>> old = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> model = Distilled(grow(old, classes=3), old)
+        >>> model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        >>> history = model.fit(tf.ones((8, 4)), tf.fill((8,), 2), verbose=0)
+        >>> sorted(history.history)
+        ['distillation', 'loss']
+
+    Source: Z. Li and D. Hoiem, "Learning without Forgetting", 2016, arXiv:1606.09282.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        teacher: keras.Model,
+        *,
+        weight: float = 1.0,
+        temperature: float = 2.0,
+        from_logits: bool | None = None,
+    ):
+        super().__init__(name=f"distilled_{model.name}")
+        _check(model, teacher, weight, temperature)
+        self.model = model
+        self.weight, self.temperature = float(weight), float(temperature)
+        self._hidden = _Teacher(teacher)
+        self._has_logits = [
+            not gives_probabilities(m) if from_logits is None else from_logits for m in (model, teacher)
+        ]
+        self._distance = keras.metrics.Mean("distillation")
+        self.built = True
+
+    @property
+    def teacher(self) -> keras.Model:
+        """The old model."""
+        return self._hidden.model
+
+    def call(self, x, training=None):
+        return self.model(x, training=training)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+        if not training:
+            return loss
+        rows = self.distances(x, y_pred)
+        distance = tf.reduce_mean(rows)
+        self._distance.update_state(distance, sample_weight=tf.shape(rows)[0])
+        return loss + tf.cast(self.weight * self.temperature**2 * distance, loss.dtype)
+
+    def distances(self, x, y_pred) -> tf.Tensor:
+        """KL(teacher || model) of each row, at the temperature; float32 [batch] (and further axes, such as time)."""
+        said = tf.stop_gradient(self.teacher(x, training=False))
+        old = _softened(said, self.temperature, self._has_logits[1])
+        new = _softened(y_pred[..., : said.shape[-1]], self.temperature, self._has_logits[0])
+        return tf.reduce_sum(tf.exp(old) * (old - new), -1)
+
+    def get_config(self):
+        raise InputError("A Distilled model is for training. Save what it trains: `distilled.model.save(path)`.")
+
+
+class _Teacher:
+    """Keeps a model out of Keras's sight: its weights are not the trained model's."""
+
+    def __init__(self, model: keras.Model):
+        self.model = model
+
+
+def _softened(outputs, temperature: float, has_logits: bool) -> tf.Tensor:
+    """The logarithms of the softmax at a temperature. Probabilities' logarithms are logits, but for a constant."""
+    outputs = tf.cast(outputs, tf.float32)
+    logits = outputs if has_logits else tf.math.log(tf.maximum(outputs, keras.config.epsilon()))
+    return tf.nn.log_softmax(logits / temperature)
+
+
+def _check(model: keras.Model, teacher: keras.Model, weight: float, temperature: float) -> None:
+    for name, value in (("weight", weight), ("temperature", temperature)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise InputError(f"`{name}` must be a number above 0. Received: {value!r}.")
+    for name, value in (("model", model), ("teacher", teacher)):
+        if not isinstance(value, keras.Model) or not value.built or not hasattr(value, "outputs"):
+            raise InputError(f"`{name}` must be a built Sequential or functional model. Received: {value!r}.")
+        if len(value.outputs) != 1:
+            raise InputError(f"`{name}` must have one output. Received: {len(value.outputs)}.")
+    if model.outputs[0].shape[-1] < teacher.outputs[0].shape[-1]:
+        raise InputError(
+            f"The model has {model.outputs[0].shape[-1]} classes, its teacher {teacher.outputs[0].shape[-1]}. "
+            "The model needs the teacher's classes first: `incremental.grow(teacher, classes)`."
+        )
+    known = {id(v) for v in model.weights}
+    if any(id(v) in known for v in teacher.weights):
+        raise InputError("The teacher shares weights with the model, so it would change with it. Clone it first.")
+    if model.distribute_strategy is not teacher.distribute_strategy:
+        raise InputError("Make or load the teacher under the model's strategy: `with strategy.scope():`.")

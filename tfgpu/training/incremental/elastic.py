@@ -1,0 +1,252 @@
+"""Elastic weight consolidation: weights that the old tasks need are held near what they were (Kirkpatrick, 2017)."""
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import safetensors.numpy
+import tensorflow as tf
+
+from tfgpu.errors import InputError, unknown
+from tfgpu.training.incremental import names, tracing
+from tfgpu.training.incremental.heads import gives_probabilities
+
+LABELS = ("expected", "observed")
+
+
+class ElasticWeights:
+    """A penalty on moving weights, each by the Fisher information that past tasks had about it.
+
+    After a task, `add(model, x, y)` measures the diagonal of the Fisher information by the gradient of each example's
+    log likelihood, and remembers the weights. From then on the model's loss has, as any regularizer is there,
+
+        strength / 2 * sum over tasks t, weights i of F[t, i] * (w[i] - w[t, i])^2
+
+    which is kept exactly in two numbers a weight, however many tasks there are. With `decay`, the online form: one
+    anchor, the newest weights, and `F = decay * F + F_new`.
+
+    Args:
+        strength: lambda of the paper.
+        decay: None (the default) for one penalty a task; a number from 0 to 1 for the online form.
+        labels: `"expected"` (the default) takes the gradients' squares over the labels that the model itself expects,
+            which is the Fisher information; `"observed"` those of the data's labels, cheaper by the number of classes.
+
+    Raises:
+        InputError: an argument is out of range.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2, "softmax", use_bias=False)])
+        >>> elastic = ElasticWeights(strength=10.0).add(model, np.ones((3, 1), "float32"), np.array([0, 1, 1]))
+        >>> float(elastic.penalty(model)), len(model.losses)
+        (0.0, 1)
+
+    Sources: J. Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", 2017, arXiv:1612.00796;
+    the online form: J. Schwarz et al., "Progress & Compress", 2018, arXiv:1805.06370; which labels: G. van de Ven,
+    "On the computation of the Fisher information in continual learning", 2025, arXiv:2502.11756.
+    """
+
+    def __init__(self, strength: float, *, decay: float | None = None, labels: str = "expected"):
+        if not _is_number(strength) or not 0 <= strength < float("inf"):
+            raise InputError(f"`strength` must be a number from 0. Received: {strength!r}.")
+        if decay is not None and (not _is_number(decay) or not 0 <= decay <= 1):
+            raise InputError(f"`decay` must be None or a number from 0 to 1. Received: {decay!r}.")
+        if labels not in LABELS:
+            raise unknown("labels", labels, LABELS)
+        self.strength, self.decay, self.labels = float(strength), decay, labels
+        self.tasks = 0
+        self._state: dict[str, tuple[np.ndarray, np.ndarray, float]] = {}  # precision, centre, constant
+
+    def add(self, model: keras.Model, x, y=None, *, examples: int | None = None) -> "ElasticWeights":
+        """Ends a task: takes up its Fisher information and the weights as they are, and attaches the penalty.
+
+        Args:
+            model: a built classifier that gives logits or probabilities, trained on the task.
+            x: the task's inputs, arrays; or a data set of batches `(x, y)`. On several workers, the same on each.
+            y: class numbers [rows], where `x` is arrays.
+            examples: how many rows to look at, the first ones; None for all.
+
+        Returns:
+            Itself.
+        """
+        found = fisher(model, x, y, labels=self.labels, examples=examples)
+        for path, (variable, information) in zip(names.trainable(model), found, strict=True):
+            value = np.asarray(variable.numpy(), "float32")
+            self._state[path] = self._merged(self._fitted(path, value), information, value)
+        self.tasks += 1
+        return self.attach(model)
+
+    def attach(self, model: keras.Model) -> "ElasticWeights":
+        """Puts the penalty on a model, by the names of its weights: a grown one, or one that is loaded.
+
+        Weights that are new, and a grown head's new columns, are free.
+        """
+        names.check_whole(model, "Attach the penalty to")
+        matched = 0
+        for path, variable in names.trainable(model).items():
+            if path not in self._state:
+                continue
+            matched += 1
+            state = self._fitted(path, np.asarray(variable.numpy(), "float32"))
+            if not isinstance(variable.regularizer, _Elastic):
+                variable.regularizer = _Elastic(self.strength, variable, model.distribute_strategy)
+            variable.regularizer.put(*state)
+        if self._state and not matched:
+            raise InputError(f"None of the {len(self._state)} remembered weights is in {model.name}: other names.")
+        tracing.trace_anew(model)
+        return self
+
+    def detach(self, model: keras.Model) -> None:
+        """Takes the penalty away from a model, which keeps the regularizers that it had."""
+        for variable in model.trainable_variables:
+            if isinstance(variable.regularizer, _Elastic):
+                variable.regularizer = variable.regularizer.stock
+        tracing.trace_anew(model)
+
+    def penalty(self, model: keras.Model) -> tf.Tensor:
+        """The penalty of a model's weights as they are, a float32 scalar."""
+        found = [v for v in model.trainable_variables if isinstance(v.regularizer, _Elastic)]
+        return tf.add_n([v.regularizer.own(v) for v in found]) if found else tf.zeros([])
+
+    def save(self, path: str | Path) -> None:
+        """Writes what is remembered into one file (safetensors)."""
+        arrays = {}
+        for name, (precision, centre, constant) in self._state.items():
+            arrays |= {f"{name}@precision": precision, f"{name}@centre": centre}
+            arrays[f"{name}@constant"] = np.array([constant], "float64")
+        Path(path).write_bytes(safetensors.numpy.save(arrays, {"tasks": str(self.tasks)}))
+
+    def load(self, path: str | Path) -> "ElasticWeights":
+        """Reads what `save` wrote; `attach` puts it on a model. Returns itself."""
+        with safetensors.safe_open(path, "numpy") as file:
+            self.tasks = int(file.metadata()["tasks"])
+            known = [key.removesuffix("@centre") for key in file.keys() if key.endswith("@centre")]
+            read = file.get_tensor
+            self._state = {
+                n: (read(f"{n}@precision"), read(f"{n}@centre"), float(read(f"{n}@constant")[0])) for n in known
+            }
+        return self
+
+    def _merged(self, state: tuple, information: np.ndarray, value: np.ndarray) -> tuple:
+        precision, centre, constant = state
+        if self.decay is not None:
+            return (self.decay * precision + information).astype("float32"), value.copy(), 0.0
+        # Two parabolas are one, of both their curvatures, about the mean of their centres.
+        a, b = precision.astype("float64"), information.astype("float64")
+        total = a + b
+        share = np.divide(b, total, out=np.zeros_like(total), where=total > 0)
+        constant += 0.5 * float(np.sum(a * share * (centre.astype("float64") - value) ** 2))
+        moved = np.where(total > 0, centre + share * (value.astype("float64") - centre), value)
+        return total.astype("float32"), moved.astype("float32"), constant
+
+    def _fitted(self, path: str, value: np.ndarray) -> tuple:
+        """What is remembered of a weight, in its shape today."""
+        if path not in self._state:
+            return np.zeros_like(value), value.copy(), 0.0
+        precision, centre, constant = self._state[path]
+        if precision.shape == value.shape:
+            return precision, centre, constant
+        if precision.ndim != value.ndim or any(a > b for a, b in zip(precision.shape, value.shape, strict=True)):
+            raise InputError(f"{path} was {precision.shape} and is {value.shape} now: it can only have grown.")
+        known = tuple(slice(0, size) for size in precision.shape)
+        wide, middle = np.zeros_like(value), value.copy()
+        wide[known], middle[known] = precision, centre
+        return wide, middle, constant
+
+
+class _Elastic(keras.regularizers.Regularizer):
+    """The penalty on one weight, beside the regularizer that it had. Its numbers are variables, so they can change."""
+
+    def __init__(self, strength: float, variable: keras.Variable, strategy: tf.distribute.Strategy):
+        self.stock, self._strength = variable.regularizer, strength
+
+        def made(shape):
+            return keras.Variable(np.zeros(shape, "float32"), trainable=False, dtype="float32", autocast=False)
+
+        with strategy.scope():
+            self._precision, self._centre, self._constant = made(variable.shape), made(variable.shape), made(())
+
+    def put(self, precision: np.ndarray, centre: np.ndarray, constant: float) -> None:
+        self._precision.assign(precision)
+        self._centre.assign(centre)
+        self._constant.assign(constant)
+
+    def own(self, x) -> tf.Tensor:
+        moved = tf.convert_to_tensor(x) - self._centre
+        return self._strength * (0.5 * tf.reduce_sum(self._precision * moved * moved) + self._constant)
+
+    def __call__(self, x):
+        return self.own(x) if self.stock is None else self.own(x) + self.stock(x)
+
+
+def fisher(model: keras.Model, x, y=None, *, labels: str = "expected", examples: int | None = None) -> list[tuple]:
+    """The diagonal of the Fisher information: the mean over rows of squared gradients of the log likelihood.
+
+    Each row has a gradient of its own, on one device, with the layers as in inference.
+
+    Returns:
+        For each trainable weight, itself and a float32 array of its shape.
+    """
+    if not isinstance(model, keras.Model) or not model.built:
+        raise InputError(f"`model` must be a built Keras model. Received: {model!r}.")
+    names.check_whole(model, "Measure")
+    variables = model.trainable_variables
+    weights = [tf.constant(v.numpy()) for v in variables]
+    rest = [tf.constant(v.numpy()) for v in model.non_trainable_variables]
+    has_logits = not gives_probabilities(model)
+    totals, rows = [np.zeros(v.shape, "float64") for v in weights], 0
+
+    def likelihoods(one) -> tf.Tensor:
+        out, _ = model.stateless_call(weights, rest, tf.nest.map_structure(lambda v: v[None], one), training=False)
+        out = tf.cast(out, tf.float32)
+        logs = tf.nn.log_softmax(out) if has_logits else tf.math.log(tf.maximum(out, keras.config.epsilon()))
+        if logs.shape.rank != 2:
+            raise InputError(f"The model must give one row of classes for each example. Received: {logs.shape}.")
+        return logs[0]
+
+    def squares(one, label) -> list[tf.Tensor]:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(weights)
+            logs = likelihoods(one)
+            if labels == "observed":
+                logs = logs[label]
+        if labels == "observed":
+            return [g * g for g in tape.gradient(logs, weights, unconnected_gradients="zero")]
+        all_classes = tape.jacobian(logs, weights, unconnected_gradients="zero")
+        return [tf.tensordot(tf.exp(logs), g * g, 1) for g in all_classes]
+
+    def of_batch(batch, numbers):
+        begin = [tf.zeros_like(v, tf.float32) for v in weights]
+        return tf.foldl(lambda sums, row: list(map(tf.add, sums, squares(*row))), (batch, numbers), begin)
+
+    traced = None
+    for batch, numbers in _batches(x, y, examples):
+        if traced is None:
+            specs = tf.nest.map_structure(lambda v: tf.TensorSpec((None, *v.shape[1:]), v.dtype), (batch, numbers))
+            traced = tf.function(of_batch).get_concrete_function(*specs)
+        for total, found in zip(totals, traced(batch, numbers), strict=True):
+            total += found.numpy()
+        rows += int(tf.shape(numbers)[0])
+    if not rows:
+        raise InputError("There are no rows to measure the Fisher information on.")
+    return [(v, (total / rows).astype("float32")) for v, total in zip(variables, totals, strict=True)]
+
+
+def _batches(x, y, examples: int | None):
+    left = float("inf") if examples is None else examples
+    data = x if isinstance(x, tf.data.Dataset) else tf.data.Dataset.from_tensor_slices((x, y)).batch(256)
+    for batch in data:
+        if not isinstance(batch, tuple) or len(batch) < 2:
+            raise InputError(f"The data must be batches (x, y). Received: {type(batch).__name__}. Give `y` too.")
+        numbers = tf.convert_to_tensor(batch[1])
+        if numbers.shape.rank == 2:  # one column a class, or a single column
+            numbers = numbers[:, 0] if numbers.shape[1] == 1 else tf.argmax(numbers, -1)
+        take = int(min(left, numbers.shape[0]))
+        if not take:
+            return
+        left -= take
+        inputs = [tf.convert_to_tensor(part)[:take] for part in tf.nest.flatten(batch[0])]
+        yield tf.nest.pack_sequence_as(batch[0], inputs), tf.cast(numbers[:take], tf.int32)
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,180 @@
+"""Which layers learn, and how fast: frozen ones, and learning rates by layer (Howard and Ruder, ULMFiT, 2018)."""
+
+import fnmatch
+from collections.abc import Mapping
+
+import keras
+
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import rates
+from tfgpu.training.incremental import names, tracing
+
+
+def freeze(model: keras.Model, *patterns: str) -> list[str]:
+    """Stops layers from learning, from the next `fit` on, without compiling anew.
+
+    A frozen layer has no gradient, no weight decay, and no part in a clipping norm; a frozen BatchNormalization uses
+    its moving moments and leaves them, as in Keras. The optimizer's state of frozen weights stays for later, but for
+    one that keeps averages (EMA).
+
+    Args:
+        model: a built model.
+        patterns: names of layers, with `*` and `?` as in a shell: "conv1", "block_?_*". A layer of an inner model is
+            found by its name, or by `inner/name`.
+
+    Returns:
+        The names of the layers that were found.
+
+    Raises:
+        InputError: a pattern finds no layer.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="body"), keras.layers.Dense(2)])
+        >>> freeze(model, "bod*"), len(model.trainable_weights)
+        (['body'], 2)
+    """
+    return _set(model, patterns, False)
+
+
+def unfreeze(model: keras.Model, *patterns: str) -> list[str]:
+    """Lets layers learn again; no pattern means all.
+
+    Where the optimizer was made without them, it is made anew with what it knows of all other weights.
+
+    Args:
+        model: a built model.
+        patterns: as for `freeze`.
+
+    Returns:
+        The names of the layers that were found.
+
+    Raises:
+        InputError: a pattern finds no layer.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
+        >>> names = freeze(model, "*")
+        >>> len(unfreeze(model)), len(model.trainable_weights)
+        (2, 4)
+    """
+    return _set(model, patterns or ("*",), True)
+
+
+def _set(model: keras.Model, patterns: tuple[str, ...], trainable: bool) -> list[str]:
+    if not patterns:
+        raise InputError('Say which layers to freeze: a name, or a pattern such as "conv*".')
+    names.check_whole(model, "Unfreeze" if trainable else "Freeze")
+    layers = names.layers(model)
+    found = {name: layers[name] for pattern in patterns for name in _matching(pattern, layers)}
+    if trainable:  # an inner model that is frozen as a whole holds its layers too
+        model.trainable = model.trainable or _thaw(model)
+    for name, layer in found.items():
+        if trainable:
+            for outer in _around(name, layers):
+                _ = outer.trainable or _thaw(outer)
+        layer.trainable = trainable
+    if model.compiled and model.optimizer is not None:
+        _fit_optimizer(model)
+    tracing.trace_anew(model)
+    return list(found)
+
+
+def _thaw(model: keras.Model) -> bool:
+    """Lets a model that was frozen as a whole learn, with all its layers frozen by themselves."""
+    inner = list(model.layers)
+    model.trainable = True
+    for layer in inner:
+        layer.trainable = False
+    return True
+
+
+def _around(name: str, layers: Mapping[str, keras.layers.Layer]) -> list:
+    words = name.split("/")
+    return [layers["/".join(words[:end])] for end in range(1, len(words))]
+
+
+def _matching(pattern: str, layers: Mapping[str, keras.layers.Layer]) -> list[str]:
+    is_found = fnmatch.fnmatchcase
+    found = [name for name in layers if is_found(name, pattern) or is_found(name.rpartition("/")[2], pattern)]
+    if not found:
+        raise InputError(f"No layer is called {pattern!r}. The layers: {', '.join(list(layers)[:40])}.")
+    return found
+
+
+def _fit_optimizer(model: keras.Model) -> None:
+    """Makes the optimizer anew where weights that learn are unknown to it.
+
+    One that keeps averages must know no others either: Keras puts them into the weights that learn at the end of `fit`,
+    one after the other, whichever the optimizer knows.
+    """
+    old = model.optimizer
+    known = {id(v) for v in rates.built_on(old)}
+    learning = {id(v) for v in model.trainable_variables}
+    averages = rates.inner_of(old).use_ema
+    if not known or known == learning or (learning <= known and not averages):
+        return
+    with model.distribute_strategy.scope():
+        new = rates.anew(old)
+        trained = rates.built_on(old)
+        rates.keep_exclusions(old, new, list(zip(trained, trained, strict=True)))
+        wanted = learning if averages else learning | known
+        new.build([v for v in model.weights if id(v) in wanted])
+        rates.carry_known(old, new)
+    model.optimizer = new
+
+
+def discriminative(optimizer, model: keras.Model, factors: Mapping[str, float]):
+    """Makes an optimizer that learns some layers faster or slower than others.
+
+    A layer's factor multiplies the learning rate, not the gradient, which Adam would not feel. It is what a group of
+    parameters of its own is elsewhere: weight decay, which Keras multiplies by the rate, follows. Schedules, clipping,
+    averages (EMA), accumulation and float16's scale are one for all. Files (`.keras`) keep the factors: import
+    `tfgpu.training.incremental` before you load one.
+
+    Args:
+        optimizer: any Keras optimizer, or its name; it is left as it is, and its state goes along.
+        model: the built model whose layers are meant.
+        factors: by a layer's name or pattern (see `freeze`), from 0; the first pattern that fits counts. All other
+            layers have 1.
+
+    Returns:
+        The optimizer for `compile`.
+
+    Raises:
+        InputError: a pattern finds no layer, a factor is no number from 0, or it is a `MultiOptimizer`.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="body"), keras.layers.Dense(2)])
+        >>> model.compile(discriminative(keras.optimizers.AdamW(1e-3), model, {"body": 0.1}), "mse")
+
+    Source: J. Howard and S. Ruder, "Universal Language Model Fine-tuning", 2018, arXiv:1801.06146.
+    """
+    if not isinstance(factors, Mapping) or not factors:
+        raise InputError(f'`factors` must be a mapping such as {{"conv*": 0.1}}. Received: {factors!r}.')
+    layers, by_path = names.layers(model), {}
+    for pattern, factor in factors.items():
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not is_number or not 0 <= factor < float("inf"):
+            raise InputError(f"The factor of {pattern!r} must be a number from 0. Received: {factor!r}.")
+        for name in _matching(pattern, layers):
+            for variable in layers[name].weights:
+                by_path.setdefault(variable.path, float(factor))
+    with model.distribute_strategy.scope():
+        return rates.with_factors(keras.optimizers.get(optimizer), by_path)
+
+
+def by_depth(model: keras.Model, factor: float = 1 / 2.6) -> dict[str, float]:
+    """Factors for `discriminative`: 1 for the last layer with weights, and `factor` times the next one's before it.
+
+    Args:
+        model: a built model; its own layers count, an inner model as one.
+        factor: between neighbours; 1 / 2.6 by default, as in ULMFiT.
+
+    Example:
+        >>> layers = [keras.layers.Dense(3, name="a"), keras.layers.Dense(2, name="b")]
+        >>> model = keras.Sequential([keras.Input((4,)), *layers])
+        >>> by_depth(model, 0.5)
+        {'a': 0.5, 'b': 1.0}
+    """
+    found = [layer.name for layer in model.layers if layer.weights]
+    return {name: float(factor) ** (len(found) - 1 - at) for at, name in enumerate(found)}

@@ -1,0 +1,149 @@
+"""A model with more classes: the old logits stay, bit for bit."""
+
+import keras
+
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import parts, rates, training_state
+from tfgpu.training.incremental import names
+
+_AFTER_HEAD = (keras.layers.Activation, keras.layers.Softmax, keras.layers.Dropout)
+
+
+@keras.saving.register_keras_serializable(package="tfgpu")
+class GrownDense(keras.layers.Dense):
+    """A Dense layer whose classes came one group after the other.
+
+    It is one kernel and one bias, as Dense has them, but each group of columns is multiplied by itself: a product with
+    a wider matrix may round the same columns otherwise (measured on a CPU: in 4 of 10 shapes).
+
+    Args:
+        parts: how many units came with each growth, from the first on.
+
+    Example:
+        >>> layer = GrownDense(parts=(10, 2))
+        >>> layer(keras.ops.ones((1, 4))).shape, layer.units
+        (TensorShape([1, 12]), 12)
+    """
+
+    def __init__(self, units: int | None = None, *, parts, **options):
+        parts = tuple(int(part) for part in parts)
+        if units is not None and units != sum(parts):
+            raise InputError(f"`parts` must add up to `units`. Received: units={units}, parts={parts}.")
+        super().__init__(sum(parts), **options)
+        self.parts = parts
+
+    def call(self, inputs, training=None):
+        found, begin = [], 0
+        for part in self.parts:
+            some = keras.ops.matmul(inputs, self.kernel[:, begin : begin + part])
+            if self.bias is not None:
+                some = keras.ops.add(some, self.bias[begin : begin + part])
+            found.append(some)
+            begin += part
+        logits = keras.ops.concatenate(found, axis=-1)
+        return logits if self.activation is None else self.activation(logits)
+
+    def get_config(self):
+        return {**super().get_config(), "parts": list(self.parts)}
+
+
+def grow(model: keras.Model, classes: int, *, head: str | None = None) -> keras.Model:
+    """Makes a model with more classes of a trained one, which stays as it is (a teacher for `Distilled`).
+
+    The weights, the random draws and the optimizer's state go along; the head's new columns begin as its initializers
+    say. The old logits are the same numbers, bit for bit. Behind a softmax the old classes' probabilities make room
+    for the new ones, and their ratios stay.
+
+    Args:
+        model: a built Sequential or functional model that ends in a Dense layer (an Activation, Softmax or Dropout may
+            follow). It is grown under its own strategy. If it is compiled, so is the grown one, with the same loss and
+            metrics.
+        classes: units of the grown head, more than it has.
+        head: the name of the Dense layer, where the model has several outputs.
+
+    Returns:
+        A model of the same class, whose layers have the same names.
+
+    Raises:
+        InputError: the head is no Dense layer, or is quantized or has LoRA; `classes` is too few; the model is
+            subclassed or not built; the optimizer is sharded.
+
+    Example:
+        >>> old = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="head")])
+        >>> new = grow(old, classes=3)
+        >>> x = keras.ops.ones((1, 4))
+        >>> bool(keras.ops.all(new(x)[:, :2] == old(x))), new.count_params()
+        (True, 15)
+    """
+    layer = _head(model, head)
+    names.check_whole(model, "Grow")
+    if isinstance(classes, bool) or not isinstance(classes, int) or classes <= layer.units:
+        raise InputError(f"`classes` must be more than the {layer.units} of {layer.name}. Received: {classes!r}.")
+
+    def clone(found):
+        config = found.get_config()
+        if found is not layer:
+            return type(found).from_config(config)
+        known = getattr(layer, "parts", (layer.units,))
+        config |= {"units": classes, "parts": (*known, classes - layer.units)}
+        return GrownDense.from_config(config)
+
+    with model.distribute_strategy.scope():
+        try:
+            grown = keras.models.clone_model(model, clone_function=clone)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"{model.name} could not be made anew with {classes} classes: {error} Register what is your own by "
+                "`@keras.saving.register_keras_serializable()`, and give what fits as many classes to `compile`."
+            ) from error
+        _check_outputs(model, grown, classes, layer)
+        _take_over(model, grown)
+    return grown
+
+
+def _take_over(model: keras.Model, grown: keras.Model) -> None:
+    old, new = parts.whole(model.weights), parts.whole(grown.weights)
+    for before, after in zip(old, new, strict=True):
+        after.assign(rates.grown(before.numpy(), after.numpy()))
+        after.trainable = before.trainable
+    for before, after in zip(training_state.draws(model), training_state.draws(grown), strict=True):
+        after.assign(before.numpy())
+    if model.compiled and model.optimizer is not None:
+        twin = {id(before): after for before, after in zip(model.weights, grown.weights, strict=True)}
+        optimizer, trained = model.optimizer, rates.built_on(model.optimizer)
+        if any(id(v) not in twin for v in trained):
+            raise InputError("The optimizer is sharded, or trains what is not the model's. Grow first, then shard.")
+        anew = type(optimizer).from_config(optimizer.get_config())
+        rates.keep_exclusions(optimizer, anew, [(v, twin[id(v)]) for v in trained])
+        if trained:
+            anew.build([twin[id(v)] for v in trained])
+            rates.carry(optimizer, anew)
+        grown.optimizer = anew
+
+
+def _head(model: keras.Model, name: str | None) -> keras.layers.Dense:
+    if not isinstance(model, keras.Model) or not hasattr(model, "inputs") or not model.built or not model.inputs:
+        raise InputError(
+            f"`model` must be a built Sequential or functional model. Received: {type(model).__name__}. In a class of "
+            "your own make the larger head yourself, and copy the old columns."
+        )
+    if name is None and len(model.outputs) > 1:
+        raise InputError(f"{model.name} has {len(model.outputs)} outputs. Say which Dense layer grows: `head=NAME`.")
+    if name is not None and name not in [layer.name for layer in model.layers]:
+        raise InputError(f"{model.name} has no layer {name!r}. Its last ones: {[x.name for x in model.layers[-4:]]}.")
+    found = model.get_layer(name) if name else next(x for x in reversed(model.layers) if not isinstance(x, _AFTER_HEAD))
+    if type(found) not in (keras.layers.Dense, GrownDense):
+        raise InputError(
+            f"The head must be a Dense layer. Received: {type(found).__name__} {found.name!r}. Let the model end in a "
+            "Dense layer, or give its name as `head`."
+        )
+    if found.lora_enabled or found.quantization_mode is not None:
+        raise InputError(f"{found.name} is quantized or has LoRA. Grow before that.")
+    return found
+
+
+def _check_outputs(model: keras.Model, grown: keras.Model, classes: int, layer: keras.layers.Dense) -> None:
+    for before, after in zip(model.outputs, grown.outputs, strict=True):
+        if before.shape[-1] == layer.units and after.shape[-1] == classes:
+            return
+    raise InputError(f"{layer.name} is not what {model.name} puts out. Name its last Dense layer as `head`.")

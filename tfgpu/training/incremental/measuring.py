@@ -1,0 +1,87 @@
+"""What is learned and what is forgotten, task after task."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+
+from tfgpu.errors import InputError
+
+
+@dataclass(frozen=True)
+class Accuracies:
+    """The accuracy on each task after each task was learned.
+
+    Attributes:
+        matrix: float [tasks, tasks]: row i, column j is the accuracy on task j after task i was learned.
+
+    Example:
+        >>> found = Accuracies(np.array([[0.9, 0.1], [0.5, 0.8]]))
+        >>> found.average, found.forgetting, found.backward_transfer
+        (0.65, 0.4, -0.4)
+
+    Sources: D. Lopez-Paz and M. Ranzato, "Gradient Episodic Memory", 2017, arXiv:1706.08840 (average, transfer);
+    A. Chaudhry et al., "Riemannian Walk", 2018, arXiv:1801.10112 (forgetting).
+    """
+
+    matrix: np.ndarray
+
+    def __post_init__(self):
+        object.__setattr__(self, "matrix", np.asarray(self.matrix, float))
+        shape = self.matrix.shape
+        if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
+            raise InputError(f"`matrix` must have a row and a column for each task. Received the shape {shape}.")
+
+    @property
+    def average(self) -> float:
+        """The mean accuracy on all tasks, after the last."""
+        return float(np.mean(self.matrix[-1]))
+
+    @property
+    def averages(self) -> list[float]:
+        """After each task, the mean accuracy on the tasks seen so far."""
+        return [float(np.mean(self.matrix[at, : at + 1])) for at in range(len(self.matrix))]
+
+    @property
+    def forgetting(self) -> float:
+        """The best earlier accuracy minus the last one: the mean over all tasks but the last; 0 for a single task."""
+        best = [np.max(self.matrix[at:-1, at]) for at in range(len(self.matrix) - 1)]
+        return float(np.mean(best - self.matrix[-1, :-1])) if best else 0.0
+
+    @property
+    def backward_transfer(self) -> float:
+        """The last accuracy minus that right after the task: negative where it was forgotten; 0 for a single task."""
+        change = self.matrix[-1, :-1] - np.diag(self.matrix)[:-1]
+        return float(np.mean(change)) if len(change) else 0.0
+
+
+def accuracies(
+    model: keras.Model, tasks: Sequence[tuple], *, classes: Sequence[Sequence[int]] | None = None, batch_size: int = 256
+) -> list[float]:
+    """The accuracy on each task: a row of `Accuracies`.
+
+    Args:
+        model: a classifier, whose outputs are logits or probabilities.
+        tasks: `(x, y)` of each, with class numbers. Tasks of classes that the model does not have yet have none right.
+        classes: None (the default) lets the model choose among all its classes (class-incremental: nobody says which
+            task an example is of); or the classes of each task, among which it may choose (task-incremental).
+        batch_size: of `predict`.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Identity()])
+        >>> x = np.array([[1.0, 0.0], [0.0, 1.0]])
+        >>> accuracies(model, [(x, [0, 1]), (x, [0, 0])])
+        [1.0, 0.5]
+    """
+    if classes is not None and len(classes) != len(tasks):
+        raise InputError(f"`classes` must name those of each task. Received: {len(classes)} for {len(tasks)} tasks.")
+    found = []
+    for at, (x, y) in enumerate(tasks):
+        outputs = np.asarray(model.predict(x, batch_size=batch_size, verbose=0))
+        if classes is not None:
+            allowed = [c for c in classes[at] if c < outputs.shape[-1]]
+            others = np.setdiff1d(np.arange(outputs.shape[-1]), allowed)
+            outputs[..., others] = -np.inf
+        found.append(float(np.mean(outputs.argmax(-1) == np.asarray(y))))
+    return found

@@ -1,0 +1,51 @@
+"""Layers and weights of a model by names that a file, a clone and a grown model keep; Keras's own paths change."""
+
+from collections.abc import Iterator
+
+import keras
+
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import parts, shards
+
+
+def layers(model: keras.Model) -> dict[str, keras.layers.Layer]:
+    """All layers by name; one of an inner model as `inner/name`, behind the inner model itself.
+
+    Example:
+        >>> inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="a")], name="inner")
+        >>> list(layers(keras.Sequential([keras.Input((4,)), inner, keras.layers.Dense(2, name="head")])))
+        ['inner', 'inner/a', 'head']
+    """
+    return dict(_walk(model, ""))
+
+
+def _walk(model: keras.Model, before: str) -> Iterator[tuple[str, keras.layers.Layer]]:
+    for layer in model.layers:
+        yield before + layer.name, layer
+        if isinstance(layer, keras.Model):
+            yield from _walk(layer, f"{before}{layer.name}/")
+
+
+def check_whole(model: keras.Model, what: str) -> None:
+    """Raises `InputError` where weights lie in pieces on several devices."""
+    if any(parts.part_of(v) is not None or shards.is_gathered(v) for v in model.weights):
+        raise InputError(
+            f"{model.name} has weights in pieces on several devices. {what} it first, then shard or cut it."
+        )
+
+
+def trainable(model: keras.Model) -> dict[str, keras.Variable]:
+    """The weights that learn, whole where they lie in parts, by their layer's name and their number in it.
+
+    Example:
+        >>> list(trainable(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="head")])))
+        ['head/0', 'head/1']
+    """
+    names = {}
+    for name, layer in layers(model).items():
+        if not isinstance(layer, keras.Model):
+            for at, variable in enumerate(parts.whole(layer.weights)):
+                names.setdefault(id(variable), f"{name}/{at}")
+    for at, variable in enumerate(parts.whole(model.weights)):
+        names.setdefault(id(variable), f"/{at}")  # the model's own
+    return {names.get(id(v), f"//{at}"): v for at, v in enumerate(parts.whole(model.trainable_variables))}

@@ -1,0 +1,290 @@
+"""Replay: a small memory of what was seen, mixed into the new data."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+import tensorflow as tf
+
+from tfgpu.errors import InputError
+from tfgpu.training.incremental import reservoirs
+
+_DRAWN = 0x9E3779B9  # keeps what is replayed apart from what is kept
+
+
+class Replay:
+    """A memory of examples of a stream, whose length nobody needs to know.
+
+    Each example that was ever added is in it with the same probability (reservoir sampling, algorithm R); with
+    `balance`, the classes have as equal a part as the stream allows, and each class's examples are a reservoir of that
+    class. What is kept and what is replayed depends on the seed and the order of the data alone, not on how it comes
+    in batches, nor on the number of replicas; on several workers each has the same.
+
+    Args:
+        examples: how many to keep at most.
+        bytes: or how many bytes, from which follows the number of examples; one of the two.
+        balance: keep the classes balanced; labels are class numbers then, or one column a class.
+        seed: of all draws; 0 by default.
+        folder: keep the examples in files there, mapped into memory, for memories larger than the host's; None keeps
+            them in memory. Files of an earlier memory there are an error.
+
+    Raises:
+        InputError: an argument is out of range.
+
+    Example:
+        >>> replay = Replay(3, seed=1)
+        >>> for at in range(0, 100, 10):
+        ...     _ = replay.add(np.arange(at, at + 10.0)[:, None], np.full(10, at // 50))
+        >>> len(replay), replay.seen
+        (3, 100)
+
+    Sources: J. Vitter, "Random sampling with a reservoir", 1985; A. Chrysakis and M.-F. Moens, "Online continual
+    learning from imbalanced data", 2020 (the balanced reservoir); D. Rolnick et al., "Experience replay for continual
+    learning", 2019, arXiv:1811.11682.
+    """
+
+    def __init__(
+        self,
+        examples: int | None = None,
+        *,
+        bytes: int | None = None,
+        balance: bool = False,
+        seed: int = 0,
+        folder: str | Path | None = None,
+    ):
+        if (examples is None) == (bytes is None):
+            raise InputError(f"Say how large it is: `examples` or `bytes`. Received: {examples!r} and {bytes!r}.")
+        for name, value, least in (("examples", examples, 1), ("bytes", bytes, 1), ("seed", seed, 0)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise InputError(f"`{name}` must be a whole number from {least}. Received: {value!r}.")
+        self._bytes, self._folder, self.seed, self.balance = bytes, folder and Path(folder), seed, bool(balance)
+        self._capacity = examples
+        self._sampler = None if examples is None else self._made_sampler()
+        self._structure = None  # of an example
+        self._arrays: list[np.ndarray] = []
+        self._mixed = 0
+
+    def __len__(self) -> int:
+        return 0 if self._sampler is None else self._sampler.kept
+
+    @property
+    def seen(self) -> int:
+        """How many examples were added."""
+        return 0 if self._sampler is None else self._sampler.seen
+
+    @property
+    def arrays(self):
+        """What is kept, in the structure in which it was added: `(x, y)` or `(x, y, sample_weight)`, one row each."""
+        if self._structure is None:
+            raise InputError("Nothing was added yet.")
+        return tf.nest.pack_sequence_as(self._structure, [array[: len(self)] for array in self._arrays])
+
+    def add(self, x, y=None, sample_weight=None) -> "Replay":
+        """Shows examples to the memory, in order.
+
+        Args:
+            x: inputs, arrays with one row each (or a dict or tuple of them); or a finite data set of batches.
+            y: labels, one row each.
+            sample_weight: weights, where the new data has them too.
+
+        Returns:
+            Itself.
+
+        Raises:
+            InputError: rows do not match, or shapes and dtypes are not those of before.
+        """
+        if isinstance(x, tf.data.Dataset):
+            for batch in x:
+                self._add(batch)
+            return self
+        return self._add(tuple(part for part in (x, y, sample_weight) if part is not None))
+
+    def _add(self, batch) -> "Replay":
+        if not isinstance(batch, tuple) or not 2 <= len(batch) <= 3:
+            raise InputError("Examples must be `(x, y)` or `(x, y, sample_weight)`. Give the labels too.")
+        flat = [np.asarray(part) for part in tf.nest.flatten(batch)]
+        rows = {len(part) if part.ndim else 0 for part in flat}
+        if len(rows) != 1:
+            raise InputError(f"All parts must have as many rows. Received: {[part.shape for part in flat]}.")
+        if not rows.pop():
+            return self
+        if self._structure is None:
+            self._begin(batch, flat)
+        self._check(batch, flat)
+        slots = self._sampler.take(self._labels(batch))
+        # Where one slot is taken twice in a batch, the later example stays.
+        slot, row = np.unique(slots[::-1], return_index=True)
+        row = len(slots) - 1 - row
+        for array, part in zip(self._arrays, flat, strict=True):
+            array[slot[slot >= 0]] = part[row[slot >= 0]]
+        return self
+
+    def mix(self, data: tf.data.Dataset, share: float = 0.5, *, seed: int | None = None) -> tf.data.Dataset:
+        """Adds replayed examples to each batch.
+
+        A batch of n new rows gets `round(n * share / (1 - share))` rows behind it, drawn evenly from what is kept now,
+        with replacement, anew in each epoch. So a batch is larger than before by 1 / (1 - share), and an epoch has as
+        many batches.
+
+        Args:
+            data: batches `(x, y)` or `(x, y, sample_weight)` as they were added, finite or not.
+            share: of the replayed rows in a batch, from 0 to below 1.
+            seed: of these draws; None takes another one in each call, by the memory's seed.
+
+        Returns:
+            A data set; `data` itself while nothing is kept.
+
+        Raises:
+            InputError: `share` is out of range, or the data has another structure, shape or dtype.
+        """
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise InputError(f"`share` must be a number from 0 to below 1. Received: {share!r}.")
+        self._mixed += 1
+        if not len(self) or not share:
+            return data
+        spec = data.element_spec
+        self._check(spec, tf.nest.flatten(spec))
+        number = [self.seed ^ _DRAWN, self._mixed] if seed is None else [seed, 0]
+        key = int(np.random.SeedSequence(number).generate_state(1, np.uint32)[0])
+        seeds = tf.data.Dataset.random(seed=key, rerandomize_each_iteration=True).batch(2)
+        rows, ratio = self._rows(), share / (1 - share)
+
+        def join(batch, draw):
+            flat = tf.nest.flatten(batch)
+            new = tf.shape(flat[0])[0]
+            count = tf.cast(tf.round(tf.cast(new, tf.float64) * ratio), tf.int32)
+            at = tf.random.stateless_uniform([count], draw, maxval=len(self), dtype=tf.int32)
+            both = [tf.concat([own, old], 0) for own, old in zip(flat, rows(at), strict=True)]
+            return tf.nest.pack_sequence_as(batch, both)
+
+        mixed = tf.data.Dataset.zip(data, seeds).map(join, num_parallel_calls=tf.data.AUTOTUNE)
+        counter = getattr(data, "tfgpu_epochs", None)
+        if counter is not None:
+            mixed.tfgpu_epochs = counter
+        return mixed
+
+    def _rows(self):
+        """A function from places in the memory, as it is now, to its rows."""
+        kept = [array[: len(self)] for array in self._arrays]
+        if self._folder is None:
+            with tf.device("CPU:0"):
+                tensors = [tf.constant(array) for array in kept]
+            return lambda at: [tf.gather(tensor, at) for tensor in tensors]
+
+        def read(at):
+            return [array[at] for array in kept]
+
+        def rows(at):
+            found = tf.numpy_function(read, [at], [array.dtype for array in kept], stateful=False)
+            return [tf.ensure_shape(v, (None, *a.shape[1:])) for v, a in zip(found, kept, strict=True)]
+
+        return rows
+
+    def save(self, path: str | Path) -> None:
+        """Writes what is kept, and where the draws stand, into one file (safetensors): `load` goes on from there."""
+        arrays = {f"kept/{at:04d}": np.ascontiguousarray(v[: len(self)]) for at, v in enumerate(self._arrays)}
+        state = {} if self._sampler is None else self._sampler.state()
+        path = Path(path)
+        aside = path.with_name(path.name + ".tmp")
+        content = safetensors.numpy.save(
+            arrays | {f"state/{k}": np.asarray(v) for k, v in state.items()} | self._facts()
+        )
+        aside.write_bytes(content)
+        aside.replace(path)
+
+    def _facts(self) -> dict[str, np.ndarray]:
+        return {
+            "facts/limits": np.array([self._capacity or 0, self._bytes or 0, self.balance, self.seed], "int64"),
+            "facts/mixed": np.array([self._mixed], "int64"),
+        }
+
+    def load(self, path: str | Path, like) -> "Replay":
+        """Takes up what `save` wrote, into a memory made with the same arguments.
+
+        Args:
+            path: the file.
+            like: an example's structure: anything that could be added, such as `(x[:1], y[:1])`, or a data set's
+                `element_spec`.
+
+        Returns:
+            Itself.
+
+        Raises:
+            InputError: the memory was made otherwise, or examples have another form.
+        """
+        found = safetensors.numpy.load_file(path)
+        if not np.array_equal(found["facts/limits"][1:], self._facts()["facts/limits"][1:]) or (
+            self._bytes is None and found["facts/limits"][0] != self._capacity
+        ):
+            raise InputError(f"{path} is of a memory with other arguments: make this one as that was made.")
+        self._mixed = int(found["facts/mixed"][0])
+        kept = [found[name] for name in sorted(found) if name.startswith("kept/")]
+        if not kept:
+            return self
+        if len(tf.nest.flatten(like)) != len(kept):
+            raise InputError(f"{path} has examples of {len(kept)} parts, `like` has {len(tf.nest.flatten(like))}.")
+        self._begin(like, kept, int(found["facts/limits"][0]))
+        self._check(like, tf.nest.flatten(like))
+        self._sampler.put({k.removeprefix("state/"): v for k, v in found.items() if k.startswith("state/")})
+        for array, values in zip(self._arrays, kept, strict=True):
+            array[: len(values)] = values
+        return self
+
+    def _made_sampler(self):
+        kind = reservoirs.Balanced if self.balance else reservoirs.Reservoir
+        return kind(self._capacity, self.seed)
+
+    def _begin(self, batch, flat: list[np.ndarray], capacity: int | None = None) -> None:
+        if self._capacity is None:
+            each = sum(part.dtype.itemsize * int(np.prod(part.shape[1:])) for part in flat)
+            if each > self._bytes:
+                raise InputError(f"One example has {each} bytes, more than the memory. Received: bytes={self._bytes}.")
+            self._capacity = capacity or self._bytes // each
+        if self._sampler is None:
+            self._sampler = self._made_sampler()
+        self._structure = tf.nest.map_structure(lambda _: 0, batch)
+        self._arrays = [self._space(at, part) for at, part in enumerate(flat)]
+
+    def _space(self, at: int, part: np.ndarray) -> np.ndarray:
+        if part.dtype.kind not in "biuf" and part.dtype.name != "bfloat16":
+            raise InputError(f"Examples must be numbers. Received: {part.dtype}.")
+        shape = (self._capacity, *part.shape[1:])
+        if self._folder is None:
+            return np.zeros(shape, part.dtype)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"replay-{at:04d}.npy"
+        if path.exists():
+            raise InputError(f"{path} is there already, maybe of another memory. Remove it, or choose another folder.")
+        return np.lib.format.open_memmap(path, "w+", part.dtype, shape)
+
+    def _check(self, batch, flat) -> None:
+        try:
+            tf.nest.assert_same_structure(self._structure, tf.nest.map_structure(lambda _: 0, batch))
+        except (TypeError, ValueError):
+            raise InputError(
+                f"Examples must have the structure of those before: {self._structure}. Received: {_described(batch)}."
+            ) from None
+        for part, array in zip(flat, self._arrays, strict=True):
+            dtype = part.dtype.as_numpy_dtype if isinstance(part.dtype, tf.DType) else part.dtype
+            if tuple(part.shape[1:]) != array.shape[1:] or np.dtype(dtype) != array.dtype:
+                raise InputError(
+                    f"An example's part must be {array.shape[1:]} of {array.dtype}, as those before. "
+                    f"Received: {tuple(part.shape[1:])} of {np.dtype(dtype)}."
+                )
+
+    def _labels(self, batch) -> np.ndarray:
+        labels = np.asarray(tf.nest.flatten(batch[1])[0])
+        if not self.balance:
+            return labels.reshape(len(labels), -1)[:, 0]
+        if isinstance(batch[1], (Mapping, tuple, list)) or labels.ndim > 2:
+            raise InputError("A balanced memory needs one label an example: class numbers, or one column a class.")
+        if labels.ndim == 2 and labels.shape[1] > 1:
+            return labels.argmax(-1)
+        if not np.array_equal(labels, np.round(labels)):
+            raise InputError("A balanced memory needs class numbers as labels. Received fractions.")
+        return labels.reshape(-1).astype("int64")
+
+
+def _described(batch) -> str:
+    return str(tf.nest.map_structure(lambda part: tuple(getattr(part, "shape", ())), batch))

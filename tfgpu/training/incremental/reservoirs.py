@@ -1,0 +1,147 @@
+"""Which example takes which place in a memory of fixed size, drawn one by one as they come."""
+
+import numpy as np
+
+NONE = -1
+"""The place of an example that is not kept."""
+
+
+class Reservoir:
+    """Vitter's algorithm R: after n examples each of them is kept with probability capacity / n.
+
+    Args:
+        capacity: places.
+        seed: of the draws.
+
+    Example:
+        >>> Reservoir(2, seed=0).take([0, 0]).tolist()
+        [0, 1]
+    """
+
+    def __init__(self, capacity: int, seed: int):
+        self.capacity, self.seen = capacity, 0
+        self._random = np.random.Generator(np.random.PCG64(seed))
+
+    @property
+    def kept(self) -> int:
+        """How many places are taken."""
+        return min(self.seen, self.capacity)
+
+    def take(self, labels) -> np.ndarray:
+        """The places of the next examples, int64; later ones overwrite earlier ones."""
+        numbers = np.arange(self.seen, self.seen + len(labels))
+        self.seen += len(labels)
+        drawn = numbers.copy()
+        late = numbers >= self.capacity
+        if late.any():
+            # A double an example, and no rejection: the draws do not depend on how examples come in batches.
+            drawn[late] = (self._random.random(int(late.sum())) * (numbers[late] + 1)).astype("int64")
+        return np.where(drawn < self.capacity, drawn, NONE)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All that the next draws depend on, as arrays."""
+        return {"seen": np.array([self.seen], "int64"), "random": _words(self._random)}
+
+    def put(self, state: dict[str, np.ndarray]) -> None:
+        """Takes up what `state` gave."""
+        self.seen = int(state["seen"][0])
+        _put_words(self._random, state["random"])
+
+
+class Balanced:
+    """The class-balanced reservoir: whoever has the most places gives one up (Chrysakis and Moens, 2020).
+
+    A class that has, or once had, the most places when the memory was full is "full": among its own examples it goes on
+    as a reservoir. Any other class takes a place of one with the most.
+
+    Args:
+        capacity: places.
+        seed: of the draws.
+
+    Example:
+        >>> Balanced(2, seed=0).take([7, 7, 8]).tolist()[:2]
+        [0, 1]
+    """
+
+    def __init__(self, capacity: int, seed: int):
+        self.capacity, self.seen = capacity, 0
+        self._random = np.random.Generator(np.random.PCG64(seed))
+        self._places: dict[int, list[int]] = {}
+        self._seen: dict[int, int] = {}
+        self._full: set[int] = set()
+
+    @property
+    def kept(self) -> int:
+        """How many places are taken."""
+        return min(self.seen, self.capacity)
+
+    def take(self, labels) -> np.ndarray:
+        """The places of the next examples, int64; later ones overwrite earlier ones."""
+        return np.array([self._one(int(label)) for label in labels], "int64")
+
+    def _one(self, label: int) -> int:
+        own = self._places.setdefault(label, [])
+        self._seen[label] = self._seen.get(label, 0) + 1
+        place = self.kept
+        self.seen += 1
+        if place < self.capacity:
+            own.append(place)
+            return place
+        most = max(map(len, self._places.values()))
+        largest = [c for c, places in sorted(self._places.items()) if len(places) == most]
+        self._full.update(largest)
+        if label not in self._full:
+            given_up = self._places[largest[self._draw(len(largest))]]
+            own.append(given_up.pop(self._draw(len(given_up))))
+            return own[-1]
+        if self._random.random() * self._seen[label] < len(own):
+            return own[self._draw(len(own))]
+        return NONE
+
+    def _draw(self, count: int) -> int:
+        return int(self._random.random() * count)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All that the next draws depend on, as arrays."""
+        labels = list(self._places)
+        return {
+            "seen": np.array([self.seen], "int64"),
+            "random": _words(self._random),
+            "labels": np.array(labels, "int64"),
+            "seen_each": np.array([self._seen[c] for c in labels], "int64"),
+            "full": np.array([c in self._full for c in labels]),
+            "kept_each": np.array([len(self._places[c]) for c in labels], "int64"),
+            "places": np.array([place for c in labels for place in self._places[c]], "int64"),
+        }
+
+    def put(self, state: dict[str, np.ndarray]) -> None:
+        """Takes up what `state` gave."""
+        self.seen = int(state["seen"][0])
+        _put_words(self._random, state["random"])
+        labels = state["labels"].tolist()
+        ends = np.cumsum(state["kept_each"])
+        cut = np.split(state["places"], ends[:-1]) if labels else []
+        self._places = {c: places.tolist() for c, places in zip(labels, cut, strict=True)}
+        self._seen = dict(zip(labels, state["seen_each"].tolist(), strict=True))
+        self._full = {c for c, is_full in zip(labels, state["full"], strict=True) if is_full}
+
+
+def _words(random: np.random.Generator) -> np.ndarray:
+    state = random.bit_generator.state
+    numbers = state["state"]["state"], state["state"]["inc"]
+    words = [(number >> shift) & (2**32 - 1) for number in numbers for shift in (96, 64, 32, 0)]
+    return np.array([*words, state["has_uint32"], state["uinteger"]], "uint32")
+
+
+def _put_words(random: np.random.Generator, words: np.ndarray) -> None:
+    words = [int(word) for word in words]
+
+    def number(at: int) -> int:
+        return sum(word << shift for word, shift in zip(words[at : at + 4], (96, 64, 32, 0), strict=True))
+
+    random.bit_generator.state = {
+        "bit_generator": "PCG64",
+        "state": {"state": number(0), "inc": number(4)},
+        "has_uint32": words[8],
+        "uinteger": words[9],
+    }

@@ -1,0 +1,127 @@
+"""Streams that do not fit into memory: a window of them at a time, with what is remembered of the rest."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.errors import InputError
+from tfgpu.training.incremental.replay import Replay
+
+
+def windows(stream: Iterable, rows: int) -> Iterator[tuple]:
+    """Cuts a stream of batches into windows that fit into memory.
+
+    Args:
+        stream: an iterable of batches `(x, y)` or `(x, y, sample_weight)` of any sizes, arrays or tensors (or dicts or
+            tuples of them): a generator, a `tf.data` data set, of any length. It is read once, as windows are taken.
+        rows: of a window; the last one may have fewer.
+
+    Returns:
+        An iterator of windows, each arrays of `rows` rows in the batches' structure.
+
+    Example:
+        >>> batches = ((np.full((4, 1), at), np.full(4, at)) for at in range(3))
+        >>> [len(y) for x, y in windows(batches, rows=5)]
+        [5, 5, 2]
+    """
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise InputError(f"`rows` must be a whole number from 1. Received: {rows!r}.")
+    return _cut(stream, rows)
+
+
+def _cut(stream: Iterable, rows: int) -> Iterator[tuple]:
+    held, count, structure = [], 0, None
+    for batch in stream:
+        if not isinstance(batch, tuple) or not 2 <= len(batch) <= 3:
+            raise InputError(f"A stream's batches must be `(x, y)` or with weights. Received: {type(batch)}.")
+        structure = batch if structure is None else structure
+        flat = [np.asarray(part) for part in tf.nest.flatten(batch)]
+        begin, size = 0, len(flat[0])
+        while begin < size:
+            take = min(rows - count, size - begin)
+            held.append([part[begin : begin + take] for part in flat])
+            begin, count = begin + take, count + take
+            if count == rows:
+                yield _joined(structure, held)
+                held, count = [], 0
+    if count:
+        yield _joined(structure, held)
+
+
+def _joined(structure, held: list) -> tuple:
+    return tf.nest.pack_sequence_as(structure, [np.concatenate(column) for column in zip(*held, strict=True)])
+
+
+def fit_stream(
+    model: keras.Model,
+    stream: Iterable,
+    *,
+    window: int,
+    global_batch: int,
+    replay: Replay | None = None,
+    share: float = 0.5,
+    epochs: int = 1,
+    seed: int = 0,
+    skip: int = 0,
+    after_window: Callable[[int, dict], None] | None = None,
+    **fit,
+) -> list[dict]:
+    """Trains on a stream of any length in the memory of one window and the replayed examples.
+
+    Each window is trained on for some epochs, shuffled and mixed with replayed examples of the windows before; then
+    it is shown to the memory, and let go.
+
+    Args:
+        model: a compiled model, under any strategy.
+        stream: batches, as for `windows`.
+        window: rows held in memory at a time.
+        global_batch: new rows of a batch, over all replicas; replayed ones come on top, see `Replay.mix`.
+        replay: the memory; None trains on the windows alone.
+        share: of the replayed rows in a batch.
+        epochs: over each window.
+        seed: of the windows' shuffling.
+        skip: windows that are read and passed over: those that a run which stopped had done.
+        after_window: called after each with its number (from 0) and its logs: the place to save model and memory.
+        **fit: further arguments of `model.fit`, such as `callbacks`, which see a training a window.
+
+    Returns:
+        The logs of each window's last epoch.
+
+    Raises:
+        InputError: an argument is out of range, or a batch has another structure than those before.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> stream = ((np.ones((8, 1)), np.ones((8, 1))) for _ in range(4))
+        >>> logs = fit_stream(model, stream, window=16, global_batch=4, replay=Replay(10), verbose=0)
+        >>> len(logs)
+        2
+    """
+    for name, value, least in (("global_batch", global_batch, 1), ("epochs", epochs, 1), ("skip", skip, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"`{name}` must be a whole number from {least}. Received: {value!r}.")
+    taken = {"x", "y", "batch_size", "shuffle", "steps_per_epoch", "sample_weight"} & set(fit)
+    if taken:
+        raise InputError(f"The stream says this, not `fit`: {', '.join(sorted(taken))}. Leave it out.")
+    done = []
+    for at, rows in enumerate(windows(stream, window)):
+        if at < skip:
+            continue
+        history = model.fit(_data(rows, global_batch, replay, share, seed + at), epochs=epochs, shuffle=False, **fit)
+        if replay is not None:
+            replay.add(*rows)
+        done.append({name: float(np.asarray(values[-1])) for name, values in history.history.items()})
+        if after_window is not None:
+            after_window(at, done[-1])
+    return done
+
+
+def _data(rows: tuple, global_batch: int, replay: Replay | None, share: float, seed: int) -> tf.data.Dataset:
+    count = len(tf.nest.flatten(rows)[0])
+    with tf.device("CPU:0"):
+        data = tf.data.Dataset.from_tensor_slices(rows)
+    data = data.shuffle(count, seed=seed).batch(global_batch)
+    return data if replay is None else replay.mix(data, share)
