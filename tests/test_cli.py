@@ -291,7 +291,10 @@ SCHEDULES = {
     "cosine": ["--schedule", "cosine"],
     "loop": ["--path", "loop", "--checkpoint-steps", "7", "--accumulate", "2"],
     "plateau": ["--schedule", "plateau", "--schedule-option", "patience=1", "--optimizer", "sgd"],
+    "ema": ["--weight-average", "ema", "--early-stopping", "2", "--checkpoint-steps", "7", "--optimizer", "lars"],
+    "swa": ["--weight-average", "swa", "--weight-average-option", "start_epoch=2", "--schedule", "one_cycle"],
 }
+SCHEDULES["swa"] += ["--model-option", "normalization=batch", "--label-smoothing", "0.1", "--path", "loop"]
 
 
 LEFT_AT_THE_END = """
@@ -301,6 +304,23 @@ from tfgpu.recipes import runner
 runner._save = lambda model, path: os.kill(os.getpid(), signal.SIGTERM)
 cli.main(sys.argv[1:])
 """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["swa", "best"])
+def test_a_run_that_left_before_its_end_ends_with_the_weights_of_one_that_did_not(tmp_path, ending):
+    best = ["--early-stopping", "9", "--learning-rate", "0.3"]  # the best epoch is not the last one
+    words = ["train", *SMALL, *(best if ending == "best" else SCHEDULES[ending]), "--epochs", "4"]
+    whole = tfgpu(*words, "--output", "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    command = [sys.executable, "-c", LEFT_AT_THE_END, *words, "--output", "cut"]
+    left = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=100)
+    assert left.returncode == 75, left.stderr
+    resumed = tfgpu("train", "--resume", "--output", "cut", cwd=tmp_path)
+    assert resumed.returncode == 0 and resumed.stderr == "", resumed.stderr
+    assert equal(tmp_path / "whole", tmp_path / "cut") and rows(tmp_path / "whole") == rows(tmp_path / "cut")
+    facts = [yaml.safe_load((tmp_path / name / "config.yaml").read_text())["run"] for name in ("whole", "cut")]
+    assert facts[0]["final_weights"] == facts[1]["final_weights"] and "last epoch" not in facts[0]["final_weights"]
 
 
 @pytest.mark.slow
@@ -321,6 +341,8 @@ def test_a_run_that_must_leave_after_its_last_epoch_is_finished_by_resume(tmp_pa
         pytest.param("cosine", signal.SIGINT, 130, id="ctrl-c"),
         pytest.param("plateau", signal.SIGTERM, 75, id="sigterm", marks=pytest.mark.slow),
         pytest.param("loop", signal.SIGTERM, 75, id="sigterm-loop", marks=pytest.mark.slow),
+        pytest.param("ema", signal.SIGTERM, 75, id="sigterm-ema", marks=pytest.mark.slow),
+        pytest.param("swa", signal.SIGTERM, 75, id="sigterm-swa", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number, code):

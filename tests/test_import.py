@@ -58,6 +58,8 @@ QUICK = (
     "tfgpu.doctor",
     "tfgpu.doctor.bundle",
     "tfgpu.doctor.selftest",
+    "tfgpu.recipes.agreement",
+    "tfgpu.recipes.ready",
 )
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -17,7 +17,6 @@ import tfgpu
 sys.path.insert(0, str(Path(__file__).parent))
 import notebooks  # noqa: E402  the one beside this file
 
-
 # Modules within modules that users import by name.
 INNER = ("training.incremental", "training.schedules")
 

@@ -48,18 +48,69 @@ def test_exponential_with_warmup():
     np.testing.assert_allclose(rates(schedule, [0, 3, 4, 9, 14]), [0.2, 0.8, 1.0, 0.5, 0.25], rtol=1e-5)
 
 
+def test_polynomial_falls_by_a_power_of_what_is_left():
+    schedule = schedules.build("polynomial", 0.4, total_steps=10, options={"power": 2})
+    np.testing.assert_allclose(rates(schedule, [0, 5, 9, 10, 30]), [0.4, 0.1, 0.004, 0.0, 0.0], atol=1e-7)
+
+
+def test_polynomial_with_warmup_and_a_floor():
+    schedule = schedules.build("polynomial", 0.4, total_steps=10, warmup_steps=2, options={"final": 0.25})
+    expected = [0.4 / 3, 0.8 / 3, 0.4, 0.25, 0.1]  # a straight line over 8 updates, from 0.4 to 0.1
+    np.testing.assert_allclose(rates(schedule, [0, 1, 2, 6, 10]), expected, rtol=1e-5)
+
+
+def test_step_lowers_the_rate_with_the_update_that_a_milestone_names():
+    schedule = schedules.build("step", 1.0, total_steps=10, options={"milestones": [3, 5], "factor": 0.5})
+    np.testing.assert_allclose(rates(schedule, range(8)), [1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.25])
+
+
+def test_milestones_count_the_warmup():
+    schedule = schedules.build("step", 0.9, total_steps=10, warmup_steps=2, options={"milestones": [4]})
+    np.testing.assert_allclose(rates(schedule, range(6)), [0.3, 0.6, 0.9, 0.9, 0.09, 0.09], rtol=1e-6)
+
+
+def test_one_cycle_rises_and_falls_far_below_its_beginning():
+    options = {"rise": 0.4, "initial_division": 10, "final_division": 5}
+    schedule = schedules.build("one_cycle", 1.0, total_steps=10, options=options)
+    middle = 0.1 + 0.9 * (1 - math.cos(math.pi / 2)) / 2  # of the 4 updates up: half of the way
+    down = 1 + (0.02 - 1) * (1 - math.cos(math.pi / 3)) / 2  # after 2 of the 6 down: a quarter of it
+    expected = [0.1, middle, 1.0, down, 0.02, 0.02]
+    np.testing.assert_allclose(rates(schedule, [0, 2, 4, 6, 10, 20]), expected, rtol=1e-6)
+
+
+def test_one_cycle_rises_for_as_long_as_the_warmup():
+    options = {"shape": "linear", "initial_division": 2, "final_division": 10}
+    schedule = schedules.build("one_cycle", 1.0, total_steps=6, warmup_steps=2, options=options)
+    np.testing.assert_allclose(rates(schedule, range(7)), [0.5, 0.75, 1, 0.7625, 0.525, 0.2875, 0.05], rtol=1e-6)
+
+
 CASES = [
     ("constant", 3),
     ("cosine", 0),
     ("cosine", 3),
     ("exponential", 0),
     ("exponential", 3),
+    ("one_cycle", 0),
+    ("one_cycle", 3),
+    ("polynomial", 0),
+    ("polynomial", 3),
+    ("step", 0),
+    ("step", 3),
 ]
+GIVEN = {"step": {"milestones": [4, 8]}}
+
+
+def made(name, warmup, *, total_steps=12, accumulate=1):
+    options = GIVEN.get(name) if total_steps == 12 else {"milestones": [3]} if name == "step" else None
+    settings = {"total_steps": total_steps, "warmup_steps": warmup, "accumulate": accumulate, "options": options}
+    if name == "step" and total_steps == 4:
+        settings["warmup_steps"] = min(warmup, 2)
+    return schedules.build(name, 0.3, **settings)
 
 
 @pytest.mark.parametrize(("name", "warmup"), CASES)
 def test_every_schedule_goes_through_a_configuration_and_a_graph(name, warmup):
-    schedule = schedules.build(name, 0.3, total_steps=12, warmup_steps=warmup)
+    schedule = made(name, warmup)
     expected = rates(schedule, range(14))
     optimizer = keras.optimizers.SGD(schedule.learning_rate)
     again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))._learning_rate
@@ -72,7 +123,7 @@ def test_every_schedule_goes_through_a_configuration_and_a_graph(name, warmup):
 
 @pytest.mark.parametrize(("name", "warmup"), CASES)
 def test_a_compiled_model_saves_with_its_schedule(name, warmup, tmp_path):
-    schedule = schedules.build(name, 0.3, total_steps=12, warmup_steps=warmup)
+    schedule = made(name, warmup)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(schedule.learning_rate), loss="mse")
     x, y = np.ones((8, 2), "float32"), np.ones((8, 1), "float32")
@@ -95,10 +146,7 @@ def train(learning_rate, batch, accumulate):
 
 @pytest.mark.parametrize(("name", "warmup"), CASES)
 def test_with_accumulation_a_schedule_moves_once_an_update(name, warmup):
-    plain, accumulated = (
-        schedules.build(name, 0.3, total_steps=4, warmup_steps=warmup, accumulate=k).learning_rate
-        for k in (1, 2)
-    )
+    plain, accumulated = (made(name, warmup, total_steps=4, accumulate=k).learning_rate for k in (1, 2))
     by_update = [float(plain(update)) for update in range(5)]
     assert [float(accumulated(batch)) for batch in range(10)] == list(np.repeat(by_update, 2))
     np.testing.assert_allclose(train(accumulated, 1, 2), train(plain, 2, None), atol=1e-6)
@@ -153,6 +201,19 @@ def test_plateau_lowers_the_rate_of_a_real_run():
         ("constant", {"learning_rate": math.nan}, "`learning_rate`"),
         ("constant", {"learning_rate": "fast"}, "`learning_rate`"),
         ("plateau", {"warmup_steps": 2}, "cannot warm up"),
+        ("polynomial", {"options": {"power": 0}}, "`power` must be a number above 0"),
+        ("step", {}, r"needs `milestones`.*Received: milestones=\(\)"),
+        ("step", {"options": {"milestones": [5, 3]}}, "rising whole numbers"),
+        ("step", {"options": {"milestones": [2.5]}}, "rising whole numbers"),
+        ("step", {"options": {"milestones": [10]}}, "below the 10 of the whole"),
+        ("step", {"options": {"milestones": [2]}, "warmup_steps": 2}, "above the warm-up's 2"),
+        ("step", {"options": {"milestones": "all"}}, "Received: milestones='all'"),
+        ("step", {"options": {"milestones": [2], "factor": 1}}, "`factor` must be a number above 0 and below 1"),
+        ("one_cycle", {"options": {"rise": 1}}, "`rise` must be a number above 0 and below 1"),
+        ("one_cycle", {"options": {"rise": 0.2}, "warmup_steps": 2}, "Give one of them"),
+        ("one_cycle", {"options": {"shape": "cosin"}}, "Did you mean 'cosine'"),
+        ("one_cycle", {"options": {"initial_division": 0.5}}, "`initial_division` must be a number at least 1"),
+        ("one_cycle", {"total_steps": 1}, "needs 2 updates"),
         ("plateau", {"options": {"factor": 1.0}}, "`factor` must be a number above 0 and below 1"),
         ("plateau", {"options": {"patience": 0}}, "`patience`"),
         ("plateau", {"options": {"mode": "mn"}}, "Unknown mode 'mn'. Did you mean 'min'"),

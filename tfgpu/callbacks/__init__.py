@@ -1,5 +1,6 @@
 """Keras callbacks of tfgpu; they work in `model.fit` and in `Trainer.fit`."""
 
+from tfgpu.callbacks.averages import EvaluateAverages, StochasticWeightAverage
 from tfgpu.callbacks.background import Writer
 from tfgpu.callbacks.checkpoint import Checkpoint
 from tfgpu.callbacks.events_file import EventsFile
@@ -12,6 +13,7 @@ from tfgpu.callbacks.snapshot import Position
 
 __all__ = [
     "Checkpoint",
+    "EvaluateAverages",
     "EventsFile",
     "Memory",
     "MetricsFile",
@@ -19,6 +21,7 @@ __all__ = [
     "Progress",
     "Report",
     "SkipNaN",
+    "StochasticWeightAverage",
     "StopOnNaN",
     "Writer",
 ]

@@ -69,6 +69,8 @@ class Checkpoint(keras.callbacks.Callback):
     has_memory = False
     go_on = "Start the same command again to go on."
     """What the message says where the training is asked to leave."""
+    warns_when_over = True
+    """Whether a `fit` that has nothing left to train says so."""
 
     def __init__(
         self,
@@ -167,7 +169,8 @@ class Checkpoint(keras.callbacks.Callback):
     def _take_up(self, read: Snapshot) -> None:
         position, epochs = read.position, self.params["epochs"]
         if position.epoch >= epochs or (position.over_at is not None and epochs <= position.over_at):
-            _log.warning("%s: this run is over; raise `epochs` to go on.", position.directory)
+            if self.warns_when_over:
+                _log.warning("%s: this run is over; raise `epochs` to go on.", position.directory)
             positions.begin_at(self.model, epochs)
             training_state.put_random_states(read.memory["random"])
             return

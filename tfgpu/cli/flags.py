@@ -15,7 +15,7 @@ def with_settings(own: Mapping[str, tuple]) -> Callable[[Callable], Callable]:
     """Decorates a command: it gets its own parameters, then one of each setting of the schema.
 
     Args:
-        own: parameters by name: their type, default, flags, placeholder and help.
+        own: parameters by name: their type, default, flags (none: it is a word of its own), placeholder and help.
     """
     signature = _signature(own)
 
@@ -38,13 +38,7 @@ def given(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _signature(own: Mapping[str, tuple]) -> inspect.Signature:
     parameters = [
-        _parameter(
-            name,
-            kind,
-            typer.Option(
-                default, *flags, metavar=metavar, help=escape(text), show_default=False, rich_help_panel="Run"
-            ),
-        )
+        _parameter(name, kind, _own(default, flags, metavar, text))
         for name, (kind, default, flags, metavar, text) in own.items()
     ]
     for name, field in recipes.Recipe.model_fields.items():
@@ -53,6 +47,11 @@ def _signature(own: Mapping[str, tuple]) -> inspect.Signature:
         option = typer.Option(None, *flag, metavar=metavar, help=_help(name, field), rich_help_panel=panel)
         parameters.append(_parameter(name, kind, option))
     return inspect.Signature(parameters)
+
+
+def _own(default: Any, flags: Sequence[str], metavar: str | None, text: str) -> Any:
+    shown = {"metavar": metavar, "help": escape(text), "show_default": False}
+    return typer.Option(default, *flags, rich_help_panel="Run", **shown) if flags else typer.Argument(default, **shown)
 
 
 def _flag(name: str, field: Any) -> tuple[Any, list[str], str | None]:

@@ -1,25 +1,43 @@
 """`tfgpu train`: its flags are the settings of the schema."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from tfgpu.cli.flags import given, with_settings
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, Preempted
+from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
 
 app = typer.Typer()
 OWN = {
+    "name": (
+        str | None,
+        None,
+        [],
+        "RECIPE",
+        "A ready recipe (see --list) or a YAML file; flags win over it.",
+    ),
     "config": (
         Path | None,
         None,
         ["--config", "-c"],
         "FILE",
-        "Settings from a YAML file; flags win over it.",
+        "Settings from a YAML file; the same as RECIPE.",
+    ),
+    "listing": (bool, False, ["--list"], None, "Show the ready recipes."),
+    "dry_run": (
+        bool,
+        False,
+        ["--dry-run"],
+        None,
+        "Build everything, train two steps and validate on made-up data, and write nothing.",
     ),
     "output": (Path | None, None, ["--output", "-o"], "DIR", "The run directory [runs/<time>-<model>]."),
     "resume": (
@@ -46,6 +64,8 @@ OWN = {
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu train\n\n"
+        "tfgpu train cifar10 --epochs 100\n\n"
+        "tfgpu train imagenet --dry-run\n\n"
         "tfgpu train --data photos/ --image-size 64 --model resnet --model-option depth=18 --epochs 30\n\n"
         "tfgpu train --strategy mirrored --virtual-devices 4 --path loop\n\n"
         "tfgpu train --config runs/best/config.yaml --output again --seed 1\n\n"
@@ -55,21 +75,32 @@ OWN = {
 @with_settings(OWN)
 def train(
     *,
+    name: str | None,
     config: Path | None,
+    listing: bool,
+    dry_run: bool,
     output: Path | None,
     resume: bool,
     overwrite: bool,
     debug: bool,
     **flags: Any,
 ) -> None:
+    if listing:
+        _list()
+        return
+    source, settings = _settings(name, config)
+    settings = {**settings, **given(flags)}
+    if dry_run:
+        _check_alone(output=output, resume=resume, overwrite=overwrite)
+        _dry_run(recipes.make(settings, source=source), debug=debug)
+        return
     from tfgpu.recipes import directory
 
-    settings = (recipes.read(config) if config else {}) | given(flags)
     if resume:
         if output is None:
             raise InputError("--resume needs the run to go on with. Add --output DIR.")
         settings = directory.recorded(output) | settings
-    recipe = recipes.make(settings, source=str(config) if config else None)
+    recipe = recipes.make(settings, source=source)
     recipes.check(recipe)
     Cluster.from_environment()
     directory.check(output, resume=resume, overwrite=overwrite)
@@ -84,5 +115,40 @@ def train(
         complain(str(interrupt) or "Interrupted.")
         raise typer.Exit(130) from None
     if result.run_directory is not None:
+        if "test_perplexity" in result.facts:
+            print(f"test perplexity: {result.facts['test_perplexity']:.2f}")
         print(f"test accuracy: {result.accuracy:.1%}")
         print(result.run_directory)
+
+
+def _settings(name: str | None, config: Path | None) -> tuple[str | None, Mapping[str, Any]]:
+    """The file that the settings come from, and what it says."""
+    if name is not None and config is not None:
+        raise InputError(f"A recipe and --config say the same thing. Received: {name} and {config}. Give one of them.")
+    if name is not None:
+        return str(ready.path(name)), ready.read(name)
+    return (str(config), recipes.read(config)) if config else (None, {})
+
+
+def _check_alone(**flags: Any) -> None:
+    for name, value in flags.items():
+        if value:
+            raise InputError(f"A dry run writes nothing. Received: --{name}. Leave it out.")
+
+
+def _dry_run(recipe: recipes.Recipe, *, debug: bool) -> None:
+    with Console(stderr=True).status("starting TensorFlow"):
+        start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
+        dry = imported("tfgpu.recipes.dry")
+    with Console(stderr=True).status("a dry run"):
+        lines = dry.run(recipe)
+    print("\n".join(lines))
+
+
+def _list() -> None:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ready.names():
+        table.add_row(f"[bold]{name}[/]", ready.describe(name))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("\nStart one with: tfgpu train NAME. Try it without its data: tfgpu train NAME --dry-run")

@@ -15,7 +15,7 @@ from tfgpu.data import cache as caching
 from tfgpu.data import position, shards, sources, splits
 from tfgpu.data import service as remote
 from tfgpu.data import stages as augmentations
-from tfgpu.data.decoding import Reading, check_size
+from tfgpu.data.decoding import Reading, check_length, check_size
 from tfgpu.data.examples import Examples
 from tfgpu.data.feed import Feed, batches
 from tfgpu.errors import InputError, unknown
@@ -38,8 +38,10 @@ class Info:
         steps_per_epoch: batches in an epoch; the last one may be smaller.
         skipped: how many corrupt examples were left out.
         augment: the training stages with all their options; `"auto"` resolved.
-        labels: `"class"`, the class's number; or `"one_hot"`, float32 [classes] (as mixed examples need, in all
-            parts alike), for which the loss is `CategoricalCrossentropy`.
+        labels: `"class"`, the class's number; `"one_hot"`, float32 [classes] (as mixed examples and smoothed labels
+            need, in all parts alike), for which the loss is `CategoricalCrossentropy`; or `"tokens"`, a class at each
+            place of a sequence.
+        label_smoothing: the share of a training label that is spread over all classes.
         balance: how the classes were balanced, or None.
         cache: where decoded examples are kept: `memory`, `disk` or `none`; the data is the same.
     """
@@ -58,6 +60,7 @@ class Info:
     augment: tuple[tuple[str, dict], ...]
     labels: str
     balance: str | None
+    label_smoothing: float
     cache: str = field(compare=False)
 
 
@@ -96,6 +99,8 @@ def pipeline(
     test: float = 0.2,
     shuffle: bool = True,
     image_size: int | tuple[int, int] | None = None,
+    length: int | None = None,
+    label_smoothing: float = 0.0,
     skip_corrupt: bool = False,
     balance: str | None = None,
     cache: str = "auto",
@@ -119,7 +124,8 @@ def pipeline(
 
     Args:
         source: `"digits"`, `"tfds:NAME"`, a folder of images by class, `.tfrecord` files, `.csv` or `.parquet` files
-            (`"iris.csv#species"` names the label's column), `"module:function"`, arrays `(x, y)`, a
+            (`"iris.csv#species"` names the label's column), `"text:PATH"` or `"corpus:PATH"` (see
+            `tfgpu.data.texts`), `"module:function"`, arrays `(x, y)`, a
             `tf.data.Dataset` of `(x, y)` examples, a function that yields them, a Hugging Face data set, or a dict
             of such parts.
         global_batch: examples in a batch over all replicas together; a strategy gives each replica its part.
@@ -132,6 +138,9 @@ def pipeline(
             not needed. 0 means none.
         shuffle: False keeps the source's order in training.
         image_size: side, or (height, width), in pixels to resize images of files to.
+        length: bytes of a text, which is cut or padded to it, or of a piece of a corpus. Default 256; only for those.
+        label_smoothing: the share of each training label that is spread evenly over all classes, 0 to below 1
+            (Szegedy and others, 2015). Labels are then float32 [classes] in all parts; only training's are smoothed.
         skip_corrupt: leave corrupt files and records out (counted in `info.skipped`) rather than stop.
         balance: what to do about classes that are not equally frequent in training: `"oversample"`,
             `"undersample"` or `"weights"` (see `tfgpu.data.balance`).
@@ -182,8 +191,11 @@ def pipeline(
     _check_alone(feed, cluster)
     service = None if service is None else remote.address(service)
     quiet = cluster is not None and not cluster.is_chief
-    reading = Reading(check_size(image_size), skip_corrupt, cache, cache_directory, memory_bytes)
+    reading = Reading(
+        check_size(image_size), skip_corrupt, cache, cache_directory, memory_bytes, length=check_length(length)
+    )
     examples = source if isinstance(source, Examples) else sources.open_source(source, reading)
+    _check_smoothing(label_smoothing, examples)
     as_they_are = examples.array is not None and examples.copies is None  # Files that were decoded know their copies.
     if cache not in ("auto", examples.cache) or (cache_directory is not None and as_they_are):
         raise InputError(
@@ -206,8 +218,8 @@ def pipeline(
             f"`global_batch` is larger than the training part. Received: global_batch={global_batch}, "
             f"{most} training examples in {examples.name}. Use {most} or less."
         )
-    soft = augmentations.mixes(stages)
-    change = _change(examples, parts["train"], stages, soft, balance, seed, share.first)
+    soft = augmentations.mixes(stages) or label_smoothing > 0
+    change = _change(examples, parts["train"], stages, soft, label_smoothing, balance, seed, share.first)
     counter = position.Counter()
     if service is None:
         train = batches(examples, counter.epochs(), order, count, share.batch, change, feed)
@@ -217,7 +229,7 @@ def pipeline(
         train=shards.own(train, share),
         validation=_fixed(examples, parts["validation"], global_batch, soft, feed),
         test=_fixed(examples, parts["test"], global_batch, soft, feed),
-        info=_info(examples, parts, share, count, global_batch, stages, soft, balance),
+        info=_info(examples, parts, share, count, global_batch, stages, soft, label_smoothing, balance),
         _counter=counter,
     )
 
@@ -232,6 +244,16 @@ def _check_numbers(global_batch, seed, split_seed, cluster) -> None:
         raise InputError(
             f"`global_batch` must be at least the number of workers. Received: global_batch={global_batch}, "
             f"workers={cluster.size}. Use {cluster.size} or more."
+        )
+
+
+def _check_smoothing(share: float, examples: Examples) -> None:
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+        raise InputError(f"`label_smoothing` must be a number from 0 to below 1. Received: {share!r}. Try 0.1.")
+    if share and examples.labels.ndim != 1:
+        raise InputError(
+            f"`label_smoothing` needs one class an example. Received: {share} for labels of shape "
+            f"{examples.labels.shape} in {examples.name}. Leave it out."
         )
 
 
@@ -310,8 +332,10 @@ def _order(examples: Examples, share: shards.Share, balance, seed: int, shuffle:
     return len(indices), lambda epoch: position.order(indices, seed=seed, epoch=epoch) if shuffle else indices
 
 
-def _change(examples: Examples, indices, stages, soft: bool, balance, seed: int, first: int) -> Callable:
-    """Makes the function that augments and weighs a batch of training examples."""
+def _change(
+    examples: Examples, indices, stages, soft: bool, smoothing: float, balance, seed: int, first: int
+) -> Callable:
+    """Makes the function that augments and weighs a batch of training examples, and smooths its labels."""
     classes = len(examples.class_names)
     weights = balancing.weights(examples.labels[indices], classes) if balance == "weights" else None
 
@@ -320,9 +344,10 @@ def _change(examples: Examples, indices, stages, soft: bool, balance, seed: int,
         if stages:
             numbers = position.Numbers(seed=seed, epoch=epoch, start=first + places, count=tf.shape(x)[0])
             x, y = augmentation.apply(x, y, stages, numbers)
+        smooth = y * (1.0 - smoothing) + smoothing / classes if smoothing else y
         if weights is None:
-            return x, y
-        return x, y, tf.linalg.matvec(y, weights) if soft else tf.gather(weights, y)
+            return x, smooth
+        return x, smooth, tf.linalg.matvec(y, weights) if soft else tf.gather(weights, y)
 
     return change
 
@@ -341,7 +366,9 @@ def _fixed(examples: Examples, indices, global_batch: int, soft: bool, feed: Fee
     return batches(examples, epochs, lambda epoch: indices, len(indices), global_batch, change, feed)
 
 
-def _info(examples: Examples, parts, share, count: int, global_batch: int, stages, soft: bool, balance) -> Info:
+def _info(
+    examples: Examples, parts, share, count: int, global_batch: int, stages, soft: bool, smoothing: float, balance
+) -> Info:
     return Info(
         name=examples.name,
         input_shape=tuple(examples.shape),
@@ -355,7 +382,8 @@ def _info(examples: Examples, parts, share, count: int, global_batch: int, stage
         steps_per_epoch=-(-count // global_batch) if share.by == "data" else share.steps,
         skipped=len(examples.skipped),
         augment=stages,
-        labels="one_hot" if soft else "class",
+        labels="one_hot" if soft else "class" if examples.labels.ndim == 1 else "tokens",
         balance=balance,
+        label_smoothing=smoothing,
         cache=examples.cache,
     )

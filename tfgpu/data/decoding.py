@@ -30,6 +30,7 @@ class Reading:
             Larger sets are not, unless `skip_corrupt` or they will be kept in memory: there a corrupt example
             stops training when it is met, and is named.
         any_size: images may have different sizes, for copying them as they are.
+        length: bytes of a text, or of a piece of a corpus; None where there are none, or for the default.
     """
 
     image_size: tuple[int, int] | None = None
@@ -39,6 +40,7 @@ class Reading:
     memory_bytes: int = 1 << 30
     examine_bytes: int = 2 << 30
     any_size: bool = False
+    length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,17 @@ def check_size(image_size) -> tuple[int, int] | None:
             f"`image_size` must be a side or (height, width) in pixels. Received: {image_size!r}. Try 224."
         )
     return int(pair[0]), int(pair[1])
+
+
+def check_length(length) -> int | None:
+    """Gives back the length of a text, a whole number from 2; None stays None.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if length is not None and (isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 2):
+        raise InputError(f"`length` must be a whole number of bytes from 2. Received: {length!r}. Try 256.")
+    return length
 
 
 def check_unsized(name: str, image_size) -> None:

@@ -8,7 +8,9 @@ from tfgpu.errors import InputError, unknown
 
 _CHOICES = (
     *("digits", "tfds:NAME", "a folder of images by class", "a .tfrecord, .csv or .parquet file", "module:function"),
+    *("text:PATH", "corpus:PATH"),
 )
+_TEXT = ("text", "corpus")
 _TABLE = re.compile(r"(?:(csv|parquet):)?(.+?)(?:#([^#/]+))?")
 _TABLE_ENDS = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet"}
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -16,9 +18,12 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class SourceName:
-    """What `--data` means: `kind` is digits, tfds, function, records, csv, parquet or folder; `value` the rest.
+    """What `--data` means.
 
-    `label` is the column of a table that holds the label, where it is named.
+    Attributes:
+        kind: digits, tfds, function, records, csv, parquet, text, corpus or folder.
+        value: the path or the name.
+        label: the column of a table that holds the label, where it is named.
     """
 
     kind: str
@@ -30,7 +35,8 @@ def parse_source(text: str) -> SourceName:
     """Says what kind of source a text names, looking at the disk but reading no data.
 
     Args:
-        text: `"digits"`, `"tfds:NAME"`, `"module:function"`, a folder of images by class, or a file, glob or
+        text: `"digits"`, `"tfds:NAME"`, `"text:PATH"` (texts by class), `"corpus:PATH"` (plain text),
+            `"module:function"`, a folder of images by class, or a file, glob or
             folder of files: `.tfrecord`, `.csv` or `.parquet`. `csv:` or `parquet:` before a name says what other
             endings hold; `#COLUMN` after it names a table's label.
 
@@ -58,6 +64,9 @@ def parse_source(text: str) -> SourceName:
         if not re.fullmatch(r"[\w./:\-]+", name):
             raise InputError(f"'tfds:' needs a data set's name. Received: {text!r}. Try 'tfds:mnist'.")
         return SourceName("tfds", name)
+    kind, _, value = text.partition(":")
+    if kind in _TEXT:
+        return _text(kind, value, text)
     table = _table(text)
     if table is not None:
         return table
@@ -76,6 +85,16 @@ def parse_source(text: str) -> SourceName:
     if "/" in text or "\\" in text:
         raise InputError(f"No such data folder or file: {text!r}. Check the path (it is relative to {Path.cwd()}).")
     raise unknown("data source", text, _CHOICES)
+
+
+def _text(kind: str, value: str, text: str) -> SourceName:
+    path = Path(value.partition("#")[0]).expanduser()
+    is_there = path.exists() or any(path.parent.glob(path.name)) if value else False
+    if not is_there:
+        raise InputError(
+            f"No such text: {text!r}. Give {kind}:PATH of a file, a folder or a glob (it is relative to {Path.cwd()})."
+        )
+    return SourceName(kind, str(Path(value).expanduser()))
 
 
 def _table(text: str) -> SourceName | None:

@@ -72,6 +72,39 @@ def open_tfds(name: str, reading: Reading) -> Examples:
     return open_files(files, reading)
 
 
+def shape_of(name: str, image_size: tuple[int, int] | None = None) -> tuple[tuple[int, ...], int] | None:
+    """What examples a data set of tensorflow-datasets has, by its code: it need not be prepared.
+
+    Args:
+        name: such as `"cifar10"`.
+        image_size: what images are resized to.
+
+    Returns:
+        The shape of an example and the number of classes; None where it has no images by class of one size, or
+        tensorflow-datasets is not installed.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError:
+        return None
+    try:
+        features = tfds.builder(name).info.features
+    except tfds.core.DatasetNotFoundError as error:
+        raise _closest(name, tfds.list_builders()) from error
+    except (ValueError, AssertionError):
+        return None
+    if "image" not in features or "label" not in features:
+        return None
+    shape, classes = features["image"].shape, getattr(features["label"], "num_classes", None)
+    if len(shape) != 3 or not classes:
+        return None
+    shape = (*(image_size or shape[:2]), shape[2])
+    return None if None in shape else (shape, classes)
+
+
 def _builder(name: str):
     try:
         import tensorflow_datasets as tfds

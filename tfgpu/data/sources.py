@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.data import columns, folders, prepared, records, spool, tables
+from tfgpu.data import columns, folders, prepared, records, spool, tables, texts
 from tfgpu.data.decoding import Reading, check_unsized
 from tfgpu.data.examples import Examples, from_arrays
 from tfgpu.data.names import parse_source
@@ -59,8 +59,13 @@ def open_source(source, reading: Reading | None = None) -> Examples:
     if isinstance(source, Path):
         source = str(source)
     if not isinstance(source, str):
+        texts.check_no_length("arrays and streams", reading)
         return _from_values(source, name=_name(source), reading=reading)
     name = parse_source(source)
+    if name.kind in ("text", "corpus"):
+        check_unsized(source, reading.image_size)
+        return (texts.open_texts if name.kind == "text" else texts.open_corpus)(name.value, reading)
+    texts.check_no_length(source, reading)
     if name.kind == "digits":
         check_unsized(source, reading.image_size)
         return digits()

@@ -46,7 +46,7 @@ def open_tables(source: SourceName, reading: Reading) -> Examples:
     name = Path(source.value).name
     check_unsized(name, reading.image_size)
     tables = [_Table(path, source.kind) for path in paths]
-    label = _label(tables[0], source.label)
+    label = label_column(tables[0].path, tables[0].schema.names, source.label)
     for table in tables:
         table.check(label, tables[0])
     parts = {part: _rows([tables[i] for i in numbers]) for part, numbers in parts_of(paths).items()}
@@ -61,19 +61,52 @@ def _arrow():
     return pyarrow
 
 
-def _label(table: "_Table", asked: str | None) -> str:
-    columns = table.schema.names
+def label_column(path: Path, columns: list[str], asked: str | None) -> str:
+    """Finds the label among a table's columns.
+
+    Args:
+        path: the file, for the error.
+        columns: their names.
+        asked: the one that the user names, or None.
+
+    Raises:
+        InputError: there is no such column.
+    """
     if asked is not None:
         if asked not in columns:
-            raise unknown(f"column of {table.path}", asked, columns)
+            raise unknown(f"column of {path}", asked, columns)
         return asked
     found = next((name for name in LABELS if name in columns), None)
     if found is None:
         raise InputError(
-            f"{table.path} has no column {', '.join(LABELS[:-1])} or y. Received: {', '.join(columns[:20])}. "
-            f"Name the label's column after a #: '{table.path}#{columns[-1]}'. (A file's first line names its columns.)"
+            f"{path} has no column {', '.join(LABELS[:-1])} or y. Received: {', '.join(columns[:20])}. "
+            f"Name the label's column after a #: '{path}#{columns[-1]}'. (A file's first line names its columns.)"
         )
     return found
+
+
+def read_columns(path: Path, kind: str) -> dict[str, list]:
+    """Reads a whole table: each column's values as Python has them, None where there is none.
+
+    Raises:
+        InputError: a damaged file.
+        MachineError: pyarrow is not installed.
+    """
+    arrow = _arrow()
+    try:
+        if kind == "parquet":
+            from pyarrow import parquet
+
+            table = parquet.read_table(path)
+        else:
+            from pyarrow import csv
+
+            lines, kinds = csv.ParseOptions(newlines_in_values=True), csv.ConvertOptions(strings_can_be_null=True)
+            table = csv.read_csv(path, parse_options=lines, convert_options=kinds)
+    except (arrow.ArrowException, OSError) as error:
+        message = " ".join(str(error).split())[:300]
+        raise InputError(f"Cannot read {path} as {kind}: {message}.") from error
+    return {name: table.column(name).to_pylist() for name in table.column_names}
 
 
 def _rows(tables: list["_Table"]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -158,7 +158,7 @@ _LESS = "to see what augmentation costs"
 
 def _reading(what: Recipe, kept: str) -> Reading:
     directory = what.cache_directory if kept in ("auto", "disk") else None
-    return Reading(what.image_size, what.skip_corrupt, kept, directory, what.memory_bytes)
+    return Reading(what.image_size, what.skip_corrupt, kept, directory, what.memory_bytes, length=what.length)
 
 
 def _variants(

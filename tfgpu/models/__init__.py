@@ -28,12 +28,13 @@ from tfgpu.models.cnn import cnn
 from tfgpu.models.mlp import mlp
 from tfgpu.models.recompute import Recompute
 from tfgpu.models.resnet import resnet
+from tfgpu.models.textcnn import textcnn
 from tfgpu.models.transformer import transformer
 from tfgpu.models.vit import vit
 
-__all__ = ["BUILDERS", "Recompute", "applications", "build", "cnn", "mlp", "resnet", "transformer", "vit"]
+__all__ = ["BUILDERS", "Recompute", "applications", "build", "cnn", "mlp", "resnet", "textcnn", "transformer", "vit"]
 
-BUILDERS = MappingProxyType({f.__name__: f for f in (cnn, mlp, resnet, transformer, vit)})
+BUILDERS = MappingProxyType({f.__name__: f for f in (cnn, mlp, resnet, textcnn, transformer, vit)})
 
 # `build` sets these itself: a head with logits for the data's classes, and no downloaded weights.
 _FIXED = frozenset(
@@ -61,7 +62,7 @@ def build(
     """Builds a model by name, for inputs of this shape and this many classes.
 
     Args:
-        name: a builder's name (`cnn`, `mlp`, `resnet`, `transformer`, `vit`), a name in `keras.applications`
+        name: a builder's name (`cnn`, `mlp`, `resnet`, `textcnn`, `transformer`, `vit`), a name in `keras.applications`
             (random weights; capitals do not matter), or `module:function`, where the module may lie in the
             current directory. Such a function gets `input_shape` and `classes` if it takes them, and returns
             a Keras model with logits.

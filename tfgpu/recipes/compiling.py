@@ -1,22 +1,29 @@
 """From a recipe's words to what Keras compiles: the optimizer with its schedule, the loss and the metrics."""
 
 import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import keras
 
 from tfgpu.errors import InputError, unknown
+from tfgpu.recipes import agreement
 from tfgpu.recipes.recipe import SETTINGS_OF_THEIR_OWN, Recipe
 from tfgpu.training import schedules
+from tfgpu.training.optimizers import OPTIMIZERS
+from tfgpu.training.perplexity import Perplexity
 
 
 def optimizers() -> dict[str, type[keras.optimizers.Optimizer]]:
-    """Lists the optimizers of the installed Keras by lower-case name; wrappers have no rate of their own."""
+    """Lists the installed Keras's and tfgpu's optimizers by lower-case name; wrappers have no rate of their own."""
     found = inspect.getmembers(keras.optimizers, inspect.isclass)
-    return {
+    kinds = {
         name.lower(): kind
         for name, kind in found
         if issubclass(kind, keras.optimizers.Optimizer) and "learning_rate" in inspect.signature(kind).parameters
     }
+    return kinds | dict(OPTIMIZERS)
 
 
 def check_optimizer(recipe: Recipe) -> type[keras.optimizers.Optimizer]:
@@ -59,8 +66,25 @@ def schedule(recipe: Recipe, *, steps_per_epoch: int) -> schedules.Schedule:
         total_steps=total,
         warmup_steps=min(round(warmup * updates_per_epoch), total - 1),
         accumulate=recipe.accumulate,
-        options=recipe.schedule_options,
+        options=_schedule_options(recipe, updates_per_epoch),
     )
+
+
+def _schedule_options(recipe: Recipe, updates_per_epoch: float) -> Mapping[str, Any]:
+    """The schedule's options, with milestones that a recipe has in epochs as updates."""
+    options = dict(recipe.schedule_options)
+    if recipe.schedule != "step":
+        return options
+    given = options.get("milestones")
+    listed = given if isinstance(given, list | tuple) else []
+    right = listed and all(isinstance(m, int | float) and not isinstance(m, bool) and math.isfinite(m) for m in listed)
+    if not right or sorted(set(listed)) != list(listed) or not 0 < listed[0] <= listed[-1] < recipe.epochs:
+        raise InputError(
+            f"Schedule 'step' needs `milestones`: rising epochs, above 0 and below epochs={recipe.epochs}. Received: "
+            f"milestones={given!r}. Add for example --schedule-option milestones=[{recipe.epochs / 2:g}]."
+        )
+    options["milestones"] = [math.ceil(m * updates_per_epoch) for m in listed]
+    return options
 
 
 def optimizer(recipe: Recipe, *, learning_rate: schedules.Rate) -> keras.optimizers.Optimizer:
@@ -77,6 +101,10 @@ def optimizer(recipe: Recipe, *, learning_rate: schedules.Rate) -> keras.optimiz
         settings["global_clipnorm"] = recipe.clip_norm
     if recipe.accumulate > 1:
         settings["gradient_accumulation_steps"] = recipe.accumulate
+    average = agreement.weight_average(recipe)
+    if isinstance(average, agreement.MovingAverage):
+        # Keras moves its averages at every step, `accumulate` times an update.
+        settings |= {"use_ema": True, "ema_momentum": average.momentum ** (1 / recipe.accumulate)}
     try:
         return kind(learning_rate=learning_rate, **settings)
     except (TypeError, ValueError) as error:
@@ -84,22 +112,49 @@ def optimizer(recipe: Recipe, *, learning_rate: schedules.Rate) -> keras.optimiz
         raise InputError(f"Keras's {kind.__name__} refuses its options {settings}: {reason}") from None
 
 
+def metrics_for(labels: str) -> list:
+    """What a run reports beside the loss, by what its labels are (see `data.info.labels`)."""
+    return ["accuracy", Perplexity()] if labels == "tokens" else ["accuracy"]
+
+
+def check_monitors(recipe: Recipe, *, labels: str) -> None:
+    """Refuses to wait for a metric that the run never reports.
+
+    Raises:
+        InputError: names the setting and the metrics.
+    """
+    names = ["loss", *(metric if isinstance(metric, str) else metric.name for metric in metrics_for(labels))]
+    names = [f"{part}{name}" for part in ("val_", "") for name in names]
+    stopping = agreement.early_stopping(recipe)
+    asked = {"early_stopping": stopping.monitor} if stopping else {}
+    if recipe.schedule == "plateau" and "monitor" in recipe.schedule_options:
+        asked["schedule plateau"] = recipe.schedule_options["monitor"]
+    for where, monitor in asked.items():
+        if monitor not in names:
+            raise unknown(f"monitor of {where}", monitor, names)
+
+
 def compile_model(model: keras.Model, recipe: Recipe, *, learning_rate: schedules.Rate, labels: str = "class") -> None:
-    """Compiles a classifier whose outputs are logits.
+    """Compiles a classifier, of examples or of each place of a sequence, whose outputs are logits.
 
     Args:
         model: the classifier.
         recipe: its optimizer's settings and precision.
         learning_rate: the optimizer's.
-        labels: as `data.info.labels` says: `"class"` numbers, or `"one_hot"` shares where examples are mixed.
+        labels: as `data.info.labels` says: `"class"` numbers, `"one_hot"` shares where examples are mixed or labels
+            smoothed, or `"tokens"`.
     """
     kinds = {
         "class": keras.losses.SparseCategoricalCrossentropy,
         "one_hot": keras.losses.CategoricalCrossentropy,
+        "tokens": keras.losses.SparseCategoricalCrossentropy,
     }
+    made = optimizer(recipe, learning_rate=learning_rate)
+    if recipe.decay == "kernels":
+        made.exclude_from_weight_decay([v for v in model.trainable_variables if len(v.shape) < 2])
     model.compile(
-        optimizer=optimizer(recipe, learning_rate=learning_rate),
+        optimizer=made,
         loss=kinds[labels](from_logits=True),
-        metrics=["accuracy"],
+        metrics=metrics_for(labels),
         jit_compile=recipe.jit,
     )

@@ -72,7 +72,7 @@ def headline(recipe: Recipe, facts: Mapping[str, Any]) -> list[str]:
     )
     return [
         f"{recipe.model} on {recipe.data}: {counts} examples of {shape}{skipped}",
-        f"{_where(facts)}, {facts['precision']}, {facts['parameters']:,} parameters, seed {recipe.seed}",
+        f"{where(facts)}, {facts['precision']}, {facts['parameters']:,} parameters, seed {recipe.seed}",
     ]
 
 
@@ -94,7 +94,7 @@ def report(
     data = ("train_examples", "validation_examples", "test_examples", "skipped_examples", "classes")
     return Report(
         title=f"{recipe.model} on {recipe.data}",
-        subtitle=f"{facts['started'].replace('T', ' ')} · {_where(facts)}",
+        subtitle=f"{facts['started'].replace('T', ' ')} · {where(facts)}",
         accuracy=accuracy,
         rows=rows,
         cards=_cards(recipe, facts, rows),
@@ -115,6 +115,8 @@ def report(
             "Result": {
                 "test accuracy": f"{accuracy:.2%}",
                 "test loss": f"{facts['test_loss']:.4f}",
+                **({"test perplexity": f"{facts['test_perplexity']:.3f}"} if "test_perplexity" in facts else {}),
+                "weights": facts["final_weights"],
                 "training time": _seconds(facts["training_time_s"]),
                 **_peaks(rows),
                 "started": facts["started"].replace("T", " "),
@@ -153,6 +155,11 @@ def _peaks(rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
     return {"peak memory": line(most)} if most else {}
 
 
+def now() -> datetime:
+    """The time, as `collect` takes it."""
+    return datetime.now()
+
+
 def _processor() -> str:
     """Names the CPU, which TensorFlow does not."""
     try:
@@ -163,7 +170,8 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _where(facts: Mapping[str, Any]) -> str:
+def where(facts: Mapping[str, Any]) -> str:
+    """Says which devices a run has, from its facts."""
     several = f" × {facts['replicas']}" if facts["replicas"] > 1 else ""
     return f"{facts['strategy']}{several} on {', '.join(facts['devices'])} ({', '.join(facts['device_names'])})"
 

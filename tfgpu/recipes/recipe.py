@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -24,8 +23,12 @@ from pydantic import (
 from tfgpu.data.names import parse_source
 from tfgpu.data.stages import parse_stages
 from tfgpu.errors import InputError, unknown
+from tfgpu.recipes import agreement
+from tfgpu.recipes.reading import FACTS, parse_value, read, read_facts
 
-FACTS = "run"  # The key of config.yaml under which a run leaves facts about itself; a recipe skips it.
+__all__ = ["FACTS", "INPUT", "SETTINGS_OF_THEIR_OWN", "Recipe", "check", "choices", "load", "make"]
+__all__ += ["parse_value", "read", "read_facts"]
+
 INPUT = ("cache", "cache_directory", "memory_bytes", "parallel_calls", "prefetch")  # How fast, and never what, is read.
 SETTINGS_OF_THEIR_OWN = {  # Optimizer arguments that a recipe has a word of its own for.
     "learning_rate": "learning_rate",
@@ -103,7 +106,8 @@ class Recipe(BaseModel):
         "digits",
         "Data",
         "What to learn from: `digits`, `tfds:NAME`, a folder with one folder of images a class, "
-        "`.tfrecord`, `.csv` or `.parquet` files (`FILE#COLUMN` names a table's label), or `module:function`.",
+        "`.tfrecord`, `.csv` or `.parquet` files (`FILE#COLUMN` names a table's label), `text:PATH` (texts by class), "
+        "`corpus:PATH` (plain text, for a language model), or `module:function`.",
         min_length=1,
     )
     augment: Stages = _field(
@@ -113,6 +117,18 @@ class Recipe(BaseModel):
         "`auto` suits the data, `none` changes nothing.",
     )
     image_size: Size = _field(None, "Data", "Resize images to HEIGHTxWIDTH; needed for folders of mixed sizes.")
+    length: int | None = _field(
+        None,
+        "Data",
+        "Bytes of a text, which is cut or padded to it, or of a piece of a corpus; 256 when not given.",
+        ge=2,
+    )
+    classes: int | None = _field(
+        None, "Data", "How many classes the data has; only checked, and for `--dry-run`. Found when not given.", ge=2
+    )
+    label_smoothing: float = _field(
+        0.0, "Data", "Share of a training label that is spread evenly over all classes.", ge=0, lt=1
+    )
     validation: float = _field(0.1, "Data", "Share of the examples kept for validation.", gt=0, lt=1)
     test: float = _field(0.2, "Data", "Share of the examples kept for the final test.", gt=0, lt=1)
     skip_corrupt: bool = _field(False, "Data", "Leave out examples that cannot be read, and report their number.")
@@ -141,7 +157,8 @@ class Recipe(BaseModel):
     model: str = _field(
         "cnn",
         "Model",
-        "What to train: a builder's name (mlp, cnn, resnet, vit), a `keras.applications` name, or `module:function`.",
+        "What to train: a builder's name (mlp, cnn, resnet, vit, textcnn, transformer), a `keras.applications` name, "
+        "or `module:function`.",
         min_length=1,
     )
     model_options: Options = _field(
@@ -182,6 +199,27 @@ class Recipe(BaseModel):
     epochs: int = _field(20, "Training", "How often to go through the training examples.", ge=1)
     global_batch: int = _field(32, "Training", "Examples per step, over all replicas together.", ge=1)
     accumulate: int = _field(1, "Training", "Steps whose gradients are averaged into one update.", ge=1)
+    early_stopping: int | None = _field(
+        None, "Training", "Stop after so many epochs without progress; never when not given.", ge=1
+    )
+    early_stopping_options: Options = _field(
+        {},
+        "Training",
+        "What progress is: `monitor=val_loss`, `mode=auto`, `min_delta=0`, `start_epoch=1`; and `restore_best=true`.",
+        flag="--early-stopping-option",
+    )
+    weight_average: Literal["none", "ema", "swa"] = _field(
+        "none",
+        "Training",
+        "What the run ends with: the last weights; their moving average, which is validated too (`ema`); or the mean "
+        "of the last epochs' weights (`swa`).",
+    )
+    weight_average_options: Options = _field(
+        {},
+        "Training",
+        "`ema`: `momentum=0.99` by update. `swa`: `start_epoch` (after three quarters when not given), `every=1`.",
+        flag="--weight-average-option",
+    )
     checkpoint_steps: int = _field(
         0, "Training", "Save a checkpoint after so many steps too; 0: at the ends of epochs alone.", ge=0
     )
@@ -193,20 +231,22 @@ class Recipe(BaseModel):
         lt=2**32,
     )
 
-    optimizer: str = _field("adam", "Optimizer", "A Keras optimizer: adam, adamw, sgd, lion, ...", min_length=1)
+    optimizer: str = _field(
+        "adam", "Optimizer", "A Keras optimizer (adam, adamw, sgd, lamb, lion, ...) or lars.", min_length=1
+    )
     optimizer_options: Options = _field(
         {}, "Optimizer", "An argument of the optimizer, such as `beta_1=0.95`.", flag="--optimizer-option"
     )
     learning_rate: float = _field(3e-3, "Optimizer", "The highest learning rate of the schedule.", gt=0)
-    schedule: Literal["constant", "cosine", "exponential", "plateau"] = _field(
+    schedule: Literal["constant", "cosine", "exponential", "one_cycle", "plateau", "polynomial", "step"] = _field(
         "cosine",
         "Optimizer",
-        "How the learning rate falls; `plateau` waits for the validation loss to stall.",
+        "How the learning rate falls; `one_cycle` rises first, `plateau` waits for the validation loss to stall.",
     )
     schedule_options: Options = _field(
         {},
         "Optimizer",
-        "An argument of the schedule, such as `final=0.1` or `patience=3`.",
+        "An argument of the schedule, such as `final=0.1`, `patience=3`, or `milestones=[30,60]`, in epochs.",
         flag="--schedule-option",
     )
     warmup_epochs: float | None = _field(
@@ -219,8 +259,13 @@ class Recipe(BaseModel):
     weight_decay: float | None = _field(
         None,
         "Optimizer",
-        "Decoupled weight decay, per unit of learning rate; the optimizer's own when not given.",
+        "Decoupled weight decay, per unit of learning rate (lars: in the gradient); the optimizer's when not given.",
         ge=0,
+    )
+    decay: Literal["auto", "all", "kernels"] = _field(
+        "auto",
+        "Optimizer",
+        "What weight decay shrinks: all, or not biases and scales of normalisation; `auto`: the optimizer's way.",
     )
     clip_norm: float | None = _field(
         None, "Optimizer", "Scale gradients down to this global norm; not clipped when not given.", gt=0
@@ -248,6 +293,7 @@ class Recipe(BaseModel):
             )
         for name in sorted(SETTINGS_OF_THEIR_OWN.keys() & self.optimizer_options.keys()):
             raise ValueError(f"`optimizer_options` must not hold {name!r}. Use `{SETTINGS_OF_THEIR_OWN[name]}` instead")
+        agreement.check(self)
         return self
 
 
@@ -287,44 +333,20 @@ def make(settings: Mapping[str, Any], *, source: str | None = None) -> Recipe:
         raise InputError(f"{source}: {text}" if source else text) from None
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Recipe, *, needs_data: bool = True) -> None:
     """Checks what can be known without TensorFlow: that the source exists and the stages have a meaning.
+
+    Args:
+        recipe: the recipe.
+        needs_data: False where the source need not be there.
 
     Raises:
         InputError: an unknown source or stage, or a path that is not there.
     """
-    parse_source(recipe.data)
+    if needs_data:
+        parse_source(recipe.data)
     if recipe.augment != ("auto",):
         parse_stages(recipe.augment)
-
-
-def read(path: str | Path) -> dict[str, Any]:
-    """Reads a config file's settings, unvalidated and without a run's facts.
-
-    Raises:
-        InputError: when the file is missing, is not YAML or is not a mapping.
-    """
-    content = _parse(path)
-    content.pop(FACTS, None)
-    return content
-
-
-def read_facts(path: str | Path) -> dict[str, Any]:
-    """Reads the facts that a run left in its config file; empty when no run wrote it.
-
-    Raises:
-        InputError: when the file is missing, is not YAML or is not a mapping.
-    """
-    facts = _parse(path).get(FACTS)
-    return facts if isinstance(facts, dict) else {}
-
-
-def parse_value(text: str) -> Any:
-    """Reads a flag's value as YAML does: `0.3` is a number, `true` a boolean, `[1, 2]` a list."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        return text
 
 
 def choices(name: str) -> tuple[str, ...]:
@@ -341,41 +363,3 @@ def _sentence(problem: Any) -> str:
         return str(unknown(name, problem["input"], choices(name)))
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
     return f"`{name}` {message}. Received: {problem['input']!r}." if name else f"{message}."
-
-
-def _parse(path: str | Path) -> dict[str, Any]:
-    try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise InputError(
-            f"Cannot read the config file {str(path)!r}: {reason}. Give a YAML file of settings."
-        ) from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or "it does not parse"
-        raise InputError(f"{path}{where} is not YAML: {reason}. Write one `name: value` a line.") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise InputError(f"{path} must hold settings. Received: {str(content)[:60]!r}. Write `name: value` lines.")
-    return content
-
-
-class _Loader(yaml.SafeLoader):
-    """The safe loader, which also reads `1e-3` as a number and refuses a setting that is given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
-
-
-# YAML 1.1 takes `1e-3`, which has no point, for a string.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)

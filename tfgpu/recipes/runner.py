@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from rich.console import Console
 
@@ -26,9 +25,10 @@ from tfgpu.cluster import Cluster
 from tfgpu.data import Data, pipeline
 from tfgpu.errors import InputError, Preempted
 from tfgpu.preflight.facts import of_settings
-from tfgpu.recipes import compiling, directory, facts, recipe
+from tfgpu.recipes import compiling, directory, endings, facts, recipe
+from tfgpu.recipes.confusion import confusion
 from tfgpu.recipes.recipe import Recipe
-from tfgpu.recipes.report import MOST_CLASSES, render
+from tfgpu.recipes.report import render
 from tfgpu.recipes.watch import (
     Replay,
     Terminated,
@@ -43,8 +43,6 @@ from tfgpu.recipes.watch import (
 from tfgpu.training import Trainer
 
 _log = logging.getLogger(__name__)
-
-_MOST_PREDICTED = 100_000  # Test examples up to which the confusion matrix is made.
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,7 @@ class Job:
     data: Data
     model: keras.Model
     schedule_callbacks: tuple[keras.callbacks.Callback, ...]
+    ending_callbacks: tuple[keras.callbacks.Callback, ...]
     trainer: Any
 
 
@@ -141,15 +140,17 @@ def run(
             raise Preempted(f"Asked to leave by SIGTERM. {saved}") from None
 
 
-def check(what: Recipe, output: str | Path | None, *, resume: bool, overwrite: bool) -> Cluster:
-    """Refuses what can be refused before any device is started."""
+def check(
+    what: Recipe, output: str | Path | None, *, resume: bool, overwrite: bool, is_dry: bool = False
+) -> Cluster:
+    """Refuses what can be refused before any device is started; a dry run needs no data."""
     if keras.backend.backend() != "tensorflow":
         raise InputError(
             f"tfgpu trains with Keras on TensorFlow. Received: the backend {keras.backend.backend()!r}. "
             "Unset KERAS_BACKEND."
         )
     cluster = Cluster.from_environment()
-    recipe.check(what)
+    recipe.check(what, needs_data=not is_dry)
     compiling.check_optimizer(what)
     if what.strategy == "parameter_server" or cluster.parameter_servers:
         raise InputError(
@@ -200,6 +201,7 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
         )
     data = open_data(what, cluster, source=source)
     _check_parts(data, what)
+    compiling.check_monitors(what, labels=data.info.labels)
     schedule = compiling.schedule(what, steps_per_epoch=data.info.steps_per_epoch)
     with strategy.scope():
         model = models.build(
@@ -211,7 +213,7 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
         _check_outputs(model, what, data)
         compiling.compile_model(model, what, learning_rate=schedule.learning_rate, labels=data.info.labels)
     trainer = Trainer(model) if what.path == "loop" else model
-    return Job(what, cluster, strategy, data, model, schedule.callbacks, trainer)
+    return Job(what, cluster, strategy, data, model, schedule.callbacks, endings.callbacks(what, data), trainer)
 
 
 def open_data(what: Recipe, cluster: Cluster, *, source=None) -> Data:
@@ -229,6 +231,8 @@ def open_data(what: Recipe, cluster: Cluster, *, source=None) -> Data:
         validation=what.validation,
         test=what.test,
         image_size=what.image_size,
+        length=what.length,
+        label_smoothing=what.label_smoothing,
         skip_corrupt=what.skip_corrupt,
         balance=None if what.balance == "none" else what.balance,
         **{name: getattr(what, name) for name in recipe.INPUT},
@@ -242,6 +246,11 @@ def _check_parts(data: Data, what: Recipe) -> None:
             raise InputError(
                 f"{what.data} leaves no {name} examples. Received: {name}={getattr(what, name)}. Give a larger share."
             )
+    if what.classes not in (None, data.info.classes):
+        raise InputError(
+            f"`classes` must be the number of classes in {what.data}. Received: classes={what.classes}, found "
+            f"{data.info.classes}. Use --classes {data.info.classes}, or leave it out."
+        )
 
 
 def _check_outputs(model: keras.Model, what: Recipe, data: Data) -> None:
@@ -280,14 +289,11 @@ def _train(
             metrics = MetricsFile(path / directory.METRICS if path else None, rows=done, writer=writer)
             metrics.write()
             watch.epoch = first
-            if first < job.recipe.epochs:
-                events = EventsFile(path / directory.LOGS if path else None, writer=writer)
-                callbacks = [*_replaying(job, done), Memory(), metrics, watch, events]
-                callbacks += [*([progress] if progress else []), checkpoint]
-                _fit(job, first, callbacks)
-            else:
-                # The last checkpoint is from before the end of `fit`, which puts the averaged weights in place.
-                job.model.optimizer.finalize_variable_values(job.model.trainable_weights)
+            events = EventsFile(path / directory.LOGS if path else None, writer=writer)
+            callbacks = [*_replaying(job, done), *job.ending_callbacks, Memory(), metrics, watch, events]
+            callbacks += [*([progress] if progress else []), checkpoint]
+            # With no epoch left too: the last checkpoint is from before the end of `fit`, which puts averages in place.
+            _fit(job, first, callbacks)
             return metrics.rows
     except KeyboardInterrupt:
         raise KeyboardInterrupt(describe_interrupt(path, made, watch, resume=resume)) from None
@@ -325,8 +331,10 @@ def _finish(job: Job, path: Path | None, about: dict[str, Any], rows: list[dict[
         "training_time_s": round(sum(row["epoch_time_s"] for row in rows), 3),
         "test_accuracy": accuracy,
         "test_loss": loss,
+        **({"test_perplexity": float(tested["perplexity"])} if "perplexity" in tested else {}),
+        "final_weights": endings.ends_with(job.ending_callbacks),
     }
-    confusion = None if job.cluster.is_multi_worker else _confusion(job)
+    matrix = None if job.cluster.is_multi_worker else confusion(job.trainer, job.data)
     if path:
         _save(job.model, path / directory.MODEL)
         page = facts.report(
@@ -335,7 +343,7 @@ def _finish(job: Job, path: Path | None, about: dict[str, Any], rows: list[dict[
             rows=rows,
             accuracy=accuracy,
             advice=_advice(job.model),
-            confusion=confusion,
+            confusion=matrix,
             class_names=job.data.info.class_names,
         )
         replace_text(path / directory.REPORT, render(page))
@@ -354,6 +362,7 @@ def _checkpoint(job: Job, path: Path | None, writer: Writer, *, resume: bool) ->
         writer=writer,
     )
     checkpoint.go_on = how_to_go_on(path)
+    checkpoint.warns_when_over = False
     return checkpoint
 
 
@@ -368,18 +377,6 @@ def _replaying(job: Job, done: Sequence[Mapping[str, float]]) -> list[keras.call
 def _advice(model: keras.Model) -> list[str]:
     findings = precision.advice(model)
     return [f"{found.layer}: {found.dimension} = {found.size}. {found.suggestion}" for found in findings]
-
-
-def _confusion(job: Job) -> list[list[int]] | None:
-    classes = job.data.info.classes
-    if classes > MOST_CLASSES or job.data.info.test_examples > _MOST_PREDICTED:
-        return None
-    labels = np.concatenate([np.asarray(y) for _, y in job.data.test])
-    labels = labels.argmax(-1) if job.data.info.labels == "one_hot" else labels.astype(int).ravel()
-    guesses = np.argmax(job.trainer.predict(job.data.test, verbose=0), axis=-1).ravel()
-    counts = np.zeros((classes, classes), int)
-    np.add.at(counts, (labels, guesses), 1)
-    return counts.tolist()
 
 
 def _save(model: keras.Model, path: Path) -> None:

@@ -12,7 +12,7 @@ All steps here are updates of the weights. Keras asks its schedules by batches i
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -20,6 +20,7 @@ import keras
 
 from tfgpu import errors
 from tfgpu.errors import InputError
+from tfgpu.training.one_cycle import SHAPES, OneCycle
 
 Rate = float | keras.optimizers.schedules.LearningRateSchedule
 
@@ -116,16 +117,21 @@ def build(
 
     Args:
         name: "constant"; "cosine" (half a cosine down; Loshchilov and Hutter, 2016); "exponential" (the same
-            factor at every update); or "plateau" (a factor whenever a watched metric has stopped getting
-            better).
+            factor at every update); "one_cycle" (up, and far down; Smith, 2018); "polynomial" (a power of the part
+            that is left); "step" (a factor at each milestone); or "plateau" (a factor whenever a watched metric has
+            stopped getting better).
         learning_rate: the highest rate: after the warm-up, or from the start.
         total_steps: updates of the weights in the whole training job, warm-up included: epochs *
-            steps_per_epoch / accumulate. Only "cosine" and "exponential" depend on it; all check it.
+            steps_per_epoch / accumulate. "constant" and "plateau" do not depend on it; all check it.
         warmup_steps: updates in which the rate rises in a straight line, from learning_rate / (warmup_steps +
-            1); fewer than `total_steps`. "plateau" has none.
+            1); fewer than `total_steps`. "one_cycle" rises for as long in its own way; "plateau" has none.
         accumulate: batches in an update: the optimizer's `gradient_accumulation_steps`.
         options: further settings of the schedule, by name. "cosine": `final` (0.0) and "exponential": `final`
-            (0.01), the part of `learning_rate` that is left at `total_steps`. "plateau": `monitor`
+            (0.01), the part of `learning_rate` that is left at `total_steps`. "polynomial": `power` (1.0) and
+            `final` (0.0). "step": `milestones` (rising whole numbers: the updates, from 0 and warm-up included,
+            that are the first ones with a new rate; required) and `factor` (0.1). "one_cycle": `rise` (0.3: the
+            part of the updates until the peak; not with `warmup_steps`), `initial_division` (25), `final_division`
+            (1e4), `shape` ("cosine", or "linear"): see `OneCycle`. "plateau": `monitor`
             ("val_loss"), `mode` ("auto"), `factor` (0.5), `patience` (5 epochs), `min_delta` (1e-4),
             `cooldown` (0 epochs), `min_learning_rate` (0.0).
 
@@ -201,6 +207,57 @@ def _exponential(
     return Schedule(Warmup(decay, warmup_steps) if warmup_steps else decay)
 
 
+def _polynomial(
+    learning_rate: float, total_steps: int, warmup_steps: int, *, power: float = 1.0, final: float = 0.0
+) -> Schedule:
+    _check_number("power", power, above=0.0)
+    _check_number("final", final, at_least=0.0, at_most=1.0)
+    decay = keras.optimizers.schedules.PolynomialDecay(
+        learning_rate, total_steps - warmup_steps, learning_rate * final, float(power)
+    )
+    return Schedule(Warmup(decay, warmup_steps) if warmup_steps else decay)
+
+
+def _step(
+    learning_rate: float, total_steps: int, warmup_steps: int, *, milestones: Sequence[int] = (), factor: float = 0.1
+) -> Schedule:
+    _check_number("factor", factor, above=0.0, below=1.0)
+    _check_milestones(milestones, warmup_steps, total_steps)
+    rates = [learning_rate * factor**passed for passed in range(len(milestones) + 1)]
+    # Keras keeps the rate up to and with a boundary.
+    bounds = [milestone - warmup_steps - 1 for milestone in milestones]
+    steps = keras.optimizers.schedules.PiecewiseConstantDecay(bounds, rates)
+    return Schedule(Warmup(steps, warmup_steps) if warmup_steps else steps)
+
+
+def _one_cycle(
+    learning_rate: float,
+    total_steps: int,
+    warmup_steps: int,
+    *,
+    rise: float | None = None,
+    initial_division: float = 25.0,
+    final_division: float = 1e4,
+    shape: str = "cosine",
+) -> Schedule:
+    if warmup_steps and rise is not None:
+        raise InputError(
+            f"Schedule 'one_cycle' rises once. Received: warmup_steps={warmup_steps}, rise={rise!r}. Give one of them."
+        )
+    rise = 0.3 if rise is None else rise
+    _check_number("rise", rise, above=0.0, below=1.0)
+    _check_number("initial_division", initial_division, at_least=1.0)
+    _check_number("final_division", final_division, at_least=1.0)
+    if shape not in SHAPES:
+        raise errors.unknown("shape", shape, SHAPES)
+    if total_steps < 2:
+        raise InputError(f"Schedule 'one_cycle' needs 2 updates. Received: total_steps={total_steps}. Train longer.")
+    rise_steps = warmup_steps or min(max(1, round(rise * total_steps)), total_steps - 1)
+    return Schedule(
+        OneCycle(learning_rate, total_steps, rise_steps, float(initial_division), float(final_division), shape)
+    )
+
+
 def _plateau(
     learning_rate: float,
     total_steps: int,
@@ -243,8 +300,26 @@ def _plateau(
 
 
 _SCHEDULES = MappingProxyType(
-    {"constant": _constant, "cosine": _cosine, "exponential": _exponential, "plateau": _plateau}
+    {
+        "constant": _constant,
+        "cosine": _cosine,
+        "exponential": _exponential,
+        "one_cycle": _one_cycle,
+        "plateau": _plateau,
+        "polynomial": _polynomial,
+        "step": _step,
+    }
 )
+
+
+def _check_milestones(milestones: object, warmup_steps: int, total_steps: int) -> None:
+    listed = list(milestones) if isinstance(milestones, Sequence) and not isinstance(milestones, str) else []
+    whole = listed and all(isinstance(m, int) and not isinstance(m, bool) for m in listed)
+    if not whole or listed != sorted(set(listed)) or not warmup_steps < listed[0] <= listed[-1] < total_steps:
+        raise InputError(
+            f"Schedule 'step' needs `milestones`: rising whole numbers of updates, above the warm-up's {warmup_steps} "
+            f"and below the {total_steps} of the whole training job. Received: milestones={milestones!r}."
+        )
 
 
 def _check_whole(name: str, value: object, *, least: int) -> None:

@@ -1,0 +1,161 @@
+"""Settings of a recipe that must go together: early stopping, averaged weights and weight decay. No TensorFlow here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tfgpu.errors import InputError, unknown
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """When a run stops.
+
+    Attributes:
+        monitor: the entry of the logs.
+        mode: "min", "max", or "auto": "max" for accuracies.
+        min_delta: what counts as progress.
+        start_epoch: the first epoch, from 1, that counts.
+        restore_best: end with the weights of the best epoch.
+    """
+
+    monitor: str = "val_loss"
+    mode: str = "auto"
+    min_delta: float = 0.0
+    start_epoch: int = 1
+    restore_best: bool = True
+
+    def __post_init__(self):
+        if not isinstance(self.monitor, str) or not self.monitor:
+            raise ValueError(f"`monitor` must be a metric's name such as 'val_loss'. Received: {self.monitor!r}")
+        if self.mode not in ("auto", "min", "max"):
+            raise ValueError(_plain(unknown("mode", self.mode, ("auto", "min", "max"))))
+        _check_number("min_delta", self.min_delta, _is_number(self.min_delta) and self.min_delta >= 0)
+        _check_whole("start_epoch", self.start_epoch)
+        if not isinstance(self.restore_best, bool):
+            raise ValueError(f"`restore_best` must be true or false. Received: {self.restore_best!r}")
+
+
+@dataclass(frozen=True)
+class MovingAverage:
+    """`weight_average: ema`: `momentum` is the share of the average that each update keeps."""
+
+    momentum: float = 0.99
+
+    def __post_init__(self):
+        _check_number("momentum", self.momentum, _is_number(self.momentum) and 0 < self.momentum < 1)
+
+
+@dataclass(frozen=True)
+class LastEpochs:
+    """`weight_average: swa`: the first epoch that counts, from 1 (None: after three quarters), and every how many."""
+
+    start_epoch: int | None = None
+    every: int = 1
+
+    def __post_init__(self):
+        if self.start_epoch is not None:
+            _check_whole("start_epoch", self.start_epoch)
+        _check_whole("every", self.every)
+
+    def first(self, epochs: int) -> int:
+        """The first epoch that counts, from 0.
+
+        Example:
+            >>> LastEpochs().first(8), LastEpochs(start_epoch=3).first(8)
+            (6, 2)
+        """
+        return epochs * 3 // 4 if self.start_epoch is None else self.start_epoch - 1
+
+
+_AVERAGES = {"ema": MovingAverage, "swa": LastEpochs}
+
+
+def early_stopping(what: Any) -> EarlyStopping | None:
+    """When the run of a recipe stops; None: after its epochs.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+    """
+    options = what.early_stopping_options
+    if what.early_stopping is None:
+        _check_unused("early_stopping", options)
+        return None
+    return _made(EarlyStopping, options, "early_stopping")
+
+
+def weight_average(what: Any) -> MovingAverage | LastEpochs | None:
+    """Which average a recipe ends with; None: the last weights.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+    """
+    if what.weight_average == "none":
+        _check_unused("weight_average", what.weight_average_options)
+        return None
+    return _made(_AVERAGES[what.weight_average], what.weight_average_options, f"weight_average {what.weight_average}")
+
+
+def check(what: Any) -> None:
+    """Refuses settings that do not go together.
+
+    Args:
+        what: a recipe.
+
+    Raises:
+        ValueError: one that names the settings and what to do.
+    """
+    stopping, average = early_stopping(what), weight_average(what)
+    if isinstance(average, MovingAverage) and (given := {"use_ema", "ema_momentum"} & what.optimizer_options.keys()):
+        raise ValueError(
+            f"`weight_average: ema` sets the optimizer's averages. Received: {sorted(given)[0]!r} in "
+            "`optimizer_options` too. Leave it out, and give `weight_average_options`"
+        )
+    if isinstance(average, LastEpochs):
+        if stopping is not None and stopping.restore_best:
+            raise ValueError(
+                "`early_stopping` would put the best weights in the place of the mean of `weight_average: swa`. Add "
+                "`restore_best: false` to `early_stopping_options`, or use `weight_average: ema`"
+            )
+        if average.first(what.epochs) >= what.epochs:
+            raise ValueError(
+                f"`weight_average: swa` must start before the training ends. Received: start_epoch="
+                f"{average.start_epoch} of {what.epochs} epochs. Start earlier, or train longer"
+            )
+    if what.decay == "all" and what.optimizer.lower() == "lars":
+        raise ValueError(
+            "LARS never decays biases and scales of normalisation. Received: decay='all'. Use `decay: auto`"
+        )
+
+
+def _made(kind: type, options: Mapping[str, Any], where: str):
+    names = [field.name for field in fields(kind)]
+    for name in options:
+        if name not in names:
+            raise ValueError(_plain(unknown(f"option of {where}", name, names)))
+    return kind(**options)
+
+
+def _check_unused(name: str, options: Mapping[str, Any]) -> None:
+    if options:
+        raise ValueError(f"`{name}_options` need `{name}`. Received: {dict(options)}. Set it, or leave the options out")
+
+
+def _check_number(name: str, value: Any, is_right: bool) -> None:
+    bounds = {"min_delta": "a number from 0", "momentum": "a number above 0 and below 1"}
+    if not is_right:
+        raise ValueError(f"`{name}` must be {bounds[name]}. Received: {name}={value!r}")
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` must be a whole number from 1. Received: {name}={value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _plain(error: InputError) -> str:
+    """The sentence, whose full stop the schema puts itself."""
+    return str(error).removesuffix(".")

@@ -1,0 +1,28 @@
+"""Which classes a trained model takes for which."""
+
+from typing import Any
+
+import numpy as np
+
+from tfgpu.data import Data
+from tfgpu.recipes.report import MOST_CLASSES
+
+MOST_PREDICTED = 100_000  # Test examples up to which the matrix is made.
+
+
+def confusion(trainer: Any, data: Data) -> list[list[int]] | None:
+    """Counts the test examples by true class and predicted class; None where they are too many, or are sequences.
+
+    Args:
+        trainer: what has `predict`: the model or a `Trainer`.
+        data: the run's data.
+    """
+    classes = data.info.classes
+    if classes > MOST_CLASSES or data.info.test_examples > MOST_PREDICTED or data.info.labels == "tokens":
+        return None
+    labels = np.concatenate([np.asarray(y) for _, y in data.test])
+    labels = labels.argmax(-1) if data.info.labels == "one_hot" else labels.astype(int).ravel()
+    guesses = np.argmax(trainer.predict(data.test, verbose=0), axis=-1).ravel()
+    counts = np.zeros((classes, classes), int)
+    np.add.at(counts, (labels, guesses), 1)
+    return counts.tolist()

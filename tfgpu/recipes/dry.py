@@ -1,0 +1,172 @@
+"""A dry run: everything that a recipe asks for is built, and trains and validates on examples that are made up.
+
+No data set is needed where the recipe says what its examples are like: `digits`, `tfds:NAME` (whose builder knows), a
+text's `length`, or `image_size` and `classes`. Other sources are opened. Nothing is written.
+"""
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfgpu import environment
+from tfgpu.callbacks.memory import Memory, peaks
+from tfgpu.callbacks.progress import line
+from tfgpu.data.examples import Examples
+from tfgpu.data.names import parse_source
+from tfgpu.data.prepared import shape_of as shape_of_tfds
+from tfgpu.data.texts import LENGTH, VOCABULARY
+from tfgpu.errors import InputError
+from tfgpu.recipes import facts, runner
+from tfgpu.recipes.recipe import Recipe
+
+UPDATES = 2
+ROWS_ON_CPUS = 4  # examples a replica where there is no GPU
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What examples are like.
+
+    Attributes:
+        shape: of one example.
+        classes: how many.
+        kind: "image", "digits", "text" or "corpus".
+    """
+
+    shape: tuple[int, ...]
+    classes: int
+    kind: str = "image"
+
+
+def run(what: Recipe) -> list[str]:
+    """Builds everything, trains two updates, validates, and says what it saw.
+
+    Args:
+        what: the recipe. On CPUs its batches are cut to four examples a replica, which is said.
+
+    Returns:
+        Lines for a person: what was made up, shapes, parameters, memory, losses.
+
+    Raises:
+        InputError: something in the recipe cannot work, or the process is one of a cluster.
+    """
+    known = shape_of(what)
+    cluster = runner.check(what, None, resume=False, overwrite=False, is_dry=known is not None)
+    if cluster.is_multi_worker:
+        raise InputError("A dry run takes one process. Received: a cluster. Unset TF_CONFIG.")
+    with contextlib.ExitStack() as held:
+        held.enter_context(runner.prepare(what))
+        small = _small(what) if known else what
+        source = None if known is None else made_up(known, small.global_batch, small.accumulate)
+        begun = time.perf_counter()
+        job = runner.build(small, cluster, source=source)
+        built_s = time.perf_counter() - begun
+        logs = _train(job)
+        return _lines(what, job, logs, is_real=known is None, built_s=built_s)
+
+
+def shape_of(what: Recipe) -> Shape | None:
+    """What the examples of a recipe's data are like, as far as can be known without them.
+
+    Args:
+        what: the recipe.
+
+    Returns:
+        None where only the data knows.
+
+    Example:
+        >>> shape_of(Recipe(data="photos/", image_size=64, classes=5))
+        Shape(shape=(64, 64, 3), classes=5, kind='image')
+    """
+    kind, _, rest = what.data.partition(":")
+    if what.data == "digits":
+        return Shape((8, 8, 1), 10, "digits")
+    if kind == "corpus":
+        return Shape((what.length or LENGTH,), VOCABULARY, "corpus")
+    if kind == "text" and what.classes:
+        return Shape((what.length or LENGTH,), what.classes, "text")
+    if kind == "tfds":
+        parse_source(what.data)
+        found = shape_of_tfds(rest, what.image_size)
+        if found is not None:
+            return Shape(*found)
+    if what.image_size and what.classes:
+        return Shape((*what.image_size, 3), what.classes)
+    return None
+
+
+def made_up(known: Shape, batch: int, accumulate: int) -> Examples:
+    """Draws examples of a shape: enough for two updates, and for a batch of validation and of test.
+
+    Example:
+        >>> made_up(Shape((8, 8, 3), 5), batch=4, accumulate=1).array.shape
+        (16, 8, 8, 3)
+    """
+    counts = {"train": UPDATES * batch * accumulate, "validation": batch, "test": batch}
+    total, draw = sum(counts.values()), np.random.default_rng(0)
+    labels = np.arange(total) % known.classes
+    if known.kind == "digits":
+        array = draw.random((total, *known.shape), np.float32)
+    elif known.kind == "image":
+        array = draw.integers(0, 256, (total, *known.shape), np.uint8)
+    else:
+        array = draw.integers(1, VOCABULARY, (total, *known.shape), np.int32)
+    if known.kind == "corpus":
+        labels = np.roll(array, -1, axis=1)
+    ends = np.cumsum([0, *counts.values()])
+    own = {part: np.arange(ends[i], ends[i + 1]) for i, part in enumerate(counts)}
+    return Examples("synthetic", labels, known.shape, tuple(map(str, range(known.classes))), array=array, own=own)
+
+
+def _small(what: Recipe) -> Recipe:
+    """The recipe as a dry run trains it: few examples a batch on CPUs, no cache, and its only epoch averaged."""
+    changes: dict[str, Any] = {"cache": "auto", "cache_directory": None, "image_size": None, "length": None}
+    if not environment.devices("GPU"):
+        chosen = what.devices if isinstance(what.devices, int) else len(what.devices or ())
+        changes["global_batch"] = min(what.global_batch, ROWS_ON_CPUS * max(1, what.virtual_devices, chosen))
+    if what.weight_average == "swa":
+        changes["weight_average_options"] = {**what.weight_average_options, "start_epoch": 1}
+    return what.model_copy(update=changes)
+
+
+def _train(job: runner.Job) -> dict[str, float]:
+    history = job.trainer.fit(
+        job.data.train.take(UPDATES * job.recipe.accumulate),
+        validation_data=job.data.validation.take(1),
+        epochs=1,
+        callbacks=[*job.schedule_callbacks, *job.ending_callbacks, Memory()],
+        shuffle=False,
+        verbose=0,
+    )
+    return {name: values[-1] for name, values in history.history.items()}
+
+
+def _lines(what: Recipe, job: runner.Job, logs: dict[str, float], *, is_real: bool, built_s: float) -> list[str]:
+    info, model = job.data.info, job.model
+    about = facts.collect(what, strategy=job.strategy, model=model, info=info, started=facts.now())
+    batch, steps = job.recipe.global_batch, min(UPDATES * what.accumulate, info.steps_per_epoch)
+    cut = f" (cut from {what.global_batch:,} for CPUs)" if batch < what.global_batch else ""
+    size = {name: value for name, value in logs.items() if name in ("loss", "val_loss")}
+    where = "the recipe's own data, which was there" if is_real else "synthetic data"
+    return [
+        f"dry run of {what.model} on {what.data}, with {where}; nothing is written",
+        f"examples of {_shape(info.input_shape)}, {info.classes:,} classes; outputs {_shape(model.output_shape[1:])}",
+        f"{facts.where(about)}, {about['precision']}, {about['parameters']:,} parameters",
+        f"{_size(model.weights)} of weights, {_size(model.optimizer.variables)} of {what.optimizer}'s; built in "
+        f"{built_s:.1f} s",
+        f"{steps} steps of {batch:,} examples{cut} and a validation: {line(size)}",
+        f"peak memory {line(peaks())}",
+    ]
+
+
+def _shape(shape: tuple) -> str:
+    return "×".join(str(n) for n in shape)
+
+
+def _size(variables: list[keras.Variable]) -> str:
+    count = sum(int(np.prod(v.shape)) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize for v in variables)
+    return f"{count / 2**20:,.1f} MiB"

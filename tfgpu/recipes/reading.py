@@ -1,0 +1,78 @@
+"""Config files and the values of flags: YAML, read safely. No TensorFlow here."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tfgpu.errors import InputError
+
+FACTS = "run"  # The key of config.yaml under which a run leaves facts about itself; a recipe skips it.
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Reads a config file's settings, unvalidated and without a run's facts.
+
+    Raises:
+        InputError: when the file is missing, is not YAML or is not a mapping.
+    """
+    content = _parse(path)
+    content.pop(FACTS, None)
+    return content
+
+
+def read_facts(path: str | Path) -> dict[str, Any]:
+    """Reads the facts that a run left in its config file; empty when no run wrote it.
+
+    Raises:
+        InputError: when the file is missing, is not YAML or is not a mapping.
+    """
+    facts = _parse(path).get(FACTS)
+    return facts if isinstance(facts, dict) else {}
+
+
+def parse_value(text: str) -> Any:
+    """Reads a flag's value as YAML does: `0.3` is a number, `true` a boolean, `[1, 2]` a list."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def _parse(path: str | Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise InputError(
+            f"Cannot read the config file {str(path)!r}: {reason}. Give a YAML file of settings."
+        ) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or "it does not parse"
+        raise InputError(f"{path}{where} is not YAML: {reason}. Write one `name: value` a line.") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise InputError(f"{path} must hold settings. Received: {str(content)[:60]!r}. Write `name: value` lines.")
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, which also reads `1e-3` as a number and refuses a setting that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+# YAML 1.1 takes `1e-3`, which has no point, for a string.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)

@@ -1,0 +1,71 @@
+"""The one-cycle schedule: a rate that rises to its peak and falls far below where it began."""
+
+import math
+
+import keras
+
+SHAPES = ("cosine", "linear")
+
+
+@keras.saving.register_keras_serializable(package="tfgpu")
+class OneCycle(keras.optimizers.schedules.LearningRateSchedule):
+    """Rises from `peak / initial_division` to `peak`, then falls to that beginning over `final_division`.
+
+    The momentum stays as it is: Smith lets it fall while the rate rises, but Keras's optimizers keep theirs as a
+    number that is compiled in.
+
+    Args:
+        peak: the highest rate, which update `rise_steps` (from 0) has.
+        total_steps: updates of the whole training job; update `total_steps` would have the lowest rate.
+        rise_steps: updates from the first rate to the peak, at least 1 and fewer than `total_steps`.
+        initial_division: the peak over the first rate.
+        final_division: the first rate over the last one.
+        shape: "cosine" (half a cosine up and half a cosine down, as in fastai and PyTorch) or "linear" (Smith's).
+
+    Example:
+        >>> rate = OneCycle(1.0, total_steps=6, rise_steps=2, initial_division=5, final_division=2, shape="linear")
+        >>> [round(float(rate(step)), 3) for step in range(7)]
+        [0.2, 0.6, 1.0, 0.775, 0.55, 0.325, 0.1]
+
+    Source: L. N. Smith, "A disciplined approach to neural network hyper-parameters: Part 1", 2018, arXiv:1803.09820.
+    """
+
+    def __init__(
+        self,
+        peak: float,
+        total_steps: int,
+        rise_steps: int,
+        initial_division: float = 25.0,
+        final_division: float = 1e4,
+        shape: str = "cosine",
+    ):
+        self.peak = peak
+        self.total_steps = total_steps
+        self.rise_steps = rise_steps
+        self.initial_division = initial_division
+        self.final_division = final_division
+        self.shape = shape
+
+    def __call__(self, step):
+        step = keras.ops.cast(step, "float32")
+        first = self.peak / self.initial_division
+        up = self._way(step / self.rise_steps)
+        down = self._way((step - self.rise_steps) / (self.total_steps - self.rise_steps))
+        rising = first + (self.peak - first) * up
+        falling = self.peak + (first / self.final_division - self.peak) * down
+        return keras.ops.where(step < self.rise_steps, rising, falling)
+
+    def _way(self, part):
+        """How much of the way is done, 0 to 1, when this part of the steps is."""
+        part = keras.ops.clip(part, 0.0, 1.0)
+        return part if self.shape == "linear" else (1.0 - keras.ops.cos(math.pi * part)) / 2.0
+
+    def get_config(self):
+        return {
+            "peak": self.peak,
+            "total_steps": self.total_steps,
+            "rise_steps": self.rise_steps,
+            "initial_division": self.initial_division,
+            "final_division": self.final_division,
+            "shape": self.shape,
+        }

@@ -1,0 +1,142 @@
+"""Optimizers that Keras has no class for: LARS.
+
+    import tfgpu.training.optimizers as optimizers
+    model.compile(optimizers.LARS(learning_rate=10.0, momentum=0.9, weight_decay=5e-5), loss="mse")
+"""
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import keras
+import tensorflow as tf
+
+from tfgpu.errors import InputError
+
+
+@keras.saving.register_keras_serializable(package="tfgpu")
+class LARS(keras.optimizers.Optimizer):
+    """Momentum SGD whose rate is scaled layer by layer, for batches of thousands: LARS.
+
+    A kernel w with gradient g is updated by
+
+        ratio = trust * |w| / (|g| + weight_decay * |w|) where both norms are above 0, else 1
+        velocity = momentum * velocity + learning_rate * ratio * (g + weight_decay * w)
+        w = w - velocity
+
+    Biases and the scales and offsets of normalisation layers (variables of one axis or none) are neither scaled nor
+    decayed: they get plain momentum SGD. Clipping, accumulation, averages and loss scales are Keras's own. A rate of
+    1 to 30 with warm-up and the schedule "polynomial" with power=2 is usual.
+
+    Args:
+        learning_rate: a number or a Keras schedule. Default 1.0.
+        momentum: from 0 to below 1. Default 0.9.
+        nesterov: take the step as if the momentum had been applied once more. Default False.
+        trust: the paper's coefficient: how large an update may be beside the weight. Default 0.001.
+        weight_decay: the L2 penalty's factor, which the ratio sees; not decoupled from the rate. Default None: 0.
+        exclude: words; a variable whose path has one of them gets plain momentum SGD too, as those that
+            `exclude_from_weight_decay` names do.
+        clipnorm, clipvalue, global_clipnorm, use_ema, ema_momentum, ema_overwrite_frequency, loss_scale_factor,
+            gradient_accumulation_steps, name: as for every Keras optimizer.
+
+    Raises:
+        InputError: a number is out of range.
+
+    Example:
+        >>> kernel = keras.Variable([[3.0], [4.0]])
+        >>> LARS(1.0, momentum=0.0, trust=0.1).apply([keras.ops.array([[0.0], [2.0]])], [kernel])
+        >>> kernel.numpy().ravel().tolist()  # 4 - 0.1 * (5 / 2) * 2
+        [3.0, 3.5]
+
+    Source: Y. You, I. Gitman and B. Ginsburg, "Large Batch Training of Convolutional Networks", 2017, arXiv:1708.03888.
+    """
+
+    def __init__(
+        self,
+        learning_rate=1.0,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        trust: float = 0.001,
+        weight_decay: float | None = None,
+        exclude: Sequence[str] = (),
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        global_clipnorm: float | None = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
+        loss_scale_factor: float | None = None,
+        gradient_accumulation_steps: int | None = None,
+        name: str = "lars",
+        **kwargs,
+    ):
+        super().__init__(
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            clipnorm=clipnorm,
+            clipvalue=clipvalue,
+            global_clipnorm=global_clipnorm,
+            use_ema=use_ema,
+            ema_momentum=ema_momentum,
+            ema_overwrite_frequency=ema_overwrite_frequency,
+            loss_scale_factor=loss_scale_factor,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            name=name,
+            **kwargs,
+        )
+        if not 0.0 <= momentum < 1.0:
+            raise InputError(f"`momentum` must be from 0 to below 1. Received: momentum={momentum!r}.")
+        if not trust > 0.0:
+            raise InputError(f"`trust` must be above 0. Received: trust={trust!r}. The paper's is 0.001.")
+        if isinstance(exclude, str):
+            raise InputError(f"`exclude` must be a list of words. Received: {exclude!r}. Write [{exclude!r}].")
+        self.momentum, self.nesterov, self.trust = momentum, nesterov, trust
+        self.exclude = tuple(exclude)
+
+    def build(self, variables):
+        """Makes the velocities, and finds which variables are scaled."""
+        if self.built:
+            return
+        super().build(variables)
+        self._velocities = self.add_optimizer_variables(variables, "velocity")
+        self._scales = [self._is_scaled(variable) for variable in variables]
+
+    def update_step(self, gradient, variable, learning_rate):
+        """Updates one variable by its gradient."""
+        ops, at = keras.ops, self._get_variable_index(variable)
+        velocity = self._velocities[at]
+        # An embedding's gradient comes row by row, a row as often as it was looked up: a norm needs the whole.
+        gradient = ops.cast(tf.convert_to_tensor(gradient), variable.dtype)
+        rate = ops.cast(learning_rate, variable.dtype)
+        if self._scales[at]:
+            decay = self.weight_decay or 0.0
+            ratio = self._ratio(variable, gradient, decay)
+            gradient = ratio * (gradient + decay * variable)
+        step = rate * gradient
+        moved = self.momentum * velocity + step
+        self.assign(velocity, moved)
+        self.assign_sub(variable, self.momentum * moved + step if self.nesterov else moved)
+
+    def get_config(self):
+        own = {"momentum": self.momentum, "nesterov": self.nesterov, "trust": self.trust, "exclude": list(self.exclude)}
+        return {**super().get_config(), **own}
+
+    def _ratio(self, variable, gradient, decay: float):
+        ops = keras.ops
+        # In float32: the squares of a float16 variable overflow.
+        wide = [ops.cast(value, "float32") for value in (variable, gradient)]
+        weight, slope = (ops.sqrt(ops.sum(ops.square(value))) for value in wide)
+        below = slope + decay * weight
+        usable = ops.logical_and(weight > 0.0, slope > 0.0)
+        ratio = ops.where(usable, self.trust * weight / ops.where(usable, below, 1.0), 1.0)
+        return ops.cast(ratio, variable.dtype)
+
+    def _is_scaled(self, variable) -> bool:
+        named = any(word in getattr(variable, "path", variable.name) for word in self.exclude)
+        return len(variable.shape) > 1 and not named and self._use_weight_decay(variable)
+
+    def _apply_weight_decay(self, variables):
+        """Nothing: the decay is a part of the gradient, which the ratio sees."""
+
+
+#: Optimizers by the names that a recipe has for them, beside Keras's own.
+OPTIMIZERS = MappingProxyType({"lars": LARS})
