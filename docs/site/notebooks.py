@@ -6,6 +6,7 @@
 import hashlib
 import os
 import re
+import time
 from pathlib import Path
 
 import nbformat
@@ -70,8 +71,9 @@ def main() -> None:
     for path in missing():
         folder = RESULTS / "work" / path.stem
         folder.mkdir(parents=True, exist_ok=True)
-        print(f"runs {path.name}", flush=True)
+        begin = time.monotonic()
         run(path, folder=folder)
+        print(f"{path.name}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
