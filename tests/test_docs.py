@@ -1,6 +1,7 @@
-"""Every Python block of the README and the docs runs, each page in a process with two logical CPU devices; every
-command that a page shows is one that there is."""
+"""Every Python block of the README and the docs runs, each page in a process with two logical CPU devices; other
+frameworks' blocks (```py) are Python at least; every command that a page shows is one that there is."""
 
+import ast
 import os
 import re
 import shlex
@@ -13,16 +14,18 @@ import pytest
 from tfgpu import cli
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 START = "import tfgpu\ntfgpu.environment.set_logical_devices(2)\n"
 
 
 # They take ten seconds and more; `.ci/run` has them.
 SLOW = {
-    *("averaging.md", "data-stages.md", "does-not-fit.md", "horovod.md", "memory.md", "parallel.md", "planner.md"),
-    *("speed.md", "training-loops.md"),
+    *("averaging.md", "data-stages.md", "does-not-fit.md", "export.md", "from-accelerate.md", "from-deepspeed.md"),
+    *("from-pytorch.md", "from-tf-distribute.md", "horovod.md", "incremental.md", "memory.md", "parallel.md"),
+    *("planner.md", "profiling.md", "recipes.md", "speed.md", "training-loops.md"),
 }
+SHOWN = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def pages():
@@ -40,6 +43,12 @@ def test_code_runs(page, tmp_path):
         [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_of_others_is_python(page):
+    for block in SHOWN.findall(page.read_text()):
+        ast.parse(block)
 
 
 SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What MkDocs adds to the pages: the README as the start, the notebooks, and a reference of every public name."""
+"""What MkDocs adds: the README as the start, the root's other pages, the notebooks, a reference of all public names."""
 
 import importlib
 import inspect
@@ -17,14 +17,17 @@ import tfgpu
 sys.path.insert(0, str(Path(__file__).parent))
 import notebooks  # noqa: E402  the one beside this file
 
+TOP = {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md")} | {"README.md": "index.md"}
+"""Pages that lie outside of docs/, and where they are in the site."""
 # Modules within modules that users import by name.
 INNER = ("training.incremental", "training.schedules")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are made from something else."""
-    readme = (notebooks.ROOT / "README.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "index.md", content=readme.replace("](docs/", "](")))
+    for name, place in TOP.items():
+        text = (notebooks.ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, place, content=text.replace("](docs/", "](")))
     for name, text in pages().items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     if not_run := notebooks.missing():
