@@ -15,6 +15,7 @@ ALLOWED = {
     "lazy": set(),
     "cluster": set(),
     "environment": set(),
+    "interop": set(),
     "precision": {"environment"},
     "keras_fixes": set(),
     "preflight": {"cluster"},

@@ -31,6 +31,7 @@ _PLACES = {  # public name -> (module, name in it); None for the module itself
             "doctor",
             "environment",
             "errors",
+            "interop",
             "keras_fixes",
             "launch",
             "measure",
