@@ -12,6 +12,7 @@ SMALL = {
     "cnn": ((8, 8, 1), {"filters": [4, 8], "units": 8}),
     "mlp": ((8, 8, 1), {"widths": [8]}),
     "resnet": ((8, 8, 1), {"depth": 8}),
+    "textcnn": ((8,), {"width": 8, "depth": 1, "vocabulary": 16}),
     "transformer": ((6,), {"width": 8, "depth": 1, "heads": 2}),
     "vit": ((8, 8, 1), {"width": 8, "depth": 1, "heads": 2, "patch": 2}),
 }

@@ -9,6 +9,7 @@ from tfgpu.errors import InputError
 from tfgpu.models import parts
 
 IMAGES = ("cnn", "mlp", "resnet")
+TEXT = {"textcnn": (16,), "transformer": (4,)}
 
 
 def layers_of(model, kind):
@@ -44,7 +45,7 @@ def test_every_normalisation_in_every_model(name, normalization):
 
 @pytest.mark.parametrize("name", models.BUILDERS)
 def test_activation_initialiser_and_dropout_are_used(name):
-    shape = (4,) if name == "transformer" else (8, 8, 1)
+    shape = TEXT.get(name, (8, 8, 1))
     options = {"activation": "tanh", "initializer": "lecun_uniform", "dropout": 0.5}
     with keras.StatelessScope(initialize_variables=False):
         model = models.build(name, input_shape=shape, classes=3, options=options)
@@ -77,7 +78,7 @@ def test_every_name_is_known_to_keras():
     ],
 )
 def test_a_wrong_style_is_refused_by_every_builder(name, option, value, message):
-    shape = (4,) if name == "transformer" else (8, 8, 1)
+    shape = TEXT.get(name, (8, 8, 1))
     with pytest.raises(InputError, match=message):
         models.build(name, input_shape=shape, classes=3, options={option: value})
 
@@ -86,7 +87,7 @@ def test_a_wrong_style_is_refused_by_every_builder(name, option, value, message)
 @pytest.mark.parametrize("classes", [0, -1, 2.0, "10", True])
 def test_wrong_classes_are_refused_by_every_builder(name, classes):
     with pytest.raises(InputError, match="`classes` must be a whole number of at least 1. Received"):
-        models.build(name, input_shape=(4,) if name == "transformer" else (8, 8, 1), classes=classes)
+        models.build(name, input_shape=TEXT.get(name, (8, 8, 1)), classes=classes)
 
 
 @pytest.mark.parametrize("name", ["cnn", "resnet", "vit"])
