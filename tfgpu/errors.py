@@ -45,7 +45,7 @@ class Preempted(SystemExit):
 
     def __init__(self, message: str):
         super().__init__(message)
-        self.code = self.EXIT_CODE
+        self.code: int = self.EXIT_CODE
 
 
 def unknown(kind: str, name: object, choices: Iterable[str]) -> InputError:

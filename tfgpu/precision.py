@@ -54,7 +54,7 @@ class Precision:
     def __enter__(self) -> "Precision":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
     def restore(self) -> None:

@@ -51,7 +51,7 @@ def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s:
     preflight.join(cluster, script=str(path))
     from tfgpu import keras_fixes
 
-    if keras_fixes.install():
+    if keras_fixes.repair_keras():
         _meet_at_strategies(cluster)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))

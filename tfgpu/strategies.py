@@ -29,6 +29,7 @@ An option that does not apply is an `InputError`, never ignored. `"auto"` and 0 
 import logging
 import numbers
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -150,7 +151,7 @@ def one_device(devices: Devices = None) -> tf.distribute.OneDeviceStrategy:
     chosen = environment.accelerators()[:1] if devices is None else environment.select(devices)
     if len(chosen) > 1:
         raise InputError(f"`one_device` takes one device. Received: {_names(chosen)}. Use `mirrored`.")
-    keras_fixes.install()
+    keras_fixes.repair_keras()
     return tf.distribute.OneDeviceStrategy(homes.full_name(chosen[0].name))
 
 
@@ -175,7 +176,7 @@ def mirrored(
     _check_compression(reduce_dtype, top_k)
     chosen = environment.accelerators() if devices is None else environment.select(devices, processes.names())
     operations, names = _cross_device_ops(all_reduce, chosen), [homes.full_name(device.name) for device in chosen]
-    keras_fixes.install()
+    keras_fixes.repair_keras()
     return _compressing(tf.distribute.MirroredStrategy(names, cross_device_ops=operations), reduce_dtype, top_k)
 
 
@@ -223,7 +224,7 @@ def multi_worker(
         # Again, where `tfgpu run` has done so at the start: one whose script has not come this far would be waited for
         # inside of TensorFlow, for an hour, and without a sign of life, since TensorFlow keeps Python from running.
         preflight.join(cluster, again=True, facts=orders.facts())
-    keras_fixes.install()
+    keras_fixes.repair_keras()
     try:
         with worker_devices([device.name for device in chosen]):
             made = tf.distribute.MultiWorkerMirroredStrategy(found, communication_options=options)
@@ -241,7 +242,7 @@ def multi_worker(
     return _compressing(made, reduce_dtype, top_k)
 
 
-def describe(strategy: tf.distribute.Strategy) -> dict:
+def describe(strategy: tf.distribute.Strategy) -> dict[str, Any]:
     """Returns what a strategy is, as plain values for logs, reports and JSON.
 
     Args:

@@ -27,9 +27,9 @@ def python(*arguments, **environment):
 def test_installing_twice_wraps_once():
     import keras
 
-    names = keras_fixes.install()
+    names = keras_fixes.repair_keras()
     wrapped = keras.optimizers.Optimizer.apply
-    assert keras_fixes.install() == names == tuple(fix.name for fix in keras_fixes.fixes())
+    assert keras_fixes.repair_keras() == names == tuple(fix.name for fix in keras_fixes.fixes())
     assert keras.optimizers.Optimizer.apply is wrapped
 
 
@@ -51,7 +51,7 @@ def test_a_missing_seam_names_the_version():
 def test_a_distribution_of_keras_s_own_is_warned_of():
     import keras
 
-    keras_fixes.install()
+    keras_fixes.repair_keras()
     parallel = keras.distribution.DataParallel(devices=["cpu:0"])
     with pytest.warns(UserWarning, match=r"keras.distribution does nothing .* DataParallel .* tfgpu.strategy\(\)"):
         keras.distribution.set_distribution(parallel)

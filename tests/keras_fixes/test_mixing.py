@@ -22,7 +22,7 @@ LABELS = np.eye(5, dtype="float32")
 
 @pytest.fixture(scope="module", autouse=True)
 def installed():
-    keras_fixes.install()
+    keras_fixes.repair_keras()
 
 
 @functools.cache

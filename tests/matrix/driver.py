@@ -321,7 +321,7 @@ def main():
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
     if options.repair != "stock":
-        importlib.import_module(options.repair).install()
+        importlib.import_module(options.repair).repair_keras()
     strategy = strategy_for(options.topology)
     table = cases.table()
     with open(folder / f"{rank}.jsonl", "a") as log:

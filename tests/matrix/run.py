@@ -43,7 +43,7 @@ class Job:
     """The processes of one column of the table."""
 
     path: str
-    repair: str  # "stock", or the module whose install() mends Keras
+    repair: str  # "stock", or the module whose repair_keras() mends Keras
     topology: str
     order: int | None = None
 
@@ -284,7 +284,7 @@ def main():
     add("--share", type=share, default=(1, 1), metavar="K/N", help="every N-th of these cases, from the K-th on")
     add("--topologies", nargs="*", default=list(TOPOLOGIES)[1:], choices=TOPOLOGIES)
     add("--paths", nargs="*", default=["fit", "loop"], choices=PATHS)
-    add("--repairs", nargs="*", default=list(REPAIRS), help="`stock`, or a module with install()")
+    add("--repairs", nargs="*", default=list(REPAIRS), help="`stock`, or a module with repair_keras()")
     add("--timeout", type=float, default=130, help="idle seconds that count as a hang (tf.data may wait 60 s to end)")
     add("--lanes", type=int, default=2, help="processes (or clusters) at once")
     add("--folder", type=Path, help="keep all results and logs there; what has ended there is not run again")

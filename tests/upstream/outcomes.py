@@ -38,7 +38,7 @@ def pytest_configure(config):
     if os.environ["TFGPU_REPAIR"] != "0":
         from tfgpu import keras_fixes
 
-        assert keras_fixes.install() == tuple(fix.name for fix in keras_fixes.fixes())
+        assert keras_fixes.repair_keras() == tuple(fix.name for fix in keras_fixes.fixes())
     placed = {name: _Placeholder(name) for name in EXTRAS if not _is_there(name.partition(".")[0])}
     placed["conftest"] = ModuleType("conftest")
     placed["conftest"].skip_if_backend = _skip_if_backend

@@ -2,10 +2,4 @@
 
 from tfgpu.lazy import on_first_use
 
-_PLACES = {
-    "evaluate_checkpoints": "tfgpu.asynchronous.evaluation",
-    "on_workers": "tfgpu.asynchronous.parameter_server",
-}
-
-__all__ = sorted(_PLACES)
-__getattr__ = on_first_use(__name__, _PLACES)
+__getattr__, __dir__, __all__ = on_first_use(__name__, __file__)

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import keras
 
@@ -19,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 def evaluate_checkpoints(
     model: keras.Model,
-    data,
+    data: Any,
     directory: str | Path,
     *,
     last_epoch: int | None = None,

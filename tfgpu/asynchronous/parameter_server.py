@@ -73,7 +73,7 @@ def parameter_server(
     peers.fail_fast()
     preflight.join(cluster)
     _wait_for_peers(cluster)  # their servers start now
-    keras_fixes.install()
+    keras_fixes.repair_keras()
     strategy = tf.distribute.ParameterServerStrategy(resolver(cluster, {k: jobs[k] for k in ("chief", "worker", "ps")}))
     closures.set_settings(strategy, closures.Settings(max_staleness))
     tables.set_partitioner(strategy, partitioner)

@@ -106,14 +106,14 @@ class StochasticWeightAverage(keras.callbacks.Callback):
     every_batch = False
     on_all_workers = True
 
-    def __init__(self, start_epoch: int, *, every: int = 1, data=None):
+    def __init__(self, start_epoch: int, *, every: int = 1, data: Any = None):
         super().__init__()
         for name, value, least in (("start_epoch", start_epoch, 0), ("every", every, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InputError(f"`{name}` must be a whole number from {least}. Received: {name}={value!r}.")
-        if not keras_fixes.install():
+        if not keras_fixes.repair_keras():
             raise InputError("StochasticWeightAverage needs the Keras repairs. Unset TFGPU_REPAIR.")
-        self.averaged = 0
+        self.averaged: int = 0
         self._start, self._every, self._data = start_epoch, every, data
         self._mean: list[np.ndarray] = []
 

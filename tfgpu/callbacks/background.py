@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 from tfgpu.errors import InputError, MachineError
 
@@ -74,7 +75,9 @@ class Writer:
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(self, kind, error: BaseException | None, traceback) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
             _raise_first(self._finish())
         except MachineError as failed:

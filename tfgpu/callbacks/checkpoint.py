@@ -82,7 +82,7 @@ class Checkpoint(keras.callbacks.Callback):
         mode: str = "auto",
         resume: bool = True,
         leave_on: Sequence[signal.Signals] = (signal.SIGTERM,),
-        data=None,
+        data: Any = None,
         is_chief: bool | None = None,
         writer: Writer | None = None,
     ):
@@ -90,7 +90,7 @@ class Checkpoint(keras.callbacks.Callback):
         _check_count("keep", keep)
         if every_steps is not None:
             _check_count("every_steps", every_steps)
-        if not keras_fixes.install():
+        if not keras_fixes.repair_keras():
             raise InputError("Checkpoint needs the Keras repairs. Unset TFGPU_REPAIR.")
         self._directory = Path(directory)
         self._keep, self._every, self._best = keep, every_steps, Best(best, mode)
@@ -190,7 +190,8 @@ class Checkpoint(keras.callbacks.Callback):
             ),
         )
 
-    def after_train_begin(self, callbacks) -> None:
+    def after_train_begin(self, callbacks: keras.callbacks.CallbackList) -> None:
+        """Takes up what the callbacks remember, when all of them have begun."""
         self._memories = Memories(callbacks.callbacks)
         if self._read is not None and self._resumes:
             self._memories.put(self._read.memory["callbacks"])
@@ -237,7 +238,8 @@ class Checkpoint(keras.callbacks.Callback):
         """Steps that are done since the run began."""
         return self._before + self._done
 
-    def after_train_batch(self, callbacks, batch: int) -> None:
+    def after_train_batch(self, callbacks: keras.callbacks.CallbackList, batch: int) -> None:
+        """Saves when all callbacks have seen the batch, where it is time to."""
         before = self._step
         self._done = min(batch + 1, self.params.get("steps") or batch + 1)
         if self._leaving.is_due:
@@ -249,7 +251,8 @@ class Checkpoint(keras.callbacks.Callback):
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._draws = training_state.copied_draws(self.model), training_state.random_states()
 
-    def after_test_batch(self, callbacks) -> None:
+    def after_test_batch(self, callbacks: keras.callbacks.CallbackList) -> None:
+        """Leaves in the middle of a validation, where that is wished."""
         run = blocks.current()
         if self._leaving is None or run.leaving is not self._leaving or not self._leaving.is_due:
             return
@@ -261,7 +264,8 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._logs = logs  # callbacks behind this one may still add to them
 
-    def after_epoch(self, callbacks, epoch: int) -> None:
+    def after_epoch(self, callbacks: keras.callbacks.CallbackList, epoch: int) -> None:
+        """Saves when all callbacks are done with the epoch."""
         self._rows = [*self._rows[: epoch - self._rows_at], _row(self._logs)]
         self._before, self._done = self._step, 0
         epochs = self.params["epochs"]

@@ -93,7 +93,8 @@ class SkipNaN(keras.callbacks.Callback):
         super().__init__()
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
             raise InputError(f"`limit` must be a whole number of steps from 0. Received: {limit!r}.")
-        self.limit, self.skipped = limit, 0
+        self.limit: int = limit
+        self.skipped: int = 0
         self._epoch = self._first = self._before = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

@@ -50,7 +50,7 @@ class Cluster:
     local_size: int = 1
     gpus: tuple[str, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_addresses(self.workers + self.parameter_servers + self.evaluators)
         if self.task_type not in JOBS:
             raise unknown("task type", self.task_type, JOBS)

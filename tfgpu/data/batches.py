@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -57,7 +58,7 @@ class Info:
     global_batch: int
     steps_per_epoch: int
     skipped: int
-    augment: tuple[tuple[str, dict], ...]
+    augment: tuple[tuple[str, dict[str, Any]], ...]
     labels: str
     balance: str | None
     label_smoothing: float
@@ -89,10 +90,10 @@ class Data(position.Epochs):
 
 
 def pipeline(
-    source,
+    source: Any,
     *,
     global_batch: int,
-    augment: str | Iterable = (),
+    augment: str | Iterable[Any] = (),
     seed: int = 0,
     split_seed: int = 0,
     validation: float = 0.1,

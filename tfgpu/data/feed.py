@@ -33,7 +33,7 @@ class Feed:
     prefetch: int | None = None
     prefetch_to_device: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.deterministic, bool):
             raise InputError(f"`deterministic` must be true or false. Received: {self.deterministic!r}.")
         for name, least in (("parallel_calls", 1), ("threads", 1), ("prefetch", 0)):

@@ -52,7 +52,7 @@ class Epochs:
     train: tf.data.Dataset
     _counter: Counter
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.train.tfgpu_epochs = self._counter  # so that a resumed `fit`, which gets `train` alone, can seek
 
     def seek(self, epoch: int) -> None:

@@ -12,6 +12,7 @@ Both read each sequence once an epoch, in an order of `(seed, epoch)` alone.
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -46,8 +47,8 @@ class Sequences(position.Epochs):
 
 
 def bucket(
-    sequences,
-    targets,
+    sequences: Any,
+    targets: Any,
     *,
     global_batch: int,
     boundaries: Sequence[int] | None = None,
@@ -104,8 +105,8 @@ def bucket(
 
 
 def pack(
-    sequences,
-    targets=NEXT,
+    sequences: Any,
+    targets: Any = NEXT,
     *,
     length: int,
     global_batch: int,

@@ -1,6 +1,7 @@
 """What augmentation stages are called, and their options; no TensorFlow: a wrong name or value fails at once."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from tfgpu.errors import InputError, unknown
 
@@ -37,7 +38,7 @@ _BOUNDS = {  # option -> (what is right, said in words)
 }
 
 
-def parse_stages(augment: str | Iterable) -> tuple[tuple[str, dict], ...]:
+def parse_stages(augment: str | Iterable[Any]) -> tuple[tuple[str, dict[str, Any]], ...]:
     """Completes a list of augmentation stages with their default options and checks every name and value.
 
     Args:

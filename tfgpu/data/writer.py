@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def write_shards(
-    source,
+    source: Any,
     out: str | Path,
     *,
     shards: int = 8,

@@ -29,7 +29,7 @@ class Check:
     command: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.command and not self.fix:
             object.__setattr__(self, "fix", self.command)
 

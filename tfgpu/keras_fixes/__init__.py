@@ -1,6 +1,6 @@
 """Repairs of Keras 3 under `tf.distribute`: one function a fault, wrapped around the smallest Keras function at fault.
 
-`install()` is called by the strategy factories; people who make their own `tf.distribute` strategy call
+`repair_keras()` is called by the strategy factories; people who make their own `tf.distribute` strategy call
 `tfgpu.repair_keras()`, which is the same. With no strategy, Keras computes what it always did.
 """
 
@@ -9,7 +9,7 @@ import threading
 
 from tfgpu.keras_fixes.seam import TESTED_KERAS, Fix, wrap
 
-__all__ = ["TESTED_KERAS", "Fix", "fixes", "install", "is_enabled", "wrap"]
+__all__ = ["TESTED_KERAS", "Fix", "fixes", "is_enabled", "repair_keras", "wrap"]
 
 _lock = threading.Lock()
 _installed: list[str] = []
@@ -27,7 +27,7 @@ def fixes() -> tuple[Fix, ...]:
     return catalogue.FIXES
 
 
-def install() -> tuple[str, ...]:
+def repair_keras() -> tuple[str, ...]:
     """Applies every repair, once a process.
 
     Returns:

@@ -134,7 +134,7 @@ class Segment:
     needs: tuple = field(init=False, repr=False)
     makes: tuple = field(init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         own = {id(tensor) for call in self.inner for tensor in call.makes}
         needed = {id(t): t for call in self.inner for t in call.needs if id(t) not in own}
         self.needs, self.makes = tuple(needed.values()), self.inner[-1].makes

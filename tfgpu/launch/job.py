@@ -39,7 +39,7 @@ class Job:
     logs: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("parameter_servers", 0), ("max_restarts", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

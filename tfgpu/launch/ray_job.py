@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError, unknown
@@ -25,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 def ray_job(
-    train: Callable | str | Path | Job,
+    train: Callable[..., object] | str | Path | Job,
     workers: int | None = None,
     *,
-    arguments: Sequence = (),
+    arguments: Sequence[object] = (),
     cpus_per_worker: float = 1,
     gpus_per_worker: int | None = None,
     placement: str = "SPREAD",
@@ -38,7 +39,7 @@ def ray_job(
     grace_s: float = 10.0,
     logs: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
-    runtime_env: Mapping | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> object:
     """Trains on a Ray cluster, and returns when the training is done.

@@ -40,7 +40,7 @@ class Restarts:
     made: int = field(default=0, init=False)
     in_a_row: int = field(default=0, init=False)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.made} of {self.most} restarts used"
 
     def after(self, code: int, ran_s: float | None = None) -> float | None:

@@ -59,7 +59,7 @@ come early. Received: '1:30', which is 90 s. Ask for more time, or give a smalle
     grace_s: int = 60
     options: tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("nodes", "grace_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:

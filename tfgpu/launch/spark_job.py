@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError
@@ -49,12 +50,12 @@ class Errand:
 
 
 def spark_job(
-    train: Callable,
-    data,
+    train: Callable[..., object],
+    data: Any,
     workers: int = 2,
     *,
     global_batch: int,
-    arguments: Sequence = (),
+    arguments: Sequence[object] = (),
     gpus_per_worker: int = 0,
     shuffle_seed: int | None = None,
     max_restarts: int = 0,

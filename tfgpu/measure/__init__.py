@@ -2,5 +2,4 @@
 
 from tfgpu.lazy import on_first_use
 
-__all__ = ["profile"]
-__getattr__ = on_first_use(__name__, {"profile": "tfgpu.measure.profiling.session"})
+__getattr__, __dir__, __all__ = on_first_use(__name__, __file__)

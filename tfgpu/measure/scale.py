@@ -34,7 +34,7 @@ class Link:
     bandwidth_bytes_s: float
     latency_s: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.bandwidth_bytes_s > 0 or not self.latency_s >= 0:
             raise InputError(f"A link needs a bandwidth above 0 and a latency from 0. Received: {self!r}.")
 

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -30,7 +31,7 @@ def apply(
     cuts: Sequence[str] | None = None,
     plan: Mapping[str, str | None] | str | None = "auto",
     zero: int = 0,
-    batch=None,
+    batch: Any = None,
 ) -> keras.Model:
     """Spreads a model over a mesh, before it is compiled.
 

@@ -4,6 +4,7 @@ import statistics
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import keras
 import matplotlib
@@ -48,7 +49,7 @@ class Measured:
         return "backward" if self.cell.backward else "forward again" if self.again else "forward"
 
 
-def picture(model: keras.Model, batch, path, *, steps: int = 3) -> list[Measured]:
+def picture(model: keras.Model, batch: Any, path: str | Path, *, steps: int = 3) -> list[Measured]:
     """Runs some steps of a pipeline, draws when its cells ran in one of them, and puts all back as it was.
 
     Args:

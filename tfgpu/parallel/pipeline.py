@@ -7,6 +7,7 @@ A step's idle share is `(S - 1) / (M + S - 1)` with S stages that cost the same 
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import keras
 
@@ -25,7 +26,7 @@ def pipeline(
     cuts: Sequence[str] | None = None,
     devices: int | str | Iterable[str] | None = None,
     mesh: Mesh | None = None,
-    batch=None,
+    batch: Any = None,
 ) -> keras.Model:
     """Cuts a model into stages, each on a device of its own, before it is compiled.
 

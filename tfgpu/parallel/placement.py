@@ -8,6 +8,7 @@ import difflib
 import fnmatch
 import itertools
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -24,7 +25,7 @@ Devices = str | Iterable[str]
 
 
 def place(
-    model: keras.Model, where: Mapping[str, Devices] | str, *, devices: int | Devices | None = None, batch=None
+    model: keras.Model, where: Mapping[str, Devices] | str, *, devices: int | Devices | None = None, batch: Any = None
 ) -> keras.Model:
     """Puts layers on devices, before the model is compiled.
 

@@ -65,7 +65,7 @@ def connect(cluster: Cluster | None = None) -> Cluster:
     until = peers.deadline()
     for number, address in list(enumerate(cluster.workers))[1:]:
         peers.wait_for(f"process {number}", address, until)
-    keras_fixes.install()
+    keras_fixes.repair_keras()
     processes.connect(cluster.workers, peers.serves)
     os.environ["TF_CONFIG"] = NONE_GIVEN
     return cluster

@@ -8,6 +8,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -32,7 +33,7 @@ def recompute(
     *,
     memory: str | int | None = None,
     rows: int | None = None,
-    batch=None,
+    batch: Any = None,
 ) -> keras.Model:
     """Lets parts of a model keep only their inputs for the backward pass, before the model is compiled.
 

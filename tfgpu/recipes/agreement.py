@@ -25,7 +25,7 @@ class EarlyStopping:
     start_epoch: int = 1
     restore_best: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.monitor, str) or not self.monitor:
             raise ValueError(f"`monitor` must be a metric's name such as 'val_loss'. Received: {self.monitor!r}")
         if self.mode not in ("auto", "min", "max"):
@@ -42,7 +42,7 @@ class MovingAverage:
 
     momentum: float = 0.99
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_number("momentum", self.momentum, _is_number(self.momentum) and 0 < self.momentum < 1)
 
 
@@ -53,7 +53,7 @@ class LastEpochs:
     start_epoch: int | None = None
     every: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.start_epoch is not None:
             _check_whole("start_epoch", self.start_epoch)
         _check_whole("every", self.every)

@@ -11,12 +11,4 @@ Example:
 
 from tfgpu.lazy import on_first_use
 
-_PLACES = {
-    "Exported": "tfgpu.serving.exporting",
-    "FORMATS": "tfgpu.serving.formats",
-    "export": "tfgpu.serving.exporting",
-    "run": "tfgpu.serving.running",
-}
-
-__all__ = sorted(_PLACES)
-__getattr__ = on_first_use(__name__, _PLACES)
+__getattr__, __dir__, __all__ = on_first_use(__name__, __file__)

@@ -40,8 +40,8 @@ class Exported:
 
 
 def export(
-    model: keras.Model | str | os.PathLike,
-    path: str | os.PathLike,
+    model: keras.Model | str | os.PathLike[str],
+    path: str | os.PathLike[str],
     *,
     format: str = "savedmodel",
     example: object = None,
@@ -101,7 +101,7 @@ def export(
     return Exported(path, format, _size(path), shapes, difference)
 
 
-def _on_one_device(model: keras.Model | str | os.PathLike, folder: Path) -> keras.Model:
+def _on_one_device(model: keras.Model | str | os.PathLike[str], folder: Path) -> keras.Model:
     if isinstance(model, keras.Model):
         if not model.built:
             raise InputError(f"{model.name!r} is not built. Call it on a batch, or fit it, before you export it.")

@@ -57,7 +57,7 @@ np.savez(made, *outputs)
 """
 
 
-def run(path: str | os.PathLike, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Runs an exported model once, on the CPU, in a process of its own.
 
     Args:

@@ -1,6 +1,7 @@
 """`Trainer(model)`: the job of `model.fit` with the length of a compiled call in the caller's hand."""
 
 import numbers
+from typing import Any
 
 import keras
 
@@ -47,22 +48,22 @@ class Trainer:
         is_number = isinstance(steps_per_call, numbers.Integral) and not isinstance(steps_per_call, bool)
         if steps_per_call is not None and (not is_number or steps_per_call < 1):
             raise InputError(f"`steps_per_call` must be a whole number from 1. Received: {steps_per_call!r}.")
-        if not keras_fixes.install():
+        if not keras_fixes.repair_keras():
             raise InputError("Trainer needs the Keras repairs. Unset TFGPU_REPAIR.")
         self.model = model
         self._steps_per_call = steps_per_call
 
-    def fit(self, *args, **kwargs) -> keras.callbacks.History:
+    def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains; takes the arguments of `keras.Model.fit` and returns its `History`."""
         with blocks.steps_a_call(self._steps_per_call):
             return self._compiled("fit").fit(*args, **kwargs)
 
-    def evaluate(self, *args, **kwargs):
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates; takes the arguments of `keras.Model.evaluate` and returns what it returns."""
         with blocks.steps_a_call(self._steps_per_call):
             return self._compiled("evaluate").evaluate(*args, **kwargs)
 
-    def predict(self, *args, **kwargs):
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
         """`model.predict`: under replicas the rows come back in the order in which they went in."""
         return self.model.predict(*args, **kwargs)
 

@@ -1,6 +1,7 @@
 """What the machine's facts mean: each check is one function of the facts and the environment, in a file by subject."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from tfgpu.doctor.check import Check
 from tfgpu.doctor.checks import cluster, gpus, health, libraries, machine, software
@@ -9,7 +10,7 @@ from tfgpu.doctor.checks.gpus import visible_gpus
 __all__ = ["Check", "judge", "visible_gpus"]
 
 
-def judge(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
+def judge(facts: Mapping[str, dict[str, Any]], environ: Mapping[str, str]) -> list[Check]:
     """Makes checks of the facts that `gather` brought.
 
     Args:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from tfgpu.doctor.facts import asking, loader
 
@@ -16,7 +17,7 @@ _HERE = "tfgpu.doctor.facts"
 _LOG_LINES = 100
 
 
-def gather(environ: Mapping[str, str], *, root: str = "/", seconds: float | None = None) -> dict[str, dict]:
+def gather(environ: Mapping[str, str], *, root: str = "/", seconds: float | None = None) -> dict[str, dict[str, Any]]:
     """Asks this machine's Python, packages, driver, libraries, kernel, cluster, TensorFlow and Keras what they are.
 
     Args:
@@ -45,11 +46,13 @@ def gather(environ: Mapping[str, str], *, root: str = "/", seconds: float | None
     return facts
 
 
-def _ask(file: str, names: list[str], environ: Mapping[str, str], seconds: float, **options: object) -> dict[str, dict]:
+def _ask(
+    file: str, names: list[str], environ: Mapping[str, str], seconds: float, **options: object
+) -> dict[str, dict[str, Any]]:
     return asking.ask(f"{_HERE}.{file}", names, environ=environ, seconds=seconds, **options)
 
 
-def tensorflow(environ: dict[str, str], seconds: float) -> dict[str, dict]:
+def tensorflow(environ: dict[str, str], seconds: float) -> dict[str, dict[str, Any]]:
     """TensorFlow and Keras, with what the loader says in TensorFlow's process.
 
     Returns:
@@ -67,14 +70,14 @@ def tensorflow(environ: dict[str, str], seconds: float) -> dict[str, dict]:
     return facts
 
 
-def _libraries(found: Mapping, environ: Mapping[str, str], root: str, seconds: float) -> dict[str, dict]:
+def _libraries(found: Mapping, environ: Mapping[str, str], root: str, seconds: float) -> dict[str, dict[str, Any]]:
     """CUDA's libraries, opened as this TensorFlow would."""
     folder = str(Path(found["folder"])) if found.get("folder") else None
     built = found.get("build", {}).get("cuda_version")
     return _ask("libraries", ["libraries", "tools"], environ, seconds, cuda_version=built, tensorflow=folder, root=root)
 
 
-def _repairs(environ: Mapping[str, str], seconds: float) -> dict[str, dict]:
+def _repairs(environ: Mapping[str, str], seconds: float) -> dict[str, dict[str, Any]]:
     # The probes train tiny models on logical CPU devices of their own: no GPU, no cluster, a fresh process.
     away = ("TF_CONFIG", "TFGPU_REPAIR")
     alone = {name: value for name, value in environ.items() if name not in away} | {"CUDA_VISIBLE_DEVICES": ""}

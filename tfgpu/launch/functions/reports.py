@@ -2,12 +2,13 @@
 
 import json
 import os
+from typing import Any
 
 from tfgpu.cluster import Cluster
 from tfgpu.launch.functions.pipes import REPORTS
 
 
-def report(values: dict) -> None:
+def report(values: dict[str, Any]) -> None:
     """Sends values to the `on_progress` of the program that launched this worker; does nothing anywhere else.
 
     The chief's reports arrive, the others' are dropped, so that every worker can run the same code. In `model.fit`,

@@ -69,7 +69,7 @@ class Kubernetes:
     node_selector: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("kind of manifest", self.kind, KINDS)
         _check_name(self.name)

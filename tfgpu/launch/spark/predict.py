@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tfgpu.errors import InputError
 from tfgpu.launch.spark.data import Columns, arrays_of, planned, pyarrow
@@ -37,14 +38,14 @@ class Errand:
 
 
 def spark_predict(
-    frame,
+    frame: Any,
     model: str | Path,
     *,
     columns: Columns,
     output: str = "prediction",
     output_type: str = "array<float>",
     batch_rows: int = 256,
-):
+) -> Any:
     """Adds a model's predictions to a DataFrame, as a column.
 
     Nothing runs until the DataFrame is used. The model's file travels with the job, and each Python worker of Spark

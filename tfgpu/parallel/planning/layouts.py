@@ -45,7 +45,7 @@ class Layout:
     recompute: bool = False
     loss: str = "batch"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("data", "pipeline", "tensor", "accumulate", "microbatches"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InputError(f"`{name}` must be a whole number from 1. Received: {getattr(self, name)!r}.")

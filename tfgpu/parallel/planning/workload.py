@@ -217,7 +217,7 @@ class Transformer:
     dropout: bool = False
     name: str = "transformer"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "mlp"):
             value = getattr(self, name)
             if not (name == "mlp" and value is None) and (type(value) is not int or value < 1):

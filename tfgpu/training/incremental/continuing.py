@@ -1,6 +1,7 @@
 """From a trained model to new data: what goes along of the optimizer, and how its rate rises again."""
 
 from pathlib import Path
+from typing import Any
 
 import keras
 
@@ -12,7 +13,7 @@ from tfgpu.training.schedules import PerUpdate, Rate, Warmup
 OPTIMIZERS = ("keep", "reset")
 
 
-def take_up(source, model: keras.Model | None = None, *, optimizer: str) -> keras.Model:
+def take_up(source: Any, model: keras.Model | None = None, *, optimizer: str) -> keras.Model:
     """Takes up what was trained, to go on with other data in a new `fit`, whose epochs count from 0.
 
     Args:

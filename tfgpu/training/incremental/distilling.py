@@ -1,5 +1,7 @@
 """Learning without forgetting: a model is held to what it said before, on the new data (Li and Hoiem, 2016)."""
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -53,7 +55,8 @@ class Distilled(keras.Model):
         super().__init__(name=f"distilled_{model.name}")
         _check(model, teacher, weight, temperature)
         self.model = model
-        self.weight, self.temperature = float(weight), float(temperature)
+        self.weight: float = float(weight)
+        self.temperature: float = float(temperature)
         self._hidden = _Teacher(teacher)
         self._has_logits = [
             not gives_probabilities(m) if from_logits is None else from_logits for m in (model, teacher)
@@ -66,10 +69,14 @@ class Distilled(keras.Model):
         """The old model."""
         return self._hidden.model
 
-    def call(self, x, training=None):
+    def call(self, x: Any, training: Any = None) -> Any:
+        """The model's outputs."""
         return self.model(x, training=training)
 
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: Any = True
+    ) -> Any:
+        """The model's loss, and in training the distance from the old model's answers."""
         loss = super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         if not training:
             return loss
@@ -78,14 +85,15 @@ class Distilled(keras.Model):
         self._distance.update_state(distance, sample_weight=tf.shape(rows)[0])
         return loss + tf.cast(self.weight * self.temperature**2 * distance, loss.dtype)
 
-    def distances(self, x, y_pred) -> tf.Tensor:
+    def distances(self, x: Any, y_pred: Any) -> tf.Tensor:
         """KL(teacher || model) of each row, at the temperature; float32 [batch] (and further axes, such as time)."""
         said = tf.stop_gradient(self.teacher(x, training=False))
         old = _softened(said, self.temperature, self._has_logits[1])
         new = _softened(y_pred[..., : said.shape[-1]], self.temperature, self._has_logits[0])
         return tf.reduce_sum(tf.exp(old) * (old - new), -1)
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
+        """Refused: what is saved is the model."""
         raise InputError("A Distilled model is for training. Save what it trains: `distilled.model.save(path)`.")
 
 

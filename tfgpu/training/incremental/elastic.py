@@ -1,6 +1,7 @@
 """Elastic weight consolidation: weights that the old tasks need are held near what they were (Kirkpatrick, 2017)."""
 
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -52,11 +53,13 @@ class ElasticWeights:
             raise InputError(f"`decay` must be None or a number from 0 to 1. Received: {decay!r}.")
         if labels not in LABELS:
             raise unknown("labels", labels, LABELS)
-        self.strength, self.decay, self.labels = float(strength), decay, labels
-        self.tasks = 0
+        self.strength: float = float(strength)
+        self.decay: float | None = decay
+        self.labels: str = labels
+        self.tasks: int = 0
         self._state: dict[str, tuple[np.ndarray, np.ndarray, float]] = {}  # precision, centre, constant
 
-    def add(self, model: keras.Model, x, y=None, *, examples: int | None = None) -> "ElasticWeights":
+    def add(self, model: keras.Model, x: Any, y: Any = None, *, examples: int | None = None) -> "ElasticWeights":
         """Ends a task: takes up its Fisher information and the weights as they are, and attaches the penalty.
 
         Args:

@@ -123,7 +123,9 @@ def _fit_optimizer(model: keras.Model) -> None:
     model.optimizer = new
 
 
-def discriminative(optimizer, model: keras.Model, factors: Mapping[str, float]):
+def discriminative(
+    optimizer: str | keras.optimizers.Optimizer, model: keras.Model, factors: Mapping[str, float]
+) -> keras.optimizers.Optimizer:
     """Makes an optimizer that learns some layers faster or slower than others.
 
     A layer's factor multiplies the learning rate, not the gradient, which Adam would not feel. It is what a group of

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,7 +28,7 @@ class Accuracies:
 
     matrix: np.ndarray
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "matrix", np.asarray(self.matrix, float))
         shape = self.matrix.shape
         if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
@@ -57,7 +58,11 @@ class Accuracies:
 
 
 def accuracies(
-    model: keras.Model, tasks: Sequence[tuple], *, classes: Sequence[Sequence[int]] | None = None, batch_size: int = 256
+    model: keras.Model,
+    tasks: Sequence[tuple[Any, ...]],
+    *,
+    classes: Sequence[Sequence[int]] | None = None,
+    batch_size: int = 256,
 ) -> list[float]:
     """The accuracy on each task: a row of `Accuracies`.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -58,7 +59,9 @@ class Replay:
         for name, value, least in (("examples", examples, 1), ("bytes", bytes, 1), ("seed", seed, 0)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise InputError(f"`{name}` must be a whole number from {least}. Received: {value!r}.")
-        self._bytes, self._folder, self.seed, self.balance = bytes, folder and Path(folder), seed, bool(balance)
+        self._bytes, self._folder = bytes, folder and Path(folder)
+        self.seed: int = seed
+        self.balance: bool = bool(balance)
         self._capacity = examples
         self._sampler = None if examples is None else self._made_sampler()
         self._structure = None  # of an example
@@ -74,13 +77,13 @@ class Replay:
         return 0 if self._sampler is None else self._sampler.seen
 
     @property
-    def arrays(self):
+    def arrays(self) -> Any:
         """What is kept, in the structure in which it was added: `(x, y)` or `(x, y, sample_weight)`, one row each."""
         if self._structure is None:
             raise InputError("Nothing was added yet.")
         return tf.nest.pack_sequence_as(self._structure, [array[: len(self)] for array in self._arrays])
 
-    def add(self, x, y=None, sample_weight=None) -> "Replay":
+    def add(self, x: Any, y: Any = None, sample_weight: Any = None) -> "Replay":
         """Shows examples to the memory, in order.
 
         Args:
@@ -199,7 +202,7 @@ class Replay:
             "facts/mixed": np.array([self._mixed], "int64"),
         }
 
-    def load(self, path: str | Path, like) -> "Replay":
+    def load(self, path: str | Path, like: Any) -> "Replay":
         """Takes up what `save` wrote, into a memory made with the same arguments.
 
         Args:

@@ -1,6 +1,7 @@
 """Streams that do not fit into memory: a window of them at a time, with what is remembered of the rest."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,7 +11,7 @@ from tfgpu.errors import InputError
 from tfgpu.training.incremental.replay import Replay
 
 
-def windows(stream: Iterable, rows: int) -> Iterator[tuple]:
+def windows(stream: Iterable[Any], rows: int) -> Iterator[tuple[Any, ...]]:
     """Cuts a stream of batches into windows that fit into memory.
 
     Args:
@@ -56,7 +57,7 @@ def _joined(structure, held: list) -> tuple:
 
 def fit_stream(
     model: keras.Model,
-    stream: Iterable,
+    stream: Iterable[Any],
     *,
     window: int,
     global_batch: int,
@@ -65,9 +66,9 @@ def fit_stream(
     epochs: int = 1,
     seed: int = 0,
     skip: int = 0,
-    after_window: Callable[[int, dict], None] | None = None,
-    **fit,
-) -> list[dict]:
+    after_window: Callable[[int, dict[str, Any]], None] | None = None,
+    **fit: Any,
+) -> list[dict[str, Any]]:
     """Trains on a stream of any length in the memory of one window and the replayed examples.
 
     Each window is trained on for some epochs, shuffled and mixed with replayed examples of the windows before; then

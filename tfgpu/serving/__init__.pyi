@@ -1,0 +1,5 @@
+# The public names, each with the module that holds it: type checkers read this file, and so does `__init__.py`.
+from tfgpu.serving.exporting import Exported as Exported
+from tfgpu.serving.exporting import export as export
+from tfgpu.serving.formats import FORMATS as FORMATS
+from tfgpu.serving.running import run as run
