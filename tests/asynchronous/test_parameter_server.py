@@ -141,6 +141,31 @@ def test_with_no_staleness_two_workers_give_what_one_device_gives(group):
     assert [processes.wait(name, timeout=60) for name in ("worker0", "worker1", "ps0", "ps1")] == [0] * 4
 
 
+DETERMINISTIC = (
+    HEAD
+    + """
+tfgpu.environment.set_seed(1, deterministic=True)
+strategy = tfgpu.strategy("parameter_server", max_staleness=0)
+with strategy.scope():
+    model = build(keras.optimizers.SGD(0.1), dropout=0.3)
+history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+alone = build(keras.optimizers.SGD(0.1), dropout=0.3)
+expected = alone.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+say(loss=history["loss"], expected=expected["loss"])
+"""
+)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_deterministic_operations_have_no_clock_and_train_all_the_same(group):
+    # TensorFlow refuses `tf.timestamp`, by which closures of steps are timed.
+    processes = group(DETERMINISTIC, chief=1, worker=1, ps=1)
+    processes.start_all()
+    answer = processes.answer()
+    assert answer["loss"] == pytest.approx(answer["expected"], abs=1e-6)
+
+
 FREE = (
     HEAD
     + """

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import blocks, steps
@@ -193,7 +194,7 @@ class Closures(steps.Steps):
 
         def run(*arguments):
             self._picks = []
-            began = tf.timestamp()
+            began = _clock()
             with tf.control_dependencies([began]):
                 state = [tf.zeros(v.shape, v.dtype) for v in variables]
 
@@ -205,7 +206,7 @@ class Closures(steps.Steps):
             done, state, kept = tf.while_loop(lambda at, *_: at < count, another, begin)
             parts = self._kept_parts(kept)
             with tf.control_dependencies([done, *state, *parts]):
-                return state, parts, tf.timestamp() - began
+                return state, parts, _clock() - began
 
         return run
 
@@ -271,9 +272,9 @@ class _Run:
 
     def follow(self, number: int, remote, count: int, pace: _Pace) -> None:
         """Takes in, in a thread, what a scheduled closure of `count` steps returns."""
-        self._threads.submit(self._take_in, number, remote, count, pace)
+        self._threads.submit(self._take_in, number, remote, count, pace, time.monotonic())
 
-    def _take_in(self, number: int, remote, count: int, pace: _Pace) -> None:
+    def _take_in(self, number: int, remote, count: int, pace: _Pace, began: float) -> None:
         try:
             state, parts, seconds = self._fetched(remote)
         except BaseException as error:  # handed to whoever waits
@@ -287,7 +288,8 @@ class _Run:
             if number >= self._last:
                 self._last, self.parts = number, parts
             self._steps += count
-            pace.note(count, float(seconds))
+            # Where the worker has no clock, with the time that the closure waited for it.
+            pace.note(count, float(seconds) if math.isfinite(seconds) else time.monotonic() - began)
             self._is_new = True
             self._out.discard(number)
             self._changed.notify_all()
@@ -364,6 +366,11 @@ def _refuse_metrics(variables: list) -> None:
                 f"The metric's variable {variable.path!r} has aggregation={variable.aggregation!r}: workers can only "
                 "add up what each has counted. Write the metric with sums (aggregation='sum')."
             )
+
+
+def _clock() -> tf.Tensor:
+    """The worker's clock in seconds; NaN where TensorFlow has none, because operations shall be deterministic."""
+    return tf.constant(math.nan, tf.float64) if is_op_determinism_enabled() else tf.timestamp()
 
 
 def _unique(values) -> list:
