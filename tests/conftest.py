@@ -1,12 +1,16 @@
 """Every test process gets four logical CPU devices, before TensorFlow starts: they stand for four GPUs."""
 
 import contextlib
+import getpass
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import time
 import zlib
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -91,3 +95,44 @@ def together():
 def addresses():
     """`free_addresses`: so many addresses of this machine."""
     return free_addresses
+
+
+@pytest.fixture(scope="session")
+def ssh_server(tmp_path_factory):
+    """The `ssh` command that reaches this machine as node1 and node2, and does not as nowhere and stranger."""
+    server = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if not server:
+        pytest.skip("needs sshd (openssh-server)")
+    folder = tmp_path_factory.mktemp("sshd")
+    for name in ("host", "own", "other"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    with socket.socket() as free, socket.socket() as closed:
+        free.bind(("127.0.0.1", 0))
+        closed.bind(("127.0.0.1", 0))
+        port, unused = free.getsockname()[1], closed.getsockname()[1]
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/own.pub\n"
+        "PidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
+        "PermitRootLogin yes\nMaxStartups 50\n"
+    )
+    (folder / "ssh_config").write_text(
+        f"Host node1 node2\n  IdentityFile {folder}/own\n"
+        f"Host stranger\n  IdentityFile {folder}/other\n"
+        f"Host nowhere\n  Port {unused}\n"
+        f"Host *\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n  IdentitiesOnly yes\n"
+        f"  UserKnownHostsFile {folder}/known\n  StrictHostKeyChecking accept-new\n  GlobalKnownHostsFile /dev/null\n"
+    )
+    if os.getuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # Where a server that runs as root wants an empty folder.
+    process = subprocess.Popen([server, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.PIPE)
+    command = f"ssh -F {folder}/ssh_config"
+    try:
+        for _ in range(100):
+            if subprocess.run([*command.split(), "node1", "true"], capture_output=True).returncode == 0:
+                break
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.1)
+        yield command
+    finally:
+        process.kill()
+        process.communicate()

@@ -152,3 +152,18 @@ def test_this_machine_passes(facts, clean, tmp_path):
     for name in ("Matrix products", "Sums between devices", "Sums between workers", "Input rate"):
         assert named[name].figures["rate"] > 0, named[name]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_workers_are_reached_by_ssh(ssh_server, clean):
+    environ = asking.with_tfgpu(clean())
+    found = selftest.launched(
+        "multi_worker", ["-n", "2"], ["node1", "node2"], environ=environ, gpus=0, ssh=ssh_server, seconds=300
+    )
+    assert found["workers"] == 2 and found["tcp"]["worker 1"] > 1e6, found
+    alone = selftest.launched(
+        "multi_worker", ["-n", "2"], ["node1", "nowhere"], environ=environ, gpus=0, ssh=ssh_server, seconds=300
+    )
+    assert "nowhere" in alone["error"]

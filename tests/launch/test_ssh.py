@@ -1,67 +1,19 @@
 """Launches through ssh: a server of the test's own on a loopback port, with keys of its own."""
 
-import getpass
 import os
-import shutil
 import signal
-import socket
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 
 from tfgpu.errors import InputError
 from tfgpu.launch import ssh
 
-SERVER = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-needs_server = pytest.mark.skipif(not SERVER, reason="needs sshd (openssh-server)")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """The `ssh` command that reaches this machine as node1 and node2, and does not as nowhere and stranger."""
-    folder = tmp_path_factory.mktemp("sshd")
-    for name in ("host", "own", "other"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    with socket.socket() as free, socket.socket() as closed:
-        free.bind(("127.0.0.1", 0))
-        closed.bind(("127.0.0.1", 0))
-        port, unused = free.getsockname()[1], closed.getsockname()[1]
-    (folder / "sshd_config").write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/own.pub\n"
-        "PidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
-        "PermitRootLogin yes\nMaxStartups 50\n"
-    )
-    (folder / "ssh_config").write_text(
-        f"Host node1 node2\n  IdentityFile {folder}/own\n"
-        f"Host stranger\n  IdentityFile {folder}/other\n"
-        f"Host nowhere\n  Port {unused}\n"
-        f"Host *\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n  IdentitiesOnly yes\n"
-        f"  UserKnownHostsFile {folder}/known\n  StrictHostKeyChecking accept-new\n  GlobalKnownHostsFile /dev/null\n"
-    )
-    if os.getuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # Where a server that runs as root wants an empty folder.
-    process = subprocess.Popen([SERVER, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.PIPE)
-    command = f"ssh -F {folder}/ssh_config"
-    try:
-        for _ in range(100):
-            if subprocess.run([*command.split(), "node1", "true"], capture_output=True).returncode == 0:
-                break
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.1)
-        yield command
-    finally:
-        process.kill()
-        process.communicate()
-
 
 @pytest.fixture
-def options(server):
-    return {"nodes": ["node1", "node2"], "ssh": server}
+def options(ssh_server):
+    return {"nodes": ["node1", "node2"], "ssh": ssh_server}
 
 
-@needs_server
 @pytest.mark.processes
 def test_two_nodes_run_the_script_as_one_cluster(launch, options):
     script = (
@@ -86,7 +38,6 @@ def test_two_nodes_run_the_script_as_one_cluster(launch, options):
 
 
 @pytest.mark.slow
-@needs_server
 @pytest.mark.processes
 def test_a_bad_exit_on_one_node_ends_the_others_and_starts_all_again(launch, options):
     script = "up()\nif me == 'worker1' and attempt == '1': sys.exit(9)\nif attempt == '1': time.sleep(300)\n"
@@ -96,7 +47,6 @@ def test_a_bad_exit_on_one_node_ends_the_others_and_starts_all_again(launch, opt
     launch.gone_after(5)
 
 
-@needs_server
 @pytest.mark.processes
 def test_no_process_is_left_on_any_node_when_the_launcher_is_killed(launch, options):
     launch.start(launch.FAMILY + "up()\ntime.sleep(300)\n", options=options)
@@ -106,7 +56,6 @@ def test_no_process_is_left_on_any_node_when_the_launcher_is_killed(launch, opti
 
 
 @pytest.mark.slow
-@needs_server
 @pytest.mark.processes
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_reach_the_nodes(launch, options, number, code):
@@ -118,7 +67,6 @@ def test_signals_reach_the_nodes(launch, options, number, code):
 
 
 @pytest.mark.slow
-@needs_server
 @pytest.mark.processes
 def test_a_node_whose_connection_is_lost_is_named_and_all_end(launch, options):
     launch.start("up()\ntime.sleep(300)\n", options=options)
@@ -132,7 +80,6 @@ def test_a_node_whose_connection_is_lost_is_named_and_all_end(launch, options):
 
 
 @pytest.mark.slow
-@needs_server
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("changes", "words"),
