@@ -160,3 +160,9 @@ def test_the_same_numbers_one_by_one_when_examples_overtake_each_other():
 def test_a_stage_that_the_examples_cannot_go_through_is_refused(stage, shape, rank, message):
     with pytest.raises(InputError, match=message):
         augment.check(parse_stages(stage), name="pets", shape=shape, labels_rank=rank)
+
+
+def test_none_is_no_stage():
+    assert parse_stages("none") == parse_stages(["none"]) == parse_stages(()) == ()
+    with pytest.raises(InputError, match="none"):
+        parse_stages(["flip", "none"])

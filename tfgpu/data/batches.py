@@ -131,7 +131,7 @@ def pipeline(
             of such parts.
         global_batch: examples in a batch over all replicas together; a strategy gives each replica its part.
         augment: training stages, `"flip"` or `("rotate", {"degrees": 10})` (see `tfgpu.data.augment`), or
-            `"auto"`: a careful choice by data set, recorded in `info.augment`.
+            `"auto"`: a careful choice by data set, recorded in `info.augment`; `"none"` or `()` changes nothing.
         seed: decides the order and the augmentation of every epoch.
         split_seed: decides which examples are in which part.
         validation, test: fractions (default 0.1 and 0.2) of the examples to set aside, by class; copies of an

@@ -42,8 +42,8 @@ def parse_stages(augment: str | Iterable[Any]) -> tuple[tuple[str, dict[str, Any
     """Completes a list of augmentation stages with their default options and checks every name and value.
 
     Args:
-        augment: a stage's name, or a sequence of names and `(name, options)` pairs. `"auto"` is not resolved
-            here, because it depends on the data.
+        augment: a stage's name, or a sequence of names and `(name, options)` pairs; `"none"` is the empty one.
+            `"auto"` is not resolved here, because it depends on the data.
 
     Returns:
         One `(name, options)` pair a stage, every option present.
@@ -56,6 +56,8 @@ def parse_stages(augment: str | Iterable[Any]) -> tuple[tuple[str, dict[str, Any
         ('rotate', {'degrees': 5, 'fill': 'constant'})
     """
     items = [augment] if isinstance(augment, str) else list(augment or ())
+    if items == ["none"]:
+        return ()
     return tuple(_stage(item) for item in items)
 
 

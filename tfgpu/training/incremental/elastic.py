@@ -116,7 +116,10 @@ class ElasticWeights:
         for name, (precision, centre, constant) in self._state.items():
             arrays |= {f"{name}@precision": precision, f"{name}@centre": centre}
             arrays[f"{name}@constant"] = np.array([constant], "float64")
-        Path(path).write_bytes(safetensors.numpy.save(arrays, {"tasks": str(self.tasks)}))
+        path = Path(path)
+        aside = path.with_name(path.name + ".tmp")
+        aside.write_bytes(safetensors.numpy.save(arrays, {"tasks": str(self.tasks)}))
+        aside.replace(path)
 
     def load(self, path: str | Path) -> "ElasticWeights":
         """Reads what `save` wrote; `attach` puts it on a model. Returns itself."""
