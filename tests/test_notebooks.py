@@ -10,11 +10,7 @@ FILE = Path(__file__).parents[1] / "docs" / "site" / "notebooks.py"
 SPEC = importlib.util.spec_from_file_location("site_notebooks", FILE)
 notebooks = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(notebooks)
-# The first is quick; `.ci/run` runs them all.
-CASES = [
-    pytest.param(path, id=path.stem, marks=() if at == 0 else pytest.mark.slow)
-    for at, path in enumerate(notebooks.NOTEBOOKS)
-]
+CASES = [pytest.param(path, id=path.stem, marks=pytest.mark.slow) for path in notebooks.NOTEBOOKS]
 
 
 def test_there_are_notebooks():
