@@ -135,7 +135,7 @@ def test_no_fault_is_found_in_a_healthy_fit(tmp_path):
         large.fit(data(4096, 256, 256), epochs=40, verbose=0)
     assert [finding.name for finding in session.report.findings] == []
     assert session.report.verdict == "compute-bound" and session.report.batch == 256
-    assert session.report.top[0].kind in ("MatMul", "_FusedMatMul")
+    assert session.report.top[0].kind.endswith("MatMul")  # plain, fused with what follows it, or oneDNN's
 
 
 def test_whole_batches_for_all_replicas_are_found(tmp_path):

@@ -48,6 +48,14 @@ OWN = {
         "Go on with the run in --output, after its last checkpoint.",
     ),
     "overwrite": (bool, False, ["--overwrite"], None, "Replace the run in --output."),
+    "track": (
+        str | None,
+        None,
+        ["--track"],
+        "TRACKER",
+        "Send settings, metrics and the report to mlflow or wandb too.",
+    ),
+    "project": (str, "tfgpu", ["--project"], "NAME", "The tracker's experiment or project."),
     "debug": (
         bool,
         False,
@@ -69,7 +77,8 @@ OWN = {
         "tfgpu train --data photos/ --image-size 64 --model resnet --model-option depth=18 --epochs 30\n\n"
         "tfgpu train --strategy mirrored --virtual-devices 4 --path loop\n\n"
         "tfgpu train --config runs/best/config.yaml --output again --seed 1\n\n"
-        "tfgpu train --resume --output runs/best"
+        "tfgpu train --resume --output runs/best\n\n"
+        "tfgpu train --track mlflow --project digits"
     ),
 )
 @with_settings(OWN)
@@ -82,6 +91,8 @@ def train(
     output: Path | None,
     resume: bool,
     overwrite: bool,
+    track: str | None,
+    project: str,
     debug: bool,
     **flags: Any,
 ) -> None:
@@ -91,7 +102,7 @@ def train(
     source, settings = _settings(name, config)
     settings = {**settings, **given(flags)}
     if dry_run:
-        _check_alone(output=output, resume=resume, overwrite=overwrite)
+        _check_alone(output=output, resume=resume, overwrite=overwrite, track=track)
         _dry_run(recipes.make(settings, source=source), debug=debug)
         return
     from tfgpu.recipes import directory
@@ -108,7 +119,8 @@ def train(
         with Console().status("starting TensorFlow"):  # On a terminal only.
             start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
             runner = imported("tfgpu.recipes.runner")
-        result = runner.run(recipe, output=output, resume=resume, overwrite=overwrite, show=True)
+        how = dict(output=output, resume=resume, overwrite=overwrite, show=True, track=track, project=project)
+        result = runner.run(recipe, **how)
     except Preempted as leaving:  # It has said so; Typer would swallow the code.
         raise typer.Exit(leaving.code) from None
     except KeyboardInterrupt as interrupt:  # Typer would swallow the message.

@@ -35,7 +35,7 @@ _FORMS = {
 _QUOTED = r"\"(?:\\.|[^\"\\\n])*\"?|'(?:\\.|[^'\\\n])*'?"
 # A name, what joins it to its value, and the value: of code, JSON, YAML, an environment, a query, a command line.
 _ASSIGNED = re.compile(
-    rf"(?P<name>[A-Za-z_][\w.\-]*)(?P<join>[\"']?\s*(?::=|=>|=)\s*)(?P<value>{_QUOTED}|[^\s&\"']+)"
+    rf"(?P<name>[A-Za-z_][\w.\-]*)(?P<join>[\"']?[ \t]*(?::=|=>|=)[ \t]*)(?P<value>{_QUOTED}|[^\s&\"']+)"
     rf"|(?P<key>[A-Za-z_][\w.\-]*)(?P<colon>[\"']?\s*:[ \t]*)(?P<rest>{_QUOTED}|[^\s\"'/][^\n]*)"
     rf"|(?P<flag>--?[A-Za-z][\w.\-]*)(?P<space>[ \t]+)(?P<word>{_QUOTED}|[^\s\"'\-][^\s\"']*)"
 )

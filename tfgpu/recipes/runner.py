@@ -14,6 +14,7 @@ import tensorflow as tf
 from rich.console import Console
 
 from tfgpu import environment, models, precision, preflight, strategies
+from tfgpu.callbacks import tracking
 from tfgpu.callbacks.background import Writer
 from tfgpu.callbacks.checkpoint import Checkpoint
 from tfgpu.callbacks.events_file import EventsFile
@@ -85,6 +86,8 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
     show: bool = False,
+    track: str | None = None,
+    project: str = "tfgpu",
 ) -> Result:
     """Trains, tests and writes the run directory.
 
@@ -98,6 +101,8 @@ def run(
             read differ.
         overwrite: replace the run in `output`.
         show: print a headline and the progress of the training.
+        track: `"mlflow"` or `"wandb"`: send settings, metrics and the report there too (see `callbacks.Track`).
+        project: its name there.
 
     Returns:
         The result on the test part.
@@ -114,6 +119,8 @@ def run(
     """
     started = datetime.now()
     cluster = check(what, output, resume=resume, overwrite=overwrite)
+    if track is not None:
+        tracking.check(track)
     with contextlib.ExitStack() as held:
         with unstarted():
             held.enter_context(prepare(what))
@@ -126,12 +133,19 @@ def run(
         if cluster.is_chief:
             claim = directory.claim(output, what, resume=resume, overwrite=overwrite)
             path, made = held.enter_context(claim)
+        tracker = _tracker(track, project, what, path)
+        if tracker:
+            held.enter_context(tracker)
         # A worker that is not the chief reads the chief's checkpoints and writes nothing.
         shared = path or (Path(output) if output else None)
-        rows = _train(job, path, shared, about, made=made, resume=resume, console=console)
+        rows = _train(job, path, shared, about, made=made, resume=resume, console=console, tracker=tracker)
         try:
             with terminable():
-                return _finish(job, path, about, rows)
+                result = _finish(job, path, about, rows)
+            if tracker and path:
+                tracker.log({"test_accuracy": result.accuracy, "test_loss": result.loss}, step=len(rows))
+                tracker.add(path / name for name in (directory.CONFIG, directory.METRICS, directory.REPORT))
+            return result
         except KeyboardInterrupt as interrupt:
             saved = f"All epochs are saved, but not yet all of the model and the report. {how_to_go_on(shared)}"
             if not isinstance(interrupt, Terminated):
@@ -273,6 +287,7 @@ def _train(
     made: list[Path],
     resume: bool,
     console: Console | None,
+    tracker: tracking.Track | None,
 ) -> list[dict[str, float]]:
     """Runs the epochs that are left and returns the rows of them all."""
     watch = Watch(job.data, begun=lambda: directory.settle(path) if path else None)
@@ -291,7 +306,7 @@ def _train(
             watch.epoch = first
             events = EventsFile(path / directory.LOGS if path else None, writer=writer)
             callbacks = [*_replaying(job, done), *job.ending_callbacks, Memory(), metrics, watch, events]
-            callbacks += [*([progress] if progress else []), checkpoint]
+            callbacks += [*([progress] if progress else []), *([tracker] if tracker else []), checkpoint]
             # With no epoch left too: the last checkpoint is from before the end of `fit`, which puts averages in place.
             _fit(job, first, callbacks)
             return metrics.rows
@@ -349,6 +364,15 @@ def _finish(job: Job, path: Path | None, about: dict[str, Any], rows: list[dict[
         replace_text(path / directory.REPORT, render(page))
         directory.write_config(path, job.recipe, about)
     return Result(accuracy, loss, tuple(rows), path, about)
+
+
+def _tracker(track: str | None, project: str, what: Recipe, path: Path | None) -> tracking.Track | None:
+    if track is None or path is None:
+        return None
+    settings = what.model_dump(mode="json")
+    return tracking.Track(
+        track, project=project, name=path.name, settings=settings, remember=path / directory.TRACKER, is_chief=True
+    )
 
 
 def _checkpoint(job: Job, path: Path | None, writer: Writer, *, resume: bool) -> Checkpoint:

@@ -1,0 +1,263 @@
+"""A training in MLflow or Weights & Biases: settings, metrics and files, sent beside it."""
+
+import importlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+
+from tfgpu.callbacks.files import replace_text
+from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.keras_fixes import blocks, saving
+
+_log = logging.getLogger(__name__)
+
+LAST_S = 30.0
+"""Seconds that the end of a training waits for what was not sent yet."""
+START_S = 120.0
+
+
+class Track(keras.callbacks.Callback):
+    """Sends each epoch's logs to a tracker. The chief sends; a thread does it, so that no step waits for a network.
+
+    A tracker that cannot be had when the training begins is an error. One that fails later is not: a warning says so,
+    and what it did not take is sent again with the next epoch.
+
+    As a context manager it keeps the tracker's run open after `fit`, for `log` and `add`; without, the run ends with
+    `fit`. A run that ends by an error is marked so.
+
+    Args:
+        tracker: `"mlflow"` or `"wandb"`. Where they send to is theirs to know: `MLFLOW_TRACKING_URI`, `WANDB_MODE`
+            and so on; without a word, MLflow writes to `mlflow.db` in the working directory.
+        project: MLflow's experiment, Weights & Biases' project.
+        name: the run's, as it is shown; None leaves it to the tracker.
+        settings: what is recorded with the run, such as a recipe's settings.
+        remember: a file that keeps the tracker's name of the run: a training that goes on (`Checkpoint`) goes on there
+            too. None begins a run each time.
+        is_chief: whether this worker sends; None asks the strategy.
+
+    Raises:
+        InputError: there is no such tracker, its package is not installed, or `remember` is another tracker's.
+        MachineError: when `fit` begins, the tracker cannot be had.
+
+    Example:
+        model.fit(x, y, epochs=3, callbacks=[tfgpu.callbacks.Track("mlflow", project="digits")])
+    """
+
+    every_batch = False
+    has_memory = False
+
+    def __init__(
+        self,
+        tracker: str,
+        *,
+        project: str = "tfgpu",
+        name: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        remember: str | Path | None = None,
+        is_chief: bool | None = None,
+    ):
+        super().__init__()
+        check(tracker)
+        self._tracker, self._project, self._name = tracker, project, name
+        self._settings = {key: _text(value) for key, value in (settings or {}).items()}
+        self._remember = None if remember is None else Path(remember)
+        self._is_chief = is_chief
+        self._run: _Run | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._sent: list[Future[None]] = []
+        self._waiting: list[Callable[[], None]] = []
+        self._stays_open = False
+
+    def __enter__(self) -> "Track":
+        self._stays_open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stays_open = False
+        self._close("finished" if kind is None else "failed" if issubclass(kind, Exception) else "killed")
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if not (saving.writes(self.model) if self._is_chief is None else self._is_chief):
+            return
+        if self._run is None:
+            self._open()
+        run = blocks.current()
+        if run is not None and not self._stays_open:  # Without the repairs, only a `fit` that succeeds ends the run.
+            run.exits.push(lambda kind, error, traceback: self.__exit__(kind, error, traceback))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.log(logs or {}, step=epoch + 1)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if not self._stays_open and blocks.current() is None:
+            self._close("finished")
+
+    def log(self, values: Mapping[str, Any], *, step: int) -> None:
+        """Sends numbers; what is no finite number is left out.
+
+        Args:
+            values: by name.
+            step: the epoch, from 1.
+        """
+        numbers = {name: float(np.asarray(value)) for name, value in values.items() if _is_number(value)}
+        run, now = self._run, time.time()
+        if run is not None and numbers:
+            self._send(lambda: run.log(numbers, step, now))
+
+    def add(self, files: Iterable[str | Path]) -> None:
+        """Sends files, such as a report."""
+        run = self._run
+        for file in map(Path, files):
+            if run is not None:
+                self._send(lambda file=file: run.add(file))
+
+    def _open(self) -> None:
+        found = self._remembered()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tfgpu-track")
+        make = _TRACKERS[self._tracker]
+        opening = self._thread.submit(make, self._project, self._name, self._settings, found)
+        try:
+            self._run = opening.result(timeout=START_S)
+        except Exception as error:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            why = f"no answer for {START_S:.0f} s" if isinstance(error, TimeoutError) else str(error).strip()
+            raise MachineError(
+                f"{self._tracker} cannot be had: {why[:500]} Look at its server and its variables, or train without."
+            ) from error
+        if self._remember is not None:
+            replace_text(self._remember, json.dumps({"tracker": self._tracker, "run": self._run.name}) + "\n")
+
+    def _remembered(self) -> str | None:
+        if self._remember is None or not self._remember.exists():
+            return None
+        try:
+            kept = json.loads(self._remember.read_text(encoding="utf-8"))
+            tracker, run = str(kept["tracker"]), str(kept["run"])
+        except (ValueError, KeyError, TypeError):
+            raise InputError(f"{self._remember} is damaged. Remove it: a new run of {self._tracker} begins.") from None
+        if tracker != self._tracker:
+            raise InputError(f"This training was tracked by {tracker}. Received: {self._tracker!r}. Go on with that.")
+        return run
+
+    def _send(self, what: Callable[[], None]) -> None:
+        assert self._thread is not None
+        self._sent = [each for each in self._sent if not each.done()]
+        self._sent.append(self._thread.submit(self._send_all, what))
+
+    def _send_all(self, what: Callable[[], None]) -> None:
+        """In the thread: what waits, in order, then this."""
+        waiting, self._waiting = [*self._waiting, what], []
+        for at, each in enumerate(waiting):
+            try:
+                each()
+            except Exception as error:
+                self._waiting = waiting[at:]
+                _log.warning("%s did not take %d messages: %s. They wait.", self._tracker, len(waiting) - at, error)
+                return
+
+    def _close(self, status: str) -> None:
+        if self._run is None or self._thread is None:
+            return
+        run, thread = self._run, self._thread
+        self._run = self._thread = None
+        self._sent.append(thread.submit(self._send_all, lambda: run.close(status)))
+        _, late = wait(self._sent, timeout=LAST_S)
+        thread.shutdown(wait=False, cancel_futures=True)
+        if late or self._waiting:
+            _log.warning("%s did not take all that was measured; the files here have it.", self._tracker)
+        self._sent, self._waiting = [], []
+
+
+class _Run(Protocol):
+    """A tracker's run: its name there, and what it takes."""
+
+    name: str
+
+    def log(self, numbers: Mapping[str, float], step: int, at_s: float) -> None: ...
+
+    def add(self, file: Path) -> None: ...
+
+    def close(self, status: str) -> None: ...
+
+
+class _Mlflow:
+    STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+
+    def __init__(self, project: str, name: str | None, settings: Mapping[str, str], found: str | None):
+        entities = importlib.import_module("mlflow.entities")
+        self._metric, parameter = entities.Metric, entities.Param
+        self._client = importlib.import_module("mlflow.tracking").MlflowClient()
+        if found is not None:
+            self.name = found
+            self._client.update_run(found, status="RUNNING")
+            return
+        experiment = self._client.get_experiment_by_name(project)
+        place = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        self.name = self._client.create_run(place, run_name=name).info.run_id
+        limit = 5000  # characters of a parameter that MLflow takes
+        self._client.log_batch(self.name, params=[parameter(k, v[:limit]) for k, v in settings.items()])
+
+    def log(self, numbers: Mapping[str, float], step: int, at_s: float) -> None:
+        at = round(1000 * at_s)
+        self._client.log_batch(self.name, metrics=[self._metric(k, v, at, step) for k, v in numbers.items()])
+
+    def add(self, file: Path) -> None:
+        self._client.log_artifact(self.name, str(file))
+
+    def close(self, status: str) -> None:
+        self._client.set_terminated(self.name, self.STATUS[status])
+
+
+class _Wandb:
+    def __init__(self, project: str, name: str | None, settings: Mapping[str, str], found: str | None):
+        how = {"resume": "allow", "id": found} if found is not None else {}
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(project=project, name=name, config=dict(settings), reinit="create_new", **how)
+        self.name = self._run.id
+
+    def log(self, numbers: Mapping[str, float], step: int, at_s: float) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def add(self, file: Path) -> None:
+        self._run.save(str(file), base_path=str(file.parent), policy="now")
+
+    def close(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+_TRACKERS: dict[str, Callable[..., _Run]] = {"mlflow": _Mlflow, "wandb": _Wandb}
+TRACKERS = tuple(_TRACKERS)
+
+
+def check(tracker: str) -> None:
+    """Refuses a tracker that is none, or whose package is not there.
+
+    Raises:
+        InputError: says which there are, or what to install.
+    """
+    if tracker not in _TRACKERS:
+        raise unknown("tracker", tracker, _TRACKERS)
+    try:
+        importlib.import_module(tracker)
+    except ImportError as error:
+        raise InputError(f"{tracker} is not installed ({error}). Run pip install 'tfgpu[track]'.") from None
+
+
+def _is_number(value: object) -> bool:
+    array = np.asarray(value)
+    return array.ndim == 0 and array.dtype.kind in "biuf" and math.isfinite(array)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
