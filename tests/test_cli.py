@@ -258,6 +258,7 @@ def test_the_main_job_reaches_its_accuracy(tmp_path):
     assert re.fullmatch(r"runs/\d{8}-\d{6}-cnn", folder) and (tmp_path / folder / "model.keras").exists()
 
 
+@pytest.mark.slow
 def test_the_config_repeats_the_run(runs):
     folder, _ = runs
     done = tfgpu("train", "--config", "first/config.yaml", "--output", "again", cwd=folder)
@@ -335,6 +336,7 @@ def test_a_run_that_must_leave_after_its_last_epoch_is_finished_by_resume(tmp_pa
     assert (tmp_path / "cut" / "model.keras").exists() and (tmp_path / "cut" / "report.html").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "number", "code"),
     [

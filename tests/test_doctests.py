@@ -18,7 +18,7 @@ MODULES = [
 
 
 # It measures for seconds; tests/measure has the same.
-SLOW = {"tfgpu.measure.input": pytest.mark.slow}
+SLOW = dict.fromkeys(("tfgpu.measure.input", "tfgpu.serving", "tfgpu.recipes.runner"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in MODULES])

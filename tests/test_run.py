@@ -56,6 +56,7 @@ def test_the_multi_worker_tutorial_trains_as_printed(tmp_path, addresses):
     assert losses[0] == losses[1] == pytest.approx(losses[2], abs=1e-5)  # the third had no peers
 
 
+@pytest.mark.slow
 def test_the_command_hands_the_script_its_own_flags_and_its_exit_code(tmp_path):
     (tmp_path / "own.py").write_text("import sys\nprint(sys.argv, __name__)\nsys.exit(3)\n")
     command = [sys.executable, "-m", "tfgpu", "run", "own.py", "--epochs", "3", "--help"]

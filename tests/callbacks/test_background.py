@@ -180,6 +180,7 @@ model.fit(x, y, batch_size=4, verbose=0, callbacks=[Checkpoint(sys.argv[1])], ep
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_kill_while_writing_leaves_the_older_checkpoints_whole(tmp_path):
     running = subprocess.Popen(

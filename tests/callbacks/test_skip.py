@@ -59,10 +59,10 @@ def assert_equal(a, b) -> None:
 @pytest.mark.parametrize(
     ("devices", "policy", "options"),
     [
-        (1, "float32", {}),
+        pytest.param(1, "float32", {}, marks=pytest.mark.slow),
         (2, "float32", {}),
-        (3, "float32", {"gradient_accumulation_steps": 2}),
-        (2, "mixed_float16", {}),
+        pytest.param(3, "float32", {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        pytest.param(2, "mixed_float16", {}, marks=pytest.mark.slow),
     ],
 )
 def test_ends_as_if_the_batches_were_not_there(devices, policy, options, caplog):
@@ -75,6 +75,7 @@ def test_ends_as_if_the_batches_were_not_there(devices, policy, options, caplog)
     assert skip.skipped == 6 and "6 of at most 6 so far" in caplog.text
 
 
+@pytest.mark.slow
 def test_one_more_than_the_limit_ends_it_and_keeps_what_was_learned(tmp_path):
     model, skip = make(2), SkipNaN(limit=2)
     with pytest.raises(tfgpu.InputError, match=r"3 steps had NaN or infinities, the last of them in step.* limit=2"):
@@ -165,6 +166,7 @@ except tfgpu.InputError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_workers_with_one_callback_each_but_not_the_same_are_told(together, tmp_path):

@@ -158,6 +158,7 @@ print(json.dumps([model.get_weights()[0].tolist(), history["loss"], left["fails"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_two_workers_read_files_on_of_which_one_fails(together, tmp_path):

@@ -67,6 +67,7 @@ def same(mine, theirs):
         np.testing.assert_array_equal(y, v)
 
 
+@pytest.mark.slow
 def test_the_same_batches_in_the_same_order(photos, shared):
     here, there = data(photos), data(photos, service=shared[0])
     assert there.train.element_spec == here.train.element_spec

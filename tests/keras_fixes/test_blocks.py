@@ -116,6 +116,7 @@ def test_blocks_grow_until_they_take_long_enough():
     assert pace.steps == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["auto", 1])
 def test_a_callback_that_looks_at_batches_is_called_after_each(asked):
     seen = []
@@ -300,6 +301,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_callback_on_the_chief_alone_hangs_nobody(together):
     found = together(WORKER, {"worker": 2}, timeout=150)
     assert found["worker0"]["seen"] == 2 * list(range(6)) and found["worker1"]["seen"] == []

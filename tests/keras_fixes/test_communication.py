@@ -131,6 +131,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
@@ -173,6 +174,7 @@ print(json.dumps({"weights": weights, "a_step": counted["a_step"]}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("way", "rounds"), [("packed", 1), pytest.param("gathered", 6, marks=pytest.mark.slow)])

@@ -9,6 +9,7 @@ import tfgpu
 from tfgpu.callbacks import Checkpoint
 
 
+@pytest.mark.slow
 def test_a_step_that_is_too_large_says_what_it_asked_for(tmp_path):
     count = 1 << 22  # a matrix of count x count numbers for each row: more than a process can address
 

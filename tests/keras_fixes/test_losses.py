@@ -173,6 +173,7 @@ def test_a_running_sum_takes_the_sum_of_the_batch(strategy):
     assert layer.total.numpy() == pytest.approx(0.5 + 1.4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_equal_values_stay_as_they_are_to_the_bit(strategy):
     class Odd(keras.layers.Layer):
         def build(self, shape):

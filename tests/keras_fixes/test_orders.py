@@ -49,6 +49,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_every_example_once_in_an_order_that_changes(together):
     found = together(SCRIPT, {"worker": 2})

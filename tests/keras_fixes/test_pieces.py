@@ -84,6 +84,7 @@ print(json.dumps({"said": said, "loss": loss}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_workers_with_data_of_different_lengths_are_told(together):
     found = together(OTHER_LENGTHS_SCRIPT, {"worker": 2})

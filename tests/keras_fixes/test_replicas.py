@@ -186,6 +186,7 @@ def test_a_second_strategy_in_the_process_is_a_fresh_one():
         assert strategy.experimental_local_results(total)[1].numpy().tolist() == [2.0] * width
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds", [("Conv1D", "MaxPooling1D", "Conv1D"), ("Conv2D", "AveragePooling2D", "Conv2DTranspose")]
 )

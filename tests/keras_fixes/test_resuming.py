@@ -94,7 +94,13 @@ def same(model, history, whole, never_stopped):
 WAYS = [(name, 1, False) for name in FEEDS] + [("arrays", 2, False), ("repeated", 2, True), ("arrays", 1, True)]
 
 
-@pytest.mark.parametrize(("feed", "devices", "by_trainer"), WAYS)
+FAST = [("arrays", 1, False), ("arrays", 2, False)]
+
+
+@pytest.mark.parametrize(
+    ("feed", "devices", "by_trainer"),
+    [pytest.param(*way, marks=[] if way in FAST else pytest.mark.slow) for way in WAYS],
+)
 def test_goes_on_in_the_second_epoch(tmp_path, feed, devices, by_trainer):
     strategy, feed = strategy_of(devices), FEEDS[feed]
     whole = run(strategy, feed, by_trainer=by_trainer)
@@ -124,6 +130,7 @@ def test_a_run_that_stopped_after_an_epochs_last_batch_has_its_metrics(tmp_path,
     same(model, history, *whole)
 
 
+@pytest.mark.slow
 def test_a_second_interruption_and_the_next_fit(tmp_path):
     strategy, feed = strategy_of(1), FEEDS["arrays"]
     whole = run(strategy, feed)

@@ -142,6 +142,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_workers_of_which_only_the_chief_has_a_disk_to_resume_from(together, tmp_path):
     found = together(WORKER, {"worker": 2}, tmp_path / "{task}")

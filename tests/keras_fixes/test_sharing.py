@@ -35,6 +35,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_each_worker_counts_once_on_several_devices(together, tmp_path):

@@ -26,6 +26,7 @@ def photos(tmp_path):
     return tmp_path / "photos"
 
 
+@pytest.mark.slow
 def test_every_part_is_measured_for_real(photos, tmp_path):
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "200"}
     words = ["--data", photos, "--cache", "none", "--model", "mlp", "--global-batch", 8]

@@ -39,6 +39,7 @@ def same(found):
     return all(np.abs(a - b).max() <= 1e-6 for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_the_same_weights_on_one_device_and_two():
     options = {"gradient_accumulation_steps": 2}
     plain = train(False, **options)

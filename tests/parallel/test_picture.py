@@ -146,6 +146,7 @@ def test_bad_input(make, path, options, message):
         picture(make(), (X, Y), path, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("words", "code", "told"),

@@ -133,7 +133,7 @@ CASES = {
     "bfloat16": (cnn, "blocks", {"policy": "mixed_bfloat16"}),
     "xla": (transformer, "blocks", {"jit": True}),
 }
-FAST = "mlp by name", "mlp in blocks", "subclassed"
+FAST = ("mlp by name",)
 
 
 @pytest.mark.parametrize(

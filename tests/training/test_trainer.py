@@ -88,6 +88,7 @@ def test_a_pass_of_unknown_length_and_steps_per_epoch(steps_per_call):
     assert int(trainer.model.optimizer.iterations) == 14 + 15
 
 
+@pytest.mark.slow
 def test_evaluate_and_predict_are_keras_s():
     model = build(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
     trainer = tfgpu.Trainer(model)
