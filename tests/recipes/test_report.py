@@ -120,3 +120,8 @@ def test_best_epoch():
 def test_a_large_confusion_matrix_is_left_out():
     many = [[1 if i == j else 0 for j in range(21)] for i in range(21)]
     assert "predicted" not in page(confusion=many, class_names=[str(i) for i in range(21)])
+
+
+def test_a_language_models_score_is_its_perplexity():
+    assert Report("a", "", 0.272, rows=[], perplexity=18.55).score == ("18.55", "test perplexity")
+    assert Report("a", "", 0.272, rows=[]).score == ("27.2%", "test accuracy")

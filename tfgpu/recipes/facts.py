@@ -96,6 +96,7 @@ def report(
         title=f"{recipe.model} on {recipe.data}",
         subtitle=f"{facts['started'].replace('T', ' ')} · {where(facts)}",
         accuracy=accuracy,
+        perplexity=facts.get("test_perplexity"),
         rows=rows,
         cards=_cards(recipe, facts, rows),
         facts={
@@ -143,7 +144,10 @@ def _cards(recipe: Recipe, facts: Mapping[str, Any], rows: Sequence[Mapping[str,
             f"{recipe.global_batch / step_s:,.0f} examples/s" if step_s else "",
         ),
     ]
-    if best and "val_accuracy" in rows[best - 1]:
+    if best and "val_perplexity" in rows[best - 1]:
+        lowest = min(range(len(rows)), key=lambda at: rows[at]["val_perplexity"])
+        cards.insert(0, ("best validation perplexity", f"{rows[lowest]['val_perplexity']:.2f}", f"epoch {lowest + 1}"))
+    elif best and "val_accuracy" in rows[best - 1]:
         cards.insert(0, ("best validation accuracy", f"{rows[best - 1]['val_accuracy']:.1%}", f"epoch {best}"))
     return cards
 

@@ -34,6 +34,7 @@ class Report:
         advice: sentences about layer sizes and Tensor Cores.
         confusion: counts [true class][predicted class]; None where there is none.
         class_names: one for each row of `confusion`.
+        perplexity: on the test part, for a language model, whose score it is.
     """
 
     title: str
@@ -46,6 +47,14 @@ class Report:
     advice: Sequence[str] = ()
     confusion: Sequence[Sequence[int]] | None = None
     class_names: Sequence[str] = ()
+    perplexity: float | None = None
+
+    @property
+    def score(self) -> tuple[str, str]:
+        """The number that stands largest, and its name."""
+        if self.perplexity is not None:
+            return f"{self.perplexity:.2f}", "test perplexity"
+        return f"{self.accuracy:.1%}", "test accuracy"
 
 
 def render(report: Report) -> str:
