@@ -56,6 +56,7 @@ QUICK = (
     "tfgpu.launch.slurm_task",
     "tfgpu.recipes.recipe",
     "tfgpu.recipes.directory",
+    "tfgpu.recipes.compare",
     "tfgpu.doctor",
     "tfgpu.doctor.bundle",
     "tfgpu.doctor.selftest",

@@ -1,0 +1,80 @@
+"""`tfgpu compare`: runs side by side."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer()
+_TELLING = ("best val_accuracy", "best val_perplexity", "test_accuracy", "epochs", "training_s", "test_perplexity")
+"""What a terminal shows as far as it has room, in this order; the page has all."""
+_NAME = 24
+"""Characters of a run's name."""
+
+
+@app.command(
+    help="Put runs side by side: a table here, and a page with their curves.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu compare runs/a runs/b\n\n"
+        "tfgpu compare runs/* --output all.html\n\n"
+        "tfgpu compare runs/a runs/b --json"
+    ),
+)
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The page; an earlier one is replaced.")
+    ] = Path("compare.html"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print all as JSON, and write no page.")] = False,
+) -> None:
+    from tfgpu.recipes import compare as comparing
+
+    found = comparing.compare(runs)
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2, default=str))
+        return
+    console = Console(highlight=False, markup=False)
+    width = console.width - min(_NAME, max(len(run.name) for run in found.runs)) - 2
+    results = [name for name in _TELLING if any(name in run.results for run in found.runs)]
+    told = {_title(name): [comparing.text(name, run.results.get(name)) for run in found.runs] for name in results}
+    columns, _, width = _fitting(told, width)
+    differing = {
+        name: ["-" if value is None else str(value) for value in values] for name, values in found.differing.items()
+    }
+    fitting, left, _ = _fitting(differing, width)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("run", no_wrap=True, max_width=_NAME)
+    for title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for name in fitting:
+        table.add_column(name, no_wrap=True)
+    for at, run in enumerate(found.runs):
+        table.add_row(run.name, *(column[at] for column in columns.values()), *(each[at] for each in fitting.values()))
+    console.print(table)
+    for run in found.runs:
+        if run.state != "finished":
+            console.print(f"{run.name}: {run.state}")
+    if left:
+        console.print(f"These settings differ too: {', '.join(left)}.")
+    console.print(f"{comparing.write(found, output)}")
+
+
+def _fitting(columns: dict[str, list[str]], width: int) -> tuple[dict[str, list[str]], list[str], int]:
+    """The columns that a terminal has room for, the names of the others, and the width that is left."""
+    fitting, left = {}, []
+    for name, column in columns.items():
+        needed = max(map(len, [name, *column])) + 2
+        if needed <= width:
+            fitting[name] = column
+            width -= needed
+        else:
+            left.append(name)
+    return fitting, left, width
+
+
+def _title(name: str) -> str:
+    return {"epochs": name, "training_s": "training"}.get(name, name.replace("_", " ").removeprefix("best "))

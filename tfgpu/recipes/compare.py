@@ -1,0 +1,330 @@
+"""Runs side by side: which settings differ, what each came to, their curves over each other. No TensorFlow here."""
+
+import csv
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tfgpu.errors import InputError
+from tfgpu.recipes import directory
+from tfgpu.recipes.reading import read, read_facts
+
+_MARK = '<meta name="generator" content="tfgpu compare">'
+_TIMES = ("epoch", "epoch_time_s")
+_DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory holds.
+
+    Attributes:
+        name: the end of its path, as much of it as tells it from the others.
+        path: the directory.
+        state: `"finished"`, `"unfinished"`, or what is wrong with it.
+        settings: of its recipe.
+        facts: what it recorded about devices, versions and its end.
+        rows: one mapping an epoch, with the columns of `metrics.csv`.
+    """
+
+    name: str
+    path: Path
+    state: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, float]] = ()
+
+    @property
+    def results(self) -> dict[str, float]:
+        """What it came to: accuracy, loss and perplexity (test, and the best validation), and how quick it was."""
+        found = {}
+        for name, pick in (("val_accuracy", max), ("val_loss", min), ("val_perplexity", min)):
+            values = [row[name] for row in self.rows if math.isfinite(row.get(name, math.nan))]
+            if values:
+                found[f"best {name}"] = pick(values)
+        for name in ("test_accuracy", "test_loss", "test_perplexity"):
+            if _is_number(self.facts.get(name)):
+                found[name] = float(self.facts[name])
+        found["epochs"] = len(self.rows)
+        steps = [row["step_time_s"] for row in self.rows if row.get("step_time_s", 0) > 0]
+        batch = self.settings.get("global_batch")
+        if steps:
+            found["step_ms"] = 1e3 * statistics.median(steps)
+            if _is_number(batch):
+                found["examples/s"] = batch / statistics.median(steps)
+        times = [row["epoch_time_s"] for row in self.rows if "epoch_time_s" in row]
+        if times:
+            found["training_s"] = sum(times)
+        return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side.
+
+    Attributes:
+        runs: in the order in which they were given.
+        differing: settings that are not the same in all; a value for each run, None where it has no such setting.
+        same: the others.
+        about: devices, versions and commit, where they are not the same in all; a value for each run.
+    """
+
+    runs: tuple[Run, ...]
+    differing: Mapping[str, Sequence[Any]]
+    same: Mapping[str, Any]
+    about: Mapping[str, Sequence[Any]]
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """A mapping for each run, of plain values."""
+        return [
+            {**asdict(run), "path": str(run.path), "rows": [_finite(row) for row in run.rows], "results": run.results}
+            for run in self.runs
+        ]
+
+
+def compare(paths: Sequence[str | Path]) -> Comparison:
+    """Reads run directories.
+
+    Args:
+        paths: the directories; one that is no run, or damaged, is in the comparison with what is wrong.
+
+    Returns:
+        What they have in common and what not.
+
+    Raises:
+        InputError: a path is not there, or none of them is a run.
+
+    Example:
+        >>> compare(["runs/a", "runs/b"])  # doctest: +SKIP
+    """
+    if not paths:
+        raise InputError("Name the run directories to compare, such as runs/a runs/b.")
+    places = list(dict.fromkeys(Path(os.path.abspath(path)) for path in paths))
+    missing = [str(path) for path in paths if not Path(path).is_dir()]
+    if missing:
+        raise InputError(f"There is no directory {', '.join(missing)}. Name directories that `tfgpu train` has made.")
+    runs = tuple(_read(place, name) for place, name in zip(places, _names(places), strict=True))
+    whole = [run for run in runs if run.settings]
+    if not whole:
+        raise InputError(f"None of these is a run of tfgpu: {', '.join(map(str, paths))}. {runs[0].state}")
+    settings = dict.fromkeys(name for run in whole for name in run.settings)
+    by_run = {name: [run.settings.get(name) for run in runs] for name in settings}
+    differs = {name for name in settings if not _are_same(run.settings[name] for run in whole if name in run.settings)}
+    about = {name: [_about(run.facts).get(name) for run in runs] for name in _about({})}
+    return Comparison(
+        runs,
+        {name: values for name, values in by_run.items() if name in differs},
+        {
+            name: next(run.settings[name] for run in whole if name in run.settings)
+            for name in settings
+            if name not in differs
+        },
+        {
+            name: values
+            for name, values in about.items()
+            if not _are_same(_about(run.facts).get(name) for run in whole if run.facts)
+        },
+    )
+
+
+def write(comparison: Comparison, path: str | Path) -> Path:
+    """Writes the page: curves over each other, results and settings; it needs no other file.
+
+    Args:
+        comparison: what `compare` has read.
+        path: the file; an earlier page of this kind is replaced.
+
+    Raises:
+        InputError: another file is there, or it cannot be written.
+    """
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        if target.exists() and _MARK not in target.read_text(encoding="utf-8", errors="replace")[:2000]:
+            raise InputError(f"{target} is there and is no page of `tfgpu compare`. Give another file.")
+        beside.write_text(render(comparison), encoding="utf-8")
+        os.replace(beside, target)
+    except OSError as error:
+        raise InputError(f"Cannot write {target}: {error.strerror}. Give a file in a directory of yours.") from error
+    finally:
+        if beside.parent.is_dir():
+            beside.unlink(missing_ok=True)
+    return target
+
+
+def render(comparison: Comparison) -> str:
+    """Makes the page as HTML; every text of the runs is escaped."""
+    from tfgpu.recipes import drawing  # matplotlib, which a table on a terminal does not need
+
+    results = dict.fromkeys(name for run in comparison.runs for name in run.results)
+    best = {name: _best(name, comparison.runs) for name in results}
+    return drawing.page(
+        "compare.html.j2",
+        mark=drawing.Markup(_MARK),
+        runs=[
+            {
+                "name": run.name,
+                "state": run.state,
+                "colour": _colour(at),
+                "dash": at // _COLOURS % len(_DASHES),
+                "results": [
+                    {"text": text(name, run.results.get(name)), "best": run.results.get(name) == best[name]}
+                    for name in results
+                ],
+                "settings": [_shown(values[at]) for values in comparison.differing.values()],
+                "about": [_shown(values[at]) for values in comparison.about.values()],
+            }
+            for at, run in enumerate(comparison.runs)
+        ],
+        results=[_title(name) for name in results],
+        differing=list(comparison.differing),
+        about=list(comparison.about),
+        same={name: _shown(value) for name, value in comparison.same.items()},
+        charts=[chart for name in _metrics(comparison.runs) if (chart := _chart(name, comparison.runs))],
+    )
+
+
+def text(name: str, value: float | None) -> str:
+    """A result as it is shown."""
+    if value is None:
+        return "-"
+    if "accuracy" in name:
+        return f"{value:.2%}"
+    if name == "training_s":
+        return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
+    return f"{value:,.0f}" if name in ("epochs", "examples/s") else f"{value:.4g}"
+
+
+def _title(name: str) -> str:
+    return {"step_ms": "ms a step", "training_s": "training"}.get(
+        name, name.replace("val_", "validation ").replace("_", " ")
+    )
+
+
+_COLOURS = 10
+
+
+def _colour(at: int) -> str:
+    """Ten colours, evenly apart by hue, light enough for a dark page and dark enough for a light one."""
+    return f"hsl({(212 + 137.5 * (at % _COLOURS)) % 360:.0f}, 62%, 52%)"
+
+
+def _metrics(runs: Sequence[Run]) -> list[str]:
+    """What is drawn: validation before training, then the rest."""
+    names = dict.fromkeys(name for run in runs for row in run.rows for name in row if name not in _TIMES)
+    return sorted(names, key=lambda name: (not name.startswith("val_"), name in ("learning_rate", "step_time_s")))
+
+
+def _chart(name: str, runs: Sequence[Run]) -> dict[str, Any] | None:
+    from matplotlib.figure import Figure
+
+    from tfgpu.recipes import drawing
+
+    figure = Figure(figsize=(4.2, 2.5), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    stand_ins = {}
+    for at, run in enumerate(runs):
+        points = [(n, row[name]) for n, row in enumerate(run.rows, start=1) if math.isfinite(row.get(name, math.nan))]
+        if not points:
+            continue
+        stand_in = f"#fe{at:04x}"  # changed for the colour of the legend, as matplotlib knows no hsl()
+        stand_ins[stand_in] = _colour(at)
+        marker = "o" if len(points) < 3 else ""
+        dash = _DASHES[at // _COLOURS % len(_DASHES)]
+        axes.plot(
+            *zip(*points, strict=True), color=stand_in, linewidth=1.6, linestyle=dash, marker=marker, markersize=3
+        )
+    if not stand_ins:
+        return None
+    drawing.style(axes)
+    drawn = drawing.svg(figure, salt=name)
+    for stand_in, colour in stand_ins.items():
+        drawn = drawing.Markup(drawn.replace(stand_in, colour))
+    return {"title": _title(name), "svg": drawn}
+
+
+def _best(name: str, runs: Sequence[Run]) -> float | None:
+    values = [run.results[name] for run in runs if name in run.results]
+    if len(values) < 2 or name in ("epochs", "training_s"):
+        return None
+    return max(values) if "accuracy" in name or name == "examples/s" else min(values)
+
+
+def _read(path: Path, name: str) -> Run:
+    config = path / directory.CONFIG
+    if not config.is_file():
+        return Run(name, path, f"no run: it has no {directory.CONFIG}")
+    try:
+        settings, facts = read(config), read_facts(config)
+    except InputError as error:
+        return Run(name, path, f"damaged: {error}")
+    rows, damage = _rows(path / directory.METRICS)
+    state = damage or ("finished" if facts.get("finished") else "unfinished")
+    return Run(name, path, state, settings, facts, rows)
+
+
+def _rows(path: Path) -> tuple[list[dict[str, float]], str]:
+    """The table of a run, up to a line that is none, and what is wrong with that."""
+    rows: list[dict[str, float]] = []
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file), start=2):
+                try:
+                    rows.append({str(k): float(v) for k, v in row.items() if v not in ("", None)})
+                except (TypeError, ValueError):
+                    return rows, f"damaged: {path.name} from line {number} on"
+    except FileNotFoundError:
+        return rows, ""
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return rows, f"damaged: {path.name} cannot be read"
+    return rows, ""
+
+
+def _names(places: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that differ, all of as many parts."""
+    most = max(len(place.parts) for place in places)
+    for count in range(1, most + 1):
+        names = ["/".join(place.parts[-count:]) for place in places]
+        if len(set(names)) == len(names):
+            return names
+    return [str(place) for place in places]
+
+
+def _about(facts: Mapping[str, Any]) -> dict[str, Any]:
+    versions = facts.get("versions")
+    versions = versions if isinstance(versions, Mapping) else {}
+    return {
+        "strategy": facts.get("strategy"),
+        "replicas": facts.get("replicas"),
+        "device names": facts.get("device_names"),
+        **{name: versions.get(name) for name in ("tfgpu", "tensorflow", "keras", "python")},
+        "git commit": facts.get("git_commit"),
+    }
+
+
+def _are_same(values: Any) -> bool:
+    first, *others = list(values) or [None]
+    return all(other == first for other in others)
+
+
+def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in row.items()}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    if value is None or value in ({}, (), []):
+        return "-"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_shown(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
