@@ -119,7 +119,8 @@ def test_results_as_they_are_shown(name, value, shown):
 
 
 def test_the_command_starts_no_tensorflow(made, tmp_path):
-    command = [sys.executable, "-X", "importtime", "-m", "tfgpu", "compare", str(made("a", seed=1)), str(made("b", seed=2))]
+    words = ["compare", str(made("a", seed=1)), str(made("b", seed=2))]
+    command = [sys.executable, "-X", "importtime", "-m", "tfgpu", *words]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0 and "compare.html" in ran.stdout, ran.stderr[-2000:]
     assert (tmp_path / "compare.html").exists() and "tensorflow" not in ran.stderr
