@@ -130,7 +130,10 @@ def test_bfloat16_shares_where_it_can_and_is_copied_elsewhere():
 
     array = jax.numpy.arange(12, dtype="bfloat16").reshape(3, 4)
     tensor = from_dlpack(array, copy=False)
-    assert tensor.dtype == tf.bfloat16 and tf.cast(tensor, tf.int32).numpy().tolist() == np.arange(12).reshape(3, 4).tolist()
+    assert (
+        tensor.dtype == tf.bfloat16
+        and tf.cast(tensor, tf.int32).numpy().tolist() == np.arange(12).reshape(3, 4).tolist()
+    )
     back = jax.dlpack.from_dlpack(to_dlpack(tensor))
     assert back.unsafe_buffer_pointer() == array.unsafe_buffer_pointer() and back.dtype == "bfloat16"
 

@@ -12,8 +12,8 @@ _PUBLIC = {
     "from_dlpack": "tfgpu.interop.dlpack",
     "to_dlpack": "tfgpu.interop.dlpack",
     "dali": "tfgpu.interop.pipelines",
-    "CustomOp": "tfgpu.interop.custom_op",
-    "custom_op": "tfgpu.interop.custom_op",
+    "CustomOp": "tfgpu.interop.operations",
+    "custom_op": "tfgpu.interop.operations",
     "build_kernel": "tfgpu.interop.building",
 }
 __all__ = sorted(_PUBLIC)
