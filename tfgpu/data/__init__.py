@@ -18,6 +18,8 @@ _PUBLIC = {
     "attention_mask": "tfgpu.data.sequences",
     "bucket": "tfgpu.data.sequences",
     "pack": "tfgpu.data.sequences",
+    "tokenised": "tfgpu.data.tokens",
+    "collated": "tfgpu.data.tokens",
     "retry": "tfgpu.data.retry",
     "parse_source": "tfgpu.data.names",
     "parse_stages": "tfgpu.data.stages",

@@ -82,7 +82,7 @@ def build_kernel(
 
 
 def built_for(library: str | Path) -> str | None:
-    """Reads, without loading it, for which TensorFlow a library was built; None where `build_kernel` did not make it."""
+    """Reads, without loading it, for which TensorFlow a library was built; None where another tool made it."""
     found = re.search(re.escape(MARK).encode() + rb"([0-9A-Za-z.+-]+);", Path(library).read_bytes())
     return found.group(1).decode() if found else None
 

@@ -36,8 +36,8 @@ def from_dlpack(value: object, *, copy: bool | None = None) -> tf.Tensor:
         A tensor of the same shape and type.
 
     Raises:
-        InputError: no `__dlpack__`, a type that is no number, a PyTorch tensor that wants a gradient (`detach()` it), or
-            a copy would be needed and `copy` is `False`.
+        InputError: no `__dlpack__`, a type that is no number, a PyTorch tensor that wants a gradient (`detach()` it),
+            or a copy would be needed and `copy` is `False`.
         MachineError: the array lies on a device that TensorFlow does not see.
 
     Example:
@@ -83,8 +83,8 @@ def to_dlpack(tensor: object, *, copy: bool = False) -> tf.Tensor:
     """Gives a tensor as what other libraries take: `torch.from_dlpack(to_dlpack(tensor))`.
 
     A tensor can be handed over as it is; this refuses what would end the process (TensorFlow's DLPack of a tensor of
-    strings: "Check failed: DataTypeCanUseMemcpy") or be an error without a reason (a variable, a ragged tensor, a tensor
-    within a `tf.function`), takes variables, and waits for the GPU, as no stream is handed over.
+    strings: "Check failed: DataTypeCanUseMemcpy") or be an error without a reason (a ragged tensor, a tensor within a
+    `tf.function`), takes variables, and waits for the GPU, as no stream is handed over.
 
     The memory is one, and lives until the last of both lets go. PyTorch lets you write to it, and so change what is a
     constant for TensorFlow, or a variable behind its back: take a copy where you mean to write.
