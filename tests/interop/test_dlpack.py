@@ -203,7 +203,7 @@ import numpy as np, tensorflow as tf, torch
 from tfgpu.errors import InputError
 from tfgpu.interop import from_dlpack, to_dlpack
 
-for kind in ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64"):
+for kind in "bool int8 uint8 int16 int32 int64 float16 bfloat16 float32 float64 complex64".split():
     there = torch.arange(12).to(getattr(torch, kind)).reshape(3, 4)
     tensor = from_dlpack(there, copy=False)
     back = torch.from_dlpack(to_dlpack(tensor))

@@ -1,8 +1,8 @@
 """What a tokenizer of `transformers` or a Hugging Face data set holds, in batches that are padded as one device pads.
 
 The length of a batch is that of its longest sequence, rounded up. It is found for the global batch, before replicas cut
-it, so that each sees the shapes, and the numbers, that one device sees; and it is rounded so that a step is traced for a
-few lengths only.
+it, so that each sees the shapes, and the numbers, that one device sees; it is rounded so that a step is traced for few
+lengths only.
 """
 
 import logging
@@ -25,7 +25,7 @@ _ROWS = 1000
 _SHORTEST = 16
 
 _log = logging.getLogger(__name__)
-Collate = Callable[[list[dict]], Mapping[str, np.ndarray]]
+Collate = Callable[[list[dict[str, object]]], Mapping[str, np.ndarray]]
 
 
 def tokenised(
@@ -105,7 +105,7 @@ def tokenised(
 
 
 def collated(
-    dataset: Sequence[dict],
+    dataset: Sequence[dict[str, object]],
     collate: Collate,
     *,
     global_batch: int,
@@ -124,7 +124,7 @@ def collated(
         dataset: whose items are dicts: a map-style Hugging Face data set, or a list.
         collate: from a list of such dicts to a dict of arrays, with as many rows.
         global_batch: rows in a batch; the last one may be smaller.
-        labels: the array that becomes y; where there is none, batches have no labels. Those of one number a token become
+        labels: the array that becomes y; where there is none, batches have no labels. Those of a number a token become
             `(y, sample_weight)` as in `tokenised`.
         seed: decides the order of every epoch.
         shuffle: False keeps the data set's order.
@@ -239,7 +239,7 @@ def _columns(dataset: object) -> Mapping[str, Sequence]:
     if isinstance(dataset, Mapping) or hasattr(dataset, "data") and isinstance(dataset.data, Mapping):
         return dict(dataset)
     raise InputError(
-        f"`dataset` must be a Hugging Face data set, or a dict of lists as a tokenizer returns. Received: {type(dataset)}."
+        f"`dataset` must be a Hugging Face data set, or a dict of lists. Received: {type(dataset)}."
     )
 
 
@@ -294,8 +294,8 @@ def _lengths(lengths: Sequence[int] | int | None, longest: int) -> np.ndarray:
         raise InputError(f"`lengths` must be rising whole numbers, or one. Received: {lengths!r}. Try [32, 64, 128].")
     if rising[-1] < longest:
         raise InputError(
-            f"`lengths` must reach the longest sequence. Received: {rising[-1]}, and one of {longest} tokens. Raise it, "
-            "or tokenize with truncation=True, max_length=..."
+            f"`lengths` must reach the longest sequence. Received: {rising[-1]}, and one of {longest} tokens. Raise "
+            "it, or tokenize with truncation=True, max_length=..."
         )
     return rising
 

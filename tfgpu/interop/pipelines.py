@@ -68,14 +68,14 @@ def dali(
 ) -> DaliBatches:
     """Reads batches from a DALI pipeline, whose order decides what is in them: not the number of replicas or workers.
 
-    A global batch is made of equally many rows of each shard, so it is the same wherever the shards are read. By `train`
-    each worker runs all shards, and `fit` cuts the batch; by `distribute` each runs its own. The rows come through the
+    A global batch is made of equally many rows of each shard, so it is the same wherever they are read. By `train` each
+    worker runs all shards, and `fit` cuts the batch; by `distribute` each runs its own. The rows come through the
     host's memory, also those that DALI made on a GPU. An iteration that was left early is run to its end, unseen,
     before the next.
 
     Args:
-        make: `(shard_id, num_shards, batch) -> pipeline`, with a seed. Or a pipeline of batches of `global_batch`, which
-            cannot go back to an earlier epoch.
+        make: `(shard_id, num_shards, batch) -> pipeline`, with a seed. Or a pipeline of batches of `global_batch`,
+            which cannot go back to an earlier epoch.
         global_batch: rows in a batch, which `shards` divides.
         shards: into how many parts the readers cut the data. More than one lets workers share out the reading.
         reader: the name of the reader that counts examples; left out: the only one, if any. It must be told
@@ -98,7 +98,10 @@ def dali(
             )
             return fn.resize(fn.decoders.image(files), size=[64, 64]), labels
 
-        data = dali(lambda shard, shards, batch: photos(shard, shards, batch_size=batch, device_id=None), global_batch=64)
+        def make(shard, shards, batch):
+            return photos(shard, shards, batch_size=batch, device_id=None)
+
+        data = dali(make, global_batch=64, shards=4)
 
     Source: https://docs.nvidia.com/deeplearning/dali/user-guide/docs/advanced_topics_sharding.html
     """
