@@ -36,6 +36,7 @@ class BiasGelu(keras.layers.Layer):
 
     def __init__(self, library: str | Path = LIBRARY, **kwargs):
         super().__init__(**kwargs)
+        self._library = str(library)
         self._run = load(library)
 
     def build(self, shape):
@@ -45,6 +46,10 @@ class BiasGelu(keras.layers.Layer):
     def call(self, x):
         """x: [..., n]."""
         return self._run(x, tf.cast(self.bias, x.dtype))
+
+    def get_config(self):
+        """What a saved model needs to make the layer anew."""
+        return {**super().get_config(), "library": self._library}
 
     def compute_output_shape(self, shape):
         """As its input's."""

@@ -167,6 +167,28 @@ def test_xla_takes_the_fallback(library, caplog):
 
 
 @pytest.mark.slow
+def test_a_gradient_that_is_registered_is_taken(library):
+    run = custom_op(library, "ExampleBiasGelu", fallback=bias_gelu.in_tensorflow)
+
+    @tf.RegisterGradient("ExampleBiasGelu")
+    def registered(operation, upstream):
+        return 3 * upstream, None
+
+    x, bias = values()
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = run(x, bias)
+    assert (tape.gradient(y, x).numpy() == 3).all()
+
+
+@pytest.mark.slow
+def test_a_saved_model_has_its_library(library, tmp_path):
+    keras.Sequential([keras.Input([4]), bias_gelu.BiasGelu(library)]).save(tmp_path / "m.keras")
+    model = keras.saving.load_model(tmp_path / "m.keras", custom_objects={"BiasGelu": bias_gelu.BiasGelu})
+    np.testing.assert_allclose(model(tf.ones([1, 4])), np.full([1, 4], 0.8413447), rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_name_that_is_not_in_the_library(library):
     with pytest.raises(InputError, match="Did you mean 'example_bias_gelu'"):
         custom_op(library, "ExampleBiasGel", fallback=abs)

@@ -315,3 +315,29 @@ def test_fit_reads_the_real_dali_on_two_replicas_as_on_one_device(photos):
             made.compile(keras.optimizers.SGD(1e-4), loss)
         histories.append(made.fit(data.train, epochs=2, verbose=0).history["loss"])
     np.testing.assert_allclose(histories[1], histories[0], rtol=1e-5)
+
+
+@pytest.mark.slow
+@NEEDS_DALI
+def test_dalis_own_data_set_trains_on_two_replicas_as_on_one_device(photos):
+    plugin = pytest.importorskip(
+        "nvidia.dali.plugin.tf", reason="DALI's plugin for TensorFlow is missing: nvidia-dali-tf-plugin-cuda120"
+    )
+    tfgpu.repair_keras()
+    histories = []
+    for strategy in (tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])):
+        with tf.device("CPU:0"):
+            data = plugin.DALIDataset(
+                real(photos)(0, 1, 4),
+                batch_size=4,
+                output_shapes=((4, 8, 8, 3), (4, 1)),
+                output_dtypes=(tf.uint8, tf.int32),
+                device_id=None,
+            )
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            made = keras.Sequential([keras.Input([8, 8, 3]), keras.layers.Flatten(), keras.layers.Dense(2)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            made.compile(keras.optimizers.SGD(1e-4), loss)
+        histories.append(made.fit(data, epochs=2, steps_per_epoch=3, verbose=0).history["loss"])
+    np.testing.assert_allclose(histories[1], histories[0], rtol=1e-5)

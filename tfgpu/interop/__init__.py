@@ -2,7 +2,8 @@
 
 Example:
     >>> import numpy as np
-    >>> from_dlpack(np.ones((2, 3), "float32")).shape
+    >>> from tfgpu import interop
+    >>> interop.from_dlpack(np.ones((2, 3), "float32")).shape
     TensorShape([2, 3])
 """
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import tensorflow as tf
 
@@ -12,7 +13,7 @@ from tfgpu.keras_fixes import kernels, replica
 
 _log = logging.getLogger(__name__)
 
-Gradient = Callable[[Sequence[tf.Tensor], tf.Tensor, tf.Tensor, "Operations"], Sequence[tf.Tensor | None]]
+Gradient = Callable[[Sequence[tf.Tensor], tf.Tensor, tf.Tensor, "Operations | None"], Sequence[tf.Tensor | None]]
 Fallback = Callable[..., tf.Tensor]
 
 
@@ -26,7 +27,7 @@ class Operations:
         found = getattr(self._module, name, None)
         if found is None or name.startswith("_"):
             raise unknown("operation of the library", name, _names(self._module))
-        return found
+        return cast(Callable[..., tf.Tensor], found)
 
 
 class CustomOp:
@@ -54,22 +55,25 @@ class CustomOp:
         self._said: set[str] = set()
 
     def __call__(self, *inputs: object) -> tf.Tensor:
-        """Runs on tensors of one floating type, or what `tf.convert_to_tensor` takes; returns one tensor."""
-        tensors = _of_one_type(inputs)
+        """Runs on tensors, or what `tf.convert_to_tensor` takes; returns one tensor."""
+        if not inputs:
+            raise InputError("A custom operation needs at least one tensor. Received: none.")
+        tensors = [tf.convert_to_tensor(value) for value in inputs]
         reason = self._why_not(tensors)
         if reason:
             if reason not in self._said:
                 self._said.add(reason)
                 _log.warning("%s runs as TensorFlow operations: %s.", self.name, reason)
             return self._fallback(*tensors)
-        operation = getattr(self._operations, _snake(self.name))
-        if self._gradient is None:
+        operations, gradient = self._operations, self._gradient
+        operation = getattr(operations, _snake(self.name))
+        if gradient is None:
             return operation(*tensors)
 
         @tf.custom_gradient
-        def run(*values):
+        def run(*values: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], Sequence[tf.Tensor | None]]]:
             result = operation(*values)
-            return result, lambda upstream: self._gradient(values, result, upstream, self._operations)
+            return result, lambda upstream: gradient(values, result, upstream, operations)
 
         return run(*tensors)
 
@@ -139,14 +143,6 @@ def _loaded(path: Path) -> object:
             f"{path} cannot be loaded: {said} Build it anew for TensorFlow {version} on this machine: "
             "tfgpu build-kernel."
         ) from error
-
-
-def _of_one_type(inputs: Sequence[object]) -> list[tf.Tensor]:
-    """Tensors of the first one's type; Keras's autocast has a variable's value in the type of the layer."""
-    if not inputs:
-        raise InputError("A custom operation needs at least one tensor. Received: none.")
-    first = tf.convert_to_tensor(inputs[0])
-    return [first, *(tf.convert_to_tensor(value, dtype=first.dtype) for value in inputs[1:])]
 
 
 def _kind(tensor: tf.Tensor) -> str:

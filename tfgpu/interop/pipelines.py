@@ -53,7 +53,7 @@ class DaliBatches(position.Epochs):
         if source.last != "drop":
             raise InputError("`distribute` needs dali(..., last='drop'): replicas must have equally many rows.")
 
-        def of_worker(context):
+        def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
             local = replicas // context.num_input_pipelines
             first = context.input_pipeline_id * local
             own = [range(r * source.each, (r + 1) * source.each) for r in range(first, first + local)]
@@ -179,7 +179,11 @@ class _Shard:
 
     @property
     def steps(self) -> int | None:
-        return self._facts and -(-(-(-self.examples // self._source.shards)) // self._source.batch)
+        """Batches in an epoch, the same in each shard; None where the source says when it ends."""
+        if self.examples is None:
+            return None
+        largest = -(-self.examples // self._source.shards)
+        return -(-largest // self._source.batch)
 
     def count(self, epoch: int) -> int:
         """Examples of this shard in an epoch. Unless told to stick to it, a reader goes on to the next shard."""
@@ -205,8 +209,8 @@ class _Shard:
             return None
         return tuple(_array(output, at) for at, output in enumerate(outputs))
 
-    def _reader(self) -> dict | None:
-        meta = self._pipeline.reader_meta() if hasattr(self._pipeline, "reader_meta") else {}
+    def _reader(self) -> dict[str, int] | None:
+        meta: dict[str, dict[str, int]] = self._pipeline.reader_meta() if hasattr(self._pipeline, "reader_meta") else {}
         name = self._source.reader
         if name is None and len(meta) > 1:
             raise InputError(f"The pipeline has several readers: {', '.join(meta)}. Say which counts: reader=NAME.")
@@ -305,7 +309,7 @@ def _dataset(run: _Run, counter: position.Counter, pieces: int, steps: int | Non
     """An epoch's batches, each in `pieces` elements one after the other."""
     each, batch, drop = len(run.parts) // pieces, run._source.batch, run._source.last == "drop"
 
-    def generate(epoch):
+    def generate(epoch: np.int64) -> Iterator[Rows | np.ndarray]:
         for found in run.epoch(int(epoch)):
             if drop and any(len(rows[0]) < batch for rows in found):
                 continue
@@ -317,7 +321,7 @@ def _dataset(run: _Run, counter: position.Counter, pieces: int, steps: int | Non
 
     spec = run.spec if len(run.spec) > 1 else run.spec[0]
 
-    def of_epoch(epoch):
+    def of_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
         return tf.data.Dataset.from_generator(generate, output_signature=spec, args=[epoch])
 
     made = counter.epochs().flat_map(of_epoch)
