@@ -134,6 +134,8 @@ def test_bfloat16_shares_where_it_can_and_is_copied_elsewhere():
         tensor.dtype == tf.bfloat16
         and tf.cast(tensor, tf.int32).numpy().tolist() == np.arange(12).reshape(3, 4).tolist()
     )
+    copied = from_dlpack(array, copy=True)  # by another way than NumPy, which knows no bfloat16
+    assert copied.dtype == tf.bfloat16 and tf.reduce_all(copied == tensor)
     back = jax.dlpack.from_dlpack(to_dlpack(tensor))
     assert back.unsafe_buffer_pointer() == array.unsafe_buffer_pointer() and back.dtype == "bfloat16"
 
