@@ -155,6 +155,24 @@ def test_replicas_of_their_own_shards_equal_one_device():
     np.testing.assert_allclose(histories[1:], [histories[0]] * 2, rtol=1e-6)
 
 
+def test_a_resumed_fit_reads_on_where_it_was(tmp_path):
+    tfgpu.repair_keras()
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    def run(*callbacks):
+        data = dali(reader(14), global_batch=6, shards=3)
+        return model().fit(data.train, epochs=4, verbose=0, callbacks=callbacks).history["loss"]
+
+    whole = run()
+    with pytest.raises(KeyboardInterrupt):
+        run(keras.callbacks.BackupAndRestore(tmp_path / "backup"), Stop())
+    np.testing.assert_allclose(run(keras.callbacks.BackupAndRestore(tmp_path / "backup"))[-2:], whole[2:], rtol=1e-6)
+
+
 def test_bad_input():
     with pytest.raises(InputError, match="must be a DALI pipeline"):
         dali(3, global_batch=4)

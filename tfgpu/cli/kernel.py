@@ -20,12 +20,18 @@ app = typer.Typer()
     ),
 )
 def build_kernel(
-    sources: Annotated[list[Path], typer.Argument(metavar="SOURCE...", help="C++ files, and CUDA files (.cu).")],
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="SOURCE...", exists=True, dir_okay=False, help="C++ files, and CUDA files (.cu)."),
+    ],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The library. [libNAME.so beside the first source]")
+        Path | None, typer.Option(metavar="FILE", help="The library. Left out: libNAME.so beside the first source.")
     ] = None,
     cuda: Annotated[
-        bool | None, typer.Option("--cuda/--no-cuda", help="Insist on the CUDA files, or leave them out. [if nvcc]")
+        bool | None,
+        typer.Option(
+            "--cuda/--no-cuda", help="Insist on the CUDA files, or leave them out. Neither: if there is nvcc."
+        ),
     ] = None,
     arch: Annotated[str, typer.Option(metavar="NAME", help="nvcc's -arch: all-major, native, sm_90.")] = "all-major",
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For each call of a compiler.")] = 600.0,
