@@ -38,7 +38,7 @@ bias_gelu = example()
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    """Once for all processes of the tests: seven seconds of g++."""
+    """Once for each process of the tests: seven seconds of g++."""
     folder = tmp_path_factory.mktemp("kernels")
     return build_kernel([CC, CU], output=folder / "libbias_gelu.so", cuda=False)
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import tensorflow as tf
 
@@ -152,11 +152,9 @@ def _kind(tensor: tf.Tensor) -> str:
     return kind or ("GPU" if tf.config.list_logical_devices("GPU") else "CPU")
 
 
-def _names(module: object) -> list[str]:
-    return sorted({name for name in dir(module) if name[:1].islower() and callable(getattr(module, name))} - _HELPERS)
-
-
-_HELPERS = {"LIB_HANDLE", "OP_LIST"}
+def _names(module: Any) -> list[str]:
+    functions = {name for name in dir(module) if name[:1].islower() and callable(getattr(module, name))}
+    return sorted(name for name in functions if f"{name}_eager_fallback" in functions)
 
 
 def _snake(name: str) -> str:

@@ -56,10 +56,10 @@ class DaliBatches(position.Epochs):
         def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
             local = replicas // context.num_input_pipelines
             first = context.input_pipeline_id * local
-            own = [range(r * source.each, (r + 1) * source.each) for r in range(first, first + local)]
-            return _dataset(source.opened([shard for shards in own for shard in shards]), self._counter, local)
+            own = range(first * each, (first + local) * each)
+            return _dataset(source.opened(own), self._counter, local)
 
-        source.each = source.shards // replicas
+        each = source.shards // replicas
         return strategy.distribute_datasets_from_function(of_worker)
 
 
@@ -130,7 +130,6 @@ class _Source:
 
     def __init__(self, make: object, shards: int, batch: int, reader: str | None, last: str):
         self.shards, self.batch, self.reader, self.last = shards, batch, reader, last
-        self.each = 1
         self._is_one = hasattr(make, "run")
         if self._is_one and shards > 1:
             raise InputError(f"One pipeline is one shard. Received: shards={shards}. Give a function that makes them.")
