@@ -15,7 +15,6 @@ ALLOWED = {
     "lazy": set(),
     "cluster": set(),
     "environment": set(),
-    "interop": set(),
     "precision": {"environment"},
     "keras_fixes": set(),
     "preflight": {"cluster"},
@@ -28,6 +27,7 @@ ALLOWED = {
 }
 ALLOWED["asynchronous"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes", "callbacks"}
 ALLOWED["parallel"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes"}
+ALLOWED["interop"] = {"cluster", "environment", "keras_fixes", "data"}
 ALLOWED["run"] = {"cluster", "keras_fixes", "launch", "preflight"}
 ALLOWED["serving"] = {"models"}
 ALLOWED["recipes"] = {*ALLOWED}

@@ -11,4 +11,6 @@ from tfgpu.data.sequences import attention_mask as attention_mask
 from tfgpu.data.sequences import bucket as bucket
 from tfgpu.data.sequences import pack as pack
 from tfgpu.data.stages import parse_stages as parse_stages
+from tfgpu.data.tokens import collated as collated
+from tfgpu.data.tokens import tokenised as tokenised
 from tfgpu.data.writer import write_shards as write_shards

@@ -103,7 +103,10 @@ def _rows(dataset, xs: list[str], y: str, name: str) -> Iterator[tuple[np.ndarra
     for batch in dataset.with_format("numpy").iter(_ROWS):
         values = [np.asarray(batch[column]) for column in xs]
         if any(value.dtype == object for value in values):
-            raise InputError(f"{name}: the lists in a column must be of one length. Pad them with dataset.map(...).")
+            raise InputError(
+                f"{name}: the lists in a column must be of one length. Pad them with dataset.map(...). "
+                "Tokenised text: tfgpu.data.tokenised."
+            )
         if len(values) > 1:
             values = [value.reshape(len(value), -1).astype(np.float32) for value in values]
         yield values[0] if len(values) == 1 else np.concatenate(values, axis=1), np.asarray(batch[y])

@@ -1,0 +1,305 @@
+"""What a tokenizer of `transformers` or a Hugging Face data set holds, in batches that are padded as one device pads.
+
+The length of a batch is that of its longest sequence, rounded up. It is found for the global batch, before replicas cut
+it, so that each sees the shapes, and the numbers, that one device sees; it is rounded so that a step is traced for few
+lengths only.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.data import position
+from tfgpu.data.columns import LABELS, has_columns
+from tfgpu.data.feed import Feed, by_rows, rows_of
+from tfgpu.data.sequences import NEXT, Sequences
+from tfgpu.errors import InputError, unknown
+
+IDS, MASK = "input_ids", "attention_mask"
+IGNORED = -100
+"""The label of a token that counts for nothing, as in `transformers`."""
+_ROWS = 1000
+_SHORTEST = 16
+
+_log = logging.getLogger(__name__)
+Collate = Callable[[list[dict[str, object]]], Mapping[str, np.ndarray]]
+
+
+def tokenised(
+    dataset: object,
+    *,
+    global_batch: int,
+    labels: str | None = None,
+    lengths: Sequence[int] | int | None = None,
+    pad_id: int = 0,
+    seed: int = 0,
+    shuffle: bool = True,
+    feed: Feed | None = None,
+) -> Sequences:
+    """Makes batches `({"input_ids": ..., "attention_mask": ...}, labels)` of tokenised text.
+
+    Args:
+        dataset: a Hugging Face data set, map-style or iterable (which is read through once), or a dict of lists such as
+            a tokenizer returns: `input_ids`, and other columns of as many numbers each (`token_type_ids`). Columns that
+            are no numbers are left out, which the log says. `attention_mask` is made where it is missing.
+        global_batch: sequences in a batch; the last one may be smaller.
+        labels: the column of labels, one for each sequence or one for each token; `"next"`: each token's label is the
+            next token; left out: `labels`, `label`, `target` or `y`, and without any of them batches have no labels.
+        lengths: to which lengths batches are padded, rising: a batch gets the smallest that holds its longest sequence;
+            or one whole number, of which each length is a multiple. Left out: 16, 32, 64 and so on.
+        pad_id: what stands in `input_ids` behind the end: `tokenizer.pad_token_id`.
+        seed: decides the order of every epoch.
+        shuffle: False keeps the data set's order.
+        feed: how far ahead of the training batches are made.
+
+    Returns:
+        Batches: integers are int32, or int64 where they need it. Where each token has a label there is a
+        `sample_weight`, 0 where the label is -100 or padding (and the label is then 0): use a loss with
+        `reduction="mean_with_sample_weight"`.
+
+    Raises:
+        InputError: no `input_ids`, sequences that are empty, of different lengths in one row, or longer than the last
+            of `lengths`.
+
+    Example:
+        >>> texts = {"input_ids": [[5, 6, 7], [8]], "labels": [1, 0]}
+        >>> x, y = tokenised(texts, global_batch=2, lengths=4, shuffle=False).peek()
+        >>> x["input_ids"].numpy().tolist(), x["attention_mask"].numpy().tolist(), y.numpy().tolist()
+        ([[5, 6, 7, 0], [8, 0, 0, 0]], [[1, 1, 1, 0], [1, 0, 0, 0]], [1, 0])
+
+    Source: https://huggingface.co/docs/transformers/main_classes/data_collator
+    """
+    _check_batch(global_batch)
+    table = _Table.of(_columns(dataset), labels, pad_id)
+    count, steps = len(table.lengths), -(-len(table.lengths) // global_batch)
+    rising = _lengths(lengths, int(table.lengths.max()))
+    with tf.device("CPU:0"):
+        stops = tf.constant(rising, tf.int64)
+        tensors = {name: tf.constant(values) for name, values in (table.tokens | table.single).items()}
+        starts, sizes = tf.constant(table.starts), tf.constant(table.lengths)
+
+    def rows(epoch):
+        drawn = tf.range(count, dtype=tf.int64)
+        return rows_of(epoch, position.order(drawn, seed=seed, epoch=epoch) if shuffle else drawn, count, global_batch)
+
+    def fetch(epoch, start, row):
+        row = row[: count - start]
+        own = tf.gather(sizes, row)
+        length = stops[tf.searchsorted(stops, [tf.reduce_max(own)])[0]]
+        places = tf.range(length)[None, :]
+        inside = places < own[:, None]
+        flat = tf.minimum(tf.gather(starts, row)[:, None] + places, int(table.lengths.sum()) - 1)
+        batch = {name: tf.gather(tensors[name], row) for name in table.single}
+        for name in table.tokens:
+            padding = tf.constant(table.padding.get(name, 0), tensors[name].dtype)
+            batch[name] = tf.where(inside, tf.gather(tensors[name], flat), padding)
+        return table.split(batch)
+
+    counter = position.Counter()
+    train = by_rows(counter.epochs(), rows, fetch, steps, feed or Feed())
+    filled = float(table.lengths.mean()) / float(rising[np.searchsorted(rising, table.lengths)].mean())
+    return Sequences(train, count, count, steps, filled, counter)
+
+
+def collated(
+    dataset: Sequence[dict[str, object]],
+    collate: Collate,
+    *,
+    global_batch: int,
+    labels: str = "labels",
+    seed: int = 0,
+    shuffle: bool = True,
+    feed: Feed | None = None,
+) -> Sequences:
+    """Makes batches by a collator of `transformers`: `DataCollatorWithPadding(tokenizer, return_tensors="np")`.
+
+    It gets the rows of a whole global batch, in Python, one batch at a time. A collator that draws, such as
+    `DataCollatorForLanguageModeling`, draws on: give it a seed, the same on every worker; a resumed run draws other
+    numbers. Give it `pad_to_multiple_of`, or each length is traced anew.
+
+    Args:
+        dataset: whose items are dicts: a map-style Hugging Face data set, or a list.
+        collate: from a list of such dicts to a dict of arrays, with as many rows.
+        global_batch: rows in a batch; the last one may be smaller.
+        labels: the array that becomes y; where there is none, batches have no labels. Those of a number a token become
+            `(y, sample_weight)` as in `tokenised`.
+        seed: decides the order of every epoch.
+        shuffle: False keeps the data set's order.
+        feed: how far ahead of the training batches are made.
+
+    Returns:
+        The batches; `filled` is not known (NaN).
+
+    Raises:
+        InputError: no rows, or a collator that does not return arrays.
+
+    Example:
+        >>> pairs = [{"a": 1, "labels": 0}, {"a": 2, "labels": 1}]
+        >>> stack = lambda rows: {name: np.array([row[name] for row in rows]) for name in rows[0]}
+        >>> x, y = collated(pairs, stack, global_batch=2, shuffle=False).peek()
+        >>> x["a"].numpy().tolist(), y.numpy().tolist()
+        ([1, 2], [0, 1])
+
+    Source: https://huggingface.co/docs/transformers/main_classes/data_collator
+    """
+    _check_batch(global_batch)
+    if not hasattr(dataset, "__len__") or not len(dataset):
+        raise InputError("`dataset` must have rows by number, and at least one. Received: none. Use tokenised().")
+    count, steps = len(dataset), -(-len(dataset) // global_batch)
+    first = _arrays(collate([dataset[0]]), 1)
+    names = sorted(first)
+    by_token = labels in first and first[labels].ndim > 1
+    kinds = [_small(first[name]).dtype for name in names]
+
+    def make(row):
+        arrays = _arrays(collate([dataset[int(index)] for index in row]), len(row))
+        return [arrays[name].astype(kind) for name, kind in zip(names, kinds, strict=True)]
+
+    def rows(epoch):
+        drawn = tf.range(count, dtype=tf.int64)
+        return rows_of(epoch, position.order(drawn, seed=seed, epoch=epoch) if shuffle else drawn, count, global_batch)
+
+    def fetch(epoch, start, row):
+        batch = dict(zip(names, tf.numpy_function(make, [row[: count - start]], kinds), strict=True))
+        for name in names:
+            batch[name].set_shape([None] * first[name].ndim)
+        return _with_labels(batch, labels if labels in names else None, by_token)
+
+    alone = Feed(**{**vars(feed or Feed()), "parallel_calls": 1})  # a collator draws in the batches' order
+    counter = position.Counter()
+    train = by_rows(counter.epochs(), rows, fetch, steps, alone)
+    return Sequences(train, count, count, steps, float("nan"), counter)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Columns end to end: those of a number a token, and those of a number a sequence."""
+
+    tokens: dict[str, np.ndarray]
+    single: dict[str, np.ndarray]
+    lengths: np.ndarray
+    labels: str | None
+    padding: dict[str, int]
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Sequence], labels: str | None, pad_id: int) -> "_Table":
+        if IDS not in columns:
+            raise InputError(f"The data must have a column {IDS!r}. Received: {', '.join(columns) or 'none'}.")
+        lengths = np.array([len(ids) for ids in columns[IDS]], np.int64)
+        if not len(lengths) or not lengths.all():
+            which = f"sequence {int(lengths.argmin())} is empty" if len(lengths) else "there are none"
+            raise InputError(f"The data must hold sequences of at least one token. Received: {which}.")
+        tokens, single, left_out = {}, {}, []
+        for name, values in columns.items():
+            kept = _flat(name, values, lengths)
+            if kept is None:
+                left_out.append(name)
+            else:
+                (tokens if kept[1] else single)[name] = kept[0]
+        if left_out:
+            _log.info("Columns that are no numbers are left out: %s.", ", ".join(left_out))
+        tokens.setdefault(MASK, np.ones(int(lengths.sum()), np.int32))
+        if labels is None:
+            labels = next((name for name in LABELS if name in columns and name not in left_out), None)
+        elif labels == NEXT:
+            tokens[NEXT] = np.append(tokens[IDS][1:], IGNORED)
+            tokens[NEXT][np.cumsum(lengths) - 1] = IGNORED
+        elif labels not in tokens and labels not in single:
+            raise unknown("column of numbers for `labels`", labels, [NEXT, *single, *tokens])
+        return cls(tokens, single, lengths, labels, {IDS: pad_id, labels: IGNORED})
+
+    @property
+    def starts(self) -> np.ndarray:
+        return np.cumsum(self.lengths) - self.lengths
+
+    def split(self, batch: dict[str, tf.Tensor]):
+        return _with_labels(batch, self.labels, self.labels in self.tokens)
+
+
+def _with_labels(batch: dict[str, tf.Tensor], labels: str | None, by_token: bool):
+    if labels is None:
+        return batch
+    y = batch.pop(labels)
+    if not by_token:
+        return batch, y
+    counts = y != IGNORED
+    return batch, tf.where(counts, y, tf.zeros_like(y)), tf.cast(counts, tf.float32)
+
+
+def _columns(dataset: object) -> Mapping[str, Sequence]:
+    if has_columns(dataset):
+        found: dict[str, list] = {}
+        for part in dataset.with_format(None).iter(_ROWS):
+            for name, values in part.items():
+                found.setdefault(name, []).extend(values)
+        return found
+    if isinstance(dataset, Mapping) or hasattr(dataset, "data") and isinstance(dataset.data, Mapping):
+        return dict(dataset)
+    raise InputError(
+        f"`dataset` must be a Hugging Face data set, or a dict of lists. Received: {type(dataset)}."
+    )
+
+
+def _flat(name: str, values: Sequence, lengths: np.ndarray) -> tuple[np.ndarray, bool] | None:
+    """A column's numbers end to end, and whether there is one a token; None where they are no numbers."""
+    if len(values) != len(lengths):
+        raise InputError(f"Column {name!r} must have {len(lengths)} rows, as {IDS!r} has. Received: {len(values)}.")
+    parts = [np.asarray(value) for value in values]
+    if any(part.dtype.kind not in "biuf" for part in parts):
+        return None
+    if all(part.ndim == 0 for part in parts):
+        return _small(np.stack(parts)), False
+    for row, part in enumerate(parts):
+        if part.shape != (lengths[row],):
+            raise InputError(
+                f"Column {name!r} must have a number a token, or one a sequence. Received: shape {part.shape} in row "
+                f"{row}, which has {lengths[row]} tokens."
+            )
+    return _small(np.concatenate(parts)), True
+
+
+def _small(values: np.ndarray) -> np.ndarray:
+    """int32 where that holds them, and float32."""
+    if values.dtype.kind == "f":
+        return values.astype(np.float32)
+    limits = np.iinfo(np.int32)
+    fits = values.size == 0 or (limits.min <= values.min() and values.max() <= limits.max)
+    return values.astype(np.int32 if fits else np.int64)
+
+
+def _arrays(made: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    if not hasattr(made, "items"):
+        raise InputError(f"`collate` must return a dict of arrays. Received: {type(made)}.")
+    arrays = {name: np.asarray(value) for name, value in made.items()}
+    for name, array in arrays.items():
+        if array.ndim == 0 or len(array) != rows or array.dtype.kind not in "biuf":
+            raise InputError(
+                f"`collate` must return arrays of numbers with {rows} row(s). Received: {name!r} of {array.dtype} and "
+                f'shape {array.shape}. Collators of transformers need return_tensors="np".'
+            )
+    return arrays
+
+
+def _lengths(lengths: Sequence[int] | int | None, longest: int) -> np.ndarray:
+    """All lengths that a batch may have."""
+    if lengths is None:
+        return _SHORTEST * 2 ** np.arange(max(0, int(np.ceil(np.log2(longest / _SHORTEST)))) + 1)
+    if isinstance(lengths, (int, np.integer)) and not isinstance(lengths, bool) and lengths > 0:
+        return lengths * np.arange(1, -(-longest // lengths) + 1)
+    rising = np.asarray(lengths)
+    if rising.ndim != 1 or not len(rising) or rising.dtype.kind not in "iu" or (np.diff(rising) <= 0).any():
+        raise InputError(f"`lengths` must be rising whole numbers, or one. Received: {lengths!r}. Try [32, 64, 128].")
+    if rising[-1] < longest:
+        raise InputError(
+            f"`lengths` must reach the longest sequence. Received: {rising[-1]}, and one of {longest} tokens. Raise "
+            "it, or tokenize with truncation=True, max_length=..."
+        )
+    return rising
+
+
+def _check_batch(global_batch: int) -> None:
+    if isinstance(global_batch, bool) or not isinstance(global_batch, (int, np.integer)) or global_batch < 1:
+        raise InputError(f"`global_batch` must be a whole number from 1. Received: {global_batch!r}. Try 64.")

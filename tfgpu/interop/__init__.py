@@ -1,0 +1,12 @@
+"""Other libraries beside TensorFlow: their arrays by DLPack, NVIDIA DALI's pipelines, kernels of your own.
+
+Example:
+    >>> import numpy as np
+    >>> from tfgpu import interop
+    >>> interop.from_dlpack(np.ones((2, 3), "float32")).shape
+    TensorShape([2, 3])
+"""
+
+from tfgpu.lazy import on_first_use
+
+__getattr__, __dir__, __all__ = on_first_use(__name__, __file__)

@@ -1,0 +1,170 @@
+"""An operation of your own in C++ or CUDA, with a gradient, and TensorFlow operations where it cannot run."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import tensorflow as tf
+
+from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.interop.building import built_for
+from tfgpu.keras_fixes import kernels, replica
+
+_log = logging.getLogger(__name__)
+
+Gradient = Callable[[Sequence[tf.Tensor], tf.Tensor, tf.Tensor, "Operations | None"], Sequence[tf.Tensor | None]]
+Fallback = Callable[..., tf.Tensor]
+
+
+class Operations:
+    """The operations of a library that can run where the tensors are, by their names in Python; see `CustomOp`."""
+
+    def __init__(self, module: object):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Callable[..., tf.Tensor]:
+        found = getattr(self._module, name, None)
+        if found is None or name.startswith("_"):
+            raise unknown("operation of the library", name, _names(self._module))
+        return cast(Callable[..., tf.Tensor], found)
+
+
+class CustomOp:
+    """A function of tensors that runs a library's kernel where there is one, and `fallback` elsewhere.
+
+    Where that is, is found at each call (in a `tf.function`: at each trace), and said once each in the log:
+
+    | | runs |
+    |---|---|
+    | the library is there, and has a kernel for the device | the kernel |
+    | no library; no kernel for this device | `fallback` |
+    | XLA compiles (`jit_compile=True`), which knows no kernels but its own | `fallback` |
+
+    Attributes:
+        name: the operation's.
+        library: its file.
+        devices: kinds of device that it has a kernel for; empty without a library.
+    """
+
+    def __init__(self, library: Path, name: str, module: object | None, gradient: Gradient | None, fallback: Fallback):
+        self.library: Path = library
+        self.name: str = name
+        self.devices: frozenset[str] = kernels.devices_of(name) if module is not None else frozenset()
+        self._operations = None if module is None else Operations(module)
+        self._fallback, self._gradient = fallback, gradient
+        self._said: set[str] = set()
+
+    def __call__(self, *inputs: object) -> tf.Tensor:
+        """Runs on tensors, or what `tf.convert_to_tensor` takes; returns one tensor."""
+        if not inputs:
+            raise InputError("A custom operation needs at least one tensor. Received: none.")
+        tensors = [tf.convert_to_tensor(value) for value in inputs]
+        reason = self._why_not(tensors)
+        if reason:
+            if reason not in self._said:
+                self._said.add(reason)
+                _log.warning("%s runs as TensorFlow operations: %s.", self.name, reason)
+            return self._fallback(*tensors)
+        operations, gradient = self._operations, self._gradient
+        operation = getattr(operations, _snake(self.name))
+        if gradient is None:
+            return operation(*tensors)
+
+        @tf.custom_gradient
+        def run(*values: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], Sequence[tf.Tensor | None]]]:
+            result = operation(*values)
+            return result, lambda upstream: gradient(values, result, upstream, operations)
+
+        return run(*tensors)
+
+    def _why_not(self, tensors: Sequence[tf.Tensor]) -> str:
+        if self._operations is None:
+            return f"there is no library {self.library}"
+        if replica.is_compiled():
+            return "XLA compiles this function, and knows no kernels but its own"
+        kind = _kind(tensors[0])
+        return "" if kind in self.devices else f"the library has no kernel for a {kind}"
+
+
+def custom_op(
+    library: str | Path, name: str, *, fallback: Fallback, gradient: Gradient | None = None, required: bool = False
+) -> CustomOp:
+    """Loads an operation from a library that `tfgpu build-kernel` made.
+
+    Args:
+        library: the file. Where it is missing, `fallback` runs.
+        name: the operation's name, as in `REGISTER_OP`.
+        fallback: the same in TensorFlow's operations, from the same inputs; its gradient is TensorFlow's own.
+        gradient: `(inputs, output, upstream, operations) -> a gradient for each input`; `operations` has the library's
+            other operations, such as one for the backward pass. Left out: the operation must have one registered
+            (`tf.RegisterGradient`).
+        required: True makes a missing library an error.
+
+    Returns:
+        A function of tensors.
+
+    Raises:
+        InputError: the library has no such operation, or is missing and `required`.
+        MachineError: it was built for another TensorFlow or another machine, or cannot be loaded.
+
+    Example:
+        >>> double = custom_op("libdouble.so", "Double", fallback=lambda x: 2 * x)
+        >>> double([1.0, 2.0]).numpy().tolist()
+        [2.0, 4.0]
+
+    Source: https://www.tensorflow.org/guide/create_op
+    """
+    path = Path(library)
+    if not callable(fallback):
+        raise InputError(f"`fallback` must be a function of the same tensors. Received: {fallback!r}.")
+    if not path.is_file():
+        if required:
+            raise InputError(f"There is no library {path}. Build it: tfgpu build-kernel SOURCES --output {path}.")
+        return CustomOp(path, name, None, gradient, fallback)
+    module = _loaded(path)
+    if not hasattr(module, _snake(name)):
+        raise unknown(f"operation of {path}", name, _names(module))
+    return CustomOp(path, name, module, gradient, fallback)
+
+
+def _loaded(path: Path) -> object:
+    """Loads a library after a look at what it was built for: a wrong one may end the process as it is loaded."""
+    wanted, version = built_for(path), tf.version.VERSION
+    if wanted not in (None, version):
+        raise MachineError(
+            f"{path} was built for TensorFlow {wanted}, and this is {version}: C++ does not fit between versions. "
+            "Build it anew: tfgpu build-kernel."
+        )
+    try:
+        return tf.load_op_library(str(path.resolve()))
+    except (tf.errors.OpError, RuntimeError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise MachineError(
+            f"{path} cannot be loaded: {said} Build it anew for TensorFlow {version} on this machine: "
+            "tfgpu build-kernel."
+        ) from error
+
+
+def _kind(tensor: tf.Tensor) -> str:
+    """The kind of device that operations on a tensor run on here: in a graph, the innermost `tf.device`'s."""
+    device = tf.identity(tensor).device
+    kind = tf.DeviceSpec.from_string(device).device_type if device else None
+    return kind or ("GPU" if tf.config.list_logical_devices("GPU") else "CPU")
+
+
+def _names(module: Any) -> list[str]:
+    functions = {name for name in dir(module) if name[:1].islower() and callable(getattr(module, name))}
+    return sorted(name for name in functions if f"{name}_eager_fallback" in functions)
+
+
+def _snake(name: str) -> str:
+    """`ExampleBiasGelu` -> `example_bias_gelu`, as TensorFlow names the function of an operation."""
+    letters = []
+    for at, letter in enumerate(name):
+        before, after = name[at - 1 : at], name[at + 1 : at + 2]
+        starts = (
+            letter.isupper() and at and (before.islower() or before.isdigit() or (before.isupper() and after.islower()))
+        )
+        letters.append(("_" if starts else "") + letter.lower())
+    return "".join(letters)
