@@ -43,6 +43,7 @@ _PLACES = {  # public name -> (module, name in it); None for the module itself
             "serving",
             "strategies",
             "training",
+            "tune",
         )
     },
 }

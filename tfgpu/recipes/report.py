@@ -2,22 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from io import StringIO
 from typing import Any
 
-import matplotlib
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
+
+from tfgpu.recipes import drawing
 
 MOST_CLASSES = 20  # A larger confusion matrix says little on a screen.
-
-# Matplotlib writes these odd colours into the SVG; they are then exchanged for CSS variables, so that one
-# drawing suits a light and a dark page.
-_INK, _FAINT, _FIRST, _SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
-_VARIABLES = {_INK: "var(--muted)", _FAINT: "var(--line)", _FIRST: "var(--first)", _SECOND: "var(--second)"}
-
 
 @dataclass(frozen=True)
 class Report:
@@ -61,14 +52,7 @@ def render(report: Report) -> str:
         >>> "<html" in render(Report("cnn on digits", "", 0.99, rows=[{"loss": 0.1}]))
         True
     """
-    environment = Environment(
-        loader=PackageLoader("tfgpu.recipes", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    template = environment.get_template("report.html.j2")
+    template = drawing.environment().get_template("report.html.j2")
     return template.render(
         report=report,
         charts=_charts(report.rows),
@@ -118,18 +102,16 @@ def _chart(
     series = {name: points for name, points in series.items() if points[0]}
     if not series:
         return None
-    figure = Figure(figsize=(4.2, 2.5), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
-    for (epochs, values), color in zip(series.values(), (_FIRST, _SECOND), strict=False):
+    figure, axes = drawing.figure()
+    for (epochs, values), color in zip(series.values(), (drawing.FIRST, drawing.SECOND), strict=False):
         axes.plot(epochs, values, color=color, linewidth=1.8, marker="o", markersize=3 if len(epochs) < 3 else 0)
     watched = series.get(names[-1]) if best and len(names) > 1 else None
     if watched and best in watched[0]:
         value = watched[1][watched[0].index(best)]
-        axes.plot([best], [value], "o", color=_SECOND, markersize=5.5, zorder=5)
+        axes.plot([best], [value], "o", color=drawing.SECOND, markersize=5.5, zorder=5)
     if from_zero:
         axes.set_ylim(bottom=0)
-    _style(axes, ticks)
+    drawing.style(axes, ticks)
     labels = {
         "accuracy": "training",
         "loss": "training",
@@ -138,36 +120,10 @@ def _chart(
     }
     return {
         "title": title,
-        "svg": _svg(figure, salt=title),
+        "svg": drawing.svg(figure, salt=title),
         "legend": [labels[name] for name in series if name in labels],
         "best": best if watched else None,
     }
-
-
-def _style(axes: Any, ticks: Any) -> None:
-    axes.patch.set_alpha(0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_FAINT)
-    axes.grid(axis="y", color=_FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, length=0, labelsize=9)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-    axes.set_xlabel("epoch", color=_INK, fontsize=9)
-    if ticks:
-        axes.yaxis.set_major_formatter(ticks)
-
-
-def _svg(figure: Figure, *, salt: str) -> Markup:
-    text = StringIO()
-    # Text stays text (small, in the page's font); the salt keeps ids apart and the same in every run.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    drawing = text.getvalue()
-    drawing = drawing[drawing.index("<svg") :]
-    for color, variable in _VARIABLES.items():
-        drawing = drawing.replace(color, variable)
-    return Markup(drawing)
 
 
 def _confusion(counts: Sequence[Sequence[int]] | None, names: Sequence[str]) -> list[dict[str, Any]] | None:

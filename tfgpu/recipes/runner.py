@@ -85,6 +85,7 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
     show: bool = False,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
 ) -> Result:
     """Trains, tests and writes the run directory.
 
@@ -98,6 +99,7 @@ def run(
             read differ.
         overwrite: replace the run in `output`.
         show: print a headline and the progress of the training.
+        callbacks: more of them, called last but for the checkpoint's; what they change is not in `config.yaml`.
 
     Returns:
         The result on the test part.
@@ -128,7 +130,7 @@ def run(
             path, made = held.enter_context(claim)
         # A worker that is not the chief reads the chief's checkpoints and writes nothing.
         shared = path or (Path(output) if output else None)
-        rows = _train(job, path, shared, about, made=made, resume=resume, console=console)
+        rows = _train(job, path, shared, about, made=made, resume=resume, console=console, more=callbacks)
         try:
             with terminable():
                 return _finish(job, path, about, rows)
@@ -208,7 +210,7 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
             what.model,
             input_shape=data.info.input_shape,
             classes=data.info.classes,
-            options={**what.model_options, **({"recompute": True} if what.recompute else {})},
+            options=what.builder_options,
         )
         _check_outputs(model, what, data)
         compiling.compile_model(model, what, learning_rate=schedule.learning_rate, labels=data.info.labels)
@@ -273,6 +275,7 @@ def _train(
     made: list[Path],
     resume: bool,
     console: Console | None,
+    more: Sequence[keras.callbacks.Callback] = (),
 ) -> list[dict[str, float]]:
     """Runs the epochs that are left and returns the rows of them all."""
     watch = Watch(job.data, begun=lambda: directory.settle(path) if path else None)
@@ -291,7 +294,7 @@ def _train(
             watch.epoch = first
             events = EventsFile(path / directory.LOGS if path else None, writer=writer)
             callbacks = [*_replaying(job, done), *job.ending_callbacks, Memory(), metrics, watch, events]
-            callbacks += [*([progress] if progress else []), checkpoint]
+            callbacks += [*([progress] if progress else []), *more, checkpoint]
             # With no epoch left too: the last checkpoint is from before the end of `fit`, which puts averages in place.
             _fit(job, first, callbacks)
             return metrics.rows

@@ -1,0 +1,70 @@
+"""Drawings for pages that need no other file: SVG whose colours are the page's own, light or dark."""
+
+from io import StringIO
+from typing import Any
+
+import matplotlib
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# Matplotlib writes these odd colours into the SVG; they are then exchanged for CSS variables, so that one
+# drawing suits a light and a dark page.
+INK, FAINT, FIRST, SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
+_VARIABLES = {INK: "var(--muted)", FAINT: "var(--line)", FIRST: "var(--first)", SECOND: "var(--second)"}
+
+
+def environment(*packages: str) -> Environment:
+    """Where the pages' templates are found; every text in them is escaped.
+
+    Args:
+        packages: that hold templates, besides this one.
+    """
+    return Environment(
+        loader=ChoiceLoader([PackageLoader(package, ".") for package in (*packages, "tfgpu.recipes")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def figure(width: float = 4.2, height: float = 2.5) -> tuple[Figure, Any]:
+    """A figure of so many inches, without a background, and its axes."""
+    made = Figure(figsize=(width, height), layout="constrained")
+    made.patch.set_alpha(0)
+    return made, made.add_subplot()
+
+
+def style(axes: Any, ticks: Any = None, *, label: str = "epoch") -> None:
+    """Gives axes the look of all pages; the horizontal one counts."""
+    axes.patch.set_alpha(0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, length=0, labelsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+    axes.set_xlabel(label, color=INK, fontsize=9)
+    if ticks:
+        axes.yaxis.set_major_formatter(ticks)
+
+
+def svg(figure: Figure, *, salt: str) -> Markup:
+    """The figure as SVG for a page.
+
+    Args:
+        figure: the drawing.
+        salt: keeps the ids of a page's drawings apart; another one for each.
+    """
+    text = StringIO()
+    # Text stays text (small, in the page's font); the salt keeps ids apart and the same in every run.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    drawing = text.getvalue()
+    drawing = drawing[drawing.index("<svg") :]
+    for color, variable in _VARIABLES.items():
+        drawing = drawing.replace(color, variable)
+    return Markup(drawing)
