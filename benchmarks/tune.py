@@ -2,8 +2,8 @@
 
 python -m benchmarks.tune --seeds 3 --trials 20
 
-The recipe is what `model.compile("sgd")` and `model.fit` do by themselves: SGD at 0.01 without momentum, batches of 32, a
-constant rate; an MLP on the digits, 5 epochs. Each seed has a split, weights and draws of its own. Written is
+The recipe is what `model.compile("sgd")` and `model.fit` do by themselves: SGD at 0.01 without momentum, batches of
+32, a constant rate; an MLP on the digits, 5 epochs. Each seed has a split, weights and draws of its own. Written is
 docs/tuning.json.
 """
 
@@ -34,7 +34,7 @@ def run(seed: int, sampler: str, trials: int, parallel: int) -> dict:
     """One study.
 
     Returns:
-        Errors of the recipe's own settings and of the best, on validation and test; the best so far; the best's settings.
+        Errors of the recipe's own settings and of the best, on validation and test; the best so far; its settings.
     """
     from tfgpu import tune
     from tfgpu.recipes import recipe

@@ -15,7 +15,6 @@ from tfgpu.training import schedules
 from tfgpu.training.optimizers import OPTIMIZERS
 from tfgpu.training.perplexity import Perplexity
 
-
 # Names for an optimizer of Keras with options of its own: what users call momentum is SGD with it.
 NAMED = MappingProxyType({"momentum": ("sgd", MappingProxyType({"momentum": 0.9}))})
 

@@ -198,7 +198,7 @@ def places(parallel: int, *, use_ray: bool) -> Local | OnRay:
     """Where a study's trials run.
 
     Args:
-        parallel: trials at a time. Above 1, each gets a GPU of its own, or without GPUs its share of the processor's cores.
+        parallel: trials at a time. Above 1, each gets a GPU of its own, or without GPUs its share of the cores.
         use_ray: on a Ray cluster instead of this machine.
 
     Raises:

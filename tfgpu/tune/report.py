@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from markupsafe import Markup
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from tfgpu.recipes import drawing
 from tfgpu.tune.plan import Plan
 from tfgpu.tune.results import StudyResult, TrialResult
-from tfgpu.tune.space import Choice, Domain
+from tfgpu.tune.space import Choice, Domain, Range
 
 NAMES = {"val_error": "validation error", "val_loss": "validation loss"}
 
@@ -112,13 +112,9 @@ def _cards(result: StudyResult) -> list[tuple[str, str, str]]:
 
 
 def _time(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _scaled(result: StudyResult) -> tuple[float, Any]:
@@ -131,7 +127,8 @@ def _values(axes: Any, values: Sequence[float], ticks: Any) -> None:
     """Logarithmic where the values lie far apart: an error of 90 % hides that of 2 and 3."""
     if min(values) > 0 and max(values) > 8 * min(values):
         axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
         plain = ticks or FuncFormatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_major_formatter(plain)
 
@@ -187,8 +184,8 @@ def _importances(result: StudyResult) -> Markup | None:
 def _slice(result: StudyResult, name: str, domain: Domain) -> Markup:
     """Each complete trial by one of its settings; a later one is darker."""
     scale, ticks = _scaled(result)
-    figure, axes = drawing.figure()
-    drawing.style(axes, ticks, label=name)
+    figure, axes = drawing.figure(3.4, 2.3)
+    drawing.style(axes, ticks, label="")
     complete = [trial for trial in result.trials if trial.value is not None and name in trial.settings]
     values = [trial.value * scale for trial in complete if trial.value is not None]
     if isinstance(domain, Choice):
@@ -199,12 +196,7 @@ def _slice(result: StudyResult, name: str, domain: Domain) -> Markup:
         axes.set_xlim(-0.5, len(labels) - 0.5)
     else:
         places = [trial.settings[name] for trial in complete]
-        if domain.scale != "linear":
-            axes.set_xscale("log", base=2 if domain.scale == "powers" else 10)
-        if domain.scale == "powers":
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        elif domain.scale == "linear" and not domain.whole:
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+        _range_axis(axes, domain)
     for place, value, trial in zip(places, values, complete, strict=True):
         is_best = trial.number == result.best.number
         age = 0.3 + 0.7 * (trial.number + 1) / len(result.trials)
@@ -212,6 +204,20 @@ def _slice(result: StudyResult, name: str, domain: Domain) -> Markup:
         axes.plot([place], [value], "o", color=color, markersize=size, alpha=1 if is_best else age, zorder=2 + is_best)
     _values(axes, values, ticks)
     return drawing.svg(figure, salt=f"slice {name}")
+
+
+def _range_axis(axes: Any, domain: Range) -> None:
+    """The whole range that was searched, with room for the points at its ends."""
+    if domain.scale == "linear":
+        room = 0.04 * (domain.high - domain.low)
+        axes.set_xlim(domain.low - room, domain.high + room)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=domain.whole))
+        return
+    axes.set_xscale("log", base=2 if domain.scale == "powers" else 10)
+    room = (domain.high / domain.low) ** 0.04
+    axes.set_xlim(domain.low / room, domain.high * room)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _row(trial: TrialResult, result: StudyResult, plan: Plan) -> dict[str, Any]:

@@ -205,8 +205,8 @@ def default_space(base: Recipe) -> dict[str, Domain]:
         base: the recipe.
 
     Returns:
-        Learning rate 1e-5 to 1e-1, batch 16 to 512, optimizer and schedule; initialiser, normalisation and dropout where
-        the model's builder takes them.
+        Learning rate 1e-5 to 1e-1, batch 16 to 512, optimizer and schedule; initialiser, normalisation and dropout
+        where the model's builder takes them.
 
     Raises:
         InputError: there is no such model.
@@ -290,8 +290,8 @@ def _check_name(name: str) -> None:
     panel = fields[owner].json_schema_extra["panel"]
     if owner in FIXED or panel in ("Input", "Hardware"):
         raise InputError(
-            f"A study does not search {owner!r}: it is the yardstick, chance or the machine, and no better recipe. Give "
-            "it as a setting of the recipe."
+            f"A study does not search {owner!r}: it is the yardstick, chance or the machine, and no better recipe. "
+            "Give it as a setting of the recipe."
         )
     if point and (get_origin(fields[owner].annotation) is not dict or not option.isidentifier()):
         raise InputError(f"{name!r} is no option. Write for example model_options.depth=20,32.")

@@ -1,4 +1,4 @@
-"""A study: trainings of a recipe with other settings, one after the other or several at a time, until the best is known."""
+"""A study: trainings of a recipe with other settings, one after the other or several at a time."""
 
 import os
 import re
@@ -48,12 +48,12 @@ def study(
     """Trains a recipe with other settings again and again, and keeps the best by its validation error.
 
     Every trial is a run directory of its own, trained in a process of its own. The first one has the recipe's own
-    settings, where the search holds them. One trial at a time, the same seed gives the same trials on the same hardware,
-    also when the study was killed and resumed.
+    settings, where the search holds them. One trial at a time, the same seed gives the same trials on the same
+    hardware, also when the study was killed and resumed.
 
     Args:
-        recipe: where the trials start from: a `Recipe`, a file, or the name of a ready one. None: the study's own, to be
-            resumed.
+        recipe: where the trials start from: a `Recipe`, a file, or the name of a ready one. None: the default recipe,
+            or the resumed study's own.
         folder: the study's: `journal.log`, `trials/`, `best.yaml`, `report.html`.
         trials: how many in all, those of an earlier start included.
         search: settings with their values, as `parse_search` takes them; None: `default_space`.
