@@ -8,7 +8,9 @@ from tfgpu.tune.report import best_so_far, by_value, render
 from tfgpu.tune.results import StudyResult, TrialResult, best_of
 from tfgpu.tune.space import parse_search
 
-SPACE = parse_search(["learning_rate=1e-5..1e-1:log", "global_batch=16..512:powers", "optimizer=adam,<b>", "dropout=0..1"])
+SPACE = parse_search(
+    ["learning_rate=1e-5..1e-1:log", "global_batch=16..512:powers", "optimizer=adam,<b>", "dropout=0..1"]
+)
 
 
 def trial(number, status="complete", value=None, val_loss=None, **more):
@@ -53,7 +55,15 @@ def test_the_best_so_far_never_rises():
 
 def test_the_page_has_what_was_tried_and_escapes_it():
     page = render(result(), Plan(Path("study"), Recipe(model="mlp"), SPACE))
-    for text in ("mlp on digits: 5 trials", "10.00%", "12.50%", "37.50%", "3 of 5", "1 diverged, 1 pruned", "optimistic"):
+    for text in (
+        "mlp on digits: 5 trials",
+        "10.00%",
+        "12.50%",
+        "37.50%",
+        "3 of 5",
+        "1 diverged, 1 pruned",
+        "optimistic",
+    ):
         assert text in page
     assert "The loss became &lt;nan&gt;." in page and "<nan>" not in page and "<b>" not in page
     assert page.count("<svg") == 3 + len(SPACE) and "http" not in page.replace("http://www.w3.org", "")

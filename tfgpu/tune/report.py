@@ -86,9 +86,8 @@ def best_so_far(trials: Sequence[TrialResult]) -> list[tuple[int, float]]:
     """The least value up to each complete trial, by the trial's number.
 
     Example:
-        >>> trials = [TrialResult(0, "complete", {}, 0.3), TrialResult(1, "pruned", {}), TrialResult(2, "complete", {}, 0.4)]
-        >>> best_so_far(trials)
-        [(0, 0.3), (2, 0.3)]
+        >>> best_so_far([TrialResult(0, "complete", {}, 0.3), TrialResult(1, "complete", {}, 0.4)])
+        [(0, 0.3), (1, 0.3)]
     """
     found: list[tuple[int, float]] = []
     for trial in trials:

@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,9 @@ class _Study:
                     time.sleep(_WAIT_S)
                 self._check_alike()
         finally:
-            for one in self._running.values():
-                one.process.stop(_GRACE_S)
+            if self._running:  # All at once: each may take its time to save.
+                with ThreadPoolExecutor(len(self._running)) as pool:
+                    list(pool.map(lambda one: one.process.stop(_GRACE_S), self._running.values()))
         return self._finish()
 
     def _fill(self, waiting: list[Any], trials: int) -> None:
