@@ -18,6 +18,7 @@ from tfgpu.errors import InputError, MachineError
 from tfgpu.recipes import recipe as recipes
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(900)
 SMALL = {"model": "mlp", "model_options": {"widths": [16]}, "epochs": 2, "global_batch": 256, "schedule": "constant"}
 SEARCH = {"learning_rate": "1e-4..1e-1:log", "optimizer": ["adam", "momentum"]}
 
