@@ -43,6 +43,8 @@ def environ():
         ({"sampler": "tpa"}, "Did you mean 'tpe'?"),
         ({"pruner": "medain"}, "Did you mean 'median'?"),
         ({"search": ["learning_rte=1..2"]}, "Did you mean 'learning_rate'?"),
+        ({"search": ["optimizer=adma,sgd"]}, "Unknown optimizer 'adma'"),
+        ({"recipe": recipes.make({"model": "ResNet50"}), "search": ["dropout=0..0.5"]}, "has no dropout to search"),
         ({"resume": True}, "holds no study to resume"),
         ({"recipe": "digist"}, "Did you mean 'digits'?"),
     ],

@@ -275,6 +275,7 @@ def _recipe(given: Recipe | str | Path | None) -> Recipe | None:
 def _check(plan: Plan, parallel: int) -> None:
     recipes.check(plan.recipe)
     space.check(plan.space, plan.recipe)
+    _check_names(plan)
     if "TF_CONFIG" in os.environ:
         raise InputError("A study starts its own processes. Received: TF_CONFIG, of a cluster. Unset it.")
     if parallel > 1 and plan.recipe.devices not in (None, 1):
@@ -282,6 +283,20 @@ def _check(plan: Plan, parallel: int) -> None:
             f"With parallel={parallel} each trial has one device. Received: devices={plan.recipe.devices!r} in the "
             "recipe. Leave it out, or use parallel=1."
         )
+
+
+def _check_names(plan: Plan) -> None:
+    """Finds what would fail in some trials alone: an optimizer that there is not, a setting that the model lacks."""
+    from tfgpu import models
+    from tfgpu.recipes import compiling
+
+    names = getattr(plan.space.get("optimizer"), "values", (plan.recipe.optimizer,))
+    for name in names:
+        compiling.check_optimizer(space.with_settings(plan.recipe, {"optimizer": name}))
+    taken = models.defaults_of(plan.recipe.model)
+    for name in recipes.STYLE:
+        if name in plan.space and taken and name not in taken and ":" not in plan.recipe.model:
+            raise InputError(f"The model {plan.recipe.model!r} has no {name} to search. Leave it out of the search.")
 
 
 def _check_numbers(*, trials: int, parallel: int, timeout_s: float | None) -> None:
