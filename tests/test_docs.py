@@ -23,7 +23,7 @@ START = "import tfgpu\ntfgpu.environment.set_logical_devices(2)\n"
 SLOW = {
     *("averaging.md", "data-stages.md", "does-not-fit.md", "export.md", "from-accelerate.md", "from-deepspeed.md"),
     *("from-pytorch.md", "from-tf-distribute.md", "horovod.md", "incremental.md", "memory.md", "parallel.md"),
-    *("planner.md", "profiling.md", "recipes.md", "speed.md", "training-loops.md"),
+    *("planner.md", "profiling.md", "recipes.md", "speed.md", "training-loops.md", "tuning.md"),
 }
 SHOWN = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
 

@@ -32,6 +32,7 @@ ALLOWED["run"] = {"cluster", "keras_fixes", "launch", "preflight"}
 ALLOWED["serving"] = {"models"}
 ALLOWED["recipes"] = {*ALLOWED}
 ALLOWED["measure"] = {*ALLOWED}
+ALLOWED["tune"] = {*ALLOWED}
 ALLOWED["doctor"] = {*ALLOWED}
 FREE = {"__init__", "__main__", "cli"}
 QUICK = (
@@ -62,6 +63,8 @@ QUICK = (
     "tfgpu.doctor.selftest",
     "tfgpu.recipes.agreement",
     "tfgpu.recipes.ready",
+    "tfgpu.tune",
+    "tfgpu.tune.space",
 )
 
 FILES = sorted(PACKAGE.rglob("*.py"))

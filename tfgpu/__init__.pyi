@@ -18,6 +18,7 @@ from tfgpu import recipes as recipes
 from tfgpu import serving as serving
 from tfgpu import strategies as strategies
 from tfgpu import training as training
+from tfgpu import tune as tune
 from tfgpu.cluster import Cluster as Cluster
 from tfgpu.errors import InputError as InputError
 from tfgpu.errors import MachineError as MachineError

@@ -65,6 +65,8 @@ def test_a_recipe_cannot_be_changed():
             "must not hold 'global_clipnorm'. Use `clip_norm` instead.",
         ),
         ({"model_options": "deep"}, "`model_options` should be a valid dictionary."),
+        ({"dropout": 0.2, "model_options": {"dropout": 0.1}}, "`dropout` and 'dropout' in `model_options` say"),
+        ({"dropout": 1}, "`dropout` should be less than 1. Received: 1."),
         ({"seed": 2**32}, "`seed` should be less than 4294967296."),
         ({"data": ""}, "`data` should have at least 1 character."),
         (

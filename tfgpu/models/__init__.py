@@ -32,7 +32,8 @@ from tfgpu.models.textcnn import textcnn
 from tfgpu.models.transformer import transformer
 from tfgpu.models.vit import vit
 
-__all__ = ["BUILDERS", "Recompute", "applications", "build", "cnn", "mlp", "resnet", "textcnn", "transformer", "vit"]
+__all__ = ["BUILDERS", "Recompute", "applications", "build", "cnn", "defaults_of", "mlp"]
+__all__ += ["resnet", "textcnn", "transformer", "vit"]
 
 BUILDERS = MappingProxyType({f.__name__: f for f in (cnn, mlp, resnet, textcnn, transformer, vit)})
 
@@ -96,6 +97,40 @@ def build(
         spelled = by_lower[name.lower()]
         return _build_application(spelled, known[spelled], input_shape, classes, options)
     raise errors.unknown("model", name, [*BUILDERS, *by_lower, "module:function"])
+
+
+def defaults_of(name: str) -> dict[str, object]:
+    """The options that a model's builder takes, with their defaults, without building it.
+
+    Args:
+        name: as for `build`.
+
+    Returns:
+        Default by option; `inspect.Parameter.empty` for one that must be given. Empty for a function of your own that
+        takes any (`**options`).
+
+    Raises:
+        InputError: there is no such model.
+
+    Example:
+        >>> defaults_of("mlp")["initializer"]
+        'he_normal'
+    """
+    by_lower = {spelled.lower(): function for spelled, function in applications().items()}
+    if ":" in name:
+        with _current_directory_importable():
+            function = _find_function(name)
+        taken = [p for p in _keywords(function, positional=True) if p not in ("input_shape", "classes")]
+    elif name.lower() in BUILDERS:
+        function = BUILDERS[name.lower()]
+        taken = _keywords(function)
+    elif name.lower() in by_lower:
+        function = by_lower[name.lower()]
+        taken = [p for p in inspect.signature(function).parameters if p not in _FIXED | _WITHOUT_TOP]
+    else:
+        raise errors.unknown("model", name, [*BUILDERS, *by_lower, "module:function"])
+    parameters = inspect.signature(function).parameters
+    return {option: parameters[option].default for option in taken}
 
 
 def _build_application(name, function, input_shape, classes, options) -> keras.Model:

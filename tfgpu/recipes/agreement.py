@@ -105,6 +105,9 @@ def check(what: Any) -> None:
     Raises:
         ValueError: one that names the settings and what to do.
     """
+    for name in ("initializer", "normalization", "dropout"):
+        if getattr(what, name) is not None and name in what.model_options:
+            raise ValueError(f"`{name}` and {name!r} in `model_options` say the same thing. Keep one of them")
     stopping, average = early_stopping(what), weight_average(what)
     if isinstance(average, MovingAverage) and (given := {"use_ema", "ema_momentum"} & what.optimizer_options.keys()):
         raise ValueError(

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from tfgpu.errors import InputError
 from tfgpu.recipes import directory
 from tfgpu.recipes.reading import read, read_facts
@@ -162,9 +164,8 @@ def render(comparison: Comparison) -> str:
 
     results = dict.fromkeys(name for run in comparison.runs for name in run.results)
     best = {name: _best(name, comparison.runs) for name in results}
-    return drawing.page(
-        "compare.html.j2",
-        mark=drawing.Markup(_MARK),
+    return drawing.environment().get_template("compare.html.j2").render(
+        mark=Markup(_MARK),
         runs=[
             {
                 "name": run.name,
@@ -220,13 +221,9 @@ def _metrics(runs: Sequence[Run]) -> list[str]:
 
 
 def _chart(name: str, runs: Sequence[Run]) -> dict[str, Any] | None:
-    from matplotlib.figure import Figure
-
     from tfgpu.recipes import drawing
 
-    figure = Figure(figsize=(4.2, 2.5), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
+    figure, axes = drawing.figure()
     stand_ins = {}
     for at, run in enumerate(runs):
         points = [(n, row[name]) for n, row in enumerate(run.rows, start=1) if math.isfinite(row.get(name, math.nan))]
@@ -244,7 +241,7 @@ def _chart(name: str, runs: Sequence[Run]) -> dict[str, Any] | None:
     drawing.style(axes)
     drawn = drawing.svg(figure, salt=name)
     for stand_in, colour in stand_ins.items():
-        drawn = drawing.Markup(drawn.replace(stand_in, colour))
+        drawn = Markup(drawn.replace(stand_in, colour))
     return {"title": _title(name), "svg": drawn}
 
 

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -14,6 +15,9 @@ from tfgpu.training import schedules
 from tfgpu.training.optimizers import OPTIMIZERS
 from tfgpu.training.perplexity import Perplexity
 
+# Names for an optimizer of Keras with options of its own: what users call momentum is SGD with it.
+NAMED = MappingProxyType({"momentum": ("sgd", MappingProxyType({"momentum": 0.9}))})
+
 
 def optimizers() -> dict[str, type[keras.optimizers.Optimizer]]:
     """Lists the installed Keras's and tfgpu's optimizers by lower-case name; wrappers have no rate of their own."""
@@ -23,7 +27,7 @@ def optimizers() -> dict[str, type[keras.optimizers.Optimizer]]:
         for name, kind in found
         if issubclass(kind, keras.optimizers.Optimizer) and "learning_rate" in inspect.signature(kind).parameters
     }
-    return kinds | dict(OPTIMIZERS)
+    return kinds | dict(OPTIMIZERS) | {name: kinds[kind] for name, (kind, _) in NAMED.items()}
 
 
 def check_optimizer(recipe: Recipe) -> type[keras.optimizers.Optimizer]:
@@ -94,7 +98,8 @@ def optimizer(recipe: Recipe, *, learning_rate: schedules.Rate) -> keras.optimiz
         InputError: Keras refuses a value of its options.
     """
     kind = check_optimizer(recipe)
-    settings = dict(recipe.optimizer_options)
+    _, preset = NAMED.get(recipe.optimizer.lower(), ("", {}))
+    settings = {**preset, **recipe.optimizer_options}
     if recipe.weight_decay is not None:
         settings["weight_decay"] = recipe.weight_decay
     if recipe.clip_norm is not None:

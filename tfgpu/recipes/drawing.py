@@ -1,10 +1,10 @@
-"""Drawings and templates of the pages that runs leave: SVG inside the HTML, in colours that suit light and dark."""
+"""Drawings for pages that need no other file: SVG whose colours are the page's own, light or dark."""
 
 from io import StringIO
 from typing import Any
 
 import matplotlib
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -15,25 +15,30 @@ INK, FAINT, FIRST, SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
 _VARIABLES = {INK: "var(--muted)", FAINT: "var(--line)", FIRST: "var(--first)", SECOND: "var(--second)"}
 
 
-def page(template: str, **values: Any) -> str:
-    """Makes a page from a template in this folder; every text in it is escaped."""
-    environment = Environment(
-        loader=PackageLoader("tfgpu.recipes", "."),
+def environment(*packages: str) -> Environment:
+    """Where the pages' templates are found; every text in them is escaped.
+
+    Args:
+        packages: that hold templates, besides this one.
+    """
+    return Environment(
+        loader=ChoiceLoader([PackageLoader(package, ".") for package in (*packages, "tfgpu.recipes")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(**values)
 
 
-def style(axes: Any, ticks: Any = None) -> None:
-    """Gives axes over epochs the page's look.
+def figure(width: float = 4.2, height: float = 2.5) -> tuple[Figure, Any]:
+    """A figure of so many inches, without a background, and its axes."""
+    made = Figure(figsize=(width, height), layout="constrained")
+    made.patch.set_alpha(0)
+    return made, made.add_subplot()
 
-    Args:
-        axes: matplotlib's.
-        ticks: a formatter of the values; None leaves matplotlib's.
-    """
+
+def style(axes: Any, ticks: Any = None, *, label: str = "epoch") -> None:
+    """Gives axes the look of all pages; the horizontal one counts."""
     axes.patch.set_alpha(0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
@@ -42,19 +47,20 @@ def style(axes: Any, ticks: Any = None) -> None:
     axes.tick_params(colors=INK, length=0, labelsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-    axes.set_xlabel("epoch", color=INK, fontsize=9)
+    axes.set_xlabel(label, color=INK, fontsize=9)
     if ticks:
         axes.yaxis.set_major_formatter(ticks)
 
 
 def svg(figure: Figure, *, salt: str) -> Markup:
-    """A drawing as SVG to be put into a page.
+    """The figure as SVG for a page.
 
     Args:
-        figure: what is drawn; text in it stays text.
-        salt: what keeps its ids apart from those of other drawings, and the same each time.
+        figure: the drawing.
+        salt: keeps the ids of a page's drawings apart; another one for each.
     """
     text = StringIO()
+    # Text stays text (small, in the page's font); the salt keeps ids apart and the same in every run.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     drawing = text.getvalue()

@@ -30,6 +30,7 @@ __all__ = ["FACTS", "INPUT", "SETTINGS_OF_THEIR_OWN", "Recipe", "check", "choice
 __all__ += ["parse_value", "read", "read_facts"]
 
 INPUT = ("cache", "cache_directory", "memory_bytes", "parallel_calls", "prefetch")  # How fast, and never what, is read.
+STYLE = ("initializer", "normalization", "dropout")  # Arguments of a builder that a recipe has a word for.
 SETTINGS_OF_THEIR_OWN = {  # Optimizer arguments that a recipe has a word of its own for.
     "learning_rate": "learning_rate",
     "weight_decay": "weight_decay",
@@ -162,8 +163,21 @@ class Recipe(BaseModel):
         min_length=1,
     )
     model_options: Options = _field(
-        {}, "Model", "An argument of the model's builder, such as `dropout=0.3`.", flag="--model-option"
+        {}, "Model", "An argument of the model's builder, such as `widths=[64]`.", flag="--model-option"
     )
+    initializer: str | None = _field(
+        None,
+        "Model",
+        "The model's initialiser, such as `he_normal`; the model's own when not given.",
+        min_length=1,
+    )
+    normalization: str | None = _field(
+        None,
+        "Model",
+        "The model's normalisation: batch, sync_batch, layer, group or none; its own when not given.",
+        min_length=1,
+    )
+    dropout: float | None = _field(None, "Model", "The model's dropout rate; its own when not given.", ge=0, lt=1)
 
     strategy: Literal["auto", "one_device", "mirrored", "multi_worker", "parameter_server"] = _field(
         "auto", "Hardware", "How to spread the work; `auto` reads the devices and TF_CONFIG."
@@ -232,7 +246,8 @@ class Recipe(BaseModel):
     )
 
     optimizer: str = _field(
-        "adam", "Optimizer", "A Keras optimizer (adam, adamw, sgd, lamb, lion, ...) or lars.", min_length=1
+        "adam", "Optimizer", "A Keras optimizer (adam, adamw, sgd, lamb, lion, ...), `momentum` (sgd with "
+        "`momentum=0.9`) or lars.", min_length=1
     )
     optimizer_options: Options = _field(
         {}, "Optimizer", "An argument of the optimizer, such as `beta_1=0.95`.", flag="--optimizer-option"
@@ -295,6 +310,17 @@ class Recipe(BaseModel):
             raise ValueError(f"`optimizer_options` must not hold {name!r}. Use `{SETTINGS_OF_THEIR_OWN[name]}` instead")
         agreement.check(self)
         return self
+
+    @property
+    def builder_options(self) -> Options:
+        """All that the model's builder is given besides the data's shape and classes.
+
+        Example:
+            >>> Recipe(model="mlp", model_options={"widths": [64]}, dropout=0.3).builder_options
+            {'widths': [64], 'dropout': 0.3}
+        """
+        own = {name: value for name in STYLE if (value := getattr(self, name)) is not None}
+        return {**self.model_options, **own, **({"recompute": True} if self.recompute else {})}
 
 
 def load(path: str | Path | None = None, *, overrides: Mapping[str, Any] | None = None) -> Recipe:

@@ -4,13 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from tfgpu.recipes import drawing
 
 MOST_CLASSES = 20  # A larger confusion matrix says little on a screen.
-
 
 @dataclass(frozen=True)
 class Report:
@@ -63,8 +61,8 @@ def render(report: Report) -> str:
         >>> "<html" in render(Report("cnn on digits", "", 0.99, rows=[{"loss": 0.1}]))
         True
     """
-    return drawing.page(
-        "report.html.j2",
+    template = drawing.environment().get_template("report.html.j2")
+    return template.render(
         report=report,
         charts=_charts(report.rows),
         confusion=_confusion(report.confusion, report.class_names),
@@ -113,9 +111,7 @@ def _chart(
     series = {name: points for name, points in series.items() if points[0]}
     if not series:
         return None
-    figure = Figure(figsize=(4.2, 2.5), layout="constrained")
-    figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
+    figure, axes = drawing.figure()
     for (epochs, values), color in zip(series.values(), (drawing.FIRST, drawing.SECOND), strict=False):
         axes.plot(epochs, values, color=color, linewidth=1.8, marker="o", markersize=3 if len(epochs) < 3 else 0)
     watched = series.get(names[-1]) if best and len(names) > 1 else None

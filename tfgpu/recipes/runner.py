@@ -88,6 +88,7 @@ def run(
     show: bool = False,
     track: str | None = None,
     project: str = "tfgpu",
+    callbacks: Sequence[keras.callbacks.Callback] = (),
 ) -> Result:
     """Trains, tests and writes the run directory.
 
@@ -103,6 +104,7 @@ def run(
         show: print a headline and the progress of the training.
         track: `"mlflow"` or `"wandb"`: send settings, metrics and the report there too (see `callbacks.Track`).
         project: its name there.
+        callbacks: more of them, called last but for the checkpoint's; what they change is not in `config.yaml`.
 
     Returns:
         The result on the test part.
@@ -138,7 +140,8 @@ def run(
             held.enter_context(tracker)
         # A worker that is not the chief reads the chief's checkpoints and writes nothing.
         shared = path or (Path(output) if output else None)
-        rows = _train(job, path, shared, about, made=made, resume=resume, console=console, tracker=tracker)
+        more = [*([tracker] if tracker else []), *callbacks]
+        rows = _train(job, path, shared, about, made=made, resume=resume, console=console, more=more)
         try:
             with terminable():
                 result = _finish(job, path, about, rows)
@@ -222,7 +225,7 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
             what.model,
             input_shape=data.info.input_shape,
             classes=data.info.classes,
-            options={**what.model_options, **({"recompute": True} if what.recompute else {})},
+            options=what.builder_options,
         )
         _check_outputs(model, what, data)
         compiling.compile_model(model, what, learning_rate=schedule.learning_rate, labels=data.info.labels)
@@ -287,7 +290,7 @@ def _train(
     made: list[Path],
     resume: bool,
     console: Console | None,
-    tracker: tracking.Track | None,
+    more: Sequence[keras.callbacks.Callback],
 ) -> list[dict[str, float]]:
     """Runs the epochs that are left and returns the rows of them all."""
     watch = Watch(job.data, begun=lambda: directory.settle(path) if path else None)
@@ -306,7 +309,7 @@ def _train(
             watch.epoch = first
             events = EventsFile(path / directory.LOGS if path else None, writer=writer)
             callbacks = [*_replaying(job, done), *job.ending_callbacks, Memory(), metrics, watch, events]
-            callbacks += [*([progress] if progress else []), *([tracker] if tracker else []), checkpoint]
+            callbacks += [*([progress] if progress else []), *more, checkpoint]
             # With no epoch left too: the last checkpoint is from before the end of `fit`, which puts averages in place.
             _fit(job, first, callbacks)
             return metrics.rows

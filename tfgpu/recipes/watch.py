@@ -21,6 +21,10 @@ class TrainingError(RuntimeError):
     """Training began and could not go on; the message says where, and what may help."""
 
 
+class Diverged(TrainingError):
+    """The loss is no number any more."""
+
+
 class Watch(keras.callbacks.Callback):
     """Knows where the training is, gives each epoch its order of data, stops at a loss that is no number."""
 
@@ -41,7 +45,7 @@ class Watch(keras.callbacks.Callback):
         self.steps += 1
         loss = (logs or {}).get("loss", 0.0)
         if not math.isfinite(loss):
-            raise TrainingError(
+            raise Diverged(
                 f"The loss became {loss} in epoch {self.epoch + 1}, step {batch + 1}. "
                 "Lower --learning-rate, add --clip-norm 1, or use --precision float32."
             )

@@ -1,0 +1,76 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tfgpu.errors import InputError
+from tfgpu.recipes.recipe import Recipe
+from tfgpu.tune import process
+from tfgpu.tune.trial import last_of, value_of
+
+
+def test_the_end_of_a_process_that_says_nothing(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("one\nModuleNotFoundError: No module named 'nets'\n\n")
+    assert process.describe(1, str(log)).endswith("code 1: ModuleNotFoundError: No module named 'nets'")
+    assert "SIGSEGV" in process.describe(-11, str(log))
+
+
+def test_gpus_are_shared_out_and_cores_where_there_are_none(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+    assert process.visible_gpus() == ("2", "5", "7")
+    assert process.places(1, use_ray=False).slots == 1
+    where = process.places(2, use_ray=False)
+    assert where.slots == 2 and where._devices == ("2", "5") and where._threads is None
+    with pytest.raises(InputError, match="Received: parallel=4, GPUs=3. Use 3."):
+        process.places(4, use_ray=False)
+    for none in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        where = process.places(64, use_ray=False)
+        assert where.slots == 64 and set(where._devices) == {""} and where._threads == 1
+
+
+def test_the_epoch_that_counts_is_the_one_whose_weights_the_run_ends_with():
+    rows = [{"val_loss": loss, "val_accuracy": 0.5 + loss / 10} for loss in (0.9, 0.4, 0.6)]
+    assert last_of(rows, Recipe(), "val_error") is rows[2]
+    assert last_of(rows, Recipe(early_stopping=2), "val_error") is rows[1]
+    by_accuracy = Recipe(early_stopping=2, early_stopping_options={"monitor": "val_accuracy"})
+    assert last_of(rows, by_accuracy, "val_error") is rows[0]
+    kept = Recipe(early_stopping=2, early_stopping_options={"restore_best": False})
+    assert last_of(rows, kept, "val_error") is rows[2]
+    assert value_of(rows[0], "val_loss") == 0.9 and value_of(rows[0], "val_error") == pytest.approx(0.41)
+    with pytest.raises(InputError, match="reports no 'val_f1'"):
+        value_of(rows[0], "val_f1")
+
+
+def test_a_trial_whose_study_is_killed_ends_too(tmp_path):
+    """The child waits for its task; its holder is killed."""
+    script = (
+        "import subprocess, sys, time, multiprocessing\n"
+        "mine, inner = multiprocessing.Pipe()\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'tfgpu.tune.trial', str(inner.fileno())],"
+        " pass_fds=[inner.fileno()], start_new_session=True)\n"
+        "inner.close()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        pid = int(holder.stdout.readline())
+    finally:
+        holder.kill()
+        holder.wait(10)
+        holder.stdout.close()
+    until = time.monotonic() + 20
+    while time.monotonic() < until and _runs(pid):
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,77 @@
+from pathlib import Path
+
+import pytest
+
+from tfgpu.recipes.recipe import Recipe
+from tfgpu.tune.plan import Plan
+from tfgpu.tune.report import best_so_far, by_value, render
+from tfgpu.tune.results import StudyResult, TrialResult, best_of
+from tfgpu.tune.space import parse_search
+
+SPACE = parse_search(
+    ["learning_rate=1e-5..1e-1:log", "global_batch=16..512:powers", "optimizer=adam,<b>", "dropout=0..1"]
+)
+
+
+def trial(number, status="complete", value=None, val_loss=None, **more):
+    settings = {"learning_rate": 10.0 ** -(number % 4 + 1), "global_batch": 32, "optimizer": "adam", "dropout": 0.25}
+    return TrialResult(number, status, settings, value, val_loss, **more)
+
+
+TRIALS = (
+    trial(0, value=0.3, val_loss=1.0, epochs={1: 0.5, 2: 0.3}),
+    trial(1, "diverged", reason="The loss became <nan>."),
+    trial(2, value=0.1, val_loss=0.6, epochs={1: 0.2, 2: 0.1}),
+    trial(3, "pruned", epochs={1: 0.6}, reason="worse than the others after epoch 1"),
+    trial(4, value=0.1, val_loss=0.5, epochs={1: 0.4, 2: 0.1}),
+)
+
+
+def result(trials=TRIALS, **changes):
+    facts = {
+        "folder": Path("study"),
+        "monitor": "val_error",
+        "trials": trials,
+        "best": best_of(trials),
+        "own": trials[0],
+        "recipe_file": Path("study/best.yaml"),
+        "test_accuracy": 0.875,
+        "own_test_accuracy": 0.625,
+        "importances": {"learning_rate": 0.75, "dropout": 0.25},
+    }
+    return StudyResult(**{**facts, **changes})
+
+
+def test_among_equals_the_best_has_the_least_loss():
+    assert best_of(TRIALS).number == 4
+    assert best_of(TRIALS[:3]).number == 2
+    assert best_of(TRIALS[1:2]) is None
+    assert [one.number for one in by_value(TRIALS)] == [4, 2, 0, 1, 3]
+
+
+def test_the_best_so_far_never_rises():
+    assert best_so_far(TRIALS) == [(0, 0.3), (2, 0.1), (4, 0.1)]
+
+
+def test_the_page_has_what_was_tried_and_escapes_it():
+    page = render(result(), Plan(Path("study"), Recipe(model="mlp"), SPACE))
+    for text in (
+        "mlp on digits: 5 trials",
+        "10.00%",
+        "12.50%",
+        "37.50%",
+        "3 of 5",
+        "1 diverged, 1 pruned",
+        "optimistic",
+    ):
+        assert text in page
+    assert "The loss became &lt;nan&gt;." in page and "<nan>" not in page and "<b>" not in page
+    assert page.count("<svg") == 3 + len(SPACE) and "http" not in page.replace("http://www.w3.org", "")
+    assert 'href="trials/0004/report.html"' in page and 'href="trials/0001' not in page
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3])
+def test_the_page_of_a_single_trial(value):
+    trials = (trial(0, value=value, val_loss=1.0, epochs={1: value}),)
+    page = render(result(trials, importances={}), Plan(Path("s"), Recipe(model="mlp"), SPACE, monitor="val_loss"))
+    assert "What mattered" not in page

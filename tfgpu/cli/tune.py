@@ -1,0 +1,156 @@
+"""`tfgpu tune`: a study over a recipe's settings."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tfgpu.cli.flags import given, with_settings
+from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
+from tfgpu.errors import InputError
+from tfgpu.recipes import reading, ready
+from tfgpu.recipes import recipe as recipes
+from tfgpu.tune import space
+
+app = typer.Typer()
+OWN = {
+    "name": (str | None, None, [], "RECIPE", "A ready recipe or a YAML file; flags win over it."),
+    "output": (Path | None, None, ["--output", "-o"], "DIR", "The study's folder."),
+    "search": (
+        list[str] | None,
+        None,
+        ["--search"],
+        "NAME=VALUES",
+        "A setting to search: learning_rate=1e-5..1e-1:log, global_batch=16..512:powers, optimizer=adam,sgd, "
+        "model_options.depth=20,32 [learning rate, batch, optimizer, schedule; initialiser, normalisation, dropout].",
+    ),
+    "space": (Path | None, None, ["--space"], "FILE", "The same from a YAML file, one NAME: VALUES a line."),
+    "trials": (int, 20, ["--trials"], "INTEGER", "How many in all, those of an earlier start included [20]."),
+    "parallel": (int, 1, ["--parallel"], "INTEGER", "Trials at a time: each on a GPU, or with its share of cores [1]."),
+    "use_ray": (bool, False, ["--ray"], None, "Run the trials on a Ray cluster, whose machines see the folder."),
+    "sampler": (str | None, None, ["--sampler"], "NAME", "How settings are drawn: tpe or random [tpe]."),
+    "pruner": (str | None, None, ["--pruner"], "NAME", "Which trials end early: median, halving or none [median]."),
+    "monitor": (str | None, None, ["--monitor"], "NAME", "What is made small: val_error, val_loss, ... [val_error]."),
+    "study_seed": (int | None, None, ["--study-seed"], "INTEGER", "Of the draws; --seed is the trainings' [0]."),
+    "trial_timeout": (float | None, None, ["--trial-timeout"], "SECONDS", "End a trial after so many seconds [never]."),
+    "resume": (bool, False, ["--resume"], None, "Go on with the study in --output."),
+    "debug": (bool, False, ["--debug"], None, "Show a traceback when the study fails (also TFGPU_DEBUG=1)."),
+}
+
+
+@app.command(
+    "tune",
+    help="Search a recipe's settings: trainings with pruning, several at a time; the best becomes a recipe.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu tune digits --trials 30 --output studies/digits\n\n"
+        "tfgpu tune --model mlp --epochs 10 --search learning_rate=1e-5..1e-1:log --search optimizer=adam,sgd "
+        "--output studies/mlp\n\n"
+        "tfgpu tune cifar10 --parallel 4 --pruner halving --output studies/cifar10\n\n"
+        "tfgpu tune --resume --output studies/digits --trials 60\n\n"
+        "tfgpu train studies/digits/best.yaml"
+    ),
+)
+@with_settings(OWN)
+def tune(
+    *,
+    name: str | None,
+    output: Path | None,
+    search: list[str] | None,
+    space: Path | None,
+    trials: int,
+    parallel: int,
+    use_ray: bool,
+    sampler: str | None,
+    pruner: str | None,
+    monitor: str | None,
+    study_seed: int | None,
+    trial_timeout: float | None,
+    resume: bool,
+    debug: bool,
+    **flags: Any,
+) -> None:
+    if output is None:
+        raise InputError("A study needs a folder. Add --output DIR.")
+    recipe = _recipe(name, given(flags), resume=resume)
+    searched = _searched(search, space)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        with Console(stderr=True).status("starting TensorFlow"):
+            start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
+            studies = imported("tfgpu.tune.study")
+        result = studies.study(
+            recipe,
+            output,
+            trials=trials,
+            search=searched,
+            parallel=parallel,
+            use_ray=use_ray,
+            sampler=sampler,
+            pruner=pruner,
+            monitor=monitor,
+            seed=study_seed,
+            timeout_s=trial_timeout,
+            resume=resume,
+            on_trial=lambda trial: console.print(_line(trial), markup=False),
+        )
+    except KeyboardInterrupt:
+        complain(f"Interrupted. Go on with: tfgpu tune --resume --output {output} --trials {trials}")
+        raise typer.Exit(130) from None
+    _show(console, result)
+
+
+def _recipe(name: str | None, flags: dict[str, Any], *, resume: bool) -> recipes.Recipe | None:
+    if resume and name is None and not flags:
+        return None
+    settings = ready.read(name) if name is not None else {}
+    recipe = recipes.make({**settings, **flags}, source=str(ready.path(name)) if name is not None else None)
+    recipes.check(recipe)
+    return recipe
+
+
+def _searched(words: list[str] | None, file: Path | None) -> dict[str, Any] | None:
+    if words and file is not None:
+        raise InputError("--search and --space say the same thing. Keep one of them.")
+    if file is not None:
+        return dict(space.parse_search(reading.read(file)))
+    return dict(space.parse_search(words)) if words else None
+
+
+def _line(trial: Any) -> str:
+    from tfgpu.tune.report import setting_text
+
+    value = f"{trial.value:.4f}" if trial.value is not None else trial.status
+    settings = " ".join(f"{name}={setting_text(setting)}" for name, setting in trial.settings.items())
+    reason = f"  ({trial.reason})" if trial.reason and trial.status != "pruned" else ""
+    return f"trial {trial.number:<3} {value:<10} {trial.time_s:5.1f} s  {settings}{reason}"
+
+
+def _show(console: Console, result: Any) -> None:
+    from tfgpu.tune.report import by_value, setting_text, text_of
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("", "trial", result.monitor, *result.best.settings):
+        table.add_column(heading, overflow="fold")
+    for trial in by_value(result.trials)[:5]:
+        if trial.value is not None:
+            mark = "best" if trial.number == result.best.number else ""
+            mark = f"{mark} own".strip() if result.own and trial.number == result.own.number else mark
+            cells = (setting_text(trial.settings[name]) for name in result.best.settings)
+            table.add_row(mark, str(trial.number), text_of(trial.value, result.monitor), *map(escape, cells))
+    console.print()
+    console.print(table)
+    console.print()
+    if result.own is not None and result.own_test_accuracy is not None:
+        console.print(
+            f"recipe's own settings: {result.monitor} {text_of(result.own.value, result.monitor)}, "
+            f"test error {1 - result.own_test_accuracy:.2%}"
+        )
+    console.print(
+        f"best of {len(result.trials)} trials:   {result.monitor} {text_of(result.best.value, result.monitor)} "
+        f"(chosen by it, so optimistic), test error {1 - result.test_accuracy:.2%}"
+    )
+    console.print(f"{result.recipe_file}  {result.folder / 'report.html'}", markup=False)

@@ -1,0 +1,6 @@
+# The public names, each with the module that holds it: type checkers read this file, and so does `__init__.py`.
+from tfgpu.tune.results import StudyResult as StudyResult
+from tfgpu.tune.results import TrialResult as TrialResult
+from tfgpu.tune.space import default_space as default_space
+from tfgpu.tune.space import parse_search as parse_search
+from tfgpu.tune.study import study as study

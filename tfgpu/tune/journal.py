@@ -1,0 +1,200 @@
+"""A study's record in Optuna's journal: a file of JSON lines that only the study's own process writes.
+
+Source: Akiba et al., 2019, https://arxiv.org/abs/1907.10902;
+    https://optuna.readthedocs.io/en/stable/reference/storages.html
+"""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tfgpu.errors import InputError
+from tfgpu.tune.space import Choice, Domain, Range, Space
+
+FILE = "journal.log"
+NAME = "tfgpu"
+SAMPLERS = ("tpe", "random")
+PRUNERS = ("median", "halving", "none")
+UNFIT = ("diverged", "out of memory", "timed out")
+"""Ends that the sampler should know for bad: Optuna looks away from failed trials, not from pruned ones."""
+
+
+def optuna() -> Any:
+    """Imports Optuna.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        import optuna as found
+    except ImportError as error:
+        raise InputError("A study needs Optuna. Run: pip install 'tfgpu[tune]'") from error
+    return found
+
+
+class Journal:
+    """The trials of a study, as they are asked for, told and read.
+
+    Whoever makes one holds the lock of the study's folder.
+
+    Args:
+        folder: the study's.
+        space: what is drawn.
+        sampler: "tpe" or "random".
+        pruner: "median", "halving" or "none".
+        epochs: of a trial, at most.
+        seed: of the draws.
+    """
+
+    def __init__(self, folder: Path, space: Space, *, sampler: str, pruner: str, epochs: int, seed: int):
+        self._optuna, self._space, self._sampler, self._seed = optuna(), space, sampler, seed
+        mend(folder / FILE)
+        journal = self._optuna.storages.journal
+        with quiet():
+            self._storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(str(folder / FILE)))
+            self._study = self._optuna.create_study(
+                storage=self._storage,
+                study_name=NAME,
+                direction="minimize",
+                pruner=self._pruner(pruner, epochs),
+                load_if_exists=True,
+            )
+
+    @property
+    def trials(self) -> list[Any]:
+        """Optuna's frozen trials, in their order, without those that wait."""
+        with quiet():
+            waiting = self._optuna.trial.TrialState.WAITING
+            return [trial for trial in self._study.get_trials(deepcopy=False) if trial.state != waiting]
+
+    def enqueue(self, settings: dict[str, Any]) -> None:
+        """Makes these settings the next trial's, unless there is a trial already."""
+        with quiet():
+            if not self._study.get_trials(deepcopy=False):
+                drawn = {name: as_drawn(self._space[name], value) for name, value in settings.items()}
+                self._study.enqueue_trial(drawn)
+
+    def unfinished(self) -> list[Any]:
+        """The trials that a process began which is gone, to be gone on with."""
+        with quiet():
+            study = self._storage.get_study_id_from_name(NAME)
+            running = [t.number for t in self.trials if t.state == self._optuna.trial.TrialState.RUNNING]
+            known = [self._storage.get_trial_id_from_study_id_trial_number(study, number) for number in running]
+            return [self._optuna.trial.Trial(self._study, trial) for trial in known]
+
+    def ask(self) -> Any:
+        """Begins a trial. Its draws depend on the seed, its number and what was told before, and on nothing else."""
+        with quiet():
+            self._reseed(len(self.trials))
+            return self._study.ask()
+
+    def settings(self, trial: Any) -> dict[str, Any]:
+        """A trial's settings: drawn, or as they were drawn."""
+        with quiet():
+            return {name: _draw(trial, name, domain) for name, domain in self._space.items()}
+
+    def report(self, trial: Any, epoch: int, value: float) -> bool:
+        """Notes an epoch; says whether the trial should end."""
+        with quiet():
+            if epoch not in self._study.get_trials(deepcopy=False)[trial.number].intermediate_values:
+                trial.report(value, epoch)
+            return bool(trial.should_prune())
+
+    def tell(self, trial: Any, ended: dict[str, Any], time_s: float) -> None:
+        """Notes how a trial ended."""
+        states, status = self._optuna.trial.TrialState, ended["end"]
+        with quiet():
+            for name in ("reason", "val_loss"):
+                if ended.get(name) is not None:
+                    trial.set_user_attr(name, ended[name])
+            trial.set_user_attr("status", status)
+            trial.set_user_attr("time_s", round(time_s, 2))
+            if status == "complete":
+                self._study.tell(trial, ended["value"])
+            else:
+                pruned = status == "pruned" or status in UNFIT
+                self._study.tell(trial, state=states.PRUNED if pruned else states.FAIL)
+
+    def importances(self) -> dict[str, float]:
+        """How much of the spread of the values each setting explains (fANOVA); empty where there are too few trials."""
+        with quiet(), contextlib.suppress(ValueError, RuntimeError, ImportError):
+            evaluator = self._optuna.importance.FanovaImportanceEvaluator(seed=self._seed)
+            return dict(self._optuna.importance.get_param_importances(self._study, evaluator=evaluator))
+        return {}
+
+    def _reseed(self, number: int) -> None:
+        """A sampler of the trial's own, so that a study which goes on draws as one that never stopped."""
+        seed = (self._seed * 1_000_003 + number) % 2**32
+        samplers = self._optuna.samplers
+        self._study.sampler = (
+            samplers.TPESampler(seed=seed) if self._sampler == "tpe" else samplers.RandomSampler(seed=seed)
+        )
+
+    def _pruner(self, name: str, epochs: int) -> Any:
+        pruners = self._optuna.pruners
+        if name == "median":
+            return pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(1, epochs // 4))
+        if name == "halving":
+            return pruners.SuccessiveHalvingPruner(min_resource=max(1, epochs // 9), reduction_factor=3)
+        return pruners.NopPruner()
+
+
+def settings_of(trial: Any, space: Space) -> dict[str, Any]:
+    """The settings of a frozen trial, in the recipe's own values."""
+    return {name: _of_drawn(space[name], trial.params[name]) for name in space if name in trial.params}
+
+
+def as_drawn(domain: Domain, value: Any) -> Any:
+    """A value as Optuna keeps it: powers of two by their exponent, lists as JSON.
+
+    Example:
+        >>> as_drawn(Range(16, 64, "powers"), 32), as_drawn(Choice(([8], [16])), [8])
+        (5, '[8]')
+    """
+    if isinstance(domain, Choice):
+        return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value)
+    return int(value).bit_length() - 1 if domain.scale == "powers" else value
+
+
+def mend(path: Path) -> None:
+    """Takes back what a killed process left of its last line, and its lock. The caller holds the study's folder."""
+    path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
+    if path.exists():
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            with open(path, "r+b") as file:
+                file.truncate(whole)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps Optuna's notes of each trial off the screen; its warnings stay."""
+    logger = logging.getLogger("optuna")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _draw(trial: Any, name: str, domain: Domain) -> Any:
+    if isinstance(domain, Choice):
+        drawn = trial.suggest_categorical(name, [as_drawn(domain, value) for value in domain.values])
+    elif domain.scale == "powers":
+        drawn = trial.suggest_int(name, *domain.exponents)
+    elif domain.whole:
+        drawn = trial.suggest_int(name, int(domain.low), int(domain.high), log=domain.scale == "log")
+    else:
+        drawn = trial.suggest_float(name, domain.low, domain.high, log=domain.scale == "log")
+    return _of_drawn(domain, drawn)
+
+
+def _of_drawn(domain: Domain, drawn: Any) -> Any:
+    if isinstance(domain, Range):
+        return 2 ** int(drawn) if domain.scale == "powers" else drawn
+    return next(value for value in domain.values if as_drawn(domain, value) == drawn)

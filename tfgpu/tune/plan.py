@@ -1,0 +1,149 @@
+"""What a study is, in `study.yaml`: what a resumed one must agree with; and who may write in its folder."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tfgpu.errors import InputError
+from tfgpu.recipes import reading
+from tfgpu.recipes import recipe as recipes
+from tfgpu.recipes.recipe import Recipe
+from tfgpu.tune import space
+from tfgpu.tune.space import Space
+
+try:
+    import fcntl
+except ImportError:  # Not on Windows, where two studies in one folder are not told apart.
+    fcntl = None
+
+FILE = "study.yaml"
+_DEFAULTS = {"sampler": "tpe", "pruner": "median", "monitor": "val_error", "seed": 0}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a study is.
+
+    Attributes:
+        folder: where it is.
+        recipe: what its trials start from.
+        space: what is searched.
+        sampler, pruner, monitor, seed: as `study` says.
+    """
+
+    folder: Path
+    recipe: Recipe
+    space: Space
+    sampler: str = "tpe"
+    pruner: str = "median"
+    monitor: str = "val_error"
+    seed: int = 0
+
+    @property
+    def has_own(self) -> bool:
+        """Whether the search holds the recipe's own settings, which are then the first trial."""
+        return all(space.value_of(self.recipe, name) in domain for name, domain in self.space.items())
+
+    def as_plain(self) -> dict[str, Any]:
+        """As `study.yaml` has it."""
+        return {
+            "search": {name: space.as_plain(domain) for name, domain in self.space.items()},
+            **{name: getattr(self, name) for name in _DEFAULTS},
+            "recipe": self.recipe.model_dump(mode="json"),
+        }
+
+
+def settled(
+    folder: Path,
+    recipe: Recipe | None,
+    search: Mapping[str, Any] | Sequence[str] | None,
+    given: Mapping[str, Any],
+    *,
+    resume: bool,
+) -> Plan:
+    """Puts a new study's parts together, or reads those of the one to resume.
+
+    Args:
+        folder: the study's.
+        recipe: None: the default recipe, or the recorded one.
+        search: None: the default space, or the recorded one.
+        given: sampler, pruner, monitor and seed; None: the defaults, or as recorded.
+        resume: whether there must be a study.
+
+    Raises:
+        InputError: there is one that must not be there or the other way round, or it was given other parts.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if not resume:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            kind = "holds a study" if (folder / FILE).is_file() else "is not an empty folder"
+            raise InputError(f"{str(folder)!r} {kind}. Add --resume to go on with a study, or give another folder.")
+        base = recipe or Recipe()
+        found = space.parse_search(search) if search else space.default_space(base)
+        return Plan(folder, _explicit(base, found), found, **{**_DEFAULTS, **given})
+    if not (folder / FILE).is_file():
+        raise InputError(f"{str(folder)!r} holds no study to resume: it has no {FILE}. Leave out --resume.")
+    kept = reading.read(folder / FILE)
+    base = recipes.make(kept["recipe"], source=str(folder / FILE))
+    plan = Plan(folder, base, space.parse_search(kept["search"]), **{name: kept[name] for name in _DEFAULTS})
+    asked = {**given, **({"search": space.parse_search(search)} if search else {})}
+    if recipe is not None:
+        asked["recipe"] = _explicit(recipe, plan.space)
+    now = {"search": plan.space, "recipe": plan.recipe, **{name: getattr(plan, name) for name in _DEFAULTS}}
+    differing = [name for name, value in asked.items() if value != now[name]]
+    if differing:
+        raise InputError(
+            f"Cannot resume {str(folder)!r} with another {differing[0]}: trials that differ in it cannot be compared. "
+            "Leave it out, or start a new study."
+        )
+    return plan
+
+
+@contextlib.contextmanager
+def claimed(plan: Plan, *, resume: bool) -> Iterator[Path]:
+    """Makes the folder ready for the study, which alone may write in it as long as the block lasts.
+
+    Raises:
+        InputError: another process has it, or it cannot be made.
+    """
+    from tfgpu.callbacks.files import replace_text
+
+    folder = plan.folder
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder, held)
+            if not resume:
+                head = "# Go on with this study: tfgpu tune --resume --output FOLDER\n"
+                replace_text(folder / FILE, head + yaml.safe_dump(plan.as_plain(), sort_keys=False))
+        except OSError as error:
+            raise InputError(f"Cannot write in {str(folder)!r}: {error.strerror}. Give another folder.") from error
+        yield folder
+
+
+def _explicit(base: Recipe, searched: Space) -> Recipe:
+    """The recipe with the model's own initialiser, normalisation and dropout in words, where they are searched."""
+    missing = [name for name in recipes.STYLE if name in searched and space.value_of(base, name) is None]
+    if not missing:
+        return base
+    from tfgpu import models
+
+    own = models.defaults_of(base.model)
+    known = {name: own[name] for name in missing if isinstance(own.get(name), str | int | float)}
+    return recipes.make({**base.model_dump(mode="json"), **known})
+
+
+def _lock(folder: Path, held: contextlib.ExitStack) -> None:
+    if fcntl is None:
+        return
+    lock = os.open(folder, os.O_RDONLY)
+    held.callback(os.close, lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"{str(folder)!r} is the folder of a study that is running now. Give another.") from None

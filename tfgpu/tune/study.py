@@ -1,0 +1,307 @@
+"""A study: trainings of a recipe with other settings, one after the other or several at a time."""
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.recipes import directory, ready
+from tfgpu.recipes import recipe as recipes
+from tfgpu.recipes.recipe import Recipe
+from tfgpu.tune import journal, process, space
+from tfgpu.tune.journal import PRUNERS, SAMPLERS, Journal
+from tfgpu.tune.plan import Plan, claimed, settled
+from tfgpu.tune.results import StudyResult, TrialResult, best_of
+
+__all__ = ["StudyResult", "TrialResult", "study"]
+
+Progress = Callable[[TrialResult], None]
+ALIKE = 3
+"""So many failures in the same words, before any trial is complete, end the study."""
+BEST, REPORT = "best.yaml", "report.html"
+_WAIT_S = 0.05
+_GRACE_S = 10.0
+
+
+def study(
+    recipe: Recipe | str | Path | None = None,
+    folder: str | Path = "study",
+    *,
+    trials: int = 20,
+    search: Mapping[str, Any] | Sequence[str] | None = None,
+    parallel: int = 1,
+    use_ray: bool = False,
+    sampler: str | None = None,
+    pruner: str | None = None,
+    monitor: str | None = None,
+    seed: int | None = None,
+    timeout_s: float | None = None,
+    resume: bool = False,
+    on_trial: Progress | None = None,
+) -> StudyResult:
+    """Trains a recipe with other settings again and again, and keeps the best by its validation error.
+
+    Every trial is a run directory of its own, trained in a process of its own. The first one has the recipe's own
+    settings, where the search holds them. One trial at a time, the same seed gives the same trials on the same
+    hardware, also when the study was killed and resumed.
+
+    Args:
+        recipe: where the trials start from: a `Recipe`, a file, or the name of a ready one. None: the default recipe,
+            or the resumed study's own.
+        folder: the study's: `journal.log`, `trials/`, `best.yaml`, `report.html`.
+        trials: how many in all, those of an earlier start included.
+        search: settings with their values, as `parse_search` takes them; None: `default_space`.
+        parallel: trials at a time. Above 1 each gets a GPU of its own, or without GPUs its share of the cores.
+        use_ray: on a Ray cluster, whose machines see the folder, instead of this machine.
+        sampler: "tpe" (default) or "random".
+        pruner: "median" (default), "halving" or "none": which trials end early.
+        monitor: "val_error" (default), "val_loss" or another entry of the logs, to be minimised.
+        seed: of the draws (default 0). The trainings have the recipe's.
+        timeout_s: seconds after which a trial is ended; None: never.
+        resume: go on with the study in `folder`; trials that were running go on from their checkpoints.
+        on_trial: called with each trial that has ended.
+
+    Returns:
+        The result. The best validation error of many is optimistic; `test_accuracy` is not.
+
+    Raises:
+        InputError: something in the recipe, the search or the folder cannot work, or all trials fail by their input.
+        MachineError: all trials fail, or none is complete.
+
+    Example:
+        >>> from tfgpu import tune
+        >>> result = tune.study("digits", "studies/digits", trials=30, parallel=2)   # doctest: +SKIP
+        >>> result.best.settings["optimizer"], result.test_accuracy                  # doctest: +SKIP
+        ('nadam', 0.98)
+    """
+    _check_numbers(trials=trials, parallel=parallel, timeout_s=timeout_s)
+    for name, value, known in (("sampler", sampler, SAMPLERS), ("pruner", pruner, PRUNERS)):
+        if value is not None and value not in known:
+            raise unknown(name, value, known)
+    journal.optuna()
+    given = {"sampler": sampler, "pruner": pruner, "monitor": monitor, "seed": seed}
+    base = _recipe(recipe)
+    plan = settled(Path(folder), base, search, given, resume=resume)
+    _check(plan, parallel)
+    where = process.places(parallel, use_ray=use_ray)
+    try:
+        with claimed(plan, resume=resume) as path:
+            return _Study(path, plan, where, timeout_s, on_trial).run(trials)
+    finally:
+        where.close()
+
+
+class _Study:
+    """The running study: the one that writes in its folder but for the trials' own run directories."""
+
+    def __init__(self, folder: Path, plan: Plan, where: Any, timeout_s: float | None, on_trial: Progress | None):
+        self._folder, self._plan, self._where = folder, plan, where
+        self._timeout_s, self._on_trial = timeout_s, on_trial
+        ends = plan.space.get("epochs")
+        longest = plan.recipe.epochs if ends is None else max(getattr(ends, "values", (getattr(ends, "high", 1),)))
+        self._journal = Journal(
+            folder, plan.space, sampler=plan.sampler, pruner=plan.pruner, epochs=int(longest), seed=plan.seed
+        )
+        self._running: dict[int, _Running] = {}
+
+    def run(self, trials: int) -> StudyResult:
+        if self._plan.has_own:
+            self._journal.enqueue({name: space.value_of(self._plan.recipe, name) for name in self._plan.space})
+        waiting = self._journal.unfinished()
+        try:
+            while True:
+                self._fill(waiting, trials)
+                if not self._running:
+                    break
+                if not self._look():
+                    time.sleep(_WAIT_S)
+                self._check_alike()
+        finally:
+            if self._running:  # All at once: each may take its time to save.
+                with ThreadPoolExecutor(len(self._running)) as pool:
+                    list(pool.map(lambda one: one.process.stop(_GRACE_S), self._running.values()))
+        return self._finish()
+
+    def _fill(self, waiting: list[Any], trials: int) -> None:
+        """Starts trials in the slots that are free."""
+        for slot in range(self._where.slots):
+            if slot in self._running:
+                continue
+            if waiting:
+                trial = waiting.pop(0)
+            elif len(self._journal.trials) < trials:
+                trial = self._journal.ask()
+            else:
+                return
+            self._start(slot, trial)
+
+    def _start(self, slot: int, trial: Any) -> None:
+        settings = self._journal.settings(trial)
+        try:
+            what = space.with_settings(self._plan.recipe, settings)
+        except InputError as error:  # Settings that are right one by one, and not together.
+            self._end(trial, {"end": "failed", "reason": str(error)}, 0.0)
+            return
+        run = self._folder / f"trials/{trial.number:04d}"
+        run.parent.mkdir(exist_ok=True)
+        goes_on = (run / directory.CONFIG).is_file()
+        if run.exists() and not goes_on:
+            shutil.rmtree(run)  # Of a trial that was killed before its first step.
+        task = {
+            "recipe": what.model_dump(mode="json"),
+            "folder": str(run.absolute()),
+            "resume": goes_on,
+            "monitor": self._plan.monitor,
+        }
+        handle = self._where.start(slot, task, run.with_suffix(".log").absolute())
+        self._running[slot] = _Running(trial, handle, time.monotonic())
+
+    def _look(self) -> bool:
+        """Hears what the trials tell; says whether there was anything."""
+        heard = False
+        for slot, one in list(self._running.items()):
+            for message in one.process.news():
+                heard = True
+                if "epoch" in message:
+                    prune = self._journal.report(one.trial, message["epoch"], message["value"])
+                    one.process.answer(prune)
+                else:
+                    self._leave(slot, message)
+                    break
+            else:
+                if self._timeout_s is not None and time.monotonic() - one.begun > self._timeout_s:
+                    reason = f"not done after {self._timeout_s:g} s"
+                    self._leave(slot, {"end": "timed out", "reason": reason})
+        return heard
+
+    def _leave(self, slot: int, ended: dict[str, Any]) -> None:
+        one = self._running.pop(slot)
+        one.process.stop()
+        self._end(one.trial, ended, time.monotonic() - one.begun)
+
+    def _end(self, trial: Any, ended: dict[str, Any], time_s: float) -> None:
+        self._journal.tell(trial, ended, time_s)
+        if self._on_trial is not None:
+            self._on_trial(self._results()[trial.number])
+
+    def _results(self) -> tuple[TrialResult, ...]:
+        return tuple(_result(trial, self._plan.space) for trial in self._journal.trials)
+
+    def _check_alike(self) -> None:
+        """Ends a study whose first trials all fail in the same words: so will the others."""
+        ended = [trial for trial in self._results() if trial.status != "running"]
+        failed = [trial for trial in ended if trial.status == "failed"]
+        if len(failed) < ALIKE or len(failed) < len(ended):
+            return
+        if len({re.sub(r"[\d.]+", "N", trial.reason) for trial in failed}) == 1:
+            raise MachineError(
+                f"The first {len(failed)} trials all failed in the same way: {failed[-1].reason} See "
+                f"{self._folder / failed[-1].folder}.log. Mend it, and start the "
+                "study again in another folder."
+            )
+
+    def _finish(self) -> StudyResult:
+        from tfgpu.callbacks.files import replace_text
+        from tfgpu.tune.report import render
+
+        found = self._results()
+        best = best_of(found)
+        if best is None:
+            reasons = "; ".join(sorted({f"{trial.status}: {trial.reason}" for trial in found}))[:500]
+            raise MachineError(
+                f"None of {len(found)} trials is complete ({reasons}). Narrow the search, or look at "
+                f"{self._folder / 'trials'}/*.log."
+            )
+        own = found[0] if self._plan.has_own and found[0].status == "complete" else None
+        what = space.with_settings(self._plan.recipe, best.settings)
+        head = (
+            f"# The best of {len(found)} trials ({best.folder}, {self._plan.monitor} {best.value:.4g}).\n"
+            "# Repeat it: tfgpu train best.yaml --output another\n"
+        )
+        text = yaml.safe_dump(what.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        replace_text(self._folder / BEST, head + text)
+        result = StudyResult(
+            folder=self._folder,
+            monitor=self._plan.monitor,
+            trials=found,
+            best=best,
+            own=own,
+            recipe_file=self._folder / BEST,
+            test_accuracy=self._tested(best),
+            own_test_accuracy=self._tested(own) if own else None,
+            importances=self._journal.importances(),
+        )
+        replace_text(self._folder / REPORT, render(result, self._plan))
+        return result
+
+    def _tested(self, trial: TrialResult) -> float:
+        return float(recipes.read_facts(self._folder / trial.folder / directory.CONFIG)["test_accuracy"])
+
+
+class _Running:
+    """A trial in its process."""
+
+    def __init__(self, trial: Any, process: Any, begun: float):
+        self.trial, self.process, self.begun = trial, process, begun
+
+
+def _result(trial: Any, searched: space.Space) -> TrialResult:
+    attributes = trial.user_attrs
+    return TrialResult(
+        number=trial.number,
+        status=attributes.get("status", "running"),
+        settings=journal.settings_of(trial, searched),
+        value=trial.value if attributes.get("status") == "complete" else None,
+        val_loss=attributes.get("val_loss"),
+        epochs=dict(sorted(trial.intermediate_values.items())),
+        reason=attributes.get("reason", ""),
+        time_s=attributes.get("time_s", 0.0),
+    )
+
+
+def _recipe(given: Recipe | str | Path | None) -> Recipe | None:
+    if given is None or isinstance(given, Recipe):
+        return given
+    return recipes.make(ready.read(str(given)), source=str(given))
+
+
+def _check(plan: Plan, parallel: int) -> None:
+    recipes.check(plan.recipe)
+    space.check(plan.space, plan.recipe)
+    _check_names(plan)
+    if "TF_CONFIG" in os.environ:
+        raise InputError("A study starts its own processes. Received: TF_CONFIG, of a cluster. Unset it.")
+    if parallel > 1 and plan.recipe.devices not in (None, 1):
+        raise InputError(
+            f"With parallel={parallel} each trial has one device. Received: devices={plan.recipe.devices!r} in the "
+            "recipe. Leave it out, or use parallel=1."
+        )
+
+
+def _check_names(plan: Plan) -> None:
+    """Finds what would fail in some trials alone: an optimizer that there is not, a setting that the model lacks."""
+    from tfgpu import models
+    from tfgpu.recipes import compiling
+
+    names = getattr(plan.space.get("optimizer"), "values", (plan.recipe.optimizer,))
+    for name in names:
+        compiling.check_optimizer(space.with_settings(plan.recipe, {"optimizer": name}))
+    taken = models.defaults_of(plan.recipe.model)
+    for name in recipes.STYLE:
+        if name in plan.space and taken and name not in taken and ":" not in plan.recipe.model:
+            raise InputError(f"The model {plan.recipe.model!r} has no {name} to search. Leave it out of the search.")
+
+
+def _check_numbers(*, trials: int, parallel: int, timeout_s: float | None) -> None:
+    for name, value in (("trials", trials), ("parallel", parallel)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"`{name}` must be a whole number of at least 1. Received: {value!r}.")
+    if timeout_s is not None and (isinstance(timeout_s, bool) or not timeout_s > 0):
+        raise InputError(f"`timeout_s` must be above 0. Received: {timeout_s!r}.")

@@ -1,0 +1,139 @@
+"""One trial: a recipe is trained in a process of its own, which tells each epoch and hears whether to go on.
+
+The process is `python -m tfgpu.tune.trial FD`; FD is its end of a socket, over which both sides send JSON. It ends when
+the other end is gone, so that a study that is killed leaves nothing running.
+"""
+
+import json
+import math
+import os
+import queue
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tfgpu.errors import InputError, OutOfMemory
+
+LEFT = 70
+"""Exit code of a trial whose study is gone."""
+
+
+class Line:
+    """The child's end: messages out, answers in.
+
+    Args:
+        connection: the socket.
+    """
+
+    def __init__(self, connection: Connection):
+        self._connection, self._answers = connection, queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self._connection.send_bytes(json.dumps(message).encode())
+
+    def receive(self) -> dict[str, Any]:
+        return self._answers.get()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._answers.put(json.loads(self._connection.recv_bytes()))
+            except (EOFError, OSError):
+                os._exit(LEFT)
+
+
+def value_of(row: Mapping[str, float], monitor: str) -> float:
+    """What an epoch is judged by: the less, the better.
+
+    Args:
+        row: the epoch's logs.
+        monitor: "val_error" (1 less the accuracy), or a name in the logs.
+
+    Example:
+        >>> value_of({"val_accuracy": 0.75, "val_loss": 0.9}, "val_error")
+        0.25
+    """
+    if monitor == "val_error":
+        return 1.0 - float(row["val_accuracy"])
+    if monitor not in row:
+        raise InputError(f"The run reports no {monitor!r}. It reports: {', '.join(sorted(row))}.")
+    return float(row[monitor])
+
+
+def last_of(rows: Sequence[Mapping[str, float]], what: Any, monitor: str) -> Mapping[str, float]:
+    """The epoch whose weights a run ends with: the last, or where the recipe restores the best, that.
+
+    Args:
+        rows: the logs of the epochs.
+        what: the recipe.
+        monitor: what the study minimises.
+    """
+    from tfgpu.recipes import agreement
+
+    stopping = agreement.early_stopping(what)
+    if stopping is None or not stopping.restore_best:
+        return rows[-1]
+    name = stopping.monitor
+    falls = stopping.mode == "min" or stopping.mode == "auto" and not name.endswith("accuracy")
+    counted = rows[stopping.start_epoch - 1 :] or rows[-1:]
+    return (min if falls else max)(counted, key=lambda row: row[name])
+
+
+def main(number: int) -> None:
+    """Trains what the study sends, and tells how it ended."""
+    line = Line(Connection(number))
+    task = line.receive()
+    try:
+        line.send(_run(task, line))
+    except Exception as error:
+        line.send(_failure(error))
+        raise
+
+
+def _run(task: Mapping[str, Any], line: Line) -> dict[str, Any]:
+    import keras
+
+    from tfgpu.recipes import recipe, runner
+    from tfgpu.recipes.watch import Diverged
+
+    what, monitor = recipe.make(task["recipe"]), task["monitor"]
+    pruned = []
+
+    class Tell(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+            value = value_of(logs or {}, monitor)
+            if not math.isfinite(value):
+                raise Diverged(f"{monitor} became {value} in epoch {epoch + 1}.")
+            line.send({"epoch": epoch + 1, "value": value})
+            if line.receive()["prune"]:
+                pruned.append(epoch + 1)
+                self.model.stop_training = True
+
+    result = runner.run(what, output=task["folder"], resume=task["resume"], callbacks=[Tell()])
+    if pruned:
+        return {"end": "pruned", "reason": f"worse than the others after epoch {pruned[-1]}"}
+    row = last_of(result.history, what, monitor)
+    return {"end": "complete", "value": value_of(row, monitor), "val_loss": float(row["val_loss"])}
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    import tensorflow as tf
+
+    from tfgpu.recipes.watch import Diverged
+
+    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    causes = (error, error.__cause__)
+    end = "failed"
+    if isinstance(error, Diverged):
+        end = "diverged"
+    elif any(isinstance(one, OutOfMemory | tf.errors.ResourceExhaustedError | MemoryError) for one in causes):
+        end = "out of memory"
+    return {"end": end, "reason": reason, "input": isinstance(error, InputError)}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
