@@ -8,7 +8,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /proc/
 EXTRAS := dev$(if $(HAS_GPU),$(shell echo ,gpu))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint docs doctor digits matrix bench bench-gpu clean
+.PHONY: help install train test lint audit docs doctor digits matrix bench bench-gpu clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -29,6 +29,10 @@ test: $(STAMP)  ## Run the tests in two processes
 
 lint: $(STAMP)  ## Check the style
 	$(BIN)/ruff check .
+
+audit: $(STAMP)  ## Ask whether an installed version has a known fault (needs the network)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/pip-audit --local --skip-editable --progress-spinner off --timeout 15
 
 docs: $(STAMP)  ## Make the site in build/site; warnings are errors (runs the notebooks that have not run yet)
 	$(BIN)/python docs/site/notebooks.py

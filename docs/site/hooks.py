@@ -17,7 +17,7 @@ import tfgpu
 sys.path.insert(0, str(Path(__file__).parent))
 import notebooks  # noqa: E402  the one beside this file
 
-TOP = {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md")} | {"README.md": "index.md"}
+TOP = {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")} | {"README.md": "index.md"}
 """Pages that lie outside of docs/, and where they are in the site."""
 # Modules within modules that users import by name.
 INNER = ("training.incremental", "training.schedules")

@@ -11,8 +11,8 @@ import pytest
 
 from tfgpu.doctor import bundle, judge, script
 from tfgpu.doctor.check import Check
-from tfgpu.doctor.redaction import Cleaner
 from tfgpu.errors import InputError
+from tfgpu.redact import Cleaner
 
 SECRETS = {"WANDB_API_KEY": "b3f1c09f2a7e4d5580aa", "HF_TOKEN": "hf_Zq81LkPw02mNcVx77Rt"}
 # The beginning of `nvidia-smi -q` on an H100, driver 550.

@@ -168,15 +168,15 @@ def decode(content: bytes, text: bytes, source: Path) -> Snapshot:
         if hashlib.sha256(content).hexdigest() != facts["sha256"]:
             raise Damaged(f"{STATE} does not have the hash that {FACTS} says")
         arrays = safetensors.numpy.load(content)
+        plain = {name: facts[name] for name in ("epoch", "step", "done", "first", "over_at", "data_epoch")}
+        history, logs = tuple(_from_json(facts["history"], arrays)), _from_json(facts["logs"], arrays)
+        position = Position(directory=source, history=history, logs=logs, **plain)
+        state = {name: array for name, array in arrays.items() if not name.startswith(_MEMORY)}
+        return Snapshot(position, state, _from_json(facts[_MEMORY], arrays), (content, text))
     except Damaged:
         raise
-    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from error
-    plain = {name: facts[name] for name in ("epoch", "step", "done", "first", "over_at", "data_epoch")}
-    history, logs = tuple(_from_json(facts["history"], arrays)), _from_json(facts["logs"], arrays)
-    position = Position(directory=source, history=history, logs=logs, **plain)
-    state = {name: array for name, array in arrays.items() if not name.startswith(_MEMORY)}
-    return Snapshot(position, state, _from_json(facts[_MEMORY], arrays), (content, text))
 
 
 def read(path: Path) -> Snapshot:

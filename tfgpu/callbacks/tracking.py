@@ -4,6 +4,7 @@ import importlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError, wait
@@ -17,6 +18,7 @@ import numpy as np
 from tfgpu.callbacks.files import replace_text
 from tfgpu.errors import InputError, MachineError, unknown
 from tfgpu.keras_fixes import blocks, saving
+from tfgpu.redact import Cleaner
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class Track(keras.callbacks.Callback):
             and so on; without a word, MLflow writes to `mlflow.db` in the working directory.
         project: MLflow's experiment, Weights & Biases' project.
         name: the run's, as it is shown; None leaves it to the tracker.
-        settings: what is recorded with the run, such as a recipe's settings.
+        settings: what is recorded with the run, such as a recipe's settings; secrets are removed.
         remember: a file that keeps the tracker's name of the run: a training that goes on (`Checkpoint`) goes on there
             too. None begins a run each time.
         is_chief: whether this worker sends; None asks the strategy.
@@ -68,7 +70,8 @@ class Track(keras.callbacks.Callback):
         super().__init__()
         check(tracker)
         self._tracker, self._project, self._name = tracker, project, name
-        self._settings = {key: _text(value) for key, value in (settings or {}).items()}
+        cleaner = Cleaner(os.environ)
+        self._settings = {key: cleaner.clean(_text(value)) for key, value in (settings or {}).items()}
         self._remember = None if remember is None else Path(remember)
         self._is_chief = is_chief
         self._run: _Run | None = None

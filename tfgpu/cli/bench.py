@@ -13,10 +13,15 @@ from tfgpu.cli.flags import given, with_settings
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.measure import rates
 from tfgpu.recipes import recipe as recipes
+from tfgpu.recipes.trust import refuse_code
 
 app = typer.Typer(help="Measure how fast this machine does your own job.", no_args_is_help=True)
 OWN = {
     "config": (Path | None, None, ["--config", "-c"], "FILE", "Settings from a YAML file; flags win over it."),
+    "allow_code": (
+        *(bool, False, ["--allow-code"], None),
+        "Let the file name a function to be called (module:function), as flags may.",
+    ),
     "seconds": (float, 1.0, ["--seconds"], "NUMBER", "How long each single measurement takes [1]."),
     "repeats": (int, 3, ["--repeats"], "INTEGER", "How many there are of each [3]."),
     "as_json": (bool, False, ["--json"], None, "Print everything that was measured as JSON."),
@@ -38,8 +43,12 @@ def _group() -> None:
     ),
 )
 @with_settings(OWN)
-def bench_input(*, config: Path | None, seconds: float, repeats: int, as_json: bool, **flags: Any) -> None:
-    recipe = recipes.make((recipes.read(config) if config else {}) | given(flags), source=str(config or "") or None)
+def bench_input(
+    *, config: Path | None, allow_code: bool, seconds: float, repeats: int, as_json: bool, **flags: Any
+) -> None:
+    flags, settings = given(flags), recipes.read(config) if config else {}
+    refuse_code(settings, str(config), allow=allow_code, given=flags)
+    recipe = recipes.make(settings | flags, source=str(config or "") or None)
     recipes.check(recipe)
     rates.check(seconds, repeats)
     with Console(stderr=True).status("starting TensorFlow") as status:

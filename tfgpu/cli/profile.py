@@ -59,6 +59,10 @@ def profile(
             "--nvtx", rich_help_panel=_STEPS, help="Mark the steps for nsys or ncu instead of recording them."
         ),
     ] = False,
+    allow_code: Annotated[
+        bool,
+        typer.Option("--allow-code", rich_help_panel=_STEPS, help="Let a recipe name a function to be called."),
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(
@@ -116,7 +120,7 @@ def profile(
     if target.startswith("-"):
         raise InputError(f"`tfgpu profile` has no option {target}. See `tfgpu profile --help`.")
     _refuse(pipeline, "no TARGET: they are about a model as a pipeline")
-    _profile(target, arguments or [], output or _FOLDER, window, whole=whole, as_json=as_json)
+    _profile(target, arguments or [], output or _FOLDER, window, whole=whole, as_json=as_json, allow_code=allow_code)
 
 
 def _refuse(given: dict[str, Any], needs: str) -> None:
@@ -126,12 +130,21 @@ def _refuse(given: dict[str, Any], needs: str) -> None:
 
 
 def _profile(
-    target: str, arguments: list[str], output: Path, window: dict[str, Any], *, whole: bool, as_json: bool
+    target: str,
+    arguments: list[str],
+    output: Path,
+    window: dict[str, Any],
+    *,
+    whole: bool,
+    as_json: bool,
+    allow_code: bool,
 ) -> None:
     path = Path(target)
     if not path.exists():
         raise InputError(f"There is no {target!r}. Give a script (.py), a recipe (.yaml), or a recorded trace.")
     is_script, is_recipe = path.suffix == ".py", path.suffix in (".yaml", ".yml")
+    if allow_code and not is_recipe:
+        raise InputError(f"--allow-code is for recipes. Received: {target!r}. Leave it out.")
     if not is_script and (arguments or whole):
         raise InputError(f"Only a script has arguments and an end of its own. Received: {target!r}.")
     if not (is_script or is_recipe):
@@ -139,8 +152,11 @@ def _profile(
     recipe = None
     if is_recipe:
         from tfgpu.recipes import recipe as recipes
+        from tfgpu.recipes.trust import refuse_code
 
-        recipe = recipes.make(recipes.read(path), source=target)
+        settings = recipes.read(path)
+        refuse_code(settings, target, allow=allow_code)
+        recipe = recipes.make(settings, source=target)
         recipes.check(recipe)
     start_tensorflow()
     targets = imported("tfgpu.measure.profiling.targets")

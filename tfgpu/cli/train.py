@@ -14,6 +14,7 @@ from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
+from tfgpu.recipes.trust import refuse_code
 
 app = typer.Typer()
 OWN = {
@@ -40,6 +41,13 @@ OWN = {
         "Build everything, train two steps and validate on made-up data, and write nothing.",
     ),
     "output": (Path | None, None, ["--output", "-o"], "DIR", "The run directory [runs/<time>-<model>]."),
+    "allow_code": (
+        bool,
+        False,
+        ["--allow-code"],
+        None,
+        "Let the file name a function to be called (module:function), as flags may.",
+    ),
     "resume": (
         bool,
         False,
@@ -89,6 +97,7 @@ def train(
     listing: bool,
     dry_run: bool,
     output: Path | None,
+    allow_code: bool,
     resume: bool,
     overwrite: bool,
     track: str | None,
@@ -100,7 +109,9 @@ def train(
         _list()
         return
     source, settings = _settings(name, config)
-    settings = {**settings, **given(flags)}
+    flags = given(flags)
+    refuse_code(settings, str(source), allow=allow_code, given=flags)
+    settings = {**settings, **flags}
     if dry_run:
         _check_alone(output=output, resume=resume, overwrite=overwrite, track=track)
         _dry_run(recipes.make(settings, source=source), debug=debug)
@@ -110,7 +121,9 @@ def train(
     if resume:
         if output is None:
             raise InputError("--resume needs the run to go on with. Add --output DIR.")
-        settings = directory.recorded(output) | settings
+        earlier = directory.recorded(output)
+        refuse_code(earlier, str(output / directory.CONFIG), allow=allow_code, given=settings)
+        settings = earlier | settings
     recipe = recipes.make(settings, source=source)
     recipes.check(recipe)
     Cluster.from_environment()

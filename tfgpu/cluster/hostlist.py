@@ -13,10 +13,10 @@ from tfgpu.errors import InputError
 EXAMPLE = "gpu[01-03,7],login2"
 MOST = 65536
 """Slurm's own bound on the nodes of a system; a longer list is a slip of the pen."""
-_LITERAL = r"[A-Za-z0-9_.-]+"
-_ELEMENT = re.compile(rf"(?:{_LITERAL}|\[[0-9,\s-]*\])+")
+_LITERAL = r"[A-Za-z0-9_.-]++"  # possessive: else a name of 40 letters before a bracket that never closes takes years
+_ELEMENT = re.compile(rf"(?:{_LITERAL}|\[[0-9,\s-]*\])++")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_LAST_NUMBER = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)")
+_LAST_NUMBER = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*+)")
 
 
 def expand(text: str) -> list[str]:
@@ -38,7 +38,7 @@ def expand(text: str) -> list[str]:
         >>> expand("r[1-2]n[01-02]")
         ['r1n01', 'r1n02', 'r2n01', 'r2n02']
     """
-    elements = re.split(r",(?![^\[\]]*\])", text.strip())
+    elements = _split(text.strip())
     hosts: list[str] = []
     for element in map(str.strip, elements):
         if not element:
@@ -78,6 +78,18 @@ def compress(hosts: Sequence[str]) -> str:
     return ",".join(map(_written, groups))
 
 
+def _split(text: str) -> list[str]:
+    """The text at its commas, but for those in brackets; in one pass, whatever the text."""
+    elements, begin, is_inside = [], 0, False
+    for at, character in enumerate(text):
+        if character in "[]":
+            is_inside = character == "["
+        elif character == "," and not is_inside:
+            elements.append(text[begin:at])
+            begin = at + 1
+    return [*elements, text[begin:]]
+
+
 def _numbers(part: str, text: str) -> list[str] | range:
     if not part.startswith("["):
         return [part]
@@ -89,7 +101,7 @@ def _numbers(part: str, text: str) -> list[str] | range:
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first) or len(last) < len(first):
             raise _error(text, f"the range {match[0]} runs backwards")
-        if int(last) - int(first) >= MOST:
+        if len(found) + int(last) - int(first) >= MOST:
             raise _error(text, f"it has more than {MOST} hosts")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found

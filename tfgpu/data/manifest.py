@@ -118,18 +118,37 @@ def find(folder: str | Path) -> Manifest | None:
             return None
         if facts["version"] > VERSION:
             raise InputError(f"{path} was written by a later tfgpu. Upgrade tfgpu, or write the shards again.")
-        shards = tuple(Shard(**shard) for shard in facts["shards"])
-        for shard in shards:
-            if len(unpack(shard.lengths)) != shard.examples:
-                raise ValueError(f"{shard.file} does not have a length for each record")
+        shards = tuple(_shard(facts) for facts in facts["shards"])
         fields = {name: facts[name] for name in ("name", "features", "dtype")}
         return Manifest(**fields, shape=tuple(facts["shape"]), class_names=tuple(facts["class_names"]), shards=shards)
     except InputError:
         raise
-    except (ValueError, KeyError, TypeError, zlib.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise InputError(
             f"{path} is damaged: {' '.join(str(error).split())}. Copy it again, or remove it and read without it."
         ) from error
+
+
+def _shard(facts: Mapping[str, object]) -> Shard:
+    """A shard of an index that anybody may have written.
+
+    Raises:
+        ValueError, TypeError: it is none; or it leads out of the folder, or to more memory than the file takes.
+    """
+    shard = Shard(**facts)  # type: ignore[arg-type]
+    numbers = (shard.examples, shard.bytes)
+    if any(isinstance(number, bool) or not isinstance(number, int) or number < 0 for number in numbers):
+        raise ValueError(f"a shard has {shard.examples!r} examples and {shard.bytes!r} bytes")
+    if not isinstance(shard.file, str) or Path(shard.file).name != shard.file or "\0" in shard.file:
+        raise ValueError(f"{shard.file!r} is no name of a file in its folder")
+    if shard.examples * FRAME > shard.bytes:
+        raise ValueError(f"{shard.file} has more examples than bytes for them")
+    lengths = unpack(shard.lengths, shard.examples)
+    if len(lengths) != shard.examples:
+        raise ValueError(f"{shard.file} does not have a length for each record")
+    if (lengths < 0).any() or lengths.sum() + FRAME * shard.examples != shard.bytes:
+        raise ValueError(f"{shard.file} does not have as many bytes as its records")
+    return shard
 
 
 def of_files(paths: Sequence[Path]) -> Manifest | None:
@@ -249,6 +268,23 @@ def pack(numbers: np.ndarray) -> str:
     return base64.b64encode(zlib.compress(np.asarray(numbers, "<i8").tobytes())).decode()
 
 
-def unpack(text: str) -> np.ndarray:
-    """Reads what `pack` wrote: int64 [n]."""
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8").astype(np.int64)
+def unpack(text: str, most: int | None = None) -> np.ndarray:
+    """Reads what `pack` wrote: int64 [n].
+
+    Args:
+        text: the short text.
+        most: how many numbers there may be: a short text can stand for many gigabytes of zeros.
+
+    Raises:
+        ValueError, zlib.error: it is damaged, or has more numbers.
+    """
+    packed = base64.b64decode(text)
+    if most is None:
+        content = zlib.decompress(packed)
+    else:
+        reader = zlib.decompressobj()
+        content = reader.decompress(packed, 8 * most + 1)
+        if len(content) > 8 * most:
+            raise ValueError(f"there are more than {most} numbers")
+        content += reader.flush(1)
+    return np.frombuffer(content, "<i8").astype(np.int64)

@@ -169,7 +169,7 @@ def _labels_of(shards: Sequence[manifest.Shard], index: Index, order: np.ndarray
     """The labels and the function from an index to one: from the index, if it has them."""
     if any(shard.labels is None for shard in shards):
         return {"label": lambda i: _parse_label(index.record(i), features)}
-    labels = np.concatenate([manifest.unpack(shard.labels) for shard in shards])[order]
+    labels = np.concatenate([manifest.unpack(shard.labels, shard.examples) for shard in shards])[order]
     with tf.device("CPU:0"):
         label_of = tf.constant(labels)
     return {"label": lambda i: label_of[i], "labels": labels}

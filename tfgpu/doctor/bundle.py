@@ -13,8 +13,8 @@ from pathlib import Path
 from tfgpu.doctor.check import Check
 from tfgpu.doctor.facts import asking
 from tfgpu.doctor.facts.software import installed
-from tfgpu.doctor.redaction import REMOVED, Cleaner, is_secret
 from tfgpu.errors import InputError
+from tfgpu.redact import REMOVED, Cleaner, is_secret
 
 RELEVANT = ("TF_", "TFGPU_", "KERAS_", "XLA_", "NCCL_", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "SLURM_", "KUBERNETES_")
 RELEVANT += ("LD_", "PYTHON", "VIRTUAL_ENV", "CONDA_", "PATH", "LANG", "HF_", "TFDS_", "OMPI_", "PMI")

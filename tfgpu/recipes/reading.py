@@ -8,6 +8,10 @@ import yaml
 
 from tfgpu.errors import InputError
 
+_LONGEST = 1 << 20
+"""Characters."""
+_MOST = 100_000
+"""Values."""
 FACTS = "run"  # The key of config.yaml under which a run leaves facts about itself; a recipe skips it.
 
 
@@ -35,14 +39,45 @@ def read_facts(path: str | Path) -> dict[str, Any]:
 def parse_value(text: str) -> Any:
     """Reads a flag's value as YAML does: `0.3` is a number, `true` a boolean, `[1, 2]` a list."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _loaded(text)
     except yaml.YAMLError:
         return text
 
 
+def _loaded(text: str) -> Any:
+    """What a text says.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, or more than a recipe can be. What PyYAML's readers of numbers and dates raise
+            becomes this too.
+    """
+    if len(text) > _LONGEST:
+        raise yaml.YAMLError(f"it has {len(text)} characters, which no recipe has")
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise yaml.YAMLError(str(error)) from error
+    _size(content, {}, set())
+    return content
+
+
+def _size(value: Any, known: dict[int, int], within: set[int]) -> int:
+    """How many values it stands for; of aliases in aliases there may be billions, which an error would write out."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) in within:
+        raise yaml.YAMLError("it holds itself")
+    if id(value) not in known:
+        parts = value if isinstance(value, list) else [*value.keys(), *value.values()]
+        known[id(value)] = 1 + sum(_size(part, known, within | {id(value)}) for part in parts)
+        if known[id(value)] > _MOST:
+            raise yaml.YAMLError(f"it stands for more than {_MOST} values")
+    return known[id(value)]
+
+
 def _parse(path: str | Path) -> dict[str, Any]:
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+        content = _loaded(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise InputError(
@@ -51,7 +86,7 @@ def _parse(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or "it does not parse"
+        reason = getattr(error, "problem", None) or str(error) or "it does not parse"
         raise InputError(f"{path}{where} is not YAML: {reason}. Write one `name: value` a line.") from None
     if content is None:
         return {}

@@ -25,6 +25,7 @@ from tfgpu.data.stages import parse_stages
 from tfgpu.errors import InputError, unknown
 from tfgpu.recipes import agreement
 from tfgpu.recipes.reading import FACTS, parse_value, read, read_facts
+from tfgpu.recipes.trust import refuse_code
 
 __all__ = ["FACTS", "INPUT", "SETTINGS_OF_THEIR_OWN", "Recipe", "check", "choices", "load", "make"]
 __all__ += ["parse_value", "read", "read_facts"]
@@ -323,24 +324,29 @@ class Recipe(BaseModel):
         return {**self.model_options, **own, **({"recompute": True} if self.recompute else {})}
 
 
-def load(path: str | Path | None = None, *, overrides: Mapping[str, Any] | None = None) -> Recipe:
+def load(
+    path: str | Path | None = None, *, overrides: Mapping[str, Any] | None = None, allow_code: bool = False
+) -> Recipe:
     """Reads a recipe from a YAML file, with single settings replaced.
 
     Args:
         path: the file; None starts from the defaults. Facts that a run left in it are skipped.
         overrides: settings that win over the file's, such as the command line's flags.
+        allow_code: whether the file may name a function to be called (`module:function`).
 
     Returns:
         The validated recipe.
 
     Raises:
-        InputError: for a file that cannot be read, an unknown setting or a wrong value; one line.
+        InputError: for a file that cannot be read, an unknown setting, a wrong value, or code; one line.
 
     Example:
         >>> load(overrides={"epochs": "3"}).epochs
         3
     """
-    return make({**(read(path) if path else {}), **(overrides or {})}, source=str(path) if path else None)
+    settings = read(path) if path else {}
+    refuse_code(settings, str(path), allow=allow_code, given=overrides)
+    return make({**settings, **(overrides or {})}, source=str(path) if path else None)
 
 
 def make(settings: Mapping[str, Any], *, source: str | None = None) -> Recipe:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from tfgpu.doctor.redaction import REMOVED, Cleaner, is_secret
+from tfgpu.redact import REMOVED, Cleaner, is_secret
 
 CLEANER = {"user": "adalovelace", "home": "/home/adalovelace", "host": "analytical.example.org"}
 LETTERS = string.ascii_letters + string.digits

@@ -1,0 +1,46 @@
+"""Fuzzing by coverage, with atheris: `python tests/security/fuzz.py hostlist --seconds 60`.
+
+Source: https://github.com/google/atheris
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["tfgpu", "yaml"]):
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    import targets
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("target", choices=targets.TARGETS)
+parser.add_argument("--seconds", type=int, default=60)
+options = parser.parse_args()
+counts = {"tried": 0, "read": 0}
+
+
+def one(data: bytes) -> None:
+    text = atheris.FuzzedDataProvider(data).ConsumeUnicode(len(data))
+    counts["tried"] += 1
+    counts["read"] += targets.attempt(options.target, text, FOLDER)
+
+
+with tempfile.TemporaryDirectory() as folder:
+    FOLDER = Path(folder)
+    corpus, words = FOLDER / "corpus", FOLDER / "words"
+    corpus.mkdir()
+    samples = [*targets.DICTIONARY[options.target], *([targets.an_index()] if options.target == "index" else [])]
+    for number, sample in enumerate(samples):
+        (corpus / str(number)).write_text("\1" + sample)  # the first byte says: plain text
+    words.write_text("".join(f'"{"".join(f"{chr(92)}x{byte:02x}" for byte in w.encode())}"\n' for w in samples))
+    limits = [f"-max_total_time={options.seconds}", "-timeout=10", "-rss_limit_mb=2048", "-max_len=4096"]
+    began = time.monotonic()
+
+    import atexit
+
+    atexit.register(lambda: print(f"{options.target}: {counts} in {time.monotonic() - began:.0f} s", flush=True))
+    atheris.Setup([sys.argv[0], *limits, f"-dict={words}", str(corpus)], one)
+    atheris.Fuzz()

@@ -1,0 +1,86 @@
+"""What is fuzzed: parsers of texts that may come from strangers. Each either reads a text or raises its own error."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tfgpu.cluster import hostlist, tf_config
+from tfgpu.cluster.facts import Cluster
+from tfgpu.data import manifest
+from tfgpu.errors import InputError
+from tfgpu.recipes import reading, recipe, trust
+
+DICTIONARY = {
+    "recipe": [
+        "model:",
+        "data:",
+        "epochs: 3",
+        "augment: [flip, rotate: {degrees: 5}]",
+        "!!python/object/apply:os.system",
+    ]
+    + ["*a", "&a", "run:", "2026-01-01", "1e-3", "0x_", ".inf", "learning_rate: .nan", "module:function"],
+    "tf_config": [tf_config.EXAMPLE, '"chief"', '"ps"', '"evaluator"', '"rpc_layer"', "1e999", "null", "[[["],
+    "hostlist": [hostlist.EXAMPLE, "[0-65535]", "[1-2]n[01-02]", "[,", "0-999999999999999999", "a]b["],
+    "index": ['"format": "tfgpu shards"', '"version": 1', '"shards": []', '"file": "../x"', '"lengths": "eJw="'],
+}
+
+
+def read_recipe(text: str, folder: Path) -> None:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    settings = reading.read(path)
+    reading.read_facts(path)
+    trust.refuse_code(settings, "recipe.yaml", allow=True)
+    made = recipe.make(settings)
+    assert recipe.make(made.model_dump()) == made
+
+
+def read_tf_config(text: str, folder: Path) -> None:
+    found = tf_config.read(text)
+    if found:
+        Cluster(**found)
+
+
+def read_hostlist(text: str, folder: Path) -> None:
+    hosts = hostlist.expand(text)
+    assert 0 < len(hosts) <= hostlist.MOST
+    if len(hosts) < 1000:
+        assert hostlist.expand(hostlist.compress(hosts)) == hosts
+
+
+def read_index(text: str, folder: Path) -> None:
+    (folder / manifest.FILE).write_text(text, encoding="utf-8", errors="surrogatepass")
+    found = manifest.find(folder)
+    if found is not None:
+        for shard in found.shards:
+            shard.offsets()
+            assert (folder / shard.file).parent == folder
+
+
+TARGETS: dict[str, Callable[[str, Path], None]] = {
+    "recipe": read_recipe,
+    "tf_config": read_tf_config,
+    "hostlist": read_hostlist,
+    "index": read_index,
+}
+
+
+def attempt(name: str, text: str, folder: Path) -> bool:
+    """Whether the text was read; anything but an `InputError` comes out."""
+    try:
+        TARGETS[name](text, folder)
+    except InputError as error:
+        assert str(error) and len(str(error)) < 20_000
+        return False
+    return True
+
+
+def an_index() -> str:
+    """One that is whole."""
+    import numpy as np
+
+    lengths = np.array([5, 7])
+    shard = {"file": "a.tfrecord", "part": "train", "examples": 2, "bytes": 44, "sha256": "0" * 64}
+    shard |= {"lengths": manifest.pack(lengths), "labels": None}
+    facts = {"format": manifest.FORMAT, "version": 1, "name": "a", "features": {}, "dtype": None, "shape": [8, None]}
+    return json.dumps(facts | {"class_names": ["x"], "shards": [shard]})

@@ -1,0 +1,127 @@
+"""Files of strangers that would run code if they could; each would leave a mark."""
+
+import json
+import subprocess
+import sys
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tfgpu.callbacks import snapshot
+from tfgpu.errors import InputError
+from tfgpu.recipes import recipe, trust
+from tfgpu.recipes.reading import read
+
+EVIL = "import pathlib\n\ndef run(**_):\n    pathlib.Path('mark').touch()\n"
+
+
+def tfgpu(*words, cwd):
+    command = [sys.executable, "-m", "tfgpu", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system [touch mark]",
+        "model: !!python/object/apply:os.system [touch mark]",
+        "model: !!python/name:os.system",
+        "? !!python/object/new:subprocess.Popen [[touch, mark]]\n: 1",
+    ],
+)
+def test_yaml_makes_no_objects(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(InputError, match="is not YAML"):
+        read("recipe.yaml")
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("line", ["model: evil:run", "data: evil:run", "model: os:system\nmodel_options: {command: x}"])
+def test_a_recipe_s_functions_are_not_called(line, tmp_path):
+    (tmp_path / "evil.py").write_text(EVIL)
+    (tmp_path / "recipe.yaml").write_text(line)
+    for words in (["train", "recipe.yaml"], ["train", "-c", "recipe.yaml", "--dry-run"], ["profile", "recipe.yaml"]):
+        done = tfgpu(*words, cwd=tmp_path)
+        assert done.returncode == 2 and "names code to be run" in done.stderr and "--allow-code" in done.stderr
+    done = tfgpu("bench", "input", "-c", "recipe.yaml", cwd=tmp_path)
+    assert done.returncode == 2 and "--allow-code" in done.stderr
+    with pytest.raises(InputError, match="names code to be run"):
+        recipe.load(tmp_path / "recipe.yaml")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_run_of_a_stranger_is_not_gone_on_with(tmp_path):
+    (tmp_path / "evil.py").write_text(EVIL)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("model: evil:run\nrun: {versions: {tfgpu: 0.1.0}}")
+    done = tfgpu("train", "--resume", "--output", "run", cwd=tmp_path)
+    assert done.returncode == 2 and "run/config.yaml names code to be run: model: evil:run" in done.stderr
+    assert not (tmp_path / "mark").exists()
+
+
+def test_the_user_s_own_word_counts(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: mine:build\nepochs: 3")
+    assert recipe.load(path, allow_code=True).model == "mine:build"
+    assert recipe.load(path, overrides={"model": "mine:build"}).epochs == 3
+    assert trust.code_in({"data": "csv:a.csv#label", "model": "cnn"}) == {}
+    assert trust.code_in({"data": "tfds:mnist"}) == trust.code_in({"data": 3, "model": None}) == {}
+    assert set(trust.code_in({"data": " a.b:c ", "model": "x:"})) == {"data", "model"}
+
+
+def test_a_model_file_with_code_in_it_is_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(lambda x: x), keras.layers.Dense(1)])
+    model.save("lambda.keras")
+    plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    plain.save("plain.keras")
+    with zipfile.ZipFile("plain.keras") as old, zipfile.ZipFile("module.keras", "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name == "config.json":
+                config = json.loads(content)
+                config["config"]["layers"][1] |= {"module": "evil", "class_name": "run", "registered_name": None}
+                content = json.dumps(config)
+            new.writestr(name, content)
+    (tmp_path / "evil.py").write_text(EVIL + "\nrun()\n")
+    for name in ("lambda.keras", "module.keras"):
+        done = tfgpu("export", name, "out", cwd=tmp_path)
+        assert done.returncode != 0 and not (tmp_path / "out").exists(), done.stderr
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [b"", b"[", b"[" * 100_000, b"{}", b'{"facts": {}, "sha256": "x"}', b'{"facts": [], "sha256": []}', b"\xff\0"],
+)
+def test_a_checkpoint_that_is_none_is_damaged(facts, tmp_path):
+    (tmp_path / snapshot.FACTS).write_bytes(facts)
+    (tmp_path / snapshot.STATE).write_bytes((2**60).to_bytes(8, "little") + b"{}")  # a header of an exabyte
+    with pytest.raises(snapshot.Damaged):
+        snapshot.read(tmp_path)
+
+
+def test_a_checkpoint_whose_hashes_are_right_and_whose_facts_are_not(tmp_path):
+    content = safetensors.numpy.save({"a": np.zeros(2)})
+    for facts in ({}, {"sha256": snapshot.hashlib.sha256(content).hexdigest()}):
+        text = json.dumps({"facts": facts, "sha256": snapshot._hash(facts)}).encode()
+        with pytest.raises(snapshot.Damaged):
+            snapshot.decode(content, text, tmp_path)
+
+
+def test_arrays_of_objects_are_not_read(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.array([{}], dtype=object))
+    with np.load(tmp_path / "a.npz") as file, pytest.raises(ValueError, match="pickle"):
+        file["x"]  # NumPy's default, on which the caches and exports rely
+
+
+def test_a_hosts_name_is_no_option_of_ssh(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    for nodes in ("-oProxyCommand=touch${IFS}mark,b", "-oProxyCommand=x,b", "--,b"):
+        done = tfgpu("launch", "-n", "2", "--nodes", nodes, "train.py", cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+    assert not (tmp_path / "mark").exists()

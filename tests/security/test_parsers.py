@@ -1,0 +1,91 @@
+"""Parsers of texts from strangers read them, or raise an `InputError`: no other error, and no text takes long."""
+
+import time
+
+import pytest
+import targets
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tfgpu.cluster import hostlist
+from tfgpu.errors import InputError
+from tfgpu.recipes import reading
+
+
+def near(name):
+    """Pieces of what the parser knows, among anything."""
+    samples = [*targets.DICTIONARY[name], *([targets.an_index()] if name == "index" else [])]
+    pieces = st.one_of(st.sampled_from(samples), st.text(max_size=8), st.sampled_from(list("[]{}:,-&*!\n \"'0a")))
+    return st.lists(pieces, max_size=12).map("".join) | st.sampled_from(samples) | st.text(max_size=200)
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_whatever_the_text(name, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(name)
+
+    @settings(max_examples=300)
+    @given(near(name))
+    @example("\ud800")
+    @example("[" * 5000)
+    @example("\0")
+    def check(text):
+        targets.attempt(name, text, folder)
+
+    check()
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_what_is_right_is_read(name, tmp_path):
+    right = {"recipe": "model: mlp\nepochs: 3", "index": targets.an_index()}
+    assert targets.attempt(name, right.get(name) or targets.DICTIONARY[name][0], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 60 + "[", "a," * 100_000 + "[", "," * 50_000, "a[" + "1-3," * 50_000, "n[" + "0-65535," * 1000 + "1]"],
+    ids=["no end", "many names", "commas", "ranges", "overlapping ranges"],
+)
+def test_no_list_of_hosts_takes_long_or_much(text):
+    began = time.process_time()
+    with pytest.raises(InputError):
+        hostlist.expand(text)
+    assert time.process_time() - began < 5  # one of these took seven minutes, another one years
+
+
+def test_aliases_in_aliases_are_refused():
+    bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n"
+    for before, after in zip("abcdefgh", "bcdefghi", strict=True):
+        bomb += f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
+    assert reading.parse_value(bomb) == bomb  # a flag that is no YAML is its text
+    assert reading.parse_value("{a: &a [1], b: *a}") == {"a": [1], "b": [1]}
+    with pytest.raises(reading.yaml.YAMLError, match="it holds itself"):
+        reading._loaded("&a [*a]")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"file": "../../etc/passwd"}, "no name of a file"),
+        ({"file": "/etc/passwd"}, "no name of a file"),
+        ({"examples": 10**12}, "more examples than bytes"),
+        ({"examples": True}, "examples"),
+        ({"bytes": 43}, "as many bytes"),
+    ],
+)
+def test_an_index_leads_nowhere_else(change, words, tmp_path):
+    import json
+
+    index = json.loads(targets.an_index())
+    index["shards"][0] |= change
+    (tmp_path / targets.manifest.FILE).write_text(json.dumps(index))
+    with pytest.raises(InputError, match=words):
+        targets.manifest.find(tmp_path)
+
+
+def test_an_index_does_not_unpack_to_more_than_its_file():
+    import numpy as np
+
+    zeros = targets.manifest.pack(np.zeros(10**6))
+    assert len(zeros) < 20_000
+    with pytest.raises(ValueError, match="more than 2 numbers"):
+        targets.manifest.unpack(zeros, 2)
