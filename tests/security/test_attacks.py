@@ -18,6 +18,9 @@ from tfgpu.recipes.reading import read
 EVIL = "import pathlib\n\ndef run(**_):\n    pathlib.Path('mark').touch()\n"
 
 
+STUDY = ["tune", "recipe.yaml", "--output", "study"]
+
+
 def tfgpu(*words, cwd):
     command = [sys.executable, "-m", "tfgpu", *words]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
@@ -44,7 +47,8 @@ def test_yaml_makes_no_objects(text, tmp_path, monkeypatch):
 def test_a_recipe_s_functions_are_not_called(line, tmp_path):
     (tmp_path / "evil.py").write_text(EVIL)
     (tmp_path / "recipe.yaml").write_text(line)
-    for words in (["train", "recipe.yaml"], ["train", "-c", "recipe.yaml", "--dry-run"], ["profile", "recipe.yaml"]):
+    commands = ["train", "recipe.yaml"], ["train", "-c", "recipe.yaml", "--dry-run"], ["profile", "recipe.yaml"], STUDY
+    for words in commands:
         done = tfgpu(*words, cwd=tmp_path)
         assert done.returncode == 2 and "names code to be run" in done.stderr and "--allow-code" in done.stderr
     done = tfgpu("bench", "input", "-c", "recipe.yaml", cwd=tmp_path)
@@ -61,6 +65,15 @@ def test_a_run_of_a_stranger_is_not_gone_on_with(tmp_path):
     done = tfgpu("train", "--resume", "--output", "run", cwd=tmp_path)
     assert done.returncode == 2 and "run/config.yaml names code to be run: model: evil:run" in done.stderr
     assert not (tmp_path / "mark").exists()
+
+
+def test_a_search_of_a_stranger_calls_nothing(tmp_path):
+    (tmp_path / "space.yaml").write_text("model: [mlp, 'os:system']")
+    done = tfgpu("tune", "--space", "space.yaml", "--output", "study", cwd=tmp_path)
+    assert done.returncode == 2 and "space.yaml names code to be run: model: os:system" in done.stderr
+    trust.refuse_code_searched({"model": "mlp,cnn", "learning_rate": "1e-5..1e-1:log"}, "a")
+    with pytest.raises(InputError, match="evil:run"):
+        trust.refuse_code_searched({"data": "digits, evil:run"}, "a")
 
 
 def test_the_user_s_own_word_counts(tmp_path):

@@ -13,6 +13,7 @@ from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.errors import InputError
 from tfgpu.recipes import reading, ready
 from tfgpu.recipes import recipe as recipes
+from tfgpu.recipes.trust import refuse_code, refuse_code_searched
 from tfgpu.tune import space
 
 app = typer.Typer()
@@ -37,6 +38,10 @@ OWN = {
     "study_seed": (int | None, None, ["--study-seed"], "INTEGER", "Of the draws; --seed is the trainings' [0]."),
     "trial_timeout": (float | None, None, ["--trial-timeout"], "SECONDS", "End a trial after so many seconds [never]."),
     "resume": (bool, False, ["--resume"], None, "Go on with the study in --output."),
+    "allow_code": (
+        *(bool, False, ["--allow-code"], None),
+        "Let files name a function to be called (module:function), as flags may.",
+    ),
     "debug": (bool, False, ["--debug"], None, "Show a traceback when the study fails (also TFGPU_DEBUG=1)."),
 }
 
@@ -70,13 +75,14 @@ def tune(
     study_seed: int | None,
     trial_timeout: float | None,
     resume: bool,
+    allow_code: bool,
     debug: bool,
     **flags: Any,
 ) -> None:
     if output is None:
         raise InputError("A study needs a folder. Add --output DIR.")
-    recipe = _recipe(name, given(flags), resume=resume)
-    searched = _searched(search, space)
+    recipe = _recipe(name, given(flags), resume=resume, allow_code=allow_code)
+    searched = _searched(search, space, allow_code=allow_code)
     console = Console(highlight=False, soft_wrap=True)
     try:
         with Console(stderr=True).status("starting TensorFlow"):
@@ -95,6 +101,7 @@ def tune(
             seed=study_seed,
             timeout_s=trial_timeout,
             resume=resume,
+            allow_code=allow_code,
             on_trial=lambda trial: console.print(_line(trial), markup=False),
         )
     except KeyboardInterrupt:
@@ -103,20 +110,23 @@ def tune(
     _show(console, result)
 
 
-def _recipe(name: str | None, flags: dict[str, Any], *, resume: bool) -> recipes.Recipe | None:
+def _recipe(name: str | None, flags: dict[str, Any], *, resume: bool, allow_code: bool) -> recipes.Recipe | None:
     if resume and name is None and not flags:
         return None
     settings = ready.read(name) if name is not None else {}
+    refuse_code(settings, str(name), allow=allow_code, given=flags)
     recipe = recipes.make({**settings, **flags}, source=str(ready.path(name)) if name is not None else None)
     recipes.check(recipe)
     return recipe
 
 
-def _searched(words: list[str] | None, file: Path | None) -> dict[str, Any] | None:
+def _searched(words: list[str] | None, file: Path | None, *, allow_code: bool) -> dict[str, Any] | None:
     if words and file is not None:
         raise InputError("--search and --space say the same thing. Keep one of them.")
     if file is not None:
-        return dict(space.parse_search(reading.read(file)))
+        values = reading.read(file)
+        refuse_code_searched(values, str(file), allow=allow_code)
+        return dict(space.parse_search(values))
     return dict(space.parse_search(words)) if words else None
 
 

@@ -46,7 +46,22 @@ def refuse_code(
     Raises:
         InputError: says what the file would run, and how to let it.
     """
-    found = {name: value for name, value in code_in(settings).items() if name not in (given or {})}
+    _refuse({n: v for n, v in code_in(settings).items() if n not in (given or {})}, source, allow)
+
+
+def refuse_code_searched(search: Mapping[str, Any], source: str, *, allow: bool = False) -> None:
+    """The same for the settings that a study is to try, as a file has them: a list, or names with commas.
+
+    Raises:
+        InputError: as `refuse_code`.
+    """
+    for name in _NAMES:
+        values = search.get(name, ())
+        for value in values.split(",") if isinstance(values, str) else values if isinstance(values, list) else ():
+            _refuse(code_in({name: value}), source, allow)
+
+
+def _refuse(found: Mapping[str, str], source: str, allow: bool) -> None:
     if found and not allow:
         named = ", ".join(f"{name}: {value}" for name, value in found.items())
         flags = " ".join(f"--{name} {value}" for name, value in found.items())

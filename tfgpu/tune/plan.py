@@ -13,6 +13,7 @@ from tfgpu.errors import InputError
 from tfgpu.recipes import reading
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
+from tfgpu.recipes.trust import refuse_code, refuse_code_searched
 from tfgpu.tune import space
 from tfgpu.tune.space import Space
 
@@ -65,6 +66,7 @@ def settled(
     given: Mapping[str, Any],
     *,
     resume: bool,
+    allow_code: bool = False,
 ) -> Plan:
     """Puts a new study's parts together, or reads those of the one to resume.
 
@@ -74,6 +76,7 @@ def settled(
         search: None: the default space, or the recorded one.
         given: sampler, pruner, monitor and seed; None: the defaults, or as recorded.
         resume: whether there must be a study.
+        allow_code: whether the recorded one may name a function to be called.
 
     Raises:
         InputError: there is one that must not be there or the other way round, or it was given other parts.
@@ -89,6 +92,9 @@ def settled(
     if not (folder / FILE).is_file():
         raise InputError(f"{str(folder)!r} holds no study to resume: it has no {FILE}. Leave out --resume.")
     kept = reading.read(folder / FILE)
+    own = recipe.model_dump() if recipe else {}
+    refuse_code(kept["recipe"], str(folder / FILE), allow=allow_code, given=own)
+    refuse_code_searched(kept["search"], str(folder / FILE), allow=allow_code)
     base = recipes.make(kept["recipe"], source=str(folder / FILE))
     plan = Plan(folder, base, space.parse_search(kept["search"]), **{name: kept[name] for name in _DEFAULTS})
     asked = {**given, **({"search": space.parse_search(search)} if search else {})}

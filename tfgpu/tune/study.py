@@ -15,6 +15,7 @@ from tfgpu.errors import InputError, MachineError, unknown
 from tfgpu.recipes import directory, ready
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
+from tfgpu.recipes.trust import refuse_code
 from tfgpu.tune import journal, process, space
 from tfgpu.tune.journal import PRUNERS, SAMPLERS, Journal
 from tfgpu.tune.plan import Plan, claimed, settled
@@ -44,6 +45,7 @@ def study(
     seed: int | None = None,
     timeout_s: float | None = None,
     resume: bool = False,
+    allow_code: bool = False,
     on_trial: Progress | None = None,
 ) -> StudyResult:
     """Trains a recipe with other settings again and again, and keeps the best by its validation error.
@@ -66,6 +68,7 @@ def study(
         seed: of the draws (default 0). The trainings have the recipe's.
         timeout_s: seconds after which a trial is ended; None: never.
         resume: go on with the study in `folder`; trials that were running go on from their checkpoints.
+        allow_code: whether a recipe's file, or the study to resume, may name a function to be called.
         on_trial: called with each trial that has ended.
 
     Returns:
@@ -87,8 +90,8 @@ def study(
             raise unknown(name, value, known)
     journal.optuna()
     given = {"sampler": sampler, "pruner": pruner, "monitor": monitor, "seed": seed}
-    base = _recipe(recipe)
-    plan = settled(Path(folder), base, search, given, resume=resume)
+    base = _recipe(recipe, allow_code)
+    plan = settled(Path(folder), base, search, given, resume=resume, allow_code=allow_code)
     _check(plan, parallel)
     where = process.places(parallel, use_ray=use_ray)
     try:
@@ -266,10 +269,12 @@ def _result(trial: Any, searched: space.Space) -> TrialResult:
     )
 
 
-def _recipe(given: Recipe | str | Path | None) -> Recipe | None:
+def _recipe(given: Recipe | str | Path | None, allow_code: bool) -> Recipe | None:
     if given is None or isinstance(given, Recipe):
         return given
-    return recipes.make(ready.read(str(given)), source=str(given))
+    settings = ready.read(str(given))
+    refuse_code(settings, str(given), allow=allow_code)
+    return recipes.make(settings, source=str(given))
 
 
 def _check(plan: Plan, parallel: int) -> None:
