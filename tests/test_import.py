@@ -14,6 +14,7 @@ ALLOWED = {
     "errors": set(),
     "lazy": set(),
     "redact": set(),
+    "sensors": set(),
     "cluster": set(),
     "environment": set(),
     "precision": {"environment"},
@@ -24,7 +25,7 @@ ALLOWED = {
     "launch": {"cluster", "keras_fixes", "environment"},
     "models": {"precision", "keras_fixes"},
     "training": {"data", "strategies", "precision", "keras_fixes"},
-    "callbacks": {"cluster", "environment", "training", "keras_fixes", "launch"},
+    "callbacks": {"cluster", "environment", "training", "keras_fixes", "launch", "sensors"},
 }
 ALLOWED["asynchronous"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes", "callbacks"}
 ALLOWED["parallel"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes"}
@@ -40,6 +41,10 @@ QUICK = (
     "tfgpu",
     "tfgpu.errors",
     "tfgpu.cluster",
+    "tfgpu.sensors",
+    "tfgpu.sensors.table",
+    "tfgpu.sensors.epochs",
+    "tfgpu.sensors.prometheus",
     "tfgpu.preflight",
     "tfgpu.preflight.meeting",
     "tfgpu.launch",

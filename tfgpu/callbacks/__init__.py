@@ -7,6 +7,7 @@ from tfgpu.callbacks.events_file import EventsFile
 from tfgpu.callbacks.finite import SkipNaN, StopOnNaN
 from tfgpu.callbacks.memory import Memory
 from tfgpu.callbacks.metrics_file import MetricsFile
+from tfgpu.callbacks.monitor import Monitor
 from tfgpu.callbacks.progress import Progress
 from tfgpu.callbacks.report import Report
 from tfgpu.callbacks.snapshot import Position
@@ -18,6 +19,7 @@ __all__ = [
     "EventsFile",
     "Memory",
     "MetricsFile",
+    "Monitor",
     "Position",
     "Progress",
     "Report",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tfgpu.errors import InputError
+from tfgpu.sensors import nvml
 
 _STOP_S = 10.0
 
@@ -225,13 +226,8 @@ def visible_gpus() -> tuple[str, ...]:
     if given is not None:
         return tuple(name.strip() for name in given.split(",") if name.strip() and name.strip() != "-1")
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            return tuple(map(str, range(pynvml.nvmlDeviceGetCount())))
-        finally:
-            pynvml.nvmlShutdown()
+        with nvml.opened() as driver:
+            return tuple(map(str, range(driver.nvmlDeviceGetCount())))
     except Exception:  # No driver is no GPU; pynvml has a class for each way to say so.
         return ()
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from tfgpu.doctor.check import Check
 from tfgpu.doctor.checks.software import INSTALL_CUDA
+from tfgpu.sensors import nvml
 
 
 def driver(facts: Mapping[str, dict]) -> Check:
@@ -67,34 +68,8 @@ def visible(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
 
 
 def visible_gpus(value: str, gpus: list[dict]) -> tuple[list[int], str | None]:
-    """Reads CUDA_VISIBLE_DEVICES as CUDA does: up to the first entry that names no GPU.
-
-    Args:
-        value: the variable's value: indices, or starts of GPU UUIDs, with commas between.
-        gpus: the driver's GPUs, each with its `"uuid"`.
-
-    Returns:
-        The indices of the visible GPUs, and the entry at which CUDA stops; `None` where it reads to the end.
-        "-1" is the usual way to hide all, and no stray entry.
-
-    Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
-    """
-    shown: list[int] = []
-    entries = [entry.strip() for entry in value.split(",")] if value.strip() else []
-    for entry in entries:
-        named = [index for index, gpu in enumerate(gpus) if gpu["uuid"].startswith(entry)]
-        if re.fullmatch(r"\d+", entry) and int(entry) < len(gpus):
-            index = int(entry)
-        elif re.match(r"GPU-", entry) and len(named) == 1:
-            index = named[0]
-        elif entry.startswith("MIG-"):
-            continue  # A slice of a GPU; the driver's list has whole ones.
-        else:
-            return shown, None if entry == "-1" else entry
-        if index in shown:
-            return [], entry  # CUDA shows none at all when one stands there twice.
-        shown.append(index)
-    return shown, None
+    """As `tfgpu.sensors.nvml.visible`, of the driver's GPUs as the doctor describes them."""
+    return nvml.visible(value, [gpu["uuid"] for gpu in gpus])
 
 
 def seen(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:

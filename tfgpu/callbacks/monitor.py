@@ -1,0 +1,197 @@
+"""What a training takes of its machine, watched from a thread beside it."""
+
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfgpu.callbacks.watcher import Places, Watcher
+from tfgpu.cluster import Cluster
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import blocks, feeding
+from tfgpu.sensors import prometheus as prometheus_format
+from tfgpu.sensors.epochs import Epoch
+from tfgpu.sensors.sample import Value
+
+SAMPLES, EPOCHS, PROMETHEUS = "monitor-worker{}.csv", "monitor-epochs-worker{}.csv", "monitor-worker{}.prom"
+"""The files of a worker, by its number."""
+
+
+class Monitor(keras.callbacks.Callback):
+    """Watches GPUs, CPU, memory, disks, network and the wait for data while a model trains, and says what limits it.
+
+    A thread takes a sample a second; no step waits for it, and blocks of steps stay as long as they are. Without a GPU
+    the GPU's figures are not there. Every process that trains watches its own machine and writes its own files; those
+    of an earlier training are gone on with. Nothing that fails in the monitor stops the training: a warning says so
+    once.
+
+    | file | |
+    |---|---|
+    | `monitor-worker0.csv` | a row a sample |
+    | `monitor-epochs-worker0.csv` | a row an epoch: means, maxima, energy, what limited it |
+    | `monitor-worker0.prom` | the newest sample for node_exporter's textfile collector |
+
+    Args:
+        folder: for the files; None writes none.
+        every_s: seconds from sample to sample. The thread waits longer where a sample takes more than a hundredth of
+            that in processor time.
+        csv: whether to write the two tables; None: where there is a folder.
+        tensorboard: a folder for TensorBoard's events, one run a worker (`monitor-worker0`); None writes none.
+        prometheus: `True` for a file in `folder`; a port on this machine, or `"host:port"`, to serve it at `/metrics`
+            (each worker at the next port); None for neither.
+        worker: this process's number; None asks the cluster.
+
+    Attributes:
+        epochs: the rows of the epochs so far, as in `monitor-epochs-worker0.csv`; whole once `fit` has ended.
+
+    Raises:
+        InputError: a setting that cannot work.
+        MachineError: when `fit` begins, the port cannot be had.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> monitor = Monitor("run")
+        >>> history = model.fit(tf.ones((2, 1)), tf.ones((2, 1)), epochs=2, callbacks=[monitor], verbose=0)
+        >>> [row["examples"] for row in monitor.epochs]
+        [2, 2]
+    """
+
+    every_batch = False  # Blocks of steps are enough.
+    has_memory = False
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        every_s: float = 1.0,
+        csv: bool | None = None,
+        tensorboard: str | Path | None = None,
+        prometheus: bool | int | str | None = None,
+        worker: int | None = None,
+    ):
+        super().__init__()
+        if isinstance(every_s, bool) or not isinstance(every_s, int | float) or not 0.01 <= every_s < float("inf"):
+            raise InputError(f"`every_s` must be seconds, 0.01 or more. Received: every_s={every_s!r}. Try 1.")
+        if folder is None and (csv or prometheus is True):
+            raise InputError("`csv` and `prometheus=True` write files. Received: no folder. Give one.")
+        cluster = Cluster.from_environment()
+        self._workers = cluster.size
+        self._worker = max(0, cluster.rank) if worker is None else worker
+        self._every_s = float(every_s)
+        self._places = _places(folder, csv, tensorboard, prometheus, self._worker)
+        self._watcher: Watcher | None = None
+        self._thread: threading.Thread | None = None
+        self._begun = self._epoch_begun = self._block_begun = 0.0
+        self._block_ended: float | None = None
+        self._first = self._epoch_steps = self._timed_steps = 0
+        self._train_s = 0.0
+        self._is_traced = False
+        self._rows: int | None = None
+        self.epochs: list[dict[str, Value]] = []
+
+    @property
+    def port(self) -> int | None:
+        """Where Prometheus's figures are served now."""
+        return self._watcher.port if self._watcher is not None else None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self.close()
+        self._is_traced, self._block_ended, self.epochs = False, None, []
+        self._begun = time.monotonic()
+        run = blocks.current()
+        before = _iterations(self.model)
+        self._watcher = Watcher(
+            self._places,
+            begun=self._begun,
+            every_s=self._every_s,
+            worker=self._worker,
+            workers=self._workers,
+            step=before,
+            computing_s=(lambda: feeding.computing_s(run)) if run is not None else lambda: None,
+            epochs=self.epochs,
+        )
+        self._thread = threading.Thread(target=self._watcher.work, name="tfgpu-monitor", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._watcher.stop)  # A `fit` that failed without the repairs tells nobody.
+        if run is not None:
+            run.exits.callback(self.close)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch_begun = time.monotonic()
+        self._epoch_steps = self._timed_steps = 0
+        self._train_s, self._block_ended, self._rows = 0.0, None, None
+        if self._watcher is not None:
+            self._watcher.epoch = epoch + 1
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._first = batch
+        self._block_begun = time.monotonic() if self._block_ended is None else self._block_ended
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._block_ended = now = time.monotonic()
+        steps = batch - self._first + 1
+        self._epoch_steps += steps
+        if self._is_traced:
+            self._timed_steps += steps
+            self._train_s += now - self._block_begun
+        if self._watcher is not None:
+            self._watcher.note(steps, now - self._block_begun if self._is_traced else None)
+        self._is_traced = True  # The first block of a `fit` is traced, which is no step's time.
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._count()  # Keras sets the metrics back right after this.
+        self._block_ended = None
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._count()
+        if self._watcher is not None:
+            begin, end = self._epoch_begun - self._begun, time.monotonic() - self._begun
+            steps = self._epoch_steps, self._train_s, self._timed_steps
+            self._watcher.end(Epoch(epoch + 1, begin, end, *steps, self._rows))
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread after a last sample; `fit` calls it, also where it fails."""
+        watcher, self._watcher = self._watcher, None
+        thread, self._thread = self._thread, None
+        if watcher is not None and thread is not None:
+            watcher.finish(thread)
+
+    def _count(self) -> None:
+        if self._rows is None and self._epoch_steps:
+            self._rows = feeding.rows(self.model)
+
+
+def _places(
+    folder: str | Path | None,
+    csv: bool | None,
+    tensorboard: str | Path | None,
+    prometheus: bool | int | str | None,
+    worker: int,
+) -> Places:
+    base = None if folder is None else Path(os.fspath(folder))
+    has_tables = base is not None and csv is not False
+    server = None
+    if prometheus is not None and not isinstance(prometheus, bool):
+        host, port = prometheus_format.address(prometheus)
+        server = host, port + worker if port else 0
+    return Places(
+        samples=base / SAMPLES.format(worker) if base is not None and has_tables else None,
+        epochs=base / EPOCHS.format(worker) if base is not None and has_tables else None,
+        prometheus=base / PROMETHEUS.format(worker) if base is not None and prometheus is True else None,
+        server=server,
+        events=Path(os.fspath(tensorboard)) / f"monitor-worker{worker}" if tensorboard is not None else None,
+    )
+
+
+def _iterations(model: keras.Model) -> int:
+    optimizer = getattr(model, "optimizer", None)
+    return int(keras.ops.convert_to_numpy(optimizer.iterations)) if optimizer is not None else 0

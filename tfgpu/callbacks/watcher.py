@@ -1,0 +1,221 @@
+"""The thread behind `Monitor`: takes samples, writes them, and puts epochs together."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfgpu.callbacks.events_table import EventsTable
+from tfgpu.callbacks.files import replace_text
+from tfgpu.sensors import Sampler, prometheus
+from tfgpu.sensors.epochs import Epoch, Epochs
+from tfgpu.sensors.limits import limit
+from tfgpu.sensors.sample import Sample, Value
+from tfgpu.sensors.table import Table
+
+_log = logging.getLogger(__name__)
+
+_COST = 100
+"""A sample may take a hundredth of the time between samples from the processor."""
+_HELD = 600
+"""How many rows wait for the first step, before which nothing is written."""
+_FINISH_S = 10.0
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the figures go; `None` for nowhere.
+
+    Attributes:
+        samples: the table of samples.
+        epochs: the table of epochs.
+        prometheus: the text file.
+        server: host and port.
+        events: TensorBoard's run.
+    """
+
+    samples: Path | None = None
+    epochs: Path | None = None
+    prometheus: Path | None = None
+    server: tuple[str, int] | None = None
+    events: Path | None = None
+
+
+class Watcher:
+    """Takes samples until it is told to stop; whatever fails, it warns once and goes on.
+
+    Nothing is written before the first step: a training that fails before it leaves nothing behind.
+
+    Args:
+        places: where the figures go.
+        begun: when the training began, as `time.monotonic` has it.
+        every_s: seconds from sample to sample.
+        worker: this process's number.
+        workers: how many train together.
+        step: steps that the model has made before.
+        computing_s: asks how long a step computes, without its wait for data.
+        epochs: the list that gets the epochs' rows.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        *,
+        begun: float,
+        every_s: float,
+        worker: int,
+        workers: int,
+        step: int,
+        computing_s: Callable[[], float | None],
+        epochs: list[dict[str, Value]],
+    ):
+        self.epoch = 1
+        self._places, self._every_s = places, every_s
+        self._worker, self._workers = worker, workers
+        self._computing_s, self._rows = computing_s, epochs
+        self._begun = begun
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._step, self._timed_steps, self._timed_s = step, 0, 0.0
+        self._has_begun = False
+        self._ended: list[Epoch] = []
+        self._epochs = Epochs(workers=workers)
+        self._rows_per_step: float | None = None
+        self._samples = Table(places.samples) if places.samples else None
+        self._table = Table(places.epochs) if places.epochs else None
+        self._events = EventsTable(places.events) if places.events else None
+        self._held: list[dict[str, Value]] = []
+        self._warned: set[str] = set()
+        self._text = ""
+        self._server = prometheus.Server(places.server, lambda: self._text) if places.server else None
+
+    @property
+    def port(self) -> int | None:
+        """Where Prometheus's figures are served."""
+        return self._server.port if self._server else None
+
+    def note(self, steps: int, seconds: float | None) -> None:
+        """Takes in a block of steps; `None` where its time is no step's."""
+        with self._lock:
+            self._has_begun = True
+            self._step += steps
+            if seconds is not None:
+                self._timed_steps += steps
+                self._timed_s += seconds
+
+    def end(self, epoch: Epoch) -> None:
+        """Takes in an epoch that has ended."""
+        with self._lock:
+            self._ended.append(epoch)
+
+    def stop(self) -> None:
+        """Asks the thread to end; it takes a last sample."""
+        self._stop.set()
+
+    def finish(self, thread: threading.Thread) -> None:
+        """Ends the thread and the server. A driver that hangs holds nobody up: the thread is left behind."""
+        self.stop()
+        thread.join(timeout=_FINISH_S)
+        if thread.is_alive():
+            _log.warning("The monitor's last sample has taken %.0f s: its last rows are not written.", _FINISH_S)
+        if self._server:
+            self._server.close()
+
+    def work(self) -> None:
+        """What the thread does."""
+        try:
+            with Sampler() as sampler:
+                self._take_all(sampler)
+        except Exception:  # The monitor stops no training.
+            self._warn("the monitor has ended", exc_info=True)
+        finally:
+            if self._events:
+                self._try("TensorBoard's events", self._events.close)
+
+    def _take_all(self, sampler: Sampler) -> None:
+        following = time.monotonic()
+        while True:
+            is_last = self._stop.is_set()
+            begun = time.thread_time()
+            self._take(sampler)
+            if is_last:
+                return
+            spent = time.thread_time() - begun
+            following = max(following + max(self._every_s, _COST * spent), time.monotonic())
+            self._stop.wait(following - time.monotonic())
+
+    def _take(self, sampler: Sampler) -> None:
+        try:
+            sample = sampler.read()
+        except Exception:
+            self._warn("a sample could not be taken", exc_info=True)
+            return
+        if sample.gpus or sample.gpu_error:
+            self._say_lost(sample)
+        row = self._row(sample)
+        with self._lock:
+            ended, self._ended = self._ended, []
+            has_begun = self._has_begun
+        for epoch in ended:
+            self._epochs.end(epoch)
+            if epoch.examples and epoch.steps:
+                self._rows_per_step = epoch.examples / epoch.steps
+        rows = self._epochs.add(row)
+        self._rows.extend(rows)
+        self._held = [*self._held, row][-_HELD:]
+        if has_begun:
+            held, self._held = self._held, []
+            self._write(held, rows, sample)
+
+    def _row(self, sample: Sample) -> dict[str, Value]:
+        with self._lock:
+            steps, seconds, step = self._timed_steps, self._timed_s, self._step
+            self._timed_steps, self._timed_s = 0, 0.0
+        step_s = seconds / steps if steps else None
+        computing = self._computing() if step_s else None
+        wait = None if step_s is None or computing is None else min(1.0, max(0.0, 1 - computing / step_s))
+        rate = self._rows_per_step / step_s if self._rows_per_step and step_s else None
+        # The epochs' clock began with `fit`, the sampler's when its thread had come so far.
+        row: dict[str, Value] = {"time": sample.time, "seconds": time.monotonic() - self._begun}
+        row |= {"epoch": self.epoch, "step": step, "step_time_s": step_s, "examples_per_s": rate, "input_wait": wait}
+        row |= {name: value for name, value in sample.row().items() if name not in row}
+        return row | {"gpu_energy_j": sample.gpu_energy_j}
+
+    def _computing(self) -> float | None:
+        try:
+            return self._computing_s()
+        except Exception:
+            self._warn("the wait for data could not be read", exc_info=True)
+            return None
+
+    def _write(self, samples: list[dict[str, Value]], epochs: Iterable[dict[str, Value]], newest: Sample) -> None:
+        if table := self._samples:
+            self._try(table.path, lambda: [table.append(row) for row in samples])
+        if other := self._table:
+            self._try(other.path, lambda: [other.append(row) for row in epochs])
+        if events := self._events:
+            self._try("TensorBoard's events", lambda: events.add(samples, epochs))
+        if self._server or self._places.prometheus:
+            row = samples[-1]
+            limited = {**row, "limit": limit(row, workers=self._workers).resource}
+            uuids = {gpu.label: gpu.uuid for gpu in newest.gpus}
+            self._text = prometheus.text(limited, worker=self._worker, uuids=uuids)
+        if path := self._places.prometheus:
+            self._try(path, lambda: replace_text(path, self._text))
+
+    def _try(self, what: object, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._warn(f"{what} cannot be written: {error.strerror or error}")
+
+    def _say_lost(self, sample: Sample) -> None:
+        if sample.gpu_error and (sample.gpus or self._has_begun) and "not found" not in sample.gpu_error.lower():
+            self._warn(f"GPU figures are missing: {sample.gpu_error}")
+
+    def _warn(self, text: str, exc_info: bool = False) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning("Monitor: %s. Training goes on.", text, exc_info=exc_info)

@@ -1,0 +1,222 @@
+"""The GPUs that this process may use, read again and again through NVML."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfgpu.sensors import nvml as driver
+from tfgpu.sensors.sample import Gpu
+
+_ALL_LINKS = 0xFFFFFFFF
+_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""What a PCIe lane carries in one direction, by generation, coding taken off."""
+_LOST = ("NVMLError_GpuIsLost", "NVMLError_Uninitialized", "NVMLError_DriverNotLoaded", "NVMLError_ResetRequired")
+
+
+@dataclass
+class _Watched:
+    """A GPU and what its figures are counted from.
+
+    Attributes:
+        handle: NVML's.
+        label: as in `Gpu`.
+        name: as in `Gpu`.
+        uuid: as in `Gpu`.
+        whole: it is no slice.
+        link_bytes_per_s: what its PCIe link carries in one direction.
+        first_mj: NVML's count of energy when it was first read.
+        energy_j: by power over time, where NVML has no count.
+        before: seconds, watts and NVLink's counts at the sample before.
+    """
+
+    handle: Any
+    label: str
+    name: str
+    uuid: str
+    whole: bool = True
+    link_bytes_per_s: float | None = None
+    first_mj: int | None = None
+    energy_j: float = 0.0
+    before: tuple[float, float | None, tuple[int | None, int | None]] | None = None
+
+
+class Gpus:
+    """Reads GPUs; NVML stays open until `close`. Without a driver there are none, and `error` says why.
+
+    A GPU that is lost under way is left out from then on; where the number of GPUs changes, all are looked up anew.
+
+    Args:
+        everything: all GPUs of the machine, not only those that CUDA_VISIBLE_DEVICES shows.
+        environ: environment variables; None means this process's.
+    """
+
+    def __init__(self, *, everything: bool = False, environ: Mapping[str, str] | None = None):
+        environ = os.environ if environ is None else environ
+        self._shown = None if everything else environ.get("CUDA_VISIBLE_DEVICES")
+        self._held = contextlib.ExitStack()
+        self._nvml: Any = None
+        self._watched: dict[str, _Watched] = {}
+        self._count = 0
+        self.error = ""
+        try:
+            self._nvml = self._held.enter_context(driver.opened())
+            self._look()
+        except Exception as error:  # pynvml has a class for each way to say that there is no driver, or is broken
+            self.error = _words(error)
+            self.close()
+
+    def read(self, seconds: float) -> tuple[Gpu, ...]:
+        """All GPUs as they are now.
+
+        Args:
+            seconds: by a clock that does not leap.
+        """
+        if self._nvml is None:
+            return ()
+        try:
+            if self._nvml.nvmlDeviceGetCount() != self._count:
+                self._look()
+        except self._nvml.NVMLError as error:
+            self.error = _words(error)
+            self._watched = {}
+        found = []
+        for key, each in list(self._watched.items()):
+            try:
+                found.append(self._read(each, seconds))
+            except self._nvml.NVMLError as error:
+                self.error = f"GPU {each.label}: {_words(error)}"
+                del self._watched[key]
+        return tuple(found)
+
+    def processes(self) -> list[dict[str, Any]]:
+        """Who computes on the GPUs: `gpu` (its label), `pid`, `name`, `bytes`."""
+        whole = [each for each in self._watched.values() if each.whole]
+        return [{"gpu": each.label, **one} for each in whole for one in driver.processes(self._nvml, each.handle)]
+
+    def close(self) -> None:
+        """Gives NVML back."""
+        self._nvml, self._watched = None, {}
+        self._held.close()
+
+    def _look(self) -> None:
+        nvml, known = self._nvml, {each.uuid: each for each in self._watched.values()}
+        self._count = nvml.nvmlDeviceGetCount()
+        handles, lost = driver.handles(nvml)
+        self.error = "; ".join(f"GPU {index}: {error}" for index, error in lost.items())
+        found = {index: self._made(handle, str(index)) for index, handle in handles.items()}
+        parts = {index: self._slices(index, each.handle) for index, each in found.items()}
+        if self._shown is not None:
+            uuids = [found[index].uuid if index in found else "" for index in range(self._count)]
+            shown, _ = driver.visible(self._shown, uuids)
+            named = [word.strip() for word in self._shown.split(",") if word.strip().startswith("MIG-")]
+            parts = {
+                index: [part for part in each if index in shown or any(part.uuid.startswith(name) for name in named)]
+                for index, each in parts.items()
+            }
+            found = {index: each for index, each in found.items() if index in shown or parts[index]}
+        all_of_them = [one for index, each in found.items() for one in (each, *parts[index])]
+        # What was counted so far goes on, with the new handle.
+        for each in all_of_them:
+            if old := known.get(each.uuid):
+                each.first_mj, each.energy_j, each.before = old.first_mj, old.energy_j, old.before
+        self._watched = {each.uuid or each.label: each for each in all_of_them}
+
+    def _slices(self, index: int, handle: Any) -> list[_Watched]:
+        slices = driver.slices(self._nvml, handle)
+        return [self._made(part, f"{index}s{number}", whole=False) for number, part in slices.items()]
+
+    def _made(self, handle: Any, label: str, whole: bool = True) -> _Watched:
+        nvml, ask = self._nvml, driver.asked
+        name, uuid = ask(nvml.nvmlDeviceGetName, handle) or "", ask(nvml.nvmlDeviceGetUUID, handle) or ""
+        lanes, generation = ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle), None
+        if whole:
+            generation = ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
+        lane = _LANE_BYTES_PER_S.get(generation or 0)
+        return _Watched(handle, label, name, uuid, whole, lane * lanes if lane and lanes else None)
+
+    def _read(self, each: _Watched, seconds: float) -> Gpu:
+        nvml, handle = self._nvml, each.handle
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        sizes = {"memory_bytes": memory and memory.used, "memory_total_bytes": memory and memory.total}
+        if not each.whole:  # The rest is the whole GPU's.
+            return Gpu(each.label, each.name, each.uuid, **sizes)
+        busy = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+        power = driver.watts(self._ask(nvml.nvmlDeviceGetPowerUsage, handle))
+        reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        links = self._nvlink_counts(handle)
+        sent = _bytes(self._ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_TX_BYTES))
+        received = _bytes(self._ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_RX_BYTES))
+        most = max((value for value in (sent, received) if value is not None), default=None)
+        rates = _rates(each, seconds, links)
+        energy = self._energy(each, seconds, power)
+        each.before = seconds, power, links
+        return Gpu(
+            each.label,
+            each.name,
+            each.uuid,
+            utilization=busy and busy.gpu / 100,
+            memory_utilization=busy and busy.memory / 100,
+            **sizes,
+            power_w=power,
+            power_limit_w=driver.watts(self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+            energy_j=energy,
+            temperature_c=self._ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+            sm_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+            memory_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
+            pcie_sent_bytes_per_s=sent,
+            pcie_received_bytes_per_s=received,
+            pcie_share=most / each.link_bytes_per_s if most is not None and each.link_bytes_per_s else None,
+            nvlink_sent_bytes_per_s=rates[0],
+            nvlink_received_bytes_per_s=rates[1],
+            slowed_by=None if reasons is None else ", ".join(driver.slowed_by(reasons)),
+        )
+
+    def _ask(self, function: Any, *arguments: Any) -> Any:
+        """NVML's answer, `None` where there is none; an error where the GPU itself is gone."""
+        try:
+            return function(*arguments)
+        except self._nvml.NVMLError as error:
+            if type(error).__name__ in _LOST:
+                raise
+            return None
+
+    def _energy(self, each: _Watched, seconds: float, power: float | None) -> float | None:
+        """NVML's count (Volta and newer), or power over time."""
+        counted = self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption, each.handle)
+        if counted is not None:
+            each.first_mj = counted if each.first_mj is None else each.first_mj
+            return (counted - each.first_mj) / 1000
+        if power is None:
+            return None
+        if each.before is not None:
+            then, earlier, _ = each.before
+            each.energy_j += (power + (power if earlier is None else earlier)) / 2 * max(0.0, seconds - then)
+        return each.energy_j
+
+    def _nvlink_counts(self, handle: Any) -> tuple[int | None, int | None]:
+        nvml = self._nvml
+        fields = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
+        found = self._ask(nvml.nvmlDeviceGetFieldValues, handle, [(field, _ALL_LINKS) for field in fields])
+        sent, received = (None if one.nvmlReturn else int(one.value.ullVal) for one in found) if found else (None, None)
+        return sent, received
+
+
+def _rates(each: _Watched, seconds: float, links: tuple[int | None, int | None]) -> tuple[float | None, float | None]:
+    if each.before is None or seconds <= each.before[0]:
+        return None, None
+    passed = seconds - each.before[0]
+    rates = [
+        None if now is None or then is None or now < then else (now - then) * 1024 / passed
+        for now, then in zip(links, each.before[2], strict=True)
+    ]
+    return rates[0], rates[1]
+
+
+def _bytes(kilobytes: int | None) -> float | None:
+    return None if kilobytes is None else kilobytes * 1024.0
+
+
+def _words(error: Exception) -> str:
+    return " ".join(f"{error}".split()) or type(error).__name__

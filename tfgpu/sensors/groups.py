@@ -1,0 +1,63 @@
+"""What this process's control group may use of the machine: cores and memory.
+
+Everything is read below `root`, a folder that has `proc` and `sys` as `/` has.
+"""
+
+import contextlib
+from pathlib import Path
+
+
+def cpu_quota(root: Path) -> float | None:
+    """The cores' worth of time that this process's control group gets; `None` where there is no limit."""
+    for path in _groups(root, "cpu"):
+        words = _text(path / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
+            return int(words[0]) / int(words[1])
+        quota, period = _text(path / "cpu.cfs_quota_us").strip(), _text(path / "cpu.cfs_period_us").strip()
+        if quota.isdecimal() and period.isdecimal() and int(quota) > 0 and int(period) > 0:
+            return int(quota) / int(period)
+    return None
+
+
+def memory_limit(root: Path) -> int | None:
+    """The bytes that this process's control group may use; `None` where there is no limit."""
+    for path in _groups(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _text(path / name).strip()
+            if text.isdecimal() and int(text) < 2**60:  # Version 1 writes nearly 2**63 for none.
+                return int(text)
+    return None
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """The folders of the control group that this process is in, and of the ones above it, the nearest first."""
+    found = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if number == "0" and not names:
+            top = root / "sys/fs/cgroup"
+        elif controller in names.split(","):
+            top = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        own = top / path.strip().lstrip("/")
+        found += [each for each in (own, *own.parents) if each == top or top in each.parents]
+    return found
+
+
+def memory_used(root: Path) -> int | None:
+    """The bytes that the control group with the limit uses, less what the kernel can drop; `None` without a limit."""
+    for path in _groups(root, "memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            most, now = _text(path / limit).strip(), _text(path / used).strip()
+            if most.isdecimal() and int(most) < 2**60 and now.isdecimal():
+                kept = dict(line.split() for line in _text(path / "memory.stat").splitlines() if len(line.split()) == 2)
+                return max(0, int(now) - int(kept.get("inactive_file", kept.get("total_inactive_file", 0))))
+    return None
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""

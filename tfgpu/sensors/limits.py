@@ -1,0 +1,81 @@
+"""Which resource limits the step: rules on means over some time, tried from the first to the last."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tfgpu.sensors.sample import Value
+
+WAITS = 0.2
+"""Share of the time that the step waits for data, from which the input limits it."""
+BUSY = 0.8
+"""Share of the time from which a GPU or the processor's cores count as busy."""
+TRAFFIC = 0.6
+"""Share of the time that a busy GPU's memory is in use, from which that traffic limits it."""
+LINK = 0.5
+"""Share of what PCIe carries, from which it limits a GPU that is not busy. No program gets much more of it for long."""
+RESOURCES = ("input", "GPU memory traffic", "GPU compute", "communication", "CPU", "host", "unknown")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What limits the step.
+
+    Attributes:
+        resource: one of `RESOURCES`.
+        why: the figures that say so.
+    """
+
+    resource: str
+    why: str
+
+
+def limit(means: Mapping[str, Value], *, workers: int = 1) -> Limit:
+    """Judges means of samples.
+
+    Args:
+        means: by the columns of `Sample.row`, with `input_wait` where it is known. Of several GPUs the mean counts.
+        workers: that train together.
+
+    Example:
+        >>> limit({"input_wait": 0.02, "gpu0_utilization": 0.97, "gpu0_memory_utilization": 0.3})
+        Limit(resource='GPU compute', why='the GPU is busy 97% of the time')
+    """
+    wait, cpu, machine = (_number(means.get(name)) for name in ("input_wait", "cpu_share", "machine_cpu_share"))
+    gpu, traffic = _gpus(means, "utilization"), _gpus(means, "memory_utilization")
+    link = _gpus(means, "pcie_share")
+    if wait is not None and wait >= WAITS:
+        more = f"; the cores are {cpu:.0%} busy" if cpu is not None and cpu >= BUSY else ""
+        return Limit("input", f"the step waits for data {wait:.0%} of the time{more}")
+    unread = "" if wait is not None else "; the wait for data is not known"
+    if gpu is not None and gpu >= BUSY:
+        if traffic is not None and traffic >= TRAFFIC:
+            return Limit("GPU memory traffic", f"the GPU's memory is read or written {traffic:.0%} of the time{unread}")
+        return Limit("GPU compute", f"the GPU is busy {gpu:.0%} of the time{unread}")
+    idle = f"the GPU is busy {gpu:.0%} of the time, " if gpu is not None else ""
+    if gpu is not None and link is not None and link >= LINK:
+        return Limit("communication", f"{idle}PCIe carries {link:.0%} of what it can{unread}")
+    if cpu is not None and cpu >= BUSY:
+        return Limit("CPU", f"{idle}the cores are {cpu:.0%} busy{unread}")
+    if cpu is not None and machine is not None and machine >= BUSY and machine > 2 * cpu:
+        return Limit("CPU", f"{idle}other processes keep the machine's cores {machine:.0%} busy{unread}")
+    if cpu is None:
+        return Limit("unknown", "the processor's load is not known yet")
+    if gpu is None and workers > 1:
+        return Limit("communication", f"the cores are {cpu:.0%} busy while {workers} workers train{unread}")
+    return Limit("host", f"{idle}the cores are {cpu:.0%} busy: Python, small steps or few threads{unread}")
+
+
+def _gpus(means: Mapping[str, Value], name: str) -> float | None:
+    """The mean over GPUs; a slice tells nothing of its own."""
+    ends = f"_{name}"
+    told = [
+        _number(value)
+        for key, value in means.items()
+        if key.startswith("gpu") and key.endswith(ends) and key[3 : -len(ends)].isdecimal()
+    ]
+    known = [value for value in told if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _number(value: Value) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,140 @@
+"""What the kernel says of this process, its children and the machine, read again and again."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tfgpu.sensors import groups
+
+_CHILDREN_EVERY_S = 10.0
+"""How often children are looked for: that goes through all processes of the machine."""
+_GONE = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
+
+
+class Machine:
+    """Reads CPU, memory, disks, network and the processors' energy; what cannot be read is `None`.
+
+    Args:
+        pid: of the process whose tree is watched; None: this one.
+        root: the folder below which control groups and RAPL's files are read.
+    """
+
+    def __init__(self, *, pid: int | None = None, root: str | Path = "/"):
+        self._own = psutil.Process(pid)
+        self._root = Path(root)
+        self._children: dict[int, psutil.Process] = {}
+        self._looked_s: float | None = None
+        self._cpu_s: dict[int, float] = {}
+        self._used_s = 0.0  # by all of the tree so far, those that ended included
+        self._before: dict[str, float] = {}
+        self._energy = _Energy(self._root)
+        self.cores = cores(self._root)
+
+    def read(self, seconds: float) -> dict[str, Any]:
+        """The fields of `Sample` that are the machine's.
+
+        Args:
+            seconds: by a clock that does not leap.
+        """
+        resident = self._tree(seconds)
+        counts = {"cpu_cores": self._used_s, **_machine_counts()}
+        then = self._before.get("seconds")
+        passed = seconds - then if then is not None else 0.0
+        rates = {
+            name: max(0.0, value - self._before[name]) / passed
+            for name, value in counts.items()
+            if passed > 0 and name in self._before
+        }
+        self._before = {**counts, "seconds": seconds}
+        busy, idle = rates.pop("busy", 0.0), rates.pop("idle", 0.0)
+        memory = psutil.virtual_memory()
+        return {
+            "cores": self.cores,
+            **rates,
+            "cpu_share": min(1.0, rates["cpu_cores"] / self.cores) if "cpu_cores" in rates else None,
+            "machine_cpu_share": busy / (busy + idle)
+            if busy is not None and idle is not None and busy + idle
+            else None,
+            "memory_bytes": resident,
+            "machine_memory_bytes": memory.total - memory.available,
+            "machine_memory_total_bytes": memory.total,
+            "memory_limit_bytes": groups.memory_limit(self._root),
+            "group_memory_bytes": groups.memory_used(self._root),
+            "cpu_energy_j": self._energy.read(),
+        }
+
+    def _tree(self, seconds: float) -> int:
+        """Adds up the time that the tree took; returns its resident bytes."""
+        if self._looked_s is None or seconds - self._looked_s >= _CHILDREN_EVERY_S:
+            self._looked_s = seconds
+            with contextlib.suppress(*_GONE):
+                self._children = {each.pid: each for each in self._own.children(recursive=True)}
+        resident = 0
+        for each in (self._own, *self._children.values()):
+            with contextlib.suppress(*_GONE):
+                with each.oneshot():
+                    times = each.cpu_times()
+                    resident += each.memory_info().rss
+                now = times.user + times.system
+                self._used_s += max(0.0, now - self._cpu_s.get(each.pid, now))
+                self._cpu_s[each.pid] = now
+        return resident
+
+
+def cores(root: Path = Path("/")) -> float:
+    """The cores that this process may use: its affinity, or its control group's share where that is less.
+
+    Example:
+        >>> cores() > 0
+        True
+    """
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = groups.cpu_quota(root)
+    return min(float(own), quota) if quota else float(own)
+
+
+def _machine_counts() -> dict[str, float]:
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    # The guests' time is in `user` and `nice` already.
+    found = {"idle": idle, "busy": sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)}
+    with contextlib.suppress(OSError, RuntimeError):  # A container may hide the disks.
+        if disks := psutil.disk_io_counters():
+            found |= {"disk_read_bytes_per_s": disks.read_bytes, "disk_written_bytes_per_s": disks.write_bytes}
+    with contextlib.suppress(OSError):
+        cards = [each for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+        found["network_sent_bytes_per_s"] = sum(each.bytes_sent for each in cards)
+        found["network_received_bytes_per_s"] = sum(each.bytes_recv for each in cards)
+    return found
+
+
+class _Energy:
+    """The energy of the processors' packages, by RAPL's counters, which wrap."""
+
+    def __init__(self, root: Path):
+        self._packages = sorted((root / "sys/class/powercap").glob("intel-rapl:[0-9]*"))
+        self._packages = [path for path in self._packages if path.name.count(":") == 1 and _number(path / "energy_uj")]
+        self._before = {path: _number(path / "energy_uj") for path in self._packages}
+        self._joules = 0.0
+
+    def read(self) -> float | None:
+        if not self._packages:
+            return None
+        for path in self._packages:
+            now, then = _number(path / "energy_uj"), self._before[path]
+            if now is None or then is None:
+                continue
+            passed = now - then if now >= then else now - then + (_number(path / "max_energy_range_uj") or 0)
+            self._joules += max(0, passed) / 1e6
+            self._before[path] = now
+        return self._joules
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # Root alone may read it on most machines.
+        return None

@@ -1,0 +1,225 @@
+"""What NVIDIA's driver says of its GPUs, through NVML: health, state, who uses them, how they are linked.
+
+This is the one place that asks NVML. What a GPU or a driver does not support is `None`, and no error.
+"""
+
+import contextlib
+import ctypes
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+# Bits of nvmlClocksEventReasons; the others are no loss (idle, set by the user, sync boost).
+REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
+_ANCESTORS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+_NVLINKS = 18
+_P2P_READ, _P2P_NVLINK = 0, 2  # In nvidia-ml-py these constants are tuples, which ctypes refuses.
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[Any]:
+    """NVML's functions (`pynvml`), ready to be called inside.
+
+    Raises:
+        pynvml.NVMLError: there is no driver, or it does not answer.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):  # a driver that is gone by now
+            pynvml.nvmlShutdown()
+
+
+def handles(nvml: Any) -> tuple[dict[int, Any], dict[int, str]]:
+    """The GPUs by index, and what NVML says of those that do not answer: one that is lost hides none of the others."""
+    found, lost = {}, {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            found[index] = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError as error:
+            lost[index] = str(error)
+    return found, lost
+
+
+def asked(function: Callable, *arguments: Any) -> Any:
+    """NVML's answer, or `None` where this GPU or this driver has none."""
+    import pynvml
+
+    with contextlib.suppress(pynvml.NVMLError):
+        return function(*arguments)
+    return None
+
+
+def driver(root: str = "/") -> dict:
+    """The driver and all its GPUs, as plain values: what the doctor judges.
+
+    Args:
+        root: the folder below which the processes' names are read.
+
+    Raises:
+        pynvml.NVMLError: there is no driver, or it does not answer.
+    """
+    with opened() as nvml:
+        cuda = nvml.nvmlSystemGetCudaDriverVersion()
+        found, lost = handles(nvml)
+        return {
+            "version": nvml.nvmlSystemGetDriverVersion(),
+            "cuda": [cuda // 1000, cuda % 1000 // 10],
+            "gpus": [_gpu(nvml, handle, Path(root)) for handle in found.values()],
+            "links": _links(nvml, list(found.values())),
+            "lost": [{"index": index, "error": error} for index, error in lost.items()],
+        }
+
+
+def visible(value: str, uuids: Sequence[str]) -> tuple[list[int], str | None]:
+    """Reads CUDA_VISIBLE_DEVICES as CUDA does: up to the first entry that names no GPU.
+
+    Args:
+        value: the variable's value: indices, or starts of GPU UUIDs, with commas between.
+        uuids: of the driver's GPUs, in its order.
+
+    Returns:
+        The indices of the visible GPUs, and the entry at which CUDA stops; `None` where it reads to the end.
+        "-1" is the usual way to hide all, and no stray entry.
+
+    Example:
+        >>> visible("1,GPU-a", ["GPU-aa", "GPU-bb"])
+        ([1, 0], None)
+
+    Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
+    """
+    shown: list[int] = []
+    entries = [entry.strip() for entry in value.split(",")] if value.strip() else []
+    for entry in entries:
+        named = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
+        if re.fullmatch(r"\d+", entry) and int(entry) < len(uuids):
+            index = int(entry)
+        elif re.match(r"GPU-", entry) and len(named) == 1:
+            index = named[0]
+        elif entry.startswith("MIG-"):
+            continue  # A slice of a GPU; the driver's list has whole ones.
+        else:
+            return shown, None if entry == "-1" else entry
+        if index in shown:
+            return [], entry  # CUDA shows none at all when one stands there twice.
+        shown.append(index)
+    return shown, None
+
+
+def _gpu(nvml: Any, handle: Any, root: Path) -> dict:
+    memory = asked(nvml.nvmlDeviceGetMemoryInfo, handle)
+    return {
+        "name": nvml.nvmlDeviceGetName(handle),
+        "uuid": nvml.nvmlDeviceGetUUID(handle),
+        "capability": list(asked(nvml.nvmlDeviceGetCudaComputeCapability, handle) or ()),
+        "memory_bytes": memory and memory.total,
+        "used_bytes": memory and memory.used,
+        "processes": processes(nvml, handle, root),
+        "persistence": asked(nvml.nvmlDeviceGetPersistenceMode, handle),
+        "temperature_c": asked(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        "power_limit_w": watts(asked(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+        "default_power_limit_w": watts(asked(nvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
+        "slowed_by": slowed_by(asked(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0),
+        "ecc": _ecc(nvml, handle),
+        "mig": _mig(nvml, handle),
+        "pcie": _pcie(nvml, handle),
+        "nvlinks": _nvlinks(nvml, handle),
+    }
+
+
+def watts(milliwatts: int | None) -> float | None:
+    """Watts, or `None` as it came."""
+    return None if milliwatts is None else milliwatts / 1000
+
+
+def slowed_by(bits: int) -> list[str]:
+    """The reasons for which a GPU's clocks are held back.
+
+    Example:
+        >>> slowed_by(0x41), slowed_by(0x1)
+        (['heat (hardware)'], [])
+    """
+    return [words for bit, words in REASONS.items() if bits & bit]
+
+
+def processes(nvml: Any, handle: Any, root: Path = Path("/")) -> list[dict]:
+    """Who computes on a GPU: `pid`, `name` (`""` where it cannot be seen) and `bytes` of its memory."""
+    found = []
+    for each in asked(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []:
+        name = ""
+        with contextlib.suppress(OSError):
+            name = (root / f"proc/{each.pid}/comm").read_text().strip()
+        found.append({"pid": each.pid, "name": name, "bytes": each.usedGpuMemory or 0})
+    return found
+
+
+def _ecc(nvml: Any, handle: Any) -> dict:
+    mode = asked(nvml.nvmlDeviceGetEccMode, handle)
+    rows = asked(nvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+    since_boot = nvml.NVML_VOLATILE_ECC
+    kinds = {"corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, "uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED}
+    found = {name: asked(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, since_boot) for name, kind in kinds.items()}
+    pending = bool(rows[2]) or bool(asked(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle))
+    return {"enabled": mode and bool(mode[0]), **found, "pending": pending, "failed": bool(rows[3])}
+
+
+def _mig(nvml: Any, handle: Any) -> dict:
+    mode = asked(nvml.nvmlDeviceGetMigMode, handle)
+    if not mode:
+        return {"enabled": False, "pending": False, "slices": []}
+    names = [asked(nvml.nvmlDeviceGetUUID, part) or f"slice {index}" for index, part in slices(nvml, handle).items()]
+    return {"enabled": bool(mode[0]), "pending": bool(mode[1]), "slices": names}
+
+
+def slices(nvml: Any, handle: Any) -> dict[int, Any]:
+    """The MIG slices of a GPU by number; none where it is whole."""
+    mode = asked(nvml.nvmlDeviceGetMigMode, handle)
+    count = asked(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0 if mode and mode[0] else 0
+    found = {index: asked(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index) for index in range(count)}
+    return {index: part for index, part in found.items() if part is not None}
+
+
+def _pcie(nvml: Any, handle: Any) -> dict:
+    questions = {
+        "width": nvml.nvmlDeviceGetCurrPcieLinkWidth,
+        "most_width": nvml.nvmlDeviceGetMaxPcieLinkWidth,
+        "generation": nvml.nvmlDeviceGetMaxPcieLinkGeneration,  # The current one falls while the GPU is idle.
+    }
+    return {name: asked(function, handle) for name, function in questions.items()}
+
+
+def _nvlinks(nvml: Any, handle: Any) -> dict:
+    """How many NVLinks are up, of those that this GPU has; what the fabric between them says."""
+    states = [asked(nvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(_NVLINKS)]
+    known = [each for each in states if each is not None]
+    return {"up": sum(known), "of": len(known), "fabric": _fabric(nvml, handle)}
+
+
+def _fabric(nvml: Any, handle: Any) -> str | None:
+    """What the switches between NVLinks say; `None` where there are none."""
+    found = nvml.c_nvmlGpuFabricInfo_t()
+    asked(nvml.nvmlDeviceGetGpuFabricInfo, handle, ctypes.byref(found))
+    return {1: "not started", 2: "under way", 3: "done"}.get(found.state)
+
+
+def _links(nvml: Any, handles: list) -> list[dict]:
+    """How each two GPUs reach each other, and whether one may read the other's memory."""
+    found = []
+    for one, first in enumerate(handles):
+        for other in range(one + 1, len(handles)):
+            ancestor = asked(nvml.nvmlDeviceGetTopologyCommonAncestor, first, handles[other])
+            reads = asked(nvml.nvmlDeviceGetP2PStatus, first, handles[other], _P2P_READ)
+            linked = asked(nvml.nvmlDeviceGetP2PStatus, first, handles[other], _P2P_NVLINK)
+            path = "NVLink" if linked == 0 else _ANCESTORS.get(ancestor, "unknown")
+            found.append({"gpus": [one, other], "path": path, "reads": None if reads is None else reads == 0})
+    return found

@@ -1,0 +1,61 @@
+"""Reads a machine and its GPUs again and again."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from tfgpu.sensors.gpus import Gpus
+from tfgpu.sensors.machine import Machine
+from tfgpu.sensors.sample import Sample
+
+
+class Sampler:
+    """Takes samples; a context manager that gives NVML back.
+
+    Args:
+        everything: all GPUs of the machine, not only those that CUDA_VISIBLE_DEVICES shows this process.
+        pid: of the process whose tree is watched; None: this one.
+        root: the folder below which control groups and RAPL's files are read.
+        environ: environment variables; None means this process's.
+        clock: seconds that do not leap.
+
+    Example:
+        >>> with Sampler() as sampler:
+        ...     sample = sampler.read()
+        >>> sample.memory_bytes > 2**20, sample.cores > 0
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        *,
+        everything: bool = False,
+        pid: int | None = None,
+        root: str | Path = "/",
+        environ: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._clock = clock
+        self._begun = clock()
+        self._machine = Machine(pid=pid, root=root)
+        self.gpus = Gpus(everything=everything, environ=environ)
+
+    def read(self) -> Sample:
+        """The machine and its GPUs as they are now."""
+        seconds = self._clock() - self._begun
+        gpus = self.gpus.read(seconds)
+        machine = self._machine.read(seconds)
+        return Sample(time=time.time(), seconds=seconds, **machine, gpus=gpus, gpu_error=self.gpus.error)
+
+    def close(self) -> None:
+        """Gives NVML back."""
+        self.gpus.close()
+
+    def __enter__(self) -> "Sampler":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

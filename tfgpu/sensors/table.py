@@ -1,0 +1,126 @@
+"""A table on disk that grows by whole rows, and is read while it grows."""
+
+import csv
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tfgpu.sensors.sample import Value
+
+_TAIL_BYTES = 1 << 18
+
+
+class Table:
+    """Appends rows to a CSV file, each with one write. A file that is there is gone on with; nothing in it is lost.
+
+    Where a row has columns that the file has not (a GPU more), the file is written anew with them, and appears by a
+    rename. What a write that failed has left of a row is taken away before the next one.
+
+    Args:
+        path: the file; its folder is made with the first row.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._columns: list[str] | None = None
+
+    def append(self, row: Mapping[str, Value]) -> None:
+        """Adds one row.
+
+        Raises:
+            OSError: it could not be written; the next row may be.
+        """
+        if self._columns is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._columns = self._resumed()
+        if new := [name for name in row if name not in self._columns]:
+            self._widen([*self._columns, *new])
+        line = _text(self._columns, [row]).encode()
+        with open(self.path, "r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                file.write(line)
+                file.flush()
+            except OSError:
+                file.truncate(end)
+                raise
+
+    def _resumed(self) -> list[str]:
+        """The columns of the file that is there, whose last row is whole afterwards."""
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        whole = content.rfind(b"\n") + 1
+        if whole != len(content):
+            os.truncate(self.path, whole)
+        first = content[:whole].split(b"\n", 1)[0].decode(errors="replace")
+        return next(csv.reader([first]), []) if first else []
+
+    def _widen(self, columns: list[str]) -> None:
+        rows = read(self.path) if self._columns else []
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        try:
+            beside.write_text(_text(columns, [dict(zip(columns, columns, strict=True)), *rows]), encoding="utf-8")
+            os.replace(beside, self.path)
+        finally:
+            beside.unlink(missing_ok=True)
+        self._columns = columns
+
+
+def read(path: str | Path) -> list[dict[str, Value]]:
+    """All whole rows of a table; numbers are numbers, and what is empty is `None`.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    content = Path(path).read_bytes()
+    return _rows(content[: content.rfind(b"\n") + 1].decode(errors="replace"))
+
+
+def last(path: str | Path, count: int) -> list[dict[str, Value]]:
+    """The last whole rows of a table, of which only the end is read.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        header = file.readline()
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(len(header), size - _TAIL_BYTES))
+        tail = file.read()
+        if size - len(tail) > len(header):
+            tail = tail[tail.find(b"\n") + 1 :]
+    return _rows((header + tail[: tail.rfind(b"\n") + 1]).decode(errors="replace"))[-count:]
+
+
+def _rows(text: str) -> list[dict[str, Value]]:
+    return [
+        {name: _value(cell) for name, cell in row.items() if name is not None and not isinstance(cell, list)}
+        for row in csv.DictReader(io.StringIO(text))
+    ]
+
+
+def _value(cell: str | None) -> Value:
+    if not cell:
+        return None
+    try:
+        return float(cell)
+    except ValueError:
+        return cell
+
+
+def _text(columns: Sequence[str], rows: Sequence[Mapping[str, Value]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: Value) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.15g}" if value.is_integer() else f"{value:.6g}" if abs(value) < 1e6 else f"{value:.13g}"
+    return " ".join(str(value).split())
