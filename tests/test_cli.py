@@ -240,13 +240,13 @@ def test_a_run_says_what_it_does_and_leaves_a_directory(runs):
     assert done.stderr == ""
     run = folder / "first"
     names = {path.name for path in run.iterdir()}
-    assert names == {"model.keras", "config.yaml", "metrics.csv", "logs", "checkpoints", "report.html"}
+    assert names == {"model.keras", "config.yaml", "metrics.csv", "logs", "monitor", "checkpoints", "report.html"}
     assert list((run / "logs" / "train").glob("events.*")) and len(rows(run)) == 5
     facts = yaml.safe_load((run / "config.yaml").read_text())["run"]
     assert facts["strategy"] == "one_device" and facts["replicas"] == 1 and facts["versions"]["keras"]
     assert f"{facts['test_accuracy']:.1%}" in lines[-2]
     page = (run / "report.html").read_text()
-    assert "<svg" in page and re.search(r"host \d\.\d\d GiB", page)
+    assert "<svg" in page and re.search(r"host \d\.\d\d GiB", page) and "CPU, busy (of its cores)" in page
 
 
 @pytest.mark.slow

@@ -124,7 +124,9 @@ def test_who_computes_on_a_gpu(ask):
     assert processes[0]["name"]
 
 
-@pytest.mark.parametrize(("told", "words"), [({"INIT": "9"}, "Driver Not Loaded"), ({"INIT": "18"}, "version mismatch")])
+@pytest.mark.parametrize(
+    ("told", "words"), [({"INIT": "9"}, "Driver Not Loaded"), ({"INIT": "18"}, "version mismatch")]
+)
 def test_no_driver_is_no_gpu(ask, told, words):
     (found,) = ask((0.0, told))["found"]
     assert found["gpus"] == [] and words in found["error"]

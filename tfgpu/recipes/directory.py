@@ -30,9 +30,11 @@ REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 TRACKER = "tracker.json"
+MONITOR = "monitor"
 NOTHING_WRITTEN = "Interrupted before the first step; nothing was written."
-_OWN = (MODEL, METRICS, REPORT, CHECKPOINTS, LOGS, TRACKER, CONFIG)
-_FREE = ("epochs", "recompute", "checkpoint_steps")  # Settings that a resumed run may change, besides `INPUT`.
+_OWN = (MODEL, METRICS, REPORT, CHECKPOINTS, LOGS, MONITOR, TRACKER, CONFIG)
+_FREE = ("epochs", "recompute", "checkpoint_steps", "watch_machine")
+"""Settings that a resumed run may change, besides `INPUT`."""
 _ASIDE = ".replaced"  # The earlier run, until the new one has made a step.
 _SETTLED = ".replaced-settled"  # The earlier run while it is being deleted.
 

@@ -1,5 +1,6 @@
 """Drawings for pages that need no other file: SVG whose colours are the page's own, light or dark."""
 
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import Any
 
@@ -68,3 +69,55 @@ def svg(figure: Figure, *, salt: str) -> Markup:
     for color, variable in _VARIABLES.items():
         drawing = drawing.replace(color, variable)
     return Markup(drawing)
+
+
+def chart(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    *,
+    labels: Mapping[str, str] | None = None,
+    best: int | None = None,
+    scale: float = 1.0,
+    ticks: Any = None,
+    from_zero: bool = False,
+) -> dict[str, Any] | None:
+    """A chart by epoch of one or two columns, as the pages show it; None where no row has them.
+
+    Args:
+        title: above it.
+        rows: one mapping an epoch.
+        names: the columns.
+        labels: what the legend calls them; a column without a label is not in it.
+        best: an epoch (from 1) to be marked on the last column.
+        scale: what values are multiplied by.
+        ticks: a formatter for the vertical axis.
+        from_zero: whether that axis begins there.
+    """
+    series = {
+        name: (
+            [n for n, row in enumerate(rows, start=1) if row.get(name) is not None],
+            [row[name] * scale for row in rows if row.get(name) is not None],
+        )
+        for name in names
+    }
+    series = {name: points for name, points in series.items() if points[0]}
+    if not series:
+        return None
+    made, axes = figure()
+    for (epochs, values), color in zip(series.values(), (FIRST, SECOND), strict=False):
+        axes.plot(epochs, values, color=color, linewidth=1.8, marker="o", markersize=3 if len(epochs) < 3 else 0)
+    watched = series.get(names[-1]) if best and len(names) > 1 else None
+    if watched and best in watched[0]:
+        value = watched[1][watched[0].index(best)]
+        axes.plot([best], [value], "o", color=SECOND, markersize=5.5, zorder=5)
+    if from_zero:
+        highest = max(value for _, values in series.values() for value in values)
+        axes.set_ylim(0, 1.08 * highest or 1.0)
+    style(axes, ticks)
+    return {
+        "title": title,
+        "svg": svg(made, salt=title),
+        "legend": [labels[name] for name in series if labels and name in labels],
+        "best": best if watched else None,
+    }

@@ -16,6 +16,7 @@ from tfgpu.callbacks.memory import is_peak
 from tfgpu.callbacks.progress import line
 from tfgpu.data import Info
 from tfgpu.recipes.directory import git_commit
+from tfgpu.recipes.monitored import Monitored
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.report import Report, best_epoch
 
@@ -85,6 +86,7 @@ def report(
     advice: Sequence[str],
     confusion: Sequence[Sequence[int]] | None,
     class_names: Sequence[str],
+    monitor: Monitored | None = None,
 ) -> Report:
     """Puts a finished run's facts in the order in which the report shows them."""
     defaults = Recipe().model_dump()
@@ -129,6 +131,7 @@ def report(
         advice=advice,
         confusion=confusion,
         class_names=class_names,
+        monitor=monitor,
     )
 
 

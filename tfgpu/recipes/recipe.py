@@ -238,6 +238,11 @@ class Recipe(BaseModel):
     checkpoint_steps: int = _field(
         0, "Training", "Save a checkpoint after so many steps too; 0: at the ends of epochs alone.", ge=0
     )
+    watch_machine: bool = _field(
+        True,
+        "Training",
+        "Watch GPUs, CPU, memory and the wait for data beside the training, and say what limits it (`tfgpu top`).",
+    )
     seed: int = _field(
         0,
         "Training",

@@ -6,7 +6,8 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter
 
-from tfgpu.recipes import drawing
+from tfgpu.recipes import drawing, monitored
+from tfgpu.recipes.monitored import Monitored
 
 MOST_CLASSES = 20  # A larger confusion matrix says little on a screen.
 
@@ -26,6 +27,7 @@ class Report:
         confusion: counts [true class][predicted class]; None where there is none.
         class_names: one for each row of `confusion`.
         perplexity: on the test part, for a language model, whose score it is.
+        monitor: what the training took of its machines; None where nobody looked.
     """
 
     title: str
@@ -39,6 +41,7 @@ class Report:
     confusion: Sequence[Sequence[int]] | None = None
     class_names: Sequence[str] = ()
     perplexity: float | None = None
+    monitor: Monitored | None = None
 
     @property
     def score(self) -> tuple[str, str]:
@@ -67,6 +70,7 @@ def render(report: Report) -> str:
         charts=_charts(report.rows),
         confusion=_confusion(report.confusion, report.class_names),
         confused=_most_confused(report.confusion, report.class_names),
+        machine=monitored.shown(report.monitor) if report.monitor else None,
     )
 
 
@@ -82,57 +86,16 @@ def best_epoch(rows: Sequence[Mapping[str, float]]) -> int | None:
 def _charts(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     percent = FuncFormatter(lambda value, _: f"{value:.4g}%")
     best = best_epoch(rows)
+    labels = {"accuracy": "training", "loss": "training", "val_accuracy": "validation", "val_loss": "validation"}
     drawn = [
-        _chart("Accuracy", rows, ("accuracy", "val_accuracy"), best=best, scale=100, ticks=percent),
-        _chart("Loss", rows, ("loss", "val_loss"), best=best),
-        _chart("Learning rate", rows, ("learning_rate",)),
-        _chart("Step time, ms", rows, ("step_time_s",), scale=1000, from_zero=True),
+        drawing.chart(
+            "Accuracy", rows, ("accuracy", "val_accuracy"), labels=labels, best=best, scale=100, ticks=percent
+        ),
+        drawing.chart("Loss", rows, ("loss", "val_loss"), labels=labels, best=best),
+        drawing.chart("Learning rate", rows, ("learning_rate",)),
+        drawing.chart("Step time, ms", rows, ("step_time_s",), scale=1000, from_zero=True),
     ]
     return [chart for chart in drawn if chart]
-
-
-def _chart(
-    title: str,
-    rows: Sequence[Mapping[str, float]],
-    names: Sequence[str],
-    *,
-    best: int | None = None,
-    scale: float = 1.0,
-    ticks: Any = None,
-    from_zero: bool = False,
-) -> dict[str, Any] | None:
-    series = {
-        name: (
-            [n for n, row in enumerate(rows, start=1) if name in row],
-            [row[name] * scale for row in rows if name in row],
-        )
-        for name in names
-    }
-    series = {name: points for name, points in series.items() if points[0]}
-    if not series:
-        return None
-    figure, axes = drawing.figure()
-    for (epochs, values), color in zip(series.values(), (drawing.FIRST, drawing.SECOND), strict=False):
-        axes.plot(epochs, values, color=color, linewidth=1.8, marker="o", markersize=3 if len(epochs) < 3 else 0)
-    watched = series.get(names[-1]) if best and len(names) > 1 else None
-    if watched and best in watched[0]:
-        value = watched[1][watched[0].index(best)]
-        axes.plot([best], [value], "o", color=drawing.SECOND, markersize=5.5, zorder=5)
-    if from_zero:
-        axes.set_ylim(bottom=0)
-    drawing.style(axes, ticks)
-    labels = {
-        "accuracy": "training",
-        "loss": "training",
-        "val_accuracy": "validation",
-        "val_loss": "validation",
-    }
-    return {
-        "title": title,
-        "svg": drawing.svg(figure, salt=title),
-        "legend": [labels[name] for name in series if name in labels],
-        "best": best if watched else None,
-    }
 
 
 def _confusion(counts: Sequence[Sequence[int]] | None, names: Sequence[str]) -> list[dict[str, Any]] | None:

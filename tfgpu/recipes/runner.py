@@ -21,12 +21,13 @@ from tfgpu.callbacks.events_file import EventsFile
 from tfgpu.callbacks.files import replace_text
 from tfgpu.callbacks.memory import Memory
 from tfgpu.callbacks.metrics_file import MetricsFile
+from tfgpu.callbacks.monitor import Monitor
 from tfgpu.callbacks.progress import Progress
 from tfgpu.cluster import Cluster
 from tfgpu.data import Data, pipeline
 from tfgpu.errors import InputError, Preempted
 from tfgpu.preflight.facts import of_settings
-from tfgpu.recipes import compiling, directory, endings, facts, recipe
+from tfgpu.recipes import compiling, directory, endings, facts, monitored, recipe
 from tfgpu.recipes.confusion import confusion
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.report import render
@@ -309,7 +310,7 @@ def _train(
             watch.epoch = first
             events = EventsFile(path / directory.LOGS if path else None, writer=writer)
             callbacks = [*_replaying(job, done), *job.ending_callbacks, Memory(), metrics, watch, events]
-            callbacks += [*([progress] if progress else []), *more, checkpoint]
+            callbacks += [*_monitor(job, shared), *([progress] if progress else []), *more, checkpoint]
             # With no epoch left too: the last checkpoint is from before the end of `fit`, which puts averages in place.
             _fit(job, first, callbacks)
             return metrics.rows
@@ -324,6 +325,13 @@ def _train(
     finally:
         if progress:
             progress.close()
+
+
+def _monitor(job: Job, path: Path | None) -> list[Monitor]:
+    """Watches each worker's machine; one that was given no directory has nowhere to write."""
+    if not job.recipe.watch_machine or path is None:
+        return []
+    return [Monitor(path / directory.MONITOR, tensorboard=path / directory.LOGS, worker=job.cluster.rank)]
 
 
 def _fit(job: Job, first: int, callbacks: list[keras.callbacks.Callback]) -> None:
@@ -363,6 +371,7 @@ def _finish(job: Job, path: Path | None, about: dict[str, Any], rows: list[dict[
             advice=_advice(job.model),
             confusion=matrix,
             class_names=job.data.info.class_names,
+            monitor=monitored.read(path / directory.MONITOR) if job.recipe.watch_machine else None,
         )
         replace_text(path / directory.REPORT, render(page))
         directory.write_config(path, job.recipe, about)

@@ -17,7 +17,7 @@ from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
 
 SCALES = ("linear", "log", "powers")
-FIXED = ("data", "classes", "validation", "test", "split_seed", "seed", "checkpoint_steps")
+FIXED = ("data", "classes", "validation", "test", "split_seed", "seed", "checkpoint_steps", "watch_machine")
 """Settings that are the yardstick itself, or only chance: what they give is no better recipe."""
 _OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "lion")
 _SCHEDULES = ("constant", "cosine", "exponential", "one_cycle", "polynomial")  # Those that need no options.

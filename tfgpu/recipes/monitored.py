@@ -1,0 +1,159 @@
+"""What a training took of its machines, for the report: the tables that `Monitor` wrote, by epoch and worker."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.ticker import FuncFormatter
+
+from tfgpu.recipes import drawing
+from tfgpu.sensors import table
+from tfgpu.sensors.sample import Value
+
+_FILE = re.compile(r"monitor-epochs-worker(\d+)\.csv")
+_GPU = re.compile(r"gpu(\d+)_(\w+)")
+
+
+@dataclass(frozen=True)
+class Monitored:
+    """The epochs of each worker.
+
+    Attributes:
+        workers: rows of epochs in order, by the worker's number.
+    """
+
+    workers: Mapping[int, Sequence[Mapping[str, Value]]]
+
+
+def read(folder: Path) -> Monitored | None:
+    """Reads what the workers wrote; None where there is nothing.
+
+    Args:
+        folder: of the tables.
+    """
+    found = {}
+    for path in sorted(folder.glob("monitor-epochs-worker*.csv")):
+        match = _FILE.fullmatch(path.name)
+        try:
+            rows = table.read(path) if match else []
+        except OSError:  # Another worker's file on a disk that is gone is no reason to have no report.
+            continue
+        # An epoch that ran again, after a resume, counts as it ran last.
+        last = {row.get("epoch"): row for row in rows}
+        if match and last:
+            found[int(match[1])] = [last[epoch] for epoch in sorted(last, key=_order)]
+    return Monitored(dict(sorted(found.items()))) if found else None
+
+
+def shown(monitored: Monitored) -> dict[str, Any]:
+    """What the page shows: a sentence, charts of the first worker, a table of all."""
+    first, rows = next(iter(monitored.workers.items()))
+    percent = FuncFormatter(lambda value, _: f"{value:.4g}%")
+    drawn = [_with_gpus(row) for row in rows]
+    has_gpu = any("gpu_utilization" in row for row in drawn)
+    labels = {"gpu_utilization": "GPU", "cpu_share_mean": "CPU", "gpu_memory": "GPU", "memory_bytes_max": "process"}
+    labels |= {"disk_read_bytes_per_s_mean": "read", "disk_written_bytes_per_s_mean": "written"}
+    busy = ("gpu_utilization", "cpu_share_mean") if has_gpu else ("cpu_share_mean",)
+    memory = ("gpu_memory", "memory_bytes_max") if has_gpu else ("memory_bytes_max",)
+    title = "GPU and CPU, busy" if has_gpu else "CPU, busy (of its cores)"
+    charts = [
+        drawing.chart(title, drawn, busy, labels=labels if has_gpu else None, scale=100, ticks=percent, from_zero=True),
+        drawing.chart("Waiting for data", drawn, ("input_wait",), scale=100, ticks=percent, from_zero=True),
+        drawing.chart(
+            "Memory, GiB" if has_gpu else "Memory of the process, GiB",
+            drawn,
+            memory,
+            labels=labels if has_gpu else None,
+            scale=2**-30,
+            from_zero=True,
+        ),
+        drawing.chart(
+            "Disks, MB/s",
+            drawn,
+            ("disk_read_bytes_per_s_mean", "disk_written_bytes_per_s_mean"),
+            labels=labels,
+            scale=1e-6,
+            from_zero=True,
+        ),
+        drawing.chart("Energy per example, J", drawn, ("energy_per_example_j",), from_zero=True),
+        drawing.chart("Power of the GPUs, W", drawn, ("gpu_power",), from_zero=True),
+    ]
+    return {
+        "limit": limited(rows),
+        "worker": first if len(monitored.workers) > 1 else None,
+        "charts": [chart for chart in charts if chart],
+        "table": _table(monitored),
+    }
+
+
+def limited(rows: Sequence[Mapping[str, Value]]) -> str:
+    """What limited most epochs, and the figures of the last of them.
+
+    Example:
+        >>> limited([{"limit": "CPU", "why": "the cores are 95% busy"}])
+        'the CPU: the cores are 95% busy'
+    """
+    named = Counter(str(row["limit"]) for row in rows if row.get("limit"))
+    if not named:
+        return ""
+    most = named.most_common(1)[0][0]
+    words = {"input": "the input", "CPU": "the CPU", "host": "the host"}.get(most, most)
+    return f"{words}: {[row for row in rows if row.get('limit') == most][-1].get('why')}"
+
+
+def _with_gpus(row: Mapping[str, Value]) -> dict[str, Value]:
+    """A row with what all GPUs come to."""
+    found: dict[str, list[float]] = {}
+    for name, value in row.items():
+        if (match := _GPU.fullmatch(name)) and isinstance(value, float):
+            found.setdefault(match[2], []).append(value)
+    whole = dict(row)
+    if busy := found.get("utilization_mean"):
+        whole["gpu_utilization"] = sum(busy) / len(busy)
+    for name, column in (("gpu_memory", "memory_bytes_max"), ("gpu_power", "power_w_mean")):
+        if told := found.get(column):
+            whole[name] = sum(told)
+    return whole
+
+
+_COLUMNS = (
+    ("step", "step_time_s", lambda value: f"{value * 1e3:.1f} ms"),
+    ("examples/s", "examples_per_s", lambda value: f"{value:,.0f}"),
+    ("waiting for data", "input_wait", lambda value: f"{value:.0%}"),
+    ("GPU", "gpu_utilization", lambda value: f"{value:.0%}"),
+    ("CPU", "cpu_share_mean", lambda value: f"{value:.0%}"),
+    ("memory", "memory_bytes_max", lambda value: f"{value / 2**30:.2f} GiB"),
+    ("GPU memory", "gpu_memory", lambda value: f"{value / 2**30:.1f} GiB"),
+    ("power", "gpu_power", lambda value: f"{value:,.0f} W"),
+    ("energy", "energy_j", lambda value: f"{value:,.0f} J"),
+    ("per example", "energy_per_example_j", lambda value: f"{value:.3g} J"),
+)
+_SUMS, _MOST = ("energy_j",), ("memory_bytes_max", "gpu_memory")
+
+
+def _table(monitored: Monitored) -> dict[str, Any]:
+    """Head and rows of a table of workers; columns that nobody has are left out."""
+    known = {worker: [_with_gpus(row) for row in rows] for worker, rows in monitored.workers.items()}
+    columns = [
+        each for each in _COLUMNS if any(row.get(each[1]) is not None for rows in known.values() for row in rows)
+    ]
+    lines = []
+    for worker, rows in known.items():
+        values = [_over(rows, name) for _, name, _ in columns]
+        cells = ["-" if value is None else words(value) for value, (_, _, words) in zip(values, columns, strict=True)]
+        lines.append([f"worker {worker}", *cells, limited(rows).partition(":")[0]])
+    return {"head": ["", *(title for title, _, _ in columns), "limited by"], "rows": lines}
+
+
+def _over(rows: Sequence[Mapping[str, Value]], name: str) -> float | None:
+    told = [value for row in rows if isinstance(value := row.get(name), float)]
+    if not told:
+        return None
+    return sum(told) if name in _SUMS else max(told) if name in _MOST else sum(told) / len(told)
+
+
+def _order(epoch: Value) -> float:
+    return epoch if isinstance(epoch, float) else 0.0
