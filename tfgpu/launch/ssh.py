@@ -106,6 +106,19 @@ def command(ssh: str, node: str, python: str, directory: str, environ: Mapping[s
     return [*shlex.split(ssh), *OPTIONS, "--", node, f"cd {shlex.quote(directory)} && exec env {start}"]
 
 
+def reached(ssh: str, node: str, words: Sequence[str]) -> list[str]:
+    """The command that runs this interpreter on a node, in this folder.
+
+    Args:
+        ssh: the command, with options.
+        node: what ssh takes.
+        words: the interpreter's arguments.
+    """
+    found = [f"PYTHONPATH={shlex.quote(value)}"] if (value := os.environ.get("PYTHONPATH")) else []
+    start = " ".join([*found, shlex.quote(sys.executable), *map(shlex.quote, words)])
+    return [*shlex.split(ssh), *OPTIONS, "--", node, f"cd {shlex.quote(os.getcwd())} && exec env {start}"]
+
+
 def _is_carried(name: str) -> bool:
     # A machine's GPUs are its own affair; the others say who a process is.
     return bool(CARRIED.fullmatch(name)) and name not in ("CUDA_VISIBLE_DEVICES", *local.OURS)

@@ -1,0 +1,190 @@
+"""`tfgpu top`: machines and a training, live."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from tfgpu.cli.top_screen import drawn
+from tfgpu.errors import InputError
+from tfgpu.sensors import Sampler
+from tfgpu.sensors.view import View, Viewer, folder_of
+
+app = typer.Typer()
+_FIRST_S = 0.5
+_ANSWER_S = 30.0
+
+
+@app.command(
+    help="Show GPUs, CPUs, memory, disks and who holds the GPUs; with RUN also step time, energy and what limits it.",
+    epilog=(
+        "q or Ctrl-C ends it.\n\n"
+        "[bold]Examples[/]\n\n"
+        "tfgpu top\n\n"
+        "tfgpu top runs/best\n\n"
+        "tfgpu top runs/best --workers host1,host2\n\n"
+        "tfgpu top --once --json"
+    ),
+)
+def top(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run directory, or the folder of a Monitor.")
+    ] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="HOSTS", help="Machines that ssh reaches, beside this one: host1,host2.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: a line a look, or with --once one and no more.")
+    ] = False,
+    every: Annotated[float, typer.Option(metavar="SECONDS", help="From look to look.")] = 1.0,
+    ssh: Annotated[str, typer.Option(metavar="COMMAND", help="ssh with options of your own.")] = "ssh",
+) -> None:
+    if not 0.1 <= every <= 3600:
+        raise InputError(f"--every must be from 0.1 to 3600 seconds. Received: {every}. Try 1.")
+    if run is not None and workers is None:
+        folder_of(run)
+    with ExitStack() as held:
+        _leave_at_sigterm(held)
+        try:
+            others = [held.enter_context(Other(node, ssh, run, every)) for node in _nodes(workers)]
+            sampler = held.enter_context(Sampler(everything=True))
+            viewer = Viewer(run if run is None or run.is_dir() else None, sampler)
+            time.sleep(_FIRST_S if once else min(_FIRST_S, every))
+            _show(lambda: [viewer.look(), *(other.look() for other in others)], others, once, as_json, every)
+        except KeyboardInterrupt:  # The usual way to end it.
+            pass
+
+
+def _show(look: Callable[[], list[View]], others: Sequence["Other"], once: bool, as_json: bool, every: float) -> None:
+    console = Console(highlight=False)
+    if once or (not as_json and not console.is_terminal):
+        for other in others:
+            other.wait()
+        views = look()
+        if as_json:
+            print(json.dumps([view.as_json() for view in views], indent=2))
+        else:
+            console.print(drawn(views, width=console.width))
+        return
+    if as_json:
+        while True:
+            print(json.dumps([view.as_json() for view in look()]), flush=True)
+            time.sleep(every)
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(drawn(look(), width=console.width), refresh=True)
+            if pressed(every) in ("q", "Q", "\x03"):
+                return
+
+
+class Other:
+    """Another machine's `tfgpu top --json`, through ssh, for as long as the block lasts.
+
+    Args:
+        node: what ssh takes.
+        ssh: the command.
+        run: shown there too.
+        every: seconds from look to look.
+    """
+
+    def __init__(self, node: str, ssh: str, run: Path | None, every: float):
+        from tfgpu.launch.ssh import reached
+
+        self._node, self._every = node, every
+        words = ["-m", "tfgpu", "top", *([str(run)] if run else []), "--json", "--every", str(every)]
+        self._command = reached(ssh, node, words)
+        self._newest = View(node, error="no answer yet")
+        self._at = time.monotonic()
+        self._heard = threading.Event()
+
+    def __enter__(self) -> "Other":
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self._thread = threading.Thread(target=self._listen, name=f"tfgpu-top-{self._node}", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._thread.join(timeout=5)
+
+    def look(self) -> View:
+        """What it said last; an error where that is long ago."""
+        silent = time.monotonic() - self._at
+        if silent > _ANSWER_S and not self._newest.error:
+            return View(self._node, error=f"no answer for {silent:.0f} s")
+        return self._newest
+
+    def wait(self) -> None:
+        """Returns when it has answered, failed, or not answered in time."""
+        if not self._heard.wait(_ANSWER_S):
+            self._newest = View(self._node, error=f"no answer within {_ANSWER_S:.0f} s")
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        for line in self._process.stdout:
+            try:
+                (told,) = json.loads(line)
+                self._newest = View.from_json({**told, "host": self._node})
+            except (ValueError, TypeError):  # What a login shell says is no answer.
+                continue
+            self._at = time.monotonic()
+            self._heard.set()
+        lines = self._process.stderr.read().strip().splitlines()
+        self._newest = View(self._node, error=lines[-1][:200] if lines else "the connection has ended")
+        self._heard.set()
+
+
+def _nodes(workers: str | None) -> list[str]:
+    from tfgpu.launch.ssh import checked
+
+    return [] if workers is None else checked(workers.split(","))
+
+
+def _leave_at_sigterm(held: ExitStack) -> None:
+    """A terminal that is asked to end is given back as it was."""
+
+    def leave(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, leave)
+        held.callback(signal.signal, signal.SIGTERM, before)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Reads single keys; where there is no keyboard, only waits."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: time.sleep(seconds) or ""
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+
+        def pressed(seconds: float) -> str:
+            ready, _, _ = select.select([sys.stdin], [], [], seconds)
+            # Not `sys.stdin.read`, which takes more than it gives; no answer means that the terminal is gone.
+            return (os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q") if ready else ""
+
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

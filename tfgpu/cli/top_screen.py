@@ -1,0 +1,222 @@
+"""What `tfgpu top` draws: machines, their GPUs and who computes on them, the workers of a run."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tfgpu.sensors.sample import Gpu, Value
+from tfgpu.sensors.view import SILENT_S, View, Worker
+
+_BAR = 10
+_FULL, _EMPTY = "━", "─"
+_MOST_PROCESSES = 8
+_WIDE = 110
+
+
+def drawn(views: Sequence[View], *, width: int) -> RenderableType:
+    """All that is shown.
+
+    Args:
+        views: one a machine.
+        width: columns of the terminal.
+    """
+    parts: list[RenderableType] = []
+    for view in views:
+        parts += _machine(view, width)
+    if found := _all_workers(views):
+        parts += [Text(), _workers(found, width), *_limits(found)]
+    parts += _processes(views, width)
+    return Group(*parts)
+
+
+def _machine(view: View, width: int) -> list[RenderableType]:
+    sample = view.sample
+    if sample is None:
+        return [Text.assemble((view.host, "bold"), "  ", (view.error or "no figures", "red"))]
+    head = Text.assemble((view.host, "bold"), f"  {time.strftime('%H:%M:%S', time.localtime(sample.time))}")
+    if view.load is not None:
+        head.append(f"  load {view.load:.1f}", "dim")
+    grid = _table(show_header=False)
+    for _ in range(3):
+        grid.add_column(no_wrap=True)
+    busy = sample.machine_cpu_share
+    grid.add_row("CPU", _bar(busy), f"of {len(view.cpus)} cores{_cores(view.cpus, width)}")
+    used, total = sample.machine_memory_bytes, sample.machine_memory_total_bytes
+    grid.add_row("memory", _bar(_part(used, total)), f"{_size(used)} of {_size(total)}")
+    if sample.memory_limit_bytes and sample.group_memory_bytes is not None:
+        share = sample.group_memory_bytes / sample.memory_limit_bytes
+        grid.add_row("limit", _bar(share), f"{_size(sample.group_memory_bytes)} of {_size(sample.memory_limit_bytes)}")
+    free = f"  {_size(view.disk_free_bytes)} free" if view.disk_free_bytes is not None else ""
+    rates = f"read {_rate(sample.disk_read_bytes_per_s)}  written {_rate(sample.disk_written_bytes_per_s)}{free}"
+    grid.add_row("disk", "", rates)
+    sent, received = sample.network_sent_bytes_per_s, sample.network_received_bytes_per_s
+    grid.add_row("network", "", f"sent {_rate(sent)}  received {_rate(received)}")
+    return [head, grid, *_gpus(sample.gpus, sample.gpu_error, width)]
+
+
+def _cores(shares: Sequence[float], width: int) -> str:
+    """A stroke a core, where there is room for them all."""
+    strokes = "▁▂▃▄▅▆▇█"
+    text = "".join(strokes[min(7, int(share * 8))] for share in shares)
+    return f"  {text}" if 1 < len(text) <= width - 40 else ""
+
+
+def _gpus(gpus: Sequence[Gpu], error: str, width: int) -> list[RenderableType]:
+    lost = [Text(f"GPU figures are missing: {error}", "yellow")] if gpus and error else []
+    if not gpus:
+        return [Text("No NVIDIA GPU here: CPU figures alone.", "dim")]
+    table = _table()
+    columns: list[tuple[str, Callable[[Gpu], Text | str]]] = [
+        ("GPU", lambda gpu: gpu.label),
+        ("busy", lambda gpu: _bar(gpu.utilization)),
+        ("memory", lambda gpu: _bar(_part(gpu.memory_bytes, gpu.memory_total_bytes), size=6)),
+        ("", lambda gpu: _size(gpu.memory_bytes)),
+        ("power", lambda gpu: _number(gpu.power_w, "W")),
+        ("", lambda gpu: _number(gpu.temperature_c, "°C")),
+        ("clock", lambda gpu: _number(gpu.sm_clock_mhz, "MHz")),
+        ("PCIe", lambda gpu: _rate(_sum(gpu.pcie_sent_bytes_per_s, gpu.pcie_received_bytes_per_s))),
+        ("NVLink", lambda gpu: _rate(_sum(gpu.nvlink_sent_bytes_per_s, gpu.nvlink_received_bytes_per_s))),
+        ("slowed by", lambda gpu: gpu.slowed_by or ""),
+    ]
+    if width >= _WIDE:
+        columns[1:1] = [("name", lambda gpu: gpu.name.removeprefix("NVIDIA "))]
+        columns[3:3] = [("traffic", lambda gpu: _share(gpu.memory_utilization))]
+    else:
+        del columns[-2:]
+    for title, _ in columns:
+        table.add_column(title, no_wrap=True, justify="left" if title in ("GPU", "name", "busy", "memory") else "right")
+    for gpu in gpus:
+        table.add_row(*(cell(gpu) for _, cell in columns))
+    return [Text(), table, *lost]
+
+
+def _all_workers(views: Sequence[View]) -> list[Worker]:
+    """Each worker once, from the machine that has heard of it last."""
+    found: dict[int, Worker] = {}
+    for worker in (worker for view in views for worker in view.workers):
+        if worker.number not in found or worker.age_s < found[worker.number].age_s:
+            found[worker.number] = worker
+    return [found[number] for number in sorted(found)]
+
+
+def _workers(workers: Sequence[Worker], width: int) -> Table:
+    table = _table()
+    columns: list[tuple[str, Callable[[Worker], str]]] = [
+        ("worker", lambda worker: str(worker.number)),
+        ("epoch", lambda worker: _plain(worker.now.get("epoch"))),
+        ("step", lambda worker: _plain(worker.now.get("step"))),
+        ("step time", lambda worker: _milliseconds(_newest(worker, "step_time_s"))),
+        ("ex/s", lambda worker: _plain(_newest(worker, "examples_per_s"))),
+        ("waits", lambda worker: _share(_newest(worker, "input_wait"))),
+        ("CPU", lambda worker: _share(worker.now.get("cpu_share"))),
+        ("memory", lambda worker: _size(worker.now.get("memory_bytes"))),
+        ("J/ex", lambda worker: _joules(worker.epoch.get("energy_per_example_j"))),
+    ]
+    if width >= _WIDE:
+        columns.append(("J/epoch", lambda worker: _plain(worker.epoch.get("energy_j"))))
+        columns.append(("last sample", lambda worker: _ago(worker.age_s)))
+    for title, _ in columns:
+        table.add_column(title, no_wrap=True, justify="left" if title == "worker" else "right")
+    for worker in workers:
+        table.add_row(*(cell(worker) for _, cell in columns), style="dim" if worker.age_s > SILENT_S else "")
+    return table
+
+
+def _limits(workers: Sequence[Worker]) -> list[Text]:
+    """What limits the workers, those of one kind together."""
+    silent = [worker for worker in workers if worker.age_s > SILENT_S]
+    lines = []
+    for resource in dict.fromkeys(worker.limit.resource for worker in workers if worker not in silent):
+        named = [worker for worker in workers if worker not in silent and worker.limit.resource == resource]
+        which = "" if len(named) == len(workers) else f"  (worker {', '.join(str(worker.number) for worker in named)})"
+        lines.append(Text.assemble("limited by ", (resource, "bold yellow"), f": {named[0].limit.why}{which}"))
+    if silent:
+        named_all = ", ".join(str(worker.number) for worker in silent)
+        ages = _ago(min(worker.age_s for worker in silent))
+        lines.append(Text(f"worker {named_all}: no sample for {ages}: it has ended, or hangs", "dim"))
+    return lines
+
+
+def _processes(views: Sequence[View], width: int) -> list[RenderableType]:
+    found = [(view.host, process) for view in views for process in view.processes]
+    if not found:
+        return []
+    table = _table()
+    for title in ("GPU", "pid", "memory", "process"):
+        table.add_column(title, no_wrap=True, justify="right" if title in ("pid", "memory") else "left")
+    for host, process in found[:_MOST_PROCESSES]:
+        gpu = f"{process['gpu']}" if len(views) == 1 else f"{host}:{process['gpu']}"
+        table.add_row(gpu, str(process["pid"]), _size(process["bytes"]), process["name"] or "(not seen from here)")
+    more = len(found) - _MOST_PROCESSES
+    return [Text(), table, *([Text(f"and {more} more", "dim")] if more > 0 else [])]
+
+
+def _table(show_header: bool = True) -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=show_header)
+
+
+def _bar(share: float | None, size: int = _BAR) -> Text:
+    if share is None:
+        return Text("-", "dim")
+    share = min(1.0, max(0.0, share))
+    full = round(share * size)
+    colour = "green" if share < 0.6 else "yellow" if share < 0.9 else "red"
+    return Text.assemble((_FULL * full, colour), (_EMPTY * (size - full), "dim"), f" {share:4.0%}")
+
+
+def _newest(worker: Worker, name: str) -> Value:
+    """The mean of the last samples; of a step that is longer than a sample, the last epoch's."""
+    value = worker.now.get(name)
+    return value if value is not None else worker.epoch.get(name)
+
+
+def _part(value: float | None, total: float | None) -> float | None:
+    return value / total if value is not None and total else None
+
+
+def _sum(*values: float | None) -> float | None:
+    told = [value for value in values if value is not None]
+    return sum(told) if told else None
+
+
+def _size(value: Value) -> str:
+    if not isinstance(value, int | float):
+        return "-"
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 / 10 else f"{value / 2**20:.0f} MiB"
+
+
+def _rate(value: Value) -> str:
+    if not isinstance(value, int | float):
+        return "-"
+    return f"{value / 1e9:.1f} GB/s" if value >= 1e9 else f"{value / 1e6:.1f} MB/s"
+
+
+def _number(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.0f} {unit}"
+
+
+def _plain(value: Value) -> str:
+    return f"{value:,.0f}" if isinstance(value, int | float) else "-"
+
+
+def _share(value: Value) -> str:
+    return f"{value:.0%}" if isinstance(value, int | float) else "-"
+
+
+def _joules(value: Value) -> str:
+    return f"{value:.3g}" if isinstance(value, int | float) else "-"
+
+
+def _milliseconds(value: Value) -> str:
+    if not isinstance(value, int | float):
+        return "-"
+    return f"{value * 1e3:.2f} ms" if value < 0.1 else f"{value * 1e3:,.0f} ms"
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 7200:
+        return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h"

@@ -1,0 +1,182 @@
+"""What `tfgpu top` shows: one machine now, and the training that writes its figures into a run's folder."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tfgpu.errors import InputError
+from tfgpu.sensors import table
+from tfgpu.sensors.limits import Limit, limit
+from tfgpu.sensors.sample import Gpu, Sample, Value
+from tfgpu.sensors.sampler import Sampler
+
+_FILE = re.compile(r"monitor-worker(\d+)\.csv")
+_LAST = 10
+"""Samples whose mean is shown and judged."""
+SILENT_S = 10.0
+"""Seconds without a sample after which a worker counts as silent."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker of a training, by what its monitor wrote last.
+
+    Attributes:
+        number: its number.
+        now: the mean of its last samples; what is no rate is the last one's.
+        epoch: its last whole epoch.
+        limit: what limits its step.
+        age_s: seconds since its last sample.
+    """
+
+    number: int
+    now: Mapping[str, Value]
+    epoch: Mapping[str, Value]
+    limit: Limit
+    age_s: float
+
+
+@dataclass(frozen=True)
+class View:
+    """One machine at one moment.
+
+    Attributes:
+        host: its name.
+        sample: its figures; those of the process are `tfgpu top`'s own.
+        cpus: the share of each processor that is busy, 0 to 1.
+        load: processes that run or want to, over the last minute.
+        disk_free_bytes: free where the run lies, or else the working directory.
+        processes: who computes on the GPUs: `gpu`, `pid`, `name`, `bytes`.
+        workers: of the run, as far as this machine sees their files.
+        error: why there is nothing, for a machine that does not answer.
+    """
+
+    host: str
+    sample: Sample | None = None
+    cpus: tuple[float, ...] = ()
+    load: float | None = None
+    disk_free_bytes: int | None = None
+    processes: tuple[Mapping[str, Any], ...] = ()
+    workers: tuple[Worker, ...] = field(default=())
+    error: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> "View":
+        """The view that another machine has written.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            sample = told["sample"]
+            gpus = tuple(Gpu(**each) for each in sample["gpus"]) if sample else ()
+            workers = tuple(Worker(**{**each, "limit": Limit(**each["limit"])}) for each in told["workers"])
+            processes = tuple(told["processes"])
+            whole = Sample(**{**sample, "gpus": gpus}) if sample else None
+            rest = {"sample": whole, "cpus": tuple(told["cpus"]), "processes": processes, "workers": workers}
+            return cls(**{**told, **rest})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no view of a machine: {error}") from None
+
+
+class Viewer:
+    """Looks at this machine again and again.
+
+    Args:
+        run: the folder of a run, or of a `Monitor`; None shows the machine alone.
+        sampler: reads the machine, with all of its GPUs.
+    """
+
+    def __init__(self, run: Path | None, sampler: Sampler):
+        self._run, self._folder = run, None if run is None else folder_of(run)
+        self._sampler = sampler
+        psutil.cpu_percent(percpu=True)  # The first call has nothing to compare with.
+        sampler.read()
+
+    def look(self) -> View:
+        """This machine now; rates are over the time since the look before."""
+        place = self._run if self._run is not None else Path()
+        free = None
+        with contextlib.suppress(OSError):  # The run may be moved while somebody looks on.
+            free = psutil.disk_usage(str(place)).free
+        return View(
+            host=socket.gethostname(),
+            sample=self._sampler.read(),
+            cpus=tuple(percent / 100 for percent in psutil.cpu_percent(percpu=True)),
+            load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+            disk_free_bytes=free,
+            processes=tuple(self._sampler.gpus.processes()),
+            workers=workers(self._folder) if self._folder is not None else (),
+        )
+
+
+def folder_of(run: Path) -> Path:
+    """Where the tables of a run are: in its `monitor/`, or in the folder itself.
+
+    Raises:
+        InputError: there is no such folder, or it is no run.
+    """
+    if not run.is_dir():
+        raise InputError(
+            f"There is no folder {str(run)!r}. Give a run directory of `tfgpu train`, or a Monitor's folder."
+        )
+    if (run / "monitor").is_dir() or (run / "config.yaml").exists():
+        return run / "monitor"
+    if any(_FILE.fullmatch(path.name) for path in run.iterdir()):
+        return run
+    raise InputError(
+        f"{str(run)!r} has no figures of a training. Give a run directory of `tfgpu train`, or the folder that "
+        "`tfgpu.callbacks.Monitor` writes to."
+    )
+
+
+def workers(folder: Path, *, now: float | None = None) -> tuple[Worker, ...]:
+    """The workers whose tables lie in a folder; none where there is no table yet.
+
+    Args:
+        folder: of the tables.
+        now: seconds since 1970; None: this moment.
+    """
+    now = time.time() if now is None else now
+    found = []
+    for path in folder.glob("monitor-worker*.csv") if folder.is_dir() else ():
+        match = _FILE.fullmatch(path.name)
+        try:
+            rows = table.last(path, _LAST) if match else []
+            ended = table.last(path.with_name(f"monitor-epochs-worker{match[1]}.csv"), 1) if match else []
+        except FileNotFoundError:  # No epoch has ended yet.
+            ended = []
+        except OSError:
+            continue
+        if match and rows:
+            found.append(_worker(int(match[1]), rows, ended, now))
+    count = len(found)
+    found = [dataclasses.replace(each, limit=limit(each.now, workers=count)) for each in found]
+    return tuple(sorted(found, key=lambda each: each.number))
+
+
+def _worker(
+    number: int, rows: Sequence[Mapping[str, Value]], ended: Sequence[Mapping[str, Value]], now: float
+) -> Worker:
+    means: dict[str, Value] = dict(rows[-1])
+    for name in rows[-1]:
+        told = [value for row in rows if isinstance(value := row.get(name), float) and math.isfinite(value)]
+        if told and name not in ("time", "seconds", "epoch", "step") and not name.endswith("energy_j"):
+            means[name] = sum(told) / len(told)
+    moment = rows[-1].get("time")
+    age = max(0.0, now - moment) if isinstance(moment, float) else math.inf
+    return Worker(number, means, ended[-1] if ended else {}, limit(means), age)
