@@ -1,9 +1,21 @@
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfgpu
 from tfgpu.callbacks import Monitor
+from tfgpu.errors import InputError, MachineError
+from tfgpu.keras_fixes.blocks import needs_every_batch
 from tfgpu.sensors import table
 
 
@@ -12,16 +24,20 @@ def repaired():
     tfgpu.repair_keras()
 
 
-def small(width=8):
+def small(width=8, **settings):
     model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", **settings)
     return model
 
 
-def fit(monitor, model=None, *, rows=60, epochs=2, **settings):
+def fit(monitor, model=None, *, rows=60, epochs=2, callbacks=(), **settings):
     model = model or small()
     x, y = np.ones((rows, 8), "float32"), np.ones((rows, 1), "float32")
-    return model.fit(x, y, batch_size=7, epochs=epochs, verbose=0, callbacks=[monitor], **settings)
+    return model.fit(x, y, batch_size=7, epochs=epochs, verbose=0, callbacks=[monitor, *callbacks], **settings)
+
+
+def alive():
+    return [thread for thread in threading.enumerate() if thread.name in ("tfgpu-monitor", "tfgpu-prometheus")]
 
 
 def test_a_table_of_samples_and_one_of_epochs(tmp_path):
@@ -35,3 +51,343 @@ def test_a_table_of_samples_and_one_of_epochs(tmp_path):
     seconds = [row["seconds"] for row in samples]
     assert seconds == sorted(seconds)
     assert not any(name.startswith("gpu0") for name in samples[-1])
+    assert not alive() and sorted(os.listdir(tmp_path)) == ["monitor-epochs-worker0.csv", "monitor-worker0.csv"]
+
+
+def test_blocks_are_as_long_as_without_it_and_the_result_is_the_same(tmp_path):
+    lengths, weights = {}, {}
+    for name in ("with", "without"):
+        keras.utils.set_random_seed(1)
+        model, found = small(), []
+
+        class Lengths(keras.callbacks.Callback):
+            every_batch = False
+
+            def on_train_batch_begin(self, batch, logs=None, found=found):
+                found.append(batch)
+
+        x = np.random.default_rng(0).random((700, 8)).astype("float32")
+        callbacks = [Monitor(tmp_path), Lengths()] if name == "with" else [Lengths()]
+        model.fit(x, x[:, :1], batch_size=7, verbose=0, callbacks=callbacks)
+        lengths[name], weights[name] = found, model.get_weights()
+    # A hundred steps; how soon blocks grow is for the machine to say.
+    assert len(lengths["with"]) <= 12 and len(lengths["without"]) <= 12, lengths
+    for one, other in zip(weights["with"], weights["without"], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not needs_every_batch(Monitor())
+
+
+def slow(x, y):
+    """Rows that take 5 ms to read."""
+    waited = tf.numpy_function(lambda _: (time.sleep(0.005), np.float32(0))[1], [x[0, 0]], tf.float32)
+    with tf.control_dependencies([waited]):
+        return tf.identity(x), y
+
+
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
+def test_a_step_that_waits_for_its_data_is_limited_by_the_input(tmp_path, strategy):
+    with tfgpu.strategy(strategy).scope():
+        model = small()
+    data = tf.data.Dataset.from_tensors((tf.ones((6, 8)), tf.ones((6, 1)))).repeat(80)
+    monitor = Monitor(tmp_path, every_s=0.1)
+    model.fit(data.map(slow), epochs=2, callbacks=[monitor], verbose=0)
+    row = monitor.epochs[-1]
+    assert row["step_time_s"] > 0.005 and row["input_wait"] > 0.5, row
+    assert (row["limit"], row["examples"]) == ("input", 480)
+    ready = Monitor(every_s=0.1)
+    # A step of a millisecond or more, on a batch that is there.
+    with tfgpu.strategy(strategy).scope():
+        model = small(width=1024)
+    data = tf.data.Dataset.from_tensors((tf.ones((64, 1024)), tf.ones((64, 1)))).repeat(100)
+    model.fit(data, epochs=2, callbacks=[ready], verbose=0)
+    assert ready.epochs[-1]["input_wait"] < 0.2 and ready.epochs[-1]["limit"] != "input", ready.epochs[-1]
+
+
+def test_examples_are_counted_over_replicas_and_under_a_loop():
+    with tfgpu.strategy("mirrored").scope():
+        model = small()
+    monitor = Monitor()
+    tfgpu.Trainer(model).fit(np.ones((50, 8)), np.ones((50, 1)), batch_size=7, epochs=2, callbacks=[monitor], verbose=0)
+    assert [(row["steps"], row["examples"]) for row in monitor.epochs] == [(8, 50), (8, 50)]
+
+
+def test_a_second_fit_and_a_resumed_run_append(tmp_path):
+    monitor = Monitor(tmp_path, every_s=0.05)
+    model = small()
+    fit(monitor, model)
+    fit(monitor, model, epochs=4, initial_epoch=2)
+    assert [row["epoch"] for row in monitor.epochs] == [3, 4]
+    again = Monitor(tmp_path, every_s=0.05)
+    fit(again, model, epochs=5, initial_epoch=4)
+    epochs = table.read(tmp_path / "monitor-epochs-worker0.csv")
+    assert [row["epoch"] for row in epochs] == [1, 2, 3, 4, 5]
+    samples = table.read(tmp_path / "monitor-worker0.csv")
+    assert samples[-1]["step"] == 5 * 9 and len(samples) >= 3
+    assert [row["time"] for row in samples] == sorted(row["time"] for row in samples)
+
+
+class Fails(keras.callbacks.Callback):
+    every_batch = False
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_epoch_end(self, epoch, logs=None):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
+def test_the_thread_ends_with_a_fit_that_fails(tmp_path, error):
+    monitor = Monitor(tmp_path, prometheus="127.0.0.1:0")
+    with pytest.raises(type(error)):
+        fit(monitor, callbacks=[Fails(error)])
+    assert not alive()
+    assert len(table.read(tmp_path / "monitor-worker0.csv")) >= 1  # the last sample is there all the same
+
+
+def test_nothing_is_written_before_the_first_step(tmp_path):
+    class Early(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            time.sleep(0.2)
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fit(Monitor(tmp_path / "run", every_s=0.05), callbacks=[Early()])
+    assert not (tmp_path / "run").exists() and not alive()
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning_and_training_goes_on(tmp_path, caplog):
+    (tmp_path / "file").write_text("mine")
+    with caplog.at_level(logging.WARNING):
+        monitor = Monitor(tmp_path / "file", tensorboard=tmp_path / "file", prometheus=True, every_s=0.02)
+        history = fit(monitor, epochs=5)
+    assert len(history.history["loss"]) == 5
+    said = [record.getMessage() for record in caplog.records if "Monitor" in record.getMessage()]
+    assert len(said) == len(set(said)) and 3 <= len(said) <= 4  # one for each file
+    assert all(text.endswith("Training goes on.") for text in said) and "monitor-worker0.csv" in "".join(said)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_fault_of_its_own_stops_no_training(caplog, monkeypatch):
+    from tfgpu.callbacks import watcher
+
+    monkeypatch.setattr(watcher.Sampler, "read", lambda self: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        history = fit(Monitor(every_s=0.02), epochs=3)
+    assert len(history.history["loss"]) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "Monitor: a sample could not be taken. Training goes on."
+    ]
+
+
+def test_tensorboard_has_samples_by_step_and_epochs_by_epoch(tmp_path):
+    monitor = Monitor(tensorboard=tmp_path, every_s=0.05)
+    fit(monitor, epochs=3)
+    assert os.listdir(tmp_path) == ["monitor-worker0"]
+    events = EventAccumulator(str(tmp_path / "monitor-worker0")).Reload()
+    tags = events.Tags()["scalars"]
+    assert {"monitor/memory_bytes", "monitor/cores", "monitor_epoch/examples"} <= set(tags)
+    assert [(each.step, each.value) for each in events.Scalars("monitor_epoch/examples")] == [(1, 60), (2, 60), (3, 60)]
+    assert events.Scalars("monitor/memory_bytes")[-1].step == 27
+
+
+def test_prometheus_reads_a_file_and_a_port(tmp_path):
+    seen = []
+
+    class Ask(keras.callbacks.Callback):
+        every_batch = False
+
+        def on_epoch_end(self, epoch, logs=None):
+            time.sleep(0.3)
+            with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as answer:
+                seen.append(answer.read().decode())
+
+    served = Monitor(prometheus="127.0.0.1:0", every_s=0.05)
+    fit(served, callbacks=[Ask()])
+    assert 'tfgpu_epoch{worker="0"} 2' in seen[1] and served.port is None
+    fit(Monitor(tmp_path, csv=False, prometheus=True))
+    assert os.listdir(tmp_path) == ["monitor-worker0.prom"]
+    assert 'tfgpu_steps_total{worker="0"} 18' in (tmp_path / "monitor-worker0.prom").read_text()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"every_s": 0},
+        {"every_s": "1"},
+        {"every_s": float("nan")},
+        {"csv": True},
+        {"prometheus": True},
+        {"prometheus": "somewhere"},
+    ],
+)
+def test_settings_that_cannot_work(settings):
+    with pytest.raises(InputError, match="Received"):
+        Monitor(**settings)
+
+
+def test_a_port_that_is_taken_is_an_error_before_the_first_step(addresses):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(MachineError, match="cannot be served"):
+            fit(Monitor(prometheus=taken.getsockname()[1]))
+    assert not alive()
+
+
+def test_a_model_without_a_loss_that_counts_rows_has_no_examples():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.layer(x)
+
+        @property
+        def metrics(self):
+            return []
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    model = Own()
+    model.compile("sgd")
+    monitor = Monitor()
+    fit(monitor, model)
+    assert [(row["steps"], row["examples"], row["examples_per_s"]) for row in monitor.epochs] == [(9, None, None)] * 2
+
+
+GPUS = """
+import os, sys, time
+import keras, numpy as np
+import tfgpu
+tfgpu.repair_keras()
+from tfgpu.callbacks import Monitor
+class Change(keras.callbacks.Callback):
+    every_batch = False
+    def on_epoch_end(self, epoch, logs=None):
+        time.sleep(0.15)
+        os.environ["ENERGY_MJ"] = str(1_000_000 * (epoch + 1))
+        os.environ.update([{}, {"LOST_UNDER_WAY": "1"}, {"GONE": "1"}, {}][epoch])
+        time.sleep(0.15)
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+callbacks = [Change(), Monitor(sys.argv[1], every_s=0.05)]
+model.fit(np.ones((60, 8)), np.ones((60, 1)), epochs=4, verbose=0, callbacks=callbacks)
+"""
+
+
+def test_gpus_that_are_lost_under_way(tmp_path, nvml):
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(nvml), "CUDA_VISIBLE_DEVICES": "0,1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", GPUS, tmp_path], env=environ, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = table.read(tmp_path / "monitor-epochs-worker0.csv")
+    assert len(rows) == 4
+    assert rows[0]["gpu0_utilization_mean"] == pytest.approx(0.93) and rows[0]["gpu1_power_w_mean"] == 412.0
+    assert rows[0]["energy_j"] == rows[0]["gpu_energy_j"] > 0
+    assert rows[0]["energy_per_example_j"] == pytest.approx(rows[0]["energy_j"] / 60, rel=1e-4)
+    assert rows[3]["gpu0_power_w_mean"] is None and rows[3]["cpu_share_mean"] is not None
+    assert done.stderr.count("GPU 1: GPU is lost") == 1 and "Uninitialized" in done.stderr
+
+
+ALONE = """
+import keras, numpy as np, threading, sys
+from tfgpu.callbacks import Monitor
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+monitor = Monitor(sys.argv[1], every_s=0.05)
+model.fit(np.ones((60, 8)), np.ones((60, 1)), epochs=2, verbose=0, callbacks=[monitor])
+print([(row["steps"], row["input_wait"]) for row in monitor.epochs])
+def fail(*_): raise ValueError("no")
+try:
+    fails = keras.callbacks.LambdaCallback(on_epoch_end=fail)
+    model.fit(np.ones((60, 8)), np.ones((60, 1)), verbose=0, callbacks=[monitor, fails])
+except ValueError:
+    pass
+left = [thread for thread in threading.enumerate() if thread.name == "tfgpu-monitor"]
+del monitor, model, fails
+import gc; gc.collect()
+for thread in left: thread.join(10)
+print([thread.is_alive() for thread in left])
+"""
+
+
+@pytest.mark.slow
+def test_stock_keras_without_the_repairs(tmp_path):
+    environ = {**os.environ, "TFGPU_REPAIR": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, tmp_path], env=environ, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == ["[(2, None), (2, None)]", "[False]"]
+
+
+WORKER = """
+import json, sys
+import keras, numpy as np, tensorflow as tf
+import tfgpu
+kind, folder = sys.argv[1:3]
+strategy = tfgpu.strategy(kind, **({"every": 4} if kind == "averaging" else {}))
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+monitor = tfgpu.callbacks.Monitor(folder, tensorboard=folder + "/logs", every_s=0.1)
+x, y = np.ones((60, 8), "float32"), np.ones((60, 1), "float32")
+model.fit(x, y, batch_size=7, epochs=3, verbose=0, callbacks=[monitor])
+print(json.dumps([[row["epoch"], row["steps"], row["examples"]] for row in monitor.epochs]), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["multi_worker", "averaging"])
+def test_each_worker_watches_its_own_machine(tmp_path, together, kind):
+    found = together(WORKER, {"worker": 2}, kind, tmp_path)
+    # Eight batches of seven and one of four: the first worker has the odd row.
+    for first, second in zip(found["worker0"], found["worker1"], strict=True):
+        assert first[2] + second[2] == 60 and min(first[2], second[2]) > 20, found
+    for worker in (0, 1):
+        assert [row["epoch"] for row in table.read(tmp_path / f"monitor-epochs-worker{worker}.csv")] == [1, 2, 3]
+        assert table.read(tmp_path / f"monitor-worker{worker}.csv")[-1]["step"] == 27
+        assert list((tmp_path / f"logs/monitor-worker{worker}").glob("events.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_coordinator_watches_its_machine(tmp_path, together):
+    found = together(WORKER, {"chief": 1, "worker": 2, "ps": 1}, "parameter_server", tmp_path, wait_for="chief")
+    assert [row[:2] for row in found["chief0"]] == [[1, 9], [2, 9], [3, 9]]
+    assert [row["epoch"] for row in table.read(tmp_path / "monitor-epochs-worker0.csv")] == [1, 2, 3]
+
+
+def test_the_cost_is_counted():
+    monitor = Monitor(every_s=0.05)
+    fit(monitor, epochs=20)
+    assert 0 < monitor.cost_s < 5
+
+
+def test_a_sample_that_costs_much_is_taken_less_often(monkeypatch, tmp_path):
+    from tfgpu.callbacks import watcher
+
+    read = watcher.Sampler.read
+
+    def dear(self):
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        return read(self)
+
+    monkeypatch.setattr(watcher.Sampler, "read", dear)
+    pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: time.sleep(0.4))
+    fit(Monitor(tmp_path, every_s=0.01), callbacks=[pause])
+    assert len(table.read(tmp_path / "monitor-worker0.csv")) <= 3  # 20 ms of each two seconds

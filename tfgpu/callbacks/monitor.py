@@ -47,6 +47,7 @@ class Monitor(keras.callbacks.Callback):
 
     Attributes:
         epochs: the rows of the epochs so far, as in `monitor-epochs-worker0.csv`; whole once `fit` has ended.
+        cost_s: the processor's time that the samples of the last `fit` took, in seconds.
 
     Raises:
         InputError: a setting that cannot work.
@@ -94,6 +95,7 @@ class Monitor(keras.callbacks.Callback):
         self._is_traced = False
         self._rows: int | None = None
         self.epochs: list[dict[str, Value]] = []
+        self.cost_s = 0.0
 
     @property
     def port(self) -> int | None:
@@ -164,6 +166,7 @@ class Monitor(keras.callbacks.Callback):
         thread, self._thread = self._thread, None
         if watcher is not None and thread is not None:
             watcher.finish(thread)
+            self.cost_s = watcher.cost_s
 
     def _count(self) -> None:
         if self._rows is None and self._epoch_steps:

@@ -57,6 +57,10 @@ class Watcher:
         step: steps that the model has made before.
         computing_s: asks how long a step computes, without its wait for data.
         epochs: the list that gets the epochs' rows.
+
+    Attributes:
+        epoch: the number of the epoch that runs, from 1.
+        cost_s: the processor's time that the samples took.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Watcher:
         epochs: list[dict[str, Value]],
     ):
         self.epoch = 1
+        self.cost_s = 0.0
         self._places, self._every_s = places, every_s
         self._worker, self._workers = worker, workers
         self._computing_s, self._rows = computing_s, epochs
@@ -143,6 +148,7 @@ class Watcher:
             if is_last:
                 return
             spent = time.thread_time() - begun
+            self.cost_s += spent
             following = max(following + max(self._every_s, _COST * spent), time.monotonic())
             self._stop.wait(following - time.monotonic())
 

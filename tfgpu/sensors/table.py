@@ -1,6 +1,8 @@
 """A table on disk that grows by whole rows, and is read while it grows."""
 
+import contextlib
 import csv
+import errno
 import io
 import os
 from collections.abc import Mapping, Sequence
@@ -37,11 +39,12 @@ class Table:
         if new := [name for name in row if name not in self._columns]:
             self._widen([*self._columns, *new])
         line = _text(self._columns, [row]).encode()
-        with open(self.path, "r+b") as file:
+        # Unbuffered: a buffer would try again what has failed.
+        with open(self.path, "r+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             try:
-                file.write(line)
-                file.flush()
+                if file.write(line) != len(line):  # a disk that is full takes what it can
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
                 file.truncate(end)
                 raise
@@ -96,10 +99,11 @@ def last(path: str | Path, count: int) -> list[dict[str, Value]]:
 
 
 def _rows(text: str) -> list[dict[str, Value]]:
-    return [
-        {name: _value(cell) for name, cell in row.items() if name is not None and not isinstance(cell, list)}
-        for row in csv.DictReader(io.StringIO(text))
-    ]
+    found = []
+    with contextlib.suppress(csv.Error):  # What somebody else has written into it ends it.
+        for row in csv.DictReader(io.StringIO(text.replace("\r", "").replace("\0", ""))):
+            found.append({name: _value(cell) for name, cell in row.items() if isinstance(name, str)})
+    return found
 
 
 def _value(cell: str | None) -> Value:

@@ -1,0 +1,38 @@
+import pytest
+
+from tfgpu.sensors.limits import RESOURCES, limit
+
+BUSY_GPU = {"gpu0_utilization": 0.95, "gpu1_utilization": 0.85, "cpu_share": 0.3, "input_wait": 0.05}
+IDLE_GPU = {"gpu0_utilization": 0.4, "cpu_share": 0.3, "machine_cpu_share": 0.35, "input_wait": 0.05}
+NO_GPU = {"cpu_share": 0.95, "machine_cpu_share": 0.97, "input_wait": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("means", "resource", "words"),
+    [
+        ({**BUSY_GPU, "input_wait": 0.2}, "input", "waits for data 20% of the time"),
+        ({**BUSY_GPU, "input_wait": 0.5, "cpu_share": 0.9}, "input", "the cores are 90% busy"),
+        (BUSY_GPU, "GPU compute", "the GPU is busy 90% of the time"),
+        ({**BUSY_GPU, "gpu0_memory_utilization": 0.8, "gpu1_memory_utilization": 0.6}, "GPU memory traffic", "70%"),
+        ({**BUSY_GPU, "gpu0_pcie_share": 0.9}, "GPU compute", "90%"),  # a busy GPU does not wait for its link
+        ({**IDLE_GPU, "gpu0_pcie_share": 0.5}, "communication", "PCIe carries 50%"),
+        ({**IDLE_GPU, "cpu_share": 0.8}, "CPU", "the GPU is busy 40% of the time, the cores are 80% busy"),
+        ({**IDLE_GPU, "machine_cpu_share": 0.9}, "CPU", "other processes keep the machine's cores 90% busy"),
+        (IDLE_GPU, "host", "the GPU is busy 40% of the time, the cores are 30% busy"),
+        (NO_GPU, "CPU", "the cores are 95% busy"),
+        ({**NO_GPU, "cpu_share": 0.5, "machine_cpu_share": 0.5}, "host", "the cores are 50% busy"),
+        ({**NO_GPU, "input_wait": None}, "CPU", "the wait for data is not known"),
+        ({"cpu_share": None}, "unknown", "not known yet"),
+        ({}, "unknown", "not known yet"),
+        ({"gpu0s0_memory_bytes": 5, "cpu_share": 0.9}, "CPU", "90%"),  # a slice says nothing of its load
+    ],
+)
+def test_what_limits_a_step(means, resource, words):
+    found = limit(means)
+    assert found.resource == resource and words in found.why and resource in RESOURCES
+
+
+def test_workers_whose_cores_idle_wait_for_each_other():
+    means = {"cpu_share": 0.4, "machine_cpu_share": 0.4, "input_wait": 0.01}
+    assert limit(means, workers=2).resource == "communication"
+    assert limit(means).resource == "host"
