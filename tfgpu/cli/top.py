@@ -66,6 +66,8 @@ def top(
             _show(lambda: [viewer.look(), *(other.look() for other in others)], others, once, as_json, every)
         except KeyboardInterrupt:  # The usual way to end it.
             pass
+        except BrokenPipeError:  # Whoever reads has enough; Python would say so at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _show(look: Callable[[], list[View]], others: Sequence["Other"], once: bool, as_json: bool, every: float) -> None:
