@@ -87,7 +87,7 @@ class Gpus:
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None):
-        self.why = ""
+        self.why: str = ""
         self._nvml: Any = None
         self._handles: dict[int, Any] = {}
         visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")

@@ -42,7 +42,7 @@ class Sensors:
 
     def __init__(self, pid: int | None = None, environ: Mapping[str, str] | None = None):
         self._gpus, self._host = Gpus(environ), HostSensor(pid)
-        self.why_no_gpus = self._gpus.why
+        self.why_no_gpus: str = self._gpus.why
 
     def __enter__(self) -> "Sensors":
         return self
