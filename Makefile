@@ -8,7 +8,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /proc/
 EXTRAS := dev$(if $(HAS_GPU),$(shell echo ,gpu))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint audit docs doctor digits matrix bench bench-gpu clean
+.PHONY: help install train test coverage lint audit docs doctor digits matrix bench bench-gpu clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -26,6 +26,9 @@ train: $(STAMP)  ## Train the default model (more: .venv/bin/tfgpu train --help)
 
 test: $(STAMP)  ## Run the tests in two processes
 	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+coverage: $(STAMP)  ## Which lines no test reaches; ARGS='-m ""' takes the slow ones too (hours)
+	$(BIN)/python -m pytest -q -n 2 --cov=tfgpu --cov-report=term-missing:skip-covered $(ARGS)
 
 lint: $(STAMP)  ## Check the style
 	$(BIN)/ruff check .

@@ -85,6 +85,14 @@ def run_together(
             process.communicate()
 
 
+@pytest.fixture(autouse=True)
+def no_scope_is_left():
+    """A test that is cut off within a strategy's scope, by a timeout, leaves nothing of it to those after it."""
+    yield
+    if tf.distribute.has_strategy():
+        tf.compat.v1.reset_default_graph()
+
+
 @pytest.fixture
 def together():
     """`run_together`: a script in several real processes, each with its TF_CONFIG."""

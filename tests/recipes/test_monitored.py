@@ -53,7 +53,7 @@ def test_the_page_has_it(folder, tmp_path):
     page = render(Report("cnn on digits", "", 0.9, rows=rows, monitor=monitored.read(folder)))
     for words in ("The machine", "GPU and CPU, busy", "Waiting for data", "Energy per example, J", "Power of the GPUs"):
         assert words in page
-    assert "Limited by the input: the step waits for data 30% of the time. The curves are worker 0&#39;s." in page
+    assert "Limited by the input: the step waits for data 30% of the time. The curves are worker 0's." in page
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     assert "The machine" not in render(Report("cnn on digits", "", 0.9, rows=rows))

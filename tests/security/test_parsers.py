@@ -89,3 +89,14 @@ def test_an_index_does_not_unpack_to_more_than_its_file():
     assert len(zeros) < 20_000
     with pytest.raises(ValueError, match="more than 2 numbers"):
         targets.manifest.unpack(zeros, 2)
+
+
+def test_numbers_that_end_too_early_are_damaged():
+    import base64
+
+    import numpy as np
+
+    packed = base64.b64decode(targets.manifest.pack(np.array([5, 7])))
+    for end in range(1, 7):
+        with pytest.raises(ValueError, match="end too early"):
+            targets.manifest.unpack(base64.b64encode(packed[:-end]).decode(), 2)

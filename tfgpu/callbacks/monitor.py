@@ -95,7 +95,7 @@ class Monitor(keras.callbacks.Callback):
         self._is_traced = False
         self._rows: int | None = None
         self.epochs: list[dict[str, Value]] = []
-        self.cost_s = 0.0
+        self.cost_s: float = 0.0
 
     @property
     def port(self) -> int | None:

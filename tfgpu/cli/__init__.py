@@ -89,8 +89,8 @@ app.add_typer(profile.app)
 app.add_typer(tune.app)
 app.add_typer(export.app)
 app.add_typer(compare.app)
-app.add_typer(top.app)
 app.add_typer(kernel.app)
+app.add_typer(top.app)
 
 
 def _one_line(error: Exception) -> str:

@@ -45,7 +45,7 @@ class Shard:
 
     def offsets(self) -> np.ndarray:
         """Returns where each record begins, int64 [examples]."""
-        after = np.cumsum(unpack(self.lengths) + FRAME)
+        after = np.cumsum(unpack(self.lengths, self.examples) + FRAME)
         return np.concatenate([[0], after[:-1]]).astype(np.int64)
 
 
@@ -286,5 +286,6 @@ def unpack(text: str, most: int | None = None) -> np.ndarray:
         content = reader.decompress(packed, 8 * most + 1)
         if len(content) > 8 * most:
             raise ValueError(f"there are more than {most} numbers")
-        content += reader.flush(1)
+        if not reader.eof:
+            raise ValueError("the numbers end too early")
     return np.frombuffer(content, "<i8").astype(np.int64)

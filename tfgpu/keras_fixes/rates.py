@@ -160,6 +160,12 @@ def inner_of(optimizer):
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def schedule_of(optimizer):
+    """The schedule, or the function, that an optimizer takes its rate from; None where that is a variable."""
+    rate = inner_of(optimizer)._learning_rate
+    return None if isinstance(rate, keras.Variable) else rate
+
+
 def built_on(optimizer) -> list:
     """The variables that an optimizer has slots for; empty where it has none yet."""
     return list(inner_of(optimizer)._trainable_variables) if optimizer.built else []

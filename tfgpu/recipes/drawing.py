@@ -1,5 +1,6 @@
 """Drawings for pages that need no other file: SVG whose colours are the page's own, light or dark."""
 
+import re
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import Any
@@ -66,6 +67,7 @@ def svg(figure: Figure, *, salt: str) -> Markup:
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     drawing = text.getvalue()
     drawing = drawing[drawing.index("<svg") :]
+    drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)  # Nothing refers to them, and each drawing has the same.
     for color, variable in _VARIABLES.items():
         drawing = drawing.replace(color, variable)
     return Markup(drawing)

@@ -39,7 +39,7 @@ class Sampler:
         self._clock = clock
         self._begun = clock()
         self._machine = Machine(pid=pid, root=root)
-        self.gpus = Gpus(everything=everything, environ=environ)
+        self.gpus: Gpus = Gpus(everything=everything, environ=environ)
 
     def read(self) -> Sample:
         """The machine and its GPUs as they are now."""

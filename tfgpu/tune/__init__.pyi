@@ -1,4 +1,6 @@
 # The public names, each with the module that holds it: type checkers read this file, and so does `__init__.py`.
+from tfgpu.tune.range_test import RangeTest as RangeTest
+from tfgpu.tune.range_test import learning_rate as learning_rate
 from tfgpu.tune.results import StudyResult as StudyResult
 from tfgpu.tune.results import TrialResult as TrialResult
 from tfgpu.tune.space import default_space as default_space

@@ -1,0 +1,272 @@
+"""The learning-rate range test: the rate rises from step to step, and the loss says where it works.
+
+Sources: L. Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, arXiv:1506.01186; the drawing against
+the logarithm and the middle of the valley are as in fastai.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu import strategies
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import positions, rates, training_state
+from tfgpu.training.incremental import tracing
+from tfgpu.training.incremental.continuing import From
+
+_DIVERGED = 4.0
+"""Times the lowest loss so far, above its first value: the sweep ends."""
+_LEAST_DROP = 0.02
+"""The part of the first loss by which it must fall."""
+_LEAST_STEPS = 20
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """What a sweep of the learning rate found.
+
+    Attributes:
+        rates: of each step.
+        losses: of each step's batch; the last one may be infinite.
+        smoothed: the same without the batches' noise.
+        suggestion: a rate to train with: the middle, by its logarithm, between where the loss begins to fall (a tenth
+            of its fall is done) and where it is lowest; None where there is no such valley.
+        lowest: the rate at the lowest smoothed loss, where training is about to become unstable.
+        reason: why there is no suggestion, or what to make of it.
+    """
+
+    rates: tuple[float, ...] = field(repr=False)
+    losses: tuple[float, ...] = field(repr=False)
+    smoothed: tuple[float, ...] = field(repr=False)
+    suggestion: float | None
+    lowest: float | None
+    reason: str
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draws the losses over the rates.
+
+        Args:
+            path: a file to write, `.png` or `.svg`; None writes none.
+
+        Returns:
+            Matplotlib's figure, which a notebook shows.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        axes.plot(self.rates, self.losses, color="0.8", linewidth=0.8, label="batches")
+        axes.plot(self.rates, self.smoothed, color="tab:blue", label="smoothed")
+        if self.suggestion is not None:
+            axes.axvline(self.suggestion, color="tab:orange", label=f"suggestion {self.suggestion:.1e}")
+        if self.lowest is not None:
+            axes.axvline(self.lowest, color="0.5", linestyle=":", label=f"lowest loss {self.lowest:.1e}")
+        finite = [value for value in self.smoothed if math.isfinite(value)]
+        if finite:
+            span = max(finite[0] - min(finite), 1e-9)
+            axes.set_ylim(min(finite) - 0.1 * span, finite[0] + 0.5 * span)
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
+
+
+def learning_rate(
+    model: keras.Model,
+    data: Any,
+    *,
+    lowest: float = 1e-6,
+    highest: float = 1.0,
+    steps: int = 200,
+) -> RangeTest:
+    """Trains for some steps while the learning rate rises exponentially, and puts the model back as it was.
+
+    Weights, the optimizer with its slots and iterations, random states, and the place in data of `tfgpu.data` are
+    afterwards what they were, to the bit, also where it is interrupted or fails; metrics are reset. Under a strategy
+    the losses are those of one device.
+
+    Args:
+        model: compiled and built, under any strategy but parameter servers and averaging.
+        data: what `tfgpu.data.pipeline` gives, or a `tf.data.Dataset` of batches `(x, y)` or `(x, y, sample_weight)`;
+            it is begun anew where it ends.
+        lowest, highest: the rates of the first and the last step.
+        steps: how many, at least 20; fewer where the loss is four times its lowest, or no number.
+
+    Returns:
+        The losses and a suggestion.
+
+    Raises:
+        InputError: an argument is out of range, the model is not compiled or built, or the data has no batch.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x = np.linspace(-1, 1, 64, dtype="float32")[:, None]
+        >>> found = learning_rate(model, tf.data.Dataset.from_tensor_slices((x, 3 * x)).batch(16), highest=100)
+        >>> 0.01 < found.suggestion < 1
+        True
+    """
+    _check(model, lowest, highest, steps)
+    batches = _batches(data)
+    positions.build(model)
+    state, random = training_state.copied(model), training_state.random_states()
+    epoch = getattr(getattr(batches, "tfgpu_epochs", None), "next", None)
+    optimizer = rates.inner_of(model.optimizer)
+    schedule = rates.schedule_of(optimizer)
+    sweep = _Sweep(lowest, highest, steps)
+    try:
+        if schedule is not None:
+            model.optimizer.learning_rate = From(_Rising(lowest, highest, steps), int(optimizer.variables[0].numpy()))
+            tracing.trace_anew(model)
+            sweep.assigns = False
+        _run(model, batches, sweep, steps)
+    finally:
+        if schedule is not None:
+            model.optimizer.learning_rate = schedule
+            tracing.trace_anew(model)
+        training_state.put(model, state, "the state before the range test")
+        training_state.put_random_states(random)
+        model.reset_metrics()
+        model.stop_training = False
+        if epoch is not None:
+            batches.tfgpu_epochs.next = epoch
+    if not sweep.losses:
+        raise InputError("The data has no batch. Give a data set that has some.")
+    return judged(sweep.rates, sweep.losses, complete=len(sweep.losses) >= steps)
+
+
+def judged(tried: list[float], losses: list[float], *, complete: bool) -> RangeTest:
+    """Finds the valley.
+
+    Args:
+        tried: rates, rising.
+        losses: one each; the last may be no number.
+        complete: the sweep came to its last rate.
+
+    Example:
+        >>> tried = [10 ** (k / 10 - 6) for k in range(61)]
+        >>> bend = [1.0 if r < 1e-4 else max(0.1, 1 - 0.45 * math.log10(r / 1e-4)) for r in tried]
+        >>> found = judged(tried, bend, complete=True)
+        >>> found.lowest > 1e-3, 1e-4 < found.suggestion < found.lowest
+        (True, True)
+    """
+    smoothed = _smoothed(losses)
+    known = [at for at, value in enumerate(smoothed) if math.isfinite(value)]
+    result = {"rates": tuple(tried), "losses": tuple(losses), "smoothed": tuple(smoothed)}
+    if len(known) < _LEAST_STEPS:
+        reason = f"The loss was no number, or four times its lowest, after {len(known)} steps. Lower `lowest`."
+        return RangeTest(**result, suggestion=None, lowest=None, reason=reason)
+    first = float(np.median([smoothed[at] for at in known[: max(3, len(known) // 10)]]))
+    best = min(known, key=smoothed.__getitem__)
+    drop = first - smoothed[best]
+    if drop < _LEAST_DROP * abs(first):
+        reason = "The loss did not fall. Raise `highest`, or look at the model, the data and the loss."
+        return RangeTest(**result, suggestion=None, lowest=None, reason=reason)
+    begin = max(at for at in range(best + 1) if smoothed[at] >= first - 0.1 * drop)
+    suggestion = math.sqrt(tried[begin] * tried[best])
+    reason = f"The loss falls from {tried[begin]:.1e} on and is lowest at {tried[best]:.1e}."
+    if complete and best >= known[-1] - len(known) // 50:
+        reason = f"The loss was still falling at {tried[best]:.1e}: a higher rate may do better. Raise `highest`."
+    return RangeTest(**result, suggestion=suggestion, lowest=tried[best], reason=reason)
+
+
+@keras.saving.register_keras_serializable(package="tfgpu")
+class _Rising(keras.optimizers.schedules.LearningRateSchedule):
+    """From `lowest` to `highest` in `steps`, exponentially."""
+
+    def __init__(self, lowest: float, highest: float, steps: int):
+        self.lowest, self.highest, self.steps = lowest, highest, steps
+
+    def __call__(self, step: Any) -> Any:
+        part = tf.cast(step, tf.float32) / (self.steps - 1)
+        return self.lowest * tf.pow(self.highest / self.lowest, part)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"lowest": self.lowest, "highest": self.highest, "steps": self.steps}
+
+
+class _Over(Exception):
+    """The sweep has seen enough."""
+
+
+class _Sweep(keras.callbacks.Callback):
+    """Sets the rate of each step, and keeps each batch's own loss."""
+
+    on_all_workers = True
+    has_memory = False
+
+    def __init__(self, lowest: float, highest: float, steps: int):
+        super().__init__()
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self.assigns = True
+        self._plan = np.geomspace(lowest, highest, steps)
+        self._low, self._first = math.inf, math.nan
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self.model.reset_metrics()
+        if self.assigns:
+            rates.inner_of(self.model.optimizer).learning_rate = float(self._plan[len(self.losses)])
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        loss = float((logs or {}).get("loss", math.nan))
+        self.rates.append(float(self._plan[len(self.losses)]))
+        self.losses.append(loss if math.isfinite(loss) else math.inf)
+        self._low = min(self._low, loss)
+        if len(self.losses) == 1:
+            self._first = loss
+        diverged = loss > self._first and loss > _DIVERGED * abs(self._low)
+        if len(self.losses) >= len(self._plan) or not math.isfinite(loss) or (diverged and len(self.losses) > 5):
+            raise _Over
+
+
+def _run(model: keras.Model, batches: tf.data.Dataset, sweep: _Sweep, steps: int) -> None:
+    before = -1
+    try:
+        while before < len(sweep.losses) < steps:
+            before = len(sweep.losses)
+            model.fit(batches, epochs=1, shuffle=False, verbose=0, callbacks=[sweep])
+    except _Over:
+        return
+
+
+def _check(model: keras.Model, lowest: float, highest: float, steps: int) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < _LEAST_STEPS:
+        raise InputError(f"`steps` must be a whole number from {_LEAST_STEPS}. Received: {steps!r}.")
+    if not 0 < lowest < highest < math.inf:
+        raise InputError(f"`lowest` must be above 0 and below `highest`. Received: {lowest!r} and {highest!r}.")
+    if not getattr(model, "compiled", False) or model.optimizer is None:
+        raise InputError("The model has no optimizer. Compile it first.")
+    if not model.built:
+        raise InputError("The model is not built yet. Give it an Input, or call it on a batch first.")
+    if model.steps_per_execution != 1:
+        raise InputError(f"Each step has a rate of its own. Received: steps_per_execution={model.steps_per_execution}.")
+    kind = strategies.describe(model.distribute_strategy)["kind"] if model.distribute_strategy else "one_device"
+    if kind in ("parameter_server", "averaging"):
+        raise InputError(f"Workers of `{kind}` do not take their steps together. Run the range test on one device.")
+
+
+def _batches(data: Any) -> tf.data.Dataset:
+    found = getattr(data, "train", data)
+    if not isinstance(found, tf.data.Dataset):
+        raise InputError(f"`data` must be a data set of batches, or of tfgpu.data. Received: {type(data).__name__}.")
+    return found
+
+
+def _smoothed(losses: list[float]) -> list[float]:
+    """A mean of the neighbours, by a bell of a fortieth of the sweep; what is no number stays apart."""
+    values = np.array(losses, float)
+    known = np.isfinite(values)
+    width = max(1.0, len(values) / 40)
+    at = np.arange(len(values))
+    weights = np.exp(-0.5 * ((at[:, None] - at[None]) / width) ** 2) * known[None]
+    means = weights @ np.where(known, values, 0) / np.maximum(weights.sum(1), 1e-300)
+    return [float(mean) if is_known else math.inf for mean, is_known in zip(means, known, strict=True)]
