@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tfgpu.cluster import hostlist
 from tfgpu.errors import InputError
-from tfgpu.recipes import reading
+from tfgpu.recipes import reading, recipe
 
 
 def near(name):
@@ -60,6 +60,53 @@ def test_aliases_in_aliases_are_refused():
     assert reading.parse_value("{a: &a [1], b: *a}") == {"a": [1], "b": [1]}
     with pytest.raises(reading.yaml.YAMLError, match="it holds itself"):
         reading._loaded("&a [*a]")
+
+
+def nested(first, form, alias):
+    """Eight lines, each of which stands for ten times the one before."""
+    lines = (f"a{at}: &a{at} {form % ', '.join([f'{alias}a{at - 1}'] * 10)}" for at in range(1, 9))
+    return "\n".join([first, *lines])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        nested("a0: &a0 {k: 1}", "{<<: [%s]}", "*"),
+        nested("a0: &a0 !!pairs [k: x]", "!!pairs [%s]", "k: *"),
+        nested("a0: &a0 !!set {x}", "{%s}", "? *"),
+        "epochs: 0x" + "f" * 5000,
+        "strategy: -0x" + "f" * 5000,
+        "- 0x" + "f" * 5000,
+        "? 0x" + "f" * 5000 + "\n: 1",
+        "epochs: 1" + ":1" * 30_000,
+        "model_options: {a: [" + "1," * 500_000,
+        "a: 1\n" * 60_000,
+    ],
+    ids=[
+        "merges",
+        "pairs",
+        "sets",
+        "number",
+        "negative",
+        "in a list",
+        "as a name",
+        "sexagesimal",
+        "megabyte",
+        "settings",
+    ],
+)
+def test_no_recipe_takes_long_or_much(text, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    began = time.process_time()
+    with pytest.raises(InputError) as error:
+        recipe.load(tmp_path / "recipe.yaml")
+    assert time.process_time() - began < 10 and len(str(error.value)) < 1000  # merges took 150 s and all memory
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "a\0b", "a\ud800b", "/"])
+def test_a_path_that_is_no_recipe(path):
+    with pytest.raises(InputError):
+        reading.read(path)
 
 
 @pytest.mark.parametrize(
