@@ -33,8 +33,8 @@ _FORMS = {
     "AWS key": r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}\b",
     "JSON web token": rf"(?<!{_URL_SAFE})(?={_URL_SAFE}++\.{_URL_SAFE}){_URL_SAFE}*?\beyJ{_URL_SAFE}{{8,}}"
     rf"\.{_URL_SAFE}+(?:\.{_URL_SAFE}*)?",
-    "e-mail address": r"(?<![A-Za-z0-9._%+\-])[A-Za-z0-9._%+\-]++@[A-Za-z0-9\-]+(?:\.[A-Za-z0-9\-]+)+",
 }
+_EMAIL = r"(?<![A-Za-z0-9._%+\-])[A-Za-z0-9._%+\-]++@[A-Za-z0-9\-]+(?:\.[A-Za-z0-9\-]+)+"
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\\n])*\"?|'(?:\\.|[^'\\\n])*'?")
 # A name and what joins it to its value: in code, JSON, YAML, an environment, a query, a command line.
 _NAMED = re.compile(
@@ -88,11 +88,7 @@ class Cleaner:
 
     def clean(self, text: str) -> str:
         """The text without secrets, and without the names of the user, the user's folder and this machine."""
-        for value in self._known:
-            text = self._replaced("value of a secret variable", re.escape(value), REMOVED, text)
-        for kind, form in _FORMS.items():
-            text = self._replaced(kind, form, self._instead(kind), text)
-        text = self._without_values(text)
+        text = self._replaced("e-mail address", _EMAIL, REMOVED, self.hide(text))
         text = _RANDOM.sub(self._random, text)
         for folder in self._places:
             if len(folder) > 1:
@@ -101,6 +97,19 @@ class Cleaner:
             if len(name) >= _SHORTEST_NAME and name not in ("root", "localhost"):
                 text = self._replaced(f"name of the {shown[1:-1]}", rf"(?<!\w){re.escape(name)}(?!\w)", shown, text)
         return text
+
+    def hide(self, text: str) -> str:
+        """The text without secrets alone, for those who may know the user, the paths and the machines.
+
+        Example:
+            >>> Cleaner({}).hide("train.py --data /home/ada/x --api-key abc --host ada@box.example.org")
+            'train.py --data /home/ada/x --api-key <removed> --host ada@box.example.org'
+        """
+        for value in self._known:
+            text = self._replaced("value of a secret variable", re.escape(value), REMOVED, text)
+        for kind, form in _FORMS.items():
+            text = self._replaced(kind, form, self._instead(kind), text)
+        return self._without_values(text)
 
     def _replaced(self, kind: str, form: str, instead: str, text: str) -> str:
         text, count = re.subn(form, lambda _: instead, text, flags=re.DOTALL)

@@ -1,6 +1,8 @@
 """Files of strangers that would run code if they could; each would leave a mark."""
 
+import base64
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -10,14 +12,19 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tfgpu import serving
 from tfgpu.callbacks import snapshot
+from tfgpu.data.names import parse_source
+from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
 from tfgpu.recipes import recipe, trust
 from tfgpu.recipes.reading import read
+from tfgpu.tune import plan
 
 EVIL = "import pathlib\n\ndef run(**_):\n    pathlib.Path('mark').touch()\n"
 
 
+PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 STUDY = ["tune", "recipe.yaml", "--output", "study"]
 
 
@@ -101,9 +108,12 @@ def test_a_model_file_with_code_in_it_is_not_loaded(tmp_path, monkeypatch):
                 content = json.dumps(config)
             new.writestr(name, content)
     (tmp_path / "evil.py").write_text(EVIL + "\nrun()\n")
-    for name in ("lambda.keras", "module.keras"):
-        done = tfgpu("export", name, "out", cwd=tmp_path)
-        assert done.returncode != 0 and not (tmp_path / "out").exists(), done.stderr
+    model.save("lambda.h5")
+    for name in ("lambda.keras", "lambda.h5"):
+        with pytest.raises(InputError, match="holds code"):
+            serving.export(name, "out")
+    done = tfgpu("export", "module.keras", "out", cwd=tmp_path)
+    assert done.returncode == 2 and not (tmp_path / "out").exists(), done.stderr
     assert not (tmp_path / "mark").exists()
 
 
@@ -138,3 +148,44 @@ def test_a_hosts_name_is_no_option_of_ssh(tmp_path):
         done = tfgpu("launch", "-n", "2", "--nodes", nodes, "train.py", cwd=tmp_path)
         assert done.returncode == 2, done.stderr
     assert not (tmp_path / "mark").exists()
+
+
+def test_a_model_file_writes_nothing_beside_its_place(tmp_path, monkeypatch):
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save("slip.keras")
+    with zipfile.ZipFile("slip.keras", "a") as file:
+        for name in ("../mark", "../../mark", "assets/../../mark", str(tmp_path / "mark")):
+            file.writestr(name, b"x")
+    serving.export("slip.keras", "out", format="litert", check=False)
+    assert not [path for path in tmp_path.rglob("mark*")]
+
+
+@pytest.mark.parametrize("data", ["tfds:huggingface:mnist", "tfds:mlds:a/b", "tfds:../mnist", "tfds:a/b/c"])
+def test_data_sets_whose_code_would_be_fetched_are_refused(data):
+    with pytest.raises(InputError, match="tensorflow-datasets itself"):
+        parse_source(data)
+
+
+@pytest.mark.parametrize("data", ["mnist", "mnist:3.0.1", "glue/sst2", "a/b-c.d:1.*.*", "mnist:*.*.*"])
+def test_data_sets_of_its_own_are_not(data):
+    assert parse_source(f"tfds:{data}").value == data
+
+
+def test_names_that_are_no_text_are_refused_before_training(tmp_path):
+    for kind, suffix in (("", "png"), ("text:", "txt")):
+        for name in (b"cat", b"bad\xff"):
+            folder = os.fsencode(tmp_path / suffix) + b"/" + name
+            os.makedirs(folder)
+            with open(folder + b"/a." + suffix.encode(), "wb") as file:
+                file.write(PNG if suffix == "png" else b"words")
+        with pytest.raises(InputError, match=r"bad.*is no name in UTF-8"):
+            open_source(f"{kind}{tmp_path / suffix}")
+
+
+@pytest.mark.parametrize("text", ["", "recipe: 3", "recipe: {}", "recipe: {model: 'os:system'}\nsearch: [model]"])
+def test_a_study_that_is_none_is_damaged(text, tmp_path):
+    (tmp_path / "study.yaml").write_text(text)
+    with pytest.raises(InputError, match="is damaged: it has no"):
+        plan.settled(tmp_path, None, None, {}, resume=True)
