@@ -1,7 +1,11 @@
 """Parsers of texts from strangers read them, or raise an `InputError`: no other error, and no text takes long."""
 
+import json
+import tempfile
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import targets
 from hypothesis import example, given, settings
@@ -117,11 +121,12 @@ def test_a_path_that_is_no_recipe(path):
         ({"examples": 10**12}, "more examples than bytes"),
         ({"examples": True}, "examples"),
         ({"bytes": 43}, "as many bytes"),
+        ({"part": "x"}, "part 'x'"),
+        ({"labels": targets.manifest.pack(np.zeros(1))}, "a label for each record"),
+        ({"sha256": None}, "no checksum"),
     ],
 )
 def test_an_index_leads_nowhere_else(change, words, tmp_path):
-    import json
-
     index = json.loads(targets.an_index())
     index["shards"][0] |= change
     (tmp_path / targets.manifest.FILE).write_text(json.dumps(index))
@@ -129,9 +134,49 @@ def test_an_index_leads_nowhere_else(change, words, tmp_path):
         targets.manifest.find(tmp_path)
 
 
-def test_an_index_does_not_unpack_to_more_than_its_file():
-    import numpy as np
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "object"}, "no type of numbers"),
+        ({"dtype": "V8"}, "no type of numbers"),
+        ({"shape": [-1]}, "no sizes"),
+        ({"shape": [True]}, "no sizes"),
+        ({"class_names": "abc"}, "no names"),
+        ({"class_names": [1, 2]}, "damaged"),
+        ({"class_names": ["\ud800"]}, "damaged"),
+        ({"features": {}}, "damaged"),
+        ({"features": []}, "damaged"),
+        ({"features": {"x": "x", "y": "y", "kind": "x", "shape": [8], "labels": 1}}, "'x' are not known"),
+        (
+            {"features": {"x": "x", "y": "y", "kind": "int64_list", "shape": [8, 10**10], "labels": 1}},
+            "larger than a file",
+        ),
+    ],
+)
+def test_what_an_index_says_of_records_is_checked(change, words, tmp_path):
+    (tmp_path / targets.manifest.FILE).write_text(json.dumps({**json.loads(targets.an_index()), **change}))
+    with pytest.raises(InputError, match=words):
+        targets.manifest.find(tmp_path)
 
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda c: st.lists(c) | st.dictionaries(st.text(), c),
+    max_leaves=6,
+)
+
+
+@given(st.data(), plain)
+def test_whatever_stands_in_one_place_of_an_index(data, value):
+    index = json.loads(targets.an_index())
+    places = [(whole, name) for whole in (index, index["features"], index["shards"][0]) for name in whole]
+    whole, name = data.draw(st.sampled_from(places))
+    whole[name] = value
+    with tempfile.TemporaryDirectory() as folder:
+        targets.attempt("index", json.dumps(index), Path(folder))
+
+
+def test_an_index_does_not_unpack_to_more_than_its_file():
     zeros = targets.manifest.pack(np.zeros(10**6))
     assert len(zeros) < 20_000
     with pytest.raises(ValueError, match="more than 2 numbers"):
