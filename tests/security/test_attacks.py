@@ -14,6 +14,7 @@ import safetensors.numpy
 
 from tfgpu import serving
 from tfgpu.callbacks import snapshot
+from tfgpu.data import cache
 from tfgpu.data.names import parse_source
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
@@ -140,6 +141,45 @@ def test_arrays_of_objects_are_not_read(tmp_path):
     np.savez(tmp_path / "a.npz", x=np.array([{}], dtype=object))
     with np.load(tmp_path / "a.npz") as file, pytest.raises(ValueError, match="pickle"):
         file["x"]  # NumPy's default, on which the caches and exports rely
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "O"},
+        {"dtype": "S8"},
+        {"dtype": "float99"},
+        {"dtype": np.array([{}], dtype=object)},
+        {"shape": [-2, -2]},
+    ]
+    + [
+        {"shape": [2**62, 4]},
+        {"shape": "x"},
+        {"labels": np.zeros([])},
+        {"class_names": np.zeros([])},
+        {"shape": [1e300]},
+    ],
+)
+def test_a_cache_that_is_none_is_made_anew(change, tmp_path):
+    where = cache.Place("a", tmp_path, "a")
+    kept = {"dtype": "float32", "shape": [2], "labels": np.zeros(2, int), "class_names": np.array(["a", "b"])}
+    kept |= {"skipped": np.zeros(0, str)}
+    where.examples.write_bytes(bytes(16))
+    np.savez(where.facts, **kept)
+    assert cache.find(where) is not None
+    np.savez(where.facts, **{**kept, **change})
+    assert cache.find(where) is None
+
+
+def test_a_cache_of_another_format_is_made_anew(tmp_path):
+    where = cache.Place("a", tmp_path, "a")
+    head = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<i8', 'fortran_order': False, 'shape': (1" + b"0" * 12 + b",), }"
+    with zipfile.ZipFile(where.facts, "w") as file:
+        file.writestr("labels.npy", head.ljust(127) + b"\n")  # eight terabytes, it says
+    assert cache.find(where) is None
+    for content in (b"", b"PK\x03\x04", b"\x80\x04N.", head):
+        where.facts.write_bytes(content)
+        assert cache.find(where) is None
 
 
 def test_a_hosts_name_is_no_option_of_ssh(tmp_path):
