@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,8 @@ INNER = ("tfgpu.training.incremental", "tfgpu.training.schedules")
 # No annotation, or a bare `dict`. TensorFlow has no types of its own for a data set's elements: nothing to annotate.
 LACKING = re.compile(r'nnotation|Type argument \d+ for class "(?!Dataset)')
 BASEDPYRIGHT = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]
+# An editable install is found by an import hook, which a type checker does not run.
+HERE = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def public() -> set[str]:
@@ -35,7 +38,7 @@ def public() -> set[str]:
 def symbols():
     pytest.importorskip("basedpyright", reason="basedpyright is not installed")
     command = [*BASEDPYRIGHT, "--verifytypes", "tfgpu", "--ignoreexternal", "--outputjson"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(command, cwd=ROOT, env=HERE, capture_output=True, text=True, timeout=240)
     return json.loads(ran.stdout)["typeCompleteness"]["symbols"]
 
 
@@ -69,7 +72,7 @@ def test_a_script_is_checked_through_the_lazy_names(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [*BASEDPYRIGHT, "--outputjson", str(script)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(command, cwd=ROOT, env=HERE, capture_output=True, text=True, timeout=240)
     said = [
         (d["severity"], d["range"]["start"]["line"], d["message"]) for d in json.loads(ran.stdout)["generalDiagnostics"]
     ]

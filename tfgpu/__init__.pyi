@@ -15,6 +15,7 @@ from tfgpu import parallel as parallel
 from tfgpu import precision as precision
 from tfgpu import preflight as preflight
 from tfgpu import recipes as recipes
+from tfgpu import sensors as sensors
 from tfgpu import serving as serving
 from tfgpu import strategies as strategies
 from tfgpu import training as training

@@ -2,9 +2,6 @@
 
 import copy
 import os
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -132,22 +129,3 @@ def with_gpus(facts):
 @pytest.fixture(scope="session")
 def a_gpu():
     return gpu
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """Compiles C into a shared library of that name; returns its folder."""
-    compiler = shutil.which("cc")
-    if not compiler:
-        pytest.skip("needs a C compiler (cc)")
-
-    def make(name: str, code: str, folder: Path | None = None, *options: str) -> Path:
-        folder = folder or tmp_path_factory.mktemp("library")
-        source = folder / f"{name}.c"
-        source.write_text(code)
-        command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", folder / name, source, *options]
-        subprocess.run(command, check=True, timeout=60)
-        source.unlink()
-        return folder
-
-    return make

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tfgpu.cli import bench, compare, data, doctor, export, kernel, launch, plan, profile, run, train, tune
+from tfgpu.cli import bench, compare, data, doctor, export, kernel, launch, plan, profile, run, top, train, tune
 from tfgpu.cli.start import complain, debugging
 from tfgpu.errors import InputError, MachineError
 
@@ -90,6 +90,7 @@ app.add_typer(tune.app)
 app.add_typer(export.app)
 app.add_typer(compare.app)
 app.add_typer(kernel.app)
+app.add_typer(top.app)
 
 
 def _one_line(error: Exception) -> str:

@@ -6,14 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Bits of nvmlClocksEventReasons; the others are no loss (idle, set by the user, sync boost).
-REASONS = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x20: "heat (software)",
-    0x40: "heat (hardware)",
-    0x80: "power brake",
-}
+from tfgpu.sensors.gpus import slowed_by
+
 _ANCESTORS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _NVLINKS = 18
 _P2P_READ, _P2P_NVLINK = 0, 2  # In nvidia-ml-py these constants are tuples, which ctypes refuses.
@@ -75,16 +69,6 @@ def _asked(function: Callable, *arguments: Any) -> Any:
 
 def _watts(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1000
-
-
-def slowed_by(bits: int) -> list[str]:
-    """The reasons for which a GPU's clocks are held back.
-
-    Example:
-        >>> slowed_by(0x41), slowed_by(0x1)
-        (['heat (hardware)'], [])
-    """
-    return [words for bit, words in REASONS.items() if bits & bit]
 
 
 def _processes(nvml: Any, handle: Any, root: Path) -> list[dict]:

@@ -11,6 +11,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from tfgpu.sensors.limits import cpu_quota, memory_limit
+
 NVIDIA = "0x10de"
 _DISPLAY = "0x03"
 _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+),?\s*(.*)")
@@ -55,45 +57,6 @@ def pci_gpus(folder: Path) -> int:
         vendor, kind = _text(device / "vendor").strip(), _text(device / "class").strip()
         count += vendor == NVIDIA and kind.startswith(_DISPLAY)
     return count
-
-
-def cpu_quota(root: Path) -> float | None:
-    """The cores' worth of time that this process's control group gets; `None` where there is no limit."""
-    for path in _groups(root, "cpu"):
-        words = _text(path / "cpu.max").split()
-        if len(words) == 2 and words[0] != "max":
-            return int(words[0]) / int(words[1])
-        quota, period = _text(path / "cpu.cfs_quota_us").strip(), _text(path / "cpu.cfs_period_us").strip()
-        if quota.isdecimal() and period.isdecimal() and int(quota) > 0 and int(period) > 0:
-            return int(quota) / int(period)
-    return None
-
-
-def memory_limit(root: Path) -> int | None:
-    """The bytes that this process's control group may use; `None` where there is no limit."""
-    for path in _groups(root, "memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _text(path / name).strip()
-            if text.isdecimal() and int(text) < 2**60:  # Version 1 writes nearly 2**63 for none.
-                return int(text)
-    return None
-
-
-def _groups(root: Path, controller: str) -> list[Path]:
-    """The folders of the control group that this process is in, and of the ones above it, the nearest first."""
-    found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        names, _, path = rest.partition(":")
-        if number == "0" and not names:
-            top = root / "sys/fs/cgroup"
-        elif controller in names.split(","):
-            top = root / "sys/fs/cgroup" / controller
-        else:
-            continue
-        own = top / path.strip().lstrip("/")
-        found += [each for each in (own, *own.parents) if each == top or top in each.parents]
-    return found
 
 
 def container(root: Path, environ: Mapping[str, str]) -> str:
