@@ -22,23 +22,31 @@ _WORDS = re.compile(
 )
 _INSIDE = re.compile(r"passw|passphrase|sshpass|pgpass|secret|apikey|accesskey|privatekey|credential|token(?!s|i[zs])")
 _COUNTS = re.compile(r"(num|n|max|min|count)_")
+_URL_SAFE = r"[A-Za-z0-9_\-]"
+# Each begins where a word does and gives back nothing of it: a log of one long word must not take hours.
 _FORMS = {
     "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    "credentials in a URL": r"(?<=://)[^\s/@\"'<>]+(:[^\s/\"'<>]*)?@(?=[^\s/])",
+    "credentials in a URL": r"(?<=://)(?=[^\s/@])[^\s/@:\"'<>]*+(?::[^\s/\"'<>]*)?@(?=[^\s/])",
     "authorization": r"(?i)\b(?:bearer|basic|digest|token)\s+[A-Za-z0-9+/._~=\-]{8,}",
     "token": r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|pk-|rk_|xox[abeprs]-|npm_|pypi-|dapi|ya29\.|nvapi-|r8_|AIza)"
     r"[A-Za-z0-9_.\-]{10,}",
     "AWS key": r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}\b",
-    "JSON web token": r"\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]+(?:\.[A-Za-z0-9_\-]*)?",
-    "e-mail address": r"\b[A-Za-z0-9._%+\-]+@[A-Za-z0-9\-]+(?:\.[A-Za-z0-9\-]+)+",
+    "JSON web token": rf"(?<!{_URL_SAFE})(?={_URL_SAFE}++\.{_URL_SAFE}){_URL_SAFE}*?\beyJ{_URL_SAFE}{{8,}}"
+    rf"\.{_URL_SAFE}+(?:\.{_URL_SAFE}*)?",
 }
-_QUOTED = r"\"(?:\\.|[^\"\\\n])*\"?|'(?:\\.|[^'\\\n])*'?"
-# A name, what joins it to its value, and the value: of code, JSON, YAML, an environment, a query, a command line.
-_ASSIGNED = re.compile(
-    rf"(?P<name>[A-Za-z_][\w.\-]*)(?P<join>[\"']?[ \t]*(?::=|=>|=)[ \t]*)(?P<value>{_QUOTED}|[^\s&\"']+)"
-    rf"|(?P<key>[A-Za-z_][\w.\-]*)(?P<colon>[\"']?\s*:[ \t]*)(?P<rest>{_QUOTED}|[^\s\"'/][^\n]*)"
-    rf"|(?P<flag>--?[A-Za-z][\w.\-]*)(?P<space>[ \t]+)(?P<word>{_QUOTED}|[^\s\"'\-][^\s\"']*)"
+_EMAIL = r"(?<![A-Za-z0-9._%+\-])[A-Za-z0-9._%+\-]++@[A-Za-z0-9\-]+(?:\.[A-Za-z0-9\-]+)+"
+_QUOTED = re.compile(r"\"(?:\\.|[^\"\\\n])*\"?|'(?:\\.|[^'\\\n])*'?")
+# A name and what joins it to its value: in code, JSON, YAML, an environment, a query, a command line.
+_NAMED = re.compile(
+    r"(?<![\w.\-])(?P<name>[\w.\-]++)"
+    r"(?:(?P<equals>[\"']?[ \t]*+(?::=|=>|=)[ \t]*+)|(?P<colon>[\"']?\s*+:[ \t]*+)|(?P<space>[ \t]++))"
 )
+_VALUES = {
+    "equals": re.compile(rf"{_QUOTED.pattern}|[^\s&\"']+"),
+    "colon": re.compile(rf"{_QUOTED.pattern}|[^\s\"'/][^\n]*"),
+    "space": re.compile(rf"{_QUOTED.pattern}|[^\s\"'\-][^\s\"']*"),
+}
+_FLAG = re.compile(r"-|.*--")
 _QUOTES = "\"'"
 _NO_SECRETS = ("true", "false", "null", "none", "")
 _RANDOM = re.compile(r"(?<![\w+\-])(?!_Z)[A-Za-z0-9+_\-]{36,}={0,2}(?![\w+\-])")
@@ -80,11 +88,7 @@ class Cleaner:
 
     def clean(self, text: str) -> str:
         """The text without secrets, and without the names of the user, the user's folder and this machine."""
-        for value in self._known:
-            text = self._replaced("value of a secret variable", re.escape(value), REMOVED, text)
-        for kind, form in _FORMS.items():
-            text = self._replaced(kind, form, self._instead(kind), text)
-        text = _ASSIGNED.sub(self._assigned, text)
+        text = self._replaced("e-mail address", _EMAIL, REMOVED, self.hide(text))
         text = _RANDOM.sub(self._random, text)
         for folder in self._places:
             if len(folder) > 1:
@@ -94,6 +98,19 @@ class Cleaner:
                 text = self._replaced(f"name of the {shown[1:-1]}", rf"(?<!\w){re.escape(name)}(?!\w)", shown, text)
         return text
 
+    def hide(self, text: str) -> str:
+        """The text without secrets alone, for those who may know the user, the paths and the machines.
+
+        Example:
+            >>> Cleaner({}).hide("train.py --data /home/ada/x --api-key abc --host ada@box.example.org")
+            'train.py --data /home/ada/x --api-key <removed> --host ada@box.example.org'
+        """
+        for value in self._known:
+            text = self._replaced("value of a secret variable", re.escape(value), REMOVED, text)
+        for kind, form in _FORMS.items():
+            text = self._replaced(kind, form, self._instead(kind), text)
+        return self._without_values(text)
+
     def _replaced(self, kind: str, form: str, instead: str, text: str) -> str:
         text, count = re.subn(form, lambda _: instead, text, flags=re.DOTALL)
         self.removed[kind] += count
@@ -102,20 +119,33 @@ class Cleaner:
     def _instead(self, kind: str) -> str:
         return f"{REMOVED}@" if kind == "credentials in a URL" else REMOVED
 
-    def _assigned(self, match: re.Match) -> str:
-        for name, join, value in (("name", "join", "value"), ("key", "colon", "rest"), ("flag", "space", "word")):
-            if match[name] is None:
+    def _without_values(self, text: str) -> str:
+        """Removes what stands behind secret names; a value that is none may itself hold some: `args: --token abc`."""
+        kept, done, at = [], 0, 0
+        ends = [len(text)]  # Of the quoted values that `at` is within.
+        while ends:
+            named = _NAMED.search(text, at, ends[-1])
+            if named is None:
+                at = ends.pop()
                 continue
-            if not is_secret(match[name]):
-                # The value may itself hold an assignment: `args: --token abc`.
-                return match[name] + match[join] + _ASSIGNED.sub(self._assigned, match[value])
-            if match[value].strip(" ,}]").lower() in _NO_SECRETS:
-                return match[0]
-            if REMOVED in match[value] and match[value].strip("\"',}") == REMOVED:
-                return match[0]
-            self.removed["value of a secret name"] += 1
-            return match[name] + match[join] + _kept_around(match[value], match[join][0])
-        return match[0]
+            at = named.end("name")
+            if named["space"] and not _FLAG.match(named["name"]):
+                continue
+            if not is_secret(named["name"]):
+                at = named.end()
+                if quoted := _QUOTED.match(text, at, ends[-1]):
+                    ends.append(quoted.end())
+                continue
+            value = _VALUES[str(named.lastgroup)].match(text, named.end(), ends[-1])
+            if value is None:
+                continue
+            at = value.end()
+            hidden = value[0].strip("\"',}") != REMOVED and value[0].strip(" ,}]").lower() not in _NO_SECRETS
+            if hidden:
+                self.removed["value of a secret name"] += 1
+                kept += [text[done : value.start()], _kept_around(value[0], text[named.end("name")])]
+                done = at
+        return "".join([*kept, text[done:]])
 
     def _random(self, match: re.Match) -> str:
         """Long strings of mixed letters and digits, which no word of a language is."""

@@ -24,7 +24,7 @@ def test_every_kind_of_source_is_told_apart(tmp_path):
     [
         ("digit", "Did you mean 'digits'"),
         ("", "Try 'digits'"),
-        ("tfds:", "needs a data set's name"),
+        ("tfds:", "needs the name of a data set"),
         ("no/such/folder", "No such data folder"),
         (7, "must be a name"),
     ],

@@ -26,7 +26,7 @@ MARKS = [
 LIGHT = """
 import sys, types
 repairs = types.ModuleType("tfgpu.keras_fixes")
-repairs.install = lambda: ()
+repairs.repair_keras = lambda: ()
 sys.modules["tfgpu.keras_fixes"] = repairs
 """
 # Counts to `steps`, from where it was saved; rank 0 saves when asked to leave. `rank:step:fault` happens once.

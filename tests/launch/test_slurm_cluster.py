@@ -1,5 +1,6 @@
 """Real jobs on a real Slurm: a controller and two nodes on this machine (`slurm_cluster.sh`)."""
 
+import hashlib
 import os
 import re
 import signal
@@ -34,6 +35,19 @@ def test_two_tasks_count_and_the_job_is_done(cluster, tmp_path):
     assert run.facts()["JobState"] == "COMPLETED"
     assert [run.task(rank).count("counted") for rank in range(2)] == [1, 1]
     assert "done." in run.log()
+
+
+def test_a_secret_reaches_the_tasks_of_every_attempt_and_no_file(cluster, tmp_path):
+    tell = "import hashlib, os\nprint(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest(), flush=True)\n"
+    secret = "correct-horse-7731"
+    script, given = tell + slurm_jobs.COUNT, {"HF_TOKEN": secret}
+    run = Run(tmp_path, tmp_path, 10, 1, 5, 3, script=script, environment=given, job={"max_restarts": 1})
+    assert run.wait() == 0
+    told = hashlib.sha256(secret.encode()).hexdigest()
+    assert [run.task(rank).count(told) for rank in range(2)] == [2, 2]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret in path.read_text(errors="replace")]
+    shown = subprocess.run(["scontrol", "write", "batch_script", run.id, "-"], capture_output=True, text=True).stdout
+    assert "HF_TOKEN" in shown and secret not in shown
 
 
 def test_a_task_that_fails_is_started_again_in_the_same_allocation(cluster, tmp_path):

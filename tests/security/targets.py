@@ -9,6 +9,9 @@ from tfgpu.cluster.facts import Cluster
 from tfgpu.data import manifest
 from tfgpu.errors import InputError
 from tfgpu.recipes import reading, recipe, trust
+from tfgpu.redact import Cleaner
+
+SECRET, OTHER = "correct-horse-7731", "battery#staple~8842"
 
 DICTIONARY = {
     "recipe": [
@@ -18,10 +21,14 @@ DICTIONARY = {
         "augment: [flip, rotate: {degrees: 5}]",
         "!!python/object/apply:os.system",
     ]
-    + ["*a", "&a", "run:", "2026-01-01", "1e-3", "0x_", ".inf", "learning_rate: .nan", "module:function"],
+    + ["*a", "&a", "run:", "2026-01-01", "1e-3", "0x_", ".inf", "learning_rate: .nan", "module:function"]
+    + ["<<: *a", "0xffffffff", "1:1:1", "!!set {x}", "!!pairs [k: x]", "!!omap [k: x]", "? ", "model_options: {a: "],
     "tf_config": [tf_config.EXAMPLE, '"chief"', '"ps"', '"evaluator"', '"rpc_layer"', "1e999", "null", "[[["],
     "hostlist": [hostlist.EXAMPLE, "[0-65535]", "[1-2]n[01-02]", "[,", "0-999999999999999999", "a]b["],
-    "index": ['"format": "tfgpu shards"', '"version": 1', '"shards": []', '"file": "../x"', '"lengths": "eJw="'],
+    "index": ['"format": "tfgpu shards"', '"version": 1', '"shards": []', '"file": "../x"', '"lengths": "eJw="']
+    + ['"kind": "float_list"', '"dtype": "object"', '"shape": [8, 10000000000]', '"labels": "eJw="'],
+    "redact": ["api_key=abc", '{"token": "', "--password ", "Authorization: Bearer ", "https://a:b@c/", "eyJhbGciOi.J"]
+    + ["-----BEGIN PRIVATE KEY-----", "a@b.example", 'args: "--token ', "<removed>", "a: b= ", "/home/ada", '\\"'],
 }
 
 
@@ -56,11 +63,18 @@ def read_index(text: str, folder: Path) -> None:
             assert (folder / shard.file).parent == folder
 
 
+def redact(text: str, folder: Path) -> None:
+    cleaner = Cleaner({"WANDB_API_KEY": SECRET}, user="ada", home="/home/ada", host="box")
+    assert SECRET not in cleaner.clean(f"{text}{SECRET}{text}")
+    assert OTHER not in Cleaner({}, user="ada", home="/home/ada", host="box").clean(f"{text}\npassword={OTHER}\n{text}")
+
+
 TARGETS: dict[str, Callable[[str, Path], None]] = {
     "recipe": read_recipe,
     "tf_config": read_tf_config,
     "hostlist": read_hostlist,
     "index": read_index,
+    "redact": redact,
 }
 
 
@@ -81,5 +95,13 @@ def an_index() -> str:
     lengths = np.array([5, 7])
     shard = {"file": "a.tfrecord", "part": "train", "examples": 2, "bytes": 44, "sha256": "0" * 64}
     shard |= {"lengths": manifest.pack(lengths), "labels": None}
-    facts = {"format": manifest.FORMAT, "version": 1, "name": "a", "features": {}, "dtype": None, "shape": [8, None]}
+    features = {"x": "image", "y": "label", "kind": "bytes_list", "shape": [8, 8, 1], "labels": 1}
+    facts = {
+        "format": manifest.FORMAT,
+        "version": 1,
+        "name": "a",
+        "features": features,
+        "dtype": None,
+        "shape": [8, None],
+    }
     return json.dumps(facts | {"class_names": ["x"], "shards": [shard]})

@@ -1,6 +1,8 @@
 """Files of strangers that would run code if they could; each would leave a mark."""
 
+import base64
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -10,14 +12,20 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tfgpu import serving
 from tfgpu.callbacks import snapshot
+from tfgpu.data import cache
+from tfgpu.data.names import parse_source
+from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
 from tfgpu.recipes import recipe, trust
 from tfgpu.recipes.reading import read
+from tfgpu.tune import plan
 
 EVIL = "import pathlib\n\ndef run(**_):\n    pathlib.Path('mark').touch()\n"
 
 
+PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 STUDY = ["tune", "recipe.yaml", "--output", "study"]
 
 
@@ -101,9 +109,12 @@ def test_a_model_file_with_code_in_it_is_not_loaded(tmp_path, monkeypatch):
                 content = json.dumps(config)
             new.writestr(name, content)
     (tmp_path / "evil.py").write_text(EVIL + "\nrun()\n")
-    for name in ("lambda.keras", "module.keras"):
-        done = tfgpu("export", name, "out", cwd=tmp_path)
-        assert done.returncode != 0 and not (tmp_path / "out").exists(), done.stderr
+    model.save("lambda.h5")
+    for name in ("lambda.keras", "lambda.h5"):
+        with pytest.raises(InputError, match="holds code"):
+            serving.export(name, "out")
+    done = tfgpu("export", "module.keras", "out", cwd=tmp_path)
+    assert done.returncode == 2 and not (tmp_path / "out").exists(), done.stderr
     assert not (tmp_path / "mark").exists()
 
 
@@ -132,9 +143,89 @@ def test_arrays_of_objects_are_not_read(tmp_path):
         file["x"]  # NumPy's default, on which the caches and exports rely
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "O"},
+        {"dtype": "S8"},
+        {"dtype": "float99"},
+        {"dtype": np.array([{}], dtype=object)},
+        {"shape": [-2, -2]},
+    ]
+    + [
+        {"shape": [2**62, 4]},
+        {"shape": "x"},
+        {"labels": np.zeros([])},
+        {"class_names": np.zeros([])},
+        {"shape": [1e300]},
+    ],
+)
+def test_a_cache_that_is_none_is_made_anew(change, tmp_path):
+    where = cache.Place("a", tmp_path, "a")
+    kept = {"dtype": "float32", "shape": [2], "labels": np.zeros(2, int), "class_names": np.array(["a", "b"])}
+    kept |= {"skipped": np.zeros(0, str)}
+    where.examples.write_bytes(bytes(16))
+    np.savez(where.facts, **kept)
+    assert cache.find(where) is not None
+    np.savez(where.facts, **{**kept, **change})
+    assert cache.find(where) is None
+
+
+def test_a_cache_of_another_format_is_made_anew(tmp_path):
+    where = cache.Place("a", tmp_path, "a")
+    head = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<i8', 'fortran_order': False, 'shape': (1" + b"0" * 12 + b",), }"
+    with zipfile.ZipFile(where.facts, "w") as file:
+        file.writestr("labels.npy", head.ljust(127) + b"\n")  # eight terabytes, it says
+    assert cache.find(where) is None
+    for content in (b"", b"PK\x03\x04", b"\x80\x04N.", head):
+        where.facts.write_bytes(content)
+        assert cache.find(where) is None
+
+
 def test_a_hosts_name_is_no_option_of_ssh(tmp_path):
     (tmp_path / "train.py").write_text("")
     for nodes in ("-oProxyCommand=touch${IFS}mark,b", "-oProxyCommand=x,b", "--,b"):
         done = tfgpu("launch", "-n", "2", "--nodes", nodes, "train.py", cwd=tmp_path)
         assert done.returncode == 2, done.stderr
     assert not (tmp_path / "mark").exists()
+
+
+def test_a_model_file_writes_nothing_beside_its_place(tmp_path, monkeypatch):
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save("slip.keras")
+    with zipfile.ZipFile("slip.keras", "a") as file:
+        for name in ("../mark", "../../mark", "assets/../../mark", str(tmp_path / "mark")):
+            file.writestr(name, b"x")
+    serving.export("slip.keras", "out", format="litert", check=False)
+    assert not [path for path in tmp_path.rglob("mark*")]
+
+
+@pytest.mark.parametrize("data", ["tfds:huggingface:mnist", "tfds:mlds:a/b", "tfds:../mnist", "tfds:a/b/c"])
+def test_data_sets_whose_code_would_be_fetched_are_refused(data):
+    with pytest.raises(InputError, match="tensorflow-datasets itself"):
+        parse_source(data)
+
+
+@pytest.mark.parametrize("data", ["mnist", "mnist:3.0.1", "glue/sst2", "a/b-c.d:1.*.*", "mnist:*.*.*"])
+def test_data_sets_of_its_own_are_not(data):
+    assert parse_source(f"tfds:{data}").value == data
+
+
+def test_names_that_are_no_text_are_refused_before_training(tmp_path):
+    for kind, suffix in (("", "png"), ("text:", "txt")):
+        for name in (b"cat", b"bad\xff"):
+            folder = os.fsencode(tmp_path / suffix) + b"/" + name
+            os.makedirs(folder)
+            with open(folder + b"/a." + suffix.encode(), "wb") as file:
+                file.write(PNG if suffix == "png" else b"words")
+        with pytest.raises(InputError, match=r"bad.*is no name in UTF-8"):
+            open_source(f"{kind}{tmp_path / suffix}")
+
+
+@pytest.mark.parametrize("text", ["", "recipe: 3", "recipe: {}", "recipe: {model: 'os:system'}\nsearch: [model]"])
+def test_a_study_that_is_none_is_damaged(text, tmp_path):
+    (tmp_path / "study.yaml").write_text(text)
+    with pytest.raises(InputError, match="is damaged: it has no"):
+        plan.settled(tmp_path, None, None, {}, resume=True)

@@ -1,7 +1,11 @@
 """Parsers of texts from strangers read them, or raise an `InputError`: no other error, and no text takes long."""
 
+import json
+import tempfile
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import targets
 from hypothesis import example, given, settings
@@ -9,7 +13,7 @@ from hypothesis import strategies as st
 
 from tfgpu.cluster import hostlist
 from tfgpu.errors import InputError
-from tfgpu.recipes import reading
+from tfgpu.recipes import reading, recipe
 
 
 def near(name):
@@ -62,6 +66,53 @@ def test_aliases_in_aliases_are_refused():
         reading._loaded("&a [*a]")
 
 
+def nested(first, form, alias):
+    """Eight lines, each of which stands for ten times the one before."""
+    lines = (f"a{at}: &a{at} {form % ', '.join([f'{alias}a{at - 1}'] * 10)}" for at in range(1, 9))
+    return "\n".join([first, *lines])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        nested("a0: &a0 {k: 1}", "{<<: [%s]}", "*"),
+        nested("a0: &a0 !!pairs [k: x]", "!!pairs [%s]", "k: *"),
+        nested("a0: &a0 !!set {x}", "{%s}", "? *"),
+        "epochs: 0x" + "f" * 5000,
+        "strategy: -0x" + "f" * 5000,
+        "- 0x" + "f" * 5000,
+        "? 0x" + "f" * 5000 + "\n: 1",
+        "epochs: 1" + ":1" * 30_000,
+        "model_options: {a: [" + "1," * 500_000,
+        "a: 1\n" * 60_000,
+    ],
+    ids=[
+        "merges",
+        "pairs",
+        "sets",
+        "number",
+        "negative",
+        "in a list",
+        "as a name",
+        "sexagesimal",
+        "megabyte",
+        "settings",
+    ],
+)
+def test_no_recipe_takes_long_or_much(text, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    began = time.process_time()
+    with pytest.raises(InputError) as error:
+        recipe.load(tmp_path / "recipe.yaml")
+    assert time.process_time() - began < 10 and len(str(error.value)) < 1000  # merges took 150 s and all memory
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "a\0b", "a\ud800b", "/"])
+def test_a_path_that_is_no_recipe(path):
+    with pytest.raises(InputError):
+        reading.read(path)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -70,11 +121,12 @@ def test_aliases_in_aliases_are_refused():
         ({"examples": 10**12}, "more examples than bytes"),
         ({"examples": True}, "examples"),
         ({"bytes": 43}, "as many bytes"),
+        ({"part": "x"}, "part 'x'"),
+        ({"labels": targets.manifest.pack(np.zeros(1))}, "a label for each record"),
+        ({"sha256": None}, "no checksum"),
     ],
 )
 def test_an_index_leads_nowhere_else(change, words, tmp_path):
-    import json
-
     index = json.loads(targets.an_index())
     index["shards"][0] |= change
     (tmp_path / targets.manifest.FILE).write_text(json.dumps(index))
@@ -82,9 +134,49 @@ def test_an_index_leads_nowhere_else(change, words, tmp_path):
         targets.manifest.find(tmp_path)
 
 
-def test_an_index_does_not_unpack_to_more_than_its_file():
-    import numpy as np
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "object"}, "no type of numbers"),
+        ({"dtype": "V8"}, "no type of numbers"),
+        ({"shape": [-1]}, "no sizes"),
+        ({"shape": [True]}, "no sizes"),
+        ({"class_names": "abc"}, "no names"),
+        ({"class_names": [1, 2]}, "damaged"),
+        ({"class_names": ["\ud800"]}, "damaged"),
+        ({"features": {}}, "damaged"),
+        ({"features": []}, "damaged"),
+        ({"features": {"x": "x", "y": "y", "kind": "x", "shape": [8], "labels": 1}}, "'x' are not known"),
+        (
+            {"features": {"x": "x", "y": "y", "kind": "int64_list", "shape": [8, 10**10], "labels": 1}},
+            "larger than a file",
+        ),
+    ],
+)
+def test_what_an_index_says_of_records_is_checked(change, words, tmp_path):
+    (tmp_path / targets.manifest.FILE).write_text(json.dumps({**json.loads(targets.an_index()), **change}))
+    with pytest.raises(InputError, match=words):
+        targets.manifest.find(tmp_path)
 
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda c: st.lists(c) | st.dictionaries(st.text(), c),
+    max_leaves=6,
+)
+
+
+@given(st.data(), plain)
+def test_whatever_stands_in_one_place_of_an_index(data, value):
+    index = json.loads(targets.an_index())
+    places = [(whole, name) for whole in (index, index["features"], index["shards"][0]) for name in whole]
+    whole, name = data.draw(st.sampled_from(places))
+    whole[name] = value
+    with tempfile.TemporaryDirectory() as folder:
+        targets.attempt("index", json.dumps(index), Path(folder))
+
+
+def test_an_index_does_not_unpack_to_more_than_its_file():
     zeros = targets.manifest.pack(np.zeros(10**6))
     assert len(zeros) < 20_000
     with pytest.raises(ValueError, match="more than 2 numbers"):

@@ -2,6 +2,7 @@
 
 import json
 import string
+import time
 
 import pytest
 from hypothesis import assume, example, given
@@ -78,6 +79,42 @@ def test_cleaning_twice_changes_nothing_more(text, pairs):
     cleaner = Cleaner({}, **CLEANER)
     once = cleaner.clean(text + "\n".join(f"{name}={secret}" for name, secret in pairs))
     assert cleaner.clean(once) == once
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "a: ",
+        "a=",
+        "a.",
+        "a-",
+        "eyJ",
+        "eyJ-",
+        "eyJa.",
+        "a",
+        "_",
+        "-",
+        "x@",
+        "a:",
+        'a="',
+        "a='\"",
+        "a ",
+        "Aa1+",
+        "A\n",
+        "--a ",
+    ],
+)
+@pytest.mark.parametrize("begin", ["", "://", "eyJ", "-----BEGIN "])
+def test_no_log_takes_long(piece, begin):
+    text = begin + piece * (120_000 // len(piece))
+    began = time.process_time()
+    Cleaner({}, **CLEANER).clean(f"{text}\napi_key=abc")
+    assert time.process_time() - began < 2  # half of that took three minutes, or more depth than Python has
+
+
+@given(names, secrets, st.integers(1, 400), st.sampled_from(["a: ", "a=", "x y ", 'a="', "--b "]))
+def test_a_secret_is_found_at_any_depth(name, secret, depth, around):
+    assert secret not in Cleaner({}, **CLEANER).clean(around * depth + f"{name}={secret}")
 
 
 plain = st.one_of(st.booleans(), st.none())

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from tfgpu.errors import InputError
 from tfgpu.launch.attempts import GRACE_S
 from tfgpu.launch.job import Job
 from tfgpu.launch.screen import default_folder
+from tfgpu.redact import Cleaner, is_secret
 
 app = typer.Typer()
 _SSH, _SLURM, _KUBERNETES = "Several machines", "Slurm", "Kubernetes"
@@ -144,6 +146,8 @@ def launch_script(
         logs=None if no_logs or kubernetes is not None else logs or default_folder(script),
         environment=_variables(env or ()),
     )
+    if slurm or kubernetes is not None:
+        _say_of_secrets(job, facts if kubernetes is not None else None)
     if kubernetes is not None:
         if logs is not None:
             raise InputError("--logs is not for Kubernetes, which keeps the pods' own. Use `kubectl logs`.")
@@ -165,6 +169,26 @@ def launch_script(
 
         code = launch(job, grace_s=GRACE_S if grace is None else grace)
     raise typer.Exit(code)
+
+
+def _say_of_secrets(job: Job, kubernetes: dict[str, Any] | None) -> None:
+    """Batch files and manifests lie about: what to do about secrets in them, on stderr."""
+    words = shlex.join(job.arguments)
+    if Cleaner(job.environment).hide(words) != words:
+        typer.echo(
+            "The script's arguments hold what looks like a secret, and will stand in a file that others may read. "
+            "Hand it over by --env NAME.",
+            err=True,
+        )
+    names = [name for name in job.environment if is_secret(name)]
+    if names and kubernetes is not None:
+        where = f" --namespace={kubernetes['namespace']}" if kubernetes["namespace"] else ""
+        values = " ".join(f'--from-literal={name}="${name}"' for name in names)
+        typer.echo(
+            f"{', '.join(names)}: read from a Secret, which you make: "
+            f"kubectl create secret generic {kubernetes['name']}-secrets{where} {values}",
+            err=True,
+        )
 
 
 def _manifests(job: Job, kind: str, facts: dict[str, Any], grace: float | None) -> str:

@@ -10,10 +10,12 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,9 @@ from tfgpu.errors import InputError, MachineError, unknown
 
 CHOICES = ("auto", "memory", "disk", "none")
 _FORMAT = 1  # Part of the key: raise it when the files' content changes its meaning.
+_DAMAGED = (OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, OverflowError, MemoryError)
+_DAMAGED += (zipfile.BadZipFile, zlib.error)
+"""What NumPy raises at a file that is none of its own."""
 _ROWS = 64  # examples that are decoded together for writing
 
 _log = logging.getLogger(__name__)
@@ -109,8 +114,12 @@ def find(where: Place) -> Examples | None:
             kept = {name: facts[name] for name in facts.files}
         dtype, shape = np.dtype(str(kept["dtype"])), tuple(kept["shape"].tolist())
         labels = kept["labels"]
-        whole = where.examples.stat().st_size == len(labels) * dtype.itemsize * int(np.prod(shape))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        class_names, skipped = (tuple(kept[name].tolist()) for name in ("class_names", "skipped"))
+        # TensorFlow maps the file as it is: what is no number must not come out of it.
+        if dtype.hasobject or dtype.kind in "SUMm" or min(shape, default=0) < 0:
+            return None
+        whole = where.examples.stat().st_size == len(labels) * dtype.itemsize * math.prod(shape)
+    except _DAMAGED:
         return None
     if not whole:
         return None
@@ -126,10 +135,10 @@ def find(where: Place) -> Examples | None:
         where.name,
         labels,
         shape,
-        tuple(kept["class_names"].tolist()),
+        class_names,
         stored=stored,
         own={name.removeprefix("own/"): kept[name] for name in kept if name.startswith("own/")},
-        skipped=tuple(kept["skipped"].tolist()),
+        skipped=skipped,
         copies=kept.get("copies"),
     )
 

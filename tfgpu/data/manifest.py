@@ -7,18 +7,24 @@ keep the source's order, parts, class names and type, and a damaged shard is nam
 import base64
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from tfgpu.data.splits import PARTS
 from tfgpu.errors import InputError
 
 FILE = "index.json"
 FORMAT = "tfgpu shards"
 VERSION = 1
+_KINDS = ("bytes_list", "float_list", "int64_list")
+_DTYPES = ("bool", "bfloat16", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)))
+_DTYPES += ("float16", "float32", "float64")
 FRAME = 16  # bytes that a TFRecord file puts around each record
 
 
@@ -120,6 +126,7 @@ def find(folder: str | Path) -> Manifest | None:
             raise InputError(f"{path} was written by a later tfgpu. Upgrade tfgpu, or write the shards again.")
         shards = tuple(_shard(facts) for facts in facts["shards"])
         fields = {name: facts[name] for name in ("name", "features", "dtype")}
+        _check_facts(facts, max((shard.bytes for shard in shards), default=0))
         return Manifest(**fields, shape=tuple(facts["shape"]), class_names=tuple(facts["class_names"]), shards=shards)
     except InputError:
         raise
@@ -127,6 +134,30 @@ def find(folder: str | Path) -> Manifest | None:
         raise InputError(
             f"{path} is damaged: {' '.join(str(error).split())}. Copy it again, or remove it and read without it."
         ) from error
+
+
+def _check_facts(facts: Mapping[str, Any], most: int) -> None:
+    """Refuses what would fail, or take any memory, only where the records are read.
+
+    Args:
+        most: values that a record may have.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: something is of another kind than the writer's.
+    """
+    features = facts["features"]
+    kind, shape = features["kind"], features["shape"]
+    for text in (facts["name"], features["x"], features["y"], *facts["class_names"]):
+        text.encode()
+    if kind not in _KINDS or isinstance(facts["class_names"], str):
+        raise ValueError(f"records of the kind {kind!r} are not known, or the classes have no names")
+    if facts["dtype"] is not None and facts["dtype"] not in _DTYPES:
+        raise ValueError(f"{facts['dtype']!r} is no type of numbers")
+    sides = [*shape, *(side for side in facts["shape"] if side is not None), features["labels"]]
+    if any(isinstance(side, bool) or not isinstance(side, int) or side < 0 for side in sides if side is not None):
+        raise ValueError(f"{sides} are no sizes")
+    if kind != "bytes_list" and math.prod(shape) > most:
+        raise ValueError(f"an example of {shape} is larger than a file")
 
 
 def _shard(facts: Mapping[str, object]) -> Shard:
@@ -146,6 +177,10 @@ def _shard(facts: Mapping[str, object]) -> Shard:
     lengths = unpack(shard.lengths, shard.examples)
     if len(lengths) != shard.examples:
         raise ValueError(f"{shard.file} does not have a length for each record")
+    if shard.labels is not None and len(unpack(shard.labels, shard.examples)) != shard.examples:
+        raise ValueError(f"{shard.file} does not have a label for each record")
+    if shard.part not in PARTS or not isinstance(shard.sha256, str):
+        raise ValueError(f"{shard.file} is of the part {shard.part!r}, or has no checksum")
     if (lengths < 0).any() or lengths.sum() + FRAME * shard.examples != shard.bytes:
         raise ValueError(f"{shard.file} does not have as many bytes as its records")
     return shard

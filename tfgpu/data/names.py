@@ -1,6 +1,7 @@
 """What data sources are called; no TensorFlow: a wrong name fails at once."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ _CHOICES = (
 _TEXT = ("text", "corpus")
 _TABLE = re.compile(r"(?:(csv|parquet):)?(.+?)(?:#([^#/]+))?")
 _TABLE_ENDS = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet"}
+_TFDS = re.compile(r"\w+(?:/[\w.\-]+)?(?::(?:[\d*]+(?:\.[\d*]+)*|experimental_latest))?")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -61,8 +63,11 @@ def parse_source(text: str) -> SourceName:
         return SourceName("digits", text)
     if text.startswith("tfds:"):
         name = text.removeprefix("tfds:")
-        if not re.fullmatch(r"[\w./:\-]+", name):
-            raise InputError(f"'tfds:' needs a data set's name. Received: {text!r}. Try 'tfds:mnist'.")
+        if not _TFDS.fullmatch(name):
+            raise InputError(
+                f"'tfds:' needs the name of a data set of tensorflow-datasets itself, a configuration and a version if "
+                f"need be (not `huggingface:NAME`, whose code would be fetched). Received: {text!r}. Try 'tfds:mnist'."
+            )
         return SourceName("tfds", name)
     kind, _, value = text.partition(":")
     if kind in _TEXT:
@@ -85,6 +90,19 @@ def parse_source(text: str) -> SourceName:
     if "/" in text or "\\" in text:
         raise InputError(f"No such data folder or file: {text!r}. Check the path (it is relative to {Path.cwd()}).")
     raise unknown("data source", text, _CHOICES)
+
+
+def check_encodable(paths: Iterable[Path]) -> None:
+    """Refuses names of files and folders that are no UTF-8: no report, checkpoint or TensorFlow could hold them.
+
+    Raises:
+        InputError: names the first.
+    """
+    for path in paths:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{str(path)!r} is no name in UTF-8. Rename it.") from None
 
 
 def _text(kind: str, value: str, text: str) -> SourceName:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tfgpu.data.decoding import Reading
 from tfgpu.data.examples import Examples, labels_of
-from tfgpu.data.names import SourceName, parse_source
+from tfgpu.data.names import SourceName, check_encodable, parse_source
 from tfgpu.data.records import find, parts_of
 from tfgpu.data.splits import PARTS
 from tfgpu.data.tables import label_column, read_columns
@@ -158,6 +158,7 @@ def _of_folder(folder: Path) -> dict[str, list[tuple[bytes, str]]]:
     parts = {}
     for part, root in roots.items():
         paths = [path for path in _texts(root) if path.parent != root]
+        check_encodable(paths)
         parts[part] = [(path.read_bytes(), path.relative_to(root).parts[0]) for path in paths]
     classes = {label for _, label in parts["train"]}
     if len(classes) < 2:

@@ -25,6 +25,7 @@ from pathlib import Path
 from tfgpu.errors import InputError, MachineError
 from tfgpu.launch.job import Job
 from tfgpu.launch.slurm_allocation import Allocation
+from tfgpu.redact import is_secret
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:;/@%+=~^&*()\[\]|!-]+")
 FINAL = {
@@ -109,7 +110,7 @@ def batch_file(job: Job, allocation: Allocation) -> str:
     logs = Path(job.logs).absolute()
     lines = ["#!/bin/bash", "# Written by `tfgpu launch --slurm`; submit it again with `sbatch`.", ""]
     lines += [_directive(option) for option in _options(job, allocation, logs)]
-    lines += ["", *(f"export {name}={shlex.quote(value)}" for name, value in _variables(job).items())]
+    lines += ["", *(_export(name, value) for name, value in _variables(job).items())]
     program = [sys.executable, "-m", "tfgpu.launch.slurm_job", f"--logs={logs}"]
     options = [f"--max-restarts={job.max_restarts}", f"--grace={allocation.grace_s}", f"--silence={job.silence_s:g}"]
     lines += ["", "# Starts the tasks by srun, and again after a failure or a preemption."]
@@ -138,7 +139,10 @@ def submit(job: Job, allocation: Allocation) -> Submitted:
     logs.mkdir(parents=True, exist_ok=True)
     file = logs / f"{Path(job.script).stem}.sbatch"
     file.write_text(text)
-    done = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True)
+    secrets = {name: value for name, value in job.environment.items() if is_secret(name)}
+    done = subprocess.run(
+        [sbatch, "--parsable", str(file)], env={**os.environ, **secrets}, capture_output=True, text=True
+    )
     if done.returncode:
         kind = MachineError if "ontact" in done.stderr and "controller" in done.stderr else InputError
         raise kind(f"Slurm would not take {file}: {' '.join(done.stderr.split())}")
@@ -225,6 +229,13 @@ def _directive(option: str) -> str:
         quote = "'" if '"' in value else '"'
         value = f"{quote}{value}{quote}"
     return f"#SBATCH {name}{equals}{value}"
+
+
+def _export(name: str, value: str) -> str:
+    """A secret does not stand in the file, which others may read and Slurm shows: it comes by sbatch's environment."""
+    if is_secret(name):
+        return f": \"${{{name}?is a secret, which no batch file holds: export it before sbatch}}\"\nexport {name}"
+    return f"export {name}={shlex.quote(value)}"
 
 
 def _variables(job: Job) -> dict[str, str]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from tfgpu.redact import Cleaner
+
 PACKAGES = {"TensorFlow": ("tensorflow", "tensorflow-cpu"), "Keras": ("keras",), "tfgpu": ("tfgpu",)}
 SCRIPT = "script"
 ARGUMENTS, SEED = "arguments", "seeds"
@@ -51,7 +53,7 @@ def gather(script: str | os.PathLike | None = None) -> dict[str, str]:
 
 
 def arguments(words: Sequence[str] | None = None) -> str:
-    """The arguments of the script, as they are compared.
+    """The arguments of the script, as they are compared: without secrets, for they travel and stand in warnings.
 
     Args:
         words: the arguments; `None` is `sys.argv[1:]`.
@@ -60,17 +62,19 @@ def arguments(words: Sequence[str] | None = None) -> str:
         >>> arguments(["--rank", "0"])
         '--rank 0'
     """
-    return _shortened(shlex.join(sys.argv[1:] if words is None else words), LONGEST)
+    joined = shlex.join(sys.argv[1:] if words is None else words)
+    return _shortened(Cleaner(os.environ).hide(joined), LONGEST)
 
 
 def of_settings(settings: Mapping[str, object]) -> dict[str, str]:
-    """A recipe's settings as facts.
+    """A recipe's settings as facts, without secrets.
 
     Example:
         >>> of_settings({"epochs": 3})
         {'recipe: epochs': '3'}
     """
-    return {f"recipe: {name}": _shortened(str(value), 200) for name, value in settings.items()}
+    hide = Cleaner(os.environ).hide
+    return {f"recipe: {name}": _shortened(hide(str(value)), 200) for name, value in settings.items()}
 
 
 def fitting(facts: Mapping[str, str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Drawings for pages that need no other file: SVG whose colours are the page's own, light or dark."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from io import StringIO
@@ -11,6 +12,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from tfgpu.redact import Cleaner
+
 # Matplotlib writes these odd colours into the SVG; they are then exchanged for CSS variables, so that one
 # drawing suits a light and a dark page.
 INK, FAINT, FIRST, SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
@@ -18,12 +21,14 @@ _VARIABLES = {INK: "var(--muted)", FAINT: "var(--line)", FIRST: "var(--first)", 
 
 
 def environment(*packages: str) -> Environment:
-    """Where the pages' templates are found; every text in them is escaped.
+    """Where the pages' templates are found; every text in them is escaped, and is without secrets: pages are shown.
 
     Args:
         packages: that hold templates, besides this one.
     """
+    hide = Cleaner(os.environ).hide
     return Environment(
+        finalize=lambda value: hide(value) if type(value) is str else value,
         loader=ChoiceLoader([PackageLoader(package, ".") for package in (*packages, "tfgpu.recipes")]),
         autoescape=True,
         undefined=StrictUndefined,

@@ -8,10 +8,12 @@ import yaml
 
 from tfgpu.errors import InputError
 
-_LONGEST = 1 << 20
-"""Characters."""
+_LONGEST = 1 << 18
+"""Characters; PyYAML takes some seconds for so many."""
 _MOST = 100_000
 """Values."""
+_BITS = 4096
+"""Of a whole number; Python refuses to write out one of 15,000, as an error would do."""
 FACTS = "run"  # The key of config.yaml under which a run leaves facts about itself; a recipe skips it.
 
 
@@ -52,7 +54,7 @@ def _loaded(text: str) -> Any:
             becomes this too.
     """
     if len(text) > _LONGEST:
-        raise yaml.YAMLError(f"it has {len(text)} characters, which no recipe has")
+        raise yaml.YAMLError(f"it has more than {_LONGEST} characters, which no recipe has")
     try:
         content = yaml.load(text, Loader=_Loader)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -63,12 +65,14 @@ def _loaded(text: str) -> Any:
 
 def _size(value: Any, known: dict[int, int], within: set[int]) -> int:
     """How many values it stands for; of aliases in aliases there may be billions, which an error would write out."""
-    if not isinstance(value, dict | list):
+    if isinstance(value, int) and value.bit_length() > _BITS:
+        raise yaml.YAMLError(f"a number in it has {value.bit_length()} bits")
+    if not isinstance(value, dict | list | tuple | set):
         return 1
     if id(value) in within:
         raise yaml.YAMLError("it holds itself")
     if id(value) not in known:
-        parts = value if isinstance(value, list) else [*value.keys(), *value.values()]
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         known[id(value)] = 1 + sum(_size(part, known, within | {id(value)}) for part in parts)
         if known[id(value)] > _MOST:
             raise yaml.YAMLError(f"it stands for more than {_MOST} values")
@@ -77,9 +81,11 @@ def _size(value: Any, known: dict[int, int], within: set[int]) -> int:
 
 def _parse(path: str | Path) -> dict[str, Any]:
     try:
-        content = _loaded(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
+        with open(path, encoding="utf-8") as file:
+            content = _loaded(file.read(_LONGEST + 1))
+    except (OSError, ValueError) as error:
+        is_text = not isinstance(error, UnicodeDecodeError)
+        reason = getattr(error, "strerror", None) or (str(error) if is_text else "it is not text")
         raise InputError(
             f"Cannot read the config file {str(path)!r}: {reason}. Give a YAML file of settings."
         ) from None
@@ -96,11 +102,16 @@ def _parse(path: str | Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which also reads `1e-3` as a number and refuses a setting that is given twice."""
+    """The safe loader, which also reads `1e-3` as a number and refuses a setting that is given twice.
+
+    It merges no mappings (`<<`): ten lines of merges in merges would fill the memory before anything could be counted.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, "'<<' is not merged here", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
             seen.add(key.value)

@@ -119,8 +119,19 @@ def _on_one_device(model: keras.Model | str | os.PathLike[str], folder: Path) ->
     except Exception as error:
         if isinstance(model, keras.Model) and not getattr(model, "inputs", None):
             return model  # of a class of one's own that does not say how it is made
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"{file} cannot be loaded: {reason} Import the module of its layers first.") from error
+        raise InputError(_why_not(file, error)) from error
+
+
+def _why_not(file: Path, error: Exception) -> str:
+    """Says what to do about a file that Keras does not load."""
+    said = str(error).strip()
+    reason = said.splitlines()[0] if said else type(error).__name__
+    if "safe_mode" in said or "`Lambda`" in said:
+        return (
+            f"{file} holds code (a Lambda layer, or one that loads another model), which is not run. If you trust it, "
+            "load it yourself by `keras.models.load_model(file, safe_mode=False)`, and give `tfgpu.export` the model."
+        )
+    return f"{file} cannot be loaded: {reason} Import the module of its layers first."
 
 
 def _inputs(model: keras.Model, example: object) -> dict[str, np.ndarray]:

@@ -91,7 +91,7 @@ def settled(
         return Plan(folder, _explicit(base, found), found, **{**_DEFAULTS, **given})
     if not (folder / FILE).is_file():
         raise InputError(f"{str(folder)!r} holds no study to resume: it has no {FILE}. Leave out --resume.")
-    kept = reading.read(folder / FILE)
+    kept = _recorded(folder / FILE)
     own = recipe.model_dump() if recipe else {}
     refuse_code(kept["recipe"], str(folder / FILE), allow=allow_code, given=own)
     refuse_code_searched(kept["search"], str(folder / FILE), allow=allow_code)
@@ -130,6 +130,16 @@ def claimed(plan: Plan, *, resume: bool) -> Iterator[Path]:
         except OSError as error:
             raise InputError(f"Cannot write in {str(folder)!r}: {error.strerror}. Give another folder.") from error
         yield folder
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """A study's file, which may be anybody's."""
+    kept = reading.read(path)
+    kinds = {"recipe": dict, "search": dict, "sampler": str, "pruner": str, "monitor": str, "seed": int}
+    for name, kind in kinds.items():
+        if not isinstance(kept.get(name), kind):
+            raise InputError(f"{path} is damaged: it has no `{name}`. Start a new study in another folder.")
+    return kept
 
 
 def _explicit(base: Recipe, searched: Space) -> Recipe:

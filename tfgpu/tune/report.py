@@ -188,7 +188,7 @@ def _slice(result: StudyResult, name: str, domain: Domain) -> Markup:
     complete = [trial for trial in result.trials if trial.value is not None and name in trial.settings]
     values = [trial.value * scale for trial in complete if trial.value is not None]
     if isinstance(domain, Choice):
-        labels = [setting_text(value) for value in domain.values]
+        labels = [setting_text(value).replace("$", r"\$") for value in domain.values]  # no formula
         places = [domain.values.index(trial.settings[name]) for trial in complete]
         slanted = sum(map(len, labels)) > 36
         axes.set_xticks(range(len(labels)), labels, rotation=35 if slanted else 0, ha="right" if slanted else "center")

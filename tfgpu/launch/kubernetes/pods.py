@@ -6,6 +6,7 @@ import re
 from tfgpu.errors import InputError
 from tfgpu.launch.job import Job
 from tfgpu.launch.kubernetes.facts import Kubernetes
+from tfgpu.redact import is_secret
 
 GPU = "nvidia.com/gpu"
 PORT = "tfjob-port"  # The name by which the TFJob operator finds it.
@@ -138,7 +139,18 @@ def _environment(job: Job, facts: Kubernetes, environment: dict[str, str]) -> li
             raise InputError(f"A variable's name has letters, digits and '_'. Received: {name!r}.")
         if name in ours or name in ("TF_CONFIG", "JOB_COMPLETION_INDEX"):
             raise InputError(f"`environment` must leave {name} to the launch. Received: {value!r}.")
-    return [{"name": name, "value": literal(str(value))} for name, value in {**ours, **job.environment}.items()]
+    return [_variable(name, str(value), facts) for name, value in {**ours, **job.environment}.items()]
+
+
+def secrets_name(facts: Kubernetes) -> str:
+    """Returns the name of the Secret that holds the secret variables of a launch; its user makes it."""
+    return f"{facts.name}-secrets"
+
+
+def _variable(name: str, value: str, facts: Kubernetes) -> dict:
+    if is_secret(name):  # A manifest lies in files and in repositories.
+        return {"name": name, "valueFrom": {"secretKeyRef": {"name": secrets_name(facts), "key": name}}}
+    return {"name": name, "value": literal(value)}
 
 
 def _probe(job: Job) -> dict:
