@@ -11,8 +11,6 @@ Example:
     True
 """
 
-from tfgpu.sensors.limits import Limit, limit
-from tfgpu.sensors.sample import Gpu, Sample
-from tfgpu.sensors.sampler import Sampler
+from tfgpu.lazy import on_first_use
 
-__all__ = ["Gpu", "Limit", "Sample", "Sampler", "limit"]
+__getattr__, __dir__, __all__ = on_first_use(__name__, __file__)
