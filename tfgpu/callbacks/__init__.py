@@ -10,6 +10,7 @@ from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.progress import Progress
 from tfgpu.callbacks.report import Report
 from tfgpu.callbacks.snapshot import Position
+from tfgpu.callbacks.tasks import Tasks
 from tfgpu.callbacks.tracking import Track
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "SkipNaN",
     "StochasticWeightAverage",
     "StopOnNaN",
+    "Tasks",
     "Track",
     "Writer",
 ]
