@@ -37,10 +37,10 @@ def run(folder, how, replicas, where=None):
     [
         (
             "tasks",
-            ["SIGTERM:1:step-7", "SIGKILL:1:step-15", "SIGKILL:1:in-add", "SIGKILL:1:in-end", "SIGKILL:2:step-10"],
+            ["SIGTERM:1:step-7", "SIGKILL:1:step-5", "SIGKILL:1:in-add", "SIGKILL:1:in-end", "SIGKILL:2:step-10"],
         ),
         ("online", ["SIGKILL:1:step-15", "SIGTERM:2:step-9"]),
-        ("stream", ["SIGKILL:1:step-8", "SIGTERM:1:step-10", "SIGKILL:1:before-end", "SIGKILL:2:step-3"]),
+        ("stream", ["SIGKILL:1:step-8", "SIGTERM:1:step-3", "SIGKILL:1:before-end", "SIGKILL:2:step-3"]),
     ],
 )
 def test_ends_as_one_that_was_not_killed(tmp_path, how, places, replicas):
