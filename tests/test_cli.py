@@ -292,9 +292,11 @@ SCHEDULES = {
     "cosine": ["--schedule", "cosine"],
     "loop": ["--path", "loop", "--checkpoint-steps", "7", "--accumulate", "2"],
     "plateau": ["--schedule", "plateau", "--schedule-option", "patience=1", "--optimizer", "sgd"],
+    "rising plateau": ["--schedule", "plateau", "--schedule-option", "patience=1", "--warmup-epochs", "2.5"],
     "ema": ["--weight-average", "ema", "--early-stopping", "2", "--checkpoint-steps", "7", "--optimizer", "lars"],
     "swa": ["--weight-average", "swa", "--weight-average-option", "start_epoch=2", "--schedule", "one_cycle"],
 }
+SCHEDULES["rising plateau"] += ["--schedule-option", "min_delta=0.5", "--path", "loop", "--checkpoint-steps", "7"]
 SCHEDULES["swa"] += ["--model-option", "normalization=batch", "--label-smoothing", "0.1", "--path", "loop"]
 
 
@@ -342,6 +344,7 @@ def test_a_run_that_must_leave_after_its_last_epoch_is_finished_by_resume(tmp_pa
     [
         pytest.param("cosine", signal.SIGINT, 130, id="ctrl-c"),
         pytest.param("plateau", signal.SIGTERM, 75, id="sigterm", marks=pytest.mark.slow),
+        pytest.param("rising plateau", signal.SIGTERM, 75, id="sigterm-rising", marks=pytest.mark.slow),
         pytest.param("loop", signal.SIGTERM, 75, id="sigterm-loop", marks=pytest.mark.slow),
         pytest.param("ema", signal.SIGTERM, 75, id="sigterm-ema", marks=pytest.mark.slow),
         pytest.param("swa", signal.SIGTERM, 75, id="sigterm-swa", marks=pytest.mark.slow),

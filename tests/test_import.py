@@ -19,13 +19,14 @@ ALLOWED = {
     "environment": set(),
     "precision": {"environment"},
     "keras_fixes": set(),
+    "packing": set(),
     "preflight": {"cluster"},
     "strategies": {"cluster", "environment", "keras_fixes", "preflight", "asynchronous"},
     "data": {"cluster"},
     "launch": {"cluster", "keras_fixes", "environment"},
     "models": {"precision", "keras_fixes"},
-    "training": {"data", "strategies", "precision", "keras_fixes"},
-    "callbacks": {"cluster", "environment", "training", "keras_fixes", "launch", "sensors"},
+    "training": {"data", "strategies", "precision", "keras_fixes", "packing"},
+    "callbacks": {"cluster", "environment", "training", "keras_fixes", "launch", "packing", "sensors"},
 }
 ALLOWED["asynchronous"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes", "callbacks"}
 ALLOWED["parallel"] = {"cluster", "environment", "preflight", "strategies", "training", "keras_fixes"}

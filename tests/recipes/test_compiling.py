@@ -73,12 +73,20 @@ def test_one_epoch_still_rises_and_falls():
     assert rates([10], epochs=1, learning_rate=0.1) == pytest.approx([0.0], abs=1e-7)
 
 
-def test_plateau_is_a_callback_and_has_no_warm_up():
+def test_plateau_is_a_callback():
     schedule = compiling.schedule(
         make({"schedule": "plateau", "schedule_options": {"patience": 2}}), steps_per_epoch=10
     )
     (callback,) = schedule.callbacks
     assert schedule.learning_rate == Recipe().learning_rate and callback.patience == 2
+
+
+def test_plateau_rises_first():
+    # 10 steps an epoch, 2 an update: round(1.5 * 5) updates of warm-up.
+    found = rates([0, 1, 14, 15, 16, 60], schedule="plateau", warmup_epochs=1.5, learning_rate=0.9, accumulate=2)
+    assert found == pytest.approx([0.1, 0.1, 0.8, 0.8, 0.9, 0.9])
+    with pytest.raises(InputError, match="`warmup_epochs` must be below `epochs`. Received: 4 of 4"):
+        make({"schedule": "plateau", "warmup_epochs": 4, "epochs": 4})
 
 
 def test_options_of_a_schedule_are_checked():

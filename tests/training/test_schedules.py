@@ -200,7 +200,7 @@ def test_plateau_lowers_the_rate_of_a_real_run():
         ("constant", {"learning_rate": 0}, "`learning_rate` must be a number above 0"),
         ("constant", {"learning_rate": math.nan}, "`learning_rate`"),
         ("constant", {"learning_rate": "fast"}, "`learning_rate`"),
-        ("plateau", {"warmup_steps": 2}, "cannot warm up"),
+        ("plateau", {"warmup_steps": 10}, "warmup_steps=10, total_steps=10"),
         ("polynomial", {"options": {"power": 0}}, "`power` must be a number above 0"),
         ("step", {}, r"needs `milestones`.*Received: milestones=\(\)"),
         ("step", {"options": {"milestones": [5, 3]}}, "rising whole numbers"),

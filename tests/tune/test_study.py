@@ -45,6 +45,13 @@ def environ():
         ({"search": ["learning_rte=1..2"]}, "Did you mean 'learning_rate'?"),
         ({"search": ["optimizer=adma,sgd"]}, "Unknown optimizer 'adma'"),
         ({"recipe": recipes.make({"model": "ResNet50"}), "search": ["dropout=0..0.5"]}, "has no dropout to search"),
+        ({"search": ["initializer=he_norml,orthogonal"]}, "Unknown initializer 'he_norml'. Did you mean 'he_normal'?"),
+        ({"search": ["normalization=none,batchh"]}, "Unknown normalization 'batchh'. Did you mean 'batch'?"),
+        ({"search": ["model_options.activation=relu,geluu"]}, "Unknown activation 'geluu'. Did you mean 'gelu'?"),
+        ({"recipe": recipes.make({**SMALL, "initializer": "he_norml"})}, "Did you mean 'he_normal'?"),
+        ({"recipe": recipes.make({"model": "vit"}), "search": ["normalization=layer,group"]}, "'group'"),
+        ({"search": ["model=mlp,cnm"]}, "Unknown model 'cnm'. Did you mean 'cnn'?"),
+        ({"search": ["model=mlp,vit", "normalization=batch,layr"]}, "Did you mean 'layer'?"),
         ({"resume": True}, "holds no study to resume"),
         ({"recipe": "digist"}, "Did you mean 'digits'?"),
     ],
@@ -160,6 +167,35 @@ def test_a_fault_of_all_trials_ends_the_study_with_one_error(tmp_path):
     base = recipes.make({**SMALL, "classes": 7})
     with pytest.raises(MachineError, match=r"The first 3 trials all failed in the same way: `classes` must be"):
         tune.study(base, tmp_path / "study", trials=20, search={"learning_rate": "1e-4..1e-1:log"})
+
+
+@pytest.mark.slow
+def test_halving_ends_all_but_the_best_third_at_each_rung(tmp_path):
+    base = recipes.make({**SMALL, "epochs": 9, "optimizer": "sgd"})
+    rates = [0.1, 1e-6, 2e-6, 0.2]  # two learn, two do not, and none is the recipe's own
+    found = tune.study(
+        base,
+        tmp_path / "study",
+        trials=6,
+        pruner="halving",
+        sampler="random",
+        seed=4,
+        search={"learning_rate": rates},
+    )
+    values = {trial.settings["learning_rate"] for trial in found.trials}
+    assert values & {0.1, 0.2} and values & {1e-6, 2e-6}, values
+    # Optuna's rungs are after 1, 3 and 9 epochs; who is not among the best third there of those that came ends.
+    best_at: dict[int, list[float]] = {1: [], 3: [], 9: []}
+    for trial in found.trials:
+        ended = None
+        for rung, seen in best_at.items():
+            if ended is None and rung in trial.epochs:
+                seen.append(trial.epochs[rung])
+                place = max(len(seen) // 3, 1)
+                ended = rung if trial.epochs[rung] > sorted(seen)[place - 1] else None
+        assert trial.status == ("complete" if ended is None else "pruned"), (trial, ended)
+        assert max(trial.epochs) == (9 if ended is None else ended)
+    assert {trial.status for trial in found.trials} == {"complete", "pruned"}
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from tfgpu.callbacks.monitor import Monitor
 from tfgpu.callbacks.progress import Progress
 from tfgpu.callbacks.report import Report
 from tfgpu.callbacks.snapshot import Position
+from tfgpu.callbacks.tasks import Tasks
 from tfgpu.callbacks.tracking import Track
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "SkipNaN",
     "StochasticWeightAverage",
     "StopOnNaN",
+    "Tasks",
     "Track",
     "Writer",
 ]

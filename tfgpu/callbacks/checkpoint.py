@@ -2,7 +2,7 @@
 
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tfgpu.callbacks import snapshot
 from tfgpu.callbacks.background import Writer
 from tfgpu.callbacks.best import Best
 from tfgpu.callbacks.fetching import fetch, wait_for_chief
+from tfgpu.callbacks.remembered import Remembered
 from tfgpu.callbacks.snapshot import Position, Snapshot
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import blocks, moments, positions, replica, saving, training_state
@@ -48,6 +49,9 @@ class Checkpoint(keras.callbacks.Callback):
             it is needs none.
         is_chief: whether this worker writes; None asks the strategy.
         writer: writes the files; others may use the same. Default: one of its own.
+        remember: what else belongs to the training, by name: objects with `state()`, which gives plain values and
+            arrays (copies), and `put(state, model)`, such as `Replay` and `ElasticWeights`. Several `fit`s, one after
+            the other: see `tfgpu.callbacks.Tasks`.
 
     Raises:
         InputError: an argument is out of range; in `fit`, the checkpoint belongs to another model or all are damaged.
@@ -85,6 +89,7 @@ class Checkpoint(keras.callbacks.Callback):
         data: Any = None,
         is_chief: bool | None = None,
         writer: Writer | None = None,
+        remember: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         _check_count("keep", keep)
@@ -96,6 +101,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._keep, self._every, self._best = keep, every_steps, Best(best, mode)
         self._resumes, self._leave_on, self._is_chief = resume, tuple(leave_on), is_chief
         self._data = data
+        self._remembered = Remembered(remember)
         self._writer = writer or Writer(most=1)
         self._leaving: Leaving | None = None
         self._rows: list[dict[str, Any]] = []  # of the epochs from `_rows_at` on
@@ -138,6 +144,7 @@ class Checkpoint(keras.callbacks.Callback):
             # The metrics' variables may come with the first step; `on_epoch_begin` fills them.
             arrays = {name: value for name, value in read.arrays.items() if not name.startswith("metrics/")}
             training_state.put(model, arrays, str(position.directory))
+            self._remembered.put(read, model)
             self._rows = [dict(row) for row in position.history]
             self._rows_at = position.epoch - len(self._rows)
             self._before, self._done = position.step - position.done, position.done
@@ -161,8 +168,11 @@ class Checkpoint(keras.callbacks.Callback):
             self._run.ends.append(lambda: self._every - self._step % self._every)
         self._first = self._saved = None
         self._source = positions.source_of(self.model)
+        traced = self.model.train_function
         if self._read is None and self._resumes:
             self._load(self.model, prepare=self._writes)
+        if traced is not None and self.model.train_function is None:  # a penalty came to the model
+            self.model.make_train_function()
         if self._read is not None and self._resumes:
             self._take_up(self._read)
 
@@ -297,6 +307,7 @@ class Checkpoint(keras.callbacks.Callback):
             "callbacks": self._memories.take(),
             "random": random or training_state.random_states(),
             "random_at_epoch": self._random,
+            **self._remembered.take(),
         }
         arrays.update(draws or {})
         self._writer.put(self._directory / position.name, lambda: self._write(position, arrays, memory))

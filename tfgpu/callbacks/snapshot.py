@@ -25,6 +25,8 @@ import numpy as np
 import safetensors.numpy
 import tensorflow as tf
 
+from tfgpu import packing
+
 _log = logging.getLogger(__name__)
 
 STATE, FACTS = "state.safetensors", "facts.json"
@@ -34,7 +36,6 @@ _OLD, _GONE = ".old", ".gone"
 _FORMAT = 2
 _NAME = re.compile(r"epoch-(\d{4,})(?:-step-(\d{7,}))?")
 _MEMORY = "memory"
-_TAG = "!"
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,9 @@ def encode(position: Position, arrays: dict[str, np.ndarray], memory: Any) -> tu
         "first": position.first,
         "over_at": position.over_at,
         "data_epoch": position.data_epoch,
-        "logs": _to_json(position.logs, arrays),
-        "history": _to_json(list(position.history), arrays),
-        _MEMORY: _to_json(memory, arrays),
+        "logs": packing.to_json(position.logs, arrays, under=_MEMORY),
+        "history": packing.to_json(list(position.history), arrays, under=_MEMORY),
+        _MEMORY: packing.to_json(memory, arrays, under=_MEMORY),
         "versions": {"keras": keras.__version__, "tensorflow": tf.__version__},
     }
     content = safetensors.numpy.save(arrays)
@@ -169,10 +170,10 @@ def decode(content: bytes, text: bytes, source: Path) -> Snapshot:
             raise Damaged(f"{STATE} does not have the hash that {FACTS} says")
         arrays = safetensors.numpy.load(content)
         plain = {name: facts[name] for name in ("epoch", "step", "done", "first", "over_at", "data_epoch")}
-        history, logs = tuple(_from_json(facts["history"], arrays)), _from_json(facts["logs"], arrays)
+        history, logs = tuple(packing.from_json(facts["history"], arrays)), packing.from_json(facts["logs"], arrays)
         position = Position(directory=source, history=history, logs=logs, **plain)
         state = {name: array for name, array in arrays.items() if not name.startswith(_MEMORY)}
-        return Snapshot(position, state, _from_json(facts[_MEMORY], arrays), (content, text))
+        return Snapshot(position, state, packing.from_json(facts[_MEMORY], arrays), (content, text))
     except Damaged:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
@@ -284,42 +285,6 @@ def check_writable(directory: Path) -> None:
 
 def _hash(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _to_json(value, arrays: dict[str, np.ndarray]):
-    """A value as JSON has it; arrays go to `arrays`, and what JSON does not tell apart gets a tag."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        name = f"{_MEMORY}/{sum(name.startswith(_MEMORY) for name in arrays):04d}"
-        bits = np.ascontiguousarray(value).reshape(np.shape(value))
-        arrays[name] = bits.view(f"u{bits.itemsize}") if bits.dtype.kind == "V" else bits
-        kind = "number" if isinstance(value, np.generic) else "array"
-        return {_TAG: kind, "at": name, "dtype": tf.as_dtype(value.dtype).name}
-    if isinstance(value, tuple):
-        return {_TAG: "tuple", "of": [_to_json(item, arrays) for item in value]}
-    if isinstance(value, list):
-        return [_to_json(item, arrays) for item in value]
-    if isinstance(value, dict):
-        if _TAG not in value and all(isinstance(key, str) for key in value):
-            return {key: _to_json(item, arrays) for key, item in value.items()}
-        return {_TAG: "dict", "of": [[key, _to_json(item, arrays)] for key, item in value.items()]}
-    return value
-
-
-def _from_json(value, arrays: dict[str, np.ndarray]):
-    if isinstance(value, list):
-        return [_from_json(item, arrays) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get(_TAG)
-    if kind is None:
-        return {key: _from_json(item, arrays) for key, item in value.items()}
-    if kind == "tuple":
-        return tuple(_from_json(item, arrays) for item in value["of"])
-    if kind == "dict":
-        return {key: _from_json(item, arrays) for key, item in value["of"]}
-    array, dtype = arrays[value["at"]], np.dtype(tf.as_dtype(value["dtype"]).as_numpy_dtype)
-    array = array.view(dtype) if dtype.kind == "V" else array
-    return array[()] if kind == "number" else array
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -141,6 +141,21 @@ def put_metrics(model, arrays: dict[str, np.ndarray]) -> None:
             variable.assign(sharing.from_bits(arrays[name], _dtype(variable)))
 
 
+def places(model) -> np.ndarray | None:
+    """Which of the model's weights its optimizer updates; None where it has not been built yet."""
+    optimizer = model.optimizer
+    return _places(model, optimizer) if optimizer is not None and optimizer.built else None
+
+
+def build_optimizer(model, places: np.ndarray | None) -> None:
+    """Makes the variables of the model's optimizer for what `places` named, whatever learns at present."""
+    if places is not None and model.optimizer is not None and not model.optimizer.built:
+        weights = model.weights
+        if (places >= 0).all() and (places < len(weights)).all():  # else `put` says what does not fit
+            with model.distribute_strategy.scope():
+                model.optimizer.build([weights[at] for at in places])
+
+
 def copied_draws(model) -> dict[str, np.ndarray]:
     """The states of the random draws alone; no collective."""
     return {name: np.array(v.numpy()) for name, v in _draws(model).items()}

@@ -24,6 +24,7 @@ import keras
 
 from tfgpu import errors
 from tfgpu.errors import InputError
+from tfgpu.models import parts
 from tfgpu.models.cnn import cnn
 from tfgpu.models.mlp import mlp
 from tfgpu.models.recompute import Recompute
@@ -131,6 +132,23 @@ def defaults_of(name: str) -> dict[str, object]:
         raise errors.unknown("model", name, [*BUILDERS, *by_lower, "module:function"])
     parameters = inspect.signature(function).parameters
     return {option: parameters[option].default for option in taken}
+
+
+def styles_of(name: str) -> dict[str, tuple[str, ...]]:
+    """The names that a builder takes for its activation, initialiser and normalisation; empty for other models.
+
+    Example:
+        >>> styles_of("vit")["normalization"]
+        ('layer', 'none')
+    """
+    if name.lower() not in BUILDERS:
+        return {}
+    has_attention = name.lower() in ("vit", "transformer")
+    return {
+        "activation": parts.ACTIVATIONS,
+        "initializer": parts.INITIALIZERS,
+        "normalization": parts.ATTENTION_NORMALIZATIONS if has_attention else parts.NORMALIZATIONS,
+    }
 
 
 def _build_application(name, function, input_shape, classes, options) -> keras.Model:

@@ -17,6 +17,7 @@ INITIALIZERS = (
     "orthogonal", "random_normal", "random_uniform", "truncated_normal",
 )  # fmt: skip
 NORMALIZATIONS = ("batch", "sync_batch", "layer", "group", "none")
+ATTENTION_NORMALIZATIONS = ("layer", "none")
 
 # The values of the published ResNets; Keras's own momentum of 0.99 needs thousands of steps before
 # the averages used in evaluation are those of the data.
@@ -254,7 +255,7 @@ def attention_style(
     """
     mlp_width = check_whole("mlp_width", 4 * width if mlp_width is None else mlp_width)
     check_heads(width, heads)
-    check_style(activation, initializer, normalization, ("layer", "none"))
+    check_style(activation, initializer, normalization, ATTENTION_NORMALIZATIONS)
     return {
         "heads": heads,
         "mlp_width": mlp_width,

@@ -32,7 +32,6 @@ from tfgpu.recipes.confusion import confusion
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.report import render
 from tfgpu.recipes.watch import (
-    Replay,
     Terminated,
     TrainingError,
     Watch,
@@ -309,7 +308,7 @@ def _train(
             metrics.write()
             watch.epoch = first
             events = EventsFile(path / directory.LOGS if path else None, writer=writer)
-            callbacks = [*_replaying(job, done), *job.ending_callbacks, Memory(), metrics, watch, events]
+            callbacks = [*job.schedule_callbacks, *job.ending_callbacks, Memory(), metrics, watch, events]
             callbacks += [*_monitor(job, shared), *([progress] if progress else []), *more, checkpoint]
             # With no epoch left too: the last checkpoint is from before the end of `fit`, which puts averages in place.
             _fit(job, first, callbacks)
@@ -400,14 +399,6 @@ def _checkpoint(job: Job, path: Path | None, writer: Writer, *, resume: bool) ->
     checkpoint.go_on = how_to_go_on(path)
     checkpoint.warns_when_over = False
     return checkpoint
-
-
-def _replaying(job: Job, done: Sequence[Mapping[str, float]]) -> list[keras.callbacks.Callback]:
-    """Gives the schedule's callbacks, each of which sees the finished epochs again before the first new one.
-
-    A plateau counts epochs without progress, which no checkpoint of the model holds.
-    """
-    return [part for callback in job.schedule_callbacks for part in (callback, Replay(callback, done, job.recipe))]
 
 
 def _advice(model: keras.Model) -> list[str]:

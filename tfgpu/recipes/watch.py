@@ -3,7 +3,7 @@
 import math
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,20 +52,6 @@ class Watch(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.epoch = epoch + 1
-
-
-class Replay(keras.callbacks.Callback):
-    """Shows the epochs that are done to a callback which counts epochs, so that it goes on where it was."""
-
-    def __init__(self, callback: keras.callbacks.Callback, rows: Sequence[Mapping[str, float]], what: Recipe):
-        super().__init__()
-        self._callback, self._rows, self._what = callback, rows, what
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self._rows:
-            self.model.optimizer.learning_rate = self._what.learning_rate
-        for epoch, row in enumerate(self._rows):
-            self._callback.on_epoch_end(epoch, dict(row))
 
 
 def how_to_go_on(path: Path | None) -> str:

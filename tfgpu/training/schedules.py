@@ -21,6 +21,7 @@ import keras
 from tfgpu import errors
 from tfgpu.errors import InputError
 from tfgpu.training.one_cycle import SHAPES, OneCycle
+from tfgpu.training.plateau import Adjusted, ReduceAfterWarmup
 
 Rate = float | keras.optimizers.schedules.LearningRateSchedule
 
@@ -124,7 +125,8 @@ def build(
         total_steps: updates of the weights in the whole training job, warm-up included: epochs *
             steps_per_epoch / accumulate. "constant" and "plateau" do not depend on it; all check it.
         warmup_steps: updates in which the rate rises in a straight line, from learning_rate / (warmup_steps +
-            1); fewer than `total_steps`. "one_cycle" rises for as long in its own way; "plateau" has none.
+            1); fewer than `total_steps`. "one_cycle" rises for as long in its own way; "plateau" looks at
+            no epoch that ends within them.
         accumulate: batches in an update: the optimizer's `gradient_accumulation_steps`.
         options: further settings of the schedule, by name. "cosine": `final` (0.0) and "exponential": `final`
             (0.01), the part of `learning_rate` that is left at `total_steps`. "polynomial": `power` (1.0) and
@@ -271,11 +273,6 @@ def _plateau(
     cooldown: int = 0,
     min_learning_rate: float = 0.0,
 ) -> Schedule:
-    if warmup_steps:
-        raise InputError(
-            f"Schedule 'plateau' sets the rate between epochs and cannot warm up. Received: "
-            f"warmup_steps={warmup_steps}. Use warmup_steps=0, or the schedule 'cosine'."
-        )
     if not isinstance(monitor, str) or not monitor:
         raise InputError(
             f"`monitor` must be a metric's name such as 'val_loss'. Received: monitor={monitor!r}."
@@ -287,16 +284,18 @@ def _plateau(
     _check_number("min_delta", min_delta, at_least=0.0)
     _check_whole("cooldown", cooldown, least=0)
     _check_number("min_learning_rate", min_learning_rate, at_least=0.0, below=learning_rate)
-    callback = keras.callbacks.ReduceLROnPlateau(
-        monitor=monitor,
-        mode=mode,
-        factor=factor,
-        patience=patience,
-        min_delta=min_delta,
-        cooldown=cooldown,
-        min_lr=min_learning_rate,
-    )
-    return Schedule(learning_rate, (callback,))
+    settings = {
+        "monitor": monitor,
+        "mode": mode,
+        "factor": factor,
+        "patience": patience,
+        "min_delta": min_delta,
+        "cooldown": cooldown,
+        "min_lr": min_learning_rate,
+    }
+    if not warmup_steps:
+        return Schedule(learning_rate, (keras.callbacks.ReduceLROnPlateau(**settings),))
+    return Schedule(Warmup(Adjusted(learning_rate), warmup_steps), (ReduceAfterWarmup(warmup_steps, **settings),))
 
 
 _SCHEDULES = MappingProxyType(

@@ -291,17 +291,37 @@ def _check(plan: Plan, parallel: int) -> None:
 
 
 def _check_names(plan: Plan) -> None:
-    """Finds what would fail in some trials alone: an optimizer that there is not, a setting that the model lacks."""
+    """Finds what would fail in trials alone: names that there are not, a setting that the model lacks."""
     from tfgpu import models
     from tfgpu.recipes import compiling
 
     names = getattr(plan.space.get("optimizer"), "values", (plan.recipe.optimizer,))
     for name in names:
         compiling.check_optimizer(space.with_settings(plan.recipe, {"optimizer": name}))
+    _check_styles(plan)
     taken = models.defaults_of(plan.recipe.model)
     for name in recipes.STYLE:
         if name in plan.space and taken and name not in taken and ":" not in plan.recipe.model:
             raise InputError(f"The model {plan.recipe.model!r} has no {name} to search. Leave it out of the search.")
+
+
+def _check_styles(plan: Plan) -> None:
+    """Finds misspelt models, and names of activations, initialisers and normalisations that no searched model has."""
+    from tfgpu import models
+
+    searched = getattr(plan.space.get("model"), "values", (plan.recipe.model,))
+    for model in searched:
+        models.defaults_of(model)
+    styles = [models.styles_of(model) for model in searched]
+    if not all(styles):  # a model of the user's own has names of its own
+        return
+    for kind in styles[0]:
+        known = list(dict.fromkeys(name for style in styles for name in style[kind]))
+        for name in (kind, f"model_options.{kind}"):
+            given = [space.value_of(plan.recipe, name)] if name.endswith(f".{kind}") or kind in recipes.STYLE else []
+            for value in getattr(plan.space.get(name), "values", given):
+                if value is not None and value not in known:
+                    raise unknown(kind, value, known)
 
 
 def _check_numbers(*, trials: int, parallel: int, timeout_s: float | None) -> None:

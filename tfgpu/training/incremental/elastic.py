@@ -5,14 +5,16 @@ from typing import Any
 
 import keras
 import numpy as np
-import safetensors.numpy
 import tensorflow as tf
 
+from tfgpu import packing
 from tfgpu.errors import InputError, unknown
 from tfgpu.training.incremental import names, tracing
+from tfgpu.training.incremental.distilling import Distilled
 from tfgpu.training.incremental.heads import gives_probabilities
 
 LABELS = ("expected", "observed")
+_KIND = "penalty on elastic weights"
 
 
 class ElasticWeights:
@@ -58,6 +60,7 @@ class ElasticWeights:
         self.labels: str = labels
         self.tasks: int = 0
         self._state: dict[str, tuple[np.ndarray, np.ndarray, float]] = {}  # precision, centre, constant
+        self._is_attached = False
 
     def add(self, model: keras.Model, x: Any, y: Any = None, *, examples: int | None = None) -> "ElasticWeights":
         """Ends a task: takes up its Fisher information and the weights as they are, and attaches the penalty.
@@ -83,19 +86,24 @@ class ElasticWeights:
 
         Weights that are new, and a grown head's new columns, are free.
         """
-        names.check_whole(model, "Attach the penalty to")
-        matched = 0
-        for path, variable in names.trainable(model).items():
+        inner = model.model if isinstance(model, Distilled) else model
+        names.check_whole(inner, "Attach the penalty to")
+        matched, is_new = 0, False
+        for path, variable in names.trainable(inner).items():
             if path not in self._state:
                 continue
             matched += 1
             state = self._fitted(path, np.asarray(variable.numpy(), "float32"))
             if not isinstance(variable.regularizer, _Elastic):
+                is_new = True
                 variable.regularizer = _Elastic(self.strength, variable, model.distribute_strategy)
             variable.regularizer.put(*state)
         if self._state and not matched:
-            raise InputError(f"None of the {len(self._state)} remembered weights is in {model.name}: other names.")
-        tracing.trace_anew(model)
+            raise InputError(f"None of the {len(self._state)} remembered weights is in {inner.name}: other names.")
+        self._is_attached = True
+        if is_new:
+            tracing.trace_anew(inner)
+            tracing.trace_anew(model)
         return self
 
     def detach(self, model: keras.Model) -> None:
@@ -103,6 +111,7 @@ class ElasticWeights:
         for variable in model.trainable_variables:
             if isinstance(variable.regularizer, _Elastic):
                 variable.regularizer = variable.regularizer.stock
+        self._is_attached = False
         tracing.trace_anew(model)
 
     def penalty(self, model: keras.Model) -> tf.Tensor:
@@ -110,27 +119,57 @@ class ElasticWeights:
         found = [v for v in model.trainable_variables if isinstance(v.regularizer, _Elastic)]
         return tf.add_n([v.regularizer.own(v) for v in found]) if found else tf.zeros([])
 
+    def state(self) -> dict[str, Any]:
+        """All that is remembered, as plain values and arrays: what a checkpoint saves (see `Checkpoint(remember=)`)."""
+        return {
+            "settings": {"strength": self.strength, "decay": self.decay, "labels": self.labels},
+            "tasks": self.tasks,
+            "is_attached": self._is_attached,
+            "weights": {name: (p.copy(), c.copy(), float(at)) for name, (p, c, at) in self._state.items()},
+        }
+
+    def put(self, state: dict[str, Any], model: keras.Model | None = None) -> None:
+        """Takes up what `state` gave; the settings stay its own.
+
+        Args:
+            state: of an `ElasticWeights`.
+            model: gets the penalty, if some model had it, or loses it; None leaves models alone.
+        """
+        self.tasks, self._state = state["tasks"], dict(state["weights"])
+        if model is not None and state["is_attached"]:
+            self.attach(model)
+        elif model is not None and any(isinstance(v.regularizer, _Elastic) for v in model.trainable_variables):
+            self.detach(model)
+
     def save(self, path: str | Path) -> None:
-        """Writes what is remembered into one file (safetensors)."""
-        arrays = {}
-        for name, (precision, centre, constant) in self._state.items():
-            arrays |= {f"{name}@precision": precision, f"{name}@centre": centre}
-            arrays[f"{name}@constant"] = np.array([constant], "float64")
-        path = Path(path)
-        aside = path.with_name(path.name + ".tmp")
-        aside.write_bytes(safetensors.numpy.save(arrays, {"tasks": str(self.tasks)}))
-        aside.replace(path)
+        """Writes what is remembered into one file (safetensors), whole or not at all."""
+        packing.write(path, _KIND, self.state())
 
     def load(self, path: str | Path) -> "ElasticWeights":
-        """Reads what `save` wrote; `attach` puts it on a model. Returns itself."""
-        with safetensors.safe_open(path, "numpy") as file:
-            self.tasks = int(file.metadata()["tasks"])
-            known = [key.removesuffix("@centre") for key in file.keys() if key.endswith("@centre")]
-            read = file.get_tensor
-            self._state = {
-                n: (read(f"{n}@precision"), read(f"{n}@centre"), float(read(f"{n}@constant")[0])) for n in known
-            }
+        """Reads what `save` wrote; `attach` puts it on a model. The settings stay its own. Returns itself.
+
+        Raises:
+            InputError: the file is not there, damaged, or another one.
+        """
+        self.put(packing.read(path, _KIND))
         return self
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "ElasticWeights":
+        """Makes anew what `save` wrote, with its settings.
+
+        Raises:
+            InputError: the file is not there, damaged, or another one.
+
+        Example:
+            >>> ElasticWeights(3.0, decay=0.9).save("elastic.safetensors")
+            >>> ElasticWeights.from_file("elastic.safetensors").decay
+            0.9
+        """
+        state = packing.read(path, _KIND)
+        made = cls(**state["settings"])
+        made.put(state)
+        return made
 
     def _merged(self, state: tuple, information: np.ndarray, value: np.ndarray) -> tuple:
         precision, centre, constant = state

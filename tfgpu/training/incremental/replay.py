@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 import tensorflow as tf
 
+from tfgpu import packing
 from tfgpu.errors import InputError
 from tfgpu.training.incremental import reservoirs
 
+_KIND = "replay memory"
 _DRAWN = 0x9E3779B9  # keeps what is replayed apart from what is kept
 
 
@@ -20,7 +21,8 @@ class Replay:
     Each example that was ever added is in it with the same probability (reservoir sampling, algorithm R); with
     `balance`, the classes have as equal a part as the stream allows, and each class's examples are a reservoir of that
     class. What is kept and what is replayed depends on the seed and the order of the data alone, not on how it comes
-    in batches, nor on the number of replicas; on several workers each has the same.
+    in batches, nor on the number of replicas; on several workers each has the same. What is replayed depends on
+    TensorFlow's global seed too, where one is set.
 
     Args:
         examples: how many to keep at most.
@@ -184,72 +186,113 @@ class Replay:
 
         return rows
 
-    def save(self, path: str | Path) -> None:
-        """Writes what is kept, and where the draws stand, into one file (safetensors): `load` goes on from there."""
-        arrays = {f"kept/{at:04d}": np.ascontiguousarray(v[: len(self)]) for at, v in enumerate(self._arrays)}
-        state = {} if self._sampler is None else self._sampler.state()
-        path = Path(path)
-        aside = path.with_name(path.name + ".tmp")
-        content = safetensors.numpy.save(
-            arrays | {f"state/{k}": np.asarray(v) for k, v in state.items()} | self._facts()
-        )
-        aside.write_bytes(content)
-        aside.replace(path)
+    def state(self) -> dict[str, Any]:
+        """All that it is, as plain values and arrays: what a checkpoint saves (see `Checkpoint(remember=)`).
 
-    def _facts(self) -> dict[str, np.ndarray]:
+        The examples are copied, those of a `folder` too.
+        """
         return {
-            "facts/limits": np.array([self._capacity or 0, self._bytes or 0, self.balance, self.seed], "int64"),
-            "facts/mixed": np.array([self._mixed], "int64"),
+            "settings": self._settings(),
+            "mixed": self._mixed,
+            "structure": self._structure,
+            "capacity": self._capacity,
+            "draws": None if self._sampler is None else self._sampler.state(),
+            "kept": [np.array(array[: len(self)]) for array in self._arrays],
         }
 
-    def load(self, path: str | Path, like: Any) -> "Replay":
-        """Takes up what `save` wrote, into a memory made with the same arguments.
+    def put(self, state: dict[str, Any], model: Any = None) -> None:
+        """Takes up what `state` gave, into a memory made with the same arguments.
+
+        Args:
+            state: of a `Replay`.
+            model: none is needed.
+
+        Raises:
+            InputError: the memory was made otherwise.
+        """
+        if state["settings"] != self._settings():
+            raise InputError(
+                f"What was saved is of a memory with other arguments: {state['settings']}. Received: "
+                f"{self._settings()}. Make this one as that was made."
+            )
+        self._capacity, self._mixed = state["capacity"], state["mixed"]
+        self._sampler = None if self._capacity is None else self._made_sampler()
+        kept, before, self._structure, self._arrays = state["kept"], self._arrays, state["structure"], []
+        if self._sampler is None:
+            return
+        self._sampler.put(state["draws"])
+        for at, values in enumerate(kept):
+            # What is mapped into memory may be read by data that is mixed already: its place stays.
+            fits = at < len(before) and before[at].shape[1:] == values.shape[1:] and before[at].dtype == values.dtype
+            space = before[at] if fits else self._space(at, values, replaces=True)
+            space[: len(values)] = values
+            self._arrays.append(space)
+
+    def _settings(self) -> dict[str, Any]:
+        examples = None if self._bytes is not None else self._capacity
+        return {"examples": examples, "bytes": self._bytes, "balance": self.balance, "seed": self.seed}
+
+    def save(self, path: str | Path) -> None:
+        """Writes what is kept, and where the draws stand, into one file (safetensors), whole or not at all."""
+        packing.write(path, _KIND, self.state())
+
+    def load(self, path: str | Path, like: Any = None) -> "Replay":
+        """Takes up what `save` wrote, into a memory made with the same arguments; see also `from_file`.
 
         Args:
             path: the file.
-            like: an example's structure: anything that could be added, such as `(x[:1], y[:1])`, or a data set's
-                `element_spec`.
+            like: an example, to be compared with those of the file: anything that could be added, such as
+                `(x[:1], y[:1])`, or a data set's `element_spec`.
 
         Returns:
             Itself.
 
         Raises:
-            InputError: the memory was made otherwise, or examples have another form.
+            InputError: the file is not there, damaged or another one; the memory was made otherwise, or examples have
+                another form.
         """
-        found = safetensors.numpy.load_file(path)
-        if not np.array_equal(found["facts/limits"][1:], self._facts()["facts/limits"][1:]) or (
-            self._bytes is None and found["facts/limits"][0] != self._capacity
-        ):
-            raise InputError(f"{path} is of a memory with other arguments: make this one as that was made.")
-        self._mixed = int(found["facts/mixed"][0])
-        kept = [found[name] for name in sorted(found) if name.startswith("kept/")]
-        if not kept:
-            return self
-        if len(tf.nest.flatten(like)) != len(kept):
-            raise InputError(f"{path} has examples of {len(kept)} parts, `like` has {len(tf.nest.flatten(like))}.")
-        self._begin(like, kept, int(found["facts/limits"][0]))
-        self._check(like, tf.nest.flatten(like))
-        self._sampler.put({k.removeprefix("state/"): v for k, v in found.items() if k.startswith("state/")})
-        for array, values in zip(self._arrays, kept, strict=True):
-            array[: len(values)] = values
+        self.put(packing.read(path, _KIND))
+        if like is not None and self._structure is not None:
+            self._check(like, tf.nest.flatten(like))
         return self
+
+    @classmethod
+    def from_file(cls, path: str | Path, *, folder: str | Path | None = None) -> "Replay":
+        """Makes anew what `save` wrote, with its arguments, in another process too.
+
+        Args:
+            path: the file.
+            folder: as for `Replay`; files there are replaced.
+
+        Raises:
+            InputError: the file is not there, damaged, or another one.
+
+        Example:
+            >>> Replay(3, seed=1).add(np.ones((2, 1)), np.zeros(2)).save("replay.safetensors")
+            >>> len(Replay.from_file("replay.safetensors"))
+            2
+        """
+        state = packing.read(path, _KIND)
+        made = cls(**state["settings"], folder=folder)
+        made.put(state)
+        return made
 
     def _made_sampler(self):
         kind = reservoirs.Balanced if self.balance else reservoirs.Reservoir
         return kind(self._capacity, self.seed)
 
-    def _begin(self, batch, flat: list[np.ndarray], capacity: int | None = None) -> None:
+    def _begin(self, batch, flat: list[np.ndarray]) -> None:
         if self._capacity is None:
             each = sum(part.dtype.itemsize * int(np.prod(part.shape[1:])) for part in flat)
             if each > self._bytes:
                 raise InputError(f"One example has {each} bytes, more than the memory. Received: bytes={self._bytes}.")
-            self._capacity = capacity or self._bytes // each
+            self._capacity = self._bytes // each
         if self._sampler is None:
             self._sampler = self._made_sampler()
         self._structure = tf.nest.map_structure(lambda _: 0, batch)
         self._arrays = [self._space(at, part) for at, part in enumerate(flat)]
 
-    def _space(self, at: int, part: np.ndarray) -> np.ndarray:
+    def _space(self, at: int, part: np.ndarray, *, replaces: bool = False) -> np.ndarray:
         if part.dtype.kind not in "biuf" and part.dtype.name != "bfloat16":
             raise InputError(f"Examples must be numbers. Received: {part.dtype}.")
         shape = (self._capacity, *part.shape[1:])
@@ -257,7 +300,7 @@ class Replay:
             return np.zeros(shape, part.dtype)
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"replay-{at:04d}.npy"
-        if path.exists():
+        if path.exists() and not replaces:
             raise InputError(f"{path} is there already, maybe of another memory. Remove it, or choose another folder.")
         return np.lib.format.open_memmap(path, "w+", part.dtype, shape)
 

@@ -67,6 +67,7 @@ def fit_stream(
     seed: int = 0,
     skip: int = 0,
     after_window: Callable[[int, dict[str, Any]], None] | None = None,
+    tasks: Any = None,
     **fit: Any,
 ) -> list[dict[str, Any]]:
     """Trains on a stream of any length in the memory of one window and the replayed examples.
@@ -85,10 +86,12 @@ def fit_stream(
         seed: of the windows' shuffling.
         skip: windows that are read and passed over: those that a run which stopped had done.
         after_window: called after each with its number (from 0) and its logs: the place to save model and memory.
+        tasks: a `tfgpu.callbacks.Tasks(folder, remember={"replay": replay})`, whose tasks are the windows: started
+            again with the same stream, training goes on where it was, within a window too.
         **fit: further arguments of `model.fit`, such as `callbacks`, which see a training a window.
 
     Returns:
-        The logs of each window's last epoch.
+        The logs of each window's last epoch; with `tasks`, of those before too.
 
     Raises:
         InputError: an argument is out of range, or a batch has another structure than those before.
@@ -107,17 +110,41 @@ def fit_stream(
     taken = {"x", "y", "batch_size", "shuffle", "steps_per_epoch", "sample_weight"} & set(fit)
     if taken:
         raise InputError(f"The stream says this, not `fit`: {', '.join(sorted(taken))}. Leave it out.")
-    done = []
+    given = fit.get("callbacks") or []
+    callbacks = [given] if isinstance(given, keras.callbacks.Callback) else list(given)
+    if any(callable(getattr(one, "restore", None)) for one in callbacks):
+        raise InputError(
+            "A Checkpoint is for one `fit`, and each window is one: it would mix them up. Give "
+            '`tasks=tfgpu.callbacks.Tasks(folder, remember={"replay": replay})` instead.'
+        )
+    skip = _begun(tasks, model, replay, skip)
+    done: list[dict[str, Any]] = [] if tasks is None else tasks.logs
     for at, rows in enumerate(windows(stream, window)):
         if at < skip:
             continue
-        history = model.fit(_data(rows, global_batch, replay, share, seed + at), epochs=epochs, shuffle=False, **fit)
+        data = _data(rows, global_batch, replay, share, seed + at)
+        if tasks is not None:
+            fit["callbacks"] = [*callbacks, tasks.checkpoint()]
+        history = model.fit(data, epochs=epochs, shuffle=False, **fit)
         if replay is not None:
             replay.add(*rows)
         done.append({name: float(np.asarray(values[-1])) for name, values in history.history.items()})
         if after_window is not None:
             after_window(at, done[-1])
+        if tasks is not None:
+            tasks.end(model, done[-1])
     return done
+
+
+def _begun(tasks: Any, model: keras.Model, replay: Replay | None, skip: int) -> int:
+    """How many windows are done."""
+    if tasks is None:
+        return skip
+    if skip:
+        raise InputError(f"`tasks` says how many windows are done. Received: skip={skip} too. Leave it out.")
+    if replay is not None and not tasks.remembers(replay):
+        raise InputError('`tasks` must know the replay memory: Tasks(folder, remember={"replay": replay}).')
+    return tasks.begin(model)
 
 
 def _data(rows: tuple, global_batch: int, replay: Replay | None, share: float, seed: int) -> tf.data.Dataset:

@@ -1,0 +1,207 @@
+"""A training in several tasks that is killed anywhere, and started again, ends as one that was not: the same bytes."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfgpu
+from tfgpu.callbacks import Checkpoint, Tasks
+from tfgpu.callbacks.snapshot import STATE, found
+from tfgpu.training import incremental
+
+SCRIPT = Path(__file__).with_name("killed_run.py")
+X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+Y = np.arange(24) % 3
+
+
+def run(folder, how, replicas, where=None):
+    command = [sys.executable, str(SCRIPT), str(folder), how, str(replicas), *([where] if where else [])]
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    signals = {None: 0, "SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
+    assert done.returncode == signals[where and where.split(":")[0]], (where, done.stderr[-3000:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "places"),
+    [
+        (
+            "tasks",
+            ["SIGTERM:1:step-7", "SIGKILL:1:step-5", "SIGKILL:1:in-add", "SIGKILL:1:in-end", "SIGKILL:2:step-10"],
+        ),
+        ("online", ["SIGKILL:1:step-15", "SIGTERM:2:step-9"]),
+        ("stream", ["SIGKILL:1:step-8", "SIGTERM:1:step-3", "SIGKILL:1:before-end", "SIGKILL:2:step-3"]),
+    ],
+)
+def test_ends_as_one_that_was_not_killed(tmp_path, how, places, replicas):
+    run(tmp_path / "whole", how, replicas)
+    for place in places:
+        run(tmp_path / "cut", how, replicas, place)
+    run(tmp_path / "cut", how, replicas)
+    whole, cut = np.load(tmp_path / "whole.npz"), np.load(tmp_path / "cut.npz")
+    assert whole.files == cut.files
+    assert all(whole[name].tobytes() == cut[name].tobytes() for name in whole.files)
+
+
+def model_of(rate=0.01, build=True):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(5, "relu", name="body"), keras.layers.Dropout(0.3), keras.layers.Dense(3, name="head")]
+    model = keras.Sequential([keras.Input((4,)) if build else None, *layers][not build :])
+    model.compile(keras.optimizers.Adam(rate), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def train(folder, model, *, tasks=3, stop=None, keep=2, penalised=False):
+    replay, elastic = incremental.Replay(9, seed=2), incremental.ElasticWeights(3.0)
+    known = Tasks(folder, remember={"replay": replay, "elastic": elastic}, keep=keep)
+    for task in range(known.begin(model), tasks):
+        rows = slice(task * 8, task * 8 + 8)
+        data = tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(4)
+        model.fit(replay.mix(data), epochs=2, verbose=0, callbacks=[known.checkpoint()])
+        replay.add(X[rows], Y[rows])
+        if penalised:
+            elastic.add(model, X[rows], Y[rows], examples=2)
+        if task == stop:
+            raise InterruptedError
+        known.end(model, {"task": task})
+    return known, replay, elastic
+
+
+def same(one, other):
+    return all(a.tobytes() == b.tobytes() for a, b in zip(one.get_weights(), other.get_weights(), strict=True))
+
+
+def test_goes_on_with_the_task_that_was_running(tmp_path):
+    whole, again = model_of(), model_of()
+    _, replay, elastic = train(tmp_path / "whole", whole, tasks=2, penalised=True)
+    with pytest.raises(InterruptedError):
+        train(tmp_path / "cut", model_of(), stop=1, penalised=True)
+    np.random.seed(77)  # what a new process has, maybe
+    known, memory, penalty = train(tmp_path / "cut", again, tasks=2, penalised=True)
+    assert same(whole, again) and known.done == 2
+    assert [row["task"] for row in known.logs] == [0, 1]
+    assert np.array_equal(replay.arrays[0], memory.arrays[0]) and replay.seen == memory.seen == 16
+    assert float(elastic.penalty(whole)) == float(penalty.penalty(again)) > 0
+    assert penalty.tasks == 2
+    train(tmp_path / "cut", later := model_of(), tasks=2)  # months later: all that was
+    assert same(whole, later) and len(later.losses) == 4
+
+
+def test_a_damaged_beginning_gives_way_to_the_one_before(tmp_path, caplog):
+    train(tmp_path / "run", whole := model_of())
+    newest = found(tmp_path / "run" / "begun")[0]
+    content = bytearray((newest / STATE).read_bytes())
+    content[-1] ^= 1
+    (newest / STATE).write_bytes(content)
+    known, replay, _ = train(tmp_path / "run", again := model_of())
+    assert "epoch-0003 is damaged" in caplog.text
+    assert same(whole, again) and known.done == 3 and replay.seen == 24
+
+
+def test_keeps_the_newest_alone(tmp_path):
+    train(tmp_path / "run", model_of(), keep=1)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["begun"]
+    train(tmp_path / "two", model_of(), keep=2)
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["begun", "task-0002"]
+
+
+def test_what_a_task_has_set_is_there_in_the_next(tmp_path):
+    model = model_of()
+    tasks = Tasks(tmp_path / "run")
+    assert tasks.begin(model) == 0
+    incremental.freeze(model, "body")
+    incremental.rewarm(model, steps=9)
+    model.fit(X, Y, verbose=0, callbacks=[tasks.checkpoint()], batch_size=8, shuffle=False)  # 3 updates
+    tasks.end(model)
+    again = model_of()
+    assert Tasks(tmp_path / "run").begin(again) == 1
+    assert len(again.trainable_variables) == 2 and not again.get_layer("body").trainable
+    assert float(again.optimizer.learning_rate) == pytest.approx(0.01 * 4 / 10)
+    assert float(again.optimizer.learning_rate) == float(model.optimizer.learning_rate)
+
+
+def test_a_folder_of_examples_is_made_as_it_was(tmp_path):
+    def made():
+        return incremental.Replay(6, seed=1, folder=tmp_path / "kept")
+
+    one = made()
+    first = Tasks(tmp_path / "run", remember={"replay": one})
+    first.begin(model := model_of())
+    one.add(X[:12], Y[:12])
+    first.end(model)
+    before = np.array(one.arrays[0])
+    one.add(X[12:], Y[12:])  # of a task that is killed
+    again = made()
+    Tasks(tmp_path / "run", remember={"replay": again}).begin(model_of())
+    assert again.seen == 12 and np.array_equal(again.arrays[0], before)
+
+
+class Counter:
+    def __init__(self, value=0):
+        self.value = value
+
+    def state(self):
+        return {"value": self.value}
+
+    def put(self, state, model):
+        self.value = state["value"]
+
+
+def test_anything_with_a_state_is_remembered(tmp_path):
+    counter = Counter(5)
+    model_of().fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path / "run", remember={"counter": counter})])
+    other = Counter()
+    assert Checkpoint(tmp_path / "run", remember={"counter": other}).restore(model_of()).epoch == 1
+    assert other.value == 5
+
+
+def test_what_is_wrong_is_named(tmp_path, caplog):
+    for wrong in ([Counter()], {"a": 3}, {1: Counter()}):
+        with pytest.raises(tfgpu.InputError, match="rememb"):
+            Tasks(tmp_path / "a", remember=wrong)
+    with pytest.raises(tfgpu.InputError, match="state of 'a' has a Counter"):
+        Tasks(tmp_path / "b", remember={"a": Counter(Counter())}).begin(model_of())
+    with pytest.raises(tfgpu.InputError, match="`keep`"):
+        Tasks(tmp_path / "a", keep=0)
+    tasks = Tasks(tmp_path / "c")
+    for early in (tasks.checkpoint, lambda: tasks.end(model_of())):
+        with pytest.raises(tfgpu.InputError, match="No task has begun"):
+            early()
+    with pytest.raises(tfgpu.InputError, match="built and compiled"):
+        tasks.begin(model_of(build=False))
+    tasks.begin(model_of())
+    tasks.checkpoint()
+    for name in ("fit", "../up", ""):
+        with pytest.raises(tfgpu.InputError, match="name of its own"):
+            tasks.checkpoint(name)
+    with pytest.raises(tfgpu.InputError, match="beginning of the script"):
+        tasks.begin(model_of())
+    with pytest.raises(tfgpu.InputError, match="made without 'counter'"):
+        Tasks(tmp_path / "c", remember={"counter": Counter()}).begin(model_of())
+    Tasks(tmp_path / "d", remember={"counter": Counter()}).begin(model_of())
+    Tasks(tmp_path / "d").begin(model_of())
+    assert "remembers 'counter', which this run has not" in caplog.text
+    with pytest.raises(tfgpu.InputError, match="has .* arrays|has .* for"):
+        Tasks(tmp_path / "c").begin(incremental.grow(model_of(), 5))
+    model_of().fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path / "e" / "begun")])
+    with pytest.raises(tfgpu.InputError, match="no beginning of a task"):
+        Tasks(tmp_path / "e").begin(model_of())
+    replay, stream = incremental.Replay(4), [(X, Y)]
+    settings = {"window": 8, "global_batch": 4, "verbose": 0, "replay": replay}
+    for given, match in (
+        ({"tasks": Tasks(tmp_path / "f")}, "must know the replay memory"),
+        ({"tasks": Tasks(tmp_path / "f", remember={"r": replay}), "skip": 1}, "skip=1 too"),
+        ({"callbacks": [Checkpoint(tmp_path / "g")]}, "mix them up"),
+    ):
+        with pytest.raises(tfgpu.InputError, match=match):
+            incremental.fit_stream(model_of(), stream, **settings, **given)

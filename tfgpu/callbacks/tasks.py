@@ -1,0 +1,235 @@
+"""`Tasks`: a training of several `fit`s, one after the other, that stops anywhere and goes on."""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfgpu import keras_fixes
+from tfgpu.callbacks import snapshot
+from tfgpu.callbacks.checkpoint import Checkpoint
+from tfgpu.callbacks.fetching import fetch, wait_for_chief
+from tfgpu.callbacks.remembered import Remembered
+from tfgpu.callbacks.snapshot import Damaged, Position, Snapshot
+from tfgpu.errors import InputError, MachineError
+from tfgpu.keras_fixes import rates, saving, training_state
+from tfgpu.training.incremental import names, tracing
+
+_SETTING = "task"
+_BEGUN = "begun"
+
+
+class Tasks:
+    """Goes on with the task where a training was, in incremental learning: each task is a `fit`, or several.
+
+    As a task begins, all is saved that the task depends on: weights, optimizer (with a rate that `rewarm` has set),
+    random draws, which layers learn, and what is to be remembered. Within its `fit`s `checkpoint()` saves. Started
+    again, the same script does no task that is done, makes the memories as they were when the running task began,
+    and goes on within it, bit for bit on the same devices. So the data of tasks that are done need not be there.
+
+        DIRECTORY/begun/epoch-0003/     three tasks are done, the fourth begins
+        DIRECTORY/task-0003/fit/        the checkpoints of the fourth's `fit`
+
+    Args:
+        directory: where all this goes; one directory a training.
+        remember: the memories, by name, as for `Checkpoint`: `{"replay": replay, "elastic": elastic}`.
+        keep: how many of the newest tasks' checkpoints to keep (default 2): should one be damaged, its training goes on
+            from the one before.
+
+    Raises:
+        InputError: an argument is out of range; in `begin`, the saved state is another model's, or all are damaged.
+        MachineError: one could not be written.
+
+    Example:
+        >>> from tfgpu.training import incremental
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2, "softmax")])
+        >>> model.compile("sgd", "sparse_categorical_crossentropy")
+        >>> x, y = keras.ops.ones((8, 1)), keras.ops.zeros(8)
+        >>> replay = incremental.Replay(4)
+        >>> tasks = Tasks("run", remember={"replay": replay})
+        >>> for task in range(tasks.begin(model), 2):  # begin: 0 in a new run
+        ...     history = model.fit(x, y, verbose=0, callbacks=[tasks.checkpoint()])
+        ...     _ = replay.add(x, y)
+        ...     tasks.end(model)
+        >>> tasks.done
+        2
+    """
+
+    def __init__(self, directory: str | Path, *, remember: Mapping[str, Any] | None = None, keep: int = 2):
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise InputError(f"`keep` must be a whole number from 1. Received: {keep!r}.")
+        if not keras_fixes.repair_keras():
+            raise InputError("Tasks needs the Keras repairs. Unset TFGPU_REPAIR.")
+        self._directory, self._begun = Path(directory), Path(directory) / _BEGUN
+        self._objects, self._remembered, self._keep = remember, Remembered(remember), keep
+        self._at: int | None = None
+        self._told: int | None = None
+        self._names: set[str] = set()
+        self._rows: list[dict[str, Any]] = []
+
+    @property
+    def done(self) -> int:
+        """How many tasks are done. Before `begin`: as the directory says, for a script that must first grow its model.
+
+        Raises:
+            InputError: all that was saved is damaged.
+        """
+        if self._at is not None:
+            return self._at
+        try:
+            read = snapshot.newest(self._begun)
+        except Damaged as error:
+            raise InputError(str(error)) from error
+        self._told = 0 if read is None else read.position.epoch
+        return self._told
+
+    @property
+    def logs(self) -> list[dict[str, Any]]:
+        """What `end` was told of each task that is done."""
+        return [dict(row) for row in self._rows]
+
+    def remembers(self, one: Any) -> bool:
+        """Whether an object is among what is remembered."""
+        return self._remembered.has(one)
+
+    def begin(self, model: keras.Model) -> int:
+        """Makes everything as it was when the newest task began. On several workers, each must call this.
+
+        Args:
+            model: compiled and built, as it was when that task began: one that tasks before have grown is grown as
+                often before (see `done`), without training.
+
+        Returns:
+            The number of that task, from 0: so many are done.
+        """
+        if self._at is not None:
+            raise InputError("`begin` is for the beginning of the script. Call `end(model)` when a task is done.")
+        if not isinstance(model, keras.Model) or not model.built or not model.compiled:
+            raise InputError(f"`model` must be a built and compiled model. Received: {model!r}.")
+        read = fetch(model.distribute_strategy, self._begun, prepare=saving.writes(model))
+        found = 0 if read is None else read.position.epoch
+        if self._told not in (None, found):
+            raise InputError(
+                f"This worker's {self._begun} says {self._told} tasks are done, the chief's {found}. Use a folder that "
+                "all workers share."
+            )
+        self._at = found
+        if read is None:
+            self._save(model)
+        else:
+            self._put(model, read)
+        return self._at
+
+    def checkpoint(self, name: str = "fit", **settings: Any) -> Checkpoint:
+        """A `Checkpoint` for one `fit` of the running task.
+
+        Args:
+            name: of its folder; where a task calls `fit` several times, each has a name of its own.
+            **settings: further arguments of `Checkpoint`, such as `every_steps`.
+        """
+        if self._at is None:
+            raise InputError("No task has begun. Call `begin(model)` first.")
+        if not re.fullmatch(r"[\w-]+", name) or name in self._names:
+            raise InputError(f"Each `fit` of a task needs a name of its own: letters and digits. Received: {name!r}.")
+        self._names.add(name)
+        made = Checkpoint(self._task() / name, **{"remember": self._objects, **settings})
+        made.warns_when_over = False
+        return made
+
+    def end(self, model: keras.Model, logs: Mapping[str, Any] | None = None) -> None:
+        """Ends the running task, when all memories have what they should have of it; the next one begins.
+
+        On several workers, each must call this.
+
+        Args:
+            model: compiled and built, as the next task begins with it.
+            logs: numbers about the task, for `logs`.
+        """
+        if self._at is None:
+            raise InputError("No task has begun. Call `begin(model)` first.")
+        self._rows.append({name: float(value) for name, value in (logs or {}).items()})
+        self._at, self._names = self._at + 1, set()
+        self._save(model)
+
+    def _task(self) -> Path:
+        return self._directory / f"task-{self._at:04d}"
+
+    def _save(self, model: keras.Model) -> None:
+        writes = saving.writes(model)
+        places = training_state.places(model)
+        arrays = training_state.copied(model, wanted=writes)
+        random = training_state.random_states()
+        if writes:
+            setting = {"trainable": _trainable(model), "rate": _rate(model), "places": places}
+            memory = {"callbacks": {}, "random": random, "random_at_epoch": random, _SETTING: setting}
+            memory |= self._remembered.take()
+            try:
+                self._write(Position(self._at, tuple(self._rows)), arrays, memory)
+            except OSError as error:
+                raise MachineError(
+                    f"{self._begun} cannot be written: {error}. Make room, give write access, or choose another "
+                    "directory. Started again, the script goes on from the last state that was saved."
+                ) from error
+        wait_for_chief(model.distribute_strategy)
+
+    def _write(self, position: Position, arrays: dict[str, Any], memory: dict[str, Any]) -> None:
+        # A folder of this task is from before what was saved of its beginning was damaged: another course of events.
+        shutil.rmtree(self._task(), ignore_errors=True)
+        path = self._begun / position.name
+        snapshot.write(path, *snapshot.encode(position, arrays, memory))
+        snapshot.prune(self._begun, path, keep=self._keep, best=None)
+        oldest = min(map(snapshot.epoch_of, snapshot.found(self._begun)))
+        for task in self._directory.glob("task-*"):
+            if re.fullmatch(r"task-\d+", task.name) and int(task.name[5:]) < oldest:
+                shutil.rmtree(task, ignore_errors=True)
+
+    def _put(self, model: keras.Model, read: Snapshot) -> None:
+        setting = read.memory.get(_SETTING)
+        if setting is None:
+            raise InputError(f"{read.position.directory} is no beginning of a task. Give Tasks a directory of its own.")
+        _put_rate(model, setting["rate"])
+        training_state.build_optimizer(model, setting["places"])
+        _put_trainable(model, setting["trainable"])
+        training_state.put(model, read.arrays, str(read.position.directory))
+        self._remembered.put(read, model)
+        self._rows = [dict(row) for row in read.position.history]
+        training_state.put_random_states(read.memory["random"])
+
+
+def _trainable(model: keras.Model) -> dict[str, bool]:
+    """Which layers learn; "" is the model itself."""
+    return {"": model.trainable} | {name: layer.trainable for name, layer in names.layers(model).items()}
+
+
+def _put_trainable(model: keras.Model, flags: dict[str, bool]) -> None:
+    layers = {"": model} | names.layers(model)
+    for name, flag in flags.items():  # outer ones first: they set what is in them
+        if name in layers and layers[name].trainable != flag:
+            layers[name].trainable = flag
+            tracing.trace_anew(model)
+
+
+def _rate(model: keras.Model) -> str | None:
+    """The optimizer's schedule as text; None for a number, which is one of the optimizer's variables."""
+    if model.optimizer is None:
+        return None
+    found = rates.inner_of(model.optimizer).get_config().get("learning_rate")
+    return json.dumps(found, sort_keys=True, default=str) if isinstance(found, dict) else None
+
+
+def _put_rate(model: keras.Model, text: str | None) -> None:
+    """Gives the optimizer a schedule that a task before has set, as `rewarm` does."""
+    if text is None or text == _rate(model):
+        return
+    try:
+        schedule = keras.optimizers.schedules.deserialize(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"The learning rate followed a schedule that cannot be made anew here ({error}). Set it before `begin`."
+        ) from error
+    model.optimizer.learning_rate = schedule
+    tracing.trace_anew(model)

@@ -1,0 +1,112 @@
+"""A rate that rises first and then waits for a plateau: the warm-up that Keras's ReduceLROnPlateau cannot have."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import rates
+
+
+@keras.saving.register_keras_serializable(package="tfgpu")
+class Adjusted(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate that a callback sets between epochs, for schedules that multiply it.
+
+    Args:
+        rate: the first one.
+
+    Example:
+        >>> rate = Adjusted(0.5)
+        >>> rate.put(0.25)
+        >>> float(rate(0))
+        0.25
+    """
+
+    def __init__(self, rate: float):
+        self._variable: keras.Variable | None = None
+        self._rate = float(rate)
+
+    @property
+    def rate(self) -> float:
+        """The rate now."""
+        return self._rate
+
+    @property
+    def is_built(self) -> bool:
+        """Whether steps that were traced see what `put` sets."""
+        return self._variable is not None
+
+    def build(self) -> None:
+        """Makes the variable that steps read; under the strategy's scope, before they are traced."""
+        self._variable = keras.Variable(self._rate, trainable=False, dtype="float32", autocast=False, name="peak_rate")
+
+    def put(self, rate: float) -> None:
+        """Sets the rate."""
+        self._rate = float(rate)
+        if self._variable is not None:
+            self._variable.assign(self._rate)
+
+    def __call__(self, step):
+        return keras.ops.convert_to_tensor(self._rate if self._variable is None else self._variable, "float32")
+
+    def get_config(self) -> dict[str, Any]:
+        return {"rate": self._rate}
+
+
+class ReduceAfterWarmup(keras.callbacks.ReduceLROnPlateau):
+    """Keras's ReduceLROnPlateau, for an optimizer whose rate rises first.
+
+    Epochs that end within the warm-up are not looked at. The optimizer's rate is a `Warmup` to an `Adjusted` one, as
+    `schedules.build("plateau", ..., warmup_steps=...)` makes it.
+
+    Args:
+        warmup_steps: updates of the warm-up.
+
+    The other arguments are Keras's.
+    """
+
+    def __init__(self, warmup_steps: int, **settings: Any):
+        super().__init__(**settings)
+        self._warmup_steps = warmup_steps
+        self.peak: float | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        adjusted = self._adjusted()
+        if not adjusted.is_built:
+            with self.model.distribute_strategy.scope():
+                adjusted.build()
+            if self.model.train_function is not None:  # it may have been traced without the variable
+                self.model.make_train_function(force=True)
+        self.peak = adjusted.rate
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._adjusted().put(self.peak)  # a checkpoint may have brought it back
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        logs = {} if logs is None else logs
+        optimizer = self.model.optimizer
+        rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        if int(keras.ops.convert_to_numpy(optimizer.iterations)) >= self._warmup_steps:
+            # Keras sets the optimizer's number; here it is the peak of a schedule, which Keras does not let be set.
+            model, stands_in = self.model, SimpleNamespace(learning_rate=self.peak)
+            self.set_model(SimpleNamespace(optimizer=stands_in, metrics=model.metrics))
+            try:
+                super().on_epoch_end(epoch, logs)
+            finally:
+                self.set_model(model)
+            self.peak = float(stands_in.learning_rate)
+            self._adjusted().put(self.peak)
+        logs["learning_rate"] = rate
+
+    def _adjusted(self) -> Adjusted:
+        schedule = rates.schedule_of(self.model.optimizer)
+        while schedule is not None and not isinstance(schedule, Adjusted):
+            schedule = getattr(schedule, "then", None)
+        if schedule is None:
+            raise InputError(
+                "The plateau's callback finds no rate to lower in the optimizer. Make both by one "
+                "`schedules.build('plateau', ..., warmup_steps=...)`: the optimizer with its `learning_rate`."
+            )
+        return schedule
