@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,15 +19,15 @@ from tfgpu import tune
 from tfgpu.errors import InputError, MachineError
 from tfgpu.recipes import recipe as recipes
 from tfgpu.tune import batches, scaling
+from tfgpu.tune.batch_search import _Child
 from tfgpu.tune.batches import BatchTry, Bounds, next_batch
-from tfgpu.tune.process import TrialProcess
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)
 SMALL = recipes.make({"model": "mlp", "model_options": {"widths": [16]}, "global_batch": 32})
-# 4,096 units a layer: a batch of 64 takes some MB, one of 32,768 half a GB a layer.
+# Of 16,384 examples, the input and each layer's outputs take 50 MB and 134 MB; the folder need not be there.
 WIDE = recipes.make(
-    {"model": "mlp", "model_options": {"widths": [4096, 4096]}, "data": "tfds:mnist", "image_size": 8, "classes": 10}
+    {"data": "photos/", "image_size": 16, "classes": 5, "model": "mlp", "model_options": {"widths": [2048, 2048]}}
 )
 
 
@@ -197,3 +198,126 @@ def test_two_batches_are_tried(tmp_path):
     assert json.loads(json.dumps(found.as_json()))["tries"][0]["batch"] == 512
     found.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def child(**changes):
+    settings = {"timeout_s": 120.0, "memory_bytes": None, "rounds": 1, "scale": "auto", **changes}
+    return _Child(SMALL, settings.pop("log"), **settings)
+
+
+def test_a_try_that_takes_too_long_does_not_fit_and_is_ended(tmp_path):
+    tried = child(log=tmp_path / "log", timeout_s=0.5).attempt(64, 1258)
+    assert not tried.fits and tried.reason == "not done after 0.5 s" and 0.5 <= tried.time_s < 30
+    assert not tries_of(psutil.Process())
+
+
+def test_a_try_that_is_killed_does_not_fit(tmp_path):
+    killer = threading.Thread(target=kill_a_try)
+    killer.start()
+    tried = child(log=tmp_path / "log").attempt(64, 1258)
+    killer.join(60)
+    assert not tried.fits and tried.reason.startswith("The process was killed by SIGKILL")
+
+
+def test_what_counts_as_a_lack_of_memory(tmp_path):
+    """Words that TensorFlow, oneDNN and the C++ library were heard to say under a limit."""
+    log = tmp_path / "log"
+    one, limited = child(log=log), child(log=log, memory_bytes=10**9)
+    abort = {"end": "failed", "reason": "The process was killed by SIGABRT.", "code": -signal.SIGABRT, "input": False}
+    log.write_text("terminate called after throwing an instance of 'dnnl::error'\n what(): could not create a primitive")
+    assert one._reason(8, abort) == "The process was killed by SIGABRT."
+    log.write_text("F0000 Check failed: x == y\n")
+    with pytest.raises(MachineError, match="A batch of 8 failed, and not for lack of memory: The process was killed"):
+        one._reason(8, abort)
+    assert "under a limit of memory" in limited._reason(8, abort)
+    said = {"end": "failed", "input": False, "reason": "UnknownError: Operation received an exception: std::bad_alloc"}
+    assert one._reason(8, said) == said["reason"]
+    with pytest.raises(InputError, match="^No such thing"):
+        one._reason(8, {"end": "failed", "input": True, "reason": "No such thing, out of memory or not."})
+    with pytest.raises(MachineError, match="ValueError"):
+        limited._reason(8, {"end": "failed", "input": False, "reason": "ValueError: shapes differ"})
+
+
+def test_a_search_that_is_killed_leaves_no_process():
+    script = "from tfgpu import tune; tune.batch_size('digits')"
+    search = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    try:
+        tries = waited(lambda: tries_of(psutil.Process(search.pid)))
+    finally:
+        search.kill()
+        search.wait(20)
+    assert waited(lambda: not any(one.is_running() and one.status() != "zombie" for one in tries))
+
+
+def waited(condition, seconds=60):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            if found := condition():
+                return found
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return None
+
+
+def tries_of(process):
+    return [one for one in process.children() if "tfgpu.tune.batch_try" in one.cmdline()]
+
+
+def kill_a_try():
+    tries = waited(lambda: tries_of(psutil.Process()))
+    os.kill(tries[0].pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_real_limit_of_memory_bounds_the_batch():
+    told = {}
+    for limit in (None, 1_500_000_000):
+        found = tune.batch_size(
+            WIDE, lowest=2048, highest=16384, granularity=2048, rounds=1, memory_limit_bytes=limit, on_try=print
+        )
+        told[limit] = found
+    free, bound = told.values()
+    assert free.largest == 16384 and free.examples is None and "How many examples" in free.notes[-1]
+    assert 2048 <= bound.largest < 16384
+    failed = [one for one in bound.tries if not one.fits]
+    assert failed and all(one.reason for one in failed)
+    assert min(one.batch for one in failed) - bound.largest <= 2048
+    with pytest.raises(MachineError, match="Not even a batch of 16384 fits"):
+        tune.batch_size(WIDE, lowest=16384, highest=16384, rounds=1, memory_limit_bytes=1_500_000_000)
+
+
+@pytest.mark.slow
+def test_a_try_that_is_killed_ends_no_search():
+    def after(one):
+        if len(told) == 0:
+            threading.Thread(target=kill_a_try, daemon=True).start()
+        told.append(one)
+
+    told = []
+    found = tune.batch_size(SMALL, lowest=256, highest=1024, granularity=256, rounds=1, on_try=after)
+    assert [(one.batch, one.fits) for one in found.tries] == [(256, True), (512, False)]
+    assert "SIGKILL" in found.tries[1].reason and found.largest == found.fastest == 256
+
+
+@pytest.mark.slow
+def test_batches_are_multiples_of_the_replicas():
+    what = recipes.make({**SMALL.model_dump(), "strategy": "mirrored", "virtual_devices": 2, "accumulate": 2})
+    found = tune.batch_size(what, lowest=9, highest=25, rounds=1)
+    assert found.replicas == 2 and [one.batch for one in found.tries] == [10, 20, 24] and found.largest == 24
+    with pytest.raises(InputError, match="`granularity` must be a multiple of the replicas.*Use 4"):
+        tune.batch_size(what, granularity=3)
+    with pytest.raises(InputError, match="between `lowest` and `highest`.*lowest=800.*accumulate=2"):
+        tune.batch_size(what, lowest=800)  # 1,258 examples make one update of 629
+
+
+@pytest.mark.slow
+def test_another_failure_is_an_error_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    (tmp_path / "odd.py").write_text("def build(**_):\n    raise RuntimeError('the seventh seal is broken')\n")
+    (tmp_path / "recipe.yaml").write_text("model: odd:build\n")
+    with pytest.raises(MachineError, match="A batch of 8 failed, and not for lack of memory: .*seventh seal"):
+        tune.batch_size(tmp_path / "recipe.yaml", allow_code=True)
+    with pytest.raises(InputError, match="Did you mean 'adam'"):
+        tune.batch_size(recipes.make({"optimizer": "adma"}))

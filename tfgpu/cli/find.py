@@ -100,7 +100,7 @@ def find_batch_size(
     recipe = _recipe(name, given(flags), allow_code=allow_code)
     limit = None if memory_limit is None else bytes_of(memory_limit)
     folder = _folder(output)
-    finder = imported("tfgpu.tune.batch_size")
+    finder = imported("tfgpu.tune.batch_search")
     try:
         with Console(stderr=True).status("looking at the recipe") as status:
             found = finder.batch_size(
@@ -118,8 +118,9 @@ def find_batch_size(
     except KeyboardInterrupt:
         complain("Interrupted. Nothing was written.")
         raise typer.Exit(130) from None
-    result = found.as_json()
+    result = _finite(found.as_json())
     if folder is not None:
+        start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
         head = f"# The fastest of {len(found.tries)} batches tried with {found.device}: {found.fastest}.\n"
         _write(folder, result, found.recipe, head, found.plot)
     if as_json:

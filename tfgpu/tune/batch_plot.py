@@ -22,14 +22,17 @@ def draw(found: Any, path: str | Path | None = None) -> Figure:
     rates = [one.examples_per_s for one in fits]
     ends = [[one.examples_per_s - one.spread[0] for one in fits], [one.spread[1] - one.examples_per_s for one in fits]]
     above.errorbar(at, rates, yerr=ends, marker="o", markersize=4, capsize=3, color="tab:blue", label="median, spread")
-    above.axvline(found.fastest, color="tab:orange", label=f"fastest {found.fastest:,}")
-    above.set(ylabel="examples/s", ylim=(0, None))
-    below.plot(at, [one.memory_bytes / 2**30 for one in fits], marker="o", markersize=4, color="tab:blue")
-    below.set(ylabel="peak memory, GiB", xlabel="global batch", ylim=(0, None))
+    above.set(ylabel="examples/s", ylim=(0, 1.08 * max(one.spread[1] for one in fits)))
+    memory = [one.memory_bytes / 1e9 for one in fits]
+    below.plot(at, memory, marker="o", markersize=4, color="tab:blue")
+    below.set(ylabel="peak memory, GB", xlabel="global batch", ylim=(0, 1.15 * max(memory)))
     for axes in (above, below):
+        axes.axvline(found.fastest, color="tab:orange", zorder=0, label=f"fastest: {found.fastest:,}")
+        if found.largest is not None and found.largest != found.fastest:
+            axes.axvline(found.largest, color="0.5", linestyle="--", zorder=0, label=f"largest: {found.largest:,}")
         for number, batch in enumerate(failed):
-            axes.axvline(batch, color="tab:red", linestyle=":", label=None if number else "does not fit")
-        axes.axvline(found.fastest, color="tab:orange")
+            label = None if number else "does not fit"
+            axes.axvline(batch, color="tab:red", linestyle=":", linewidth=1, zorder=0, label=label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     below.set_xscale("log", base=2)
