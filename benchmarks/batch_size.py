@@ -20,8 +20,11 @@ RESULTS = ROOT / "docs" / "batch-size.json"
 
 
 def table(searches: list[dict]) -> str:
-    """A row a batch: the median over searches of their medians, the slowest and the fastest round of all, as Markdown."""
-    lines = ["| batch | examples/s | lowest to highest | step, ms | peak memory, GB | fastest in |", "|---|---|---|---|---|---|"]
+    """A row a batch: the median over searches of their medians, the slowest and fastest round, as Markdown."""
+    lines = [
+        "| batch | examples/s | lowest to highest | step, ms | peak memory, GB | fastest in |",
+        "|---|---|---|---|---|---|",
+    ]
     for at, first in enumerate(searches[0]["tries"]):
         tries = [search["tries"][at] for search in searches]
         assert all(one["fits"] and one["batch"] == first["batch"] for one in tries)
@@ -29,7 +32,12 @@ def table(searches: list[dict]) -> str:
         low, high = min(one["spread"][0] for one in tries), max(one["spread"][1] for one in tries)
         memory = max(one["memory_bytes"] for one in tries) / 1e9
         chosen = sum(search["fastest"] == first["batch"] for search in searches)
-        cells = [f"{first['batch']:,}", f"{rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{first['batch'] / rate * 1e3:.1f}"]
+        cells = [
+            f"{first['batch']:,}",
+            f"{rate:,.0f}",
+            f"{low:,.0f} to {high:,.0f}",
+            f"{first['batch'] / rate * 1e3:.1f}",
+        ]
         lines.append(f"| {' | '.join(cells)} | {memory:.2f} | {chosen} of {len(searches)} |")
     return "\n".join(lines)
 
@@ -49,7 +57,9 @@ def main(
         found.append(result.as_json())
         settings = dict(result.settings)
         took = sum(one.time_s for one in result.tries)
-        print(f"search {number}: largest {result.largest}, fastest {result.fastest}, {settings}, {took:.0f} s", flush=True)
+        print(
+            f"search {number}: largest {result.largest}, fastest {result.fastest}, {settings}, {took:.0f} s", flush=True
+        )
         about = {"recipe": recipe, "rounds": rounds, "machine": facts()}
         output.write_text(json.dumps({**about, "searches": found}, indent=1) + "\n")
     print(table(found))

@@ -68,6 +68,7 @@ QUICK = (
     "tfgpu.recipes.ready",
     "tfgpu.tune",
     "tfgpu.tune.space",
+    "tfgpu.tune.batch_search",
 )
 
 FILES = sorted(PACKAGE.rglob("*.py"))

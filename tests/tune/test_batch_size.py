@@ -1,4 +1,4 @@
-"""Batches are tried for real, in processes of their own, under real limits of memory; the search itself is a function."""
+"""Batches are tried for real, in processes of their own, under real limits of memory."""
 
 import json
 import math
@@ -82,7 +82,10 @@ def test_the_largest_that_fits_is_found(replicas, low, span, base, each, memory,
     assert fits(found)
     failed = [one.batch for one in tries if not one.fits]
     assert found == highest if not failed else 0 < min(failed) - found <= bounds.step(found)
-    assert len(tried) <= 2 + math.log2(highest / lowest) + math.log2(max(2, highest / min(8 * replicas, bounds.step(1)))) + 1
+    assert (
+        len(tried)
+        <= 2 + math.log2(highest / lowest) + math.log2(max(2, highest / min(8 * replicas, bounds.step(1)))) + 1
+    )
 
 
 @given(st.lists(st.floats(1.0, 1e6), min_size=1, max_size=12), st.integers(0, 12))
@@ -120,7 +123,12 @@ def test_with_the_rate_alone_a_search_ends_where_it_stands_still():
         ({"optimizer": "sgd", "learning_rate": 0.1}, 128, "sqrt", {"learning_rate": 0.2, "warmup_epochs": 5.0}),
         ({"optimizer": "sgd", "learning_rate": 0.1}, 128, "none", {"learning_rate": 0.1}),
         ({"optimizer": "sgd", "learning_rate": 0.12345}, 32, "auto", {"learning_rate": 0.12345}),
-        ({"optimizer": "sgd", "epochs": 8, "learning_rate": 1}, 64, "auto", {"learning_rate": 2.0, "warmup_epochs": 2.0}),
+        (
+            {"optimizer": "sgd", "epochs": 8, "learning_rate": 1},
+            64,
+            "auto",
+            {"learning_rate": 2.0, "warmup_epochs": 2.0},
+        ),
         ({"optimizer": "sgd", "epochs": 1, "learning_rate": 1}, 64, "auto", {"learning_rate": 2.0}),  # 1/4, as before
         ({"warmup_epochs": 6, "learning_rate": 1e-3}, 128, "auto", {"learning_rate": 2e-3}),
         ({"schedule": "one_cycle", "learning_rate": 1e-3}, 128, "auto", {"learning_rate": 2e-3}),
@@ -139,7 +147,9 @@ def test_rates_and_warm_up_by_hand(settings, batch, scale, expected):
     assert made.model_dump() == {**base.model_dump(), **found}
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "exponential", "one_cycle", "plateau", "polynomial", "step"])
+@pytest.mark.parametrize(
+    "schedule", ["constant", "cosine", "exponential", "one_cycle", "plateau", "polynomial", "step"]
+)
 @pytest.mark.parametrize("epochs", [2, 20])
 def test_the_settings_make_a_schedule(schedule, epochs):
     from tfgpu.recipes import compiling
@@ -227,7 +237,9 @@ def test_what_counts_as_a_lack_of_memory(tmp_path):
     log = tmp_path / "log"
     one, limited = child(log=log), child(log=log, memory_bytes=10**9)
     abort = {"end": "failed", "reason": "The process was killed by SIGABRT.", "code": -signal.SIGABRT, "input": False}
-    log.write_text("terminate called after throwing an instance of 'dnnl::error'\n what(): could not create a primitive")
+    log.write_text(
+        "terminate called after throwing an instance of 'dnnl::error'\n what(): could not create a primitive"
+    )
     assert one._reason(8, abort) == "The process was killed by SIGABRT."
     log.write_text("F0000 Check failed: x == y\n")
     with pytest.raises(MachineError, match="A batch of 8 failed, and not for lack of memory: The process was killed"):
@@ -281,7 +293,9 @@ def test_a_search_without_a_fit_says_what_to_do():
 
 @pytest.mark.slow
 def test_a_real_limit_of_memory_bounds_the_batch(tmp_path):
-    found = tune.batch_size(LARGE, lowest=64, highest=1024, granularity=1024, rounds=1, memory_limit_bytes=2_400_000_000)
+    found = tune.batch_size(
+        LARGE, lowest=64, highest=1024, granularity=1024, rounds=1, memory_limit_bytes=2_400_000_000
+    )
     assert found.tries[0].fits and not found.tries[-1].fits and found.largest == found.tries[-1].batch // 2
     assert found.tries[-1].reason and found.examples is None and "How many examples" in found.notes[-1]
     free = child(LARGE, log=tmp_path / "log").attempt(found.tries[-1].batch, None)

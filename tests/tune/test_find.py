@@ -59,12 +59,18 @@ def test_wrong_words_are_refused_at_once(words, expected, tmp_path, monkeypatch,
 def test_the_table_fits_a_terminal_of_80_columns(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     tries = [
-        BatchTry(8192, True, 123456.7, (119000.2, 1234567.8), 0.0663, {"host_peak_bytes": 9, "gpu0_peak_bytes": 71 << 30}),
-        BatchTry(16384, True, 123456.7, (119000.2, 1234567.8), 12.7, {"host_peak_bytes": 9, "gpu0_peak_bytes": 75 << 30}),
+        BatchTry(
+            8192, True, 123456.7, (119000.2, 1234567.8), 0.0663, {"host_peak_bytes": 9, "gpu0_peak_bytes": 71 << 30}
+        ),
+        BatchTry(
+            16384, True, 123456.7, (119000.2, 1234567.8), 12.7, {"host_peak_bytes": 9, "gpu0_peak_bytes": 75 << 30}
+        ),
         BatchTry(32768, False, reason="Out of memory for a tensor of shape [32768, 1024], on GPU:0."),
     ]
     settings = {"global_batch": 16384, "learning_rate": 0.0042, "warmup_epochs": 5.0}
-    found = BatchSizes(tuple(tries), 16384, 16384, settings, recipes.make(settings), 8, 10**6, "NVIDIA H100", ("A note.",))
+    found = BatchSizes(
+        tuple(tries), 16384, 16384, settings, recipes.make(settings), 8, 10**6, "NVIDIA H100", ("A note.",)
+    )
     from rich.console import Console
 
     console = Console(width=80, highlight=False)
@@ -87,7 +93,10 @@ def test_a_batch_size_is_found_and_its_recipe_trains(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 80
     folder = tmp_path / "a/found"
     assert sorted(path.name for path in folder.iterdir()) == ["plot.png", "recipe.yaml", "result.json"]
-    result, made = json.loads((folder / "result.json").read_text()), yaml.safe_load((folder / "recipe.yaml").read_text())
+    result, made = (
+        json.loads((folder / "result.json").read_text()),
+        yaml.safe_load((folder / "recipe.yaml").read_text()),
+    )
     assert [one["batch"] for one in result["tries"]] == [200, 400]
     assert {name: made[name] for name in result["settings"]} == result["settings"]
     assert made["warmup_epochs"] == 2.0 and made["model_options"] == {"widths": [16]}

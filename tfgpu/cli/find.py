@@ -175,7 +175,9 @@ def find_learning_rate(
     if as_json:
         print(json.dumps(_finite(result), indent=2))
     else:
-        console.print(f"{len(tested.rates)} steps, from {tested.rates[0]:.1e} to {tested.rates[-1]:.1e}. {tested.reason}")
+        console.print(
+            f"{len(tested.rates)} steps, from {tested.rates[0]:.1e} to {tested.rates[-1]:.1e}. {tested.reason}"
+        )
         _show_settings(console, settings, folder)
     if not settings:
         raise typer.Exit(1)

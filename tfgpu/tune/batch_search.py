@@ -92,12 +92,12 @@ def batch_size(
     allow_code: bool = False,
     on_try: Callable[[BatchTry], None] | None = None,
 ) -> BatchSizes:
-    """Trains a recipe for some steps with one batch after the other: which fit, and how many examples a second each has.
+    """Trains a recipe for some steps with one batch after the other: which fit, and the rate of each.
 
     Each try is a process of its own, with the recipe's model, strategy, precision and optimizer, so that a lack of
-    memory, or a kill, ends the try and not the search. Batches double from `lowest` to `highest`; once one does not fit,
-    the largest that does is looked for between the two. A batch does not fit where memory runs out, the process is
-    killed by SIGKILL (as the system does where memory is used up), or it is not done after `timeout_s`.
+    memory, or a kill, ends the try and not the search. Batches double from `lowest` to `highest`; once one does not
+    fit, the largest that does is looked for between the two. A batch does not fit where memory runs out, the process
+    is killed by SIGKILL (as the system does where memory is used up), or it is not done after `timeout_s`.
 
     One batch is given again and again, so that the input limits nothing: made-up examples where the recipe says what
     they are like (as `tfgpu train --dry-run`), else of its data.
@@ -156,9 +156,7 @@ def batch_size(
 class _Child:
     """The processes of a search, one at a time, each ended before this returns."""
 
-    def __init__(
-        self, base: Recipe, log: Path, timeout_s: float, memory_bytes: int | None, rounds: int, scale: str
-    ):
+    def __init__(self, base: Recipe, log: Path, timeout_s: float, memory_bytes: int | None, rounds: int, scale: str):
         self._base, self._log, self._timeout_s = base, log, timeout_s
         self._memory_bytes, self._rounds, self._scale = memory_bytes, rounds, scale
         self.refused: dict[int, str] = {}
@@ -272,12 +270,16 @@ def _result(
     found = scaling.settings(base, fastest, scale=scale)
     notes = []
     if wants_largest and all(one.fits for one in tries):
-        why = "" if about["examples"] is None or bounds.highest < about["examples"] // base.accumulate else (
-            f", and there are no more than {about['examples']:,} examples to train on"
+        why = (
+            ""
+            if about["examples"] is None or bounds.highest < about["examples"] // base.accumulate
+            else (f", and there are no more than {about['examples']:,} examples to train on")
         )
         notes.append(f"All batches fit up to {bounds.highest:,}, the highest that was tried{why}.")
     if about["examples"] is None:
-        notes.append(f"How many examples there are to train on is not known; batches may exceed them. {about['missing']}")
+        notes.append(
+            f"How many examples there are to train on is not known; batches may exceed them. {about['missing']}"
+        )
     if not about["made_up"]:
         notes.append("Examples are the recipe's own, one batch again and again.")
     if fastest in refused:

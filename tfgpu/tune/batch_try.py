@@ -18,7 +18,8 @@ from tfgpu.recipes.recipe import Recipe
 from tfgpu.tune.trial import Line, serve
 
 _ROUND_S = 0.5
-_MOST_STEPS = 1000
+_GUESSES = 3
+_MOST_UPDATES = 10_000
 
 
 def run(task: Mapping[str, Any], line: Line) -> dict[str, Any]:
@@ -96,14 +97,22 @@ def measure(what: Recipe, rounds: int) -> dict[str, Any]:
     with runner.prepare(what):
         made, source = what, None
         if known is not None:
-            made = what.model_copy(update={"cache": "auto", "cache_directory": None, "image_size": None, "length": None})
+            made = what.model_copy(
+                update={"cache": "auto", "cache_directory": None, "image_size": None, "length": None}
+            )
             source = dry.made_up(known, what.global_batch, what.accumulate)
         job = runner.build(made, cluster, source=source)
         batch = job.data.train.take(1).cache().repeat()
-        # Traces, and runs what a run does too between epochs; the second epoch says how long a step takes.
-        warm = _train(job, batch, what.accumulate, 2, validation=job.data.validation.take(1))
-        updates = math.ceil(_ROUND_S * (what.accumulate / max(warm[-1], 1e-9)) / what.accumulate)
-        steps = max(1, min(updates, _MOST_STEPS // what.accumulate)) * what.accumulate
+        assert job.data.validation is not None  # The runner has checked it.
+        steps = what.accumulate
+        # Traces, and validates as a run does between epochs; the second epoch says how long a step takes.
+        seconds = _train(job, batch, steps, 2, validation=job.data.validation.take(1))[-1]
+        for _ in range(_GUESSES):  # The start of an epoch takes as long as many short steps.
+            if seconds >= _ROUND_S / 2:
+                break
+            updates = math.ceil(steps / what.accumulate * _ROUND_S / seconds)
+            steps = min(updates, _MOST_UPDATES) * what.accumulate
+            seconds = _train(job, batch, steps, 1)[0]
         times = _train(job, batch, steps, rounds + 1)[1:]
         rates = [steps * what.global_batch / seconds for seconds in times]
         return {

@@ -73,7 +73,7 @@ class Bounds:
 
 
 def next_batch(tries: Sequence[BatchTry], bounds: Bounds, *, largest: bool = True) -> int | None:
-    """The batch to try next: twice the last while they fit; then between the largest that fits and the one that does not.
+    """The batch to try next: twice the last while they fit, then between one that fits and one that does not.
 
     Args:
         tries: those that there were.

@@ -1,8 +1,8 @@
 """What becomes of a recipe's learning rate and warm-up with another batch. No TensorFlow here.
 
 Rules of thumb: the linear one for SGD (Goyal et al., 2017, arXiv:1706.02677), the square root for Adam and its kin
-(Krizhevsky, 2014, arXiv:1404.5997; Malladi et al., 2022, arXiv:2205.10330, who scale the betas and epsilon too, which is
-not done here). Both hold while steps are small; they fail for batches of a large part of the data.
+(Krizhevsky, 2014, arXiv:1404.5997; Malladi et al., 2022, arXiv:2205.10330, who scale the betas and epsilon too, which
+is not done here). Both hold while steps are small; they fail for batches of a large part of the data.
 """
 
 from typing import Any
