@@ -218,6 +218,14 @@ def child(what=SMALL, **changes):
     return _Child(what, settings.pop("log"), **settings)
 
 
+def test_a_batch_is_tried(tmp_path):
+    tried = child(log=tmp_path / "log", rounds=3).attempt(512, 1258)
+    assert tried.fits and tried.batch == 512 and not tried.reason
+    assert 0 < tried.spread[0] <= tried.examples_per_s <= tried.spread[1]
+    assert tried.step_s == pytest.approx(512 / tried.examples_per_s)
+    assert 2**28 < tried.memory_bytes < 2**33
+
+
 def test_a_try_that_takes_too_long_does_not_fit_and_is_ended(tmp_path):
     tried = child(log=tmp_path / "log", timeout_s=0.5).attempt(64, 1258)
     assert not tried.fits and tried.reason == "not done after 0.5 s" and 0.5 <= tried.time_s < 30

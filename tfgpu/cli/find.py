@@ -27,7 +27,7 @@ _ALL = {
     "name": (str | None, None, [], "RECIPE", "A ready recipe or a YAML file; flags win over it."),
     "output": (
         *(Path | None, None, ["--output", "-o"], "DIR"),
-        "A folder for plot.png, result.json and recipe.yaml, which `tfgpu train --config` takes.",
+        "A folder for plot.png, result.json and recipe.yaml, for tfgpu train --config.",
     ),
     "as_json": (bool, False, ["--json"], None, "Print the result as JSON."),
     "allow_code": (

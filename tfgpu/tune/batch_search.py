@@ -26,7 +26,7 @@ _HIGHEST = 1 << 16
 _CHILD = "tfgpu.tune.batch_try"
 _LOOK_S = 0.5
 _NO_MEMORY = re.compile(
-    r"out of memory|\bOOM\b|RESOURCE_EXHAUSTED|ALLOC_FAILED|bad_alloc|MemoryError|[Cc]annot allocate memory|"
+    r"out of memory|\bOOM\b|RESOURCE_EXHAUSTED|ALLOC_FAILED|bad_alloc|MemoryError|[Ff]ailed to allocate|[Cc]annot allocate memory|"
     r"could not create a (primitive|memory)|can't start new thread"
 )
 _FATAL = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
