@@ -54,7 +54,7 @@ def test_code_of_others_is_python(page):
 SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # The command, what it is given, and nothing of what the shell does with it.
 CALL = re.compile(r"^(?:\w+=\S+ )*tfgpu ([^|&>#\n]+)", re.MULTILINE)
-GROUPS = ("bench", "data")
+GROUPS = ("bench", "data", "find")
 
 
 def calls():

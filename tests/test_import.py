@@ -72,6 +72,7 @@ QUICK = (
     "tfgpu.recipes.ready",
     "tfgpu.tune",
     "tfgpu.tune.space",
+    "tfgpu.tune.batch_search",
 )
 
 FILES = sorted(PACKAGE.rglob("*.py"))

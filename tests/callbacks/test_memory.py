@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import psutil
@@ -16,6 +19,13 @@ def test_the_peak_covers_what_was_held_and_let_go():
     resident = psutil.Process().memory_info().rss
     del held
     assert peaks()["host_peak_bytes"] > 0.99 * resident > 2**27  # the kernel counts in batches of pages
+
+
+def test_a_small_process_of_a_large_one_counts_its_own():
+    held = np.ones(2**27)  # 1 GiB
+    script = "from tfgpu.callbacks.memory import peaks; print(peaks()['host_peak_bytes'])"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert 2**27 < int(told.stdout) < held.nbytes
 
 
 def test_every_epoch_has_it_in_the_logs_and_the_table(tmp_path):

@@ -56,6 +56,7 @@ def test_a_recipe_s_functions_are_not_called(line, tmp_path):
     (tmp_path / "evil.py").write_text(EVIL)
     (tmp_path / "recipe.yaml").write_text(line)
     commands = ["train", "recipe.yaml"], ["train", "-c", "recipe.yaml", "--dry-run"], ["profile", "recipe.yaml"], STUDY
+    commands += ["find", "batch-size", "recipe.yaml"], ["find", "learning-rate", "recipe.yaml"]
     for words in commands:
         done = tfgpu(*words, cwd=tmp_path)
         assert done.returncode == 2 and "names code to be run" in done.stderr and "--allow-code" in done.stderr

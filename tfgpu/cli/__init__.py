@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tfgpu.cli import bench, compare, data, doctor, export, kernel, launch, plan, profile, run, top, train, tune
+from tfgpu.cli import bench, compare, data, doctor, export, find, kernel, launch, plan, profile, run, top, train, tune
 from tfgpu.cli.start import complain, debugging
 from tfgpu.errors import InputError, MachineError
 
@@ -87,6 +87,7 @@ app.add_typer(plan.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(profile.app)
 app.add_typer(tune.app)
+app.add_typer(find.app, name="find")
 app.add_typer(export.app)
 app.add_typer(compare.app)
 app.add_typer(kernel.app)

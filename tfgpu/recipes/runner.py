@@ -202,13 +202,10 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
     Raises:
         InputError: something in the recipe cannot work.
     """
-    chosen = what.devices
-    if what.virtual_devices and chosen is None and what.strategy != "one_device":
-        chosen = tuple(f"CPU:{number}" for number in range(what.virtual_devices))
     # The strategy comes first: workers must meet before anything else starts TensorFlow's devices.
     if cluster.is_multi_worker and what.strategy in ("auto", "multi_worker"):
         preflight.join(cluster, facts={**of_settings(what.model_dump()), "script": "tfgpu train"})
-    strategy = strategies.strategy(what.strategy, chosen, cluster=cluster)
+    strategy = strategy_of(what, cluster)
     replicas = strategy.num_replicas_in_sync
     if what.global_batch < replicas:
         raise InputError(
@@ -231,6 +228,18 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
         compiling.compile_model(model, what, learning_rate=schedule.learning_rate, labels=data.info.labels)
     trainer = Trainer(model) if what.path == "loop" else model
     return Job(what, cluster, strategy, data, model, schedule.callbacks, endings.callbacks(what, data), trainer)
+
+
+def strategy_of(what: Recipe, cluster: Cluster) -> tf.distribute.Strategy:
+    """Makes the strategy that a recipe asks for.
+
+    Raises:
+        InputError: there are no such devices.
+    """
+    chosen = what.devices
+    if what.virtual_devices and chosen is None and what.strategy != "one_device":
+        chosen = tuple(f"CPU:{number}" for number in range(what.virtual_devices))
+    return strategies.strategy(what.strategy, chosen, cluster=cluster)
 
 
 def open_data(what: Recipe, cluster: Cluster, *, source=None) -> Data:

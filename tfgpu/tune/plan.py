@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tfgpu.errors import InputError
-from tfgpu.recipes import reading
+from tfgpu.recipes import reading, ready
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.trust import refuse_code, refuse_code_searched
@@ -57,6 +57,19 @@ class Plan:
             **{name: getattr(self, name) for name in _DEFAULTS},
             "recipe": self.recipe.model_dump(mode="json"),
         }
+
+
+def recipe_of(given: Recipe | str | Path | None, allow_code: bool) -> Recipe | None:
+    """A recipe as users name it: itself, a file, or a ready one's name; None stays None.
+
+    Raises:
+        InputError: there is none, it is wrong, or it names code to be run.
+    """
+    if given is None or isinstance(given, Recipe):
+        return given
+    settings = ready.read(str(given))
+    refuse_code(settings, str(given), allow=allow_code)
+    return recipes.make(settings, source=str(given))
 
 
 def settled(

@@ -23,15 +23,22 @@ class TrialProcess:
         task: the recipe, the run directory, whether to resume it, what is minimised.
         log: the file for what it prints.
         environment: variables besides this process's own.
+        module: what runs in it, which answers by `trial.serve`.
     """
 
-    def __init__(self, task: Mapping[str, Any], log: str, environment: Mapping[str, str]):
+    def __init__(
+        self,
+        task: Mapping[str, Any],
+        log: str,
+        environment: Mapping[str, str],
+        module: str = "tfgpu.tune.trial",
+    ):
         self._end, inner = multiprocessing.Pipe()
         self._log = log
         try:
             with open(log, "ab") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "tfgpu.tune.trial", str(inner.fileno())],
+                    [sys.executable, "-m", module, str(inner.fileno())],
                     env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **environment},
                     pass_fds=[inner.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -41,7 +48,11 @@ class TrialProcess:
                 )
         finally:
             inner.close()
-        self._end.send_bytes(json.dumps(task).encode())
+        self.pid = self._process.pid
+        try:
+            self._end.send_bytes(json.dumps(task).encode())
+        except OSError:  # It has died; `news` will say how.
+            pass
 
     def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
         """What it has told since the last call; the last message has the key "end", however the process ended.
@@ -55,7 +66,7 @@ class TrialProcess:
                 found.append(json.loads(self._end.recv_bytes()))
             except (EOFError, OSError):
                 code = self._process.wait(_STOP_S)
-                return [*found, {"end": "failed", "reason": describe(code, self._log), "input": False}]
+                return [*found, {"end": "failed", "reason": describe(code, self._log), "input": False, "code": code}]
         return found
 
     def answer(self, prune: bool) -> None:

@@ -12,13 +12,12 @@ from typing import Any
 import yaml
 
 from tfgpu.errors import InputError, MachineError, unknown
-from tfgpu.recipes import directory, ready
+from tfgpu.recipes import directory
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
-from tfgpu.recipes.trust import refuse_code
 from tfgpu.tune import journal, process, space
 from tfgpu.tune.journal import PRUNERS, SAMPLERS, Journal
-from tfgpu.tune.plan import Plan, claimed, settled
+from tfgpu.tune.plan import Plan, claimed, recipe_of, settled
 from tfgpu.tune.results import StudyResult, TrialResult, best_of
 
 __all__ = ["StudyResult", "TrialResult", "study"]
@@ -90,7 +89,7 @@ def study(
             raise unknown(name, value, known)
     journal.optuna()
     given = {"sampler": sampler, "pruner": pruner, "monitor": monitor, "seed": seed}
-    base = _recipe(recipe, allow_code)
+    base = recipe_of(recipe, allow_code)
     plan = settled(Path(folder), base, search, given, resume=resume, allow_code=allow_code)
     _check(plan, parallel)
     where = process.places(parallel, use_ray=use_ray)
@@ -267,14 +266,6 @@ def _result(trial: Any, searched: space.Space) -> TrialResult:
         reason=attributes.get("reason", ""),
         time_s=attributes.get("time_s", 0.0),
     )
-
-
-def _recipe(given: Recipe | str | Path | None, allow_code: bool) -> Recipe | None:
-    if given is None or isinstance(given, Recipe):
-        return given
-    settings = ready.read(str(given))
-    refuse_code(settings, str(given), allow=allow_code)
-    return recipes.make(settings, source=str(given))
 
 
 def _check(plan: Plan, parallel: int) -> None:

@@ -10,7 +10,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -84,10 +84,20 @@ def last_of(rows: Sequence[Mapping[str, float]], what: Any, monitor: str) -> Map
 
 def main(number: int) -> None:
     """Trains what the study sends, and tells how it ended."""
+    serve(number, _run)
+
+
+def serve(number: int, work: Callable[[Mapping[str, Any], Line], Mapping[str, Any]]) -> None:
+    """Does one task that comes over the socket, and tells its result, or how it failed.
+
+    Args:
+        number: the socket's.
+        work: from the task to the last message, which has the key "end".
+    """
     line = Line(Connection(number))
     task = line.receive()
     try:
-        line.send(_run(task, line))
+        line.send(work(task, line))
     except Exception as error:
         line.send(_failure(error))
         raise

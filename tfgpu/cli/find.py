@@ -1,0 +1,258 @@
+"""`tfgpu find`: a recipe's batch size and learning rate, by trying for a minute."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from tfgpu.cli.flags import given, with_settings
+from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
+from tfgpu.errors import InputError
+from tfgpu.parallel.planning.hardware import bytes_of, shown
+from tfgpu.recipes import ready
+from tfgpu.recipes import recipe as recipes
+from tfgpu.recipes.trust import refuse_code
+
+app = typer.Typer(
+    help="Find a recipe's batch size or learning rate by trying, for a minute or some.",
+    no_args_is_help=True,
+)
+PLOT, RESULT, RECIPE = "plot.png", "result.json", "recipe.yaml"
+_ALL = {
+    "name": (str | None, None, [], "RECIPE", "A ready recipe or a YAML file; flags win over it."),
+    "output": (
+        *(Path | None, None, ["--output", "-o"], "DIR"),
+        "A folder for plot.png, result.json and recipe.yaml, for tfgpu train --config.",
+    ),
+    "as_json": (bool, False, ["--json"], None, "Print the result as JSON."),
+    "allow_code": (
+        *(bool, False, ["--allow-code"], None),
+        "Let the file name a function to be called (module:function), as flags may.",
+    ),
+    "debug": (bool, False, ["--debug"], None, "Show a traceback when it fails (also TFGPU_DEBUG=1)."),
+}
+BATCH = {
+    **_ALL,
+    "lowest": (int | None, None, ["--lowest"], "INTEGER", "The first batch to try [8 a replica]."),
+    "highest": (int | None, None, ["--highest"], "INTEGER", "The last one [the training examples]."),
+    "granularity": (
+        *(int | None, None, ["--granularity"], "INTEGER"),
+        "How near the largest that fits is to one that does not [a sixteenth of it].",
+    ),
+    "rate_only": (
+        *(bool, False, ["--rate-only"], None),
+        "Stop where a larger batch is no faster, without the largest that fits.",
+    ),
+    "scale": (
+        *(str, "auto", ["--scale"], "NAME"),
+        "How the learning rate follows the batch: linear, sqrt, none; auto: linear for sgd, momentum, lars, else sqrt "
+        "[auto].",
+    ),
+    "rounds": (int, 5, ["--rounds"], "INTEGER", "Measurements of each batch, of half a second [5]."),
+    "memory_limit": (
+        *(str | None, None, ["--memory-limit"], "SIZE"),
+        "Of each GPU, such as 16GB; without GPUs of what the process reserves [none].",
+    ),
+    "timeout": (float, 600.0, ["--timeout"], "SECONDS", "A batch that takes longer does not fit [600]."),
+}
+RATE = {
+    **_ALL,
+    "lowest": (float, 1e-6, ["--lowest"], "NUMBER", "The rate of the first step [1e-6]."),
+    "highest": (float, 1.0, ["--highest"], "NUMBER", "The rate of the last step [1]."),
+    "steps": (int, 200, ["--steps"], "INTEGER", "How many steps, at least 20 [200]."),
+}
+
+
+@app.command(
+    "batch-size",
+    help="Train some steps with one batch after the other: which fit, and how many examples a second each has.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu find batch-size digits\n\n"
+        "tfgpu find batch-size cifar10 --lowest 64 --highest 4096 --output found/cifar10\n\n"
+        "tfgpu find batch-size imagenet --rate-only --memory-limit 16GB --precision mixed_bfloat16\n\n"
+        "tfgpu train --config found/cifar10/recipe.yaml"
+    ),
+)
+@with_settings(BATCH)
+def find_batch_size(
+    *,
+    name: str | None,
+    output: Path | None,
+    as_json: bool,
+    allow_code: bool,
+    debug: bool,
+    lowest: int | None,
+    highest: int | None,
+    granularity: int | None,
+    rate_only: bool,
+    scale: str,
+    rounds: int,
+    memory_limit: str | None,
+    timeout: float,
+    **flags: Any,
+) -> None:
+    recipe = _recipe(name, given(flags), allow_code=allow_code)
+    limit = None if memory_limit is None else bytes_of(memory_limit)
+    folder = _folder(output)
+    finder = imported("tfgpu.tune.batch_search")
+    try:
+        with Console(stderr=True).status("looking at the recipe") as status:
+            found = finder.batch_size(
+                recipe,
+                lowest=lowest,
+                highest=highest,
+                granularity=granularity,
+                largest=not rate_only,
+                scale=scale,
+                rounds=rounds,
+                memory_limit_bytes=limit,
+                timeout_s=timeout,
+                on_try=lambda one: status.update(f"a batch of {one.batch:,} {'fits' if one.fits else 'does not fit'}"),
+            )
+    except KeyboardInterrupt:
+        complain("Interrupted. Nothing was written.")
+        raise typer.Exit(130) from None
+    result = _finite(found.as_json())
+    if folder is not None:
+        start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
+        head = f"# The fastest of {len(found.tries)} batches tried with {found.device}: {found.fastest}.\n"
+        _write(folder, result, found.recipe, head, found.plot)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    console = Console(highlight=False)
+    _show_batches(console, found)
+    _show_settings(console, found.settings, folder)
+
+
+@app.command(
+    "learning-rate",
+    help="Train some steps while the learning rate rises, and say where the loss falls. The model is thrown away.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu find learning-rate digits\n\n"
+        "tfgpu find learning-rate digits --optimizer momentum --steps 400 --output found/rate\n\n"
+        "tfgpu train --config found/rate/recipe.yaml"
+    ),
+)
+@with_settings(RATE)
+def find_learning_rate(
+    *,
+    name: str | None,
+    output: Path | None,
+    as_json: bool,
+    allow_code: bool,
+    debug: bool,
+    lowest: float,
+    highest: float,
+    steps: int,
+    **flags: Any,
+) -> None:
+    recipe = _recipe(name, given(flags), allow_code=allow_code)
+    recipes.check(recipe)
+    folder = _folder(output)
+    try:
+        with Console(stderr=True).status("starting TensorFlow"):
+            start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
+            finder = imported("tfgpu.tune.recipe_rate")
+        with Console(stderr=True).status("training while the rate rises"):
+            tested = finder.of_recipe(recipe, lowest=lowest, highest=highest, steps=steps)
+    except KeyboardInterrupt:
+        complain("Interrupted. Nothing was written.")
+        raise typer.Exit(130) from None
+    settings = {} if tested.suggestion is None else {"learning_rate": float(f"{tested.suggestion:.3g}")}
+    result = {**vars(tested), "settings": settings}
+    if folder is not None:
+        made = recipes.make({**recipe.model_dump(mode="json"), **settings}) if settings else None
+        _write(folder, result, made, f"# The range test's learning rate: {tested.reason}\n", tested.plot)
+    console = Console(highlight=False)
+    if as_json:
+        print(json.dumps(_finite(result), indent=2))
+    else:
+        console.print(
+            f"{len(tested.rates)} steps, from {tested.rates[0]:.1e} to {tested.rates[-1]:.1e}. {tested.reason}"
+        )
+        _show_settings(console, settings, folder)
+    if not settings:
+        raise typer.Exit(1)
+
+
+def _recipe(name: str | None, flags: Mapping[str, Any], *, allow_code: bool) -> recipes.Recipe:
+    settings = ready.read(name) if name is not None else {}
+    refuse_code(settings, str(name), allow=allow_code, given=flags)
+    return recipes.make({**settings, **flags}, source=str(ready.path(name)) if name is not None else None)
+
+
+def _folder(output: Path | None) -> Path | None:
+    """The folder to write, which is made when there is something to write."""
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InputError(f"--output must be a new or an empty folder. Received: {str(output)!r}. Give another one.")
+    return output
+
+
+def _write(folder: Path, result: Mapping[str, Any], recipe: recipes.Recipe | None, head: str, plot: Any) -> None:
+    from tfgpu.callbacks.files import replace_text
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".{PLOT}"
+        plot(beside.with_suffix(".part.png"))
+        beside.with_suffix(".part.png").replace(folder / PLOT)
+        replace_text(folder / RESULT, json.dumps(_finite(result), indent=2) + "\n")
+        if recipe is not None:
+            text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+            replace_text(folder / RECIPE, head + text)
+    except OSError as error:
+        raise InputError(f"Cannot write in {str(folder)!r}: {error.strerror}. Give another folder.") from error
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: None stands for it."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _show_batches(console: Console, found: Any) -> None:
+    on = "a GPU's" if any(name.startswith("gpu") for one in found.tries for name in one.peaks) else "the process's"
+    replicas = f"{found.replicas} replicas" if found.replicas > 1 else "one device"
+    console.print(f"{found.recipe.model} on {found.recipe.data}: {replicas}, {found.device}", markup=False)
+    console.print()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("batch", "examples/s", "spread", "step", "memory"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for one in sorted(found.tries, key=lambda one: one.batch):
+        marks = [word for word, at in (("fastest", found.fastest), ("largest", found.largest)) if at == one.batch]
+        if not one.fits:
+            table.add_row(f"{one.batch:,}", "-", "", "", "", "does not fit")
+            continue
+        spread = "-".join(f"{end:,.0f}" for end in one.spread)
+        memory = "" if one.memory_bytes is None else shown(one.memory_bytes)
+        step = f"{one.step_s * 1e3:,.3g} ms" if one.step_s < 1 else f"{one.step_s:,.3g} s"
+        table.add_row(f"{one.batch:,}", f"{one.examples_per_s:,.0f}", spread, step, memory, ", ".join(marks))
+    console.print(table)
+    console.print()
+    console.print(f"Memory is {on} peak. Fastest: the smallest batch within 5 % of the best rate.", markup=False)
+    for one in found.tries:
+        if not one.fits:
+            console.print(f"{one.batch:,}: {one.reason}", markup=False)
+    for note in found.notes:
+        console.print(note, markup=False)
+
+
+def _show_settings(console: Console, settings: Mapping[str, Any], folder: Path | None) -> None:
+    if settings:
+        flags = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in settings.items())
+        console.print(f"Settings: {flags}", markup=False, soft_wrap=True)
+    if folder is not None:
+        wrote = f"tfgpu train --config {folder / RECIPE}" if settings else str(folder / PLOT)
+        console.print(f"{wrote}", markup=False, soft_wrap=True)

@@ -1,0 +1,137 @@
+"""Which batch is tried next, and what the tries come to: functions of the tries, without TensorFlow."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+WITHIN = 0.05
+"""A batch is as fast as the fastest if it is slower by this share at most; a rate that rises by less stands still."""
+_DOUBLINGS = 2
+_PART = 16
+_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class BatchTry:
+    """One batch that was tried.
+
+    Attributes:
+        batch: examples of a step, over all replicas together.
+        fits: whether it could be trained.
+        examples_per_s: median over the rounds of steps; None where it does not fit.
+        spread: the slowest and the fastest round, in examples a second.
+        step_s: seconds of a step, at the median rate.
+        peaks: peaks of memory in bytes, as `tfgpu.callbacks.Memory` names them.
+        reason: why it does not fit.
+        time_s: how long the try took, the start of its process included.
+    """
+
+    batch: int
+    fits: bool
+    examples_per_s: float | None = None
+    spread: tuple[float, float] | None = None
+    step_s: float | None = None
+    peaks: Mapping[str, int] = field(default_factory=dict)
+    reason: str = ""
+    time_s: float = 0.0
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The peak of the GPU that needs most; without GPUs, the process's.
+
+        Example:
+            >>> BatchTry(8, True, peaks={"host_peak_bytes": 9, "gpu0_peak_bytes": 5, "gpu1_peak_bytes": 6}).memory_bytes
+            6
+        """
+        on_gpus = [size for name, size in self.peaks.items() if name.startswith("gpu")]
+        return max(on_gpus, default=self.peaks.get("host_peak_bytes"))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where batches may lie.
+
+    Attributes:
+        lowest, highest: the first and the largest to try, multiples of the replicas.
+        replicas: how many share a batch.
+        granularity: how near the largest that fits is to the smallest that does not, in examples; None: a sixteenth of
+            it, or 8 a replica where that is more.
+    """
+
+    lowest: int
+    highest: int
+    replicas: int = 1
+    granularity: int | None = None
+
+    def step(self, fitting: int) -> int:
+        """How near is near enough.
+
+        Example:
+            >>> Bounds(8, 4096).step(64), Bounds(8, 4096).step(1024), Bounds(8, 4096, granularity=16).step(1024)
+            (8, 64, 16)
+        """
+        return self.granularity or max(_MULTIPLE * self.replicas, fitting // _PART)
+
+
+def next_batch(tries: Sequence[BatchTry], bounds: Bounds, *, largest: bool = True) -> int | None:
+    """The batch to try next: twice the last while they fit, then between one that fits and one that does not.
+
+    Args:
+        tries: those that there were.
+        bounds: where batches may lie.
+        largest: look for the largest that fits. False: end where the rate stands still, or a batch does not fit.
+
+    Returns:
+        A multiple of the replicas; None where the search is over.
+
+    Example:
+        >>> fits = [BatchTry(32, True, 100.0), BatchTry(64, True, 150.0)]
+        >>> next_batch(fits, Bounds(32, 4096)), next_batch([*fits, BatchTry(128, False)], Bounds(32, 4096))
+        (128, 96)
+    """
+    if not tries:
+        return bounds.lowest
+    failed = min((one.batch for one in tries if not one.fits), default=None)
+    fitting = max((one.batch for one in tries if one.fits), default=None)
+    if fitting is None:
+        return None
+    if failed is None:
+        is_over = fitting >= bounds.highest or (not largest and stands_still(tries))
+        return None if is_over else min(2 * fitting, bounds.highest)
+    if not largest or failed - fitting <= bounds.step(fitting):
+        return None
+    multiple = bounds.granularity or _MULTIPLE * bounds.replicas
+    middle = (fitting + failed) // 2 // multiple * multiple
+    return middle if middle > fitting else (fitting // multiple + 1) * multiple
+
+
+def stands_still(tries: Sequence[BatchTry]) -> bool:
+    """Whether the last two doublings have brought less than 5 % together.
+
+    Example:
+        >>> stands_still([BatchTry(8, True, 100.0), BatchTry(16, True, 104.0), BatchTry(32, True, 101.0)])
+        True
+    """
+    rates = [one.examples_per_s or 0.0 for one in sorted(tries, key=lambda one: one.batch) if one.fits]
+    return len(rates) > _DOUBLINGS and max(rates[-_DOUBLINGS:]) <= (1 + WITHIN) * max(rates[:-_DOUBLINGS])
+
+
+def fastest(tries: Sequence[BatchTry]) -> int | None:
+    """The smallest batch whose rate is within 5 % of the best: a larger one costs memory and updates for nothing.
+
+    Example:
+        >>> fastest([BatchTry(8, True, 100.0), BatchTry(16, True, 192.0), BatchTry(32, True, 200.0)])
+        16
+    """
+    rates = {one.batch: one.examples_per_s for one in tries if one.fits and one.examples_per_s}
+    best = max(rates.values(), default=0.0)
+    return min((batch for batch, rate in rates.items() if rate >= (1 - WITHIN) * best), default=None)
+
+
+def largest(tries: Sequence[BatchTry]) -> int | None:
+    """The largest batch that fits.
+
+    Example:
+        >>> largest([BatchTry(8, True, 100.0), BatchTry(16, True, 90.0), BatchTry(32, False)])
+        16
+    """
+    return max((one.batch for one in tries if one.fits), default=None)

@@ -1,0 +1,88 @@
+"""What becomes of a recipe's learning rate and warm-up with another batch. No TensorFlow here.
+
+Rules of thumb: the linear one for SGD (Goyal et al., 2017, arXiv:1706.02677), the square root for Adam and its kin
+(Krizhevsky, 2014, arXiv:1404.5997; Malladi et al., 2022, arXiv:2205.10330, who scale the betas and epsilon too, which
+is not done here). Both hold while steps are small; they fail for batches of a large part of the data.
+"""
+
+from typing import Any
+
+from tfgpu.errors import InputError, unknown
+from tfgpu.recipes import recipe as recipes
+from tfgpu.recipes.recipe import Recipe
+
+RULES = ("auto", "linear", "sqrt", "none")
+_LINEAR = ("sgd", "momentum", "lars")
+_WARMUP_EPOCHS = 5.0
+_OWN_RISE = ("one_cycle",)
+
+
+def rule_of(optimizer: str) -> str:
+    """The rule for an optimizer: "linear" for SGD, with momentum or LARS too; "sqrt" for all that divide by a root.
+
+    Example:
+        >>> rule_of("momentum"), rule_of("adamw")
+        ('linear', 'sqrt')
+    """
+    return "linear" if optimizer.lower() in _LINEAR else "sqrt"
+
+
+def settings(recipe: Recipe, batch: int, *, scale: str = "auto") -> dict[str, Any]:
+    """The settings of a recipe that change with its batch.
+
+    Args:
+        recipe: the recipe, whose learning rate is right for its own batch.
+        batch: the new one, over all replicas together.
+        scale: "linear": the rate grows as the batch; "sqrt": as its square root; "none": not; "auto": by the optimizer.
+
+    Returns:
+        `global_batch` and `learning_rate` (three digits), and `warmup_epochs` where the rate rises and more warm-up
+        helps: 5 epochs (Goyal et al.), a quarter of them all at most, and half the way to the first milestone.
+
+    Example:
+        >>> settings(Recipe(optimizer="momentum", learning_rate=0.1, global_batch=256, epochs=90), 1024)
+        {'global_batch': 1024, 'learning_rate': 0.4, 'warmup_epochs': 5.0}
+        >>> settings(Recipe(optimizer="adam", learning_rate=0.001, global_batch=256), 64)
+        {'global_batch': 64, 'learning_rate': 0.0005}
+    """
+    check_scale(scale)
+    rule = rule_of(recipe.optimizer) if scale == "auto" else scale
+    times = (batch / recipe.global_batch) ** {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[rule]
+    rate = recipe.learning_rate if times == 1 else float(f"{recipe.learning_rate * times:.3g}")
+    found: dict[str, Any] = {"global_batch": batch, "learning_rate": rate}
+    warmup = _warmup(recipe)
+    if times > 1 and warmup is not None:
+        found["warmup_epochs"] = warmup
+    return found
+
+
+def with_settings(recipe: Recipe, found: dict[str, Any]) -> Recipe:
+    """The whole recipe with them, validated.
+
+    Raises:
+        InputError: they do not go with the recipe's others.
+    """
+    return recipes.make({**recipe.model_dump(mode="json"), **found})
+
+
+def check_scale(scale: str) -> None:
+    """Raises `InputError` unless it is the name of a rule."""
+    if not isinstance(scale, str) or scale not in RULES:
+        raise unknown("scale", scale, RULES)
+
+
+def _warmup(recipe: Recipe) -> float | None:
+    """Epochs of warm-up for a raised rate; None where the recipe's own are enough, or its schedule has none."""
+    if recipe.schedule in _OWN_RISE:
+        return None
+    own = recipe.warmup_epochs
+    if own is None:
+        own = min(1.0, recipe.epochs / 4) if recipe.schedule == "cosine" else 0.0
+    wanted = min(_WARMUP_EPOCHS, recipe.epochs / 4)
+    milestones = recipe.schedule_options.get("milestones")
+    if recipe.schedule == "step" and milestones:
+        try:
+            wanted = min(wanted, min(milestones) / 2)
+        except TypeError as error:
+            raise InputError(f"`milestones` must be epochs. Received: {milestones!r}.") from error
+    return wanted if wanted > own else None
