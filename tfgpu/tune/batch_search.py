@@ -26,8 +26,8 @@ _HIGHEST = 1 << 16
 _CHILD = "tfgpu.tune.batch_try"
 _LOOK_S = 0.5
 _NO_MEMORY = re.compile(
-    r"out of memory|\bOOM\b|RESOURCE_EXHAUSTED|ALLOC_FAILED|bad_alloc|MemoryError|[Ff]ailed to allocate|[Cc]annot allocate memory|"
-    r"could not create a (primitive|memory)|can't start new thread"
+    r"out of memory|\bOOM\b|RESOURCE_EXHAUSTED|ALLOC_FAILED|bad_alloc|MemoryError|[Ff]ailed to allocate|"
+    r"[Cc]annot allocate memory|could not create a (primitive|memory)|can't start new thread"
 )
 _FATAL = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 
