@@ -302,6 +302,17 @@ def test_a_search_without_a_fit_says_what_to_do():
         _result(SMALL, [BatchTry(8, False, reason="no memory.")], about, Bounds(8, 100), "auto", True, {})
 
 
+def test_a_busy_machine_and_a_refused_recipe_are_noted():
+    about = {"replicas": 1, "examples": 100, "made_up": True, "device": "CPU", "missing": ""}
+    tries = [BatchTry(8, True, 100.0, (90.0, 105.0)), BatchTry(16, True, 200.0, (150.0, 250.0))]
+    found = _result(SMALL, [*tries, BatchTry(32, True, 300.0, (250.0, 330.0))], about, Bounds(8, 32), "auto", True, {})
+    assert (
+        found.notes[0] == "All batches fit up to 32, the highest that was tried." and "differ by 27%" in found.notes[1]
+    )
+    found = _result(SMALL, tries[:1], about, Bounds(8, 100), "auto", False, {8: "Too few updates."})
+    assert found.largest is None and found.notes == ("With these settings the recipe is refused: Too few updates.",)
+
+
 @pytest.mark.slow
 def test_a_real_limit_of_memory_bounds_the_batch(tmp_path):
     found = tune.batch_size(

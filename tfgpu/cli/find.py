@@ -1,6 +1,7 @@
 """`tfgpu find`: a recipe's batch size and learning rate, by trying for a minute."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ app = typer.Typer(
     help="Find a recipe's batch size or learning rate by trying, for a minute or some.",
     no_args_is_help=True,
 )
+_ROWS = 10
 PLOT, RESULT, RECIPE = "plot.png", "result.json", "recipe.yaml"
 _ALL = {
     "name": (str | None, None, [], "RECIPE", "A ready recipe or a YAML file; flags win over it."),
@@ -175,9 +177,7 @@ def find_learning_rate(
     if as_json:
         print(json.dumps(_finite(result), indent=2))
     else:
-        console.print(
-            f"{len(tested.rates)} steps, from {tested.rates[0]:.1e} to {tested.rates[-1]:.1e}. {tested.reason}"
-        )
+        _show_rates(console, tested)
         _show_settings(console, settings, folder)
     if not settings:
         raise typer.Exit(1)
@@ -247,6 +247,23 @@ def _show_batches(console: Console, found: Any) -> None:
             console.print(f"{one.batch:,}: {one.reason}", markup=False)
     for note in found.notes:
         console.print(note, markup=False)
+
+
+def _show_rates(console: Console, tested: Any) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("learning rate", justify="right")
+    table.add_column("loss, smoothed", justify="right")
+    table.add_column("")
+    count = len(tested.rates)
+    marked = {}
+    for word, rate in (("lowest loss", tested.lowest), ("suggestion", tested.suggestion)):
+        if rate is not None:
+            marked[min(range(count), key=lambda at: abs(math.log(tested.rates[at] / rate)))] = word
+    for at in sorted({*marked, *(round(part * (count - 1) / (_ROWS - 1)) for part in range(_ROWS))}):
+        table.add_row(f"{tested.rates[at]:.1e}", f"{tested.smoothed[at]:.3f}", marked.get(at, ""))
+    console.print(table)
+    console.print()
+    console.print(f"{count} steps. {tested.reason}", markup=False)
 
 
 def _show_settings(console: Console, settings: Mapping[str, Any], folder: Path | None) -> None:

@@ -25,9 +25,10 @@ _LOWEST = 8
 _HIGHEST = 1 << 16
 _CHILD = "tfgpu.tune.batch_try"
 _LOOK_S = 0.5
+_BUSY = 0.2
 _NO_MEMORY = re.compile(
-    r"out of memory|\bOOM\b|RESOURCE_EXHAUSTED|ALLOC_FAILED|bad_alloc|MemoryError|[Ff]ailed to allocate|[Cc]annot allocate memory|"
-    r"could not create a (primitive|memory)|can't start new thread"
+    r"out of memory|\bOOM\b|RESOURCE_EXHAUSTED|ALLOC_FAILED|bad_alloc|MemoryError|[Ff]ailed to allocate|"
+    r"[Cc]annot allocate memory|could not create a (primitive|memory)|can't start new thread"
 )
 _FATAL = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 
@@ -282,6 +283,10 @@ def _result(
         )
     if not about["made_up"]:
         notes.append("Examples are the recipe's own, one batch again and again.")
+    if (spread := batches.spread_of(tries)) > _BUSY:
+        notes.append(
+            f"The rounds of a batch differ by {spread:.0%}, so the fastest may be another: is the machine busy? Repeat it."
+        )
     if fastest in refused:
         notes.append(f"With these settings the recipe is refused: {refused[fastest]}")
     return BatchSizes(

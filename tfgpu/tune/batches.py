@@ -1,5 +1,6 @@
 """Which batch is tried next, and what the tries come to: functions of the tries, without TensorFlow."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -125,6 +126,17 @@ def fastest(tries: Sequence[BatchTry]) -> int | None:
     rates = {one.batch: one.examples_per_s for one in tries if one.fits and one.examples_per_s}
     best = max(rates.values(), default=0.0)
     return min((batch for batch, rate in rates.items() if rate >= (1 - WITHIN) * best), default=None)
+
+
+def spread_of(tries: Sequence[BatchTry]) -> float:
+    """From the slowest to the fastest round, as a share of the median: the middle one of all batches that fit.
+
+    Example:
+        >>> spread_of([BatchTry(8, True, 100.0, (90.0, 120.0)), BatchTry(16, False)])
+        0.3
+    """
+    found = [(one.spread[1] - one.spread[0]) / one.examples_per_s for one in tries if one.spread and one.examples_per_s]
+    return statistics.median(found) if found else 0.0
 
 
 def largest(tries: Sequence[BatchTry]) -> int | None:
