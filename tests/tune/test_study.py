@@ -48,7 +48,7 @@ def environ():
         ({"search": ["initializer=he_norml,orthogonal"]}, "Unknown initializer 'he_norml'. Did you mean 'he_normal'?"),
         ({"search": ["normalization=none,batchh"]}, "Unknown normalization 'batchh'. Did you mean 'batch'?"),
         ({"search": ["model_options.activation=relu,geluu"]}, "Unknown activation 'geluu'. Did you mean 'gelu'?"),
-        ({"recipe": recipes.make({**SMALL, "initializer": "he_norml"})}, "Did you mean 'he_normal'?"),
+        ({"recipe": recipes.make({**SMALL, "initializer": "he_norml"}), "search": SEARCH}, "Did you mean 'he_normal'?"),
         ({"recipe": recipes.make({"model": "vit"}), "search": ["normalization=layer,group"]}, "'group'"),
         ({"search": ["model=mlp,cnm"]}, "Unknown model 'cnm'. Did you mean 'cnn'?"),
         ({"search": ["model=mlp,vit", "normalization=batch,layr"]}, "Did you mean 'layer'?"),
@@ -172,18 +172,17 @@ def test_a_fault_of_all_trials_ends_the_study_with_one_error(tmp_path):
 @pytest.mark.slow
 def test_halving_ends_all_but_the_best_third_at_each_rung(tmp_path):
     base = recipes.make({**SMALL, "epochs": 9, "optimizer": "sgd"})
-    rates = [0.1, 1e-6, 2e-6, 0.2]  # two learn, two do not, and none is the recipe's own
+    rates = [0.1, 1e-6, 2e-6, 0.2]  # two learn, two do not
     found = tune.study(
         base,
         tmp_path / "study",
-        trials=6,
+        trials=4,
         pruner="halving",
         sampler="random",
-        seed=4,
+        seed=38,  # draws each of them once, the two that learn first
         search={"learning_rate": rates},
     )
-    values = {trial.settings["learning_rate"] for trial in found.trials}
-    assert values & {0.1, 0.2} and values & {1e-6, 2e-6}, values
+    assert [trial.settings["learning_rate"] for trial in found.trials] == [0.1, 0.2, 1e-6, 2e-6]
     # Optuna's rungs are after 1, 3 and 9 epochs; who is not among the best third there of those that came ends.
     best_at: dict[int, list[float]] = {1: [], 3: [], 9: []}
     for trial in found.trials:

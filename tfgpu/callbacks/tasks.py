@@ -159,6 +159,7 @@ class Tasks:
         return self._directory / f"task-{self._at:04d}"
 
     def _save(self, model: keras.Model) -> None:
+        at = self.done
         writes = saving.writes(model)
         places = training_state.places(model)
         arrays = training_state.copied(model, wanted=writes)
@@ -168,7 +169,7 @@ class Tasks:
             memory = {"callbacks": {}, "random": random, "random_at_epoch": random, _SETTING: setting}
             memory |= self._remembered.take()
             try:
-                self._write(Position(self._at, tuple(self._rows)), arrays, memory)
+                self._write(Position(at, tuple(self._rows)), arrays, memory)
             except OSError as error:
                 raise MachineError(
                     f"{self._begun} cannot be written: {error}. Make room, give write access, or choose another "

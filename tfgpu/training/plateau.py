@@ -47,7 +47,7 @@ class Adjusted(keras.optimizers.schedules.LearningRateSchedule):
         if self._variable is not None:
             self._variable.assign(self._rate)
 
-    def __call__(self, step):
+    def __call__(self, step: Any) -> Any:
         return keras.ops.convert_to_tensor(self._rate if self._variable is None else self._variable, "float32")
 
     def get_config(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class ReduceAfterWarmup(keras.callbacks.ReduceLROnPlateau):
     def __init__(self, warmup_steps: int, **settings: Any):
         super().__init__(**settings)
         self._warmup_steps = warmup_steps
-        self.peak: float | None = None
+        self.peak: float = 0.0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
