@@ -238,7 +238,8 @@ def test_a_port_that_is_taken_is_an_error_before_the_first_step(addresses):
     assert not alive()
 
 
-def test_a_model_without_a_loss_that_counts_rows_has_no_examples():
+@pytest.mark.parametrize("has_tracker", [False, True])  # which its step then leaves alone
+def test_a_model_without_a_loss_that_counts_rows_has_no_examples(has_tracker):
     class Own(keras.Model):
         def __init__(self):
             super().__init__()
@@ -249,7 +250,7 @@ def test_a_model_without_a_loss_that_counts_rows_has_no_examples():
 
         @property
         def metrics(self):
-            return []
+            return super().metrics if has_tracker else []
 
         def train_step(self, data):
             x, y = data

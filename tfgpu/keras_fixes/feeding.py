@@ -69,5 +69,5 @@ def rows(model: keras.Model) -> int | None:
         return None
     with contextlib.suppress(tf.errors.OpError, ValueError, RuntimeError, TypeError):
         parts = model.distribute_strategy.experimental_local_results(count.value)
-        return round(sum(float(part) for part in parts))
+        return round(sum(float(part) for part in parts)) or None  # A train step of one's own may not use it.
     return None
