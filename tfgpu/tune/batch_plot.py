@@ -40,6 +40,7 @@ def draw(found: Any, path: str | Path | None = None) -> Figure:
     below.xaxis.set_minor_locator(NullLocator())
     below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     above.legend(frameon=False)
+    figure.align_ylabels()
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure

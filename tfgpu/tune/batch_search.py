@@ -285,7 +285,7 @@ def _result(
         notes.append("Examples are the recipe's own, one batch again and again.")
     if (spread := batches.spread_of(tries)) > _BUSY:
         notes.append(
-            f"The rounds of a batch differ by {spread:.0%}, so the fastest may be another: is the machine busy? Repeat it."
+            f"The rounds of a batch differ by {spread:.0%}, so the fastest may be another. Is the machine busy?"
         )
     if fastest in refused:
         notes.append(f"With these settings the recipe is refused: {refused[fastest]}")
