@@ -59,8 +59,10 @@ class Checkpoint(keras.callbacks.Callback):
         Preempted: by `fit`, after a signal: the training is saved.
 
     Example:
-        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        >>> model.compile("sgd", "mse")
+        >>> import tfgpu
+        >>> with tfgpu.strategy("one_device").scope():
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
         >>> x = np.ones((4, 1))
         >>> history = model.fit(x, x, epochs=2, verbose=0, callbacks=[Checkpoint("run")])
         >>> history = model.fit(x, x, epochs=5, verbose=0, callbacks=[Checkpoint("run")])  # goes on with the third
