@@ -156,3 +156,14 @@ def test_every_public_name_is_there():
     assert set(tfgpu.__all__) <= set(dir(tfgpu))
     with pytest.raises(AttributeError, match="no attribute 'strateggy'"):
         tfgpu.strateggy  # noqa: B018
+
+
+def test_a_public_function_stays_where_its_module_has_the_same_name():
+    code = (
+        "import tfgpu.tune.study, tfgpu.data.retry, tfgpu\n"
+        "from tfgpu.tune import study\n"
+        "assert callable(study) and callable(tfgpu.data.retry) and tfgpu.tune.study is study\n"
+        "import tfgpu.data.names\n"
+        "assert tfgpu.data.names.parse_source('digits').kind == 'digits'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

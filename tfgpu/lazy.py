@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 
 def on_first_use(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
@@ -38,12 +39,19 @@ def on_first_use(package: str, file: str) -> tuple[Callable[[str], object], Call
         if module == package:  # one of its own modules
             return importlib.import_module(f"{package}.{attribute}")
         value = getattr(importlib.import_module(module), attribute)
-        setattr(sys.modules[package], name, value)  # also over a module of the same name
+        setattr(sys.modules[package], name, value)
         return value
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *places})
 
+    class Package(ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            # Importing the module `a.b` sets `b` in `a`: where the public `b` is a function in it, that stays.
+            if not (isinstance(value, ModuleType) and places.get(name, ("",))[0] == value.__name__):
+                super().__setattr__(name, value)
+
+    sys.modules[package].__class__ = Package
     return find, names, sorted(places)
 
 
