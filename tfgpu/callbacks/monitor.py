@@ -107,7 +107,7 @@ class Monitor(keras.callbacks.Callback):
         return self._watcher.port if self._watcher is not None else None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self._watcher is not None and self._fit not in (None, threading.current_thread()) and self._fit.is_alive():
+        if (other := self._fit) is not None and other is not threading.current_thread() and other.is_alive():
             raise InputError("A Monitor watches one `fit` at a time. Received: a second one beside it. Make another.")
         self.close()
         self._fit = threading.current_thread()
@@ -127,7 +127,8 @@ class Monitor(keras.callbacks.Callback):
         )
         self._thread = threading.Thread(target=self._watcher.work, name="tfgpu-monitor", daemon=True)
         self._thread.start()
-        self._forgotten = weakref.finalize(self, self._watcher.stop)  # A `fit` that failed without the repairs tells nobody.
+        # A `fit` that failed without the repairs tells nobody.
+        self._forgotten = weakref.finalize(self, self._watcher.stop)
         if run is not None:
             run.exits.callback(self.close)
 
@@ -202,8 +203,8 @@ def _places(
         server = host, port + worker if port else 0
         if server[1] > 65535:
             raise InputError(
-                f"Worker {worker} serves its figures at `prometheus` + {worker}, at most 65535. Received: {prometheus!r}. "
-                "Use 9400."
+                f"Worker {worker} serves its figures at `prometheus` + {worker}, at most 65535. "
+                f"Received: {prometheus!r}. Use 9400."
             )
     return Places(
         samples=base / SAMPLES.format(worker) if base is not None and has_tables else None,
