@@ -1,6 +1,7 @@
 """`tfgpu top` as it is used: in a pipe, in a terminal, on a run, on other machines."""
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -15,6 +16,8 @@ import time
 
 import pytest
 
+from tfgpu.cli.top import Other, _console
+from tfgpu.cli.top_screen import drawn
 from tfgpu.errors import InputError
 from tfgpu.sensors import Gpu, Limit, Sample
 from tfgpu.sensors.table import Table
@@ -100,6 +103,29 @@ def test_a_view_comes_back_from_json():
     for wrong in ({}, {"sample": 1}, {**view.as_json(), "workers": [{}]}):
         with pytest.raises(ValueError, match="no view"):
             View.from_json(wrong)
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_names_steer_no_terminal(width):
+    wild = "[red]a[/]\x1b]0;title\x07\x1b[2J\u202e:smile:"
+    gpu = Gpu("0", name=wild, power_w=70.0, slowed_by=wild)
+    worker = Worker(1, {"step": wild}, {}, Limit(wild, wild), 3.0)
+    process = {"gpu": wild, "pid": 1, "name": "[/]" + wild, "bytes": 2}
+    view = View(wild, Sample(1.0, 2.0, 4.0, gpus=(gpu,), gpu_error=wild), (0.5,), 1.0, 5, (process,), (worker,))
+    screen = io.StringIO()
+    _console(file=screen, width=width).print(drawn([view, View("b", error=wild)], width=width))
+    text = screen.getvalue()
+    assert all(each.isprintable() for each in text.replace("\n", ""))
+    assert "[red]a[/]" in text and all(len(line) <= width for line in text.splitlines())
+
+
+def test_another_machine_that_answers_nonsense_is_not_shown():
+    view = View("host", Sample(1.0, 2.0, 4.0), (0.5,), 1.0).as_json()
+    for wrong in ({**view, "load": "much"}, {**view, "cpus": ["a"]}, {**view, "processes": [{}]}):
+        told = json.dumps([wrong])
+        with Other("node", f"sh -c 'cat <<E\n{told}\nE\necho nothing to show >&2' --", None, 1.0) as other:
+            other.wait()
+            assert other.look().error == "nothing to show"
 
 
 class Terminal:

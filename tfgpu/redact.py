@@ -156,6 +156,16 @@ class Cleaner:
         return REMOVED
 
 
+def printable(text: str) -> str:
+    """The text with a replacement for each character that would steer a terminal or turn the writing round.
+
+    Example:
+        >>> printable("red \x1b[31mname")
+        'red \ufffd[31mname'
+    """
+    return "".join(each if each.isprintable() else "\ufffd" for each in text)
+
+
 def is_secret(name: str) -> bool:
     """Whether what a name stands for is to be kept from others.
 

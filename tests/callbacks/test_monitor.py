@@ -1,3 +1,5 @@
+import copy
+import gc
 import logging
 import os
 import subprocess
@@ -5,6 +7,7 @@ import sys
 import threading
 import time
 import urllib.request
+import weakref
 
 import keras
 import numpy as np
@@ -220,6 +223,9 @@ def test_prometheus_reads_a_file_and_a_port(tmp_path):
         {"csv": True},
         {"prometheus": True},
         {"prometheus": "somewhere"},
+        {"prometheus": 65535, "worker": 1},
+        {"worker": -1},
+        {"worker": "1"},
     ],
 )
 def test_settings_that_cannot_work(settings):
@@ -291,6 +297,77 @@ model.compile("sgd", "mse")
 callbacks = [Change(), Monitor(sys.argv[1], every_s=0.05)]
 model.fit(np.ones((60, 8)), np.ones((60, 1)), epochs=4, verbose=0, callbacks=callbacks)
 """
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_step_of_ones_own_that_counts_steps_has_no_examples(weighed):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = keras.layers.Dense(1)
+            self.tracker = keras.metrics.Mean(name="loss")
+
+        def call(self, x):
+            return self.layer(x)
+
+        @property
+        def metrics(self):
+            return [self.tracker]
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            self.tracker.update_state(loss, sample_weight=tf.shape(x)[0] if weighed else None)
+            return {"loss": self.tracker.result()}
+
+    model = Own()
+    model.compile("sgd")
+    monitor = Monitor()
+    fit(monitor, model)
+    assert [(row["steps"], row["examples"]) for row in monitor.epochs] == [(9, 60 if weighed else None)] * 2
+
+
+def test_a_batch_of_one_row_is_counted():
+    model, monitor = small(), Monitor()
+    model.fit(np.ones((5, 8)), np.ones((5, 1)), batch_size=1, callbacks=[monitor], verbose=0)
+    assert [row["examples"] for row in monitor.epochs] == [5]
+
+
+def test_a_fit_that_has_ended_is_let_go():
+    held = []
+
+    class Note(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            held.append(weakref.ref(monitor._watcher))
+
+    monitor = Monitor()
+    fit(monitor, callbacks=[Note()])
+    gc.collect()
+    assert held[0]() is None
+
+
+def test_two_fits_at_once_are_refused_and_a_copy_is_not():
+    caught = []
+
+    class Beside(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            thread = threading.Thread(target=self.beside)
+            thread.start()
+            thread.join()
+
+        def beside(self):
+            try:
+                fit(monitor, epochs=1)
+            except InputError as error:
+                caught.append(str(error))
+            fit(copy.copy(monitor), epochs=1)
+
+    monitor = Monitor()
+    fit(monitor, epochs=1, callbacks=[Beside()])
+    assert len(caught) == 1 and "one `fit` at a time" in caught[0]
+    assert [row["examples"] for row in monitor.epochs] == [60] and not alive()
 
 
 def test_gpus_that_are_lost_under_way(tmp_path, nvml):

@@ -1,6 +1,10 @@
+import os
+import signal
 import subprocess
 import sys
 import time
+import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,14 @@ def test_the_end_of_a_process_that_says_nothing(tmp_path):
     log = tmp_path / "log"
     log.write_text("one\nModuleNotFoundError: No module named 'nets'\n\n")
     assert process.describe(1, str(log)).endswith("code 1: ModuleNotFoundError: No module named 'nets'")
+    with open(log, "wb") as file:  # 1 GB of one line that steers the terminal
+        file.truncate(10**9)
+        file.seek(0, 2)
+        file.write(b"\x1b[2J" + b"a" * 100_000)
+    tracemalloc.start()
+    told = process.describe(1, str(log))
+    assert tracemalloc.get_traced_memory()[1] < 10**7 and len(told) < 600 and told.isprintable()
+    tracemalloc.stop()
     assert "SIGSEGV" in process.describe(-11, str(log))
 
 
@@ -66,6 +78,36 @@ def test_a_trial_whose_study_is_killed_ends_too(tmp_path):
     while time.monotonic() < until and _runs(pid):
         time.sleep(0.05)
     assert not _runs(pid)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_what_a_trial_has_forked_neither_hides_its_end_nor_outlives_it(tmp_path, monkeypatch, how):
+    forks = "import os, time\nif os.fork():\n    print(os.getpid(), flush=True)\ntime.sleep(100)\n"
+    (tmp_path / "python").write_text(f"#!{sys.executable}\n{forks}")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(process.sys, "executable", str(tmp_path / "python"))
+    trial = process.TrialProcess({}, str(tmp_path / "log"), {})
+    until = time.monotonic() + 20
+    while not (tmp_path / "log").read_text().strip() and time.monotonic() < until:
+        time.sleep(0.05)
+    pid = int((tmp_path / "log").read_text())
+    (child,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    try:
+        assert not trial.news() and _runs(child)
+        if how == "killed":
+            os.kill(pid, signal.SIGKILL)
+            until = time.monotonic() + 5
+            while not (news := trial.news(0.1)) and time.monotonic() < until:
+                pass
+            assert news and news[0]["end"] == "failed" and "SIGKILL" in news[0]["reason"]
+        trial.stop()
+        until = time.monotonic() + 5
+        while _runs(child) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not _runs(child)
+    finally:
+        if _runs(child):
+            os.kill(child, signal.SIGKILL)
 
 
 def _runs(pid):

@@ -81,6 +81,8 @@ class Monitor(keras.callbacks.Callback):
             raise InputError(f"`every_s` must be seconds, 0.01 or more. Received: every_s={every_s!r}. Try 1.")
         if folder is None and (csv or prometheus is True):
             raise InputError("`csv` and `prometheus=True` write files. Received: no folder. Give one.")
+        if worker is not None and (isinstance(worker, bool) or not isinstance(worker, int) or worker < 0):
+            raise InputError(f"`worker` must be a number from 0, or None to ask the cluster. Received: {worker!r}.")
         cluster = Cluster.from_environment()
         self._workers = cluster.size
         self._worker = max(0, cluster.rank) if worker is None else worker
@@ -88,6 +90,8 @@ class Monitor(keras.callbacks.Callback):
         self._places = _places(folder, csv, tensorboard, prometheus, self._worker)
         self._watcher: Watcher | None = None
         self._thread: threading.Thread | None = None
+        self._forgotten: weakref.finalize[[], Monitor] | None = None
+        self._fit: threading.Thread | None = None
         self._begun = self._epoch_begun = self._block_begun = 0.0
         self._block_ended: float | None = None
         self._first = self._epoch_steps = self._timed_steps = 0
@@ -103,7 +107,10 @@ class Monitor(keras.callbacks.Callback):
         return self._watcher.port if self._watcher is not None else None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if (other := self._fit) is not None and other is not threading.current_thread() and other.is_alive():
+            raise InputError("A Monitor watches one `fit` at a time. Received: a second one beside it. Make another.")
         self.close()
+        self._fit = threading.current_thread()
         self._is_traced, self._block_ended, self.epochs = False, None, []
         self._begun = time.monotonic()
         run = blocks.current()
@@ -120,7 +127,8 @@ class Monitor(keras.callbacks.Callback):
         )
         self._thread = threading.Thread(target=self._watcher.work, name="tfgpu-monitor", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._watcher.stop)  # A `fit` that failed without the repairs tells nobody.
+        # A `fit` that failed without the repairs tells nobody.
+        self._forgotten = weakref.finalize(self, self._watcher.stop)
         if run is not None:
             run.exits.callback(self.close)
 
@@ -162,15 +170,22 @@ class Monitor(keras.callbacks.Callback):
 
     def close(self) -> None:
         """Ends the thread after a last sample; `fit` calls it, also where it fails."""
+        if self._forgotten is not None:  # It holds the watcher, and by that the data of the `fit`.
+            self._forgotten.detach()
+        self._forgotten = self._fit = None
         watcher, self._watcher = self._watcher, None
         thread, self._thread = self._thread, None
         if watcher is not None and thread is not None:
             watcher.finish(thread)
             self.cost_s = watcher.cost_s
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy watches nothing yet."""
+        return {**self.__dict__, "_watcher": None, "_thread": None, "_forgotten": None, "_fit": None}
+
     def _count(self) -> None:
         if self._rows is None and self._epoch_steps:
-            self._rows = feeding.rows(self.model)
+            self._rows = feeding.rows(self.model, self._epoch_steps)
 
 
 def _places(
@@ -186,6 +201,11 @@ def _places(
     if prometheus is not None and not isinstance(prometheus, bool):
         host, port = prometheus_format.address(prometheus)
         server = host, port + worker if port else 0
+        if server[1] > 65535:
+            raise InputError(
+                f"Worker {worker} serves its figures at `prometheus` + {worker}, at most 65535. "
+                f"Received: {prometheus!r}. Use 9400."
+            )
     return Places(
         samples=base / SAMPLES.format(worker) if base is not None and has_tables else None,
         epochs=base / EPOCHS.format(worker) if base is not None and has_tables else None,

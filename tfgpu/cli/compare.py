@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tfgpu.redact import printable
+
 app = typer.Typer()
 _TELLING = ("best val_accuracy", "best val_perplexity", "test_accuracy", "epochs", "training_s", "test_perplexity")
 """What a terminal shows as far as it has room, in this order; the page has all."""
@@ -37,13 +39,15 @@ def compare(
     if as_json:
         print(json.dumps(found.as_json(), indent=2, default=str))
         return
+    names = [printable(run.name) for run in found.runs]
     console = Console(highlight=False, markup=False)
-    width = console.width - min(_NAME, max(len(run.name) for run in found.runs)) - 2
+    width = console.width - min(_NAME, max(map(len, names))) - 2
     results = [name for name in _TELLING if any(name in run.results for run in found.runs)]
     told = {_title(name): [comparing.text(name, run.results.get(name)) for run in found.runs] for name in results}
     columns, _, width = _fitting(told, width)
     differing = {
-        name: ["-" if value is None else str(value) for value in values] for name, values in found.differing.items()
+        name: ["-" if value is None else printable(str(value)) for value in values]
+        for name, values in found.differing.items()
     }
     fitting, left, _ = _fitting(differing, width)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -52,12 +56,12 @@ def compare(
         table.add_column(title, justify="right", no_wrap=True)
     for name in fitting:
         table.add_column(name, no_wrap=True)
-    for at, run in enumerate(found.runs):
-        table.add_row(run.name, *(column[at] for column in columns.values()), *(each[at] for each in fitting.values()))
+    for at, name in enumerate(names):
+        table.add_row(name, *(column[at] for column in columns.values()), *(each[at] for each in fitting.values()))
     console.print(table)
-    for run in found.runs:
+    for name, run in zip(names, found.runs, strict=True):
         if run.state != "finished":
-            console.print(f"{run.name}: {run.state}")
+            console.print(f"{name}: {printable(run.state)}")
     if left:
         console.print(f"These settings differ too: {', '.join(left)}.")
     console.print(f"{comparing.write(found, output)}")

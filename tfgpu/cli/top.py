@@ -71,7 +71,7 @@ def top(
 
 
 def _show(look: Callable[[], list[View]], others: Sequence["Other"], once: bool, as_json: bool, every: float) -> None:
-    console = Console(highlight=False)
+    console = _console()
     if once or (not as_json and not console.is_terminal):
         for other in others:
             other.wait()
@@ -90,6 +90,10 @@ def _show(look: Callable[[], list[View]], others: Sequence["Other"], once: bool,
             live.update(drawn(look(), width=console.width), refresh=True)
             if pressed(every) in ("q", "Q", "\x03"):
                 return
+
+
+def _console(**settings: Any) -> Console:
+    return Console(highlight=False, markup=False, emoji=False, **settings)
 
 
 class Other:
@@ -142,9 +146,11 @@ class Other:
         for line in self._process.stdout:
             try:
                 (told,) = json.loads(line)
-                self._newest = View.from_json({**told, "host": self._node})
-            except (ValueError, TypeError):  # What a login shell says is no answer.
-                continue
+                view = View.from_json({**told, "host": self._node})
+                drawn([view], width=200)
+            except (ValueError, TypeError, KeyError, AttributeError):  # What a login shell says is no answer,
+                continue  # nor is what cannot be shown.
+            self._newest = view
             self._at = time.monotonic()
             self._heard.set()
         lines = self._process.stderr.read().strip().splitlines()

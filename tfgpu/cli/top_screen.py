@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tfgpu.redact import printable
 from tfgpu.sensors.sample import Gpu, Value
 from tfgpu.sensors.view import SILENT_S, View, Worker
 
@@ -24,12 +26,26 @@ def drawn(views: Sequence[View], *, width: int) -> RenderableType:
         width: columns of the terminal.
     """
     parts: list[RenderableType] = []
+    views = [_printable(view) for view in views]
     for view in views:
         parts += _machine(view, width)
     if found := _all_workers(views):
         parts += [Text(), _workers(found, width), *_limits(found)]
     parts += _processes(views, width)
     return Group(*parts)
+
+
+def _printable(view: View) -> View:
+    """The same without what would steer the terminal: processes and other machines name themselves."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return tuple(map(clean, value))
+        return printable(value) if isinstance(value, str) else value
+
+    return View.from_json(clean(view.as_json()))
 
 
 def _machine(view: View, width: int) -> list[RenderableType]:

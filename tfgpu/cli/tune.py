@@ -14,6 +14,7 @@ from tfgpu.errors import InputError
 from tfgpu.recipes import reading, ready
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.trust import refuse_code, refuse_code_searched
+from tfgpu.redact import printable
 from tfgpu.tune import space
 
 app = typer.Typer()
@@ -135,7 +136,7 @@ def _line(trial: Any) -> str:
 
     value = f"{trial.value:.4f}" if trial.value is not None else trial.status
     settings = " ".join(f"{name}={setting_text(setting)}" for name, setting in trial.settings.items())
-    reason = f"  ({trial.reason})" if trial.reason and trial.status != "pruned" else ""
+    reason = f"  ({printable(trial.reason)})" if trial.reason and trial.status != "pruned" else ""
     return f"trial {trial.number:<3} {value:<10} {trial.time_s:5.1f} s  {settings}{reason}"
 
 

@@ -58,16 +58,22 @@ def mean_gap(gaps: Sequence[float]) -> float | None:
     return statistics.fmean(gap for gap in gaps if gap <= most)
 
 
-def rows(model: keras.Model) -> int | None:
+def rows(model: keras.Model, steps: int) -> int | None:
     """The rows that the loss has seen since the epoch began, of this process's replicas; `None` where none counts them.
 
-    Keras's tracker of the loss counts them.
+    Keras's tracker of the loss counts them. In a training step of one's own it may count steps instead, by
+    `update_state(loss)` without a weight: a count that is no more than that says nothing about rows.
+
+    Args:
+        model: whose `fit` runs.
+        steps: that the epoch has had.
     """
     tracker = next((each for each in getattr(model, "metrics", ()) if each.name == "loss"), None)
     count = getattr(tracker, "count", None)
     if count is None:
         return None
     with contextlib.suppress(tf.errors.OpError, ValueError, RuntimeError, TypeError):
-        parts = model.distribute_strategy.experimental_local_results(count.value)
-        return round(sum(float(part) for part in parts)) or None  # A train step of one's own may not use it.
+        parts = [float(part) for part in model.distribute_strategy.experimental_local_results(count.value)]
+        counts_rows = type(model).train_step is keras.Model.train_step or sum(parts) > steps * len(parts)
+        return round(sum(parts)) if counts_rows else None
     return None

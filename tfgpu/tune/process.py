@@ -1,5 +1,6 @@
 """The study's side of a trial: its process on this machine, or in an actor of a Ray cluster."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -11,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tfgpu.errors import InputError
+from tfgpu.redact import printable
 from tfgpu.sensors import nvml
 
 _STOP_S = 10.0
+_TAIL_BYTES = 1 << 16
+_MOST = 500
+"""Characters of a line that a trial has ended with."""
 
 
 class TrialProcess:
@@ -61,12 +66,17 @@ class TrialProcess:
             wait_s: seconds to wait for the first message.
         """
         found: list[dict[str, Any]] = []
-        while self._end.poll(0 if found else wait_s):
+        # Asked first: what it told before it ended is in the socket by then. What it has forked may hold that open.
+        has_ended = self._process.poll() is not None
+        while self._end.poll(0 if found or has_ended else wait_s):
             try:
                 found.append(json.loads(self._end.recv_bytes()))
             except (EOFError, OSError):
-                code = self._process.wait(_STOP_S)
-                return [*found, {"end": "failed", "reason": describe(code, self._log), "input": False, "code": code}]
+                has_ended = True
+                break
+        if has_ended and not any("end" in message for message in found):
+            code = self._process.wait(_STOP_S)
+            found.append({"end": "failed", "reason": describe(code, self._log), "input": False, "code": code})
         return found
 
     def answer(self, prune: bool) -> None:
@@ -88,8 +98,9 @@ class TrialProcess:
                 self._process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 pass
-        if self._process.poll() is None:
-            self._process.kill()
+        # Its whole session: what the trial has started ends with it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_STOP_S)
         self._end.close()
 
@@ -105,13 +116,16 @@ def describe(code: int, log: str) -> str:
         name = signal.Signals(-code).name
         more = " (the system does so where memory is used up)" if code == -signal.SIGKILL else ""
         return f"The process was killed by {name}{more}."
-    lines = [line.strip() for line in _read(log).splitlines() if line.strip()]
-    return f"The process ended with code {code}: {lines[-1] if lines else 'it said nothing'}"
+    lines = [line.strip() for line in _tail(log).splitlines() if line.strip()]
+    return f"The process ended with code {code}: {printable(lines[-1][-_MOST:]) if lines else 'it said nothing'}"
 
 
-def _read(log: str) -> str:
+def _tail(log: str) -> str:
+    """The end of a file, which may be large."""
     try:
-        return Path(log).read_text(encoding="utf-8", errors="replace")
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
 
