@@ -87,7 +87,8 @@ class TrialProcess:
                 self._process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 pass
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # The whole session: what the trial has started ends with it.
+        # The whole session: what the trial has started ends with it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_STOP_S)
         self._end.close()
