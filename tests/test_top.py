@@ -83,6 +83,13 @@ def test_a_run(run):
     assert view["workers"][0]["limit"]["resource"] == "input" and view["sample"]["cores"] > 0
 
 
+def test_a_narrow_terminal_has_whole_figures(run):
+    done = top(run, "--once", COLUMNS="40")
+    row = next(line for line in done.stdout.splitlines() if line.startswith("0 "))
+    assert row.split() == ["0", "1,000", "20.00", "ms", "50%"]
+    assert re.search(r"CPU +[━─]{3} +\d+%", done.stdout) and max(map(len, done.stdout.splitlines())) <= 40
+
+
 def test_folders_that_are_no_run(tmp_path):
     done = top(tmp_path, "--once")
     assert done.returncode == 2 and "has no figures of a training" in done.stderr

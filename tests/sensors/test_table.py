@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 
@@ -100,3 +101,21 @@ def test_numbers_come_back_to_six_digits(tmp_path_factory, numbers):
     for number in numbers:
         table.append({"value": number})
     assert [row["value"] for row in read(path)] == pytest.approx(numbers, rel=1e-5)
+
+
+def test_a_table_that_is_taken_away_begins_anew(tmp_path):
+    table = Table(tmp_path / "folder/table.csv")
+    table.append({"a": 1})
+    shutil.rmtree(tmp_path / "folder")
+    table.append({"a": 2})
+    table.append({"a": 3, "b": 4})
+    assert read(tmp_path / "folder/table.csv") == [{"a": 2.0, "b": None}, {"a": 3.0, "b": 4.0}]
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    os.symlink("/dev/zero", tmp_path / "table.csv")  # has no end
+    with pytest.raises(OSError, match="no file"):
+        Table(tmp_path / "table.csv").append({"a": 1})
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(OSError, match="no file"):
+        Table(tmp_path / "pipe.csv").append({"a": 1})

@@ -16,6 +16,8 @@ _BAR = 10
 _FULL, _EMPTY = "━", "─"
 _MOST_PROCESSES = 8
 _WIDE = 110
+_NARROW = 72
+"""Columns below which there are short bars, and of a worker what tells most."""
 
 
 def drawn(views: Sequence[View], *, width: int) -> RenderableType:
@@ -56,17 +58,20 @@ def _machine(view: View, width: int) -> list[RenderableType]:
     if view.load is not None:
         head.append(f"  load {view.load:.1f}", "dim")
     grid = _table(show_header=False)
-    for _ in range(3):
-        grid.add_column(no_wrap=True)
+    size = _BAR if width >= _NARROW else 3
+    for least in (len("network"), size + len(" 100%"), None):
+        grid.add_column(no_wrap=least is not None or width >= _NARROW, min_width=least)
     busy = sample.machine_cpu_share
-    grid.add_row("CPU", _bar(busy), f"of {len(view.cpus)} cores{_cores(view.cpus, width)}")
+    grid.add_row("CPU", _bar(busy, size), f"of {len(view.cpus)} cores{_cores(view.cpus, width)}")
     used, total = sample.machine_memory_bytes, sample.machine_memory_total_bytes
-    grid.add_row("memory", _bar(_part(used, total)), f"{_size(used)} of {_size(total)}")
+    grid.add_row("memory", _bar(_part(used, total), size), f"{_size(used)} of {_size(total)}")
     if sample.memory_limit_bytes and sample.group_memory_bytes is not None:
-        share = sample.group_memory_bytes / sample.memory_limit_bytes
-        grid.add_row("limit", _bar(share), f"{_size(sample.group_memory_bytes)} of {_size(sample.memory_limit_bytes)}")
+        used, total = sample.group_memory_bytes, sample.memory_limit_bytes
+        grid.add_row("limit", _bar(_part(used, total), size), f"{_size(used)} of {_size(total)}")
     free = f"  {_size(view.disk_free_bytes)} free" if view.disk_free_bytes is not None else ""
     rates = f"read {_rate(sample.disk_read_bytes_per_s)}  written {_rate(sample.disk_written_bytes_per_s)}{free}"
+    if width < _NARROW:
+        rates = free.strip()
     grid.add_row("disk", "", rates)
     sent, received = sample.network_sent_bytes_per_s, sample.network_received_bytes_per_s
     grid.add_row("network", "", f"sent {_rate(sent)}  received {_rate(received)}")
@@ -131,6 +136,8 @@ def _workers(workers: Sequence[Worker], width: int) -> Table:
         ("memory", lambda worker: _size(worker.now.get("memory_bytes"))),
         ("J/ex", lambda worker: _joules(worker.epoch.get("energy_per_example_j"))),
     ]
+    if width < _NARROW:
+        columns = [each for each in columns if each[0] in ("worker", "step", "step time", "waits")]
     if width >= _WIDE:
         columns.append(("J/epoch", lambda worker: _plain(worker.epoch.get("energy_j"))))
         columns.append(("last sample", lambda worker: _ago(worker.age_s)))

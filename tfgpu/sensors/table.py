@@ -33,6 +33,8 @@ class Table:
         Raises:
             OSError: it could not be written; the next row may be.
         """
+        if self._columns is not None and not self.path.exists():  # Somebody has taken it away; it begins anew.
+            self._columns = None
         if self._columns is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._columns = self._resumed()
@@ -51,10 +53,11 @@ class Table:
 
     def _resumed(self) -> list[str]:
         """The columns of the file that is there, whose last row is whole afterwards."""
-        try:
-            content = self.path.read_bytes()
-        except FileNotFoundError:
+        if not self.path.exists():
             return []
+        if not self.path.is_file():  # A pipe or a device may be read without end.
+            raise OSError(errno.EINVAL, "it is no file")
+        content = self.path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole != len(content):
             os.truncate(self.path, whole)
