@@ -167,3 +167,12 @@ def test_a_public_function_stays_where_its_module_has_the_same_name():
         "assert tfgpu.data.names.parse_source('digits').kind == 'digits'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_package_travels_by_its_name():
+    """cloudpickle carries a script's functions to Ray's and Spark's workers, with the modules that they name."""
+    code = (
+        "import pickle, tfgpu, tfgpu.data\n"
+        "assert pickle.loads(pickle.dumps((tfgpu, tfgpu.data))) == (tfgpu, tfgpu.data)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -51,6 +51,10 @@ def on_first_use(package: str, file: str) -> tuple[Callable[[str], object], Call
             if not (isinstance(value, ModuleType) and places.get(name, ("",))[0] == value.__name__):
                 super().__setattr__(name, value)
 
+        def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+            # cloudpickle, which carries functions to the workers of Ray and Spark, knows plain modules only.
+            return importlib.import_module, (package,)
+
     sys.modules[package].__class__ = Package
     return find, names, sorted(places)
 

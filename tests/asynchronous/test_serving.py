@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -40,6 +41,7 @@ def test_a_server_leaves_when_it_is_asked_to(group):
         address = processes.cluster["ps"][0]
         while not peers.answers(address):
             assert processes.running["ps0"].poll() is None, processes.said("ps0")
+            time.sleep(0.05)
         assert processes.end("ps0", signal.SIGTERM) == 75
     assert processes.wait("worker0", timeout=120) == 0
 
@@ -54,6 +56,25 @@ def standing_for(address):
         yield
     finally:
         server.stop(None)
+
+
+@pytest.mark.processes
+def test_a_port_where_nobody_listens_does_not_answer_itself(addresses, monkeypatch):
+    """TCP can connect a socket with itself, where Linux chooses for its near end the very port that is called."""
+    address = addresses(1)[0]
+    host, _, port = address.rpartition(":")
+
+    class Own(socket.socket):
+        def connect(self, place):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind(place)
+            super().connect(place)
+
+    monkeypatch.setattr(socket, "socket", Own)
+    with Own(socket.AF_INET) as near:
+        near.connect(("127.0.0.1", int(port)))
+        assert near.getsockname() == near.getpeername()  # So it happens here, too.
+    assert not peers.answers(address) and not peers.serves(address)
 
 
 @pytest.mark.processes

@@ -118,5 +118,20 @@ def leave() -> None:
 
 
 def _connected(address: str) -> socket.socket:
+    """A connection as `wire.connect` makes one: it leaves its own port free, and is none with itself."""
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S)
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, place in found:
+        near = socket.socket(family, kind, protocol)
+        try:
+            near.settimeout(_ANSWER_S)
+            near.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            near.connect(place)
+            if near.getsockname() == near.getpeername():
+                raise ConnectionRefusedError("nobody listens there")
+            return near
+        except OSError:
+            near.close()
+            if place is found[-1][4]:
+                raise
+    raise OSError(f"{host} has no address")
