@@ -335,6 +335,40 @@ def test_a_batch_of_one_row_is_counted():
     assert [row["examples"] for row in monitor.epochs] == [5]
 
 
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_begin", "on_epoch_end"])
+def test_an_evaluate_that_a_callback_calls_is_not_counted(strategy, hook):
+    class Evaluating(keras.callbacks.Callback):
+        pass
+
+    def evaluate(self, number, logs=None):
+        self.model.evaluate(np.ones((5, 8), "float32"), np.ones((5, 1), "float32"), verbose=0)
+
+    setattr(Evaluating, hook, evaluate)
+    with tfgpu.strategy(strategy).scope():
+        model = small()
+    monitor = Monitor()
+    x, y = np.ones((60, 8), "float32"), np.ones((60, 1), "float32")
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[Evaluating(), monitor, Evaluating()])
+    assert [(row["steps"], row["examples"]) for row in monitor.epochs] == [(8, 60)] * 2
+
+
+def test_blocks_of_keras_have_as_many_steps_as_there_were():
+    monitor = Monitor()
+    fit(monitor, small(steps_per_execution=3), rows=54)
+    assert [(row["steps"], row["examples"]) for row in monitor.epochs] == [(8, 54)] * 2
+
+
+def test_the_same_one_twice_in_a_fit_is_refused():
+    monitor = Monitor()
+    with pytest.raises(InputError, match="Give it once"):
+        fit(monitor, callbacks=[monitor])
+    assert not alive()
+    fit(monitor)
+    fit(monitor)
+    assert len(monitor.epochs) == 2
+
+
 def test_a_fit_that_has_ended_is_let_go():
     held = []
 

@@ -98,6 +98,8 @@ class Monitor(keras.callbacks.Callback):
         self._train_s = 0.0
         self._is_traced = False
         self._rows: int | None = None
+        self._counter = feeding.Rows(None)
+        self._run: weakref.ref[blocks.Run] | None = None
         self.epochs: list[dict[str, Value]] = []
         self.cost_s: float = 0.0
 
@@ -109,11 +111,13 @@ class Monitor(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if (other := self._fit) is not None and other is not threading.current_thread() and other.is_alive():
             raise InputError("A Monitor watches one `fit` at a time. Received: a second one beside it. Make another.")
-        self.close()
-        self._fit = threading.current_thread()
-        self._is_traced, self._block_ended, self.epochs = False, None, []
-        self._begun = time.monotonic()
         run = blocks.current()
+        if run is not None and self._run is not None and self._run() is run:
+            raise InputError("A Monitor watches a `fit` once. Received: the same one twice. Give it once.")
+        self.close()
+        self._fit, self._run = threading.current_thread(), weakref.ref(run) if run is not None else None
+        self._is_traced, self._block_ended, self.epochs = False, None, []
+        self._begun, self._counter = time.monotonic(), feeding.Rows(run)
         before = _iterations(self.model)
         self._watcher = Watcher(
             self._places,
@@ -136,6 +140,7 @@ class Monitor(keras.callbacks.Callback):
         self._epoch_begun = time.monotonic()
         self._epoch_steps = self._timed_steps = 0
         self._train_s, self._block_ended, self._rows = 0.0, None, None
+        self._counter.begin(self.model)
         if self._watcher is not None:
             self._watcher.epoch = epoch + 1
 
@@ -145,7 +150,8 @@ class Monitor(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._block_ended = now = time.monotonic()
-        steps = batch - self._first + 1
+        # Keras's own blocks (`steps_per_execution`) have a number as if the last one were whole.
+        steps = min(batch, ((self.params or {}).get("steps") or batch + 1) - 1) - self._first + 1
         self._epoch_steps += steps
         if self._is_traced:
             self._timed_steps += steps
@@ -181,11 +187,12 @@ class Monitor(keras.callbacks.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy watches nothing yet."""
-        return {**self.__dict__, "_watcher": None, "_thread": None, "_forgotten": None, "_fit": None}
+        idle = dict.fromkeys(("_watcher", "_thread", "_forgotten", "_fit", "_run"))
+        return {**self.__dict__, **idle, "_counter": feeding.Rows(None)}
 
     def _count(self) -> None:
         if self._rows is None and self._epoch_steps:
-            self._rows = feeding.rows(self.model, self._epoch_steps)
+            self._rows = self._counter.count(self._epoch_steps)
 
 
 def _places(

@@ -93,6 +93,7 @@ class Run:
         leaving: the wish to leave, where somebody listens for one.
         guard: what leaves steps out that bring a number that is none, where somebody asks for it.
         exits: what is closed when the run has ended, however it ended.
+        asides: each makes a context for an `evaluate` that a callback calls between the steps.
         logs: what the last epoch's steps came to.
     """
 
@@ -106,6 +107,7 @@ class Run:
     leaving: Leaving | None = None
     guard: object = None
     exits: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    asides: list[Callable[[], contextlib.AbstractContextManager]] = field(default_factory=list)
     logs: dict | None = None
 
     def wanted(self, left: float = float("inf")) -> int | None:
@@ -210,6 +212,9 @@ def _take_over(run: Run, outer: Run | None, callbacks) -> None:
     """What a run takes from the callbacks, and from the `fit` that it is a part of."""
     if outer is not None and outer.model is run.model:
         run.leaving, run.on_all = outer.leaving, outer.on_all
+        if run.kind == "test" and not isinstance(callbacks, keras_callbacks.CallbackList):  # no validation of the `fit`
+            for aside in outer.asides:
+                run.exits.enter_context(aside())
     if run.kind == "train":
         meeting = [callback for callback in listed(callbacks) if getattr(callback, "on_all_workers", False)]
         run.on_all = tuple(sorted(type(callback).__name__ for callback in meeting))

@@ -7,7 +7,7 @@ anything: some 50 us in whatever thread asks.
 
 import contextlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -58,22 +58,57 @@ def mean_gap(gaps: Sequence[float]) -> float | None:
     return statistics.fmean(gap for gap in gaps if gap <= most)
 
 
-def rows(model: keras.Model, steps: int) -> int | None:
-    """The rows that the loss has seen since the epoch began, of this process's replicas; `None` where none counts them.
+class Rows:
+    """The rows that the loss has seen since an epoch began, of this process's replicas.
 
-    Keras's tracker of the loss counts them. In a training step of one's own it may count steps instead, by
-    `update_state(loss)` without a weight: a count that is no more than that says nothing about rows.
+    Keras's tracker of the loss counts them, in float32: exactly up to 16,777,216. An `evaluate` that a callback calls
+    in between begins that count anew and adds its own rows; they are left out.
 
     Args:
-        model: whose `fit` runs.
-        steps: that the epoch has had.
+        run: the `fit`; `None` where the repairs are off, and such an `evaluate` is not seen.
     """
+
+    def __init__(self, run: Run | None):
+        self._before, self._begin = 0.0, 0.0
+        self.model: keras.Model | None = None
+        if run is not None:
+            run.asides.append(self._aside)
+
+    def begin(self, model: keras.Model) -> None:
+        """An epoch begins: Keras has set its count back."""
+        self.model, self._before, self._begin = model, 0.0, sum(_counted(model) or ())
+
+    def count(self, steps: int) -> int | None:
+        """The rows; `None` where nobody counts them.
+
+        A training step of one's own may count steps instead, by `update_state(loss)` without a weight: a count that is
+        no more than that says nothing about rows.
+
+        Args:
+            steps: that the epoch has had.
+        """
+        found = _counted(self.model)
+        if found is None:
+            return None
+        total = self._before + sum(found) - self._begin
+        counts_rows = type(self.model).train_step is keras.Model.train_step or total > steps * len(found)
+        return round(total) if counts_rows else None
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        self._before += sum(_counted(self.model) or ()) - self._begin
+        try:
+            yield
+        finally:
+            self._begin = sum(_counted(self.model) or ())
+
+
+def _counted(model: keras.Model | None) -> list[float] | None:
+    """What the tracker of the loss has counted, by replica of this process."""
     tracker = next((each for each in getattr(model, "metrics", ()) if each.name == "loss"), None)
     count = getattr(tracker, "count", None)
-    if count is None:
+    if model is None or count is None:
         return None
     with contextlib.suppress(tf.errors.OpError, ValueError, RuntimeError, TypeError):
-        parts = [float(part) for part in model.distribute_strategy.experimental_local_results(count.value)]
-        counts_rows = type(model).train_step is keras.Model.train_step or sum(parts) > steps * len(parts)
-        return round(sum(parts)) if counts_rows else None
+        return [float(part) for part in model.distribute_strategy.experimental_local_results(count.value)]
     return None
