@@ -1,7 +1,10 @@
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from tfgpu.cli import tune
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.tune.plan import Plan
 from tfgpu.tune.report import best_so_far, by_value, render
@@ -75,3 +78,14 @@ def test_the_page_of_a_single_trial(value):
     trials = (trial(0, value=value, val_loss=1.0, epochs={1: value}),)
     page = render(result(trials, importances={}), Plan(Path("s"), Recipe(model="mlp"), SPACE, monitor="val_loss"))
     assert "What mattered" not in page
+
+
+@pytest.mark.parametrize("width", [30, 60, 80])
+def test_the_table_breaks_no_number_in_a_narrow_terminal(width):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(tune._table(result(), width))
+    lines = console.file.getvalue().splitlines()
+    assert "trial" in lines[0] and "val_error" in lines[0]
+    assert ("learning_rate  global_batch" in lines[0]) == (width == 80)
+    assert all("10.00%" in line or "30.00%" in line for line in lines if line[10:11].isdigit())
+    assert sum("best" in line for line in lines) == 1 and len(max(lines, key=len)) <= width

@@ -141,19 +141,10 @@ def _line(trial: Any) -> str:
 
 
 def _show(console: Console, result: Any) -> None:
-    from tfgpu.tune.report import by_value, setting_text, text_of
+    from tfgpu.tune.report import text_of
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("", "trial", result.monitor, *result.best.settings):
-        table.add_column(heading, overflow="fold")
-    for trial in by_value(result.trials)[:5]:
-        if trial.value is not None:
-            mark = "best" if trial.number == result.best.number else ""
-            mark = f"{mark} own".strip() if result.own and trial.number == result.own.number else mark
-            cells = (setting_text(trial.settings[name]) for name in result.best.settings)
-            table.add_row(mark, str(trial.number), text_of(trial.value, result.monitor), *map(escape, cells))
     console.print()
-    console.print(table)
+    console.print(_table(result, console.width))
     console.print()
     if result.own is not None and result.own_test_accuracy is not None:
         console.print(
@@ -165,3 +156,26 @@ def _show(console: Console, result: Any) -> None:
         f"(chosen by it, so optimistic), test error {1 - result.test_accuracy:.2%}"
     )
     console.print(f"{result.recipe_file}  {result.folder / 'report.html'}", markup=False)
+
+
+def _table(result: Any, width: int) -> Table:
+    """The five best trials; a column for each setting where `width` has room for them, else all in one."""
+    from tfgpu.tune.report import by_value, setting_text, text_of
+
+    rows = []
+    for trial in by_value(result.trials)[:5]:
+        if trial.value is not None:
+            mark = "best" if trial.number == result.best.number else ""
+            mark = f"{mark} own".strip() if result.own and trial.number == result.own.number else mark
+            settings = [escape(setting_text(trial.settings[name])) for name in result.best.settings]
+            rows.append([mark, str(trial.number), text_of(trial.value, result.monitor), *settings])
+    headings = ["", "trial", result.monitor, *result.best.settings]
+    if sum(max(map(len, column)) + 2 for column in zip(headings, *rows, strict=True)) - 2 > width:
+        rows = [[*row[:3], "  ".join(map("=".join, zip(headings[3:], row[3:], strict=True)))] for row in rows]
+        headings[3:] = ["settings"]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for at, heading in enumerate(headings):
+        table.add_column(heading, overflow="fold", no_wrap=at < 3)
+    for row in rows:
+        table.add_row(*row)
+    return table
