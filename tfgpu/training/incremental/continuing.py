@@ -92,7 +92,7 @@ def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
         then: the rate afterwards, or a Keras schedule that begins there; None takes the optimizer's rate as it is.
 
     Raises:
-        InputError: the model is not compiled, or `steps` is no whole number from 1.
+        InputError: the model is not compiled, `steps` is no whole number from 1, or `then` no rate.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -105,6 +105,9 @@ def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
         raise InputError("The model has no optimizer. Compile it first.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(f"`steps` must be a whole number from 1. Received: {steps!r}.")
+    is_rate = isinstance(then, (int, float)) and not isinstance(then, bool) and 0 < then < float("inf")
+    if not (then is None or is_rate or isinstance(then, keras.optimizers.schedules.LearningRateSchedule)):
+        raise InputError(f"`then` must be None, a rate above 0, or a Keras schedule. Received: {then!r}.")
     inner = rates.inner_of(model.optimizer)
     accumulate = inner.gradient_accumulation_steps or 1
     begun = int(inner.variables[0].numpy())  # batches
