@@ -29,7 +29,7 @@ def export(
         typer.Option("--format", metavar="NAME", help="savedmodel, onnx or litert; may be given again. [savedmodel]"),
     ] = None,
     check: Annotated[bool, typer.Option(help="Run what was written and compare.")] = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
 ) -> None:
     start_tensorflow()
