@@ -224,11 +224,11 @@ class Unregistered(keras.layers.Layer):
 
 
 def test_layers_of_ones_own_need_not_be_registered(tmp_path):
-    model = keras.Sequential([keras.Input((2,)), Unregistered(3.0), keras.layers.Dense(2, kernel_initializer="identity")])
-    model.add(Named())
+    same = keras.layers.Dense(2, kernel_initializer="identity")
+    model = keras.Sequential([keras.Input((2,)), Unregistered(3.0), same, Named()])
     rows = np.array([[1, 0], [0, 1]], "float32")
     made = serving.export(model, tmp_path / "made", example=rows)
-    assert serving.run(made.path, {next(iter(made.inputs)): rows})[0].tolist() == ["chat".encode(), "né".encode()]
+    assert serving.run(made.path, {next(iter(made.inputs)): rows})[0].tolist() == [b"chat", "né".encode()]
     model.save(tmp_path / "model.keras")
     with pytest.raises(InputError, match="has a Unregistered that nobody here knows. Import its module"):
         serving.export(tmp_path / "model.keras", tmp_path / "other")

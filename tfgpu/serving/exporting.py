@@ -139,7 +139,8 @@ def _why_not(file: Path, error: Exception) -> str:
     if "safe_mode" in said or "`Lambda`" in said:
         return (
             f"{file} holds code (a Lambda layer, or one that loads another model), which is not run. If you trust it, "
-            "load it yourself by `keras.models.load_model(file, safe_mode=False)`, and give `tfgpu.serving.export` the model."
+            "load it yourself by `keras.models.load_model(file, safe_mode=False)`, and give `tfgpu.serving.export` the "
+            "model."
         )
     if missing := re.search(r"Could not locate (?:class|function) '([^']+)'", said):
         return (
