@@ -109,7 +109,7 @@ def read(path: str | Path) -> Trace:
     try:
         space = recording.space_of(files[-1])
     except (recording.BrokenSpace, OSError) as error:
-        raise InputError(f"{files[-1]} is no whole trace: {error}. Give an .xplane.pb file as it was written.") from error
+        raise InputError(f"{files[-1]} is no whole trace: {error}. Give the file as it was written.") from error
     if not space.planes:
         raise InputError(f"{files[-1]} holds nothing. Give the .xplane.pb file of a profile that came to its end.")
     return of_space(space)
