@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfgpu.callbacks import Tasks
 from tfgpu.errors import InputError
 from tfgpu.training import incremental
 from tfgpu.training.incremental.elastic import fisher
@@ -158,3 +159,47 @@ def test_other_odd_arguments():
         incremental.discriminative("adam", keras.Sequential([keras.layers.Dense(2, name="a")]), {"a": 0.1})
     with pytest.raises(InputError, match="must be a Keras model"):
         incremental.freeze("model", "a")
+
+
+class ByClass(keras.metrics.Metric):
+    """Says a number for each class, as F1Score does: here how many labels it has."""
+
+    def __init__(self):
+        super().__init__(name="by_class")
+        self.count = self.add_weight(shape=(3,), initializer="zeros", name="count")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign_add(tf.reduce_sum(tf.one_hot(tf.reshape(tf.cast(y_true, tf.int32), [-1]), 3), 0))
+
+    def result(self):
+        return keras.ops.convert_to_tensor(self.count)
+
+
+def test_a_metric_with_a_number_for_each_class(tmp_path):
+    model = net()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=[ByClass()])
+    tasks = Tasks(tmp_path)
+    logs = incremental.fit_stream(model, [(X, Y)], window=5, global_batch=5, tasks=tasks, verbose=0)
+    assert [one["by_class"] for one in logs] == [[2.0, 2.0, 1.0], [3.0, 1.0, 1.0]]
+    again = Tasks(tmp_path)
+    model = net()
+    model.compile("sgd", loss, metrics=[ByClass()])
+    assert again.begin(model) == 2 and again.logs == logs
+    for bad in ({"a": "much"}, [1.0], {"a": {"b": 1}}):
+        with pytest.raises(InputError, match="mapping of numbers"):
+            again.end(model, bad)
+    assert again.done == 2
+
+
+def test_what_is_no_model_file_is_not_taken_up(tmp_path):
+    model = net()
+    model.compile("sgd", "mse")
+    path = tmp_path / "model.keras"
+    model.save(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match="no whole .keras file"):
+        incremental.take_up(path, optimizer="keep")
+    for source in (None, model):
+        with pytest.raises(InputError, match="must be a .keras file"):
+            incremental.take_up(source, optimizer="keep")

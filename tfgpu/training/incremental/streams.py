@@ -154,7 +154,7 @@ def fit_stream(
         history = model.fit(data, epochs=epochs, shuffle=False, **fit)
         if replay is not None:
             replay.add(*rows)
-        done.append({name: float(np.asarray(values[-1])) for name, values in history.history.items()})
+        done.append({name: np.asarray(values[-1], float).tolist() for name, values in history.history.items()})
         if after_window is not None:
             after_window(at, done[-1])
         if tasks is not None:
