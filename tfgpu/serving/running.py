@@ -98,7 +98,7 @@ def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> list[
         given, made = Path(folder, "given.npz"), Path(folder, "made.npz")
         np.savez(given, *map(plain, inputs.values()))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        command = [sys.executable, "-c", _BEGIN + _RUNS[form.name] + _END, path, given, made, *inputs]
+        command = [sys.executable, "-c", _BEGIN + _RUNS[form.name] + _END, str(path), str(given), str(made), *inputs]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:

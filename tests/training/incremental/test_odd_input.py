@@ -203,3 +203,32 @@ def test_what_is_no_model_file_is_not_taken_up(tmp_path):
     for source in (None, model):
         with pytest.raises(InputError, match="must be a .keras file"):
             incremental.take_up(source, optimizer="keep")
+
+
+def test_a_metric_that_was_told_the_classes_counts_the_new_ones():
+    """MeanIoU leaves out classes beyond its number: it would say 1.0 here, where the last class is never right."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    heads = [keras.layers.Dense(3, name="head")(inputs), keras.layers.Dense(2, name="other")(inputs)]
+    model = keras.Model(inputs, heads)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    metrics = [[keras.metrics.MeanIoU(3, sparse_y_pred=False)], [keras.metrics.MeanIoU(2, sparse_y_pred=False)]]
+    model.compile(keras.optimizers.SGD(0.0), [loss, loss], metrics=metrics)
+    model.fit(X, [Y, Y % 2], verbose=0)
+    grown = incremental.grow(model, 4, head="head")
+    labels = np.where(np.arange(10) < 5, 3, grown.predict(X, verbose=0)[0].argmax(-1))
+    guesses = grown.predict(X, verbose=0)[0].argmax(-1)
+    right = [np.sum((guesses == c) & (labels == c)) for c in range(4)]
+    either = [np.sum((guesses == c) | (labels == c)) for c in range(4)]
+    by_hand = [a / b for a, b in zip(right, either, strict=True) if b]
+    logs = grown.evaluate(X, [labels, Y % 2], verbose=0, return_dict=True)
+    assert logs["head_mean_io_u"] == pytest.approx(np.mean(by_hand), abs=1e-5) and np.mean(by_hand) < 0.99
+
+
+def test_a_head_that_feeds_other_layers_is_not_grown():
+    """The other layer would have new rows, and its output would not be what it was."""
+    inputs = keras.Input((4,))
+    first = keras.layers.Dense(3, name="head")(inputs)
+    model = keras.Model(inputs, [first, keras.layers.Dense(2, name="after")(first)])
+    with pytest.raises(InputError, match="after/kernel takes what the head puts out"):
+        incremental.grow(model, 5, head="head")

@@ -14,8 +14,8 @@ class Distilled(keras.Model):
 
     To the compiled loss comes `weight * temperature^2 * KL(teacher || model)`, the mean over the batch's rows, of the
     softmax over the teacher's classes at that temperature (T^2 keeps the gradient's size, as in Hinton et al., 2015).
-    Sample weights do not change it. It is there in training alone: `val_loss` is the compiled loss. The logs show it,
-    unweighted, as `distillation`.
+    Neither sample weights nor masks change it: padded steps count as others do. It is there in training alone:
+    `val_loss` is the compiled loss. The logs show it, unweighted, as `distillation`.
 
     The weights are the model's own, and the teacher is no part of what is saved: save `model`, and make the teacher
     anew to resume.
