@@ -184,6 +184,14 @@ def test_axes_of_any_length_are_said_and_taken(tmp_path):
     np.testing.assert_allclose(serving.run(made.path, {"file": rows})[0], model(rows), atol=1e-6)
 
 
+def test_the_command_says_which_axes_are_open(tmp_path, capsys):
+    inputs = keras.Input((None, 3), name="steps")
+    keras.Model(inputs, keras.layers.Dense(2)(inputs)).save(tmp_path / "model.keras")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", str(tmp_path / "model.keras"), str(tmp_path / "made"), "--format", "litert"])
+    assert ended.value.code == 0 and "steps: float32 (rows, any, 3)" in capsys.readouterr().out
+
+
 def text_model():
     texts = keras.layers.TextVectorization(output_sequence_length=4, vocabulary=["one", "zwei", "drei", "né"])
     keras.utils.set_random_seed(0)
@@ -230,7 +238,7 @@ def test_layers_of_ones_own_need_not_be_registered(tmp_path):
     made = serving.export(model, tmp_path / "made", example=rows)
     assert serving.run(made.path, {next(iter(made.inputs)): rows})[0].tolist() == [b"chat", "né".encode()]
     model.save(tmp_path / "model.keras")
-    with pytest.raises(InputError, match="has a Unregistered that nobody here knows. Import its module"):
+    with pytest.raises(InputError, match="has the class Unregistered, which nobody here knows. Import its module"):
         serving.export(tmp_path / "model.keras", tmp_path / "other")
 
 

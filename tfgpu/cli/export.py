@@ -46,5 +46,5 @@ def export(
         compared = "not compared" if each.difference is None else f"outputs differ by {each.difference:.0e}"
         console.print(f"{each.path}  {each.format}, {each.bytes / 2**20:.2f} MiB, {compared}", markup=False)
         for name, (shape, kind) in each.inputs.items():
-            sizes = ", ".join("rows" if size is None else str(size) for size in shape)
+            sizes = ", ".join(["rows", *("any" if size is None else str(size) for size in shape[1:])])
             console.print(f"  {name}: {kind} ({sizes})", markup=False)

@@ -144,7 +144,7 @@ def _why_not(file: Path, error: Exception) -> str:
         )
     if missing := re.search(r"Could not locate (?:class|function) '([^']+)'", said):
         return (
-            f"{file} has a {missing[1]} that nobody here knows. Import its module, decorate it by "
+            f"{file} has the class {missing[1]}, which nobody here knows. Import its module, decorate it by "
             "`@keras.saving.register_keras_serializable()`, load the model, and give `tfgpu.serving.export` the model."
         )
     return f"{file} cannot be loaded: {reason} Import the module of its layers first."
