@@ -1,11 +1,14 @@
 """Unmodified scripts: TensorFlow's multi-worker tutorial, which stock Keras 3 crashes on, trains as it is printed."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+
+from tfgpu import cli
 
 TUTORIAL = """
 import sys
@@ -192,3 +195,40 @@ def test_a_plain_script_meets_its_peers_too(tmp_path, addresses):
     place = {"cluster": {"worker": addresses(2)}, "task": {"type": "worker", "index": 0}}
     alone = command(str(tmp_path / "plain.py"), TF_CONFIG=json.dumps(place), TFGPU_STARTUP_TIMEOUT="2")
     assert alone.returncode == 1 and "worker 1 (127.0.0.1:" in alone.stderr and "did not answer" in alone.stderr
+
+
+@pytest.mark.parametrize("how", [["run"], ["profile", "-o", "profiles"]])
+@pytest.mark.parametrize(
+    ("script", "code", "last"),
+    [
+        ("import json\njson.loads('{')\n", 1, "json.decoder.JSONDecodeError: Expecting property name"),
+        ("def f():\n    return {}['x']\nf()\n", 1, "KeyError: 'x'"),
+        ("import tfgpu\nraise tfgpu.InputError('wrong')\n", 2, "tfgpu.errors.InputError: wrong"),
+        ("input()\n", 1, "EOFError"),
+        ("def f(:\n", 1, "SyntaxError: "),
+    ],
+)
+def test_a_script_that_fails_shows_its_own_lines(how, script, code, last, tmp_path, monkeypatch, capsys):
+    """As Python shows them, from the script on; without them an error after hours has no place."""
+    (tmp_path / "my script.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tfgpu"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*how, str(tmp_path / "my script.py")])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == code and (lines[0] == "Traceback (most recent call last):" or "Syntax" in last)
+    assert "my script.py" in "".join(lines) and lines[-1].startswith(last)
+    assert not any("runpy" in line or "typer" in line for line in lines)
+
+
+def test_an_error_outside_a_script_is_one_line_with_its_type(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise KeyError("x")
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.delenv("TFGPU_DEBUG", raising=False)
+    with pytest.raises(SystemExit):
+        cli.main(["doctor"])
+    assert capsys.readouterr().err == "error: KeyError: 'x'. Set TFGPU_DEBUG=1 to see where.\n"

@@ -16,6 +16,7 @@ from tfgpu.keras_fixes.recording import Stage
 from tfgpu.measure.profiling import commands, findings, reading, spans, stages, targets, trace, verdict, writing
 from tfgpu.measure.profiling.around import Around, Change
 from tfgpu.measure.profiling.reading import Shares
+from tfgpu.measure.profiling.session import profile
 from tfgpu.measure.profiling.sorting import uses_tensor_cores
 
 TENSOR, PLAIN = "ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_nn", "ampere_sgemm_64x64_nn"
@@ -379,6 +380,29 @@ def test_all_files_are_written_and_can_be_read(tmp_path):
     assert html.count("<svg") == 3 and "src=" not in html and "compute-bound" in html
     with pytest.raises(InputError, match="There is no trace in"):
         trace.read(tmp_path / "out" / "none")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "is no whole trace"), (b"no trace at all\n", "is no whole trace"), (b"", "holds nothing")],
+)
+def test_a_broken_trace_is_named(content, said, tmp_path):
+    whole = space(gpu(kernels=[(TENSOR, 0, 300, {})])).SerializeToString()
+    file = tmp_path / "host.xplane.pb"
+    file.write_bytes(whole[:-3] if content is None else content)
+    with pytest.raises(InputError, match=rf"host\.xplane\.pb {said}"):
+        targets.read_trace(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_where_the_folder_goes_is_told_before_anything_is_recorded(tmp_path):
+    (tmp_path / "notes").write_text("kept")
+    for folder in (tmp_path / "notes", tmp_path / "notes" / "profile"):
+        with pytest.raises(InputError, match="notes is a file"):
+            targets.read_trace(tmp_path, folder)
+        with pytest.raises(InputError, match="notes is a file"), profile(folder):
+            raise AssertionError("not reached")
+    assert (tmp_path / "notes").read_text() == "kept"
 
 
 def test_the_command_lines_of_nsys_and_ncu_are_whole():

@@ -45,6 +45,10 @@ def test_settings_that_are_not_given_are_the_optimizers_own():
     [
         ({"optimizer": "adm"}, "Unknown optimizer 'adm'. Did you mean 'adam'?"),
         ({"optimizer_options": {"beta1": 0.9}}, "Did you mean 'beta_1'?"),
+        ({"optimizer_options": {"beta_1": "high"}}, "'beta_1' must be a number, such as 0.9. Received: 'high'"),
+        ({"optimizer_options": {"epsilon": float("nan")}}, "'epsilon' must be a number"),
+        ({"optimizer_options": {"amsgrad": "maybe"}}, "'amsgrad' must be true or false, such as false"),
+        ({"optimizer": "lars", "optimizer_options": {"trust": True}}, "'trust' must be a number"),
         ({"optimizer_options": {"ema_momentum": 3.0, "use_ema": True}}, "Keras's Adam refuses its options"),
     ],
 )

@@ -142,3 +142,156 @@ def test_the_command(tmp_path, capsys):
     assert not ended.value.code
     found = json.loads(capsys.readouterr().out)
     assert [each["format"] for each in found] == ["onnx", "litert"] and all(each["difference"] < 1e-6 for each in found)
+
+
+def named(width=4):
+    b, a = keras.Input((3,), name="b"), keras.Input((3,), name="a")
+    outputs = {"score_2": keras.layers.Dense(width)(b), "box_10": keras.layers.Dense(width)(a)}
+    return keras.Model([b, a], outputs)
+
+
+@pytest.mark.parametrize("form", ["savedmodel", pytest.param("onnx", marks=pytest.mark.slow), "litert"])
+def test_outputs_with_names_come_in_the_names_order(form, tmp_path):
+    """Numbers within names are no order: "box_10" stands before "score_2"."""
+    model = named()
+    one, other = (RNG.normal(size=(4, 3)).astype("float32") for _ in range(2))
+    made = serving.export(model, tmp_path / "made", format=form, example={"a": one, "b": other})
+    assert made.difference < 1e-5
+    box, score = serving.run(made.path, {"a": one, "b": other})
+    expected = model([other, one])
+    np.testing.assert_allclose(box, expected["box_10"], atol=1e-6)
+    np.testing.assert_allclose(score, expected["score_2"], atol=1e-6)
+
+
+def test_an_example_by_names_in_order_or_not_at_all(tmp_path):
+    model = named()
+    with pytest.raises(InputError, match="takes b, a"):
+        serving.export(model, tmp_path / "made", example={"a": np.ones((2, 3)), "c": np.ones((2, 3))})
+    with pytest.raises(InputError, match="takes b, a"):
+        serving.export(model, tmp_path / "made", example=np.ones((2, 3)))
+    with pytest.raises(InputError, match=r"for 'a' must be an array of \('rows', 3\). Received: \(2, 4\)"):
+        serving.export(model, tmp_path / "made", example=[np.ones((2, 3)), np.ones((2, 4))])
+    made = serving.export(small(), tmp_path / "made", format="litert", example=[[1, 2, 3, 4, 5, 6]])
+    assert made.difference < 1e-5  # whole numbers, as a list, for float32
+
+
+def test_axes_of_any_length_are_said_and_taken(tmp_path):
+    inputs = keras.Input((None, 3), name="file")  # the name of an argument of numpy.savez
+    model = keras.Model(inputs, keras.layers.GlobalAveragePooling1D()(keras.layers.Dense(2)(inputs)))
+    made = serving.export(model, tmp_path / "made", format="litert")
+    assert made.inputs == {"file": ((None, None, 3), "float32")}
+    rows = RNG.normal(size=(2, 5, 3)).astype("float32")
+    np.testing.assert_allclose(serving.run(made.path, {"file": rows})[0], model(rows), atol=1e-6)
+
+
+def test_the_command_says_which_axes_are_open(tmp_path, capsys):
+    inputs = keras.Input((None, 3), name="steps")
+    keras.Model(inputs, keras.layers.Dense(2)(inputs)).save(tmp_path / "model.keras")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", str(tmp_path / "model.keras"), str(tmp_path / "made"), "--format", "litert"])
+    assert ended.value.code == 0 and "steps: float32 (rows, any, 3)" in capsys.readouterr().out
+
+
+def text_model():
+    texts = keras.layers.TextVectorization(output_sequence_length=4, vocabulary=["one", "zwei", "drei", "né"])
+    keras.utils.set_random_seed(0)
+    layers = [texts, keras.layers.Embedding(9, 3), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((), dtype="string", name="text"), *layers])
+
+
+@pytest.mark.timeout(300)
+def test_a_model_that_takes_text(tmp_path):
+    model, texts = text_model(), ["one né", "zwei", "", "drei drei one"]
+    with pytest.raises(InputError, match="takes text.*example=TEXTS"):
+        serving.export(model, tmp_path / "made")
+    made = serving.export(model, tmp_path / "made", example=texts)
+    assert made.inputs == {"text": ((None,), "string")} and made.difference < 1e-5
+    expected = model(tf.constant(texts))
+    assert len(np.unique(np.round(expected, 4), axis=0)) == 4
+    for given in (np.array(texts), tf.constant(texts), np.array(texts, object)):
+        np.testing.assert_allclose(serving.run(made.path, {"text": given})[0], expected, atol=1e-6)
+
+
+class Named(keras.layers.Layer):
+    """Says which class it is."""
+
+    def call(self, x):
+        return tf.gather(tf.constant(["chat", "né"]), tf.argmax(x, -1))
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor((None,), dtype="string")
+
+
+class Unregistered(keras.layers.Layer):
+    def __init__(self, times, **options):
+        super().__init__(**options)
+        self.times = times
+
+    def call(self, x):
+        return x * self.times
+
+
+def test_layers_of_ones_own_need_not_be_registered(tmp_path):
+    same = keras.layers.Dense(2, kernel_initializer="identity")
+    model = keras.Sequential([keras.Input((2,)), Unregistered(3.0), same, Named()])
+    rows = np.array([[1, 0], [0, 1]], "float32")
+    made = serving.export(model, tmp_path / "made", example=rows)
+    assert serving.run(made.path, {next(iter(made.inputs)): rows})[0].tolist() == [b"chat", "né".encode()]
+    model.save(tmp_path / "model.keras")
+    with pytest.raises(InputError, match="has the class Unregistered, which nobody here knows. Import its module"):
+        serving.export(tmp_path / "model.keras", tmp_path / "other")
+
+
+@keras.saving.register_keras_serializable("test_export")
+class Lost(keras.layers.Layer):
+    """Gives NaN in a graph."""
+
+    def call(self, x):
+        return x if tf.executing_eagerly() else x * float("nan")
+
+
+def test_not_a_number_is_no_agreement(tmp_path):
+    with pytest.raises(MachineError, match="differ from the model's by inf"):
+        serving.export(keras.Sequential([keras.Input((2,)), Lost()]), tmp_path / "made", format="litert")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", ["savedmodel", "litert"])
+def test_only_an_earlier_export_is_replaced(form, tmp_path):
+    """Whatever else lies there is not ours to remove, and a run is not replaced by its own export."""
+    run = tmp_path / "run.tflite"
+    run.mkdir()
+    small().save(run / "model.keras")
+    (tmp_path / "link.tflite").symlink_to(run)
+    (tmp_path / "notes").write_text("kept")
+    before = sorted(tmp_path.rglob("*"))
+    for place in (run, tmp_path / "link.tflite", *([tmp_path / "notes", tmp_path] if form == "savedmodel" else [])):
+        with pytest.raises(InputError, match="is not replaced"):
+            serving.export(run, place, format=form, overwrite=True)
+    with pytest.raises(InputError, match="notes is a file"):
+        serving.export(run, tmp_path / "notes" / "1", format=form)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_versions_beside_an_export_are_kept(tmp_path):
+    serving.export(small(), tmp_path / "served", check=False)
+    serving.export(small(), tmp_path / "served" / "1", check=False)
+    with pytest.raises(InputError, match=r"has more in it than an exported model \(1\)"):
+        serving.export(small(), tmp_path / "served", check=False, overwrite=True)
+    serving.export(small("relu"), tmp_path / "served" / "1", check=False, overwrite=True)
+    assert sorted(each.name for each in (tmp_path / "served").iterdir() if not each.name.startswith(".")) == [
+        "1", "assets", "fingerprint.pb", "saved_model.pb", "variables"
+    ]  # fmt: skip
+
+
+def test_what_was_there_stays_where_the_new_one_cannot_be_written(tmp_path, monkeypatch):
+    made = serving.export(small(), tmp_path / "made", check=False)
+    before = {each: each.read_bytes() for each in made.path.rglob("*") if each.is_file()}
+
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", no_room)
+    with pytest.raises(MachineError, match="No space left"):
+        serving.export(small("relu"), tmp_path / "made", check=False, overwrite=True)
+    assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfgpu import keras_fixes
 from tfgpu.callbacks import snapshot
@@ -147,11 +148,14 @@ class Tasks:
 
         Args:
             model: compiled and built, as the next task begins with it.
-            logs: numbers about the task, for `logs`.
+            logs: numbers about the task, or lists of them, for `logs`.
+
+        Raises:
+            InputError: no task has begun, or `logs` holds something else.
         """
         if self._at is None:
             raise InputError("No task has begun. Call `begin(model)` first.")
-        self._rows.append({name: float(value) for name, value in (logs or {}).items()})
+        self._rows.append(_numbers(logs or {}))
         self._at, self._names = self._at + 1, set()
         self._save(model)
 
@@ -199,6 +203,13 @@ class Tasks:
         self._remembered.put(read, model)
         self._rows = [dict(row) for row in read.position.history]
         training_state.put_random_states(read.memory["random"])
+
+
+def _numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {str(name): np.asarray(value, float).tolist() for name, value in logs.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise InputError(f"`logs` must be a mapping of numbers, or of lists of them. Received: {logs!r}.") from None
 
 
 def _trainable(model: keras.Model) -> dict[str, bool]:

@@ -5,9 +5,11 @@ Exit codes: 0 done, 1 training failed or the doctor found a problem, 2 wrong inp
 (SIGTERM) and saved, 130 interrupted.
 """
 
+import runpy
 import sys
 import traceback
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -39,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _execute(words: list[str]) -> int:
     try:
         return app(words, prog_name="tfgpu", standalone_mode=False) or 0
-    except typer.Abort:  # An interrupt in a command that has no words of its own for it.
+    except typer.Abort as error:  # An interrupt in a command that has no words of its own for it.
+        ended = error.__cause__ or error.__context__
+        if isinstance(ended, EOFError):  # Typer takes it for an interrupt.
+            return _complain_of(ended, words)
         complain("Interrupted.")
         return 130
     except typer.TyperException as error:
@@ -48,17 +53,34 @@ def _execute(words: list[str]) -> int:
             stop = "" if message.endswith((".", "?", ")")) else "."
             complain(f"{message}{stop} See `{context.command_path if context else 'tfgpu'} --help`.")
         return error.exit_code
-    except InputError as error:
-        complain(str(error))
-        return 2
-    except MachineError as error:
-        complain(str(error))
-        return 1
     except Exception as error:
-        if debugging(words):
-            traceback.print_exc()
-        complain(_one_line(error) + ("" if debugging(words) else " Set TFGPU_DEBUG=1 to see where."))
-        return 1
+        return _complain_of(error, words)
+
+
+def _complain_of(error: Exception, words: list[str]) -> int:
+    """Says in one line what is wrong, or in a script's own lines where those are what is wrong; gives the exit code."""
+    is_in_script, lines = _within_script(error)
+    if is_in_script:
+        traceback.print_exception(type(error), error, lines)
+    elif isinstance(error, InputError | MachineError):
+        complain(str(error))
+    elif debugging(words):
+        traceback.print_exception(error)
+        complain(_one_line(error))
+    else:
+        complain(f"{_one_line(error)} Set TFGPU_DEBUG=1 to see where.")
+    return 2 if isinstance(error, InputError) else 1
+
+
+def _within_script(error: Exception) -> tuple[bool, TracebackType | None]:
+    """Whether a script that `runpy` runs is what failed, and where, from its first line on; a wrong syntax has none."""
+    found, is_run = error.__traceback__, False
+    while found is not None:
+        is_runpy = found.tb_frame.f_code.co_filename in (runpy.__file__, "<frozen runpy>")
+        if is_run and not is_runpy:
+            return True, found
+        is_run, found = is_run or is_runpy, found.tb_next
+    return is_run, None
 
 
 def _version(wanted: bool) -> None:
@@ -95,5 +117,7 @@ app.add_typer(top.app)
 
 
 def _one_line(error: Exception) -> str:
+    """With the type, without which the words of a `KeyError` say nothing."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return said if said.endswith((".", "!", "?")) else f"{said}."

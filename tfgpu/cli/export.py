@@ -29,7 +29,7 @@ def export(
         typer.Option("--format", metavar="NAME", help="savedmodel, onnx or litert; may be given again. [savedmodel]"),
     ] = None,
     check: Annotated[bool, typer.Option(help="Run what was written and compare.")] = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
 ) -> None:
     start_tensorflow()
@@ -46,5 +46,5 @@ def export(
         compared = "not compared" if each.difference is None else f"outputs differ by {each.difference:.0e}"
         console.print(f"{each.path}  {each.format}, {each.bytes / 2**20:.2f} MiB, {compared}", markup=False)
         for name, (shape, kind) in each.inputs.items():
-            sizes = ", ".join("rows" if size is None else str(size) for size in shape)
+            sizes = ", ".join(["rows", *("any" if size is None else str(size) for size in shape[1:])])
             console.print(f"  {name}: {kind} ({sizes})", markup=False)

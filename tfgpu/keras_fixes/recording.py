@@ -66,12 +66,25 @@ class Stage:
     where: str
 
 
+class BrokenSpace(Exception):
+    """A file is no XSpace message."""
+
+
 def space_of(path: Path) -> Any:
-    """Reads an XSpace message."""
+    """Reads an XSpace message.
+
+    Raises:
+        BrokenSpace: it is another file, or not whole.
+    """
+    from google.protobuf.message import DecodeError
+
     # TensorFlow's own description of the message; no public module has it.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-    return xplane_pb2.XSpace.FromString(path.read_bytes())
+    try:
+        return xplane_pb2.XSpace.FromString(path.read_bytes())
+    except DecodeError as error:
+        raise BrokenSpace("it does not parse") from error
 
 
 def new_space() -> Any:

@@ -31,10 +31,10 @@ def optimizers() -> dict[str, type[keras.optimizers.Optimizer]]:
 
 
 def check_optimizer(recipe: Recipe) -> type[keras.optimizers.Optimizer]:
-    """Finds the optimizer's class and checks the names of its options, without making one.
+    """Finds the optimizer's class and checks its options, without making one.
 
     Raises:
-        InputError: no such optimizer, or it has no such option.
+        InputError: no such optimizer, it has no such option, or one is of another kind.
     """
     known = optimizers()
     name = recipe.optimizer.lower()
@@ -42,10 +42,25 @@ def check_optimizer(recipe: Recipe) -> type[keras.optimizers.Optimizer]:
         raise unknown("optimizer", recipe.optimizer, known)
     parameters = inspect.signature(known[name]).parameters
     options = [p for p in parameters if p not in ("self", "kwargs", "name", *SETTINGS_OF_THEIR_OWN)]
-    for option in recipe.optimizer_options:
+    for option, value in recipe.optimizer_options.items():
         if option not in options:
             raise unknown(f"option of optimizer {name}", option, options)
+        _check_option(option, value, parameters[option].default)
     return known[name]
+
+
+def _check_option(name: str, value: Any, default: Any) -> None:
+    """Refuses what is of another kind than the default: Keras takes it, and fails in the first step."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(default, bool) and not isinstance(value, bool):
+        wanted = "true or false"
+    elif isinstance(default, int | float) and not isinstance(default, bool) and not is_number:
+        wanted = "a number"
+    else:
+        return
+    raise InputError(
+        f"`optimizer_options`: {name!r} must be {wanted}, such as {str(default).lower()}. Received: {value!r}."
+    )
 
 
 def schedule(recipe: Recipe, *, steps_per_epoch: int) -> schedules.Schedule:

@@ -1,7 +1,7 @@
 """From a model, a `.keras` file or a run directory to a file that other programs run, with the same outputs."""
 
 import os
-import shutil
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ import keras
 import numpy as np
 
 from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.keras_fixes import graphs, parts, shards
+from tfgpu.serving import examples, placing
 from tfgpu.serving.formats import FORMATS, Format, computes_in, write
 from tfgpu.serving.running import run
 
-ROWS = 4
-OTHER_LENGTH = 16  # of an axis that may have any length
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 
 
@@ -27,7 +27,7 @@ class Exported:
         path: the file, or a SavedModel's folder.
         format: a name in `FORMATS`.
         bytes: its size on the disk.
-        inputs: shape and type of each input by name; the first axis, of the rows, may have any length.
+        inputs: shape and type of each input by name; `None` for an axis of any length, as the first, of the rows, has.
         difference: the largest difference of its outputs from the model's, relative to the largest output where that is
             above 1; `None` where it was not checked.
     """
@@ -51,16 +51,16 @@ def export(
     """Writes a model for other programs, runs it there, and compares its outputs with the model's.
 
     The model is taken as one device's: what lies on replicas, in parts or in stages is brought together first. It is
-    written aside and renamed, so a failure leaves nothing behind.
+    written aside and renamed, so a failure leaves nothing behind, and what was there stays.
 
     Args:
         model: a built Keras model, a `.keras` file, or a run directory of `tfgpu train`.
         path: where to; the format's ending (`.onnx`, `.tflite`) is added where it is missing.
         format: `"savedmodel"` (TensorFlow Serving, C++, Java), `"onnx"` (ONNX Runtime, TensorRT), `"litert"` (phones).
-        example: arrays `[rows, ...]` in the structure that the model takes, to be compared on; `None` draws 4 rows.
-            Needed for a subclassed model.
+        example: arrays `[rows, ...]` by the inputs' names, or in the structure that the model takes, to be compared on;
+            `None` draws 4 rows. Needed for a subclassed model, and for one that takes text.
         check: run what was written in a process of its own, and compare.
-        overwrite: replace what is there.
+        overwrite: replace an earlier export that is there; nothing else is ever replaced.
 
     Returns:
         The facts of what was written.
@@ -84,20 +84,19 @@ def export(
     path = Path(path)
     if form.suffix and path.suffix != form.suffix:
         path = path.with_name(path.name + form.suffix)
-    if path.exists() and not overwrite:
-        raise InputError(f"{path} exists. Choose another place, or give overwrite=True (--overwrite).")
+    placing.check(path, form, overwrite=overwrite)
     with tempfile.TemporaryDirectory() as folder:
         alone = _on_one_device(model, Path(folder))
-        inputs = _inputs(alone, example)
+        inputs = examples.inputs_of(alone, example)
         expected = _outputs(alone, inputs, example)
         made = Path(folder, path.name)
         write(alone, form, made, None if getattr(alone, "inputs", None) else _signature(example))
         difference = _difference(alone, made, form, inputs, expected) if check else None
-        if overwrite and path.exists():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(made, path)
-    shapes = {name: ((None, *value.shape[1:]), str(value.dtype)) for name, value in inputs.items()}
+        placing.put(made, path)
+    sizes = {tensor.name: tuple(tensor.shape[1:]) for tensor in getattr(alone, "inputs", None) or []}
+    shapes = {
+        name: ((None, *sizes.get(name, value.shape[1:])), examples.kind(value)) for name, value in inputs.items()
+    }
     return Exported(path, format, _size(path), shapes, difference)
 
 
@@ -115,11 +114,22 @@ def _on_one_device(model: keras.Model | str | os.PathLike[str], folder: Path) ->
     import tfgpu.models  # noqa: F401  registers the layers that our builders use
 
     try:
-        return keras.models.load_model(file, compile=False)
+        return keras.models.load_model(file, compile=False, custom_objects=_classes_of(model))
     except Exception as error:
-        if isinstance(model, keras.Model) and not getattr(model, "inputs", None):
-            return model  # of a class of one's own that does not say how it is made
+        if isinstance(model, keras.Model) and (not getattr(model, "inputs", None) or _is_on_one_device(model)):
+            return model  # something in it does not say how it is made
         raise InputError(_why_not(file, error)) from error
+
+
+def _classes_of(model: object) -> dict[str, type]:
+    """A model's own layers, registered or not: whoever has the model has them."""
+    within = graphs.layers_within(model).values() if isinstance(model, keras.Model) else ()
+    return {type(each).__name__: type(each) for each in within if not type(each).__module__.startswith("keras.")}
+
+
+def _is_on_one_device(model: keras.Model) -> bool:
+    is_whole = not any(parts.part_of(v) is not None or shards.is_gathered(v) for v in model.weights)
+    return is_whole and model.distribute_strategy.num_replicas_in_sync == 1
 
 
 def _why_not(file: Path, error: Exception) -> str:
@@ -129,50 +139,29 @@ def _why_not(file: Path, error: Exception) -> str:
     if "safe_mode" in said or "`Lambda`" in said:
         return (
             f"{file} holds code (a Lambda layer, or one that loads another model), which is not run. If you trust it, "
-            "load it yourself by `keras.models.load_model(file, safe_mode=False)`, and give `tfgpu.export` the model."
+            "load it yourself by `keras.models.load_model(file, safe_mode=False)`, and give `tfgpu.serving.export` the "
+            "model."
+        )
+    if missing := re.search(r"Could not locate (?:class|function) '([^']+)'", said):
+        return (
+            f"{file} has the class {missing[1]}, which nobody here knows. Import its module, decorate it by "
+            "`@keras.saving.register_keras_serializable()`, load the model, and give `tfgpu.serving.export` the model."
         )
     return f"{file} cannot be loaded: {reason} Import the module of its layers first."
 
 
-def _inputs(model: keras.Model, example: object) -> dict[str, np.ndarray]:
-    """Rows to compare on, by the name that the exported model has for each input."""
-    if example is not None:
-        given = keras.tree.flatten(example)
-        names = _names(model, len(given))
-        return {name: np.asarray(value) for name, value in zip(names, given, strict=True)}
-    if not getattr(model, "inputs", None):
-        raise InputError(f"{model.name!r} does not say what it takes. Give `example`: arrays as it is called with.")
-    random = np.random.default_rng(0)
-    found = {}
-    for tensor in model.inputs:
-        shape = (ROWS, *(OTHER_LENGTH if size is None else size for size in tensor.shape[1:]))
-        if tensor.dtype == "string":
-            raise InputError(f"{model.name!r} takes text. Give `example`: some texts to compare on.")
-        if "int" in tensor.dtype or tensor.dtype == "bool":
-            found[tensor.name] = random.integers(0, 2, shape).astype(tensor.dtype)
-        else:
-            found[tensor.name] = random.normal(size=shape).astype(tensor.dtype)
-    return found
-
-
-def _names(model: keras.Model, count: int) -> list[str]:
-    if getattr(model, "inputs", None):
-        return [tensor.name for tensor in model.inputs]
-    return ["args_0" if at == 0 else f"args_0_{at}" for at in range(count)]
-
-
 def _signature(example: object) -> object:
-    return keras.tree.map_structure(
-        lambda value: keras.InputSpec(shape=(None, *np.shape(value)[1:]), dtype=str(np.asarray(value).dtype)), example
-    )
+    def spec(value):
+        array = np.asarray(value)
+        return keras.InputSpec(shape=(None, *array.shape[1:]), dtype=examples.kind(array))
+
+    return keras.tree.map_structure(spec, example)
 
 
 def _outputs(model: keras.Model, inputs: dict[str, np.ndarray], example: object) -> list[np.ndarray]:
     """The model's own; Keras's ONNX asks that a loaded model has been called once."""
-    if example is None:
-        values = [*inputs.values()]
-        example = values[0] if len(values) == 1 else keras.tree.pack_sequence_as(model.input, values)
-    return [keras.ops.convert_to_numpy(each) for each in keras.tree.flatten(model(example, training=False))]
+    made = model(examples.given_to(model, inputs, example), training=False)
+    return [examples.plain(keras.ops.convert_to_numpy(each)) for each in keras.tree.flatten(made)]
 
 
 def _difference(
@@ -183,11 +172,9 @@ def _difference(
         raise MachineError(f"The {form.name} has {len(received)} outputs, the model {len(expected)}.")
     largest = 0.0
     for mine, theirs in zip(expected, received, strict=True):
-        mine, theirs = mine.astype("float64"), theirs.astype("float64")
         if mine.shape != theirs.shape:
             raise MachineError(f"The {form.name} gives the shape {theirs.shape}, the model {mine.shape}.")
-        if mine.size:
-            largest = max(largest, float(np.abs(mine - theirs).max() / max(1.0, np.abs(mine).max())))
+        largest = max(largest, _distance(mine, theirs))
     allowed = max(TOLERANCE.get(each, 1e-4) for each in computes_in(model))
     if not largest <= allowed:
         raise MachineError(
@@ -195,6 +182,21 @@ def _difference(
             "written. Give check=False (--no-check) if that is small enough for you."
         )
     return largest
+
+
+def _distance(mine: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference, relative to the largest number where that is above 1; infinite where one alone is NaN."""
+    if not mine.size:
+        return 0.0
+    if mine.dtype.kind == "S":
+        return 0.0 if np.array_equal(mine, examples.plain(theirs)) else float("inf")
+    mine, theirs = mine.astype("float64"), theirs.astype("float64")
+    same = (mine == theirs) | (np.isnan(mine) & np.isnan(theirs))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(mine - theirs))
+    finite = np.abs(mine[np.isfinite(mine)])
+    largest = float(np.nan_to_num(apart, nan=np.inf).max())
+    return largest / max(1.0, float(finite.max(initial=0.0)))
 
 
 def _size(path: Path) -> int:

@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from tfgpu.errors import InputError, MachineError
+from tfgpu.serving.examples import plain
 from tfgpu.serving.formats import FORMATS, Format
 
 TIMEOUT_S = 180
 _BEGIN = """
 import sys
 import numpy as np
-path, given, made = sys.argv[1:]
+path, given, made, *names = sys.argv[1:]
 with np.load(given) as file:
-    inputs = {name: file[name] for name in file}
+    inputs = {name: file[at] for name, at in zip(names, file.files, strict=True)}
 def last_number(name):
     digits = "".join(c if c.isdigit() else " " for c in name).split()
     return int(digits[-1]) if digits else 0
@@ -28,12 +29,15 @@ _RUNS = {
 import tensorflow as tf
 model = tf.saved_model.load(path)
 answer = model.signatures["serving_default"](**{name: tf.constant(value) for name, value in inputs.items()})
-outputs = [answer[name].numpy() for name in sorted(answer, key=last_number)]
+is_numbered = all(name.startswith("output_") and name[7:].isdigit() for name in answer)
+outputs = [answer[name].numpy() for name in sorted(answer, key=last_number if is_numbered else None)]
 """,
     "onnx": """
 import onnxruntime
 session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-outputs = session.run(None, inputs)
+texts = {place.name for place in session.get_inputs() if place.type == "tensor(string)"}
+given = {n: np.char.decode(v, "utf-8").astype(object) if n in texts else v for n, v in inputs.items()}
+outputs = session.run(None, given)
 """,
     "litert": """
 from ai_edge_litert.interpreter import Interpreter
@@ -53,7 +57,13 @@ outputs = [interpreter.get_tensor(place["index"]) for place in details]
 """,
 }
 _END = """
-np.savez(made, *outputs)
+def plain(values):
+    values = np.asarray(values)
+    if values.dtype.kind not in "OU":
+        return values
+    texts = [text if isinstance(text, bytes) else str(text).encode() for text in values.ravel()]
+    return np.array(texts, bytes).reshape(values.shape)
+np.savez(made, *map(plain, outputs))
 """
 
 
@@ -62,10 +72,10 @@ def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> list[
 
     Args:
         path: a SavedModel's folder, an `.onnx` or a `.tflite` file.
-        inputs: arrays `[rows, ...]` by the inputs' names.
+        inputs: arrays `[rows, ...]` by the inputs' names; texts as `str` or `bytes`.
 
     Returns:
-        The outputs, in the model's order.
+        The outputs, in the model's order: that of its list, or of the sorted names; texts as bytes.
 
     Raises:
         InputError: there is no such file, or its library is not installed.
@@ -86,9 +96,9 @@ def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> list[
     form.check_installed(running=True)
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "given.npz"), Path(folder, "made.npz")
-        np.savez(given, **{name: np.asarray(value) for name, value in inputs.items()})
+        np.savez(given, *map(plain, inputs.values()))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        command = [sys.executable, "-c", _BEGIN + _RUNS[form.name] + _END, path, given, made]
+        command = [sys.executable, "-c", _BEGIN + _RUNS[form.name] + _END, str(path), str(given), str(made), *inputs]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -138,7 +138,7 @@ def profile(
         The session, whose `report` is there after the block; None where there were too few calls.
 
     Raises:
-        InputError: a number is out of range.
+        InputError: a number is out of range, or `folder` is a file.
         MachineError: TensorFlow's profiler runs already.
 
     Example:
@@ -153,6 +153,7 @@ def profile(
         raise InputError(
             f"`skip` must be from 0, `calls` from 2, `seconds` above 0. Received: {skip!r}, {calls!r}, {seconds!r}."
         )
+    writing.check_folder(Path(folder))
     if nvtx:
         commands.check_nvtx()
     session = Session(Path(folder), skip=skip, calls=calls, seconds=seconds, ends=ends, nvtx=nvtx)

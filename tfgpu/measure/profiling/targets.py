@@ -87,6 +87,7 @@ def read_trace(path: str | Path, folder: str | Path = "profile") -> Report:
     Raises:
         InputError: there is no trace.
     """
+    writing.check_folder(Path(folder))
     recorded = trace.read(path)
     report = verdict.judge(recorded)
     writing.write(report, recorded, Path(folder))

@@ -100,13 +100,19 @@ def read(path: str | Path) -> Trace:
         path: the file, or a folder that a profile or TensorBoard's callback was written to.
 
     Raises:
-        InputError: there is none, or it holds no trace.
+        InputError: there is none, it is cut off or something else, or it holds nothing.
     """
     path = Path(path)
     files = [path] if path.is_file() else sorted(path.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise InputError(f"There is no trace in {str(path)!r}. Give an .xplane.pb file, or a folder with one.")
-    return of_space(recording.space_of(files[-1]))
+    try:
+        space = recording.space_of(files[-1])
+    except (recording.BrokenSpace, OSError) as error:
+        raise InputError(f"{files[-1]} is no whole trace: {error}. Give the file as it was written.") from error
+    if not space.planes:
+        raise InputError(f"{files[-1]} holds nothing. Give the .xplane.pb file of a profile that came to its end.")
+    return of_space(space)
 
 
 def of_space(space: Any) -> Trace:

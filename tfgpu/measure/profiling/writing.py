@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tfgpu.errors import InputError
 from tfgpu.measure.profiling import drawing
 from tfgpu.measure.profiling.reading import PARTS
 from tfgpu.measure.profiling.trace import Event, Line, Trace
@@ -13,6 +14,17 @@ from tfgpu.measure.profiling.verdict import Report
 MOST_EVENTS = 500_000
 """Of the Perfetto trace; beyond, the shortest are left out, as Perfetto's page in a browser needs memory for each."""
 FILES = ("verdict.txt", "verdict.json", "trace.json.gz", "profile.html")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a place that is no folder and cannot become one, before anything is recorded.
+
+    Raises:
+        InputError: a file stands there, or above it.
+    """
+    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise InputError(f"The profile goes into a folder. Received: {str(folder)!r}, where {nearest} is a file.")
 
 
 def write(report: Report, trace: Trace, folder: Path) -> None:

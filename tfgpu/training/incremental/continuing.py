@@ -1,5 +1,7 @@
 """From a trained model to new data: what goes along of the optimizer, and how its rate rises again."""
 
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ def take_up(source: Any, model: keras.Model | None = None, *, optimizer: str) ->
         The compiled model.
 
     Raises:
-        InputError: there is no such file or checkpoint, it is another model's, or `optimizer` is no choice.
+        InputError: there is no such file or checkpoint, it is not whole or another model's, `optimizer` is no choice.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -45,14 +47,16 @@ def take_up(source: Any, model: keras.Model | None = None, *, optimizer: str) ->
         if source.restore(model) is None:
             raise InputError("There is no checkpoint in that folder. Look at its path.")
     else:
-        path = Path(source)
-        if path.suffix != ".keras" or not path.is_file():
+        path = Path(source) if isinstance(source, str | os.PathLike) else None
+        if path is None or path.suffix != ".keras" or not path.is_file():
             raise InputError(
                 f"`source` must be a .keras file, or a Checkpoint such as tfgpu.callbacks.Checkpoint(folder). "
                 f"Received: {str(source)!r}."
             )
         if model is not None:
             raise InputError("A .keras file has its model. Leave `model` out.")
+        if not zipfile.is_zipfile(path):
+            raise InputError(f"{path} is no whole .keras file. Give one as `model.save` has written it.")
         model = keras.models.load_model(path)
         if not model.compiled:
             raise InputError(f"{path} was saved without its optimizer. Compile what `keras.models.load_model` gives.")
@@ -92,7 +96,7 @@ def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
         then: the rate afterwards, or a Keras schedule that begins there; None takes the optimizer's rate as it is.
 
     Raises:
-        InputError: the model is not compiled, or `steps` is no whole number from 1.
+        InputError: the model is not compiled, `steps` is no whole number from 1, or `then` no rate.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -105,6 +109,9 @@ def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
         raise InputError("The model has no optimizer. Compile it first.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(f"`steps` must be a whole number from 1. Received: {steps!r}.")
+    is_rate = isinstance(then, (int, float)) and not isinstance(then, bool) and 0 < then < float("inf")
+    if not (then is None or is_rate or isinstance(then, keras.optimizers.schedules.LearningRateSchedule)):
+        raise InputError(f"`then` must be None, a rate above 0, or a Keras schedule. Received: {then!r}.")
     inner = rates.inner_of(model.optimizer)
     accumulate = inner.gradient_accumulation_steps or 1
     begun = int(inner.variables[0].numpy())  # batches

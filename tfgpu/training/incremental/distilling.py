@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.errors import InputError
-from tfgpu.training.incremental.heads import gives_probabilities
+from tfgpu.training.incremental import heads
 
 
 class Distilled(keras.Model):
@@ -14,8 +14,8 @@ class Distilled(keras.Model):
 
     To the compiled loss comes `weight * temperature^2 * KL(teacher || model)`, the mean over the batch's rows, of the
     softmax over the teacher's classes at that temperature (T^2 keeps the gradient's size, as in Hinton et al., 2015).
-    Sample weights do not change it. It is there in training alone: `val_loss` is the compiled loss. The logs show it,
-    unweighted, as `distillation`.
+    Neither sample weights nor masks change it: padded steps count as others do. It is there in training alone:
+    `val_loss` is the compiled loss. The logs show it, unweighted, as `distillation`.
 
     The weights are the model's own, and the teacher is no part of what is saved: save `model`, and make the teacher
     anew to resume.
@@ -59,7 +59,7 @@ class Distilled(keras.Model):
         self.temperature: float = float(temperature)
         self._hidden = _Teacher(teacher)
         self._has_logits = [
-            not gives_probabilities(m) if from_logits is None else from_logits for m in (model, teacher)
+            not heads.gives_probabilities(m) if from_logits is None else from_logits for m in (model, teacher)
         ]
         self._distance = keras.metrics.Mean("distillation")
         self.built = True
@@ -120,6 +120,8 @@ def _check(model: keras.Model, teacher: keras.Model, weight: float, temperature:
             raise InputError(f"`{name}` must be a built Sequential or functional model. Received: {value!r}.")
         if len(value.outputs) != 1:
             raise InputError(f"`{name}` must have one output. Received: {len(value.outputs)}.")
+    for value in (model, teacher):
+        heads.check_classes(value, value.outputs[0].shape[-1], "Distillation")
     if model.outputs[0].shape[-1] < teacher.outputs[0].shape[-1]:
         raise InputError(
             f"The model has {model.outputs[0].shape[-1]} classes, its teacher {teacher.outputs[0].shape[-1]}. "

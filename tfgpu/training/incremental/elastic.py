@@ -9,9 +9,8 @@ import tensorflow as tf
 
 from tfgpu import packing
 from tfgpu.errors import InputError, unknown
-from tfgpu.training.incremental import names, tracing
+from tfgpu.training.incremental import heads, names, tracing
 from tfgpu.training.incremental.distilling import Distilled
-from tfgpu.training.incremental.heads import gives_probabilities
 
 LABELS = ("expected", "observed")
 _KIND = "penalty on elastic weights"
@@ -67,15 +66,20 @@ class ElasticWeights:
 
         Args:
             model: a built classifier that gives logits or probabilities, trained on the task.
-            x: the task's inputs, arrays; or a data set of batches `(x, y)`. On several workers, the same on each.
+            x: the task's inputs, arrays; or a data set of batches `(x, y)`, without weights. On several workers, the
+                same on each.
             y: class numbers [rows], where `x` is arrays.
             examples: how many rows to look at, the first ones; None for all.
 
         Returns:
             Itself.
+
+        Raises:
+            InputError: the model's outputs are no classes of which one is right, or the data does not fit the model.
         """
-        found = fisher(model, x, y, labels=self.labels, examples=examples)
-        for path, (variable, information) in zip(names.trainable(model), found, strict=True):
+        inner = _inner(model)
+        found = fisher(inner, x, y, labels=self.labels, examples=examples)
+        for path, (variable, information) in zip(names.trainable(inner), found, strict=True):
             value = np.asarray(variable.numpy(), "float32")
             self._state[path] = self._merged(self._fitted(path, value), information, value)
         self.tasks += 1
@@ -86,7 +90,7 @@ class ElasticWeights:
 
         Weights that are new, and a grown head's new columns, are free.
         """
-        inner = model.model if isinstance(model, Distilled) else model
+        inner = _inner(model)
         names.check_whole(inner, "Attach the penalty to")
         matched, is_new = 0, False
         for path, variable in names.trainable(inner).items():
@@ -110,6 +114,7 @@ class ElasticWeights:
         """Takes the penalty away from a model, which keeps the regularizers that it had."""
         for variable in model.trainable_variables:
             if isinstance(variable.regularizer, _Elastic):
+                variable.regularizer.forget()  # a step that somebody has traced may still look at it
                 variable.regularizer = variable.regularizer.stock
         self._is_attached = False
         tracing.trace_anew(model)
@@ -215,6 +220,10 @@ class _Elastic(keras.regularizers.Regularizer):
         self._centre.assign(centre)
         self._constant.assign(constant)
 
+    def forget(self) -> None:
+        for variable in (self._precision, self._constant):
+            variable.assign(keras.ops.zeros_like(variable))
+
     def own(self, x) -> tf.Tensor:
         moved = tf.convert_to_tensor(x) - self._centre
         return self._strength * (0.5 * tf.reduce_sum(self._precision * moved * moved) + self._constant)
@@ -237,15 +246,16 @@ def fisher(model: keras.Model, x, y=None, *, labels: str = "expected", examples:
     variables = model.trainable_variables
     weights = [tf.constant(v.numpy()) for v in variables]
     rest = [tf.constant(v.numpy()) for v in model.non_trainable_variables]
-    has_logits = not gives_probabilities(model)
+    _check_examples(examples)
+    has_logits = not heads.gives_probabilities(model)
     totals, rows = [np.zeros(v.shape, "float64") for v in weights], 0
 
+    def outputs(rows):
+        return model.stateless_call(weights, rest, rows, training=False)[0]
+
     def likelihoods(one) -> tf.Tensor:
-        out, _ = model.stateless_call(weights, rest, tf.nest.map_structure(lambda v: v[None], one), training=False)
-        out = tf.cast(out, tf.float32)
+        out = tf.cast(outputs(tf.nest.map_structure(lambda v: v[None], one)), tf.float32)
         logs = tf.nn.log_softmax(out) if has_logits else tf.math.log(tf.maximum(out, keras.config.epsilon()))
-        if logs.shape.rank != 2:
-            raise InputError(f"The model must give one row of classes for each example. Received: {logs.shape}.")
         return logs[0]
 
     def squares(one, label) -> list[tf.Tensor]:
@@ -266,8 +276,11 @@ def fisher(model: keras.Model, x, y=None, *, labels: str = "expected", examples:
     traced = None
     for batch, numbers in _batches(x, y, examples):
         if traced is None:
+            classes = _classes(model, outputs(tf.nest.map_structure(lambda v: v[:1], batch)))
             specs = tf.nest.map_structure(lambda v: tf.TensorSpec((None, *v.shape[1:]), v.dtype), (batch, numbers))
             traced = tf.function(of_batch).get_concrete_function(*specs)
+        if labels == "observed":
+            _check_numbers(numbers, classes)
         for total, found in zip(totals, traced(batch, numbers), strict=True):
             total += found.numpy()
         rows += int(tf.shape(numbers)[0])
@@ -276,12 +289,42 @@ def fisher(model: keras.Model, x, y=None, *, labels: str = "expected", examples:
     return [(v, (total / rows).astype("float32")) for v, total in zip(variables, totals, strict=True)]
 
 
+def _inner(model: keras.Model) -> keras.Model:
+    """The model whose weights are meant."""
+    return model.model if isinstance(model, Distilled) else model
+
+
+def _check_examples(examples: int | None) -> None:
+    if examples is not None and (isinstance(examples, bool) or not isinstance(examples, int) or examples < 1):
+        raise InputError(f"`examples` must be None or a whole number from 1. Received: {examples!r}.")
+
+
+def _classes(model: keras.Model, out) -> int:
+    """How many classes the model tells apart, by its outputs for one row."""
+    shapes = [tuple(part.shape) for part in tf.nest.flatten(out)]
+    if len(shapes) != 1 or len(shapes[0]) != 2:
+        raise InputError(f"The model must give one row of classes for each example. Received: {shapes}.")
+    heads.check_classes(model, shapes[0][1], "The Fisher information")
+    return shapes[0][1]
+
+
+def _check_numbers(numbers: tf.Tensor, classes: int) -> None:
+    least, most = int(tf.reduce_min(numbers)), int(tf.reduce_max(numbers))
+    if not 0 <= least <= most < classes:
+        raise InputError(
+            f"Labels must be class numbers from 0 to {classes - 1}, as many as the model's outputs. Received: {least} "
+            f"to {most}."
+        )
+
+
 def _batches(x, y, examples: int | None):
     left = float("inf") if examples is None else examples
-    data = x if isinstance(x, tf.data.Dataset) else tf.data.Dataset.from_tensor_slices((x, y)).batch(256)
-    for batch in data:
-        if not isinstance(batch, tuple) or len(batch) < 2:
-            raise InputError(f"The data must be batches (x, y). Received: {type(batch).__name__}. Give `y` too.")
+    for batch in x if isinstance(x, tf.data.Dataset) else _cut(x, y):
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            raise InputError(
+                f"The data must be batches (x, y). Received: {_parts(batch)}. The Fisher information knows no weights: "
+                "`data.map(lambda x, y, weights: (x, y))`."
+            )
         numbers = tf.convert_to_tensor(batch[1])
         if numbers.shape.rank == 2:  # one column a class, or a single column
             numbers = numbers[:, 0] if numbers.shape[1] == 1 else tf.argmax(numbers, -1)
@@ -291,6 +334,19 @@ def _batches(x, y, examples: int | None):
         left -= take
         inputs = [tf.convert_to_tensor(part)[:take] for part in tf.nest.flatten(batch[0])]
         yield tf.nest.pack_sequence_as(batch[0], inputs), tf.cast(numbers[:take], tf.int32)
+
+
+def _parts(batch) -> str:
+    return f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
+
+
+def _cut(x, y) -> tf.data.Dataset:
+    if y is None:
+        raise InputError("Give the labels too: `add(model, x, y)`, or a data set of batches (x, y).")
+    try:
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(256)
+    except ValueError as error:
+        raise InputError(f"`x` and `y` must be arrays with as many rows. {error}.") from error
 
 
 def _is_number(value) -> bool:

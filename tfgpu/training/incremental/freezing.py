@@ -63,6 +63,8 @@ def unfreeze(model: keras.Model, *patterns: str) -> list[str]:
 def _set(model: keras.Model, patterns: tuple[str, ...], trainable: bool) -> list[str]:
     if not patterns:
         raise InputError('Say which layers to freeze: a name, or a pattern such as "conv*".')
+    if not isinstance(model, keras.Model):
+        raise InputError(f"`model` must be a Keras model. Received: {model!r}.")
     names.check_whole(model, "Unfreeze" if trainable else "Freeze")
     layers = names.layers(model)
     found = {name: layers[name] for pattern in patterns for name in _matching(pattern, layers)}
@@ -153,6 +155,8 @@ def discriminative(
     """
     if not isinstance(factors, Mapping) or not factors:
         raise InputError(f'`factors` must be a mapping such as {{"conv*": 0.1}}. Received: {factors!r}.')
+    if not isinstance(model, keras.Model) or not model.built:
+        raise InputError(f"`model` must be a built model: its weights have the factors. Received: {model!r}.")
     layers, by_path = names.layers(model), {}
     for pattern, factor in factors.items():
         is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)

@@ -57,7 +57,7 @@ def grow(model: keras.Model, classes: int, *, head: str | None = None) -> keras.
     Args:
         model: a built Sequential or functional model that ends in a Dense layer (an Activation, Softmax or Dropout may
             follow). It is grown under its own strategy. If it is compiled, so is the grown one, with the same loss and
-            metrics.
+            metrics; those that were told as many classes as the head has (`num_classes`) count the new ones too.
         classes: units of the grown head, more than it has.
         head: the name of the Dense layer, where the model has several outputs.
 
@@ -65,8 +65,8 @@ def grow(model: keras.Model, classes: int, *, head: str | None = None) -> keras.
         A model of the same class, whose layers have the same names.
 
     Raises:
-        InputError: the head is no Dense layer, or is quantized or has LoRA; `classes` is too few; the model is
-            subclassed or not built; the optimizer is sharded.
+        InputError: the head is no Dense layer, is quantized or has LoRA, or feeds other layers with weights; `classes`
+            is too few; the model is subclassed or not built; the optimizer is sharded.
 
     Example:
         >>> old = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="head")])
@@ -97,12 +97,22 @@ def grow(model: keras.Model, classes: int, *, head: str | None = None) -> keras.
                 "`@keras.saving.register_keras_serializable()`, and give what fits as many classes to `compile`."
             ) from error
         _check_outputs(model, grown, classes, layer)
+        if model.compiled and (config := model.get_compile_config()):
+            counted = _counted(config, layer.units, classes)
+            if counted != config:
+                grown.compile_from_config(counted)
         _take_over(model, grown)
     return grown
 
 
 def _take_over(model: keras.Model, grown: keras.Model) -> None:
     old, new = parts.whole(model.weights), parts.whole(grown.weights)
+    for before, after in zip(old, new, strict=True):
+        if before.shape[:-1] != after.shape[:-1]:
+            raise InputError(
+                f"{before.path} takes what the head puts out, so what comes of it would change. Let the head be the "
+                "model's end."
+            )
     for before, after in zip(old, new, strict=True):
         after.assign(rates.grown(before.numpy(), after.numpy()))
         after.trainable = before.trainable
@@ -119,6 +129,16 @@ def _take_over(model: keras.Model, grown: keras.Model) -> None:
             anew.build([twin[id(v)] for v in trained])
             rates.carry(optimizer, anew)
         grown.optimizer = anew
+
+
+def _counted(config, units: int, classes: int):
+    """What the model is compiled with, for more classes."""
+    if isinstance(config, dict):
+        return {
+            name: classes if name == "num_classes" and value == units else _counted(value, units, classes)
+            for name, value in config.items()
+        }
+    return [_counted(value, units, classes) for value in config] if isinstance(config, list | tuple) else config
 
 
 def _head(model: keras.Model, name: str | None) -> keras.layers.Dense:

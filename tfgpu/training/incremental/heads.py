@@ -2,6 +2,34 @@
 
 import keras
 
+from tfgpu.errors import InputError
+from tfgpu.keras_fixes import graphs
+
+_AS_IS = (keras.layers.Dropout, keras.layers.Identity, keras.layers.ActivityRegularization)
+
+
+def ends_in(model: keras.Model) -> str:
+    """The name of the function that a model's output comes from: "softmax", "sigmoid", ...; "linear" where none is.
+
+    Args:
+        model: a built model with one output. Of one without a graph, the last layer is looked at.
+
+    Example:
+        >>> ends_in(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "softmax"), keras.layers.Dropout(0.5)]))
+        'softmax'
+    """
+    if not graphs.is_functional(model):
+        layers = getattr(model, "layers", [])
+        return _function(layers[-1]) if layers else "linear"
+    made_by = {id(tensor): call for call in graphs.calls(model) for tensor in call.makes}
+    call = made_by.get(id(graphs.functional(model).outputs[0]))
+    while call is not None:
+        found = _function(call.operation)
+        if found != "linear" or not _passes_on(call.operation):
+            return found
+        call = made_by.get(id(call.needs[0])) if call.needs else None
+    return "linear"
+
 
 def gives_probabilities(model: keras.Model) -> bool:
     """Whether a model ends in a softmax; else its outputs are taken for logits.
@@ -10,8 +38,36 @@ def gives_probabilities(model: keras.Model) -> bool:
         >>> gives_probabilities(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "softmax")]))
         True
     """
-    layers = getattr(model, "layers", [])
-    last = layers[-1] if layers else None
-    if isinstance(last, keras.Model):
-        return gives_probabilities(last)
-    return isinstance(last, keras.layers.Softmax) or getattr(last, "activation", None) is keras.activations.softmax
+    return ends_in(model) == "softmax"
+
+
+def check_classes(model: keras.Model, count: int | None, what: str) -> None:
+    """Raises `InputError` where a model's outputs are no classes among which one is right.
+
+    Args:
+        model: what gives the outputs.
+        count: how many there are; None where nobody knows.
+        what: is not there for such a model.
+    """
+    if count == 1:
+        raise InputError(
+            f"{model.name} has one output column, and a softmax over one class is always 1. {what} needs a column for "
+            "each class: two, where it is yes or no."
+        )
+    if ends_in(model) == "sigmoid":
+        raise InputError(
+            f"{model.name} ends in a sigmoid, whose columns are no classes among which one is right. {what} needs "
+            "logits or a softmax."
+        )
+
+
+def _function(operation) -> str:
+    if isinstance(operation, keras.Model):
+        return ends_in(operation)
+    kind = type(operation).__name__.lower()  # a layer, or an operation of `keras.ops`
+    name = getattr(getattr(operation, "activation", None), "__name__", "linear").removesuffix("_v2")
+    return kind if kind in ("softmax", "sigmoid") else name
+
+
+def _passes_on(operation) -> bool:
+    return isinstance(operation, _AS_IS) or type(operation) is keras.layers.Activation

@@ -68,10 +68,14 @@ def accuracies(
 
     Args:
         model: a classifier, whose outputs are logits or probabilities.
-        tasks: `(x, y)` of each, with class numbers. Tasks of classes that the model does not have yet have none right.
+        tasks: `(x, y)` of each, with class numbers or a column for each class. Tasks of classes that
+            the model does not have yet have none right.
         classes: None (the default) lets the model choose among all its classes (class-incremental: nobody says which
             task an example is of); or the classes of each task, among which it may choose (task-incremental).
         batch_size: of `predict`.
+
+    Raises:
+        InputError: the model has several outputs or a single column, a task has no rows, or labels do not fit them.
 
     Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Identity()])
@@ -83,10 +87,32 @@ def accuracies(
         raise InputError(f"`classes` must name those of each task. Received: {len(classes)} for {len(tasks)} tasks.")
     found = []
     for at, (x, y) in enumerate(tasks):
-        outputs = np.asarray(model.predict(x, batch_size=batch_size, verbose=0))
+        labels = _labels(at, y)
+        outputs = model.predict(x, batch_size=batch_size, verbose=0)
+        labels = _fitted(at, labels, outputs)
         if classes is not None:
             allowed = [c for c in classes[at] if c < outputs.shape[-1]]
             others = np.setdiff1d(np.arange(outputs.shape[-1]), allowed)
             outputs[..., others] = -np.inf
-        found.append(float(np.mean(outputs.argmax(-1) == np.asarray(y))))
+        found.append(float(np.mean(outputs.argmax(-1) == labels)))
     return found
+
+
+def _labels(at: int, y: Any) -> np.ndarray:
+    labels = np.asarray(y)
+    if not labels.size:
+        raise InputError(f"Task {at} has no rows, so no accuracy. Leave it out.")
+    return labels
+
+
+def _fitted(at: int, labels: np.ndarray, outputs: Any) -> np.ndarray:
+    """Class numbers, one for each of the model's answers."""
+    if not isinstance(outputs, np.ndarray):
+        raise InputError(f"The model must have one output. Received: {len(outputs)}. Make a model of one of them.")
+    if outputs.shape[-1] < 2:
+        raise InputError("The model has one output column. It needs one for each class: two, where it is yes or no.")
+    if labels.ndim == outputs.ndim:  # a column for each class, or a single one
+        labels = labels[..., 0] if labels.shape[-1] == 1 else labels.argmax(-1)
+    if labels.shape != outputs.shape[:-1]:
+        raise InputError(f"Task {at} has labels {labels.shape} for outputs {outputs.shape}. Give one label an answer.")
+    return labels

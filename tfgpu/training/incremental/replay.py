@@ -145,6 +145,8 @@ class Replay:
         """
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
             raise InputError(f"`share` must be a number from 0 to below 1. Received: {share!r}.")
+        if not isinstance(data, tf.data.Dataset):
+            raise InputError(f"`data` must be a data set of batches. Received: {type(data).__name__}.")
         self._mixed += 1
         if not len(self) or not share:
             return data

@@ -38,7 +38,12 @@ def _cut(stream: Iterable, rows: int) -> Iterator[tuple]:
         if not isinstance(batch, tuple) or not 2 <= len(batch) <= 3:
             raise InputError(f"A stream's batches must be `(x, y)` or with weights. Received: {type(batch)}.")
         structure = batch if structure is None else structure
-        flat = [np.asarray(part) for part in tf.nest.flatten(batch)]
+        flat = _flat(batch, structure)
+        if held and [part.shape[1:] for part in flat] != [part.shape[1:] for part in held[0]]:
+            raise InputError(
+                f"Rows of a window must have one shape. Received: {[part.shape[1:] for part in flat]} after "
+                f"{[part.shape[1:] for part in held[0]]}."
+            )
         begin, size = 0, len(flat[0])
         while begin < size:
             take = min(rows - count, size - begin)
@@ -49,6 +54,27 @@ def _cut(stream: Iterable, rows: int) -> Iterator[tuple]:
                 held, count = [], 0
     if count:
         yield _joined(structure, held)
+
+
+def _flat(batch: tuple, structure: tuple) -> list[np.ndarray]:
+    try:
+        tf.nest.assert_same_structure(structure, batch)
+    except (TypeError, ValueError):
+        raise InputError(
+            "A stream's batches must have one structure: the same keys, with weights or without. Received: "
+            f"{_described(batch)} after {_described(structure)}."
+        ) from None
+    flat = [np.asarray(part) for part in tf.nest.flatten(batch)]
+    if len({part.shape[:1] for part in flat}) != 1 or not flat[0].ndim:
+        raise InputError(
+            "All parts of a stream's batch must be arrays with as many rows. Received: "
+            f"{[part.shape for part in flat[:6]]}."
+        )
+    return flat
+
+
+def _described(batch) -> str:
+    return str(tf.nest.map_structure(lambda part: np.shape(part), batch))
 
 
 def _joined(structure, held: list) -> tuple:
@@ -107,7 +133,7 @@ def fit_stream(
     for name, value, least in (("global_batch", global_batch, 1), ("epochs", epochs, 1), ("skip", skip, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(f"`{name}` must be a whole number from {least}. Received: {value!r}.")
-    taken = {"x", "y", "batch_size", "shuffle", "steps_per_epoch", "sample_weight"} & set(fit)
+    taken = {"x", "y", "batch_size", "shuffle", "steps_per_epoch", "sample_weight", "initial_epoch"} & set(fit)
     if taken:
         raise InputError(f"The stream says this, not `fit`: {', '.join(sorted(taken))}. Leave it out.")
     given = fit.get("callbacks") or []
@@ -128,7 +154,7 @@ def fit_stream(
         history = model.fit(data, epochs=epochs, shuffle=False, **fit)
         if replay is not None:
             replay.add(*rows)
-        done.append({name: float(np.asarray(values[-1])) for name, values in history.history.items()})
+        done.append({name: np.asarray(values[-1], float).tolist() for name, values in history.history.items()})
         if after_window is not None:
             after_window(at, done[-1])
         if tasks is not None:

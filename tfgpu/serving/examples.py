@@ -1,0 +1,97 @@
+"""Rows to compare a model and its export on."""
+
+from collections.abc import Mapping
+
+import keras
+import numpy as np
+
+from tfgpu.errors import InputError
+
+ROWS = 4
+OTHER_LENGTH = 16  # of an axis that may have any length
+
+
+def inputs_of(model: keras.Model, example: object) -> dict[str, np.ndarray]:
+    """Rows by the name that the exported model has for each input.
+
+    Args:
+        model: built.
+        example: arrays in the structure that the model takes; `None` draws some.
+
+    Returns:
+        In the order of the model's inputs.
+
+    Raises:
+        InputError: an example is needed, or does not fit.
+    """
+    known = getattr(model, "inputs", None)
+    if example is None:
+        if not known:
+            raise InputError(f"{model.name!r} does not say what it takes. Give `example`: arrays as it is called with.")
+        return {tensor.name: _drawn(model, tensor) for tensor in known}
+    if not known:
+        return {"args_0" if at == 0 else f"args_0_{at}": plain(v) for at, v in enumerate(keras.tree.flatten(example))}
+    given = _given(model, known, example)
+    found = {tensor.name: plain(value, tensor.dtype) for tensor, value in zip(known, given, strict=True)}
+    for tensor in known:
+        shape, received = tensor.shape, found[tensor.name].shape
+        fits = len(shape) == len(received) and all(a in (None, b) for a, b in zip(shape, received, strict=True))
+        if not fits or not received[0]:
+            raise InputError(
+                f"The example for {tensor.name!r} must be an array of {('rows', *shape[1:])}. Received: {received}."
+            )
+    return found
+
+
+def given_to(model: keras.Model, inputs: Mapping[str, np.ndarray], example: object) -> object:
+    """The same rows as the model is called with."""
+    if not getattr(model, "inputs", None):
+        return example
+    values = [*map(keras.ops.convert_to_tensor, inputs.values())]
+    return values[0] if len(values) == 1 else keras.tree.pack_sequence_as(model.input, values)
+
+
+def plain(value: object, dtype: str | None = None) -> np.ndarray:
+    """An array that a file can hold: texts as bytes, in UTF-8."""
+    found = np.asarray(value)
+    if found.dtype.kind in "OU":
+        texts = [text if isinstance(text, bytes) else str(text).encode() for text in found.ravel()]
+        found = np.array(texts, bytes).reshape(found.shape)
+    return found if dtype in (None, "string") else found.astype(dtype)
+
+
+def kind(array: np.ndarray) -> str:
+    """The name of an array's type."""
+    return "string" if array.dtype.kind in "OSU" else str(array.dtype)
+
+
+def _given(model: keras.Model, known: list, example: object) -> list:
+    """The example's parts in the order of the model's inputs."""
+    names, parts = [tensor.name for tensor in known], keras.tree.flatten(example)
+    if isinstance(example, Mapping) and set(example) == set(names):
+        return [example[name] for name in names]
+    if len(names) == 1:  # a list may be a list of rows
+        is_boxed = len(parts) == 1 and np.ndim(parts[0]) == len(known[0].shape)
+        return [parts[0] if is_boxed else example]
+    structure = model.input
+    if isinstance(example, Mapping):
+        is_known = isinstance(structure, Mapping) and set(structure) == set(example)
+    else:
+        is_known = not isinstance(structure, Mapping)
+        parts = list(example) if isinstance(example, list | tuple) and len(example) == len(names) else parts
+    if len(parts) != len(names) or not is_known:
+        raise InputError(f"The model takes {', '.join(names)}. Give `example` by these names, or in this order.")
+    return parts
+
+
+def _drawn(model: keras.Model, tensor: keras.KerasTensor) -> np.ndarray:
+    if tensor.dtype == "string":
+        raise InputError(
+            f"{model.name!r} takes text, and what it knows cannot be guessed. In Python, give "
+            "`tfgpu.serving.export(..., example=TEXTS)`: some texts to compare on."
+        )
+    random = np.random.default_rng(0)
+    shape = (ROWS, *(OTHER_LENGTH if size is None else size for size in tensor.shape[1:]))
+    if "int" in tensor.dtype or tensor.dtype == "bool":
+        return random.integers(0, 2, shape).astype(tensor.dtype)
+    return random.normal(size=shape).astype(tensor.dtype)
