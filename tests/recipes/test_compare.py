@@ -135,3 +135,9 @@ def test_real_runs(tmp_path):
     found = compare([tmp_path / "run1", tmp_path / "run2"])
     assert [run.state for run in found.runs] == ["finished"] * 2 and found.differing == {"seed": [1, 2]}
     assert not found.about and all("test_accuracy" in run.results for run in found.runs)
+
+
+def test_names_that_steer_a_terminal_or_are_no_text_are_harmless_in_the_page(made, tmp_path):
+    odd = [made("a\x1b[2J\u202e"), made("b\udcff")]
+    written = write(compare(odd), tmp_path / "page.html").read_text()
+    assert "a\ufffd[2J\ufffd" in written and "b\ufffd" in written and "\x1b" not in written

@@ -2,6 +2,7 @@
 
 import os
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import Any
@@ -28,13 +29,18 @@ def environment(*packages: str) -> Environment:
     """
     hide = Cleaner(os.environ).hide
     return Environment(
-        finalize=lambda value: hide(value) if type(value) is str else value,
+        finalize=lambda value: _visible(hide(value)) if type(value) is str else value,
         loader=ChoiceLoader([PackageLoader(package, ".") for package in (*packages, "tfgpu.recipes")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def _visible(text: str) -> str:
+    """The text with a replacement for what steers terminals, turns the writing round, or is no character at all."""
+    return "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c not in "\n\t" else c for c in text)
 
 
 def figure(width: float = 4.2, height: float = 2.5) -> tuple[Figure, Any]:
