@@ -300,6 +300,7 @@ def peak(model: dict, batch: int, *, optimizer="sgd", policy="float32", pipeline
     """What a few steps take of memory, in a process of its own."""
     asked = dict(model=model, batch=batch, optimizer=optimizer, policy=policy, pipeline=pipeline)
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
+    environment["TF_ENABLE_ONEDNN_OPTS"] = "0"  # Where the CPU has AVX-512, oneDNN's allocator keeps what was freed.
     script = Path(__file__).with_name("peak.py")
     done = subprocess.run(
         [sys.executable, script, json.dumps(asked)], env=environment, capture_output=True, text=True, timeout=400

@@ -80,7 +80,7 @@ def test_the_page_of_a_single_trial(value):
     assert "What mattered" not in page
 
 
-@pytest.mark.parametrize("width", [30, 60, 80])
+@pytest.mark.parametrize("width", [40, 60, 80])
 def test_the_table_breaks_no_number_in_a_narrow_terminal(width):
     console = Console(width=width, file=io.StringIO(), color_system=None)
     console.print(tune._table(result(), width))

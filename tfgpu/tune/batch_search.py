@@ -28,7 +28,7 @@ _LOOK_S = 0.5
 _BUSY = 0.2
 _NO_MEMORY = re.compile(
     r"out of memory|\bOOM\b|RESOURCE_EXHAUSTED|ALLOC_FAILED|bad_alloc|MemoryError|[Ff]ailed to allocate|"
-    r"[Cc]annot allocate memory|could not create a (primitive|memory)|can't start new thread"
+    r"[Cc]annot allocate memory|could not (create|execute) a (primitive|memory)|can't start new thread"
 )
 _FATAL = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 

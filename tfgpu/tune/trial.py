@@ -134,8 +134,7 @@ def _failure(error: Exception) -> dict[str, Any]:
 
     from tfgpu.recipes.watch import Diverged
 
-    lines = [text.strip() for text in str(error).splitlines() if text.strip()]
-    reason = lines[0] if lines else type(error).__name__
+    reason = _telling(str(error)) or type(error).__name__
     causes = (error, error.__cause__)
     end = "failed"
     if isinstance(error, Diverged):
@@ -143,6 +142,20 @@ def _failure(error: Exception) -> dict[str, Any]:
     elif any(isinstance(one, OutOfMemory | tf.errors.ResourceExhaustedError | MemoryError) for one in causes):
         end = "out of memory"
     return {"end": end, "reason": reason, "input": isinstance(error, InputError)}
+
+
+def _telling(text: str) -> str:
+    """The line of an error's text that says what happened: TensorFlow's begin with where.
+
+    Example:
+        >>> _telling("Graph execution error:\\n\\nDetected at node a/b defined at (most recent call last):\\nNo room.")
+        'No room.'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if lines and lines[0].startswith("Graph execution error"):
+        where = ("Graph execution error", "Detected at node", 'File "', "<stack traces", "[[", "Stack trace for op")
+        lines = [line for line in lines if not line.startswith(where)] or lines
+    return lines[0] if lines else ""
 
 
 if __name__ == "__main__":
