@@ -186,3 +186,45 @@ def test_wrong_models_and_data():
 def test_the_drawing_is_written(tmp_path):
     tune.learning_rate(build(), data(), steps=40, highest=10).plot(tmp_path / "rate.png")
     assert (tmp_path / "rate.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("lowest", "highest"), [("1e-6", 1.0), (1e-6, None), (True, 2.0), (float("nan"), 1.0)])
+def test_rates_that_are_no_numbers(lowest, highest):
+    with pytest.raises(InputError, match="`lowest` must be above 0"):
+        tune.learning_rate(build(), data(), lowest=lowest, highest=highest)
+
+
+def test_a_frozen_model_has_no_rate():
+    model = build()
+    for layer in model.layers:
+        layer.trainable = False
+    model.compile("sgd", model.loss)
+    with pytest.raises(InputError, match="nothing to train"):
+        tune.learning_rate(model, data(), steps=20)
+
+
+def test_a_first_batch_that_is_no_number_is_no_question_of_the_rate():
+    found = tune.learning_rate(build(), data().map(lambda x, y: (x * math.nan, y)), steps=20)
+    assert found.suggestion is None and "at any rate" in found.reason and "Lower" not in found.reason
+
+
+def test_a_step_of_ones_own_without_a_loss_is_refused_and_nothing_has_moved():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            return {"own": super().train_step(data)["loss"]}
+
+    model = Own()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model(X[:1])
+    before = model.get_weights()
+    with pytest.raises(InputError, match="Received: own"):
+        tune.learning_rate(model, data(), steps=20)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -161,6 +161,9 @@ def judged(tried: list[float], losses: list[float], *, complete: bool) -> RangeT
     smoothed = _smoothed(losses)
     known = [at for at, value in enumerate(smoothed) if math.isfinite(value)]
     result = {"rates": tuple(tried), "losses": tuple(losses), "smoothed": tuple(smoothed)}
+    if not known:
+        reason = "The loss of the first batch is no number, at any rate. Look at the model, the data and the loss."
+        return RangeTest(**result, suggestion=None, lowest=None, reason=reason)
     if len(known) < _LEAST_STEPS:
         reason = f"The loss was no number, or four times its lowest, after {len(known)} steps. Lower `lowest`."
         return RangeTest(**result, suggestion=None, lowest=None, reason=reason)
@@ -217,7 +220,13 @@ class _Sweep(keras.callbacks.Callback):
             rates.inner_of(self.model.optimizer).learning_rate = float(self._plan[len(self.losses)])
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        loss = float((logs or {}).get("loss", math.nan))
+        logs = logs or {}
+        if "loss" not in logs:
+            raise InputError(
+                "The range test reads `loss` from the logs of each step. Received: "
+                f"{', '.join(sorted(logs)) or 'no logs'}. Return it from your `train_step`."
+            )
+        loss = float(logs["loss"])
         self.rates.append(float(self._plan[len(self.losses)]))
         self.losses.append(loss if math.isfinite(loss) else math.inf)
         self._low = min(self._low, loss)
@@ -241,12 +250,15 @@ def _run(model: keras.Model, batches: tf.data.Dataset, sweep: _Sweep, steps: int
 def _check(model: keras.Model, lowest: float, highest: float, steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < _LEAST_STEPS:
         raise InputError(f"`steps` must be a whole number from {_LEAST_STEPS}. Received: {steps!r}.")
-    if not 0 < lowest < highest < math.inf:
-        raise InputError(f"`lowest` must be above 0 and below `highest`. Received: {lowest!r} and {highest!r}.")
+    numbers = all(isinstance(rate, int | float) and not isinstance(rate, bool) for rate in (lowest, highest))
+    if not numbers or not 0 < lowest < highest < math.inf:
+        raise InputError(f"`lowest` must be above 0, and below `highest`. Received: {lowest!r} and {highest!r}.")
     if not getattr(model, "compiled", False) or model.optimizer is None:
         raise InputError("The model has no optimizer. Compile it first.")
     if not model.built:
         raise InputError("The model is not built yet. Give it an Input, or call it on a batch first.")
+    if not model.trainable_variables:
+        raise InputError("The model has nothing to train: all its layers are frozen. Set `trainable = True` on some.")
     if model.steps_per_execution != 1:
         raise InputError(f"Each step has a rate of its own. Received: steps_per_execution={model.steps_per_execution}.")
     kind = strategies.describe(model.distribute_strategy)["kind"] if model.distribute_strategy else "one_device"
