@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from tfgpu import cli
+from tfgpu.errors import InputError
+from tfgpu.run import run
 
 TUTORIAL = """
 import sys
@@ -74,6 +76,11 @@ def test_a_missing_script_is_named(tmp_path):
     command = [sys.executable, "-m", "tfgpu.run", "nothing.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode != 0 and "There is no script 'nothing.py'" in done.stderr
+
+
+def test_an_option_where_the_script_stands_is_named():
+    with pytest.raises(InputError, match="'--dry-run' stands where the script is expected"):
+        run("--dry-run", ["train.py"])
 
 
 REPORT = """

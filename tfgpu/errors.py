@@ -69,3 +69,24 @@ def unknown(kind: str, name: object, choices: Iterable[str]) -> InputError:
     shown = ", ".join(names[:MOST_NAMED])
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return InputError(f"Unknown {kind} {name!r}.{hint} Choices: {shown}{more}.")
+
+
+def no_script(script: str) -> InputError:
+    """Makes the error for a script that is not there, or is an option of nobody's.
+
+    Args:
+        script: what stands in its place.
+
+    Returns:
+        An `InputError`, to be raised by the caller.
+
+    Example:
+        >>> str(no_script("train.py"))
+        "There is no script 'train.py'. Give the path of a Python file."
+    """
+    if script.startswith("-"):
+        return InputError(
+            f"{script!r} stands where the script is expected, and is no option of this command. Give the path of a "
+            "Python file there, and the script's own options after it."
+        )
+    return InputError(f"There is no script {script!r}. Give the path of a Python file.")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tfgpu import preflight
 from tfgpu.cluster import Cluster
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, no_script
 from tfgpu.launch import heartbeat
 from tfgpu.preflight import lost
 
@@ -43,7 +43,7 @@ def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s:
     """
     path = Path(script)
     if not path.is_file():
-        raise InputError(f"There is no script {str(script)!r}. Give the path of a Python file.")
+        raise no_script(str(script))
     if startup_timeout_s is not None:
         os.environ[preflight.TIMEOUT] = f"{startup_timeout_s:g}"
     heartbeat.beat()

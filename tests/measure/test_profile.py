@@ -207,13 +207,16 @@ def test_a_second_profiler_is_refused(tmp_path):
         tf.profiler.experimental.stop()
 
 
-def test_steps_are_marked_for_nvidias_profilers_instead(tmp_path):
-    pytest.importorskip("nvtx")
-    step = tf.function(lambda x: x + 1)
+def test_steps_are_marked_for_nvidias_profilers_instead(tmp_path, monkeypatch):
+    nvtx = pytest.importorskip("nvtx")
+    step, heard, start, end = tf.function(lambda x: x + 1), [], nvtx.start_range, nvtx.end_range
+    monkeypatch.setattr(nvtx, "start_range", lambda **named: (heard.append(named), start(**named))[1])
+    monkeypatch.setattr(nvtx, "end_range", lambda mark: (heard.append("end"), end(mark))[1])
     with profile(tmp_path, nvtx=True, calls=2, seconds=0.01) as session:
         for _ in range(300):
             step(tf.ones([2]))
     assert session.is_done and session.report is None and not os.listdir(tmp_path)
+    assert heard == [{"message": "profiled", "domain": "tfgpu"}, "end"]
 
 
 @pytest.mark.parametrize("wrong", [{"skip": -1}, {"calls": 1}, {"seconds": 0}])

@@ -36,3 +36,5 @@ def test_workers_whose_cores_idle_wait_for_each_other():
     means = {"cpu_share": 0.4, "machine_cpu_share": 0.4, "input_wait": 0.01}
     assert limit(means, workers=2).resource == "communication"
     assert limit(means).resource == "host"
+    among_gpus = limit(IDLE_GPU, workers=8)
+    assert among_gpus.resource == "host" and "or the exchange between 8 workers" in among_gpus.why

@@ -109,7 +109,7 @@ def _builder(name: str):
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
-        raise MachineError("tfds: sources need tensorflow-datasets. Run: pip install tensorflow-datasets") from error
+        raise MachineError("tfds: sources need tensorflow-datasets. Run: pip install 'tfgpu[tfds]'") from error
     try:
         builder = tfds.builder(name)
     except tfds.core.DatasetNotFoundError as error:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, no_script
 from tfgpu.launch import attempts
 from tfgpu.launch.job import Job
 from tfgpu.launch.link import Link
@@ -59,7 +59,7 @@ def check(job: Job, *, script: bool = True) -> None:
         script: whether the script must lie on this machine.
     """
     if script and not Path(job.script).is_file():
-        raise InputError(f"There is no script {job.script!r}. Give the path of a Python file.")
+        raise no_script(job.script)
     if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
         raise InputError(
             "TF_CONFIG is set, so this process belongs to a cluster already; a launch would make another. "

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, no_script
 from tfgpu.launch.job import Job
 from tfgpu.launch.slurm_allocation import Allocation
 from tfgpu.redact import is_secret
@@ -128,7 +128,7 @@ def submit(job: Job, allocation: Allocation) -> Submitted:
     """
     text = batch_file(job, allocation)
     if not Path(job.script).is_file():
-        raise InputError(f"There is no script {job.script!r}. Give the path of a Python file.")
+        raise no_script(job.script)
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise MachineError(

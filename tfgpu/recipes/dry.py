@@ -156,7 +156,7 @@ def _lines(what: Recipe, job: runner.Job, logs: dict[str, float], *, is_real: bo
         f"dry run of {what.model} on {what.data}, with {where}; nothing is written",
         f"examples of {_shape(info.input_shape)}, {info.classes:,} classes; outputs {_shape(model.output_shape[1:])}",
         f"{facts.where(about)}, {about['precision']}, {about['parameters']:,} parameters",
-        f"{_size(model.weights)} of weights, {_size(model.optimizer.variables)} of {what.optimizer}'s; built in "
+        f"{_size(model.weights)} of weights, {_size(model.optimizer.variables)} of {what.optimizer}'s state; built in "
         f"{built_s:.1f} s",
         f"{steps} steps of {batch:,} examples{cut} and a validation: {line(size)}",
         f"peak memory {line(peaks())}",

@@ -62,7 +62,8 @@ def limit(means: Mapping[str, Value], *, workers: int = 1) -> Limit:
         return Limit("unknown", "the processor's load is not known yet")
     if gpu is None and workers > 1:
         return Limit("communication", f"the cores are {cpu:.0%} busy while {workers} workers train{unread}")
-    return Limit("host", f"{idle}the cores are {cpu:.0%} busy: Python, small steps or few threads{unread}")
+    exchange = f", or the exchange between {workers} workers" if workers > 1 else ""
+    return Limit("host", f"{idle}the cores are {cpu:.0%} busy: Python, small steps or few threads{exchange}{unread}")
 
 
 def _gpus(means: Mapping[str, Value], name: str) -> float | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tfgpu import run as scripts
 from tfgpu.cluster import Cluster
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, no_script
 from tfgpu.measure.profiling import commands, trace, verdict, writing
 from tfgpu.measure.profiling.session import Session, profile
 from tfgpu.measure.profiling.verdict import Report
@@ -35,7 +35,7 @@ def profile_script(
         MachineError: TensorFlow's profiler runs already.
     """
     if not Path(script).is_file():
-        raise InputError(f"There is no script {str(script)!r}. Give the path of a Python file.")
+        raise no_script(str(script))
     alone = not Cluster.from_environment().is_multi_worker
     with profile(folder, ends=alone and not whole, **window) as session:
         scripts.run(script, arguments)
