@@ -2,6 +2,7 @@ import pytest
 
 pytest.importorskip("optuna", reason="needs Optuna: pip install 'tfgpu[tune]'")
 
+from tfgpu.errors import InputError
 from tfgpu.tune.journal import FILE, Journal, mend, settings_of
 from tfgpu.tune.space import parse_search
 
@@ -85,6 +86,16 @@ def test_a_torn_line_and_a_lock_of_a_killed_process_are_taken_back(tmp_path):
     go(journal, 1)
     assert len(opened(tmp_path).trials) == 4
     mend(tmp_path / "none.log")
+
+
+def test_a_damaged_journal_is_refused(tmp_path):
+    go(opened(tmp_path), 2)
+    path = tmp_path / FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    for damage in (b"{half\n", b'{"op_code": 99}\n', b"[]\n", b"\x00\xff\n"):
+        path.write_bytes(b"".join([*lines[:3], damage, *lines[4:]]))
+        with pytest.raises(InputError, match="is damaged"):
+            opened(tmp_path)
 
 
 def test_own_settings_come_first_and_once(tmp_path):

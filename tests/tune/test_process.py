@@ -27,6 +27,29 @@ def test_the_end_of_a_process_that_says_nothing(tmp_path):
     assert tracemalloc.get_traced_memory()[1] < 10**7 and len(told) < 600 and told.isprintable()
     tracemalloc.stop()
     assert "SIGSEGV" in process.describe(-11, str(log))
+    assert process.describe(-40, str(log)) == "The process was killed by signal 40."  # a real-time signal: no name
+
+
+def test_what_a_failing_trial_printed_is_in_its_log_and_its_reason_is_short(tmp_path, monkeypatch):
+    (tmp_path / "fails.py").write_text(
+        "import sys\n"
+        "from tfgpu.tune.trial import serve\n"
+        "def work(task, line):\n"
+        "    print('before')\n"
+        "    raise ValueError('y' * 5_000_000)\n"
+        "serve(int(sys.argv[1]), work)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    trial = process.TrialProcess({}, str(tmp_path / "log"), {}, "fails")
+    try:
+        until = time.monotonic() + 60
+        while not (news := trial.news(0.1)) and time.monotonic() < until:
+            pass
+    finally:
+        trial.stop()  # As the study does: at once.
+    assert news[-1]["end"] == "failed" and 100 < len(news[-1]["reason"]) <= 1000
+    log = (tmp_path / "log").read_text()
+    assert "before" in log and "Traceback" in log and len(log) > 5_000_000
 
 
 def test_gpus_are_shared_out_and_cores_where_there_are_none(monkeypatch):

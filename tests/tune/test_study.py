@@ -163,6 +163,22 @@ def test_trials_that_end_badly_do_not_end_the_study(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_odd_settings_of_one_trial_do_not_end_the_study(tmp_path, monkeypatch):
+    """Trial 0 cannot begin: its settings are right one by one, not together. Then the folder goes."""
+    base = recipes.make({**SMALL, "epochs": 6})
+    search = {"warmup_epochs": "1..4", "epochs": [1, 3]}
+    found = tune.study(base, tmp_path / "study", trials=2, search=search, sampler="random", seed=16)
+    assert [trial.status for trial in found.trials] == ["failed", "complete"]
+    assert found.trials[0].reason.startswith("`warmup_epochs` must be below `epochs`")
+
+    def gone(trial):
+        (tmp_path / "study/journal.log").unlink()
+
+    with pytest.raises(MachineError, match=r"The study stopped: .*No such file.*journal.log'\. Mend it, and go on"):
+        tune.study(folder=tmp_path / "study", trials=4, resume=True, on_trial=gone)
+
+
+@pytest.mark.slow
 def test_a_fault_of_all_trials_ends_the_study_with_one_error(tmp_path):
     base = recipes.make({**SMALL, "classes": 7})
     with pytest.raises(MachineError, match=r"The first 3 trials all failed in the same way: `classes` must be"):

@@ -47,21 +47,30 @@ class Journal:
         pruner: "median", "halving" or "none".
         epochs: of a trial, at most.
         seed: of the draws.
+
+    Raises:
+        InputError: there is a journal, and it is damaged.
     """
 
     def __init__(self, folder: Path, space: Space, *, sampler: str, pruner: str, epochs: int, seed: int):
         self._optuna, self._space, self._sampler, self._seed = optuna(), space, sampler, seed
         mend(folder / FILE)
         journal = self._optuna.storages.journal
-        with quiet():
-            self._storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(str(folder / FILE)))
-            self._study = self._optuna.create_study(
-                storage=self._storage,
-                study_name=NAME,
-                direction="minimize",
-                pruner=self._pruner(pruner, epochs),
-                load_if_exists=True,
-            )
+        try:
+            with quiet():
+                self._storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(str(folder / FILE)))
+                self._study = self._optuna.create_study(
+                    storage=self._storage,
+                    study_name=NAME,
+                    direction="minimize",
+                    pruner=self._pruner(pruner, epochs),
+                    load_if_exists=True,
+                )
+        except OSError:
+            raise
+        except Exception as error:  # Whatever a line of another kind makes Optuna raise: it promises nothing.
+            why = f"{type(error).__name__}: {error}"
+            raise InputError(f"{folder / FILE} is damaged ({why}). Start a new study in another folder.") from error
 
     @property
     def trials(self) -> list[Any]:

@@ -113,7 +113,8 @@ def describe(code: int, log: str) -> str:
         'The process was killed by SIGKILL (the system does so where memory is used up).'
     """
     if code < 0:
-        name = signal.Signals(-code).name
+        known = -code in signal.Signals.__members__.values()
+        name = signal.Signals(-code).name if known else f"signal {-code}"
         more = " (the system does so where memory is used up)" if code == -signal.SIGKILL else ""
         return f"The process was killed by {name}{more}."
     lines = [line.strip() for line in _tail(log).splitlines() if line.strip()]

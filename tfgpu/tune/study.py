@@ -75,7 +75,7 @@ def study(
 
     Raises:
         InputError: something in the recipe, the search or the folder cannot work, or all trials fail by their input.
-        MachineError: all trials fail, or none is complete.
+        MachineError: all trials fail, none is complete, or the folder cannot be written any more.
 
     Example:
         >>> from tfgpu import tune
@@ -96,6 +96,8 @@ def study(
     try:
         with claimed(plan, resume=resume) as path:
             return _Study(path, plan, where, timeout_s, on_trial).run(trials)
+    except OSError as error:  # The disk is full, or somebody has deleted the folder.
+        raise MachineError(f"The study stopped: {error}. Mend it, and go on with --resume (`resume=True`).") from error
     finally:
         where.close()
 
@@ -120,7 +122,7 @@ class _Study:
         try:
             while True:
                 self._fill(waiting, trials)
-                if not self._running:
+                if not (self._running or waiting or len(self._journal.trials) < trials):
                     break
                 if not self._look():
                     time.sleep(_WAIT_S)

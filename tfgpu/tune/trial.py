@@ -4,12 +4,14 @@ The process is `python -m tfgpu.tune.trial FD`; FD is its end of a socket, over 
 the other end is gone, so that a study that is killed leaves nothing running.
 """
 
+import contextlib
 import json
 import math
 import os
 import queue
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +20,8 @@ from tfgpu.errors import InputError, OutOfMemory
 
 LEFT = 70
 """Exit code of a trial whose study is gone."""
+_MOST = 1000
+"""Characters of an error that the study keeps; the log has all of them."""
 
 
 class Line:
@@ -97,10 +101,13 @@ def serve(number: int, work: Callable[[Mapping[str, Any], Line], Mapping[str, An
     line = Line(Connection(number))
     task = line.receive()
     try:
-        line.send(work(task, line))
+        message = work(task, line)
     except Exception as error:
-        line.send(_failure(error))
-        raise
+        traceback.print_exc()
+        message = _failure(error)
+    with contextlib.suppress(OSError):  # What it printed is in its log before the last message, which ends the process.
+        sys.stdout.flush()
+    line.send(message)
 
 
 def _run(task: Mapping[str, Any], line: Line) -> dict[str, Any]:
@@ -134,7 +141,7 @@ def _failure(error: Exception) -> dict[str, Any]:
 
     from tfgpu.recipes.watch import Diverged
 
-    reason = _telling(str(error)) or type(error).__name__
+    reason = _telling(str(error))[:_MOST] or type(error).__name__
     causes = (error, error.__cause__)
     end = "failed"
     if isinstance(error, Diverged):
