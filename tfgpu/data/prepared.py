@@ -109,7 +109,9 @@ def _builder(name: str):
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
-        raise MachineError("tfds: sources need tensorflow-datasets. Run: pip install 'tfgpu[tfds]'") from error
+        raise MachineError(
+            "tfds: sources need tensorflow-datasets. Run: pip install tensorflow-datasets importlib_resources"
+        ) from error
     try:
         builder = tfds.builder(name)
     except tfds.core.DatasetNotFoundError as error:

@@ -159,7 +159,10 @@ def host_read(seen: Seen) -> list[Finding]:
             text += "Until it has the number, Python launches nothing further."
         else:
             text += "Here that is cheap; with a GPU, Python waits for it and launches nothing until then."
-        knob = "add it up in a keras.metrics.Mean and read .result() each 100 steps: if step % 100 == 0: loss.numpy()."
+        knob = (
+            "add it up in a keras.metrics.Mean and read .result() each 100 steps: if step % 100 == 0: loss.numpy(). "
+            "Keras's own `fit` reads once a call: there, tfgpu.repair_keras() or compile(steps_per_execution=64)."
+        )
         found.append(Finding("host_read", text, knob, where, share, {"reads_a_step": len(lengths) / seen.steps}))
     return found
 
