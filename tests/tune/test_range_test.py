@@ -50,6 +50,7 @@ def test_a_valley_by_hand():
     ("losses", "words"),
     [
         ([1.0] * 121, "did not fall"),
+        ([0.0] * 121, "did not fall"),  # all weights are 0
         ([1.0, 2.0, 9.0, math.inf], "after 3 steps. Lower `lowest`"),
         ([1.0 + 0.001 * k for k in range(121)], "did not fall"),
     ],
@@ -227,4 +228,16 @@ def test_a_step_of_ones_own_without_a_loss_is_refused_and_nothing_has_moved():
     with pytest.raises(InputError, match="Received: own"):
         tune.learning_rate(model, data(), steps=20)
     for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_data_that_can_be_read_once_alone_is_no_whole_sweep():
+    once = iter([(X[:16], Y[:16])] * 30)
+    signature = (tf.TensorSpec((None, 6)), tf.TensorSpec((None,), "int32"))
+    model = build()
+    before = model.get_weights()
+    with pytest.raises(InputError, match="ended after 30 of 200 steps, .*or steps=30"):
+        tune.learning_rate(model, tf.data.Dataset.from_generator(lambda: once, output_signature=signature))
+    for one, other in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(one, other)

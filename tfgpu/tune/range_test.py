@@ -104,7 +104,8 @@ def learning_rate(
         The losses and a suggestion.
 
     Raises:
-        InputError: an argument is out of range, the model is not compiled or built, or the data has no batch.
+        InputError: an argument is out of range, the model is not compiled or built, or the data has no batch, or
+            too few and cannot be read again.
 
     Example:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -127,7 +128,7 @@ def learning_rate(
             model.optimizer.learning_rate = From(_Rising(lowest, highest, steps), int(optimizer.variables[0].numpy()))
             tracing.trace_anew(model)
             sweep.assigns = False
-        _run(model, batches, sweep, steps)
+        ran_out = _run(model, batches, sweep, steps)
     finally:
         if schedule is not None:
             model.optimizer.learning_rate = schedule
@@ -140,6 +141,11 @@ def learning_rate(
             batches.tfgpu_epochs.next = epoch
     if not sweep.losses:
         raise InputError("The data has no batch. Give a data set that has some.")
+    if ran_out:
+        raise InputError(
+            f"The data ended after {len(sweep.losses)} of {steps} steps, and has none the second time. Give a data set "
+            f"that can be read again, or steps={len(sweep.losses)}."
+        )
     return judged(sweep.rates, sweep.losses, complete=len(sweep.losses) >= steps)
 
 
@@ -170,7 +176,7 @@ def judged(tried: list[float], losses: list[float], *, complete: bool) -> RangeT
     first = float(np.median([smoothed[at] for at in known[: max(3, len(known) // 10)]]))
     best = min(known, key=smoothed.__getitem__)
     drop = first - smoothed[best]
-    if drop < _LEAST_DROP * abs(first):
+    if drop <= _LEAST_DROP * abs(first):
         reason = "The loss did not fall. Raise `highest`, or look at the model, the data and the loss."
         return RangeTest(**result, suggestion=None, lowest=None, reason=reason)
     begin = max(at for at in range(best + 1) if smoothed[at] >= first - 0.1 * drop)
@@ -237,14 +243,16 @@ class _Sweep(keras.callbacks.Callback):
             raise _Over
 
 
-def _run(model: keras.Model, batches: tf.data.Dataset, sweep: _Sweep, steps: int) -> None:
+def _run(model: keras.Model, batches: tf.data.Dataset, sweep: _Sweep, steps: int) -> bool:
+    """Takes the steps; says whether the data ended before the sweep did."""
     before = -1
     try:
         while before < len(sweep.losses) < steps:
             before = len(sweep.losses)
             model.fit(batches, epochs=1, shuffle=False, verbose=0, callbacks=[sweep])
     except _Over:
-        return
+        return False
+    return True
 
 
 def _check(model: keras.Model, lowest: float, highest: float, steps: int) -> None:
