@@ -1,13 +1,16 @@
 """Takes secrets out of texts that others will read: tokens, keys, passwords, credentials in URLs, the user's name.
 
 It removes too much rather than too little: what follows a name such as `api_key`, what has the form of a known token,
-the values of this process's own secret variables wherever they stand, and long strings that look random.
+what commands such as `curl -u` take as a password, the values of this process's own secret variables wherever they
+stand, and long strings that look random. Texts within texts (JSON in JSON) are looked through too.
 """
 
 import getpass
+import json
 import os
 import re
 import socket
+import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -23,33 +26,75 @@ _WORDS = re.compile(
 _INSIDE = re.compile(r"passw|passphrase|sshpass|pgpass|secret|apikey|accesskey|privatekey|credential|token(?!s|i[zs])")
 _COUNTS = re.compile(r"(num|n|max|min|count)_")
 _URL_SAFE = r"[A-Za-z0-9_\-]"
+# Between the words of a command, written as a line or as a list; what comes before an option of it; one word.
+_GAP = r"(?:[^\S\n]+|[\"']?,[^\S\n]*[\"'])"
+_UP_TO = rf"\b(?:{_GAP}[^\n]{{0,300}}?)?{_GAP}"
+_WORD = r"(?:\"[^\"\n]+\"?|'[^'\n]+'?|[^\s\"'\\]+)"
+# Words that follow "password" in sentences and messages, and are none.
+_NO_PASSWORDS = (
+    r"for|is|was|are|of|or|and|to|in|on|at|from|with|by|as|not|no|none|must|may|can|cannot|has|have|had|does|did|will|if|that"
+    r"|when|required|requires|prompts?|prompted|protected|protection|authentication|auth|login|files?|fields?|manager|hash"
+    r"|hashes|policy|based|less|incorrect|invalid|wrong|expired|missing|accepted|rejected|changed|change|changes|reset|too"
+)
 # Each begins where a word does and gives back nothing of it: a log of one long word must not take hours.
 _FORMS = {
     "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     "credentials in a URL": r"(?<=://)(?=[^\s/@])[^\s/@:\"'<>]*+(?::[^\s/\"'<>]*)?@(?=[^\s/])",
+    "webhook": r"(?<=hooks\.slack\.com/)(?:services|workflows|triggers)/[^\s\"'\\<>]+"
+    r"|(?<=/api/webhooks/)\d+/[^\s\"'\\<>]+|(?<=\.webhook\.office\.com/)[^\s\"'\\<>]+|(?<=api\.telegram\.org/)bot[^\s/]+",
     "authorization": r"(?i)\b(?:bearer|basic|digest|token)\s+[A-Za-z0-9+/._~=\-]{8,}",
     "token": r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|pk-|rk_|xox[abeprs]-|npm_|pypi-|dapi|ya29\.|nvapi-|r8_|AIza)"
-    r"[A-Za-z0-9_.\-]{10,}",
+    r"[A-Za-z0-9_.\-]{10,}"
+    r"|\b(?:wandb_v\d_|xapp-|gld?t-|GOCSPX-|do[opr]_v1_|[spr]k_(?:live|test)_|SG\.|shp(?:at|ca|pa|ss)_|lin_api_|tskey-"
+    r"|AGE-SECRET-KEY-|sntry[su]_|ATATT|PMAK-|tfp_|pul-|dckr_(?:pat|oat)_)[A-Za-z0-9_.+/=\-]{10,}",
     "AWS key": r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}\b",
     "JSON web token": rf"(?<!{_URL_SAFE})(?={_URL_SAFE}++\.{_URL_SAFE}){_URL_SAFE}*?\beyJ{_URL_SAFE}{{8,}}"
     rf"\.{_URL_SAFE}+(?:\.{_URL_SAFE}*)?",
+    # A user's and a group's number (`docker run -u 1000:1000`) are no password.
+    "password of a command": r"(?<=[\s\"'])(?P<user>(?:-[uU]|--(?:proxy-)?user)"
+    r"(?:=|(?<=-[uU])|[^\S\n]+|[\"']?,\s*)[\"']?)(?!\d+:\d+(?!\S))[^\s:\"'/]+:(?!//)[^\s\"']+"
+    rf"|(?P<sshpass>\bsshpass{_UP_TO}-p{_GAP}?){_WORD}"
+    rf"|(?P<mysql>\b(?:mysql|mariadb)\w*{_UP_TO}-p)(?=[^\s,]){_WORD}"
+    rf"|(?P<login>\b(?:docker|podman|nerdctl|az|oc){_GAP}login{_UP_TO}-p{_GAP}?){_WORD}"
+    rf"|(?P<redis>\bredis-cli{_UP_TO}-a{_GAP}?){_WORD}|(?P<ldap>\bldap\w+{_UP_TO}-w{_GAP}?){_WORD}"
+    rf"|(?P<openssl>-pass(?:in|out)?{_GAP}pass:){_WORD}|(?P<wandb>\bwandb{_GAP}login{_GAP})(?!-){_WORD}",
+    "password in a sentence": r"(?i)(?P<phrase>\b(?:password|passwd|passphrase|passcode)s?[\"']?[^\S\n]+"
+    rf"(?:(?:is|was|are|of|set[^\S\n]+to|=)[^\S\n]+)?)(?!(?:{_NO_PASSWORDS})\b)(?![-:=<(\[]){_WORD}",
 }
 _EMAIL = r"(?<![A-Za-z0-9._%+\-])[A-Za-z0-9._%+\-]++@[A-Za-z0-9\-]+(?:\.[A-Za-z0-9\-]+)+"
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\\n])*\"?|'(?:\\.|[^'\\\n])*'?")
+# Within a text that is itself quoted, `\"` and `\\\"` stand for a mark; the same one ends it.
+_MARK = r"\\*+[\"']"
+_MARKED = r"(?P<mark>\\++[\"'])(?:(?!(?<!\\)(?P=mark))[^\n])*+(?P=mark)?"
+_LITERAL = re.compile(r"\"(?:[^\"\\\n]++|\\[^\n])*+(?P<end>\"?)")
+_DEEPEST = 5
+"""How many texts within texts are unquoted; deeper ones are looked through as they stand."""
 # A name and what joins it to its value: in code, JSON, YAML, an environment, a query, a command line.
 _NAMED = re.compile(
     r"(?<![\w.\-])(?P<name>[\w.\-]++)"
-    r"(?:(?P<equals>[\"']?[ \t]*+(?::=|=>|=)[ \t]*+)|(?P<colon>[\"']?\s*+:[ \t]*+)|(?P<space>[ \t]++))"
+    rf"(?:(?P<equals>(?:{_MARK})?[ \t]*+(?::=|=>|=)[ \t]*+)|(?P<colon>(?:{_MARK})?\s*+:[ \t]*+)"
+    rf"|(?P<list>{_MARK}\s*+,\s*+(?={_MARK})|(?:{_MARK})?[ \t]*+\n[ \t]*+-[ \t]++)|(?P<space>[ \t]++))"
 )
 _VALUES = {
-    "equals": re.compile(rf"{_QUOTED.pattern}|[^\s&\"']+"),
-    "colon": re.compile(rf"{_QUOTED.pattern}|[^\s\"'/][^\n]*"),
-    "space": re.compile(rf"{_QUOTED.pattern}|[^\s\"'\-][^\s\"']*"),
+    "equals": re.compile(rf"{_QUOTED.pattern}|{_MARKED}|[^\s&\"']+"),
+    "colon": re.compile(rf"{_QUOTED.pattern}|{_MARKED}|[^\s\"'/][^\n]*"),
+    "list": re.compile(rf"{_QUOTED.pattern}|{_MARKED}|[^\s\"'\-][^\n]*"),
+    "space": re.compile(rf"{_QUOTED.pattern}|{_MARKED}|[^\s\"'\-][^\s\"']*"),
 }
 _FLAG = re.compile(r"-|.*--")
+_FLAG_ALONE = re.compile(r"[\"']--?[\w.\-]+[\"']")
 _QUOTES = "\"'"
 _NO_SECRETS = ("true", "false", "null", "none", "")
-_RANDOM = re.compile(r"(?<![\w+\-])(?!_Z)[A-Za-z0-9+_\-]{36,}={0,2}(?![\w+\-])")
+# The second form is that of AWS's secret keys, whose 40 characters may have a `/` among them.
+_RANDOM = re.compile(
+    r"(?<![\w+\-])(?!_Z)[A-Za-z0-9+_\-]{36,}={0,2}(?![\w+\-])|(?<![\w+/.\-])[A-Za-z0-9+][A-Za-z0-9+/]{39}(?![\w+/.=\-])"
+)
+# Keys of 32 to 64 hexadecimal digits, unless what stands before calls them a sum or a commit.
+_HEX = re.compile(r"(?<![\w+\-])(?:[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})(?![\w+\-])")
+_SUM = re.compile(
+    r"(?i)(?:\b(?:commits?|sha-?\d*|(?:sha\d*|md5|b2)sums?|md5|digest|hash|checksum|sum|revision|rev|tree|parent|merge|blob|head|build"
+    r"|fingerprint|etag|object|tag|ref|image|layer|container)\b[\"']?|[@#])[ \t]*[:=]?[ \t]*[\"'(]?$"
+)
 
 _UUID = re.compile(r"([A-Za-z]+-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -81,7 +126,7 @@ class Cleaner:
     ):
         self.removed: Counter[str] = Counter()
         found = [value for name, value in environ.items() if is_secret(name) and len(value) >= _SHORTEST_KNOWN]
-        self._known = sorted(set(found), key=len, reverse=True)
+        self._known = sorted({form for value in found for form in _written(value)}, key=len, reverse=True)
         user, host = user or _user(), socket.gethostname() if host is None else host
         self._places = [(home or os.path.expanduser("~")).rstrip("/")]
         self._names = {user: "<user>", host: "<host>", host.partition(".")[0]: "<host>"}
@@ -89,7 +134,7 @@ class Cleaner:
     def clean(self, text: str) -> str:
         """The text without secrets, and without the names of the user, the user's folder and this machine."""
         text = self._replaced("e-mail address", _EMAIL, REMOVED, self.hide(text))
-        text = _RANDOM.sub(self._random, text)
+        text = _HEX.sub(self._hex, _RANDOM.sub(self._random, text))
         for folder in self._places:
             if len(folder) > 1:
                 text = self._replaced("home folder", rf"{re.escape(folder)}(?![\w\-])", "~", text)
@@ -105,19 +150,37 @@ class Cleaner:
             >>> Cleaner({}).hide("train.py --data /home/ada/x --api-key abc --host ada@box.example.org")
             'train.py --data /home/ada/x --api-key <removed> --host ada@box.example.org'
         """
+        return self._hidden(text, _DEEPEST)
+
+    def _hidden(self, text: str, depth: int) -> str:
         for value in self._known:
             text = self._replaced("value of a secret variable", re.escape(value), REMOVED, text)
+        if depth:
+            text = _LITERAL.sub(lambda literal: self._within(literal, depth - 1), text)
         for kind, form in _FORMS.items():
-            text = self._replaced(kind, form, self._instead(kind), text)
+            text = self._replaced(kind, form, f"{REMOVED}@" if kind == "credentials in a URL" else REMOVED, text)
         return self._without_values(text)
 
+    def _within(self, literal: re.Match, depth: int) -> str:
+        """The quoted text, with what is secret in what it stands for removed: JSON in JSON, lines of a log as `\\n`."""
+        if "\\" not in literal[0]:
+            return literal[0]
+        try:
+            inner = json.loads(literal[0] if literal["end"] else f'{literal[0]}"')
+        except ValueError:
+            return literal[0]
+        cleaned = self._hidden(inner, depth)
+        return literal[0] if cleaned == inner else f'{json.dumps(cleaned)[:-1]}{literal["end"]}'
+
     def _replaced(self, kind: str, form: str, instead: str, text: str) -> str:
-        text, count = re.subn(form, lambda _: instead, text, flags=re.DOTALL)
+        """Puts `instead` for what has the form; what a named group of it has taken stays in front."""
+
+        def put(match: re.Match) -> str:
+            return f"{match[match.lastgroup] if match.lastgroup else ''}{instead}"
+
+        text, count = re.subn(form, put, text, flags=re.DOTALL)
         self.removed[kind] += count
         return text
-
-    def _instead(self, kind: str) -> str:
-        return f"{REMOVED}@" if kind == "credentials in a URL" else REMOVED
 
     def _without_values(self, text: str) -> str:
         """Removes what stands behind secret names; a value that is none may itself hold some: `args: --token abc`."""
@@ -129,11 +192,12 @@ class Cleaner:
                 at = ends.pop()
                 continue
             at = named.end("name")
-            if named["space"] and not _FLAG.match(named["name"]):
+            if (named["space"] or named["list"]) and not _FLAG.match(named["name"]):
                 continue
             if not is_secret(named["name"]):
                 at = named.end()
-                if quoted := _QUOTED.match(text, at, ends[-1]):
+                quoted = _QUOTED.match(text, at, ends[-1])
+                if quoted and not _FLAG_ALONE.fullmatch(quoted[0]):
                     ends.append(quoted.end())
                 continue
             value = _VALUES[str(named.lastgroup)].match(text, named.end(), ends[-1])
@@ -147,6 +211,13 @@ class Cleaner:
                 done = at
         return "".join([*kept, text[done:]])
 
+    def _hex(self, match: re.Match) -> str:
+        digits = match[0].isdecimal() or match[0].isalpha()
+        if digits or _SUM.search(match.string, max(0, match.start() - 24), match.start()):
+            return match[0]
+        self.removed["long random string"] += 1
+        return REMOVED
+
     def _random(self, match: re.Match) -> str:
         """Long strings of mixed letters and digits, which no word of a language is."""
         tests: tuple[Callable[[str], bool], ...] = (str.isupper, str.islower, str.isdecimal)
@@ -154,6 +225,12 @@ class Cleaner:
             return match[0]
         self.removed["long random string"] += 1
         return REMOVED
+
+
+def _written(value: str) -> set[str]:
+    """The value as itself, as JSON and Python write it between quotes, and as an address has it."""
+    quoted = {json.dumps(value)[1:-1], repr(value)[1:-1], urllib.parse.quote(value, ""), urllib.parse.quote_plus(value)}
+    return {value, *quoted, urllib.parse.quote(value)}
 
 
 def printable(text: str) -> str:
@@ -183,6 +260,8 @@ def _kept_around(value: str, before: str) -> str:
     Args:
         before: the character after the name, which in JSON is a quote.
     """
+    if value[0] == "\\" and (mark := re.match(_MARK, value)):
+        return f"{mark[0]}{REMOVED}{mark[0] if value.removeprefix(mark[0]).endswith(mark[0]) else ''}"
     if value[0] in _QUOTES:
         return f"{value[0]}{REMOVED}{value[0] if value[1:].endswith(value[0]) else ''}"
     if before in _QUOTES:  # a number, which becomes a text
