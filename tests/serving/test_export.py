@@ -1,6 +1,7 @@
 """What is exported gives the model's outputs, in a process that has nothing of ours."""
 
 import json
+import pickle
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ import tensorflow as tf
 import tfgpu
 from tfgpu import cli, serving
 from tfgpu.errors import InputError, MachineError
+from tfgpu.serving import examples
 
 RNG = np.random.default_rng(0)
 
@@ -210,6 +212,62 @@ def test_a_model_that_takes_text(tmp_path):
     assert len(np.unique(np.round(expected, 4), axis=0)) == 4
     for given in (np.array(texts), tf.constant(texts), np.array(texts, object)):
         np.testing.assert_allclose(serving.run(made.path, {"text": given})[0], expected, atol=1e-6)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("texts.txt", "one né\nzwei\n\ndrei drei one\n"), ("texts.json", '["one né", "zwei"]')]
+    + [("texts.json", '{"text": ["one né", "zwei", ""]}')],
+)
+def test_texts_on_the_command_line(name, content, tmp_path, capsys):
+    text_model().save(tmp_path / "model.keras")
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    words = ["export", str(tmp_path / "model.keras"), str(tmp_path / "made"), "--json"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2 and "--example FILE.txt" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "--example", str(tmp_path / name)])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)[0]["difference"] < 1e-5
+
+
+def test_rows_are_read_from_files(tmp_path):
+    rows = np.arange(6.0).reshape(2, 3)
+    np.save(tmp_path / "a.npy", rows)
+    np.savez(tmp_path / "a.npz", a=rows, b=rows + 1)
+    (tmp_path / "a.json").write_text('{"a": [[1, 2.5]], "b": [[3]]}')
+    assert examples.read(tmp_path / "a.npy").tolist() == rows.tolist()
+    assert {name: found.tolist() for name, found in examples.read(tmp_path / "a.npz").items()} == {
+        "a": rows.tolist(),
+        "b": (rows + 1).tolist(),
+    }
+    found = examples.read(tmp_path / "a.json")
+    assert found["a"].dtype == "float32" and found["a"].tolist() == [[1.0, 2.5]] and found["b"].tolist() == [[3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", b"1", "must end in .txt, .json, .npy, .npz"),
+        ("none.txt", None, "No such file"),
+        ("a.txt", b"", "holds no rows"),
+        ("a.txt", b"\xff\xfe", "no rows that can be read"),
+        ("a.json", b"[[1, 2], [3]]", "no rows that can be read"),
+        ("a.json", b'{"a": 3}', "no rows that can be read"),
+        ("a.json", b"[[1, null]]", "no rows that can be read"),
+        ("a.json", b"{}", "holds no rows"),
+        ("a.json", b"[", "no rows that can be read"),
+        ("a.npy", b"PK\x03\x04", "no rows that can be read"),
+        ("a.npz", pickle.dumps({}), "no rows that can be read"),
+    ],
+)
+def test_a_file_without_rows(name, content, words, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=words):
+        examples.read(tmp_path / name)
 
 
 class Named(keras.layers.Layer):

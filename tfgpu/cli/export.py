@@ -18,7 +18,8 @@ app = typer.Typer()
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu export runs/digits served/digits/1\n\n"
-        "tfgpu export model.keras model --format onnx --format litert"
+        "tfgpu export model.keras model --format onnx --format litert\n\n"
+        "tfgpu export runs/reviews served/reviews/1 --example reviews.txt"
     ),
 )
 def export(
@@ -28,14 +29,23 @@ def export(
         list[str] | None,
         typer.Option("--format", metavar="NAME", help="savedmodel, onnx or litert; may be given again. [savedmodel]"),
     ] = None,
+    example: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rows to compare on: .txt (a text a line), .json, .npy, or .npz with an array for each input. "
+            "Needed by models that take texts, or that do not say what they take.",
+        ),
+    ] = None,
     check: Annotated[bool, typer.Option(help="Run what was written and compare.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
 ) -> None:
     start_tensorflow()
     exporting = imported("tfgpu.serving.exporting")
+    rows = None if example is None else imported("tfgpu.serving.examples").read(example)
     made = [
-        exporting.export(model, path, format=name, check=check, overwrite=overwrite)
+        exporting.export(model, path, format=name, example=rows, check=check, overwrite=overwrite)
         for name in dict.fromkeys(formats or ["savedmodel"])
     ]
     if as_json:

@@ -1,6 +1,9 @@
 """Rows to compare a model and its export on."""
 
+import json
+import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -27,7 +30,8 @@ def inputs_of(model: keras.Model, example: object) -> dict[str, np.ndarray]:
     known = getattr(model, "inputs", None)
     if example is None:
         if not known:
-            raise InputError(f"{model.name!r} does not say what it takes. Give `example`: arrays as it is called with.")
+            text = "Give `example` (--example FILE): arrays as it is called with."
+            raise InputError(f"{model.name!r} does not say what it takes. {text}")
         return {tensor.name: _drawn(model, tensor) for tensor in known}
     if not known:
         return {"args_0" if at == 0 else f"args_0_{at}": plain(v) for at, v in enumerate(keras.tree.flatten(example))}
@@ -40,6 +44,34 @@ def inputs_of(model: keras.Model, example: object) -> dict[str, np.ndarray]:
             raise InputError(
                 f"The example for {tensor.name!r} must be an array of {('rows', *shape[1:])}. Received: {received}."
             )
+    return found
+
+
+def read(path: str | Path) -> object:
+    """Reads rows from a file, by its ending.
+
+    Args:
+        path: `.txt`: a text a line, in UTF-8. `.json`: a list of rows, or such lists by the inputs' names. `.npy`: an
+            array. `.npz`: an array for each input, by its name. Nothing in them is unpickled.
+
+    Returns:
+        What `inputs_of` takes as `example`.
+
+    Raises:
+        InputError: the file is not there, has another ending, holds no rows, or is damaged.
+    """
+    path = Path(path)
+    readers = {".txt": _texts, ".json": _json, ".npy": _arrays, ".npz": _arrays}
+    if path.suffix not in readers:
+        raise InputError(f"--example must end in {', '.join(readers)}. Received: {str(path)!r}.")
+    try:
+        found = readers[path.suffix](path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path} holds no rows that can be read ({error}). Write it anew.") from None
+    if not all(map(np.size, found.values() if isinstance(found, Mapping) else [found])) or not len(found):
+        raise InputError(f"{path} holds no rows. Give one or more.")
     return found
 
 
@@ -65,6 +97,34 @@ def kind(array: np.ndarray) -> str:
     return "string" if array.dtype.kind in "OSU" else str(array.dtype)
 
 
+def _texts(path: Path) -> np.ndarray:
+    return np.array(path.read_text(encoding="utf-8").splitlines(), dtype=object)
+
+
+def _json(path: Path) -> object:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(found, Mapping):
+        return {name: _rows(rows) for name, rows in found.items()}
+    return _rows(found)
+
+
+def _rows(rows: object) -> np.ndarray:
+    found = np.array(rows)  # refuses rows of different lengths
+    if not found.ndim or found.dtype.kind not in "biufU":
+        raise ValueError("rows must be lists of numbers, or of texts")
+    if found.dtype.kind == "U":
+        return found.astype(object)
+    return found.astype(keras.config.floatx()) if found.dtype.kind == "f" else found
+
+
+def _arrays(path: Path) -> object:
+    found = np.load(path, allow_pickle=False)
+    if isinstance(found, np.ndarray):
+        return found
+    with found:
+        return {name: found[name] for name in found}
+
+
 def _given(model: keras.Model, known: list, example: object) -> list:
     """The example's parts in the order of the model's inputs."""
     names, parts = [tensor.name for tensor in known], keras.tree.flatten(example)
@@ -87,8 +147,8 @@ def _given(model: keras.Model, known: list, example: object) -> list:
 def _drawn(model: keras.Model, tensor: keras.KerasTensor) -> np.ndarray:
     if tensor.dtype == "string":
         raise InputError(
-            f"{model.name!r} takes text, and what it knows cannot be guessed. In Python, give "
-            "`tfgpu.serving.export(..., example=TEXTS)`: some texts to compare on."
+            f"{model.name!r} takes text, and what it knows cannot be guessed. Give some texts to compare on: "
+            "`tfgpu.serving.export(..., example=TEXTS)`, or `tfgpu export ... --example FILE.txt`."
         )
     random = np.random.default_rng(0)
     shape = (ROWS, *(OTHER_LENGTH if size is None else size for size in tensor.shape[1:]))
