@@ -94,6 +94,20 @@ def test_a_figure_that_is_wrong(change, name, status, words, found, judged):
     assert check.status == status and words in check.found and bool(check.fix) == (status != "ok"), check
 
 
+def test_each_other_machine_is_judged_by_its_own_facts(found, facts):
+    there = {name: copy.deepcopy(found[name]) for name in ("multiply", "sums", "disk", "training")}
+    there["disk"]["write"] = 1e7
+    there["training"]["one_device"] = there["training"]["mirrored"] = there["training"]["averaging"] = [0.5, -2.0, 10.5]
+    machines = {"b": {**there, "facts": {"tensorflow": {"gpus": []}, "driver": {}}}, "c": {"error": "no route"}}
+    named = {check.name: check for check in judge.judge(found, facts, ["a", "b", "c"], machines)}
+    assert named["Disk rate"].status == "ok" and named["Disk rate on b"].status == "warning"
+    assert named["Disk rate on b"].fix.startswith("On b: Put data")
+    assert named["Matrix products on b"].figures == {"rate": 8e10, "peak": 1e11, "ratio": 0.8}
+    # It agrees with itself, and not with this machine.
+    assert named["Training mirrored on b"].status == "ok" and named["Training one_device on b"].status == "problem"
+    assert named["Machine c"].status == "problem" and "no route" in named["Machine c"].found
+
+
 def test_a_part_that_fails_hides_no_other(found, judged):
     broken = {name: {"error": "no answer within 5 s"} for name in found}
     assert {check.status for check in judged(broken).values()} == {"problem"}
@@ -156,6 +170,23 @@ def test_this_machine_passes(facts, clean, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.timeout(1500)
+def test_every_machine_is_measured(facts, clean, ssh_server, tmp_path):
+    hosts = ["localhost", "node1", "nowhere"]
+    checks = selftest.examine(facts, clean(), workers=hosts, ssh=ssh_server, folder=tmp_path)
+    named = {check.name: check for check in checks}
+    for name in ("one_device", "mirrored", "averaging"):
+        assert named[f"Training {name} on node1"].status == "ok", named[f"Training {name} on node1"]
+    for name in ("Matrix products", "Sums between devices", "Input rate"):
+        assert named[f"{name} on node1"].figures["rate"] > 0, named[f"{name} on node1"]
+    assert str(tmp_path) in named["Disk rate on node1"].found and not list(tmp_path.iterdir())
+    # One that is not reached is named, and hides nothing of the other.
+    assert named["Machine nowhere"].status == named["Training multi_worker"].status == "problem"
+    assert "nowhere" in named["Training parameter_server"].found
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_workers_are_reached_by_ssh(ssh_server, clean):
     environ = asking.with_tfgpu(clean())
@@ -163,6 +194,16 @@ def test_workers_are_reached_by_ssh(ssh_server, clean):
         "multi_worker", ["-n", "2"], ["node1", "node2"], environ=environ, gpus=0, ssh=ssh_server, seconds=300
     )
     assert found["workers"] == 2 and found["tcp"]["worker 1"] > 1e6, found
+    servers = selftest.launched(
+        "parameter_server",
+        ["-n", "1", "--ps", "1"],
+        ["node1", "node2"],
+        environ=environ,
+        gpus=0,
+        ssh=ssh_server,
+        seconds=300,
+    )
+    assert servers["weights"] == pytest.approx(found["weights"], abs=1e-5)
     alone = selftest.launched(
         "multi_worker", ["-n", "2"], ["node1", "nowhere"], environ=environ, gpus=0, ssh=ssh_server, seconds=300
     )

@@ -36,6 +36,16 @@ def test_parameter_servers_bring_a_chief_and_are_dealt_out():
     ]
 
 
+def test_a_node_may_have_a_parameter_server_alone():
+    assert spread(3, workers=1, parameter_servers=3) == [["chief", "worker 0", "ps 2"], ["ps 0"], ["ps 1"]]
+    with pytest.raises(InputError, match="worker or a parameter server. Received: -n 1, --ps 1 and 3 nodes. Use -n 2"):
+        tasks(Job("train.py", workers=1, parameter_servers=1), 3)
+    found = shares(
+        Job("train.py", workers=1, parameter_servers=1), Place("a", "a", 8, ("0", "1")), Place("b", "b", 8, ("0",))
+    )
+    assert [found[name]["CUDA_VISIBLE_DEVICES"] for name in ("worker 0", "ps 0")] == ["0,1", ""]
+
+
 def test_an_evaluator_has_a_place_in_no_cluster():
     found = shares(Job("train.py", workers=2, evaluator=True), Place("", "h", 8, ("0", "1")))
     cluster = Cluster.from_environment(found["evaluator"])

@@ -48,22 +48,28 @@ def tasks(job: Job, nodes: int = 1) -> list[Task]:
     """Spreads a job's tasks over nodes: neighbours stay together, the first nodes get one more.
 
     With parameter servers there is a chief besides the workers: it hands out the steps, as TensorFlow's
-    ParameterServerStrategy wants it. Without them worker 0 is the chief.
+    ParameterServerStrategy wants it. Without them worker 0 is the chief. Nodes for which there is no worker get the
+    first parameter servers.
 
     Raises:
-        InputError: there are more nodes than workers.
+        InputError: there are more nodes than workers and parameter servers.
 
     Example:
         >>> [(task.name, task.node) for task in tasks(Job("train.py", workers=3), nodes=2)]
         [('worker 0', 0), ('worker 1', 0), ('worker 2', 1)]
     """
-    if job.workers < nodes:
+    if job.workers + job.parameter_servers < nodes:
+        who, given = "a worker", f"-n {job.workers}"
+        if job.parameter_servers:
+            who, given = "a worker or a parameter server", f"{given}, --ps {job.parameter_servers}"
         raise InputError(
-            f"Every node needs a worker. Received: -n {job.workers} and {nodes} nodes. Use -n {nodes} or more."
+            f"Every node needs {who}. Received: {given} and {nodes} nodes. "
+            f"Use -n {nodes - job.parameter_servers} or more."
         )
+    with_workers = min(nodes, job.workers)
     found = [Task("chief", 0, 0)] if job.parameter_servers else []
-    found += [Task("worker", index, index * nodes // job.workers) for index in range(job.workers)]
-    found += [Task("ps", index, index % nodes) for index in range(job.parameter_servers)]
+    found += [Task("worker", index, index * with_workers // job.workers) for index in range(job.workers)]
+    found += [Task("ps", index, (with_workers + index) % nodes) for index in range(job.parameter_servers)]
     return found + ([Task("evaluator", 0, nodes - 1)] if job.evaluator else [])
 
 

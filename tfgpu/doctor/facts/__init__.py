@@ -52,6 +52,12 @@ def _ask(
     return asking.ask(f"{_HERE}.{file}", names, environ=environ, seconds=seconds, **options)
 
 
+def hardware(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """What TensorFlow and the driver say of this machine's devices: the answers to `tensorflow` and `driver`."""
+    found = _ask("software", ["tensorflow"], environ, TENSORFLOW_S)
+    return found | _ask("gpus", ["driver"], environ, QUICK_S, root="/")
+
+
 def tensorflow(environ: dict[str, str], seconds: float) -> dict[str, dict[str, Any]]:
     """TensorFlow and Keras, with what the loader says in TensorFlow's process.
 

@@ -1,13 +1,14 @@
 """`tfgpu doctor --train`: measures what the doctor can only guess, and trains a little on every strategy.
 
 `compute.py` multiplies matrices, `sums.py` adds up over devices, `disk.py` reads and writes, `training.py` trains in
-one process and `worker.py` in several, between which `network.py` measures; `judge.py` says what their figures mean.
-Each runs in a process of its own, in bounded time.
+one process and `worker.py` in several, between which `network.py` measures; `machine.py` measures on each other machine
+what is measured here; `judge.py` says what their figures mean. Each runs in a process of its own, in bounded time.
 """
 
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tfgpu.doctor.check import Check
@@ -17,6 +18,8 @@ from tfgpu.errors import InputError
 
 PART_S, LAUNCH_S = 240.0, 300.0
 """Seconds that a part, and one in several processes, may take; on an idle machine they take 10 to 30."""
+PARTS = {"compute": "multiply", "sums": "sums", "disk": "disk", "training": "training"}
+"""What is measured on each machine: files here, and the names of their answers."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _HERE = "tfgpu.doctor.selftest"
 _WORDS = 300
@@ -36,10 +39,10 @@ def examine(
     Args:
         facts: what the doctor's `gather` returned.
         environ: the environment of the processes.
-        workers: machines that ssh reaches, two or more; `"localhost"` for each process that is to run here. Empty: two
-            processes here.
+        workers: machines that ssh reaches, two or more; `"localhost"` for each process that is to run here. Each
+            machine is measured as this one is, and all of them together. Empty: two processes here.
         ssh: the command that reaches them, with options, such as `"ssh -i key"`.
-        folder: where the disk is measured; `None`: here.
+        folder: where the disk is measured; `None`: here. A machine that has no such folder: the user's own there.
         seconds: for each part; `None` gives each what it needs at most on a busy machine.
 
     Returns:
@@ -51,16 +54,39 @@ def examine(
     hosts = checked(workers)
     environ = {**asking.with_tfgpu(environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
     environ.pop("TF_CONFIG", None)  # A self-test makes its own clusters.
-    part_s = seconds or PART_S
-    found = {}
-    for file, name in (("compute", "multiply"), ("sums", "sums"), ("disk", "disk"), ("training", "training")):
-        options = {"folder": str(folder or os.getcwd())}
-        found |= asking.ask(f"{_HERE}.{file}", [name], environ=environ, seconds=part_s, **options)
+    place = str(folder or os.getcwd())
+    found = parts(place, environ=environ, seconds=seconds or PART_S)
     gpus = len(facts["tensorflow"].get("gpus") or [])
-    for kind, shape in (("multi_worker", ["-n", str(len(hosts))]), ("parameter_server", ["-n", "1", "--ps", "1"])):
-        there = hosts if kind == "multi_worker" else ["localhost", "localhost"]
-        found[kind] = launched(kind, shape, there, environ=environ, gpus=gpus, ssh=ssh, seconds=seconds or LAUNCH_S)
-    return judge.judge(found, facts, hosts)
+    options = {"environ": environ, "gpus": gpus, "ssh": ssh}
+    others = [host for host in dict.fromkeys(hosts) if host not in LOCAL]
+    with ThreadPoolExecutor(max_workers=len(others) or 1) as pool:
+        part_s = (seconds or PART_S) * len(PARTS) + LAUNCH_S
+        asked = {
+            host: pool.submit(launched, "machine", ["-n", "1"], [host], place, seconds=part_s, **options)
+            for host in others
+        }
+        machines = {host: each.result() for host, each in asked.items()}
+    for kind, shape, there in (
+        ("multi_worker", ["-n", str(len(hosts))], hosts),
+        # One worker: of several, each takes its steps when it can, so that no two trainings end alike.
+        ("parameter_server", ["-n", "1", "--ps", str(max(1, len(set(hosts)) - 1))], list(dict.fromkeys(hosts))),
+    ):
+        found[kind] = launched(kind, shape, there, seconds=seconds or LAUNCH_S, **options)
+    return judge.judge(found, facts, hosts, machines)
+
+
+def parts(folder: str, *, environ: Mapping[str, str], seconds: float) -> dict:
+    """Measures this machine; returns the answers by name.
+
+    Args:
+        folder: where the disk is measured.
+        environ: the environment of the processes.
+        seconds: for each part.
+    """
+    found = {}
+    for file, name in PARTS.items():
+        found |= asking.ask(f"{_HERE}.{file}", [name], environ=environ, seconds=seconds, folder=folder)
+    return found
 
 
 def checked(workers: Sequence[str]) -> list[str]:
@@ -84,7 +110,7 @@ def launched(
     kind: str,
     shape: Sequence[str],
     hosts: Sequence[str],
-    *,
+    *arguments: str,
     environ: Mapping[str, str],
     gpus: int,
     ssh: str | None,
@@ -93,9 +119,10 @@ def launched(
     """Has `worker.py` run by `tfgpu launch`, here or by ssh; returns what its chief tells.
 
     Args:
-        kind: the strategy.
+        kind: the strategy, or `"machine"` for what one machine does alone.
         shape: options of the launch that say how many processes there are.
         hosts: the machines.
+        arguments: what `worker.py` gets besides.
         gpus: how many GPUs TensorFlow sees here.
     """
     words = ["launch", *shape, "--no-logs", "--startup-timeout", "60"]
@@ -105,7 +132,7 @@ def launched(
         words += ["--gpus-per-worker", "0"]  # Not enough for one each; two processes on one GPU would quarrel.
     script = str(Path(__file__).with_name("worker.py"))
     with tempfile.TemporaryDirectory(prefix="tfgpu-doctor-") as folder:
-        command = [*asking.INTERPRETER, "-m", "tfgpu", *words, script, kind]
+        command = [*asking.INTERPRETER, "-m", "tfgpu", *words, script, kind, *arguments]
         ended = asking.run(command, environ=environ, seconds=seconds, directory=folder)
     found = asking.answers(ended.out).get(kind)
     if ended.code == 0 and found:

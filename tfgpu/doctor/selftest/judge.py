@@ -4,6 +4,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tfgpu.doctor.check import Check
 from tfgpu.parallel.planning.hardware import DEVICES, Device
@@ -29,21 +30,46 @@ _LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _BUSY = "Look who else uses it (`nvidia-smi`, `top`), at heat and power ('GPU clocks' here), and run it again."
 
 
-def judge(found: Mapping[str, dict], facts: Mapping[str, dict], hosts: Sequence[str]) -> list[Check]:
+def judge(
+    found: Mapping[str, dict],
+    facts: Mapping[str, dict],
+    hosts: Sequence[str],
+    machines: Mapping[str, dict] | None = None,
+) -> list[Check]:
     """Makes checks of what a self-test has measured.
 
     Args:
         found: the parts' answers: `multiply`, `sums`, `disk`, `training`, `multi_worker`, `parameter_server`.
         facts: the machine's, as the doctor's `gather` returns them.
         hosts: the machines of the workers.
+        machines: by host, what `machine.py` has measured on it.
     """
-    return [
-        *_products(found["multiply"], facts),
-        _sums(found["sums"], facts),
-        *_disk(found["disk"]),
-        *_network(found["multi_worker"], hosts),
-        *_trainings(found),
-    ]
+    kinds = [each["training"].get("kind") for each in (found, *(machines or {}).values()) if "training" in each]
+    most = MOST_DIFFERENCE["GPU" if "GPU" in kinds else "CPU"]
+    checks = [*_alone(found, facts), *_network(found["multi_worker"], hosts), *_trainings(found, most)]
+    for host, each in (machines or {}).items():
+        checks += _elsewhere(host, each, found["training"].get("one_device"), most)
+    return checks
+
+
+def _alone(found: Mapping[str, dict], facts: Mapping[str, dict]) -> list[Check]:
+    return [*_products(found["multiply"], facts), _sums(found["sums"], facts), *_disk(found["disk"])]
+
+
+def _elsewhere(host: str, found: dict, reference: Sequence[float] | None, most: float) -> list[Check]:
+    """The checks of another machine; its own training on one device is held against this machine's."""
+    if "error" in found:
+        fix = f"Run `tfgpu doctor` there; `ssh {host}` must work without questions."
+        return [_failed(f"Machine {host}", found, fix)]
+    checks = _alone(found, found["facts"])
+    here = found["training"]
+    if "error" in here:
+        checks.append(_failed("Training", here))
+    else:
+        checks += [_strategy(name, here.get(name), here["one_device"], most) for name in ("mirrored", "averaging")]
+        checks.append(_compared("Training one_device", here["one_device"], reference or here["one_device"], most))
+    there = [replace(check, name=f"{check.name} on {host}") for check in checks]
+    return [replace(check, fix=f"On {host}: {check.fix}") if check.fix else check for check in there]
 
 
 def known_device(name: str) -> Device | None:
@@ -143,7 +169,7 @@ def _network(found: dict, hosts: Sequence[str]) -> list[Check]:
     return [_rated(name, text, rate, peak, "workers' sums"), clock]
 
 
-def _trainings(found: Mapping[str, dict]) -> list[Check]:
+def _trainings(found: Mapping[str, dict], most: float) -> list[Check]:
     """Each strategy's last weights against one device's."""
     here = found["training"]
     if "error" in here:
@@ -152,15 +178,16 @@ def _trainings(found: Mapping[str, dict]) -> list[Check]:
     weights |= {name: found[name].get("weights") or found[name] for name in ("multi_worker", "parameter_server")}
     reference = here["one_device"]
     checks = [Check("Training one_device", "ok", f"{len(reference)} weights after two epochs")]
-    for name, each in weights.items():
-        title = f"Training {name}"
-        if each is None:
-            checks.append(Check(title, "ok", "not tried: there is one GPU"))
-        elif isinstance(each, Mapping):
-            checks.append(_failed(title, each, f"Try it alone: `tfgpu launch` or `tfgpu train --strategy {name}`."))
-        else:
-            checks.append(_compared(title, each, reference, MOST_DIFFERENCE[here["kind"]]))
-    return checks
+    return checks + [_strategy(name, each, reference, most) for name, each in weights.items()]
+
+
+def _strategy(name: str, weights: object, reference: Sequence[float], most: float) -> Check:
+    title = f"Training {name}"
+    if weights is None:
+        return Check(title, "ok", "not tried: there is one GPU")
+    if isinstance(weights, Mapping):
+        return _failed(title, weights, f"Try it alone: `tfgpu launch` or `tfgpu train --strategy {name}`.")
+    return _compared(title, weights, reference, most)
 
 
 def _compared(title: str, weights: Sequence[float], reference: Sequence[float], most: float) -> Check:

@@ -1,16 +1,24 @@
-"""What each process of a self-test's cluster runs; `tfgpu launch` starts it. The first one prints what was measured."""
+"""What each process of a self-test runs on other machines; `tfgpu launch` starts it. The first one prints answers."""
 
 import sys
 
 from tfgpu.cluster import Cluster
 from tfgpu.doctor.facts import asking
-from tfgpu.doctor.selftest import network, training
+from tfgpu.doctor.selftest import machine, network, training
 
 _BYTES, _SUMS, _REPEATS = 16 * 2**20, 3, 3
 
 
-def main(kind: str) -> None:
-    """Measures the network, sums over it and trains; on parameter servers it only trains."""
+def main(kind: str, *arguments: str) -> None:
+    """Measures the network, sums over it and trains; on parameter servers it only trains.
+
+    Args:
+        kind: the strategy, or `"machine"`: then this machine alone is measured.
+        arguments: for `"machine"`, the folder in which its disk is.
+    """
+    if kind == "machine":
+        asking.tell(kind, machine.measured(*arguments))
+        return
     cluster = Cluster.from_environment()
     found = {"workers": cluster.size}
     if kind == "multi_worker":
@@ -36,4 +44,4 @@ def _sums() -> dict:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
