@@ -3,6 +3,8 @@
 import base64
 import json
 import os
+import pathlib
+import pickle
 import subprocess
 import sys
 import zipfile
@@ -20,6 +22,7 @@ from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
 from tfgpu.recipes import recipe, trust
 from tfgpu.recipes.reading import read
+from tfgpu.training import incremental
 from tfgpu.tune import plan
 
 EVIL = "import pathlib\n\ndef run(**_):\n    pathlib.Path('mark').touch()\n"
@@ -138,10 +141,41 @@ def test_a_checkpoint_whose_hashes_are_right_and_whose_facts_are_not(tmp_path):
             snapshot.decode(content, text, tmp_path)
 
 
-def test_arrays_of_objects_are_not_read(tmp_path):
-    np.savez(tmp_path / "a.npz", x=np.array([{}], dtype=object))
-    with np.load(tmp_path / "a.npz") as file, pytest.raises(ValueError, match="pickle"):
-        file["x"]  # NumPy's default, on which the caches and exports rely
+class Trap:
+    """What leaves a mark when somebody unpickles it."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.mark,)
+
+
+def test_what_was_pickled_is_not_unpickled(tmp_path):
+    mark, where = tmp_path / "mark", cache.Place("a", tmp_path, "a")
+    traps = np.array([Trap(mark)], dtype=object)
+    kept = {"dtype": "float32", "shape": [2], "labels": np.zeros(2, int), "class_names": np.array(["a", "b"])}
+    where.examples.write_bytes(bytes(16))
+    for name in (*kept, "skipped"):
+        np.savez(where.facts, **{**kept, "skipped": np.zeros(0, str), name: traps})
+        assert cache.find(where) is None
+    content = pickle.dumps(Trap(mark))
+    where.facts.write_bytes(content)
+    assert cache.find(where) is None
+    memory = tmp_path / "memory"
+    memory.write_bytes(content)
+    for reader in (incremental.Replay.from_file, incremental.ElasticWeights.from_file):
+        with pytest.raises(InputError):
+            reader(memory)
+    (tmp_path / snapshot.FACTS).write_bytes(content)
+    (tmp_path / snapshot.STATE).write_bytes(content)
+    with pytest.raises(snapshot.Damaged):
+        snapshot.read(tmp_path)
+    with pytest.raises(InputError):
+        serving.export(str(memory.rename(tmp_path / "model.keras")), str(tmp_path / "out"))
+    assert not mark.exists()
+    pickle.loads(content)
+    assert mark.exists()  # the trap is one
 
 
 @pytest.mark.parametrize(
