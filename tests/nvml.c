@@ -1,5 +1,5 @@
-/* As much of NVML as tfgpu asks, with the answers of a server of two H100 SXM GPUs (driver 550.127.05); GPU 0 is what
-   the environment makes of it. What is not here answers "function not found", as an old driver does. */
+/* As much of NVML as tfgpu asks, with the answers of a server of two H100 SXM GPUs (driver 550.127.05), or of GPUS up to
+   four; GPU 0, or the GPU AT, is what the environment makes of it, and GPU LOST does not answer. What is not here answers "function not found", as an old driver does. */
 #include <stdlib.h>
 #include <string.h>
 typedef struct { unsigned long long total, left, used; } memory_t;
@@ -9,7 +9,7 @@ typedef struct {
   unsigned field, scope; long long stamp, latency; int type, code; union { double d; unsigned long long u; } value;
 } field_t;
 static int told(const char *name, int usual) { return getenv(name) ? atoi(getenv(name)) : usual; }
-static int first(void *gpu) { return gpu == (void *)1; }
+static int first(void *gpu) { return gpu == (void *)(unsigned long)(told("AT", 0) + 1); }
 int nvmlInitWithFlags(unsigned flags) { return told("INIT", 0); }
 int nvmlShutdown(void) { return 0; }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { strncpy(text, "550.127.05", size); return 0; }
@@ -20,14 +20,15 @@ int nvmlDeviceGetCount_v2(unsigned *count) {
   return 0;
 }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) {
-  if (index == 1 && told("LOST", 0)) return 15;
+  if ((int)index == told("LOST", -1)) return 15;
   *gpu = (void *)(unsigned long)(index + 1);
   return 0;
 }
 static int is_slice(void *gpu) { return gpu > (void *)99; }
 int nvmlDeviceGetName(void *gpu, char *text, unsigned size) { strncpy(text, "NVIDIA H100 80GB HBM3", size); return 0; }
 int nvmlDeviceGetUUID(void *gpu, char *text, unsigned size) {
-  strncpy(text, is_slice(gpu) ? "MIG-77aa" : first(gpu) ? "GPU-1f0c5a92" : "GPU-2e7d1b40", size);
+  const char *uuids[] = {"GPU-1f0c5a92", "GPU-2e7d1b40", "GPU-3b6a90c1", "GPU-4c51d7e8"};
+  strncpy(text, is_slice(gpu) ? "MIG-77aa" : uuids[((unsigned long)gpu - 1) % 4], size);
   return 0;
 }
 int nvmlDeviceGetMemoryInfo(void *gpu, memory_t *memory) {

@@ -71,6 +71,14 @@ def test_gpus_and_who_holds_them(nvml):
     assert any(line.split()[:2] == ["0", str(os.getpid())] and "60.0 GiB" in line for line in lines)
 
 
+def test_a_lost_gpu_leaves_the_others_their_numbers(nvml):
+    environ = {"LD_LIBRARY_PATH": str(nvml), "GPUS": "4", "LOST": "1", "AT": "2", "PID": str(os.getpid())}
+    text = top("--once", **environ).stdout
+    assert re.findall(r"(?m)^(\d) +━", text) == ["0", "2", "3"]
+    assert "GPU figures are missing: GPU 1: GPU is lost" in text
+    assert any(line.split()[:2] == ["2", str(os.getpid())] for line in text.splitlines())
+
+
 def test_a_run(run):
     done = top(run, "--once")
     assert done.returncode == 0, done.stderr

@@ -117,8 +117,9 @@ def with_gpus(facts):
 
     def change(*gpus, seen=None, cuda=(12, 8), **more):
         seen = gpus if seen is None else seen
+        gpus = [{"index": index, **each} for index, each in enumerate(gpus)]
         links = [{"gpus": [0, 1], "path": "NVLink", "reads": True}] if len(gpus) > 1 else []
-        driver = {"version": "570.1", "cuda": list(cuda), "gpus": list(gpus), "links": links, "lost": []}
+        driver = {"version": "570.1", "cuda": list(cuda), "gpus": gpus, "links": links, "lost": []}
         facts["driver"] = driver | more
         facts["tensorflow"]["gpus"] = [{"name": each["name"], "capability": "9.0"} for each in seen]
         return facts

@@ -8,7 +8,21 @@ from tfgpu.doctor.facts import asking
 from tfgpu.doctor.facts.machine import pci_gpus
 
 H100 = {"name": "NVIDIA H100", "uuid": "GPU-aaaa-1"}
+ONLY = "export CUDA_VISIBLE_DEVICES"
 T4 = {"name": "NVIDIA T4", "uuid": "GPU-bbbb-2"}
+
+
+@pytest.fixture
+def told(nvml, clean, tmp_path):
+    """What the driver's question brings where NVML is the stand-in, which is told so."""
+    (tmp_path / "proc/4711").mkdir(parents=True)
+    (tmp_path / "proc/4711/comm").write_text("python3\n")
+
+    def ask(**fault):
+        environ = asking.with_tfgpu(clean(LD_LIBRARY_PATH=str(nvml), **fault))
+        return asking.ask("tfgpu.doctor.facts.gpus", ["driver"], environ=environ, seconds=60, root=str(tmp_path))
+
+    return ask
 
 
 def test_no_gpu_is_ok(facts, by_name, with_gpus):
@@ -95,7 +109,7 @@ def test_the_pci_bus_is_counted(tmp_path):
     ],
 )
 def test_cuda_visible_devices_is_read_as_cuda_does(value, shown, stray):
-    assert visible_gpus(value, [H100, T4]) == (shown, stray)
+    assert visible_gpus(value, [H100 | {"index": 0}, T4 | {"index": 1}]) == (shown, stray)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +119,8 @@ def test_cuda_visible_devices_is_read_as_cuda_does(value, shown, stray):
         ("1", "ok", ""),
         ("", "warning", "unset CUDA_VISIBLE_DEVICES"),
         ("-1", "warning", "unset CUDA_VISIBLE_DEVICES"),
-        ("5", "problem", "export CUDA_VISIBLE_DEVICES=0,1"),
-        ("0,7", "problem", "export CUDA_VISIBLE_DEVICES=0,1"),
+        ("5", "problem", "export CUDA_VISIBLE_DEVICES=GPU-aaaa-1,GPU-bbbb-2"),
+        ("0,7", "problem", "export CUDA_VISIBLE_DEVICES=GPU-aaaa-1,GPU-bbbb-2"),
     ],
 )
 def test_hidden_gpus_are_told(facts, by_name, with_gpus, value, status, fix):
@@ -123,20 +137,20 @@ def test_hidden_gpus_are_no_fault_of_tensorflow(facts, by_name, with_gpus):
 FAULTS = {
     "memory in use": (
         {"used_bytes": 60 * 2**30, "processes": [{"pid": 77, "name": "python", "bytes": 59 * 2**30}]},
-        ("GPU memory", "warning", "60.0 of 80.0 GiB of GPU 0 are in use by python 77", "export CUDA_VISIBLE_DEVICES=1"),
+        ("GPU memory", "warning", "60.0 of 80.0 GiB of GPU 0 are in use by python 77", f"{ONLY}=GPU-2"),
     ),
     "memory in use by another container": (
         {"used_bytes": 60 * 2**30},
-        ("GPU memory", "warning", "cannot see (another container", "export CUDA_VISIBLE_DEVICES=1"),
+        ("GPU memory", "warning", "cannot see (another container", f"{ONLY}=GPU-2"),
     ),
     "no persistence": ({"persistence": 0}, ("Persistence mode", "warning", "off on GPU 0", "sudo nvidia-smi -pm 1")),
     "memory errors": (
         {"ecc": {"enabled": True, "corrected": 3, "uncorrected": 2, "pending": True, "failed": False}},
-        ("ECC errors", "problem", "GPU 0: 2 error(s)", "sudo nvidia-smi -i 0 --gpu-reset"),
+        ("ECC errors", "problem", "GPU 0 (GPU-aaaa-1): 2 error(s)", "sudo nvidia-smi -i GPU-aaaa-1 --gpu-reset"),
     ),
     "memory waits for a reset": (
         {"ecc": {"enabled": True, "corrected": 3, "uncorrected": 0, "pending": True, "failed": False}},
-        ("ECC errors", "warning", "waits for a reset", "sudo nvidia-smi -i 0 --gpu-reset"),
+        ("ECC errors", "warning", "waits for a reset", "sudo nvidia-smi -i GPU-aaaa-1 --gpu-reset"),
     ),
     "memory that cannot be replaced": (
         {"ecc": {"enabled": True, "corrected": 0, "uncorrected": 1, "pending": False, "failed": True}},
@@ -148,11 +162,11 @@ FAULTS = {
     ),
     "a low power limit": (
         {"power_limit_w": 400.0},
-        ("GPU clocks", "warning", "may take 400 W, of the 700 W", "sudo nvidia-smi -i 0 -pl 700"),
+        ("GPU clocks", "warning", "may take 400 W, of the 700 W", "sudo nvidia-smi -i GPU-aaaa-1 -pl 700"),
     ),
     "MIG without slices": (
         {"mig": {"enabled": True, "pending": True, "slices": []}},
-        ("MIG", "problem", "has no slices", "sudo nvidia-smi -i 0 -mig 0"),
+        ("MIG", "problem", "has no slices", "sudo nvidia-smi -i GPU-aaaa-1 -mig 0"),
     ),
     "MIG": (
         {"mig": {"enabled": True, "pending": True, "slices": ["MIG-1", "MIG-2"]}},
@@ -160,7 +174,7 @@ FAULTS = {
     ),
     "MIG waits for a reset": (
         {"mig": {"enabled": False, "pending": True, "slices": []}},
-        ("MIG", "warning", "turning it on waits", "sudo nvidia-smi -i 0 --gpu-reset"),
+        ("MIG", "warning", "turning it on waits", "sudo nvidia-smi -i GPU-aaaa-1 --gpu-reset"),
     ),
     "links down": (
         {"nvlinks": {"up": 16, "of": 18, "fabric": "done"}},
@@ -196,8 +210,8 @@ def test_the_state_of_a_gpu(case, by_name, with_gpus, a_gpu):
         ({"PERSISTENCE": "0"}, "Persistence mode", "warning", "off on GPU 0"),
         ({"CELSIUS": "92", "REASONS": "72"}, "GPU clocks", "warning", "hardware slowdown, heat (hardware), at 92 °C"),
         ({"LIMIT_MW": "350000"}, "GPU clocks", "warning", "may take 350 W, of the 700 W"),
-        ({"UNCORRECTED": "3"}, "ECC errors", "problem", "GPU 0: 3 error(s)"),
-        ({"PENDING": "1"}, "ECC errors", "warning", "GPU 0: bad memory waits for a reset"),
+        ({"UNCORRECTED": "3"}, "ECC errors", "problem", "GPU 0 (GPU-1f0c5a92): 3 error(s)"),
+        ({"PENDING": "1"}, "ECC errors", "warning", "GPU 0 (GPU-1f0c5a92): bad memory waits for a reset"),
         ({"FAILED": "1"}, "ECC errors", "problem", "cannot be replaced"),
         ({"MIG": "1"}, "MIG", "problem", "GPU 0 is in MIG mode and has no slices"),
         ({"LANES": "4"}, "GPU links", "warning", "4 PCIe lanes of the 16"),
@@ -205,19 +219,58 @@ def test_the_state_of_a_gpu(case, by_name, with_gpus, a_gpu):
         ({"FABRIC": "2"}, "GPU links", "problem", "GPU 0: the NVLink fabric is under way"),
         ({"P2P": "1"}, "GPU links", "warning", "1 of 1 pairs (0-1) cannot read"),
         ({}, "GPU links", "ok", "pairs: 1 by NVLink"),
-        ({"LOST": "1"}, "NVIDIA driver", "problem", "GPU 1 does not answer: GPU is lost"),
+        ({"LOST": "1"}, "Lost GPU", "problem", "GPU 1 does not answer: GPU is lost"),
+        ({"LOST": "1"}, "NVIDIA driver", "ok", "550.127.05, CUDA up to 12.4"),
+        ({"LOST_UNDER_WAY": "1"}, "Lost GPU", "problem", "GPU 1 does not answer: GPU is lost"),
+        ({"GPUS": "1", "LOST": "0"}, "GPUs", "problem", "the driver has lost all its GPUs"),
         ({"INIT": "9"}, "NVIDIA driver", "problem", "module is not loaded"),
         ({"INIT": "18"}, "NVIDIA driver", "problem", "do not fit"),
     ],
 )
-def test_a_fault_that_nvml_tells(fault, name, status, words, nvml, facts, by_name, clean, tmp_path):
-    (tmp_path / "proc/4711").mkdir(parents=True)
-    (tmp_path / "proc/4711/comm").write_text("python3\n")
-    environ = asking.with_tfgpu(clean(LD_LIBRARY_PATH=str(nvml), **fault))
-    facts |= asking.ask("tfgpu.doctor.facts.gpus", ["driver"], environ=environ, seconds=60, root=str(tmp_path))
+def test_a_fault_that_nvml_tells(fault, name, status, words, told, facts, by_name):
+    facts |= told(**fault)
     facts["machine"]["pci_gpus"] = 2
     check = by_name(facts)[name]
     assert check.status == status and words in check.found, check
+
+
+# Faults of GPU 2 of four, of which GPU 1 is lost: what a check says of it, and its command.
+BESIDE_A_LOST_ONE = {
+    "memory errors": (
+        {"UNCORRECTED": "3"},
+        ("ECC errors", "GPU 2 (GPU-3b6a90c1): 3 error(s)", "sudo nvidia-smi -i GPU-3b6a90c1 --gpu-reset"),
+    ),
+    "memory in use": (
+        {"USED_MIB": "70000"},
+        ("GPU memory", "GiB of GPU 2 are in use", "export CUDA_VISIBLE_DEVICES=GPU-1f0c5a92,GPU-4c51d7e8"),
+    ),
+    "MIG": (
+        {"MIG": "1"},
+        ("MIG", "GPU 2 is in MIG mode", "sudo nvidia-smi -i GPU-3b6a90c1 -mig 0"),
+    ),
+    "no persistence": ({"PERSISTENCE": "0"}, ("Persistence mode", "off on GPU 2", "sudo nvidia-smi -pm 1")),
+    "heat": ({"REASONS": "72"}, ("GPU clocks", "GPU 2 is slowed down", "")),
+    "links": ({"DOWN": "2"}, ("GPU links", "GPU 2: 2 of 18 NVLinks are down", "")),
+    "pairs": ({"P2P": "1"}, ("GPU links", "3 of 3 pairs (0-2, 0-3, 2-3) cannot read", "")),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE_A_LOST_ONE)
+def test_a_lost_gpu_leaves_the_others_their_numbers(case, told, facts, by_name):
+    fault, (name, words, command) = BESIDE_A_LOST_ONE[case]
+    facts |= told(GPUS="4", AT="2", LOST="1", **fault)
+    named = by_name(facts)
+    assert words in named[name].found and named[name].command == command, named[name]
+    assert (named["Lost GPU"].status, named["Lost GPU"].command) == ("problem", "sudo nvidia-smi -i 1 --gpu-reset")
+    assert "export CUDA_VISIBLE_DEVICES=GPU-1f0c5a92,GPU-3b6a90c1,GPU-4c51d7e8" in named["Lost GPU"].fix
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [("0,1,2,3", 3), ("3", 1), ("1", 0), ("GPU-4c51", 1), ("1,GPU-3b6a90c1", 1)]
+)
+def test_numbers_that_cuda_is_shown_count_the_lost_gpu(value, shown, told, facts, by_name):
+    facts |= told(GPUS="4", LOST="1")
+    assert f"shows {shown} of 3 GPU(s)" in by_name(facts, CUDA_VISIBLE_DEVICES=value)["CUDA_VISIBLE_DEVICES"].found
 
 
 def test_a_machine_whose_gpus_are_well(by_name, with_gpus, a_gpu):
@@ -293,8 +346,9 @@ def test_a_driver_that_does_not_answer(error, words, command, facts, by_name):
 
 def test_a_gpu_that_is_lost_hides_no_other(by_name, with_gpus, a_gpu):
     lost = [{"index": 1, "error": "GPU is lost"}]
-    check = by_name(with_gpus(a_gpu(), lost=lost))["NVIDIA driver"]
-    assert check.status == "problem" and "GPU 1 does not answer: GPU is lost" in check.found
+    named = by_name(with_gpus(a_gpu(), lost=lost))
+    assert named["Lost GPU"].status == "problem" and "GPU 1 does not answer: GPU is lost" in named["Lost GPU"].found
+    assert named["NVIDIA driver"].status == named["GPUs"].status == "ok"
 
 
 @pytest.mark.parametrize(

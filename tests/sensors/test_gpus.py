@@ -96,6 +96,19 @@ def test_a_slice_of_a_gpu(ask):
     assert part["memory_total_bytes"] == 81559 << 20
 
 
+@pytest.mark.parametrize(
+    ("shown", "labels"), [(None, ["0", "2", "3"]), ("2,3", ["2", "3"]), ("0,1,2", ["0", "2"]), ("GPU-3b6a", ["2"])]
+)
+def test_a_gpu_that_was_lost_before_leaves_the_others_their_numbers(ask, shown, labels):
+    told = {"GPUS": "4", "LOST": "1", "AT": "2", "PID": str(os.getpid())}
+    answer = ask((0.0, told), everything=False, shown=shown)
+    (found,) = answer["found"]
+    assert [gpu["label"] for gpu in found["gpus"]] == labels and found["error"] == "GPU 1: GPU is lost"
+    two = next(gpu for gpu in found["gpus"] if gpu["label"] == "2")
+    assert (two["uuid"], two["utilization"]) == ("GPU-3b6a90c1", 0.93)
+    assert [one["gpu"] for one in answer["processes"]] == ["2"]
+
+
 def test_a_gpu_that_is_lost_under_way_hides_no_other(ask):
     found = ask((0.0, {}), (1.0, {"LOST_UNDER_WAY": "1"}), (2.0, {}))["found"]
     assert [[gpu["label"] for gpu in each["gpus"]] for each in found] == [["0", "1"], ["0"], ["0"]]

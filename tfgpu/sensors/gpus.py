@@ -12,7 +12,6 @@ from tfgpu.sensors.sample import Gpu
 _ALL_LINKS = 0xFFFFFFFF
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """What a PCIe lane carries in one direction, by generation, coding taken off."""
-_LOST = ("NVMLError_GpuIsLost", "NVMLError_Uninitialized", "NVMLError_DriverNotLoaded", "NVMLError_ResetRequired")
 
 
 @dataclass
@@ -108,7 +107,7 @@ class Gpus:
         found = {index: self._made(handle, str(index)) for index, handle in handles.items()}
         parts = {index: self._slices(index, each.handle) for index, each in found.items()}
         if self._shown is not None:
-            uuids = [found[index].uuid if index in found else "" for index in range(self._count)]
+            uuids = [found[index].uuid if index in found else None for index in range(self._count)]
             shown, _ = driver.visible(self._shown, uuids)
             named = [word.strip() for word in self._shown.split(",") if word.strip().startswith("MIG-")]
             parts = {
@@ -138,16 +137,16 @@ class Gpus:
 
     def _read(self, each: _Watched, seconds: float) -> Gpu:
         nvml, handle = self._nvml, each.handle
-        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        memory = driver.answer(nvml.nvmlDeviceGetMemoryInfo, handle)
         sizes = {"memory_bytes": memory and memory.used, "memory_total_bytes": memory and memory.total}
         if not each.whole:  # The rest is the whole GPU's.
             return Gpu(each.label, each.name, each.uuid, **sizes)
-        busy = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
-        power = driver.watts(self._ask(nvml.nvmlDeviceGetPowerUsage, handle))
-        reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        busy = driver.answer(nvml.nvmlDeviceGetUtilizationRates, handle)
+        power = driver.watts(driver.answer(nvml.nvmlDeviceGetPowerUsage, handle))
+        reasons = driver.answer(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
         links = self._nvlink_counts(handle)
-        sent = _bytes(self._ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_TX_BYTES))
-        received = _bytes(self._ask(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_RX_BYTES))
+        sent = _bytes(driver.answer(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_TX_BYTES))
+        received = _bytes(driver.answer(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_RX_BYTES))
         most = max((value for value in (sent, received) if value is not None), default=None)
         rates = _rates(each, seconds, links)
         energy = self._energy(each, seconds, power)
@@ -160,11 +159,11 @@ class Gpus:
             memory_utilization=busy and busy.memory / 100,
             **sizes,
             power_w=power,
-            power_limit_w=driver.watts(self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+            power_limit_w=driver.watts(driver.answer(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
             energy_j=energy,
-            temperature_c=self._ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-            sm_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-            memory_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
+            temperature_c=driver.answer(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+            sm_clock_mhz=driver.answer(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+            memory_clock_mhz=driver.answer(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
             pcie_sent_bytes_per_s=sent,
             pcie_received_bytes_per_s=received,
             pcie_share=most / each.link_bytes_per_s if most is not None and each.link_bytes_per_s else None,
@@ -173,18 +172,9 @@ class Gpus:
             slowed_by=None if reasons is None else ", ".join(driver.slowed_by(reasons)),
         )
 
-    def _ask(self, function: Any, *arguments: Any) -> Any:
-        """NVML's answer, `None` where there is none; an error where the GPU itself is gone."""
-        try:
-            return function(*arguments)
-        except self._nvml.NVMLError as error:
-            if type(error).__name__ in _LOST:
-                raise
-            return None
-
     def _energy(self, each: _Watched, seconds: float, power: float | None) -> float | None:
         """NVML's count (Volta and newer), or power over time."""
-        counted = self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption, each.handle)
+        counted = driver.answer(self._nvml.nvmlDeviceGetTotalEnergyConsumption, each.handle)
         if counted is not None:
             each.first_mj = counted if each.first_mj is None else each.first_mj
             return (counted - each.first_mj) / 1000
@@ -198,7 +188,7 @@ class Gpus:
     def _nvlink_counts(self, handle: Any) -> tuple[int | None, int | None]:
         nvml = self._nvml
         fields = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
-        found = self._ask(nvml.nvmlDeviceGetFieldValues, handle, [(field, _ALL_LINKS) for field in fields])
+        found = driver.answer(nvml.nvmlDeviceGetFieldValues, handle, [(field, _ALL_LINKS) for field in fields])
         sent, received = (None if one.nvmlReturn else int(one.value.ullVal) for one in found) if found else (None, None)
         return sent, received
 

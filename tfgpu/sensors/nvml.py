@@ -5,8 +5,9 @@ This is the one place that asks NVML. What a GPU or a driver does not support is
 
 import contextlib
 import ctypes
+import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ REASONS = {
 }
 _ANCESTORS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _NVLINKS = 18
+LOST = ("NVMLError_GpuIsLost", "NVMLError_Uninitialized", "NVMLError_DriverNotLoaded", "NVMLError_ResetRequired")
+"""What NVML says where a GPU, or all of them, is gone; other errors are no more than a question without an answer."""
 _P2P_READ, _P2P_NVLINK = 0, 2  # In nvidia-ml-py these constants are tuples, which ctypes refuses.
 
 
@@ -41,8 +44,12 @@ def opened() -> Iterator[Any]:
 
 
 def handles(nvml: Any) -> tuple[dict[int, Any], dict[int, str]]:
-    """The GPUs by index, and what NVML says of those that do not answer: one that is lost hides none of the others."""
-    found, lost = {}, {}
+    """The GPUs by NVML's index, as `nvidia-smi` counts them, and what NVML says of those that do not answer.
+
+    One that is lost hides none of the others, and keeps its number.
+    """
+    found: dict[int, Any] = {}
+    lost: dict[int, str] = {}
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             found[index] = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -60,6 +67,22 @@ def asked(function: Callable, *arguments: Any) -> Any:
     return None
 
 
+def answer(function: Callable, *arguments: Any) -> Any:
+    """As `asked`, but where the GPU itself is gone.
+
+    Raises:
+        pynvml.NVMLError: the GPU, or the driver, is gone.
+    """
+    import pynvml
+
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError as error:
+        if type(error).__name__ in LOST:
+            raise
+        return None
+
+
 def driver(root: str = "/") -> dict:
     """The driver and all its GPUs, as plain values: what the doctor judges.
 
@@ -72,21 +95,28 @@ def driver(root: str = "/") -> dict:
     with opened() as nvml:
         cuda = nvml.nvmlSystemGetCudaDriverVersion()
         found, lost = handles(nvml)
+        gpus = []
+        for index, handle in list(found.items()):
+            try:
+                gpus.append({"index": index, **_gpu(nvml, handle, Path(root))})
+            except nvml.NVMLError as error:  # A GPU that went after NVML had begun still has its handle.
+                lost[index] = str(error)
+                del found[index]
         return {
             "version": nvml.nvmlSystemGetDriverVersion(),
             "cuda": [cuda // 1000, cuda % 1000 // 10],
-            "gpus": [_gpu(nvml, handle, Path(root)) for handle in found.values()],
-            "links": _links(nvml, list(found.values())),
-            "lost": [{"index": index, "error": error} for index, error in lost.items()],
+            "gpus": gpus,
+            "links": _links(nvml, found),
+            "lost": [{"index": index, "error": lost[index]} for index in sorted(lost)],
         }
 
 
-def visible(value: str, uuids: Sequence[str]) -> tuple[list[int], str | None]:
+def visible(value: str, uuids: Sequence[str | None]) -> tuple[list[int], str | None]:
     """Reads CUDA_VISIBLE_DEVICES as CUDA does: up to the first entry that names no GPU.
 
     Args:
         value: the variable's value: indices, or starts of GPU UUIDs, with commas between.
-        uuids: of the driver's GPUs, in its order.
+        uuids: of the driver's GPUs, in its order; `None` stands for one that is lost, whose number is passed over.
 
     Returns:
         The indices of the visible GPUs, and the entry at which CUDA stops; `None` where it reads to the end.
@@ -95,15 +125,19 @@ def visible(value: str, uuids: Sequence[str]) -> tuple[list[int], str | None]:
     Example:
         >>> visible("1,GPU-a", ["GPU-aa", "GPU-bb"])
         ([1, 0], None)
+        >>> visible("0,1,2", ["GPU-aa", None, "GPU-cc"])
+        ([0, 2], None)
 
     Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
     """
     shown: list[int] = []
     entries = [entry.strip() for entry in value.split(",")] if value.strip() else []
     for entry in entries:
-        named = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
+        named = [index for index, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)]
         if re.fullmatch(r"\d+", entry) and int(entry) < len(uuids):
             index = int(entry)
+            if uuids[index] is None:
+                continue
         elif re.match(r"GPU-", entry) and len(named) == 1:
             index = named[0]
         elif entry.startswith("MIG-"):
@@ -117,7 +151,7 @@ def visible(value: str, uuids: Sequence[str]) -> tuple[list[int], str | None]:
 
 
 def _gpu(nvml: Any, handle: Any, root: Path) -> dict:
-    memory = asked(nvml.nvmlDeviceGetMemoryInfo, handle)
+    memory = answer(nvml.nvmlDeviceGetMemoryInfo, handle)
     return {
         "name": nvml.nvmlDeviceGetName(handle),
         "uuid": nvml.nvmlDeviceGetUUID(handle),
@@ -212,14 +246,14 @@ def _fabric(nvml: Any, handle: Any) -> str | None:
     return {1: "not started", 2: "under way", 3: "done"}.get(found.state)
 
 
-def _links(nvml: Any, handles: list) -> list[dict]:
+def _links(nvml: Any, handles: Mapping[int, Any]) -> list[dict]:
     """How each two GPUs reach each other, and whether one may read the other's memory."""
     found = []
-    for one, first in enumerate(handles):
-        for other in range(one + 1, len(handles)):
-            ancestor = asked(nvml.nvmlDeviceGetTopologyCommonAncestor, first, handles[other])
-            reads = asked(nvml.nvmlDeviceGetP2PStatus, first, handles[other], _P2P_READ)
-            linked = asked(nvml.nvmlDeviceGetP2PStatus, first, handles[other], _P2P_NVLINK)
-            path = "NVLink" if linked == 0 else _ANCESTORS.get(ancestor, "unknown")
-            found.append({"gpus": [one, other], "path": path, "reads": None if reads is None else reads == 0})
+    for one, other in itertools.combinations(handles, 2):
+        pair = handles[one], handles[other]
+        ancestor = asked(nvml.nvmlDeviceGetTopologyCommonAncestor, *pair)
+        reads = asked(nvml.nvmlDeviceGetP2PStatus, *pair, _P2P_READ)
+        linked = asked(nvml.nvmlDeviceGetP2PStatus, *pair, _P2P_NVLINK)
+        path = "NVLink" if linked == 0 else _ANCESTORS.get(ancestor, "unknown")
+        found.append({"gpus": [one, other], "path": path, "reads": None if reads is None else reads == 0})
     return found

@@ -29,6 +29,7 @@ def judge(facts: Mapping[str, dict[str, Any]], environ: Mapping[str, str]) -> li
         software.legacy_keras(facts, environ),
         software.build(facts),
         gpus.driver(facts),
+        *gpus.lost(facts),
         machine.container(facts),
         gpus.visible(facts, environ),
         gpus.seen(facts, environ),

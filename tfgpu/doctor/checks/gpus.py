@@ -1,7 +1,7 @@
 """NVIDIA's driver and GPUs: seen or not, and whether TensorFlow's build fits them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from tfgpu.doctor.check import Check
 from tfgpu.doctor.checks.software import INSTALL_CUDA
@@ -13,11 +13,6 @@ def driver(facts: Mapping[str, dict]) -> Check:
     if "error" not in found:
         cuda = ".".join(map(str, found["cuda"]))
         text = f"{found['version']}, CUDA up to {cuda}; {names(found['gpus'])}"
-        for each in found.get("lost", []):
-            text += f"; GPU {each['index']} does not answer: {each['error']}"
-        if found.get("lost"):
-            fix = "Reboot; if it stays away, look at its power and its place, and have it replaced."
-            return Check("NVIDIA driver", "problem", text, fix)
         built = re.match(r"\d+", str(facts["tensorflow"].get("build", {}).get("cuda_version", "")))
         if found["gpus"] and built and found["cuda"][0] < int(built[0]):
             text += f"; too old for TensorFlow's CUDA {built[0]}"
@@ -52,24 +47,44 @@ def _silent(error: str, on_the_bus: int, machine: Mapping) -> Check:
     return Check(name, "ok", "none: no NVIDIA GPU")
 
 
+def lost(facts: Mapping[str, dict]) -> list[Check]:
+    """GPUs that no longer answer: CUDA may then fail as a whole, and its numbers need not be the driver's any more."""
+    found, checks = facts["driver"], []
+    others = [gpu["uuid"] for gpu in found.get("gpus", [])]
+    for each in found.get("lost", []):
+        text = f"GPU {each['index']} does not answer: {each['error']}"
+        command = f"sudo nvidia-smi -i {each['index']} --gpu-reset"
+        fix = f"{command}  (with no program on it; where that is refused, reboot. If it stays away, look at its power"
+        fix += " and its place, and have it replaced)"
+        fix += f"; until then train on the others: {only(others)}" if others else ""
+        checks.append(Check("Lost GPU", "problem", text, fix, command))
+    return checks
+
+
 def visible(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
     name, value = "CUDA_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")
     gpus = facts["driver"].get("gpus", [])
     if value is None:
         return Check(name, "ok", "not set")
-    shown, stray = visible_gpus(value, gpus)
+    shown, stray = visible_gpus(value, gpus, facts["driver"].get("lost", []))
     text = f"{value!r}, shows {len(shown)} of {len(gpus)} GPU(s)"
     if stray and gpus:
-        command = f"export CUDA_VISIBLE_DEVICES={','.join(str(index) for index in range(len(gpus)))}"
+        command = only(gpu["uuid"] for gpu in gpus)
         return Check(name, "problem", f"{text}: CUDA stops reading at {stray!r}", command=command)
     if gpus and not shown and "MIG-" not in value:
         return Check(name, "warning", f"{text}: training runs on the CPU", command="unset CUDA_VISIBLE_DEVICES")
     return Check(name, "ok", text)
 
 
-def visible_gpus(value: str, gpus: list[dict]) -> tuple[list[int], str | None]:
-    """As `tfgpu.sensors.nvml.visible`, of the driver's GPUs as the doctor describes them."""
-    return nvml.visible(value, [gpu["uuid"] for gpu in gpus])
+def visible_gpus(value: str, gpus: list[dict], lost: Sequence[Mapping] = ()) -> tuple[list[int], str | None]:
+    """As `tfgpu.sensors.nvml.visible`, of the driver's GPUs as the doctor describes them, and of those it has lost."""
+    uuids = {each["index"]: None for each in lost} | {gpu["index"]: gpu["uuid"] for gpu in gpus}
+    return nvml.visible(value, [uuids.get(index) for index in range(max(uuids, default=-1) + 1)])
+
+
+def only(uuids: Iterable[str]) -> str:
+    """The command that shows these GPUs alone: by UUID, since CUDA's numbers need not be the driver's."""
+    return f"export CUDA_VISIBLE_DEVICES={','.join(uuids)}"
 
 
 def seen(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
@@ -79,7 +94,7 @@ def seen(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
     value = environ.get("CUDA_VISIBLE_DEVICES")
     expected = len(there)
     if value is not None:
-        expected = len(visible_gpus(value, there)[0])
+        expected = len(visible_gpus(value, there, facts["driver"].get("lost", []))[0])
     if gpus and len(gpus) >= expected:
         named = ", ".join(f"{gpu['name']} (compute capability {gpu['capability']})" for gpu in gpus)
         return Check("GPUs", "ok", f"{len(gpus)}: {named}")
@@ -94,6 +109,8 @@ def seen(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
         return Check("GPUs", "problem", text, fix, INSTALL_CUDA)
     if there:
         return Check("GPUs", "ok", "CUDA_VISIBLE_DEVICES shows none: training runs on the CPU")
+    if facts["driver"].get("lost"):
+        return Check("GPUs", "problem", "the driver has lost all its GPUs", "See 'Lost GPU' here.")
     if facts["machine"].get("pci_gpus"):
         return Check("GPUs", "problem", "an NVIDIA GPU without a driver", "See 'NVIDIA driver' here.")
     return Check("GPUs", "ok", "no NVIDIA GPU: training runs on the CPU")

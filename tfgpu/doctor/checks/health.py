@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from tfgpu.doctor.check import Check, worst
+from tfgpu.doctor.checks.gpus import only
 
 GIB = 2**30
 _MUCH = 0.1
@@ -43,18 +44,18 @@ def checks(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]
 def memory(gpus: list[dict]) -> list[Check]:
     """Memory that is taken before training starts: TensorFlow then gets less, or fails to start."""
     faults = []
-    for index, gpu in enumerate(gpus):
+    for gpu in gpus:
         if not _is_full(gpu):
             continue
         total, used = gpu["memory_bytes"], gpu["used_bytes"]
         who = sorted(gpu.get("processes", []), key=lambda each: -each["bytes"])
         named = ", ".join(f"{each['name'] or 'process'} {each['pid']}" for each in who[:_FEW_NAMED])
         more = f" and {len(who) - _FEW_NAMED} more" if len(who) > _FEW_NAMED else ""
-        text = f"{used / GIB:.1f} of {total / GIB:.1f} GiB of GPU {index} are in use by "
+        text = f"{used / GIB:.1f} of {total / GIB:.1f} GiB of GPU {gpu['index']} are in use by "
         text += f"{named}{more}" if named else "processes that this one cannot see (another container or user)"
-        free = [str(i) for i, each in enumerate(gpus) if not _is_full(each)]
+        free = [each["uuid"] for each in gpus if not _is_full(each)]
         if free:
-            command = f"export CUDA_VISIBLE_DEVICES={','.join(free)}"
+            command = only(free)
             faults.append(Check("GPU memory", "warning", text, f"{command}  (or end what uses it)", command))
         else:
             fix = f"End it if it is left over: `ps -o user,etime,args -p {','.join(str(each['pid']) for each in who)}`."
@@ -71,25 +72,25 @@ def _is_full(gpu: Mapping) -> bool:
 def mig(gpus: list[dict]) -> list[Check]:
     """Multi-instance GPUs: TensorFlow sees one slice a process, and slices cannot sum among themselves by NCCL."""
     faults = []
-    for index, gpu in enumerate(gpus):
-        found = gpu.get("mig") or {}
+    for gpu in gpus:
+        found, index = gpu.get("mig") or {}, gpu["index"]
         if found.get("enabled") != found.get("pending"):
             state = "on" if found["pending"] else "off"
             text = f"GPU {index}: turning it {state} waits for a reset"
-            faults.append(Check("MIG", "warning", text, command=f"sudo nvidia-smi -i {index} --gpu-reset"))
+            faults.append(Check("MIG", "warning", text, command=f"sudo nvidia-smi -i {gpu['uuid']} --gpu-reset"))
         elif found.get("enabled") and not found["slices"]:
             text = f"GPU {index} is in MIG mode and has no slices, so no program can use it"
-            faults.append(Check("MIG", "problem", text, command=f"sudo nvidia-smi -i {index} -mig 0"))
+            faults.append(Check("MIG", "problem", text, command=f"sudo nvidia-smi -i {gpu['uuid']} -mig 0"))
         elif found.get("enabled"):
             text = f"GPU {index} is cut into {len(found['slices'])}; a process gets one, and slices cannot be mirrored"
             command = f"export CUDA_VISIBLE_DEVICES={found['slices'][0]}"
-            fix = f"{command}  (or use it whole: sudo nvidia-smi -i {index} -mig 0)"
+            fix = f"{command}  (or use it whole: sudo nvidia-smi -i {gpu['uuid']} -mig 0)"
             faults.append(Check("MIG", "warning", text, fix, command))
     return worst("MIG", "off", faults)
 
 
 def persistence(gpus: list[dict]) -> list[Check]:
-    off = [str(index) for index, gpu in enumerate(gpus) if gpu.get("persistence") == 0]
+    off = [str(gpu["index"]) for gpu in gpus if gpu.get("persistence") == 0]
     if off:
         text = f"off on GPU {', '.join(off)}: the driver starts anew for each program, which takes seconds"
         return [Check("Persistence mode", "warning", text, command="sudo nvidia-smi -pm 1")]
@@ -100,18 +101,18 @@ def persistence(gpus: list[dict]) -> list[Check]:
 def ecc(gpus: list[dict]) -> list[Check]:
     """Memory errors since the driver started: wrong numbers, and the end of programs."""
     faults = []
-    for index, gpu in enumerate(gpus):
-        found = gpu.get("ecc") or {}
-        reset = f"sudo nvidia-smi -i {index} --gpu-reset"
+    for gpu in gpus:
+        found, named = gpu.get("ecc") or {}, f"GPU {gpu['index']} ({gpu['uuid']})"
+        reset = f"sudo nvidia-smi -i {gpu['uuid']} --gpu-reset"
         if found.get("failed"):
-            text = f"GPU {index}: bad rows of memory cannot be replaced any more"
+            text = f"{named}: bad rows of memory cannot be replaced any more"
             faults.append(Check("ECC errors", "problem", text, "Have this GPU replaced, and hide it until then."))
         elif found.get("uncorrected"):
-            text = f"GPU {index}: {found['uncorrected']} error(s) that could not be corrected, since the driver started"
+            text = f"{named}: {found['uncorrected']} error(s) that could not be corrected, since the driver started"
             fix = f"{reset}  (with no program on it; have it replaced if they return)"
             faults.append(Check("ECC errors", "problem", text, fix, reset))
         elif found.get("pending"):
-            text = f"GPU {index}: bad memory waits for a reset to be replaced"
+            text = f"{named}: bad memory waits for a reset to be replaced"
             faults.append(Check("ECC errors", "warning", text, command=reset))
     corrected = sum((gpu.get("ecc") or {}).get("corrected") or 0 for gpu in gpus)
     is_on = any((gpu.get("ecc") or {}).get("enabled") for gpu in gpus)
@@ -122,8 +123,8 @@ def ecc(gpus: list[dict]) -> list[Check]:
 def throttling(gpus: list[dict]) -> list[Check]:
     """Clocks that are held back by heat or power, and power limits below the maker's."""
     faults = []
-    for index, gpu in enumerate(gpus):
-        hot = gpu.get("temperature_c")
+    for gpu in gpus:
+        hot, index = gpu.get("temperature_c"), gpu["index"]
         reasons = [each for each in gpu.get("slowed_by", []) if each != "power cap"]
         limit, default = gpu.get("power_limit_w"), gpu.get("default_power_limit_w")
         if reasons:
@@ -132,8 +133,9 @@ def throttling(gpus: list[dict]) -> list[Check]:
             faults.append(Check("GPU clocks", "warning", text, fix))
         if limit and default and limit < 0.95 * default:
             text = f"GPU {index} may take {limit:.0f} W, of the {default:.0f} W that it is made for"
-            faults.append(Check("GPU clocks", "warning", text, command=f"sudo nvidia-smi -i {index} -pl {default:.0f}"))
-    busy = [str(index) for index, gpu in enumerate(gpus) if "power cap" in gpu.get("slowed_by", [])]
+            command = f"sudo nvidia-smi -i {gpu['uuid']} -pl {default:.0f}"
+            faults.append(Check("GPU clocks", "warning", text, command=command))
+    busy = [str(gpu["index"]) for gpu in gpus if "power cap" in gpu.get("slowed_by", [])]
     text = f"GPU {', '.join(busy)} at its power limit, as under full load" if busy else "not held back"
     return worst("GPU clocks", text, faults)
 
@@ -145,8 +147,8 @@ def links(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
         if environ.get(variable, "0") not in ("", "0"):
             text = f"{variable}={environ[variable]}: NCCL sends nothing {words}"
             faults.append(Check(name, "warning", text, command=f"unset {variable}"))
-    for index, gpu in enumerate(facts["driver"]["gpus"]):
-        found, pcie = gpu.get("nvlinks") or {}, gpu.get("pcie") or {}
+    for gpu in facts["driver"]["gpus"]:
+        index, found, pcie = gpu["index"], gpu.get("nvlinks") or {}, gpu.get("pcie") or {}
         if found.get("fabric") in ("not started", "under way"):
             text = f"GPU {index}: the NVLink fabric is {found['fabric']}, so CUDA does not start"
             faults.append(Check(name, "problem", text, command="sudo systemctl restart nvidia-fabricmanager"))

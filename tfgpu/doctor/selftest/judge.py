@@ -95,7 +95,7 @@ def _products(found: dict, facts: Mapping[str, dict]) -> list[Check]:
             continue
         title = gpus[index]["name"] if index < len(gpus) else ""
         known, rate = known_device(title), _median(each["bfloat16"])
-        text = f"GPU {index}: {rate / 1e12:.0f} TFLOP/s in bfloat16, {_median(each['float32']) / 1e12:.0f} in float32"
+        text = f"GPU:{index}: {rate / 1e12:.0f} TFLOP/s in bfloat16, {_median(each['float32']) / 1e12:.0f} in float32"
         text += " with TF32" if found["tf32"] else ""
         peak = known.flops if known else None
         text += f"; {rate / peak:.2f} of {known.name}'s peak" if known else f"; the peak of {title} is not known"
