@@ -3,9 +3,23 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from tfgpu.cluster import Cluster
 from tfgpu.doctor.check import Check
 from tfgpu.doctor.checks.software import INSTALL_CUDA
+from tfgpu.errors import InputError
+from tfgpu.launch.heartbeat import HEARTBEAT
 from tfgpu.sensors import nvml
+
+MUCH = 0.1
+"""The part of a GPU's memory in use from which others are named."""
+# What sets CUDA_VISIBLE_DEVICES for its processes, by the variable that tells of it.
+_SHARING = {
+    HEARTBEAT: "tfgpu's launcher",
+    "SLURM_JOB_ID": "Slurm",
+    "PBS_JOBID": "PBS",
+    "LSB_JOBID": "LSF",
+    "SGE_TASK_ID": "Grid Engine",
+}
 
 
 def driver(facts: Mapping[str, dict]) -> Check:
@@ -71,9 +85,50 @@ def visible(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
     if stray and gpus:
         command = only(gpu["uuid"] for gpu in gpus)
         return Check(name, "problem", f"{text}: CUDA stops reading at {stray!r}", command=command)
-    if gpus and not shown and "MIG-" not in value:
-        return Check(name, "warning", f"{text}: training runs on the CPU", command="unset CUDA_VISIBLE_DEVICES")
-    return Check(name, "ok", text)
+    if not gpus or "MIG-" in value:
+        return Check(name, "ok", text)
+    by = shared_out(environ)
+    if by and (shown or by == _SHARING[HEARTBEAT]):
+        return Check(name, "ok", f"{text}, by {by}")
+    if by:
+        return Check(name, "warning", f"{text}: training runs on the CPU", f"Ask {by} for GPUs.")
+    free = [gpu for gpu in gpus if gpu["index"] not in shown and is_free(gpu)]
+    if shown and not free:
+        hidden = len(shown) < len(gpus)
+        return Check(name, "ok", f"{text}; what it hides could not be used" if hidden else text)
+    chosen = [gpu for gpu in gpus if gpu["index"] in shown or gpu in free]
+    whole = len(chosen) == len(gpus) and not facts["driver"].get("lost")
+    command = "unset CUDA_VISIBLE_DEVICES" if whole or not chosen else only(gpu["uuid"] for gpu in chosen)
+    if not shown:
+        return Check(name, "warning", f"{text}: training runs on the CPU", command=command)
+    text += f": GPU {', '.join(str(gpu['index']) for gpu in free)} would be left unused"
+    return Check(name, "warning", text, f"{command}  (leave it where the others are somebody else's)", command)
+
+
+def shared_out(environ: Mapping[str, str]) -> str:
+    """Who has given this process its part of the GPUs by CUDA_VISIBLE_DEVICES; `""` where nobody is known to have."""
+    for variable, who in _SHARING.items():
+        if environ.get(variable):
+            return who
+    try:
+        cluster = Cluster.from_environment(environ)
+    except InputError:
+        return ""
+    hosts = [address.rpartition(":")[0] for address in cluster.workers]
+    neighbours = hosts.count(hosts[cluster.rank]) if hosts and cluster.rank >= 0 else 1
+    return f"the share of one of several workers ({cluster.source})" if max(cluster.local_size, neighbours) > 1 else ""
+
+
+def is_full(gpu: Mapping) -> bool:
+    """Whether much of its memory is in use."""
+    total = gpu.get("memory_bytes")
+    return bool(total) and (gpu.get("used_bytes") or 0) >= MUCH * total
+
+
+def is_free(gpu: Mapping) -> bool:
+    """Whether a GPU could train: whole, not in use, without errors that a program would die of."""
+    ecc = gpu.get("ecc") or {}
+    return not (is_full(gpu) or ecc.get("failed") or ecc.get("uncorrected") or (gpu.get("mig") or {}).get("enabled"))
 
 
 def visible_gpus(value: str, gpus: list[dict], lost: Sequence[Mapping] = ()) -> tuple[list[int], str | None]:

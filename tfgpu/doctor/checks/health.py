@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 
 from tfgpu.doctor.check import Check, worst
-from tfgpu.doctor.checks.gpus import only
+from tfgpu.doctor.checks.gpus import is_full, only, shared_out, visible_gpus
 
 GIB = 2**30
-_MUCH = 0.1
-"""The part of a GPU's memory in use from which others are named."""
 _FEW_NAMED = 5
 _SLOW_PATHS = ("NODE", "SYS")
 # What NVIDIA says of an Xid: https://docs.nvidia.com/deploy/xid-errors/
@@ -38,14 +36,24 @@ def checks(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]
     if not gpus:
         return found
     several = [*links(facts, environ)] if len(gpus) > 1 else []
-    return [*memory(gpus), *mig(gpus), *persistence(gpus), *ecc(gpus), *throttling(gpus), *several, *found]
+    taken = memory(own(facts, environ))
+    return [*taken, *mig(gpus), *persistence(gpus), *ecc(gpus), *throttling(gpus), *several, *found]
+
+
+def own(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[dict]:
+    """The GPUs that are this process's to choose from: all of them, or the part that it was given."""
+    gpus, value = facts["driver"]["gpus"], environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None or not shared_out(environ):
+        return gpus
+    shown, _ = visible_gpus(value, gpus, facts["driver"].get("lost", []))
+    return [gpu for gpu in gpus if gpu["index"] in shown]
 
 
 def memory(gpus: list[dict]) -> list[Check]:
     """Memory that is taken before training starts: TensorFlow then gets less, or fails to start."""
     faults = []
     for gpu in gpus:
-        if not _is_full(gpu):
+        if not is_full(gpu):
             continue
         total, used = gpu["memory_bytes"], gpu["used_bytes"]
         who = sorted(gpu.get("processes", []), key=lambda each: -each["bytes"])
@@ -53,7 +61,7 @@ def memory(gpus: list[dict]) -> list[Check]:
         more = f" and {len(who) - _FEW_NAMED} more" if len(who) > _FEW_NAMED else ""
         text = f"{used / GIB:.1f} of {total / GIB:.1f} GiB of GPU {gpu['index']} are in use by "
         text += f"{named}{more}" if named else "processes that this one cannot see (another container or user)"
-        free = [each["uuid"] for each in gpus if not _is_full(each)]
+        free = [each["uuid"] for each in gpus if not is_full(each)]
         if free:
             command = only(free)
             faults.append(Check("GPU memory", "warning", text, f"{command}  (or end what uses it)", command))
@@ -62,11 +70,6 @@ def memory(gpus: list[dict]) -> list[Check]:
             faults.append(Check("GPU memory", "warning", text, fix if who else "Ask who else uses this machine."))
     used = sum(gpu.get("used_bytes") or 0 for gpu in gpus)
     return worst("GPU memory", f"{used / GIB:.1f} GiB in use on all", faults)
-
-
-def _is_full(gpu: Mapping) -> bool:
-    total = gpu.get("memory_bytes")
-    return bool(total) and (gpu.get("used_bytes") or 0) >= _MUCH * total
 
 
 def mig(gpus: list[dict]) -> list[Check]:
