@@ -4,12 +4,13 @@ import os
 import stat
 
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tfgpu.doctor import facts as asked
 from tfgpu.doctor.checks import libraries as judging
-from tfgpu.doctor.facts import asking, loader
+from tfgpu.doctor.facts import asking, libraries, loader
 
 MODULE = "tfgpu.doctor.facts.libraries"
 
@@ -110,10 +111,104 @@ def test_each_library_is_opened_and_tells_its_version(compiled, clean, tmp_path)
     assert "cannot open shared object file" in found["cufft"]["error"]
 
 
+# What TensorFlow 2.21's package says of the wheels that it wants, and what it says besides.
+ASKED = """Metadata-Version: 2.1
+Name: tensorflow
+Version: 2.21.0
+Provides-Extra: and-cuda
+Requires-Dist: numpy>=1.26.0
+Requires-Dist: nvidia-cuda-runtime-cu12<13.0,>=12.5.82; extra == "and-cuda"
+Requires-Dist: nvidia-cudnn-cu12<10.0,>=9.3.0.75; extra == "and-cuda"
+Requires-Dist: nvidia-nccl-cu12<3.0,>=2.27.7; extra == "and-cuda"
+Requires-Dist: a package that nobody can read
+"""
+RAISE = "pip install --upgrade 'nvidia-cudnn-cu12>=9.3.0.75,<10.0'"
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A folder of packages with TensorFlow's metadata, and ways to lay NVIDIA's wheels beside it."""
+    site = tmp_path / "site"
+    (site / "tensorflow-2.21.0.dist-info").mkdir(parents=True)
+    (site / "tensorflow-2.21.0.dist-info/METADATA").write_text(ASKED)
+    return site
+
+
+def lay(site, package: str, version: str, folder: str):
+    """A wheel's metadata, and the folder of its libraries."""
+    (site / f"{package}-{version}.dist-info").mkdir()
+    text = f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: {version}\n"
+    (site / f"{package}-{version}.dist-info/METADATA").write_text(text)
+    (site / "nvidia" / folder / "lib").mkdir(parents=True)
+    return site / "nvidia" / folder / "lib"
+
+
+@pytest.mark.parametrize(
+    ("own", "wheel", "status", "found", "command"),
+    [
+        (90300, "9.3.0.75", "ok", "9.3.0.75", ""),
+        (91002, "9.10.2.21", "ok", "9.10.2.21", ""),
+        (90100, "9.1.0.70", "problem", "9.1.0.70", RAISE),
+        (90300, "9.3.0.70", "warning", "9.3.0.70", RAISE),  # TensorFlow itself looks at two numbers alone
+        (100000, "10.0.0.1", "problem", "10.0.0.1", RAISE),
+        (90100, "9.3.0.75", "problem", "9.1.0", RAISE),  # the file is not the wheel's any more
+        (None, "9.1.0.70", "problem", "9.1.0.70", RAISE),  # a file that does not tell its version
+    ],
+)
+def test_cudnn_against_what_tensorflows_package_asks_for(
+    own, wheel, status, found, command, site, compiled, clean, gpu_facts, by_name
+):
+    folder = lay(site, "nvidia_cudnn_cu12", wheel, "cudnn")
+    code = version("cudnnGetVersion", own) if own else "int nothing(void) { return 0; }"
+    compiled("libcudnn.so.9", code, folder)
+    gpu_facts["libraries"] = opened(clean(), tensorflow=str(site / "tensorflow"))
+    check = by_name(gpu_facts)["cuDNN"]
+    assert (check.status, check.command) == (status, command), check
+    words = f"{found} ({folder}/libcudnn.so.9); TensorFlow asks for nvidia-cudnn-cu12>=9.3.0.75,<10.0"
+    assert check.found == words
+
+
+@pytest.mark.parametrize(("name", "status"), [("libcudnn.so.9.2.1", "problem"), ("libcudnn.so.9.4.0", "ok")])
+def test_a_cudnn_of_the_system_is_known_by_its_files_name(name, status, site, compiled, clean, gpu_facts, by_name):
+    system = compiled(name, "int nothing(void) { return 0; }")
+    (system / "libcudnn.so.9").symlink_to(system / name)
+    lay(site, "nvidia_cudnn_cu12", "9.3.0.75", "cudnn")  # whose folder the loader does not come to
+    environ = clean(LD_LIBRARY_PATH=str(system))
+    gpu_facts["libraries"] = opened(environ, tensorflow=str(site / "tensorflow"))
+    check = by_name(gpu_facts)["cuDNN"]
+    assert check.status == status and check.found.startswith(name.removeprefix("libcudnn.so.")), check
+    if status == "problem":
+        assert "comes before the wheel's" in check.found and check.command == f"unset LD_LIBRARY_PATH\n{RAISE}"
+
+
+def test_run_time_and_nccl_older_than_tensorflows_package_asks_for(site, compiled, clean, gpu_facts, by_name):
+    folder = lay(site, "nvidia_cuda_runtime_cu12", "12.4.127", "cuda_runtime")
+    compiled("libcudart.so.12", version("cudaRuntimeGetVersion", 12040), folder)
+    folder = lay(site, "nvidia_nccl_cu12", "2.23.4", "nccl")
+    compiled("libnccl.so.2", version("ncclGetVersion", 22304), folder)
+    gpu_facts["libraries"] = opened(clean(), tensorflow=str(site / "tensorflow"))
+    named = by_name(gpu_facts)
+    assert {named[name].status for name in ("CUDA run time", "NCCL")} == {"warning"}
+    assert named["CUDA run time"].command == "pip install --upgrade 'nvidia-cuda-runtime-cu12>=12.5.82,<13.0'"
+    assert named["NCCL"].command == "pip install --upgrade 'nvidia-nccl-cu12>=2.27.7,<3.0'"
+    # Of the same minor version, and one that is told by two numbers alone.
+    gpu_facts["libraries"]["cudart"] |= {"version": "12.5", "wheel": None}
+    gpu_facts["libraries"]["nccl"] |= {"version": "2.27.7", "wheel": "2.27.7"}
+    named = by_name(gpu_facts)
+    assert {named[name].status for name in ("CUDA run time", "NCCL")} == {"ok"}
+
+
+def test_the_installed_tensorflow_says_what_it_asks_for():
+    """The words of this test's own TensorFlow, so that a release that says them otherwise is seen."""
+    asked = {each["package"]: each["versions"] for each in libraries.requirements(tf.sysconfig.get_lib())}
+    assert asked["nvidia-cudnn-cu12"].startswith(">=9.") and asked["nvidia-nccl-cu12"].startswith(">=2.")
+    assert "numpy" not in asked and libraries.requirements(None) == libraries.requirements("/nowhere/tensorflow") == []
+
+
 @pytest.fixture
 def gpu_facts(with_gpus, a_gpu):
     facts = with_gpus(a_gpu(), a_gpu(uuid="GPU-2"))
-    facts["tensorflow"]["build"] = {"is_cuda_build": True, "cuda_version": "12.5.1", "cudnn_version": "9.3"}
+    facts["tensorflow"]["build"] = {"is_cuda_build": True, "cuda_version": "12.5.1", "cudnn_version": "9"}
     paths = {"cudart": "12.5", "cudnn": "9.3.0", "nccl": "2.23.4"}
     facts["libraries"] = {
         name: {"file": f"lib{name}.so", "path": f"/site/nvidia/{name}/lib{name}.so", "version": number, "error": ""}
@@ -139,9 +234,9 @@ def test_libraries_that_fit(gpu_facts, by_name):
     ("library", "change", "name", "words", "command"),
     [
         ("cudart", {"version": "13.0"}, "CUDA run time", "the driver is too old for it", ""),
-        ("cudnn", {"version": "8.9.7"}, "cuDNN", "8.9.7", "pip install --upgrade 'nvidia-cudnn-cu12>=9.3,<10'"),
-        ("cudnn", {"version": "9.1.0"}, "cuDNN", "built for 9.3", "pip install --upgrade 'nvidia-cudnn-cu12>=9.3,<10'"),
-        ("cudnn", {"version": "9.1.0", "path": "/usr/lib/x"}, "cuDNN", "comes before", "unset LD_LIBRARY_PATH\npip"),
+        # Of a TensorFlow whose package asks for nothing: its build tells no more than "9".
+        ("cudnn", {"version": "8.9.7"}, "cuDNN", "was built for 9", "pip install --upgrade 'nvidia-cudnn-cu12>=9,<10'"),
+        ("cudnn", {"version": "8.9.7", "path": "/usr/lib/x"}, "cuDNN", "comes before", "unset LD_LIBRARY_PATH\npip"),
         ("nccl", {"path": None, "error": "gone"}, "NCCL", "libnccl.so.2 cannot be loaded: gone", "pip install"),
     ],
 )

@@ -4,6 +4,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from packaging.specifiers import SpecifierSet
+
 from tfgpu.doctor.check import Check
 from tfgpu.doctor.checks.software import INSTALL_CUDA
 
@@ -63,24 +65,64 @@ def runtime(facts: Mapping[str, dict]) -> Check | None:
     if numbers(found)[0] > driver[0]:
         fix = f"Install a driver for CUDA {numbers(found)[0]}, or a TensorFlow built for CUDA {driver[0]}."
         return Check("CUDA run time", "problem", f"{text}: the driver is too old for it", fix)
-    return Check("CUDA run time", "ok", text)
+    return _as_asked("CUDA run time", facts["libraries"]["cudart"], text)
 
 
 def cudnn(facts: Mapping[str, dict]) -> Check | None:
-    """cuDNN has to be of the build's major version, and not older than it."""
+    """cuDNN has to be what TensorFlow's package asks for; where that is not known, of the build's major version."""
     found = facts["libraries"].get("cudnn", {})
-    built = str(facts["tensorflow"].get("build", {}).get("cudnn_version", ""))
-    if not found.get("version") or not built or not facts["driver"].get("gpus"):
+    built = numbers(str(facts["tensorflow"].get("build", {}).get("cudnn_version", "")))
+    if not version(found) or not facts["driver"].get("gpus"):
         return None
-    have, want = numbers(found["version"]), numbers(built)
-    text = f"{found['version']} ({found['path']}); TensorFlow was built for {built}"
-    if have[0] != want[0] or have[: len(want)] < want:
-        command = f"pip install --upgrade 'nvidia-cudnn-cu12>={built},<{want[0] + 1}'"
-        if "nvidia" not in found["path"]:
-            text += "; LD_LIBRARY_PATH or the system's own cuDNN comes before the wheel's"
-            command = f"unset LD_LIBRARY_PATH\n{command}"
-        return Check("cuDNN", "problem", text, command.replace("\n", "; "), command)
-    return Check("cuDNN", "ok", text)
+    text = f"{version(found)} ({found['path']})"
+    if not found.get("needs") and built:
+        needs = {"package": "nvidia-cudnn-cu12", "versions": f">={built[0]},<{built[0] + 1}"}
+        found = {**found, "needs": needs | {"words": f"TensorFlow was built for {built[0]}"}}
+    # A cuDNN of another major version, or of an older minor one, TensorFlow refuses when it first needs it.
+    return _as_asked("cuDNN", found, text, refused=True)
+
+
+def _as_asked(name: str, found: Mapping, text: str, refused: bool = False) -> Check:
+    """A library against the versions that TensorFlow's package asks for, where it says any.
+
+    Args:
+        refused: TensorFlow does not run with another major version, or an older minor one.
+    """
+    needs, have = found.get("needs"), version(found)
+    if not needs or not have:
+        return Check(name, "ok", text)
+    text += f"; {needs.get('words') or 'TensorFlow asks for ' + needs['package'] + needs['versions']}"
+    if fits(have, needs["versions"]):
+        return Check(name, "ok", text)
+    command = f"pip install --upgrade '{needs['package']}{needs['versions']}'"
+    if "/nvidia/" not in found["path"]:
+        text += "; LD_LIBRARY_PATH or the system's own comes before the wheel's"
+        command = f"unset LD_LIBRARY_PATH\n{command}"
+    minor = ".".join(map(str, numbers(have)[:2]))
+    status = "problem" if refused and not fits(minor, needs["versions"]) else "warning"
+    return Check(name, status, text, command.replace("\n", "; "), command)
+
+
+def version(library: Mapping) -> str:
+    """The version of a library as exactly as it is known: its own word, and its wheel's where that says more.
+
+    Example:
+        >>> version({"version": "9.3.0", "wheel": "9.3.0.75"}), version({"version": "9.1.0", "wheel": "9.3.0.75"})
+        ('9.3.0.75', '9.1.0')
+    """
+    own, wheel = library.get("version") or "", library.get("wheel") or ""
+    return wheel if not own or f"{wheel}.".startswith(f"{own}.") else own
+
+
+def fits(version: str, versions: str) -> bool:
+    """Whether a version is among those asked for; one that is told in part, as far as it is told.
+
+    Example:
+        >>> fits("9.3.0", ">=9.3.0.75,<10"), fits("9.2.1", ">=9.3.0.75,<10"), fits("10.0.0", ">=9.3.0.75,<10")
+        (True, False, False)
+    """
+    asked = SpecifierSet(versions)
+    return any(asked.contains(f"{version}{rest}", prereleases=True) for rest in ("", ".99999"))
 
 
 def nccl(facts: Mapping[str, dict]) -> Check | None:
@@ -93,7 +135,7 @@ def nccl(facts: Mapping[str, dict]) -> Check | None:
         if len(gpus) < 2:
             return Check("NCCL", "ok", f"not needed for one GPU ({text})")
         return Check("NCCL", "problem", f"{text}; {len(gpus)} GPUs cannot sum by it", command=INSTALL_CUDA)
-    return Check("NCCL", "ok", f"{found['version'] or 'without a version'} ({found['path']})")
+    return _as_asked("NCCL", found, f"{version(found) or 'without a version'} ({found['path']})")
 
 
 def tools(facts: Mapping[str, dict]) -> Check | None:

@@ -1,4 +1,4 @@
-"""CUDA's libraries and tools, opened one by one as TensorFlow would open them."""
+"""CUDA's libraries and tools, opened one by one as TensorFlow would, and the versions that its package asks for."""
 
 import ctypes
 import os
@@ -6,7 +6,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
+
+from tfgpu.doctor.facts.software import TENSORFLOWS
 
 # By CUDA's major version: what TensorFlow opens, by the names that its errors have.
 _SONAMES = {
@@ -34,6 +37,10 @@ _SONAMES = {
 # The function that tells a library's version, whether by its result or by a pointer.
 _VERSIONS = {"cudart": ("cudaRuntimeGetVersion", True), "cudnn": ("cudnnGetVersion", False)}
 _VERSIONS["nccl"] = ("ncclGetVersion", True)
+# The wheels that hold them; CUDA's major version may follow.
+_WHEELS = {name: rf"nvidia-{name}(-cu\d+)?" for name in ("cudnn", "nccl")}
+_WHEELS["cudart"] = r"nvidia-cuda-runtime(-cu\d+)?"
+_EXTRA = "and-cuda"
 _TOOL_S = 10
 
 
@@ -70,8 +77,48 @@ def wheel_folders(tensorflow: str | None) -> list[str]:
 
 
 def _libraries(*, cuda_version: str | None, tensorflow: str | None, **_) -> dict:
-    folders = wheel_folders(tensorflow)
-    return {name: _opened(name, file, folders) for name, file in sonames(cuda_version).items()}
+    folders, needs = wheel_folders(tensorflow), requirements(tensorflow)
+    found = {name: _opened(name, file, folders) for name, file in sonames(cuda_version).items()}
+    for name, wheel in _WHEELS.items():
+        found[name]["needs"] = next((each for each in needs if re.fullmatch(wheel, each["package"])), None)
+        found[name]["wheel"] = _wheel(wheel, found[name].get("path"))
+    return found
+
+
+def requirements(tensorflow: str | None) -> list[dict]:
+    """The wheels that TensorFlow's own package asks for: `package` and `versions`, such as `">=9.3.0.75,<10.0"`.
+
+    Args:
+        tensorflow: the folder of TensorFlow; its package's metadata lies beside it.
+    """
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    found = []
+    site = [str(Path(tensorflow).parent)] if tensorflow else []
+    packages = [each for each in metadata.distributions(path=site) if _name(each) in TENSORFLOWS]
+    for text in [text for package in packages for text in package.requires or []]:
+        try:
+            each = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if each.marker and each.marker.evaluate({"extra": _EXTRA}) and not each.marker.evaluate({"extra": ""}):
+            versions = sorted(map(str, each.specifier), key=lambda one: not one.startswith(">"))
+            found.append({"package": each.name, "versions": ",".join(versions)})
+    return found
+
+
+def _name(distribution: metadata.Distribution) -> str:
+    return re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+
+
+def _wheel(wheel: str, path: str | None) -> str | None:
+    """The version of the wheel that a library is of; `None` where it is not of one."""
+    at = Path(path).parents if path else ()
+    site = next((str(folder.parent) for folder in at if folder.name == "nvidia"), None)
+    for each in metadata.distributions(path=[site] if site else []):
+        if re.fullmatch(wheel, _name(each)):
+            return each.version
+    return None
 
 
 def _opened(name: str, file: str, folders: list[str]) -> dict:
@@ -85,7 +132,8 @@ def _opened(name: str, file: str, folders: list[str]) -> dict:
         except OSError as error:
             found["error"] = str(error).removeprefix(f"{file}: ")[:300]
             continue
-        return {"file": file, "path": _path(file) or path, "version": _version(name, library), "error": ""}
+        lies = _path(file) or path
+        return {"file": file, "path": lies, "version": _version(name, library) or _named(lies, file), "error": ""}
     return found
 
 
@@ -99,6 +147,13 @@ def _version(name: str, library: ctypes.CDLL) -> str | None:
         return spelled(name, number.value) if call(ctypes.byref(number)) == 0 else None
     call.restype = ctypes.c_size_t
     return spelled(name, call())
+
+
+def _named(path: str, file: str) -> str | None:
+    """The version in a library's own name, such as `libcudnn.so.9.3.0`, where it says more than `libcudnn.so.9`."""
+    name = os.path.basename(os.path.realpath(path))
+    number = name.removeprefix(file.partition(".so.")[0] + ".so.")
+    return number if re.fullmatch(r"\d+(\.\d+)+", number) else None
 
 
 def _path(file: str) -> str | None:
