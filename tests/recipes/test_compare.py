@@ -1,6 +1,7 @@
 """Runs side by side: made by hand, damaged, of strangers, and two real ones."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -48,16 +49,15 @@ def test_the_best_of_a_column_is_bold(made):
     assert re.findall(r'class="best">([^<]+)<', second) == ["75.00%", "0.5", "10", "3,200"]
 
 
-def test_runs_that_are_none_or_damaged_are_said(made, tmp_path):
+def test_damaged_runs_are_said(made):
     cut = made("cut", rows=["1,2.0,0.5,1.5,0.1,0.01,2.0", "2,1.0,x"])
     running = made("running", facts={"versions": {}}, rows=None)
-    (tmp_path / "none").mkdir()
     broken = made("broken")
     (broken / "config.yaml").write_text("model: [")
-    found = compare([cut, running, tmp_path / "none", broken])
+    found = compare([cut, running, broken])
     states = {run.name: run.state for run in found.runs}
     assert states["cut"] == "damaged: metrics.csv from line 3 on" and len(found.runs[0].rows) == 1
-    assert states["running"] == "unfinished" and states["none"] == "no run: it has no config.yaml"
+    assert states["running"] == "unfinished"
     assert "is not YAML" in states["broken"]
     page = render(found)
     assert all(state.split(":")[0] in page for state in states.values())
@@ -66,6 +66,38 @@ def test_runs_that_are_none_or_damaged_are_said(made, tmp_path):
 def test_names_are_as_long_as_they_must_be(made):
     names = [run.name for run in compare([made("x/run"), made("y/run"), made("y/other")]).runs]
     assert names == ["x/run", "y/run", "y/other"]
+
+
+def test_names_that_would_be_shown_alike_are_numbered(made):
+    names = [run.name for run in compare([made("a\x1b/run"), made("a\x07/run")]).runs]
+    assert [name[-4:] for name in names] == [" (1)", " (2)"]
+
+
+LONG = "cifar10-resnet18-with-a-long-name-lr"
+
+
+@pytest.mark.parametrize(
+    "names", [(f"{LONG}0.1", f"{LONG}0.2"), (f"1{LONG}", f"2{LONG}"), (f"{LONG}1{LONG}", f"{LONG}2{LONG}")]
+)
+def test_the_table_tells_runs_and_columns_apart(made, tmp_path, names):
+    words = ["compare", *(str(made(name, epochs=at)) for at, name in enumerate(names))]
+    command, wide = [sys.executable, "-m", "tfgpu", *words], {**os.environ, "COLUMNS": "120"}
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=wide)
+    head, *lines = ran.stdout.splitlines()
+    titles = re.split(r"  +", head.strip())
+    assert len(set(titles)) == len(titles) and {"epochs", "epochs done"} <= set(titles), head
+    first, second = (re.split(r"  +", line)[0] for line in lines[:2])
+    assert first != second and max(len(first), len(second)) <= 24
+
+
+def test_a_folder_that_is_no_run_ends_the_command(made, tmp_path):
+    (tmp_path / "none").mkdir()
+    words = ["compare", str(made("a")), "none", "--output", "page.html"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "tfgpu", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 2 and not ran.stdout and not (tmp_path / "page.html").exists()
+    assert ran.stderr.count("\n") == 1 and "No run of tfgpu: none (without config.yaml)" in ran.stderr
 
 
 def test_one_run_and_the_same_one_twice(made):
@@ -91,7 +123,10 @@ def test_wrong_paths(tmp_path, made):
     with pytest.raises(InputError, match="There is no directory nowhere"):
         compare(["nowhere"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="None of these is a run"):
+    with pytest.raises(InputError, match="No run of tfgpu: .*empty .without config.yaml.. Name directories"):
+        compare([made("a"), tmp_path / "empty"])
+    (tmp_path / "empty/config.yaml").write_text("model: [")
+    with pytest.raises(InputError, match="None of these runs can be read: .*empty. damaged: .*is not YAML"):
         compare([tmp_path / "empty"])
     with pytest.raises(InputError, match="Name the run directories"):
         compare([])

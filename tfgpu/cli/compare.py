@@ -40,8 +40,9 @@ def compare(
         print(json.dumps(found.as_json(), indent=2, default=str))
         return
     names = [printable(run.name) for run in found.runs]
+    shown = _told_apart(names)
     console = Console(highlight=False, markup=False)
-    width = console.width - min(_NAME, max(map(len, names))) - 2
+    width = console.width - max(map(len, shown)) - 2
     results = [name for name in _TELLING if any(name in run.results for run in found.runs)]
     told = {_title(name): [comparing.text(name, run.results.get(name)) for run in found.runs] for name in results}
     columns, _, width = _fitting(told, width)
@@ -51,12 +52,12 @@ def compare(
     }
     fitting, left, _ = _fitting(differing, width)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("run", no_wrap=True, max_width=_NAME)
+    table.add_column("run", no_wrap=True)
     for title in columns:
         table.add_column(title, justify="right", no_wrap=True)
     for name in fitting:
         table.add_column(name, no_wrap=True)
-    for at, name in enumerate(names):
+    for at, name in enumerate(shown):
         table.add_row(name, *(column[at] for column in columns.values()), *(each[at] for each in fitting.values()))
     console.print(table)
     for name, run in zip(names, found.runs, strict=True):
@@ -65,6 +66,24 @@ def compare(
     if left:
         console.print(f"These settings differ too: {', '.join(left)}.")
     console.print(f"{comparing.write(found, output)}")
+
+
+def _told_apart(names: list[str]) -> list[str]:
+    """Names of 24 characters at most, none like another: cut at their end, else at their beginning, else numbered."""
+    for cut in (_cut_at_end, _cut_at_beginning):
+        shown = [cut(name, _NAME) for name in names]
+        if len(set(shown)) == len(shown):
+            return shown
+    numbers = [f"{at} " for at in range(1, len(names) + 1)]
+    return [number + _cut_at_beginning(name, _NAME - len(number)) for number, name in zip(numbers, names, strict=True)]
+
+
+def _cut_at_end(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def _cut_at_beginning(text: str, length: int) -> str:
+    return text if len(text) <= length else f"…{text[1 - length :]}"
 
 
 def _fitting(columns: dict[str, list[str]], width: int) -> tuple[dict[str, list[str]], list[str], int]:
@@ -81,4 +100,4 @@ def _fitting(columns: dict[str, list[str]], width: int) -> tuple[dict[str, list[
 
 
 def _title(name: str) -> str:
-    return {"epochs": name, "training_s": "training"}.get(name, name.replace("_", " ").removeprefix("best "))
+    return {"epochs": "epochs done", "training_s": "training"}.get(name, name.replace("_", " ").removeprefix("best "))

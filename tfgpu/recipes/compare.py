@@ -14,6 +14,7 @@ from markupsafe import Markup
 from tfgpu.errors import InputError
 from tfgpu.recipes import directory
 from tfgpu.recipes.reading import read, read_facts
+from tfgpu.redact import printable
 
 _MARK = '<meta name="generator" content="tfgpu compare">'
 _TIMES = ("epoch", "epoch_time_s")
@@ -92,13 +93,13 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
     """Reads run directories.
 
     Args:
-        paths: the directories; one that is no run, or damaged, is in the comparison with what is wrong.
+        paths: the directories; a run that is damaged is in the comparison with what is wrong.
 
     Returns:
         What they have in common and what not.
 
     Raises:
-        InputError: a path is not there, or none of them is a run.
+        InputError: a path is not there or is no run, or all runs are damaged.
 
     Example:
         >>> compare(["runs/a", "runs/b"])  # doctest: +SKIP
@@ -109,10 +110,16 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
     missing = [str(path) for path in paths if not Path(path).is_dir()]
     if missing:
         raise InputError(f"There is no directory {', '.join(missing)}. Name directories that `tfgpu train` has made.")
+    strange = [str(path) for path in paths if not (Path(path) / directory.CONFIG).is_file()]
+    if strange:
+        raise InputError(
+            f"No run of tfgpu: {', '.join(strange)} (without {directory.CONFIG}). Name directories that `tfgpu train` "
+            "has made, and no others."
+        )
     runs = tuple(_read(place, name) for place, name in zip(places, _names(places), strict=True))
     whole = [run for run in runs if run.settings]
     if not whole:
-        raise InputError(f"None of these is a run of tfgpu: {', '.join(map(str, paths))}. {runs[0].state}")
+        raise InputError(f"None of these runs can be read: {', '.join(map(str, paths))}. {runs[0].state}")
     settings = dict.fromkeys(name for run in whole for name in run.settings)
     by_run = {name: [run.settings.get(name) for run in runs] for name in settings}
     differs = {name for name in settings if not _are_same(run.settings[name] for run in whole if name in run.settings)}
@@ -201,9 +208,8 @@ def text(name: str, value: float | None) -> str:
 
 
 def _title(name: str) -> str:
-    return {"step_ms": "ms a step", "training_s": "training"}.get(
-        name, name.replace("val_", "validation ").replace("_", " ")
-    )
+    told = {"step_ms": "ms a step", "training_s": "training", "epochs": "epochs done"}
+    return told.get(name, name.replace("val_", "validation ").replace("_", " "))
 
 
 _COLOURS = 10
@@ -254,8 +260,6 @@ def _best(name: str, runs: Sequence[Run]) -> float | None:
 
 def _read(path: Path, name: str) -> Run:
     config = path / directory.CONFIG
-    if not config.is_file():
-        return Run(name, path, f"no run: it has no {directory.CONFIG}")
     try:
         settings, facts = read(config), read_facts(config)
     except InputError as error:
@@ -283,13 +287,13 @@ def _rows(path: Path) -> tuple[list[dict[str, float]], str]:
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that differ, all of as many parts."""
-    most = max(len(place.parts) for place in places)
-    for count in range(1, most + 1):
-        names = ["/".join(place.parts[-count:]) for place in places]
-        if len(set(names)) == len(names):
+    """The shortest ends of the paths that differ as they are shown, all of as many parts."""
+    names = []
+    for count in range(1, max(len(place.parts) for place in places) + 1):
+        names = [str(Path(*place.parts[-count:])) for place in places]
+        if len(set(map(printable, names))) == len(names):
             return names
-    return [str(place) for place in places]
+    return [f"{name} ({at})" for at, name in enumerate(names, start=1)]
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, Any]:
