@@ -1,19 +1,23 @@
 """`tfgpu find`: what it prints, what it writes, and what it refuses."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 from tfgpu import cli
 from tfgpu.cli import find
 from tfgpu.recipes import recipe as recipes
 from tfgpu.tune.batch_search import BatchSizes
 from tfgpu.tune.batches import BatchTry
+from tfgpu.tune.range_test import judged
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)
@@ -71,8 +75,6 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch, capsys):
     found = BatchSizes(
         tuple(tries), 16384, 16384, settings, recipes.make(settings), 8, 10**6, "NVIDIA H100", ("A note.",)
     )
-    from rich.console import Console
-
     console = Console(width=80, highlight=False)
     find._show_batches(console, found)
     find._show_settings(console, found.settings, Path("found"))
@@ -82,6 +84,23 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch, capsys):
     assert row.split() == ["16,384", "123,457", "119,000-1,234,568", "12.7", "s", "80.5", "GB", "fastest,", "largest"]
     assert "a GPU's peak" in "\n".join(lines) and "8 replicas, NVIDIA H100" in lines[0]
     assert "Settings: --global-batch 16384 --learning-rate 0.0042 --warmup-epochs 5" in lines
+
+
+def test_rates_have_three_digits_wherever_they_are_shown(capsys):
+    """In the table, in the reason, in the drawing and in the recipe's line; callers have all digits."""
+    rates = np.geomspace(1e-6, 1, 200).tolist()
+    losses = [1.0 if rate < 1.2e-4 else max(0.2, 1 - 0.4 * math.log10(rate / 1.2e-4)) for rate in rates]
+    tested = judged(rates, [max(loss, 3 * rate) for rate, loss in zip(rates, losses, strict=True)], complete=True)
+    find._show_rates(Console(width=80, highlight=False), tested)
+    out = capsys.readouterr().out
+    row = {line.split(maxsplit=2)[2].strip(): line.split()[0] for line in out.splitlines() if len(line.split()) > 2}
+    three = f"{tested.suggestion:.3g}"
+    assert row["suggestion"] == three and float(three) != tested.suggestion
+    labels = [text.get_text() for text in tested.plot().axes[0].get_legend().get_texts()]
+    assert f"suggestion {three}" in labels and f"lowest loss {tested.lowest:.3g}" in labels
+    assert row["lowest loss"] == f"{tested.lowest:.3g}" and f"lowest at {tested.lowest:.3g}." in tested.reason
+    shown = [line.split()[0] for line in out.splitlines() if line.strip()[:1].isdigit() and "steps" not in line]
+    assert len(shown) > 10 and all(text == f"{float(text):.3g}" for text in shown)
 
 
 @pytest.mark.slow
@@ -128,6 +147,8 @@ def test_a_learning_rate_is_found_and_its_recipe_trains(tmp_path):
     done = tfgpu(*words, "--output", "found", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    row, line = (next(each for each in done.stdout.splitlines() if word in each) for word in ("suggestion", "Settings"))
+    assert line == f"Settings: --learning-rate {row.split()[0]}"
     made = recipes.load(tmp_path / "found/recipe.yaml")
     result = json.loads((tmp_path / "found/result.json").read_text())
     assert made.learning_rate == pytest.approx(result["suggestion"], rel=0.01) == result["settings"]["learning_rate"]

@@ -18,6 +18,7 @@ from tfgpu.parallel.planning.hardware import bytes_of, shown
 from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.trust import refuse_code
+from tfgpu.tune.scaling import rate_text
 
 app = typer.Typer(
     help="Find a recipe's batch size or learning rate by trying, for a minute or some.",
@@ -168,7 +169,7 @@ def find_learning_rate(
     except KeyboardInterrupt:
         complain("Interrupted. Nothing was written.")
         raise typer.Exit(130) from None
-    settings = {} if tested.suggestion is None else {"learning_rate": float(f"{tested.suggestion:.3g}")}
+    settings = {} if tested.suggestion is None else {"learning_rate": float(rate_text(tested.suggestion))}
     result = {**vars(tested), "settings": settings}
     if folder is not None:
         made = recipes.make({**recipe.model_dump(mode="json"), **settings}) if settings else None
@@ -255,12 +256,13 @@ def _show_rates(console: Console, tested: Any) -> None:
     table.add_column("loss, smoothed", justify="right")
     table.add_column("")
     count = len(tested.rates)
-    marked = {}
+    marked: dict[int, tuple[str, float]] = {}
     for word, rate in (("lowest loss", tested.lowest), ("suggestion", tested.suggestion)):
         if rate is not None:
-            marked[min(range(count), key=lambda at: abs(math.log(tested.rates[at] / rate)))] = word
+            marked[min(range(count), key=lambda at: abs(math.log(tested.rates[at] / rate)))] = word, rate
     for at in sorted({*marked, *(round(part * (count - 1) / (_ROWS - 1)) for part in range(_ROWS))}):
-        table.add_row(f"{tested.rates[at]:.1e}", f"{tested.smoothed[at]:.3f}", marked.get(at, ""))
+        word, rate = marked.get(at, ("", tested.rates[at]))
+        table.add_row(rate_text(rate), f"{tested.smoothed[at]:.3f}", word)
     console.print(table)
     console.print()
     console.print(f"{count} steps. {tested.reason}", markup=False)

@@ -19,6 +19,7 @@ from tfgpu.errors import InputError
 from tfgpu.keras_fixes import positions, rates, training_state
 from tfgpu.training.incremental import tracing
 from tfgpu.training.incremental.continuing import From
+from tfgpu.tune.scaling import rate_text
 
 _DIVERGED = 4.0
 """Times the lowest loss so far, above its first value: the sweep ends."""
@@ -64,9 +65,9 @@ class RangeTest:
         axes.plot(self.rates, self.losses, color="0.8", linewidth=0.8, label="batches")
         axes.plot(self.rates, self.smoothed, color="tab:blue", label="smoothed")
         if self.suggestion is not None:
-            axes.axvline(self.suggestion, color="tab:orange", label=f"suggestion {self.suggestion:.1e}")
+            axes.axvline(self.suggestion, color="tab:orange", label=f"suggestion {rate_text(self.suggestion)}")
         if self.lowest is not None:
-            axes.axvline(self.lowest, color="0.5", linestyle=":", label=f"lowest loss {self.lowest:.1e}")
+            axes.axvline(self.lowest, color="0.5", linestyle=":", label=f"lowest loss {rate_text(self.lowest)}")
         finite = [value for value in self.smoothed if math.isfinite(value)]
         if finite:
             span = max(finite[0] - min(finite), 1e-9)
@@ -181,9 +182,10 @@ def judged(tried: list[float], losses: list[float], *, complete: bool) -> RangeT
         return RangeTest(**result, suggestion=None, lowest=None, reason=reason)
     begin = max(at for at in range(best + 1) if smoothed[at] >= first - 0.1 * drop)
     suggestion = math.sqrt(tried[begin] * tried[best])
-    reason = f"The loss falls from {tried[begin]:.1e} on and is lowest at {tried[best]:.1e}."
+    reason = f"The loss falls from {rate_text(tried[begin])} on and is lowest at {rate_text(tried[best])}."
     if complete and best >= known[-1] - len(known) // 50:
-        reason = f"The loss was still falling at {tried[best]:.1e}: a higher rate may do better. Raise `highest`."
+        at = rate_text(tried[best])
+        reason = f"The loss was still falling at {at}: a higher rate may do better. Raise `highest`."
     return RangeTest(**result, suggestion=suggestion, lowest=tried[best], reason=reason)
 
 

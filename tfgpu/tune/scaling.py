@@ -48,12 +48,22 @@ def settings(recipe: Recipe, batch: int, *, scale: str = "auto") -> dict[str, An
     check_scale(scale)
     rule = rule_of(recipe.optimizer) if scale == "auto" else scale
     times = (batch / recipe.global_batch) ** {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[rule]
-    rate = recipe.learning_rate if times == 1 else float(f"{recipe.learning_rate * times:.3g}")
+    rate = recipe.learning_rate if times == 1 else float(rate_text(recipe.learning_rate * times))
     found: dict[str, Any] = {"global_batch": batch, "learning_rate": rate}
     warmup = _warmup(recipe)
     if times > 1 and warmup is not None:
         found["warmup_epochs"] = warmup
     return found
+
+
+def rate_text(rate: float) -> str:
+    """A learning rate as it is shown, and written in recipes: three significant digits.
+
+    Example:
+        >>> rate_text(0.00123456), rate_text(1.23456e-5), rate_text(0.1)
+        ('0.00123', '1.23e-05', '0.1')
+    """
+    return f"{rate:.3g}"
 
 
 def with_settings(recipe: Recipe, found: dict[str, Any]) -> Recipe:
