@@ -47,6 +47,7 @@ def run(seed: int, sampler: str, trials: int, parallel: int) -> dict:
             what, Path(folder) / "study", trials=trials, sampler=sampler, parallel=parallel, seed=seed
         )
     assert found.own is not None and found.own.value is not None and found.own_test_accuracy is not None
+    assert found.test_accuracy is not None
     return {
         "seed": seed,
         "sampler": sampler,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,6 +128,34 @@ def test_a_study_that_is_killed_goes_on_and_equals_one_that_never_stopped(tmp_pa
         assert one["learning_rate"] == other["learning_rate"]
         assert one["run"]["test_loss"] == pytest.approx(other["run"]["test_loss"], rel=1e-4)
     assert (tmp_path / "study/best.yaml").read_text() == (tmp_path / "whole/best.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_without_the_folders_of_its_trials(tmp_path):
+    """One trial's folder goes, then all; then what an earlier version's journal did not have, the test accuracy."""
+    folder = tmp_path / "study"
+    first = tune.study(recipes.make({**SMALL, "epochs": 1}), folder, trials=2, search=SEARCH, seed=1)
+    assert first.missing == () and first.test_accuracy is not None
+    shutil.rmtree(folder / first.best.folder)
+    found = tune.study(folder=folder, trials=2, resume=True)
+    assert found.missing == (first.best.number,)
+    assert (found.trials, found.test_accuracy) == (first.trials, first.test_accuracy)
+    assert f"{first.best.folder} is gone" in (folder / "report.html").read_text()
+    shutil.rmtree(folder / "trials")
+    journal = folder / "journal.log"
+    kept = [line for line in journal.read_text().splitlines() if '"test_accuracy"' not in line]
+    journal.write_text("\n".join(kept) + "\n")
+    done = subprocess.run(
+        command("--resume", "--output", folder, "--trials", 3),
+        cwd=tmp_path,
+        env=environ(),
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trials/0000, trials/0001 are gone" in done.stdout
+    assert (folder / "trials/0002/config.yaml").is_file() and "trials/0002 " not in done.stdout
 
 
 @pytest.mark.slow

@@ -151,10 +151,13 @@ def _show(console: Console, result: Any) -> None:
             f"recipe's own settings: {result.monitor} {text_of(result.own.value, result.monitor)}, "
             f"test error {1 - result.own_test_accuracy:.2%}"
         )
+    tested = "not known" if result.test_accuracy is None else f"{1 - result.test_accuracy:.2%}"
     console.print(
         f"best of {len(result.trials)} trials:   {result.monitor} {text_of(result.best.value, result.monitor)} "
-        f"(chosen by it, so optimistic), test error {1 - result.test_accuracy:.2%}"
+        f"(chosen by it, so optimistic), test error {tested}"
     )
+    if result.missing:
+        console.print(result.missing_text)
     console.print(f"{result.recipe_file}  {result.folder / 'report.html'}", markup=False)
 
 

@@ -116,7 +116,7 @@ class Journal:
         """Notes how a trial ended."""
         states, status = self._optuna.trial.TrialState, ended["end"]
         with quiet():
-            for name in ("reason", "val_loss"):
+            for name in ("reason", "val_loss", "test_accuracy"):
                 if ended.get(name) is not None:
                     trial.set_user_attr(name, ended[name])
             trial.set_user_attr("status", status)

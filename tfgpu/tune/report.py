@@ -101,13 +101,17 @@ def _cards(result: StudyResult) -> list[tuple[str, str, str]]:
     others = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()) if status != "complete")
     cards = [
         ("best validation", text_of(result.best.value, result.monitor), f"trial {result.best.number}; chosen by it"),
-        ("its test error", f"{1 - result.test_accuracy:.2%}", "seen once, at the end"),
+        ("its test error", _error(result.test_accuracy), "seen once, at the end"),
     ]
     if result.own and result.own_test_accuracy is not None:
         cards.append(("recipe's own settings", text_of(result.own.value, result.monitor), "validation"))
         cards.append(("their test error", f"{1 - result.own_test_accuracy:.2%}", ""))
     cards.append(("complete", f"{counts.get('complete', 0)} of {len(result.trials)}", others))
     return [*cards, ("time in trials", _time(sum(trial.time_s for trial in result.trials)), "")]
+
+
+def _error(accuracy: float | None) -> str:
+    return "not known" if accuracy is None else f"{1 - accuracy:.2%}"
 
 
 def _time(seconds: float) -> str:
@@ -220,9 +224,10 @@ def _range_axis(axes: Any, domain: Range) -> None:
 
 
 def _row(trial: TrialResult, result: StudyResult, plan: Plan) -> dict[str, Any]:
+    has_report = trial.status in ("complete", "pruned") and trial.number not in result.missing
     return {
         "number": trial.number,
-        "link": f"{trial.folder}/report.html" if trial.status in ("complete", "pruned") else "",
+        "link": f"{trial.folder}/report.html" if has_report else "",
         "is_best": trial.number == result.best.number,
         "is_own": result.own is not None and trial.number == result.own.number,
         "value": text_of(trial.value, result.monitor),

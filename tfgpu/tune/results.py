@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_NAMED = 5
+"""Folders that are named where many are gone."""
+
 
 @dataclass(frozen=True)
 class TrialResult:
@@ -19,6 +22,7 @@ class TrialResult:
         epochs: the value after each epoch, by the epoch's number, from 1.
         reason: why it is not complete.
         time_s: how long it took, the start of its process included.
+        test_accuracy: of the weights that the run ended with; None where it is not complete, or not in the journal.
     """
 
     number: int
@@ -29,6 +33,7 @@ class TrialResult:
     epochs: Mapping[int, float] = field(default_factory=dict)
     reason: str = ""
     time_s: float = 0.0
+    test_accuracy: float | None = None
 
     @property
     def folder(self) -> str:
@@ -52,9 +57,11 @@ class StudyResult:
         best: the complete trial with the least value; among equals, the one with the least validation loss.
         own: the trial with the recipe's own settings; None where the search leaves them out.
         recipe_file: `best.yaml`, which `tfgpu train` takes.
-        test_accuracy: of the best trial; the test part was used for nothing else.
+        test_accuracy: of the best trial; the test part was used for nothing else. None where a study of an earlier
+            version lost the trial's folder, and with it the number.
         own_test_accuracy: of the recipe's own settings.
         importances: the share of the spread of the values that each setting explains.
+        missing: numbers of the trials, complete or pruned, whose folders are gone.
     """
 
     folder: Path
@@ -63,9 +70,22 @@ class StudyResult:
     best: TrialResult
     own: TrialResult | None
     recipe_file: Path
-    test_accuracy: float
+    test_accuracy: float | None
     own_test_accuracy: float | None
     importances: Mapping[str, float]
+    missing: tuple[int, ...] = ()
+
+    @property
+    def missing_text(self) -> str:
+        """What is gone and what that means, in a sentence; empty where nothing is."""
+        if not self.missing:
+            return ""
+        whose = ", ".join(f"trials/{number:04d}" for number in self.missing[:_NAMED])
+        more = len(self.missing) - _NAMED
+        whose += f" and {more} more" if more > 0 else ""
+        gone = "is gone: its" if len(self.missing) == 1 else "are gone: their"
+        text = f"{whose} {gone} weights and reports are lost; settings and values are from the journal."
+        return text if self.test_accuracy is not None else f"{text} The best trial's test error is lost too."
 
 
 def best_of(trials: tuple[TrialResult, ...]) -> TrialResult | None:

@@ -66,7 +66,8 @@ def study(
         monitor: "val_error" (default), "val_loss" or another entry of the logs, to be minimised.
         seed: of the draws (default 0). The trainings have the recipe's.
         timeout_s: seconds after which a trial is ended; None: never.
-        resume: go on with the study in `folder`; trials that were running go on from their checkpoints.
+        resume: go on with the study in `folder`; trials that were running go on from their checkpoints. Where folders
+            of trials are gone, the journal has their settings and values; `missing` of the result names them.
         allow_code: whether a recipe's file, or the study to resume, may name a function to be called.
         on_trial: called with each trial that has ended.
 
@@ -241,12 +242,25 @@ class _Study:
             test_accuracy=self._tested(best),
             own_test_accuracy=self._tested(own) if own else None,
             importances=self._journal.importances(),
+            missing=tuple(
+                trial.number
+                for trial in found
+                if trial.status in ("complete", "pruned")
+                and not (self._folder / trial.folder / directory.CONFIG).is_file()
+            ),
         )
         replace_text(self._folder / REPORT, render(result, self._plan))
         return result
 
-    def _tested(self, trial: TrialResult) -> float:
-        return float(recipes.read_facts(self._folder / trial.folder / directory.CONFIG)["test_accuracy"])
+    def _tested(self, trial: TrialResult) -> float | None:
+        """The test accuracy: from the journal, or for one of an earlier version from the run directory."""
+        if trial.test_accuracy is not None:
+            return trial.test_accuracy
+        try:
+            known = recipes.read_facts(self._folder / trial.folder / directory.CONFIG).get("test_accuracy")
+        except InputError:
+            return None
+        return float(known) if isinstance(known, int | float) else None
 
 
 class _Running:
@@ -267,6 +281,7 @@ def _result(trial: Any, searched: space.Space) -> TrialResult:
         epochs=dict(sorted(trial.intermediate_values.items())),
         reason=attributes.get("reason", ""),
         time_s=attributes.get("time_s", 0.0),
+        test_accuracy=attributes.get("test_accuracy"),
     )
 
 

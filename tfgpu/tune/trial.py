@@ -133,7 +133,12 @@ def _run(task: Mapping[str, Any], line: Line) -> dict[str, Any]:
     if pruned:
         return {"end": "pruned", "reason": f"worse than the others after epoch {pruned[-1]}"}
     row = last_of(result.history, what, monitor)
-    return {"end": "complete", "value": value_of(row, monitor), "val_loss": float(row["val_loss"])}
+    return {
+        "end": "complete",
+        "value": value_of(row, monitor),
+        "val_loss": float(row["val_loss"]),
+        "test_accuracy": float(result.accuracy),
+    }
 
 
 def _failure(error: Exception) -> dict[str, Any]:
