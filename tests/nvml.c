@@ -110,6 +110,11 @@ int nvmlDeviceGetPcieThroughput(void *gpu, int kind, unsigned *kilobytes) {
 }
 int nvmlDeviceGetFieldValues(void *gpu, int count, field_t *found) {
   for (int at = 0; at < count; at++) {
+    if (found[at].field == 90) {
+      found[at].code = told("OLD", 0) ? 3 : 0;
+      found[at].value.u = told("NVLINK_MBPS", 25000);
+      continue;
+    }
     found[at].code = told("OLD", 0) || found[at].scope != 0xFFFFFFFF ? 3 : 0;
     found[at].value.u = (found[at].field == 138 ? 1000 : 2000) + told("NVLINK_KIB", 0);
   }

@@ -63,6 +63,7 @@ def test_what_a_new_gpu_tells(ask):
         "pcie_share": pytest.approx(2_000_000 * 1024 / (16 * 3.938e9)),  # generation 5, 16 lanes
         "nvlink_sent_bytes_per_s": 4096 * 1024 / 2,  # 4096 KiB in two seconds
         "nvlink_received_bytes_per_s": 4096 * 1024 / 2,
+        "nvlink_share": pytest.approx(4096 * 1024 / 2 / (18 * 25e9)),  # 18 links are up
         "slowed_by": "",
     }
     assert first["energy_j"] == 0.0 and first["nvlink_sent_bytes_per_s"] is None
@@ -75,6 +76,7 @@ def test_what_an_old_gpu_does_not_tell_is_none_and_energy_is_power_over_time(ask
     assert [each["gpus"][0]["energy_j"] for each in found] == [0.0, 200.0, 400.0]  # 2 s of 100 W; 1 s from 100 to 300 W
     last = found[-1]["gpus"][0]
     assert last["pcie_sent_bytes_per_s"] is last["nvlink_sent_bytes_per_s"] is last["pcie_share"] is None
+    assert last["nvlink_share"] is None
     assert last["power_w"] == 300.0 and found[-1]["error"] == ""
 
 

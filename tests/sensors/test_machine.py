@@ -1,3 +1,5 @@
+import json
+import shutil
 import subprocess
 import sys
 import time
@@ -77,6 +79,38 @@ def test_the_energy_of_processors_whose_counters_wrap(tmp_path):
     (root / package.format(1) / "energy_uj").unlink()
     assert machine.read(2.0)["cpu_energy_j"] == pytest.approx(3.5)
     assert Machine(root=tmp_path / "none").read(0.0)["cpu_energy_j"] is None
+
+
+TRAFFIC = """
+import json, os, socket, subprocess
+from tfgpu.sensors.machine import Machine
+for words in ("link add left type veth peer name right", "link set left up", "link set right up",
+              "address add 10.9.8.1/24 dev left", "neigh add 10.9.8.2 lladdr 02:00:00:00:00:01 dev left"):
+    subprocess.run(["ip", *words.split()], check=True)
+machine = Machine()
+machine.read(0.0)
+before = int(open("/sys/class/net/left/statistics/tx_bytes").read())
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+    for _ in range(2000):
+        sender.sendto(bytes(1400), ("10.9.8.2", 9))
+found = machine.read(2.0)
+sent = int(open("/sys/class/net/left/statistics/tx_bytes").read()) - before
+print(json.dumps([sent, found["network_share"], found["network_sent_bytes_per_s"]]))
+"""
+
+
+def test_traffic_against_an_interface_s_speed():
+    alone = ["unshare", "--net", "--mount", "--map-root-user"]
+    can = ["sh", "-c", "mount -t sysfs none /sys && ip link add left type veth peer name right"]
+    if not shutil.which("ip") or not shutil.which("unshare") or subprocess.run([*alone, *can]).returncode:
+        pytest.skip("needs `ip` and a network of its own")
+    command = [*alone, "sh", "-c", 'mount -t sysfs none /sys && exec "$0" -c "$1"', sys.executable, TRAFFIC]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    sent, share, rate = json.loads(done.stdout)
+    assert sent >= 2000 * 1400
+    # Both ends count: one has sent, the other received. A pair of them is as fast as 10 Gb/s, it says.
+    assert share == pytest.approx(sent / 2 / (10e9 / 8), rel=0.05) and rate == pytest.approx(sent / 2, rel=0.05)
 
 
 def test_a_clock_that_stands_still_divides_by_nothing():

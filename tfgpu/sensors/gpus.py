@@ -25,6 +25,7 @@ class _Watched:
         uuid: as in `Gpu`.
         whole: it is no slice.
         link_bytes_per_s: what its PCIe link carries in one direction.
+        nvlink_bytes_per_s: what its NVLinks that are up carry in one direction.
         first_mj: NVML's count of energy when it was first read.
         energy_j: by power over time, where NVML has no count.
         before: seconds, watts and NVLink's counts at the sample before.
@@ -36,6 +37,7 @@ class _Watched:
     uuid: str
     whole: bool = True
     link_bytes_per_s: float | None = None
+    nvlink_bytes_per_s: float | None = None
     first_mj: int | None = None
     energy_j: float = 0.0
     before: tuple[float, float | None, tuple[int | None, int | None]] | None = None
@@ -133,7 +135,8 @@ class Gpus:
         if whole:
             generation = ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
         lane = _LANE_BYTES_PER_S.get(generation or 0)
-        return _Watched(handle, label, name, uuid, whole, lane * lanes if lane and lanes else None)
+        carried = lane * lanes if lane and lanes else None
+        return _Watched(handle, label, name, uuid, whole, carried, driver.nvlink_rate(nvml, handle) if whole else None)
 
     def _read(self, each: _Watched, seconds: float) -> Gpu:
         nvml, handle = self._nvml, each.handle
@@ -149,6 +152,7 @@ class Gpus:
         received = _bytes(driver.answer(nvml.nvmlDeviceGetPcieThroughput, handle, nvml.NVML_PCIE_UTIL_RX_BYTES))
         most = max((value for value in (sent, received) if value is not None), default=None)
         rates = _rates(each, seconds, links)
+        fastest = max((rate for rate in rates if rate is not None), default=None)
         energy = self._energy(each, seconds, power)
         each.before = seconds, power, links
         return Gpu(
@@ -169,6 +173,7 @@ class Gpus:
             pcie_share=most / each.link_bytes_per_s if most is not None and each.link_bytes_per_s else None,
             nvlink_sent_bytes_per_s=rates[0],
             nvlink_received_bytes_per_s=rates[1],
+            nvlink_share=fastest / each.nvlink_bytes_per_s if fastest is not None and each.nvlink_bytes_per_s else None,
             slowed_by=None if reasons is None else ", ".join(driver.slowed_by(reasons)),
         )
 

@@ -12,7 +12,8 @@ BUSY = 0.8
 TRAFFIC = 0.6
 """Share of the time that a busy GPU's memory is in use, from which that traffic limits it."""
 LINK = 0.5
-"""Share of what PCIe carries, from which it limits a GPU that is not busy. No program gets much more of it for long."""
+"""Share of what a link carries, from which it limits: PCIe a GPU that is not busy, NVLink and the network any, since a
+GPU that waits for a sum counts as busy with it. No program gets much more of a link for long."""
 RESOURCES = ("input", "GPU memory traffic", "GPU compute", "communication", "CPU", "host", "unknown")
 
 
@@ -42,11 +43,15 @@ def limit(means: Mapping[str, Value], *, workers: int = 1) -> Limit:
     """
     wait, cpu, machine = (_number(means.get(name)) for name in ("input_wait", "cpu_share", "machine_cpu_share"))
     gpu, traffic = _gpus(means, "utilization"), _gpus(means, "memory_utilization")
-    link = _gpus(means, "pcie_share")
+    link, nvlink = _gpus(means, "pcie_share"), _gpus(means, "nvlink_share")
+    network = _number(means.get("network_share")) if workers > 1 else None
     if wait is not None and wait >= WAITS:
         more = f"; the cores are {cpu:.0%} busy" if cpu is not None and cpu >= BUSY else ""
         return Limit("input", f"the step waits for data {wait:.0%} of the time{more}")
     unread = "" if wait is not None else "; the wait for data is not known"
+    for name, share in (("NVLink", nvlink), ("the network", network)):
+        if share is not None and share >= LINK:
+            return Limit("communication", f"{name} carries {share:.0%} of what it can{unread}")
     if gpu is not None and gpu >= BUSY:
         if traffic is not None and traffic >= TRAFFIC:
             return Limit("GPU memory traffic", f"the GPU's memory is read or written {traffic:.0%} of the time{unread}")
@@ -62,7 +67,8 @@ def limit(means: Mapping[str, Value], *, workers: int = 1) -> Limit:
         return Limit("unknown", "the processor's load is not known yet")
     if gpu is None and workers > 1:
         return Limit("communication", f"the cores are {cpu:.0%} busy while {workers} workers train{unread}")
-    exchange = f", or the exchange between {workers} workers" if workers > 1 else ""
+    carried = f" (the network carries {network:.0%} of what it can)" if network is not None else ""
+    exchange = f", or the exchange between {workers} workers{carried}" if workers > 1 else ""
     return Limit("host", f"{idle}the cores are {cpu:.0%} busy: Python, small steps or few threads{exchange}{unread}")
 
 

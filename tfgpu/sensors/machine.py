@@ -11,6 +11,7 @@ from tfgpu.sensors import groups
 
 _CHILDREN_EVERY_S = 10.0
 """How often children are looked for: that goes through all processes of the machine."""
+_CARD = "interface "
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
 
 
@@ -50,6 +51,7 @@ class Machine:
         }
         self._before = {**counts, "seconds": seconds}
         busy, idle = rates.pop("busy", 0.0), rates.pop("idle", 0.0)
+        cards = {name: rates.pop(name) for name in [*rates] if name.startswith(_CARD)}
         memory = psutil.virtual_memory()
         return {
             "cores": self.cores,
@@ -58,6 +60,7 @@ class Machine:
             "machine_cpu_share": busy / (busy + idle)
             if busy is not None and idle is not None and busy + idle
             else None,
+            "network_share": _network_share(cards),
             "memory_bytes": resident,
             "machine_memory_bytes": memory.total - memory.available,
             "machine_memory_total_bytes": memory.total,
@@ -105,10 +108,26 @@ def _machine_counts() -> dict[str, float]:
         if disks := psutil.disk_io_counters():
             found |= {"disk_read_bytes_per_s": disks.read_bytes, "disk_written_bytes_per_s": disks.write_bytes}
     with contextlib.suppress(OSError):
-        cards = [each for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-        found["network_sent_bytes_per_s"] = sum(each.bytes_sent for each in cards)
-        found["network_received_bytes_per_s"] = sum(each.bytes_recv for each in cards)
+        cards = {name: each for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo"}
+        found["network_sent_bytes_per_s"] = sum(each.bytes_sent for each in cards.values())
+        found["network_received_bytes_per_s"] = sum(each.bytes_recv for each in cards.values())
+        # The two directions do not take from each other.
+        found |= {f"{_CARD}{name} sent": each.bytes_sent for name, each in cards.items()}
+        found |= {f"{_CARD}{name} received": each.bytes_recv for name, each in cards.items()}
     return found
+
+
+def _network_share(rates: dict[str, float]) -> float | None:
+    """The busiest interface's rate in one direction, as a share of its speed; a virtual one may tell none."""
+    with contextlib.suppress(OSError):
+        speeds = {name: each.speed * 1e6 / 8 for name, each in psutil.net_if_stats().items() if each.speed > 0}
+        shares = [
+            rate / speeds[card]
+            for name, rate in rates.items()
+            if (card := name.removeprefix(_CARD).rpartition(" ")[0]) in speeds
+        ]
+        return max(shares, default=None)
+    return None
 
 
 class _Energy:

@@ -239,6 +239,13 @@ def _nvlinks(nvml: Any, handle: Any) -> dict:
     return {"up": sum(known), "of": len(known), "fabric": _fabric(nvml, handle)}
 
 
+def nvlink_rate(nvml: Any, handle: Any) -> float | None:
+    """Bytes a second that the NVLinks that are up carry in one direction; `None` where there are none."""
+    found = asked(nvml.nvmlDeviceGetFieldValues, handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+    up = _nvlinks(nvml, handle)["up"] if found and not found[0].nvmlReturn else 0
+    return found[0].value.uiVal * 1e6 * up or None if up else None
+
+
 def _fabric(nvml: Any, handle: Any) -> str | None:
     """What the switches between NVLinks say; `None` where there are none."""
     found = nvml.c_nvmlGpuFabricInfo_t()

@@ -29,6 +29,7 @@ class Gpu:
         pcie_share: of what the link can carry in one direction, the busier one, 0 to 1.
         nvlink_sent_bytes_per_s: to other GPUs, over all links.
         nvlink_received_bytes_per_s: the other way.
+        nvlink_share: of what the links that are up carry in one direction, the busier one, 0 to 1.
         slowed_by: why its clocks are held back, such as `"power cap"`; with commas between.
     """
 
@@ -50,6 +51,7 @@ class Gpu:
     pcie_share: float | None = None
     nvlink_sent_bytes_per_s: float | None = None
     nvlink_received_bytes_per_s: float | None = None
+    nvlink_share: float | None = None
     slowed_by: str | None = None
 
 
@@ -75,6 +77,8 @@ class Sample:
         disk_written_bytes_per_s: to all disks.
         network_sent_bytes_per_s: by all interfaces but loopback.
         network_received_bytes_per_s: the other way.
+        network_share: of what an interface carries in one direction, the busiest of those that tell their speed, 0 to
+            1; InfiniBand's own traffic (RDMA) passes these counters by.
         cpu_energy_j: of all processor packages since the sampler began (RAPL).
         gpus: those that CUDA shows this process.
         gpu_error: why there are none, or none any more; `""` where all is well.
@@ -95,6 +99,7 @@ class Sample:
     disk_written_bytes_per_s: float | None = None
     network_sent_bytes_per_s: float | None = None
     network_received_bytes_per_s: float | None = None
+    network_share: float | None = None
     cpu_energy_j: float | None = None
     gpus: tuple[Gpu, ...] = field(default=())
     gpu_error: str = ""
