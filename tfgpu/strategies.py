@@ -29,6 +29,7 @@ An option that does not apply is an `InputError`, never ignored. `"auto"` and 0 
 import logging
 import numbers
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -62,6 +63,7 @@ def strategy(
     top_k: float | None = None,
     max_staleness: int | None = None,
     partitioner: Partitioner = "auto",
+    watch: str | Path | None = None,
     every: int | None = None,
     after: int | None = None,
     outer: Outer = None,
@@ -87,7 +89,7 @@ def strategy(
         top_k: the part of each weight's gradient that a replica sends, above 0 and up to 1, such as 0.01: its largest
             numbers, with their places; the rest waits for the next steps (`docs/averaging.md`). The result is no
             longer that of one device.
-        max_staleness, partitioner: as for `tfgpu.asynchronous.parameter_server.parameter_server`.
+        max_staleness, partitioner, watch: as for `tfgpu.asynchronous.parameter_server.parameter_server`.
         every, after, outer: for `averaging`: see `tfgpu.asynchronous.averaging.averaging`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
@@ -107,6 +109,7 @@ def strategy(
     if kind != "parameter_server" and cluster.task_type != "evaluator":
         _refuse(kind, "max_staleness", max_staleness, None, "`parameter_server`")
         _refuse(kind, "partitioner", partitioner, "auto", "`parameter_server`")
+        _refuse(kind, "watch", watch, None, "`parameter_server`; elsewhere `tfgpu.callbacks.Monitor` watches")
     if kind == "averaging":
         return _averaging(
             devices,
@@ -136,7 +139,7 @@ def strategy(
     if kind == "one_device":
         return one_device(devices)
     _refuse(kind, "devices", devices, None, "the other strategies")
-    return parameter_server(max_staleness=max_staleness, partitioner=partitioner, cluster=cluster)
+    return parameter_server(max_staleness=max_staleness, partitioner=partitioner, watch=watch, cluster=cluster)
 
 
 def one_device(devices: Devices = None) -> tf.distribute.OneDeviceStrategy:

@@ -27,7 +27,7 @@ def test_what_cannot_be_is_refused(options, words):
 
 
 def test_the_options_belong_to_parameter_servers():
-    for options in ({"max_staleness": 1}, {"partitioner": None}):
+    for options in ({"max_staleness": 1}, {"partitioner": None}, {"watch": "run"}):
         with pytest.raises(InputError, match=f"`{next(iter(options))}` does not apply to `one_device`"):
             strategies.strategy("one_device", **options)
 

@@ -13,6 +13,7 @@ from tfgpu.asynchronous import parameter_server as module
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError
 from tfgpu.preflight import peers
+from tfgpu.sensors import table, view
 
 PS = dict(workers=("localhost:1", "localhost:2"), parameter_servers=("localhost:3",), has_chief=True)
 CHIEF = Cluster(**PS, rank=0, task_type="chief")
@@ -33,10 +34,11 @@ def test_a_timeout_that_is_no_number_is_named(monkeypatch):
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_server_leaves_when_it_is_asked_to(group):
-    processes = group("import tfgpu\ntfgpu.strategy('parameter_server')", chief=1, worker=1, ps=1, startup_timeout=0)
-    processes.start("ps0")
-    processes.start("worker0")
+def test_a_server_leaves_when_it_is_asked_to_and_was_watched(group, tmp_path):
+    script = "import sys, tfgpu\ntfgpu.strategy('parameter_server', watch=sys.argv[1])"
+    processes = group(script, chief=1, worker=1, ps=1, startup_timeout=0)
+    processes.start("ps0", tmp_path)
+    processes.start("worker0", tmp_path)
     with standing_for(processes.cluster["chief"][0]):
         address = processes.cluster["ps"][0]
         while not peers.answers(address):
@@ -44,6 +46,10 @@ def test_a_server_leaves_when_it_is_asked_to(group):
             time.sleep(0.05)
         assert processes.end("ps0", signal.SIGTERM) == 75
     assert processes.wait("worker0", timeout=120) == 0
+    for name in ("ps0", "worker1"):  # The chief is worker 0.
+        rows = table.last(tmp_path / f"monitor-{name}.csv", 1)
+        assert rows[0]["memory_bytes"] > 2**26 and rows[0]["step_time_s"] is None
+    assert [each.number for each in view.workers(tmp_path)] == [1]
 
 
 @contextlib.contextmanager

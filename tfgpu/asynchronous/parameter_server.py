@@ -12,13 +12,16 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 https://www.tensorflow.org/tutorials/distribute/parameter_server_training
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import tensorflow as tf
 
 from tfgpu import keras_fixes, preflight
+from tfgpu.callbacks.watcher import watching
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes import closures, tables, worker_data
@@ -28,7 +31,11 @@ Partitioner = Callable | str | None
 
 
 def parameter_server(
-    *, max_staleness: int | None = None, partitioner: Partitioner = "auto", cluster: Cluster | None = None
+    *,
+    max_staleness: int | None = None,
+    partitioner: Partitioner = "auto",
+    watch: str | Path | None = None,
+    cluster: Cluster | None = None,
 ) -> tf.distribute.ParameterServerStrategy:
     """Makes the chief's strategy; in a worker or a server it serves instead, and ends the process.
 
@@ -40,6 +47,7 @@ def parameter_server(
             the data goes.
         partitioner: which embedding tables are cut by rows over the servers: `"auto"`, those of more than 256 KiB, over
             all servers; `None`, none; or one of `tf.distribute.experimental.partitioners`.
+        watch: as for `serve`; the chief's own figures are those of `tfgpu.callbacks.Monitor(watch)`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Returns:
@@ -64,7 +72,7 @@ def parameter_server(
     _check_staleness(max_staleness)
     partitioner = _partitioner(partitioner, len(cluster.parameter_servers))
     if cluster.task_type in ("worker", "ps"):
-        serve(cluster)
+        serve(cluster, watch=watch)
     if cluster.task_type != "chief":
         raise InputError(
             f"`parameter_server` trains from the chief. Found: {who(cluster)}. "
@@ -80,7 +88,7 @@ def parameter_server(
     return strategy
 
 
-def serve(cluster: Cluster | None = None) -> None:
+def serve(cluster: Cluster | None = None, *, watch: str | Path | None = None) -> None:
     """Runs a worker or a parameter server until its chief is gone, then ends the process with exit code 0.
 
     `tfgpu.strategy("parameter_server")` calls it in those tasks. SIGTERM ends it with code 75 ("asked to leave"), as
@@ -88,6 +96,8 @@ def serve(cluster: Cluster | None = None) -> None:
 
     Args:
         cluster: the facts of the cluster; `None` reads them from the environment.
+        watch: a folder for what this process takes of its machine, a row a second, as `tfgpu.callbacks.Monitor` writes
+            it: `monitor-worker1.csv` for the first worker (the chief is 0), `monitor-ps0.csv` for the first server.
 
     Raises:
         InputError: this process is neither a worker nor a parameter server beside a chief.
@@ -110,7 +120,7 @@ def serve(cluster: Cluster | None = None) -> None:
     config = tf.compat.v1.ConfigProto()
     # TensorFlow's guide asks for more threads than workers, which a small machine would not have by itself.
     config.inter_op_parallelism_threads = max(cluster.size + 1, os.cpu_count() or 1)
-    with peers.hearing_term(peers.leave):
+    with peers.hearing_term(peers.leave), _watching(cluster, watch):
         server = tf.distribute.Server(
             tf.train.ClusterSpec({job: found for job, found in cluster.jobs().items() if job != "evaluator"}),
             job_name=cluster.task_type,
@@ -155,6 +165,14 @@ def on_workers(make: Callable[[tf.Tensor, int], tf.data.Dataset], *, batches: in
     if not isinstance(found, tf.data.Dataset):
         raise InputError(f"`make` must return a tf.data.Dataset. Received: {type(found).__name__}.")
     return worker_data.tag(found.repeat().take(batches), make, batches)
+
+
+def _watching(cluster: Cluster, folder: str | Path | None) -> contextlib.AbstractContextManager[None]:
+    if folder is None:
+        return contextlib.nullcontext()
+    name = f"ps{cluster.task_index}" if cluster.task_type == "ps" else f"worker{cluster.rank}"
+    number = cluster.rank if cluster.rank >= 0 else cluster.size + cluster.task_index
+    return watching(Path(folder) / f"monitor-{name}.csv", worker=number, workers=cluster.size)
 
 
 def resolver(

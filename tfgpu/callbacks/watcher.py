@@ -1,9 +1,10 @@
 """The thread behind `Monitor`: takes samples, writes them, and puts epochs together."""
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -225,3 +226,32 @@ class Watcher:
         if text not in self._warned:
             self._warned.add(text)
             _log.warning("Monitor: %s. Training goes on.", text, exc_info=exc_info)
+
+
+@contextlib.contextmanager
+def watching(path: Path, *, worker: int, workers: int, every_s: float = 1.0) -> Iterator[None]:
+    """Watches a process that runs no `fit`: samples to a table, from the begin of the block to its end.
+
+    Args:
+        path: the table; one of an earlier training is gone on with.
+        worker: this process's number.
+        workers: how many train together.
+        every_s: seconds from sample to sample.
+    """
+    watcher = Watcher(
+        Places(samples=path),
+        begun=time.monotonic(),
+        every_s=every_s,
+        worker=worker,
+        workers=workers,
+        step=0,
+        computing_s=lambda: None,
+        epochs=[],
+    )
+    watcher.note(0, None)  # It waits for no step.
+    thread = threading.Thread(target=watcher.work, name="tfgpu-monitor", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        watcher.finish(thread)
