@@ -122,7 +122,9 @@ def with_gpus(facts):
         links = [{"gpus": [0, 1], "path": "NVLink", "reads": True}] if len(gpus) > 1 else []
         driver = {"version": "570.1", "cuda": list(cuda), "gpus": gpus, "links": links, "lost": []}
         facts["driver"] = driver | more
-        facts["tensorflow"]["gpus"] = [{"name": each["name"], "capability": "9.0"} for each in seen]
+        capabilities = [".".join(map(str, each.get("capability", (9, 0)))) for each in seen]
+        named = zip(seen, capabilities, strict=True)
+        facts["tensorflow"]["gpus"] = [{"name": each["name"], "capability": own} for each, own in named]
         return facts
 
     return change

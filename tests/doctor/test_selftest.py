@@ -73,6 +73,25 @@ def test_figures_of_gpus_against_what_their_makers_say(found, judged, facts, wit
     assert judged(found)["Sums between devices"].status == "warning"
 
 
+def test_a_gpu_before_ampere_is_judged_by_its_float32(found, judged, with_gpus, a_gpu):
+    with_gpus(a_gpu(name="Tesla T4", capability=[7, 5]))
+    t4 = {"kind": "GPU", "float32": rate(6e12), "bfloat16": rate(4e11)}  # it has no units for bfloat16
+    found["multiply"]["devices"] = [t4]
+    check = judged(found)["Matrix products"]
+    assert check.status == "ok" and check.figures["ratio"] == pytest.approx(6 / 8.1)
+    assert check.found == "GPU:0: 0.4 TFLOP/s in bfloat16, 6.0 in float32; 0.74 of t4's peak in float32"
+    found["multiply"]["devices"] = [t4 | {"float32": rate(2e12)}]
+    assert judged(found)["Matrix products"].status == "warning"
+
+
+def test_a_bridge_between_cards_is_not_judged_by_their_slot(found, judged, with_gpus, a_gpu):
+    name = "NVIDIA A100 80GB PCIe"
+    with_gpus(a_gpu(name=name), a_gpu(name=name, uuid="GPU-2"))  # the pair's path is NVLink
+    found["sums"] = {"devices": 2, "kind": "GPU", "bytes": 2**26, "sum": rate(2e11)}
+    check = judged(found)["Sums between devices"]
+    assert check.found.endswith("what the link can do is not known") and "peak" not in check.figures
+
+
 @pytest.mark.parametrize(
     ("change", "name", "status", "words"),
     [

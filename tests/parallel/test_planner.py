@@ -271,7 +271,7 @@ def test_the_planner_finds_a_layout_for_gpt3():
         (dict(memory=0), "such as '80GB'"),
         (dict(optimizer="admw"), "Did you mean 'adamw'"),
         (dict(precision="float17"), "Unknown precision"),
-        (dict(device="a10"), "Unknown device"),
+        (dict(device="a11"), "Unknown device"),
         (dict(loss="rows"), "Unknown loss"),
         (dict(efficiency=0), "`efficiency` must be above 0"),
         (dict(headroom=1), "`headroom` must be"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tfgpu.doctor.check import Check
-from tfgpu.parallel.planning.hardware import DEVICES, Device
+from tfgpu.parallel.planning.hardware import Device, driven
 from tfgpu.preflight import clocks
 
 LEAST = {"GPU products": 0.4, "CPU products": 0.5, "GPU sums": 0.3, "CPU sums": 0.02, "workers' sums": 0.02}
@@ -16,16 +16,8 @@ LEAST_DISK = 50e6
 """Bytes a second of a disk, or of an input, that holds up any training."""
 MOST_DIFFERENCE = {"CPU": 1e-5, "GPU": 1e-4}
 """By how much a weight may differ from one device's, as a part of it where it is above 1: rounding, and no more."""
-# The names that drivers give to the devices whose figures are known.
-_NAMES = {
-    r"H200(?! NVL)": "h200",
-    r"H100 80GB HBM3": "h100-80",
-    r"A100-SXM\d-80GB": "a100-80",
-    r"A100-SXM\d-40GB": "a100-40",
-    r"V100-SXM\d-32GB": "v100-32",
-    r"V100-SXM\d-16GB": "v100-16",
-    r"\bT4\b": "t4",
-}
+_AMPERE = (8, 0)
+"""The first compute capability with units for bfloat16 and TF32."""
 _LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _BUSY = "Look who else uses it (`nvidia-smi`, `top`), at heat and power ('GPU clocks' here), and run it again."
 
@@ -79,7 +71,7 @@ def known_device(name: str) -> Device | None:
         >>> known_device("NVIDIA H100 80GB HBM3").name, known_device("NVIDIA GeForce GTX 1080")
         ('h100-80', None)
     """
-    return next((DEVICES[key] for form, key in _NAMES.items() if re.search(form, name)), None)
+    return driven(name)
 
 
 def _products(found: dict, facts: Mapping[str, dict]) -> list[Check]:
@@ -93,14 +85,26 @@ def _products(found: dict, facts: Mapping[str, dict]) -> list[Check]:
             text = f"CPU: {rate / 1e9:.0f} GFLOP/s in float32, {rate / peak:.2f} of numpy's"
             checks.append(_rated(name, text, rate, peak, "CPU products"))
             continue
-        title = gpus[index]["name"] if index < len(gpus) else ""
-        known, rate = known_device(title), _median(each["bfloat16"])
-        text = f"GPU:{index}: {rate / 1e12:.0f} TFLOP/s in bfloat16, {_median(each['float32']) / 1e12:.0f} in float32"
-        text += " with TF32" if found["tf32"] else ""
-        peak = known.flops if known else None
-        text += f"; {rate / peak:.2f} of {known.name}'s peak" if known else f"; the peak of {title} is not known"
-        checks.append(_rated(name, text, rate, peak, "GPU products"))
+        gpu = gpus[index] if index < len(gpus) else {"name": ""}
+        known = known_device(gpu["name"])
+        rates = {kind: _median(each[kind]) for kind in ("bfloat16", "float32")}
+        text = f"GPU:{index}: {_tera(rates['bfloat16'])} TFLOP/s in bfloat16, {_tera(rates['float32'])} in float32"
+        judged = "bfloat16" if _capability(gpu) >= _AMPERE else "float32"
+        peak = known and known.flops_in(judged)
+        text += " with TF32" if found["tf32"] and judged == "bfloat16" else ""
+        text += f"; {rates[judged] / peak:.2f} of {known.name}'s peak" if known else ""
+        text += f" in {judged}" if known else f"; the peak of {gpu['name']} is not known"
+        checks.append(_rated(name, text, rates[judged], peak, "GPU products"))
     return checks
+
+
+def _tera(rate: float) -> str:
+    return f"{rate / 1e12:.0f}" if rate >= 1e13 else f"{rate / 1e12:.1f}"
+
+
+def _capability(gpu: Mapping) -> tuple[int, ...]:
+    """As TensorFlow tells it; where it does not, that of a GPU that has all."""
+    return tuple(int(part) for part in re.findall(r"\d+", gpu.get("capability", ""))) or _AMPERE
 
 
 def _sums(found: dict, facts: Mapping[str, dict]) -> Check:
@@ -125,7 +129,7 @@ def _link(driver: Mapping) -> tuple[float | None, str]:
     gpus, pairs = driver.get("gpus") or [], driver.get("links") or []
     known = known_device(gpus[0]["name"]) if gpus else None
     if pairs and all(each["path"] == "NVLink" for each in pairs):
-        return (known.bandwidth, "NVLink") if known else (None, "")
+        return (known.bandwidth, "NVLink") if known and known.link == "NVLink" else (None, "")
     slots = [gpu.get("pcie") or {} for gpu in gpus]
     rates = [
         _LANE[each["generation"]] * each["width"] for each in slots if each.get("generation") in _LANE and each["width"]
