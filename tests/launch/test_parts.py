@@ -162,7 +162,41 @@ def test_visible_gpus_are_read_as_cuda_reads_them(value, expected):
 @pytest.mark.gpu
 @pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="needs an NVIDIA GPU")
 def test_installed_gpus_are_counted():
-    assert machine.gpus({}) == [str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))] != []
+    found = machine.gpus({})
+    assert len(found) == len(set(found)) == len(list(Path("/dev").glob("nvidia[0-9]*"))) > 0
+
+
+# What `nvidia-smi -L` writes, and what CUDA_VISIBLE_DEVICES is shared out of.
+LISTED = {
+    "two": (
+        "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aa-1)\nGPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bb-2)\n",
+        ["GPU-aa-1", "GPU-bb-2"],
+    ),
+    "one is lost": (
+        "GPU 0: NVIDIA H100 PCIe (UUID: GPU-aa-1)\n"
+        "Unable to determine the device handle for gpu 0000:3B:00.0: GPU is lost.  Reboot the system.\n"
+        "GPU 2: NVIDIA H100 PCIe (UUID: GPU-cc-3)\n",
+        ["GPU-aa-1", "GPU-cc-3"],
+    ),
+    "slices": (
+        "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-aa-1)\n"
+        "  MIG 3g.20gb     Device  0: (UUID: MIG-77)\n"
+        "GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bb-2)\n",
+        ["0", "1"],
+    ),
+    "no UUID": ("GPU 0: Tesla K80\n", ["0"]),
+    "none": ("No devices were found\n", []),
+}
+
+
+@pytest.mark.parametrize("case", LISTED)
+def test_installed_gpus_are_named_by_uuid(case, tmp_path, monkeypatch):
+    text, expected = LISTED[case]
+    (tmp_path / "said").write_text(text)
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n[ $1 = -L ] && cat {tmp_path}/said\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert machine.gpus({}) == expected
 
 
 def test_cpus_are_those_that_this_process_may_use():

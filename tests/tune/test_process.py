@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -64,6 +65,32 @@ def test_gpus_are_shared_out_and_cores_where_there_are_none(monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
         where = process.places(64, use_ray=False)
         assert where.slots == 64 and set(where._devices) == {""} and where._threads == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, ["GPU-1f0c5a92", "GPU-2e7d1b40"]),
+        ({"GPUS": "4", "LOST": "1"}, ["GPU-1f0c5a92", "GPU-3b6a90c1", "GPU-4c51d7e8"]),
+        ({"LOST_UNDER_WAY": "1"}, ["GPU-1f0c5a92"]),
+        ({"MIG": "1", "SLICES": "1"}, ["0", "1"]),
+        ({"INIT": "9"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-2e7d,0"}, ["GPU-2e7d", "0"]),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,0"}, ["1"]),  # CUDA stops there
+    ],
+)
+def test_trials_get_gpus_by_uuid_and_none_that_is_lost(told, expected, nvml):
+    code = "import json; from tfgpu.tune import process; print(json.dumps(process.visible_gpus()))"
+    kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**kept, "LD_LIBRARY_PATH": str(nvml), **told},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
 def test_the_epoch_that_counts_is_the_one_whose_weights_the_run_ends_with():

@@ -1,10 +1,12 @@
 """What one machine has for the processes that it is to run: CPUs and GPUs. Nothing here starts TensorFlow."""
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+_GPU = re.compile(r"GPU (?P<number>\d+): .*?(\(UUID: (?P<uuid>GPU-[^)\s]+)\))?$")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -19,7 +21,9 @@ def cpus() -> int:
 
 
 def gpus(environ: Mapping[str, str]) -> list[str]:
-    """Lists the GPUs as CUDA_VISIBLE_DEVICES names them.
+    """Lists the GPUs as CUDA_VISIBLE_DEVICES names them: by UUID where nobody has named them yet.
+
+    CUDA's numbers need not be the driver's, and a GPU that is lost has a number but cannot be used.
 
     Args:
         environ: where CUDA_VISIBLE_DEVICES stands, these are its entries; CUDA itself stops reading at a wrong one.
@@ -30,7 +34,7 @@ def gpus(environ: Mapping[str, str]) -> list[str]:
     """
     outer = environ.get("CUDA_VISIBLE_DEVICES")
     if outer is None:
-        return [str(index) for index in range(_installed())]
+        return _installed()
     names = []
     for name in (part.strip() for part in outer.split(",")):
         if not name or name.startswith("-") or name == "NoDevFiles":
@@ -39,9 +43,13 @@ def gpus(environ: Mapping[str, str]) -> list[str]:
     return names
 
 
-def _installed() -> int:
+def _installed() -> list[str]:
+    """The GPUs that answer. Of those that are cut into slices CUDA takes one by the number, so then it is numbers."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+        return []
+    lines = [_GPU.match(line.rstrip()) for line in done.stdout.splitlines()]
+    found = [(line["number"], line["uuid"]) for line in lines if line]
+    is_cut = re.search(r"(?m)^\s+MIG ", done.stdout)
+    return [number if is_cut or not uuid else uuid for number, uuid in found]

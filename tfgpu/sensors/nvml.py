@@ -58,6 +58,16 @@ def handles(nvml: Any) -> tuple[dict[int, Any], dict[int, str]]:
     return found, lost
 
 
+def living(nvml: Any) -> dict[int, Any]:
+    """The GPUs that answer, by NVML's index: one that went after NVML had begun still has its handle."""
+    found = {}
+    for index, handle in handles(nvml)[0].items():
+        with contextlib.suppress(nvml.NVMLError):
+            answer(nvml.nvmlDeviceGetMemoryInfo, handle)
+            found[index] = handle
+    return found
+
+
 def asked(function: Callable, *arguments: Any) -> Any:
     """NVML's answer, or `None` where this GPU or this driver has none."""
     import pynvml

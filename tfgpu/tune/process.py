@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tfgpu.errors import InputError
+from tfgpu.launch import machine
 from tfgpu.redact import printable
 from tfgpu.sensors import nvml
 
@@ -247,13 +248,18 @@ def places(parallel: int, *, use_ray: bool) -> Local | OnRay:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return tuple(name.strip() for name in given.split(",") if name.strip() and name.strip() != "-1")
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: by UUID where nobody has named them yet.
+
+    CUDA's numbers need not be the driver's, and a GPU that is lost has a number but cannot be used.
+    """
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return tuple(machine.gpus(os.environ))
     try:
         with nvml.opened() as driver:
-            return tuple(map(str, range(driver.nvmlDeviceGetCount())))
+            found = nvml.living(driver)
+            if any(nvml.slices(driver, handle) for handle in found.values()):
+                return tuple(map(str, found))  # Of one that is cut into slices CUDA takes the first, by the number.
+            return tuple(driver.nvmlDeviceGetUUID(handle) for handle in found.values())
     except Exception:  # No driver is no GPU; pynvml has a class for each way to say so.
         return ()
 
