@@ -6,6 +6,7 @@ import os
 import pytest
 
 from tfgpu import doctor
+from tfgpu.doctor.facts import asking
 
 AWAY = ("TF_CONFIG", "KERAS_BACKEND", "TF_USE_LEGACY_KERAS", "TFGPU_REPAIR", "CUDA_VISIBLE_DEVICES")
 AWAY += ("TFGPU_HEARTBEAT", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "SGE_TASK_ID")
@@ -133,3 +134,16 @@ def with_gpus(facts):
 @pytest.fixture(scope="session")
 def a_gpu():
     return gpu
+
+
+@pytest.fixture
+def told(nvml, clean, tmp_path):
+    """What the driver's question brings where NVML is the stand-in, which is told so."""
+    (tmp_path / "proc/4711").mkdir(parents=True)
+    (tmp_path / "proc/4711/comm").write_text("python3\n")
+
+    def ask(**fault):
+        environ = asking.with_tfgpu(clean(LD_LIBRARY_PATH=str(nvml), **fault))
+        return asking.ask("tfgpu.doctor.facts.gpus", ["driver"], environ=environ, seconds=60, root=str(tmp_path))
+
+    return ask
