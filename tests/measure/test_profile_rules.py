@@ -13,7 +13,7 @@ from traces import space, steps
 
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes.recording import Stage
-from tfgpu.measure.profiling import commands, findings, reading, spans, stages, targets, trace, verdict, writing
+from tfgpu.measure.profiling import advice, commands, findings, reading, spans, stages, targets, trace, verdict, writing
 from tfgpu.measure.profiling.around import Around, Change
 from tfgpu.measure.profiling.reading import Shares
 from tfgpu.measure.profiling.session import profile
@@ -75,7 +75,10 @@ def test_of_several_gpus_the_mean_counts():
         ({"compute": 0.6, "input": 0.3, "launch": 0.1}, "input-bound"),
         ({"compute": 0.6, "copy in": 0.3, "launch": 0.1}, "input-bound"),
         ({"compute": 0.4, "communication": 0.4, "launch": 0.2}, "communication-bound"),
-        ({"compute": 0.4, "launch": 0.2, "between": 0.2, "input": 0.2}, "launch-bound"),
+        ({"compute": 0.4, "launch": 0.21, "between": 0.2, "input": 0.19}, "launch-bound"),
+        ({"compute": 0.4, "launch": 0.1, "between": 0.1, "python": 0.1, "input": 0.3}, "python-bound"),
+        ({"compute": 0.4, "compile": 0.2, "graphs": 0.2, "between": 0.2}, "compile-bound"),
+        ({"compute": 0.4, "compile": 0.1, "between": 0.2, "input": 0.3}, "python-bound"),
         ({"graphs": 0.5, "input": 0.5}, "input-bound"),
         ({}, "unknown"),
     ],
@@ -161,6 +164,11 @@ def test_steps_are_found_without_marks_too():
     assert judged(host(python=[*steps((0, 50), kind="test"), *steps((100, 150))])).window.start == 100_000
 
 
+def work(end):
+    """Operations that take all the time up to `end`."""
+    return [("dense/MatMul:MatMul", 0, end, {})]
+
+
 def call(at, traced, count, name="step"):
     way = "traced-nonXla" if traced else "notTraced-nonXla"
     return name, at, at + 90, {"tf_function_call": way, "tracing_count": count}
@@ -176,10 +184,11 @@ def call(at, traced, count, name="step"):
 )
 def test_retracing_names_the_function_and_the_argument(change, text, knob):
     calls = [call(0, True, 2), call(100, False, 2), call(200, True, 3), call(300, False, 3)]
-    (found,) = judged(host(python=calls), Around(changes=(change,))).findings
+    found = judged(host(python=calls, pool=work(400)), Around(changes=(change,))).findings[0]
     assert (found.name, found.where, found.share) == ("retracing", "step", pytest.approx(180 / 390))
     assert "2 of 4 calls" in found.seen and text in found.seen and knob in found.knob
-    assert names(judged(host(python=[call(0, True, 1), call(100, False, 1), call(200, False, 1)]))) == []
+    healthy = [call(0, True, 1), call(100, False, 1), call(200, False, 1)]
+    assert names(judged(host(python=healthy, pool=work(300)))) == []
 
 
 def test_functions_that_are_made_anew_are_told_apart():
@@ -197,9 +206,12 @@ def test_the_loops_of_tfgpu_itself_are_no_functions_made_anew():
 
 def test_xla_that_compiles_again_is_found():
     name = "a_inference_step_76__XlaMustCompile_true_.2"
-    work = [("CpuCompiler::RunBackend", at, at + 50, {"name": name}) for at in (10, 110, 210)]
-    (found,) = judged(host(python=[*steps((0, 500)), *work])).findings
-    assert (found.name, found.where, found.figures["times"], found.share) == ("recompiling", "step", 3, 0.3)
+    compiles = [("CpuCompiler::RunBackend", at, at + 50, {"name": name}) for at in (10, 110, 210)]
+    report = judged(host(python=[*steps((0, 260)), *compiles]))
+    (found,) = report.findings
+    assert report.verdict == "compile-bound"
+    assert (found.name, found.where, found.figures["times"]) == ("recompiling", "step", 3)
+    assert found.share == pytest.approx(150 / 260)
 
 
 def test_a_read_in_each_step_is_found_and_one_now_and_then_is_not():
@@ -309,11 +321,12 @@ def test_rows_of_a_step_are_read_from_the_shapes_where_they_are_sure(shapes, bat
 def test_input_that_no_worker_shards_is_found():
     calls = [call(at, False, 1) for at in (0, 100, 200)]
     feed = [iterator("Map", 0, 10, 2, 99)]
-    (found,) = judged(host(python=calls, feed=feed), Around(workers=4)).findings
+    pool = work(300)
+    (found,) = judged(host(python=calls, feed=feed, pool=pool), Around(workers=4)).findings
     assert found.name == "unsharded_input" and found.share is None and "unless you divide the files" in found.seen
     sharded = [*feed, iterator("Shard", 0, 5, 1, 2)]
-    assert names(judged(host(python=calls, feed=sharded), Around(workers=4))) == []
-    assert names(judged(host(python=calls, feed=feed), Around(workers=1))) == []
+    assert names(judged(host(python=calls, feed=sharded, pool=pool), Around(workers=4))) == []
+    assert names(judged(host(python=calls, feed=feed, pool=pool), Around(workers=1))) == []
 
 
 def test_python_in_the_compiled_step_is_found():
@@ -328,7 +341,60 @@ def test_work_between_steps_is_found_unless_it_is_one_pause():
     assert names(judged(host(python=steps(*marks), pool=work))) == ["work_between_steps"]
     once = [(0, 300), (700, 1000)]
     work = [("MatMul:MatMul", start, end, {}) for start, end in once]
-    assert names(judged(host(python=steps(*once), pool=work))) == []
+    report = judged(host(python=steps(*once), pool=work))
+    assert (report.verdict, names(report)) == ("python-bound", ["python_time"])
+    assert "a single pause" in report.findings[0].seen and "record more steps" in report.findings[0].knob
+
+
+def test_pythons_time_between_the_calls_of_a_function_is_its_own():
+    calls = [call(at, False, 1) for at in range(0, 2000, 400)]
+    report = judged(host(python=calls, pool=[("MatMul:MatMul", at, at + 90, {}) for at in range(0, 2000, 400)]))
+    assert report.verdict == "python-bound" and names(report) == ["work_between_steps"]
+    assert report.shares["between"] == pytest.approx(310 / 400) and report.shares["launch"] == 0
+    assert "several steps in one call: @tf.function" in report.findings[0].knob
+    marks = [("mine", at, at + 400, {"step_num": at, "_r": 1}) for at in range(0, 2000, 400)]
+    report = judged(host(python=[*marks, *calls]))
+    assert report.verdict == "python-bound" and report.shares["python"] == pytest.approx(310 / 400)
+    marked = [("tfgpu.steps", at, at + 90, {"steps": 1, "kind": "train"}) for at in range(0, 2000, 400)]
+    knob = judged(host(python=marked)).findings[0].knob
+    assert 'steps_per_execution="auto"' in knob and "every_batch" in knob
+
+
+def one_block(*events, kernels=()):
+    return judged({**host(python=[*steps((0, 1000), count=4), *events]), "/device:GPU:0": {"Stream #7": list(kernels)}})
+
+
+@pytest.mark.parametrize(
+    "events, bound, knob",
+    [
+        ([], "launch-bound", "jit_compile"),
+        ([("tf.function-graph_building", 100, 900, {})], "compile-bound", "drop_remainder=True"),
+        ([("CpuCompiler::RunBackend", 100, 900, {"name": "a"})], "compile-bound", "--skip 20 --calls 100"),
+        ([("tfgpu.host_read", 100, 900, {"where": "a.py:1"})], "python-bound", "more steps a call"),
+        ([("IteratorGetNextOp::DoCompute", 100, 900, {})], "input-bound", "prefetch"),
+    ],
+)
+def test_no_verdict_stands_without_a_knob(events, bound, knob):
+    kernels = [("long_kernel", 0, 100, {})]
+    report = one_block(*events, kernels=kernels)
+    assert report.verdict == bound
+    (found,) = [one for one in report.findings if one.name in (*advice.NAMES, *advice.SPEAKING[bound])]
+    assert found.knob and knob in found.knob and found.share > 1 / 3
+    assert found.name in writing.text(report)
+
+
+def test_small_collectives_that_bound_the_steps_all_the_same_have_a_knob():
+    kernels = [("long_kernel", 0, 600, {}), ("ncclDevKernel_AllReduce", 600, 740, {})]
+    report = one_block(("IteratorGetNextOp::DoCompute", 740, 870, {}), kernels=kernels)
+    assert report.shares["communication"] == pytest.approx(0.14) and findings.WORTH > 0.14
+    assert (report.verdict, names(report)) == ("communication-bound", ["communication"])
+
+
+def test_a_loop_of_eager_operations_is_pythons():
+    fetches = [("EagerLocalExecute: IteratorGetNext", at, at + 10, {}) for at in range(0, 1000, 100)]
+    report = judged(host(python=fetches))
+    assert (report.verdict, names(report)) == ("python-bound", ["python_time"])
+    assert "@tf.function above the step" in report.findings[0].knob
 
 
 pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda p: (min(p), max(p))), max_size=12)
@@ -417,5 +483,7 @@ def test_the_command_lines_of_nsys_and_ncu_are_whole():
 
 def test_every_rule_has_its_row_in_the_docs():
     page = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text()
-    for name in (*findings.RULES, *reading.PARTS):
+    for name in (*findings.RULES, *advice.NAMES, *reading.PARTS):
         assert f"| `{name}` |" in page, name
+    for name in ("compute-bound", *verdict.OVERHEADS, *advice.SPEAKING):
+        assert f"**{name}**" in page, name

@@ -223,7 +223,9 @@ def recompiling(seen: Seen) -> list[Finding]:
 
 def tiny_batch(seen: Seen) -> list[Finding]:
     """The operations are so short that launching them takes most of the time."""
-    overhead = seen.shares["launch"] + seen.shares["between"]
+    overhead = seen.shares["launch"]
+    if seen.window.marked_by == "tfgpu":  # Between blocks that are so short, too; in a loop that is Python's own time.
+        overhead += seen.shares["between"]
     work = [one for each in seen.found.kernels.values() for one in each] or seen.found.operations
     work = seen.inside(work)
     if seen.window.steps is None or not work or overhead < 0.4 or eager_step(seen):
@@ -330,14 +332,34 @@ def slow_collectives(seen: Seen) -> list[Finding]:
 
 def work_between_steps(seen: Seen) -> list[Finding]:
     """Python does other things between the steps: callbacks, logs, checkpoints."""
-    share, inside = seen.shares["between"], seen.window.inside
-    between = sorted(after[0] - before[1] for before, after in zip(inside, inside[1:], strict=False))
-    steady = sum(between[:-1]) / max(1, seen.window.length)  # The longest one may be the only one: an epoch's end.
+    share = seen.shares["between"]
+    # The longest one may be the only one: an epoch's end.
+    steady = sum(sorted(pauses(seen))[:-1]) / max(1, seen.window.length)
     if min(share, steady) < WORTH or tiny_batch(seen) or eager_step(seen):
         return []
     text = f"For {share:.0%} of the time no step runs: callbacks, logs, checkpoints, or Python of your own."
-    knob = "every_batch = False in callbacks that need no single batch; checkpoints by tfgpu.callbacks.Checkpoint."
-    return [Finding("work_between_steps", text, knob, "", share, {"share": share})]
+    return [Finding("work_between_steps", text, python_knob(seen), "", share, {"share": share})]
+
+
+def pauses(seen: Seen) -> list[int]:
+    """The lengths of the times between steps, or blocks of them."""
+    inside = seen.window.inside
+    return [after[0] - before[1] for before, after in zip(inside, inside[1:], strict=False)]
+
+
+def python_knob(seen: Seen) -> str:
+    """What helps where Python's own lines take the time around the steps."""
+    if seen.window.marked_by == "tfgpu":
+        return (
+            'model.compile(..., steps_per_execution="auto"): more steps a call; every_batch = False in callbacks that '
+            "need no single batch; checkpoints by tfgpu.callbacks.Checkpoint."
+        )
+    if seen.window.marked_by == "batches":
+        return "put @tf.function above the step: TensorFlow then runs it whole, without Python."
+    return (
+        "several steps in one call: @tf.function around a loop `for x, y in dataset.take(64)` with the step in it; or "
+        'model.fit with compile(..., steps_per_execution="auto"). Logs and checkpoints each 100 steps.'
+    )
 
 
 RULES: dict[str, Callable[[Seen], list[Finding]]] = {

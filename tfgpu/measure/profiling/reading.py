@@ -19,7 +19,7 @@ class Window:
         start: nanoseconds.
         end: likewise.
         steps: how many; None where nothing in the trace says.
-        inside: the spans in which they ran; between them Python does other things.
+        inside: the spans in which they ran; between them Python does other things. Empty where Python runs the steps.
         marked_by: who said so: `"tfgpu"`, `"script"`, a tf.function's name, `"batches"` or `""`.
     """
 
@@ -95,11 +95,12 @@ def window(found: Sorted, length: int) -> Window:
         return Window(found.marks[0][0], found.marks[-1][1], len(found.marks), tuple(found.marks), "script")
     for name, _ in Counter(call.name for call in found.calls).most_common(1):
         calls = [(call.start, call.end) for call in found.calls if call.name == name]
-        if len(calls) > 1:  # From a call to the next: what lies between belongs to the step.
-            return Window(calls[0][0], calls[-1][0], len(calls) - 1, ((calls[0][0], calls[-1][0]),), name)
+        if len(calls) > 1:  # From a call to the next: what lies between is counted to the step's time.
+            return Window(calls[0][0], calls[-1][0], len(calls) - 1, tuple(calls[:-1]), name)
     if len(found.fetches) > 1:
+        # No tf.function is called: Python itself runs the steps, between the batches.
         first, last = found.fetches[0][0], found.fetches[-1][0]
-        return Window(first, last, len(found.fetches) - 1, ((first, last),), "batches")
+        return Window(first, last, len(found.fetches) - 1, (), "batches")
     return Window(0, length, None, ((0, length),), "")
 
 
@@ -121,7 +122,12 @@ def divided(found: Sorted, where: Window, device: str) -> dict[str, list[Span]]:
     """The spans of each part, for one device or the `"host"`; together they fill the window."""
     work = found.kernels.get(device, []) if found.kernels else found.operations
     talk = [*found.talk.get(device, []), *found.talk.get("host", [])]
-    python = [*found.reads, *found.python, *found.eager]
+    python = [(one.start, one.end) for one in (*found.reads, *found.python, *found.eager)]
+    if where.marked_by == "batches":
+        python.append((where.start, where.end))
+    elif where.marked_by == "script":  # In the script's marks TensorFlow runs where a function is called.
+        called = [(call.start, call.end) for call in found.calls]
+        python += [rest for span in where.inside for rest in spans.without([span], called)]
     claims = {
         "compute": [(one.start, one.end) for one in work],
         "communication": talk,
@@ -131,7 +137,7 @@ def divided(found: Sorted, where: Window, device: str) -> dict[str, list[Span]]:
         "compile": [(one.start, one.end) for one in found.compiles],
         # The first call of a new graph also optimizes it.
         "graphs": [*found.graphs, *((call.start, call.end) for call in found.calls if call.traced)],
-        "python": [(one.start, one.end) for one in python],
+        "python": python,
         "launch": list(where.inside),
         "between": [(where.start, where.end)],
     }

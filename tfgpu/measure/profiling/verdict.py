@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tfgpu.measure.profiling import findings, reading, sorting
+from tfgpu.measure.profiling import advice, findings, reading, sorting
 from tfgpu.measure.profiling.around import Around
 from tfgpu.measure.profiling.findings import Finding, Seen
 from tfgpu.measure.profiling.reading import Gap, Shares, Top, Window
@@ -17,24 +17,32 @@ from tfgpu.measure.profiling.trace import Trace
 _FIRST = re.compile(r"\[([^,\]]*)[^\]]*\]|<unknown>")
 ENOUGH = 2 / 3
 """Steps that compute for this part of their time are compute-bound."""
+OVERHEADS = {
+    "launch-bound": ("launch",),
+    "python-bound": ("python", "between", "copy out"),
+    "compile-bound": ("compile", "graphs"),
+}
+"""What is neither work nor a wait for others, by the verdict where it is the greatest."""
 CAUSES = {
     "input-bound": ("input", "copy in"),
     "communication-bound": ("communication",),
-    "launch-bound": ("launch", "between", "python", "graphs", "compile", "copy out"),
+    "overhead": tuple(part for parts in OVERHEADS.values() for part in parts),
 }
-"""The other verdicts, and the parts of the time that speak for each."""
+"""The verdicts but for compute-bound, and the parts of the time that speak for each."""
 
 
 def bound(shares: Shares) -> str:
     """Says what bounds the steps.
 
-    They are compute-bound where they compute for two thirds of the time; else the greatest of the other causes counts.
+    They are compute-bound where they compute for two thirds of the time; else the greatest of the other causes counts:
+    the input, communication, or overhead, of which the greatest part gives the name.
 
     Args:
         shares: where the time went.
 
     Returns:
-        `"input-bound"`, `"launch-bound"`, `"compute-bound"`, `"communication-bound"`, or `"unknown"` for no time.
+        `"input-bound"`, `"launch-bound"`, `"python-bound"`, `"compile-bound"`, `"compute-bound"`,
+        `"communication-bound"`, or `"unknown"` for no time.
 
     Example:
         >>> bound(Shares({"compute": 0.5, "input": 0.3, "launch": 0.2}, device=False))
@@ -44,7 +52,12 @@ def bound(shares: Shares) -> str:
         return "unknown"
     if shares["compute"] >= ENOUGH:
         return "compute-bound"
-    return max(CAUSES, key=lambda name: sum(shares[part] for part in CAUSES[name]))
+    cause = _greatest(CAUSES, shares)
+    return _greatest(OVERHEADS, shares) if cause == "overhead" else cause
+
+
+def _greatest(causes: dict[str, tuple[str, ...]], shares: Shares) -> str:
+    return max(causes, key=lambda name: sum(shares[part] for part in causes[name]))
 
 
 @dataclass(frozen=True)
@@ -127,11 +140,12 @@ def judge(trace: Trace, look: Callable[[set[str]], Around] | None = None) -> Rep
     cores = reading.tensor_core_share(found, window)
     batch = around.batch or _batch(trace)
     work = [one for each in found.kernels.values() for one in each] or found.operations
+    seen, name = Seen(found, window, shares, stages, cores, around, batch), bound(shares)
     return Report(
-        verdict=bound(shares),
+        verdict=name,
         shares=shares,
         window=window,
-        findings=findings.judge(Seen(found, window, shares, stages, cores, around, batch)),
+        findings=_findings(name, seen),
         top=reading.top(work, window),
         gaps=reading.gaps(parts, window),
         tensor_cores=cores,
@@ -141,6 +155,14 @@ def judge(trace: Trace, look: Callable[[set[str]], Around] | None = None) -> Rep
         batch=batch,
         parts=parts,
     )
+
+
+def _findings(verdict: str, seen: Seen) -> tuple[Finding, ...]:
+    """What the rules found, and what helps against the verdict where none of them says so."""
+    found = findings.judge(seen)
+    parts = (CAUSES | OVERHEADS).get(verdict, ())
+    more = advice.general(verdict, sum(seen.shares[part] for part in parts), seen, found)
+    return tuple(sorted([*found, *more], key=lambda finding: -(finding.share or 0)))
 
 
 def _batch(trace: Trace) -> int | None:
