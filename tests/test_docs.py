@@ -1,10 +1,12 @@
-"""Every Python block of the README and the docs runs, each page in a process with two logical CPU devices; other
-frameworks' blocks (```py) are Python at least; every command that a page shows is one that there is."""
+"""Every Python block of the README and the docs runs: each page in a process with two logical CPU devices, a block that
+says `# tfgpu launch ...` by that command, one that takes an engine (Ray, Spark) where there is one. Other frameworks'
+blocks (```py) compile at least; every command that a page shows is one that there is."""
 
 import ast
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +16,27 @@ import pytest
 from tfgpu import cli
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
+PAGES += sorted((ROOT / "docs").glob("**/*.md"))
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LANGUAGES = {
+    "python": "runs in the tests",
+    "py": "another library's code, which compiles",
+    "sh": "commands; those of tfgpu exist",
+    "text": "what is printed",
+}
 START = "import tfgpu\ntfgpu.environment.set_logical_devices(2)\n"
+# The first line of a script that several processes run, and of a file that other blocks import.
+LAUNCH = re.compile(r"# tfgpu (launch .* train\.py)\n")
+FILE = re.compile(r"# (\w+\.py)\n")
 
+# Text of a block that takes an engine, the module it is, and how to have it.
+ENGINES = {
+    "launch.ray_job(": ("ray", "Ray: pip install 'tfgpu[ray]'"),
+    "import SparkSession": ("pyspark", "Spark: pip install 'tfgpu[spark]'"),
+    "from nvidia.dali": ("nvidia.dali", "DALI: pip install 'tfgpu[dali]'"),
+    'Track("mlflow"': ("mlflow", "MLflow: pip install 'tfgpu[track]'"),
+}
 
 # They take ten seconds and more; `.ci/run` has them.
 SLOW = {
@@ -25,43 +44,123 @@ SLOW = {
     *("from-pytorch.md", "from-tf-distribute.md", "horovod.md", "incremental.md", "memory.md", "parallel.md"),
     *("planner.md", "profiling.md", "recipes.md", "speed.md", "training-loops.md", "tuning.md"),
 }
-SHOWN = re.compile(r"^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for found, text in FENCE.findall(page.read_text()) if found == language]
+
+
+def engine(block: str) -> tuple[str, str] | None:
+    return next((needed for words, needed in ENGINES.items() if words in block), None)
+
+
+def together(page: Path) -> list[str]:
+    """The blocks that run one after another in one process."""
+    return [block for block in blocks(page, "python") if not LAUNCH.match(block) and not engine(block)]
 
 
 def pages():
     for page in PAGES:
-        if BLOCK.search(page.read_text()):
+        if together(page):
             yield pytest.param(page, id=page.name, marks=pytest.mark.slow if page.name in SLOW else ())
+
+
+def alone(chosen):
+    """The blocks that `chosen` takes, each with its page."""
+    for page in PAGES:
+        for number, block in enumerate(filter(chosen, blocks(page, "python")), 1):
+            yield pytest.param(page, block, id=f"{page.name}-{number}", marks=pytest.mark.slow)
+
+
+def run(words: list[str], script: str, *, page: Path, folder: Path, timeout: float = 240) -> str:
+    """Runs a script, beside the files that its page has, and returns what it printed."""
+    for block in filter(FILE.match, blocks(page, "python")):
+        (folder / FILE.match(block)[1]).write_text(block)
+    (folder / "train.py").write_text(script)
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": paths}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize("page", list(pages()))
 def test_code_runs(page, tmp_path):
-    script = tmp_path / "page.py"
-    script.write_text(START + "\n".join(BLOCK.findall(page.read_text())))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(["train.py"], START + "\n".join(together(page)), page=page, folder=tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("page", "block"), list(alone(LAUNCH.match)))
+def test_code_of_several_processes_runs(page, block, tmp_path):
+    words = shlex.split(LAUNCH.match(block)[1])
+    run(["-m", "tfgpu", *words], block, page=page, folder=tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """What the blocks with an engine find beside them: a folder of photos."""
+    keras = pytest.importorskip("keras")
+    for kind in range(10):
+        (tmp_path / "photos" / str(kind)).mkdir(parents=True)
+        for number in range(2):
+            picture = keras.random.uniform((40 + kind, 60, 3), maxval=255, seed=number)
+            keras.utils.save_img(tmp_path / "photos" / str(kind) / f"{number}.jpg", picture)
+    return tmp_path
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize(("page", "block"), list(alone(engine)))
+def test_code_that_takes_an_engine_runs_where_there_is_one(page, block, folder):
+    module, name = engine(block)
+    pytest.importorskip(module, reason=f"needs {name}")
+    if module == "pyspark" and shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        pytest.skip("needs Java: apt-get install openjdk-17-jre-headless")
+    run(["train.py"], block, page=page, folder=folder, timeout=600)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_of_others_is_python(page):
-    for block in SHOWN.findall(page.read_text()):
-        ast.parse(block)
+def test_every_fence_says_what_it_holds(page):
+    """A fence without one of these words, or one that stands further in, would be neither run nor read."""
+    inside, wrong = False, []
+    for line in page.read_text().splitlines():
+        if line.lstrip().startswith(("```", "~~~")):
+            if not inside and line.removeprefix("```") not in LANGUAGES:
+                wrong.append(line)
+            inside = not inside
+    assert not wrong and not inside, f"one of {sorted(LANGUAGES)}: {wrong}"
 
 
-SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_of_others_compiles(page):
+    for block in blocks(page, "py"):
+        compile(block, page.name, "exec")
+        imported = {name.name for node in ast.walk(ast.parse(block)) if hasattr(node, "names") for name in node.names}
+        assert "tfgpu" not in imported, "tfgpu's own code runs: write `python`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_printed_is_no_code(page):
+    for block in blocks(page, "text"):
+        assert not re.search(r"^(\$ )?tfgpu [a-z]|^(import|from) \w|^\w+ = ", block, re.MULTILINE), block
+
+
 # The command, what it is given, and nothing of what the shell does with it.
 CALL = re.compile(r"^(?:\w+=\S+ )*tfgpu ([^|&>#\n]+)", re.MULTILINE)
 GROUPS = ("bench", "data", "find")
 
 
-def calls():
+def commands():
     for page in PAGES:
-        for block in SHELL.findall(page.read_text()):
-            for words in CALL.findall(block.replace("\\\n", " ")):
-                yield pytest.param(shlex.split(words), id=f"{page.name}: {words.strip()[:60]}")
+        for block in blocks(page, "sh"):
+            yield page, block.replace("\\\n", " ")
+
+
+def calls():
+    for page, block in commands():
+        for words in CALL.findall(block):
+            yield pytest.param(shlex.split(words), id=f"{page.name}: {words.strip()[:60]}")
 
 
 @pytest.mark.parametrize("words", list(calls()))
@@ -71,3 +170,12 @@ def test_the_command_line_has_what_a_page_shows(words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*words[:at], "--help", *words[at:]])
     assert not ended.value.code, capsys.readouterr().err
+
+
+def test_the_other_commands_are_there():
+    """What `make` and Python are asked to do."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page, block in commands():
+        assert set(re.findall(r"^make ([a-z-]+)", block, re.MULTILINE)) <= targets, page.name
+        for script in re.findall(r"^(?:\w+=\S+ )*python (\w+/\S+\.py)", block, re.MULTILINE):
+            assert (ROOT / script).exists(), f"{page.name}: {script}"
