@@ -24,7 +24,7 @@ from keras.src.saving import saving_lib
 from keras.src.trainers.trainer import Trainer
 
 from tfgpu.errors import InputError, MachineError
-from tfgpu.keras_fixes import gradients, meter, replica, state
+from tfgpu.keras_fixes import functions, gradients, meter, replica, state
 from tfgpu.keras_fixes.seam import wrap
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Averager:
         self.outer, self.sent = None, {}
         self._anchors = ()
         self._optimizers, self._assigned = {}, {}
-        self._settle = tf.function(self._settled, autograph=False)
+        self._settle = functions.own(self._settled)
         if self._inner is None and (plan.after or plan.outer):
             raise InputError("`after` and `outer` need the model's own optimizer. Give `model.compile` one.")
         with tf.init_scope(), self._strategy.scope():

@@ -22,7 +22,7 @@ from keras.src.trainers.trainer import Trainer
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 from tfgpu.errors import InputError, MachineError
-from tfgpu.keras_fixes import blocks, pieces, processes, worker_data
+from tfgpu.keras_fixes import blocks, functions, pieces, processes, worker_data
 from tfgpu.keras_fixes.closures import Closures, workers_of
 from tfgpu.keras_fixes.seam import wrap
 
@@ -115,7 +115,7 @@ def _closures_of(model) -> list[Closures]:
 
 def _predict_here(model) -> Callable:
     """Predicts on the coordinator, in the data's order, reading the weights from the parameter servers."""
-    step = tf.function(model._autoconvert_optionals(model.predict_step), reduce_retracing=True, autograph=False)
+    step = functions.own(model._autoconvert_optionals(model.predict_step), reduce_retracing=True)
 
     def predict(data: list):
         found = [step(batch) for batch in data]

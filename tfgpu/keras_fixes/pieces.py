@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import blocks, orders, processes, replica
+from tfgpu.keras_fixes import blocks, functions, orders, processes, replica
 from tfgpu.keras_fixes.seam import wrap
 
 _here = threading.local()
@@ -110,6 +110,25 @@ def piece_of_batch(batch, at, count: int, *, stand_in: bool = True) -> Piece:
     return Piece(data, rows, offset, tf.convert_to_tensor(total))
 
 
+def _dealing(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, with_places: bool) -> Callable:
+    """`deal` as a tf.function, which the strategy keeps: one of each data set's own would be traced at each `predict`.
+
+    Data of other shapes, but for the number of rows, has another one: what `reduce_retracing` made of both could have
+    no rank.
+    """
+
+    def but_for_rows(spec):
+        is_plain = isinstance(spec, tf.TensorSpec) and spec.shape.rank
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if is_plain else spec
+
+    kept = vars(strategy).setdefault("_tfgpu_dealing", {})
+    key = repr(tf.nest.map_structure(but_for_rows, dataset.element_spec)), with_places
+    if key not in kept:
+        cut = functools.partial(deal, strategy, with_places=with_places)
+        kept[key] = functions.own(cut, reduce_retracing=True)
+    return kept[key]
+
+
 def rows_of(data) -> tf.Tensor:
     """Rows of a replica's data: the first dimension of its first tensor, or 1 where that is a scalar."""
     for value in tf.nest.flatten(data):
@@ -179,8 +198,7 @@ class Dealt:
 
     def __init__(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, with_places: bool):
         self._strategy, self._dataset, self._with_places = strategy, dataset, with_places
-        cut = functools.partial(deal, strategy, with_places=with_places)
-        self._deal = tf.function(tf.autograph.experimental.do_not_convert(cut), reduce_retracing=True)
+        self._deal = _dealing(strategy, dataset, with_places)
 
     @functools.cached_property
     def element_spec(self):

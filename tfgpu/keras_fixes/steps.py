@@ -16,7 +16,19 @@ from keras.src import backend, tree
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.trainers.trainer import Trainer
 
-from tfgpu.keras_fixes import attributes, averaging, blocks, layers, meter, picks, pieces, recording, replica, trials
+from tfgpu.keras_fixes import (
+    attributes,
+    averaging,
+    blocks,
+    functions,
+    layers,
+    meter,
+    picks,
+    pieces,
+    recording,
+    replica,
+    trials,
+)
 from tfgpu.keras_fixes.seam import wrap
 
 _log = logging.getLogger(__name__)
@@ -67,7 +79,7 @@ class Steps:
         self._on_data = functools.cache(lambda **how: self._compile(functools.partial(self._run_once, **how)))
         self._loop = functools.cache(self._make_loop)
         # Under replicas XLA compiles what it can of the step, and the collectives stay outside.
-        self._compiled_step = functools.cache(lambda: tf.function(self._step, jit_compile=True, reduce_retracing=True))
+        self._compiled_step = functools.cache(self._compile_step)
 
     def __call__(self, batches):
         """What `fit`, `evaluate` and `train_on_batch` call.
@@ -188,8 +200,13 @@ class Steps:
         return self._compile(functools.partial(self._run_many, **how))
 
     def _compile(self, function: Callable) -> Callable:
-        function = tf.autograph.experimental.do_not_convert(function)
-        return function if self._model.run_eagerly else tf.function(function, reduce_retracing=True)
+        if self._model.run_eagerly:
+            return tf.autograph.experimental.do_not_convert(function)
+        return functions.own(function, reduce_retracing=True)
+
+    def _compile_step(self) -> Callable:
+        # A partial has no code of its own, by which TensorFlow would take all models' steps for one function.
+        return tf.function(functools.partial(self._step), jit_compile=True, reduce_retracing=True)
 
     def _run_once(self, data, told, since: tf.Tensor, *, apart: bool, guarded: bool):
         self._picks = []
