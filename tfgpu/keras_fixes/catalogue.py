@@ -23,6 +23,7 @@ from tfgpu.keras_fixes import (
     remat,
     resuming,
     saving,
+    scalars,
     seeds,
     state,
     steps,
@@ -279,5 +280,12 @@ FIXES = (
         _TENSORFLOW + "61129",
         probes.no_coordinator_in_fit,
         coordinating.train_by_coordinator,
+    ),
+    Fix(
+        "python-numbers",
+        "`float(model.optimizer.learning_rate)`, as callbacks ask, raises under replicas",
+        "",
+        probes.learning_rate_is_no_number,
+        scalars.read_numbers_of_replicated_variables,
     ),
 )

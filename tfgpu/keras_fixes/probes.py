@@ -349,6 +349,16 @@ def _operations(function) -> set[str]:
     return {operation.type for operation in graph.get_operations()}
 
 
+def learning_rate_is_no_number() -> bool:
+    """Whether Python cannot read a variable that lies on several devices."""
+    with _mirrored().scope():
+        optimizer = keras.optimizers.SGD(0.5)
+    try:
+        return float(optimizer.learning_rate) != 0.5
+    except TypeError:
+        return True
+
+
 def _mirrored() -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
