@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import rich.markup
 import typer
 import yaml
 
@@ -85,23 +87,54 @@ def test_help_has_every_setting_of_the_schema_with_its_default_and_choices(tmp_p
 
 
 def commands():
-    """The words of every command that there is."""
+    """The words of every command that there is, `tfgpu` itself and groups of commands too, and the command."""
     waiting = [((), typer.main.get_command(cli.app))]
     while waiting:
         words, command = waiting.pop()
-        inner = getattr(command, "commands", {})
-        waiting += [((*words, name), each) for name, each in inner.items()]
-        if not inner:
-            yield words
+        waiting += [((*words, name), each) for name, each in getattr(command, "commands", {}).items()]
+        yield words, command
 
 
-@pytest.mark.parametrize("words", sorted(commands()), ids=" ".join)
+COMMANDS = dict(sorted(commands(), key=lambda pair: pair[0]))
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(("tfgpu", *words)))
 def test_the_help_of_each_command_ends_with_an_example(words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*words, "--help"])
     assert not ended.value.code
     _, found, examples = capsys.readouterr().out.rpartition("Example")
     assert found and f"tfgpu {' '.join(words)}" in examples
+
+
+def examples():
+    for words, command in COMMANDS.items():
+        lines = re.sub(r"\[/?[a-z]*\]", "", command.epilog or "").split("\n\n")
+        for line in (line for line in lines if line.startswith("tfgpu ")):
+            yield pytest.param(line, id=f"{' '.join(words)}: {line}")
+
+
+@pytest.mark.parametrize("line", list(examples()))
+def test_each_example_is_read_by_the_command_that_it_names(line, tmp_path, monkeypatch):
+    """Names, numbers of arguments and types; of what they stand for only these files are looked for."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name in ("fused.cc", "fused.cu"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(re.split(" [>#]", line)[0])[1:]
+    command = typer.main.get_command(cli.app)
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    command.make_context(command.name, words)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(("tfgpu", *words)))
+def test_the_help_shows_what_stands_in_brackets(words):
+    """A bracket that is not escaped is taken for markup, and is left out: defaults stand in them."""
+    for parameter in COMMANDS[words].params:
+        written = getattr(parameter, "help", None) or ""
+        plain = re.sub(r"\[/?(bold|dim)?\]", "", written).replace("\\[", "[")
+        assert rich.markup.render(written).plain == plain, parameter.name
 
 
 def test_the_shell_completes_flags(tmp_path):

@@ -20,7 +20,14 @@ from tfgpu.errors import InputError, MachineError
 
 app = typer.Typer(
     help="Change the hardware, not the result: Keras training on one GPU, eight, or many machines.",
-    epilog="Start with [bold]tfgpu train[/], or [bold]tfgpu doctor[/] to see what this machine has.",
+    epilog=(
+        "Start with [bold]tfgpu train[/], or [bold]tfgpu doctor[/] to see what this machine has.\n\n"
+        "[bold]Examples[/]\n\n"
+        "tfgpu train\n\n"
+        "tfgpu doctor\n\n"
+        "tfgpu run train.py --epochs 3\n\n"
+        "tfgpu launch -n 4 train.py"
+    ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

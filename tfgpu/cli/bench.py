@@ -15,7 +15,11 @@ from tfgpu.measure import rates
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.trust import refuse_code
 
-app = typer.Typer(help="Measure how fast this machine does your own job.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure how fast this machine does your own job.",
+    epilog="[bold]Example[/]\n\ntfgpu bench input --data photos/ --image-size 224 --model resnet",
+    no_args_is_help=True,
+)
 OWN = {
     "config": (Path | None, None, ["--config", "-c"], "FILE", "Settings from a YAML file; flags win over it."),
     "allow_code": (

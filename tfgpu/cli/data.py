@@ -9,7 +9,16 @@ from rich.console import Console
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.recipes import recipe as recipes
 
-app = typer.Typer(help="Write data as shards, check them, and let other processes prepare it.", no_args_is_help=True)
+app = typer.Typer(
+    help="Write data as shards, check them, and let other processes prepare it.",
+    epilog=(
+        "[bold]Examples[/]\n\n"
+        "tfgpu data write photos/ shards/ --shards 64\n\n"
+        "tfgpu data check shards/\n\n"
+        "tfgpu data serve --workers 4"
+    ),
+    no_args_is_help=True,
+)
 
 
 @app.command(

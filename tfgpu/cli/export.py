@@ -27,7 +27,7 @@ def export(
     path: Annotated[Path, typer.Argument(metavar="OUT", help="Where to; the format's ending is added.")],
     formats: Annotated[
         list[str] | None,
-        typer.Option("--format", metavar="NAME", help="savedmodel, onnx or litert; may be given again. [savedmodel]"),
+        typer.Option("--format", metavar="NAME", help="savedmodel, onnx or litert; may be given again \\[savedmodel]."),
     ] = None,
     example: Annotated[
         Path | None,

@@ -22,6 +22,7 @@ from tfgpu.tune.scaling import rate_text
 
 app = typer.Typer(
     help="Find a recipe's batch size or learning rate by trying, for a minute or some.",
+    epilog="[bold]Examples[/]\n\ntfgpu find batch-size digits\n\ntfgpu find learning-rate digits --optimizer momentum",
     no_args_is_help=True,
 )
 _ROWS = 10
