@@ -1,26 +1,104 @@
 """Every notebook runs from top to bottom; none is left out. The site shows what they print (`make docs`)."""
 
+import ast
+import configparser
 import importlib.util
+import os
+import re
+from importlib import metadata
 from pathlib import Path
 
 import nbformat
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-FILE = Path(__file__).parents[1] / "docs" / "site" / "notebooks.py"
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "docs" / "site" / "notebooks.py"
 SPEC = importlib.util.spec_from_file_location("site_notebooks", FILE)
 notebooks = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(notebooks)
 CASES = [pytest.param(path, id=path.stem, marks=pytest.mark.slow) for path in notebooks.NOTEBOOKS]
+# Makes an environment as if nothing but ALLOWED was installed.
+ONLY = """
+import sys
+class Only:
+    missing = {missing!r}
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.missing:
+            raise ModuleNotFoundError(f"{{name}} is not among what `pip install tfgpu[notebooks]` brings", name=name)
+sys.meta_path.insert(0, Only())
+"""
 
 
-def test_there_are_notebooks():
-    assert len(CASES) >= 2
+def brought(extra: str) -> set[str]:
+    """The names of all packages that tfgpu with an extra brings, with what they bring themselves."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = setup["options.extras_require"]
+    found, seen = set(), set()
+    waiting = [Requirement(f"tfgpu[{extra}]")]
+    while waiting:
+        need = waiting.pop()
+        name = canonicalize_name(need.name)
+        for part in {"", *need.extras} - {part for known, part in seen if known == name}:
+            seen.add((name, part))
+            if name == "tfgpu":
+                lines = extras[part] if part else setup["options"]["install_requires"]
+                waiting += [Requirement(line) for line in lines.split("\n") if line]
+                continue
+            found.add(name)
+            try:
+                needs = map(Requirement, metadata.requires(name) or ())
+            except metadata.PackageNotFoundError:  # of another extra's, or another system's
+                continue
+            waiting += [each for each in needs if not each.marker or each.marker.evaluate({"extra": part})]
+    return found
+
+
+@pytest.fixture(scope="module")
+def only_what_the_extra_brings(tmp_path_factory):
+    """A folder that hides, put on PYTHONPATH, all that `pip install tfgpu[notebooks]` would not bring."""
+    allowed = brought("notebooks") | {"tfgpu", "coverage"}
+    packages = metadata.packages_distributions().items()
+    missing = {module for module, names in packages if not allowed & {canonicalize_name(name) for name in names}}
+    folder = tmp_path_factory.mktemp("only")
+    (folder / "sitecustomize.py").write_text(ONLY.format(missing=missing))
+    return folder
+
+
+def test_there_are_ten_and_none_is_left_out():
+    assert [path.stem.split("_")[0] for path in notebooks.NOTEBOOKS] == [str(number) for number in range(1, 11)]
+    assert [case.values[0] for case in CASES] == notebooks.NOTEBOOKS and not any(case.marks[1:] for case in CASES)
+    assert set(notebooks.NOTEBOOKS) == set(ROOT.glob("**/[!.]*.ipynb")) - set(ROOT.glob("build/**/*.ipynb"))
+    pages = re.findall(r"notebooks/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
+    assert pages == [path.stem for path in notebooks.NOTEBOOKS]
+
+
+def scripts(path):
+    """The programs that a notebook writes down to run them in other processes."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        for node in ast.walk(ast.parse(cell.source)) if cell.cell_type == "code" else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "import keras" in node.value:
+                yield ast.parse(node.value)
+
+
+@pytest.mark.parametrize("path", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
+def test_stock_keras_stands_beside_tfgpu(path):
+    """A program that trains by Keras and has no tfgpu, or not always: within the notebook Keras is repaired."""
+    imported = [
+        {name.name.split(".")[0] for node in program.body if isinstance(node, ast.Import) for name in node.names}
+        for program in scripts(path)
+    ]
+    assert any("keras" in names and "tfgpu" not in names for names in imported)
 
 
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("path", CASES)
-def test_notebook_runs(path, tmp_path):
+def test_notebook_runs(path, tmp_path, only_what_the_extra_brings, monkeypatch):
     assert not any(cell.get("outputs") for cell in nbformat.read(path, as_version=4).cells), "commit without outputs"
+    paths = [str(only_what_the_extra_brings), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     ran = nbformat.read(notebooks.run(path, folder=tmp_path), as_version=4)
     pictures = [each for cell in ran.cells for each in cell.get("outputs", []) if "image/png" in each.get("data", {})]
     assert pictures, "a notebook has pictures"
