@@ -4,7 +4,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 
 import keras
 import numpy as np
@@ -307,24 +306,6 @@ def test_a_callback_on_the_chief_alone_hangs_nobody(together):
     assert found["worker0"]["seen"] == 2 * list(range(6)) and found["worker1"]["seen"] == []
     assert {facts["iterations"] for facts in found.values()} == {36}
     assert len({facts["grown"] for facts in found.values()}) == 1
-
-
-@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
-def test_nobody_waits_for_the_end_of_data_that_is_left(strategy, method, monkeypatch):
-    model, ended = build(strategy), []
-
-    class Watched(threading.Thread):
-        def run(self):
-            ended.append(self.name)
-            super().run()
-
-    monkeypatch.setattr(blocks.threading, "Thread", Watched)
-    steps = {"steps_per_epoch": 3} if method == "fit" else {"steps": 3}
-    source = data().repeat()
-    getattr(model, method)(source.map(lambda x, y: x) if method == "predict" else source, verbose=0, **steps)
-    assert ended.count("tfgpu-end-of-data") == 1
-    getattr(model, method)(data().map(lambda x, y: x) if method == "predict" else data(), verbose=0)
-    assert ended.count("tfgpu-end-of-data") == 1  # this one has come to its end
 
 
 def test_another_fit_traces_nothing(strategy):

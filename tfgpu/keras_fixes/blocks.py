@@ -10,9 +10,7 @@ result are the same.
 import contextlib
 import inspect
 import numbers
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -24,7 +22,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.trainer import Trainer
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import explaining
+from tfgpu.keras_fixes import endings, explaining
 from tfgpu.keras_fixes.leaving import Leaving
 from tfgpu.keras_fixes.seam import wrap
 
@@ -131,7 +129,7 @@ def run_in_blocks() -> None:
     _remember_what_runs()
     _hand_out_blocks()
     _number_last_steps()
-    _leave_data_behind()
+    endings.end_data_elsewhere()
 
 
 def current() -> Run | None:
@@ -282,30 +280,6 @@ def last_step(batch: int) -> int:
     if block is not None and block.done and batch == block.end:
         return block.begin + block.done - 1
     return batch
-
-
-def _leave_data_behind() -> None:
-    """Ends the iterator of data that was left in its middle, as with `steps_per_epoch`, without waiting for it.
-
-    tf.data's tuning thread misses the call to end while it sleeps, for as long as the iterator has lived and at most
-    60 s: a `fit` of a second would take another one to return.
-    """
-
-    def leave(self):
-        iterator, self._current_iterator, self._epoch_iterator = self._current_iterator, None, None
-        if self.steps_per_epoch and iterator is not None:
-            with contextlib.suppress(RuntimeError):  # the interpreter ends
-                threading.Thread(target=_let_go, args=([iterator],), name="tfgpu-end-of-data").start()
-
-    keras_trainer.TFEpochIterator.__del__ = leave
-
-
-def _let_go(last: list) -> None:
-    for _ in range(100):  # whoever else has it lets go of it within milliseconds
-        if sys.getrefcount(last[0]) == 2:
-            break
-        time.sleep(0.01)
-    last.clear()
 
 
 def single_batches(iterator) -> Iterator:

@@ -1,0 +1,114 @@
+"""The ends of iterators: a thread waits for each, none is forgotten, and the weights are those without it."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfgpu
+from tfgpu.keras_fixes import endings
+
+
+def build(strategy):
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+def data():
+    x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(24, seed=1).batch(4).prefetch(2)
+
+
+def own(strategy, source):
+    """Data that the user has distributed: TensorFlow's own iterator, one of several devices each."""
+    return strategy.experimental_distribute_dataset(source)
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """What each thread that waited had before and after."""
+    seen = []
+    let_go = endings._let_go
+
+    def watched(held):
+        before = len(held)
+        let_go(held)
+        seen.append((before, len(held), threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(endings, "_let_go", watched)
+    yield seen
+    _wait()
+
+
+def _wait():
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == endings.NAME:
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", ["one_device", "mirrored"])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("is_left", [True, False], ids=["left", "whole"])
+def test_a_thread_waits_for_each_iterator(kind, method, is_left, ends, monkeypatch):
+    strategy = tfgpu.strategy(kind, devices=2 if kind == "mirrored" else None)
+    model, made = build(strategy), []
+    resources = endings.resources
+    monkeypatch.setattr(endings, "resources", lambda it: made.append(weakref.ref(it)) or resources(it))
+    source = data().map(lambda x, y: x) if method == "predict" else data()
+    how = {"steps_per_epoch" if method == "fit" else "steps": 3} if is_left else {}
+    getattr(model, method)(source.repeat() if is_left else source, verbose=0, **how)
+    _wait()
+    assert made and not [each for each in made if each() is not None]
+    assert ends == [(1, 0, False)] * len(made)
+
+
+def test_data_that_the_user_has_distributed(ends):
+    strategy = tfgpu.strategy("mirrored", devices=2)
+    model = build(strategy)
+    model.fit(own(strategy, data()), epochs=2, verbose=0)
+    _wait()
+    # Of each iterator: one a device, and what deals to them.
+    assert ends and set(ends) == {(3, 0, False)}
+
+
+@pytest.mark.parametrize("kind", ["one_device", "mirrored"])
+def test_the_weights_are_those_without_it(kind, monkeypatch):
+    found = []
+    for _ in range(2):
+        strategy = tfgpu.strategy(kind, devices=2 if kind == "mirrored" else None)
+        model = build(strategy)
+        history = model.fit(data(), validation_data=data(), epochs=3, verbose=0).history
+        found.append([*model.get_weights(), np.array([*history.values()])])
+        monkeypatch.setattr(endings, "resources", lambda iterator: [])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_no_iterator_of_tf_data():
+    assert endings.resources(iter([1])) == [] and list(endings.Data([1, 2])) == [1, 2]
+
+
+@pytest.mark.timeout(120)
+def test_a_process_ends_whose_iterator_is_left_to_the_last():
+    script = (
+        "import keras, numpy as np, tensorflow as tf, tfgpu\n"
+        "from tfgpu.keras_fixes import endings\n"
+        "data = endings.Data(tf.data.Dataset.range(10**6).map(lambda x: x, num_parallel_calls=-1).prefetch(2))\n"
+        "left = iter(data)\n"
+        "[next(left) for _ in range(1000)]\n"
+        "print('done', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]
+    assert "Traceback" not in done.stderr and "Fatal" not in done.stderr
