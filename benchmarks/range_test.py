@@ -16,7 +16,10 @@ import typer
 
 import tfgpu
 
-OPTIMIZERS = {"sgd, momentum": lambda rate: keras.optimizers.SGD(rate, momentum=0.9), "adam": keras.optimizers.Adam}
+OPTIMIZERS = {
+    "SGD with momentum": lambda rate: keras.optimizers.SGD(rate, momentum=0.9),
+    "Adam": keras.optimizers.Adam,
+}
 MODELS = ("mlp", "cnn")
 GRID = [10 ** (k / 2 - 5) for k in range(11)]  # 1e-5 to 1
 EPOCHS = 5
@@ -38,11 +41,16 @@ def final(model: keras.Model, data) -> float:
     return float(loss) if math.isfinite(loss) else math.inf
 
 
+def spread(losses) -> str:
+    """Their mean, and the least and the largest."""
+    return f"{np.mean(losses):.3f} ({np.min(losses):.3f} to {np.max(losses):.3f})"
+
+
 def main(seeds: Annotated[int, typer.Option(min=1)] = 3) -> None:
     """Prints a row for each model and optimizer."""
     logging.getLogger("tensorflow").setLevel("ERROR")
     data = tfgpu.data.pipeline("digits", global_batch=32)
-    print("| model, optimizer | suggestion by seed | mean loss there | best of 11 rates | its rate | rank |")
+    print("| model, optimizer | suggestion by seed | loss there | best of 11 rates | its rate | rank |")
     print("|---|---|---|---|---|---|")
     for model in MODELS:
         for optimizer in OPTIMIZERS:
@@ -58,8 +66,8 @@ def main(seeds: Annotated[int, typer.Option(min=1)] = 3) -> None:
             rank = 1 + int((means < np.mean(there)).sum())
             best = int(np.argmin(means))
             rates = ", ".join(f"{rate:.1e}" for rate in found)
-            row = f"| {model}, {optimizer} | {rates} | {np.mean(there):.3f} | {means[best]:.3f} | {GRID[best]:.1e} |"
-            print(f"{row} {rank} of {len(GRID) + 1} |", flush=True)
+            losses = f"{spread(there)} | {spread(grid[:, best])}"
+            print(f"| {model}, {optimizer} | {rates} | {losses} | {GRID[best]:.1e} | {rank} |", flush=True)
 
 
 if __name__ == "__main__":
