@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "tfgpu"
 ALLOWED = {
     "errors": set(),
     "lazy": set(),
-    "redact": set(),
+    "redact": {"redact_places"},
+    "redact_places": set(),
     "sensors": set(),
     "cluster": set(),
     "environment": set(),

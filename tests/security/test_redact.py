@@ -72,6 +72,56 @@ BARE = [
     "passphrase {secret}",
     'password "{secret}"',
 ]
+APART = [
+    "env:\n  - name: {name}\n    value: {secret}\n",
+    'env:\n- name: "{name}"\n  value: "{secret}"\n',
+    '{{"env": [{{"name": "{name}", "value": "{secret}"}}]}}',
+    "[{{'name': '{name}', 'value': '{secret}'}}]",
+    '{{"env": [{{"value": "{secret}", "name": "{name}"}}]}}',
+    "EnvVar{{Name:{name},Value:{secret},ValueFrom:nil,}}",
+    "{name}: |\n  {secret}\n",
+    "{name}: >-\n  a line\n  {secret}\nepochs: 3\n",
+    "{name}:\n  {secret}\n",
+    "{name}:\n  - {secret}\n  - {secret}\n",
+    '{{"{name}": [\n  "{secret}",\n  "{secret}"\n]}}',
+    "requests.get(url, {name}=('ada', '{secret}'))",
+    "[('{name}', '{secret}'), ('accept', '*')]",
+    "os.environ['{name}'] = '{secret}'",
+    "os.environ.setdefault(\"{name}\", \"{secret}\")",
+    '{name} = \"\"\"{secret}\"\"\"',
+    "{name} = \"\"\"\n{secret}\n\"\"\"",
+    "{name}=f'{secret}'",
+    "<{name}>{secret}</{name}>",
+    "<name>{name}</name>\n  <value>{secret}</value>",
+    '<add key="{name}" value="{secret}" />',
+    "ENV {name} {secret}",
+    "set -x {name} {secret}",
+    "train.py --{name} \\\n  {secret}",
+    "{name}=a&{secret}",
+    "{name}='it'\"'\"'s{secret}'",
+    "{name}: /{secret}",
+    "\x1b[36m{name}\x1b[0m=\x1b[35m{secret}\x1b[0m",
+]
+ALONE = [
+    "-----BEGIN PGP PRIVATE KEY BLOCK-----\n\n{secret}\n-----END PGP PRIVATE KEY BLOCK-----",
+    "{secret}\n{secret}\n-----END OPENSSH PRIVATE KEY-----",
+    "PuTTY-User-Key-File-3: ssh-ed25519\nPrivate-Lines: 1\n{secret}\nPrivate-MAC: {secret}",
+    "db.example.org:5432:runs:ada:{secret}y",
+    "*:*:*:ada:{secret}y",
+    "apiVersion: v1\nkind: Secret\ndata:\n  any: {secret}\n",
+    "kind: Secret\nstringData:\n  any: |\n    {secret}\n",
+    '{{"kind": "Secret", "data": {{"any": "{secret}"}}}}',
+    "secrets:\n  any: {secret}\n",
+    "kubectl create secret generic db --from-literal=any={secret}",
+    "echo {secret} | docker login --password-stdin",
+    "curl -b 'session={secret}' https://host",
+    "HTTPBasicAuth('ada', '{secret}')",
+    "password = two words {secret}",
+    "The token is 1a{secret}",
+    "The password for ada is 1a{secret}",
+    "gsk_{secret}",
+    "glrt-{secret}",
+]
 texts = st.text(st.characters(blacklist_categories=["Cs"]), max_size=40)
 
 
@@ -87,6 +137,17 @@ def test_what_a_secret_name_stands_for_is_removed(form, name, secret, before, af
 def test_what_has_the_form_of_a_secret_is_removed(form, secret, before, after):
     assume(secret not in before + after)
     assert secret not in Cleaner({}, **CLEANER).clean(f"{before}\n{form.format(secret=secret)}\n{after}")
+
+
+@given(st.sampled_from(APART), names, secrets)
+def test_a_secret_apart_from_its_name_is_removed(form, name, secret):
+    text = f"before\n{form.format(name=name, secret=secret)}\nafter"
+    assert secret not in Cleaner({}, **CLEANER).hide(text)
+
+
+@given(st.sampled_from(ALONE), secrets)
+def test_what_a_manifest_a_file_or_a_command_has_for_a_secret_is_removed(form, secret):
+    assert secret not in Cleaner({}, **CLEANER).hide(f"before\n{form.format(secret=secret)}\nafter")
 
 
 @given(st.sampled_from(FORMS + BARE), names, secrets, st.integers(1, 5), st.booleans())
@@ -180,6 +241,24 @@ def test_cleaning_twice_changes_nothing_more(text, pairs):
         "password ",
         "wandb login",
         "0a1b",
+        "name: x\n",
+        "value: x ",
+        "<a>",
+        "<name>a</name>",
+        '[("a", ',
+        "password:\n  ",
+        "kind: Secret\ndata:\n a: b\n---\n",
+        "echo x |",
+        "token is ",
+        "password for x ",
+        "ENV A ",
+        'a="""',
+        "YWJj\n-----END PRIVATE KEY\n",
+        "key=(",
+        "a:22:b:c:",
+        "\x1b[36m",
+        "password=a&",
+        "a'\"'\"'",
     ],
 )
 @pytest.mark.parametrize("begin", ["", "://", "eyJ", "-----BEGIN "])
@@ -199,7 +278,7 @@ plain = st.one_of(st.booleans(), st.none())
 
 
 @given(
-    st.dictionaries(names, st.one_of(secrets, st.integers(), plain)),
+    st.dictionaries(names, st.one_of(secrets, st.integers(1000), plain)),
     st.dictionaries(st.sampled_from(["epochs", "lr", "model"]), st.integers()),
 )
 def test_json_stays_json(hidden, shown):
@@ -224,6 +303,22 @@ def test_json_stays_json(hidden, shown):
         "docker run -u 1000:1000 -p 8080:80 image@sha256:" + "0a1b" * 16,
         "python -u train.py; ssh -p 2222 host; mkdir -p a/b; mysql: done",
         "password authentication failed; the passphrase must be given",
+        "google-auth==2.38.0\ntiktoken==0.8.0\nPyJWT==2.10.1\nSecretStorage==3.3.3",
+        "group_key=1 instance_key=107, pass: 3 of 4, pad_token_id: 0, eos_token: </s>",
+        '{"loss": 0.5, "token_accuracy": 0.93, "step_time_s": 0.1, "key": [0, 42]}',
+        "    key = self._key_dense(key)\n    out = attention(query=query, value=value, key=key)",
+        "  • key=tf.Tensor(shape=(2, 4), dtype=float32)\nsorted(rows, key=lambda row: row[1])",
+        "input_signature=(TensorSpec(shape=(), dtype=tf.int32),) signature: serving_default",
+        'attr { key: "T" value { type: DT_FLOAT } } checkpoint_key: "model/x/.ATTRIBUTES/VARIABLE_VALUE"',
+        "Basic training loop, token classification, Digest authentication, the password is hidden",
+        "functional_1_1_MultiHeadAttention_2_1_QueryDense_BiasAdd_ReadVariableOp_resource",
+        "index 3f786850e387550fdab836ed7e6dc881de23001b..89e6c98d92887913cadf06b2adb97f26cde4849b 100644",
+        '"git_commit": "3f786850e387550fdab836ed7e6dc881de23001b"',
+        "3f786850e387550fdab836ed7e6dc881de23001b\trefs/heads/main",
+        "env:\n- name: HF_TOKEN\n  valueFrom:\n    secretKeyRef:\n      name: hf\n      key: token\n",
+        "imagePullSecrets:\n- name: hf",
+        "docker run -v ~/.netrc:/root/.netrc:ro -u $(id -u):$(id -g) image; SSH_AUTH_SOCK=/tmp/ssh-x/agent.1",
+        "debug1: Offering public key: /x/.ssh/id_ed25519 ED25519 SHA256:abc agent",
         '{"log": "epoch 1\\nloss: 0.5", "args": ["--epochs", "3"]}',
     ],
 )
