@@ -259,6 +259,7 @@ def test_rows_are_read_from_files(tmp_path):
         ("a.json", b"[[1, null]]", "no rows that can be read"),
         ("a.json", b"{}", "holds no rows"),
         ("a.json", b"[", "no rows that can be read"),
+        ("a.json", b"[" * 100_000, "too many lists in lists"),
         ("a.npy", b"PK\x03\x04", "no rows that can be read"),
         ("a.npz", pickle.dumps({}), "no rows that can be read"),
     ],
@@ -268,6 +269,38 @@ def test_a_file_without_rows(name, content, words, tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=words):
         examples.read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "words"),
+    [
+        ("float32", [["a", "b"]], "must be of float32. Received: texts"),
+        ("string", [[1, 2]], "must be of texts. Received: int64"),
+        ("int32", [[1.5, 2]], "int32, which does not hold 1.5"),
+        ("int32", [[5_000_000_000, 2]], "does not hold 5000000000"),
+        ("uint8", [[256, 2]], "does not hold 256"),
+        ("int32", [[float("nan"), 2]], "does not hold nan"),
+        ("float32", {"x": [[1, 2]], "y": [[1, 2]]}, "takes x alone. Received: x, y"),
+    ],
+)
+def test_an_example_is_what_the_model_takes_and_its_numbers_stay(dtype, rows, words):
+    here = keras.Input((2,), dtype=dtype, name="x")
+    model = keras.Model(here, keras.layers.Identity()(here))
+    with pytest.raises(InputError, match=words):
+        examples.inputs_of(model, rows if isinstance(rows, dict) else np.array(rows))
+    if dtype not in ("float32", "string"):
+        assert examples.inputs_of(model, np.array([[1.0, 2.0]]))["x"].dtype == dtype
+
+
+def test_every_input_of_an_example_has_as_many_rows():
+    with pytest.raises(InputError, match="as many rows. Received: {'b': 2, 'a': 3}"):
+        examples.inputs_of(named(), {"b": np.ones((2, 3)), "a": np.ones((3, 3))})
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "chat\n"), ("a.json", '["chat"]')])
+def test_a_mark_of_the_byte_order_is_no_text(name, content, tmp_path):
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert list(examples.read(tmp_path / name)) == ["chat"]
 
 
 class Named(keras.layers.Layer):

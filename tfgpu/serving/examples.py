@@ -36,7 +36,7 @@ def inputs_of(model: keras.Model, example: object) -> dict[str, np.ndarray]:
     if not known:
         return {"args_0" if at == 0 else f"args_0_{at}": plain(v) for at, v in enumerate(keras.tree.flatten(example))}
     given = _given(model, known, example)
-    found = {tensor.name: plain(value, tensor.dtype) for tensor, value in zip(known, given, strict=True)}
+    found = {tensor.name: _held(tensor, value) for tensor, value in zip(known, given, strict=True)}
     for tensor in known:
         shape, received = tensor.shape, found[tensor.name].shape
         fits = len(shape) == len(received) and all(a in (None, b) for a, b in zip(shape, received, strict=True))
@@ -44,6 +44,9 @@ def inputs_of(model: keras.Model, example: object) -> dict[str, np.ndarray]:
             raise InputError(
                 f"The example for {tensor.name!r} must be an array of {('rows', *shape[1:])}. Received: {received}."
             )
+    rows = {name: len(array) for name, array in found.items()}
+    if len(set(rows.values())) > 1:
+        raise InputError(f"The inputs of the example must have as many rows. Received: {rows}.")
     return found
 
 
@@ -68,6 +71,8 @@ def read(path: str | Path) -> object:
         found = readers[path.suffix](path)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except RecursionError:
+        raise InputError(f"{path} holds no rows that can be read (too many lists in lists).") from None
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"{path} holds no rows that can be read ({error}). Write it anew.") from None
     if not all(map(np.size, found.values() if isinstance(found, Mapping) else [found])) or not len(found):
@@ -92,17 +97,37 @@ def plain(value: object, dtype: str | None = None) -> np.ndarray:
     return found if dtype in (None, "string") else found.astype(dtype)
 
 
+def _held(tensor: keras.KerasTensor, value: object) -> np.ndarray:
+    """The example's part in the type that the model takes, where that changes none of its numbers."""
+    received = plain(value)
+    takes = "texts" if tensor.dtype == "string" else tensor.dtype
+    fault = f"The example for {tensor.name!r} must be of {takes}"
+    if received.dtype.kind not in "biufVS" or (tensor.dtype == "string") != (received.dtype.kind == "S"):
+        raise InputError(f"{fault}. Received: {'texts' if received.dtype.kind == 'S' else received.dtype}.")
+    if tensor.dtype == "string":
+        return received
+    try:
+        with np.errstate(invalid="ignore"):
+            found = received.astype(tensor.dtype)
+            same = found.dtype.kind not in "biu" or received.dtype == found.dtype or found == received
+    except (ValueError, TypeError):
+        raise InputError(f"{fault}. Received: {received.dtype}.") from None
+    if not np.all(same):
+        raise InputError(f"{fault}, which does not hold {received[~same].flat[0]}.")
+    return found
+
+
 def kind(array: np.ndarray) -> str:
     """The name of an array's type."""
     return "string" if array.dtype.kind in "OSU" else str(array.dtype)
 
 
 def _texts(path: Path) -> np.ndarray:
-    return np.array(path.read_text(encoding="utf-8").splitlines(), dtype=object)
+    return np.array(path.read_text(encoding="utf-8-sig").splitlines(), dtype=object)
 
 
 def _json(path: Path) -> object:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = json.loads(path.read_text(encoding="utf-8-sig"))
     if isinstance(found, Mapping):
         return {name: _rows(rows) for name, rows in found.items()}
     return _rows(found)
@@ -130,6 +155,8 @@ def _given(model: keras.Model, known: list, example: object) -> list:
     names, parts = [tensor.name for tensor in known], keras.tree.flatten(example)
     if isinstance(example, Mapping) and set(example) == set(names):
         return [example[name] for name in names]
+    if isinstance(example, Mapping) and len(names) == 1 < len(example):
+        raise InputError(f"The model takes {names[0]} alone. Received: {', '.join(map(str, example))}.")
     if len(names) == 1:  # a list may be a list of rows
         is_boxed = len(parts) == 1 and np.ndim(parts[0]) == len(known[0].shape)
         return [parts[0] if is_boxed else example]
