@@ -125,6 +125,8 @@ _VALUES = {
 }
 _LINE = re.compile(r"[^\n]*")
 _BRACKET = re.compile(rf"[(\[{{)\]}}]|{_QUOTED.pattern}")
+_LONGEST_KEY = 600
+_ALONE = re.compile(rf"(?:(?P<number>{_SMALL.pattern})|<[a-z ]+>)(?=[\s,;)\]}}]|\Z)")
 _LONGEST_BRACKET, _DEEPEST_BRACKET = 2000, 8
 _SHORTEST_KEY = 8
 """Characters from which a value with a digit is taken for a key, behind a name that may mean something else."""
@@ -277,7 +279,7 @@ class Cleaner:
                 self.removed["value of a secret name"] += 1
                 kept += [text[done:first], _kept_around(value, text[named.end("name")])]
                 done = at
-            elif value[0] in "([{":
+            elif value[0] not in _QUOTES:
                 at = first + 1
         return "".join([*kept, text[done:]])
 
@@ -325,10 +327,14 @@ def is_secret(name: str) -> bool:
         >>> [is_secret(name) for name in ("HF_TOKEN", "apiKey", "--password", "key_dim", "max_tokens", "tokenizer")]
         [True, True, True, False, False, False]
     """
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name).lower().strip("_")
+    words = _words(name)
     if _NONE.search(words):
         return False
     return not _COUNTS.match(words) and bool(_WORDS.search(words) or _INSIDE.search(words.replace("_", "")))
+
+
+def _words(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name).lower().strip("_")
 
 
 def _is_value(name: str, value: str, joined: str = "") -> bool:
@@ -336,8 +342,8 @@ def _is_value(name: str, value: str, joined: str = "") -> bool:
     bare = value.strip("\"',}];`.) ")
     if bare.strip("\\") == REMOVED or bare.lower() in _NO_SECRETS or _STAND_IN.match(bare):
         return False
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name).lower().strip("_")
-    if not _WEAKER.search(words) and _SMALL.match(bare) and (bare.count(" ") or _SMALL.fullmatch(bare)):
+    words = _words(name)
+    if not _WEAKER.search(words) and _SMALL.fullmatch(bare):
         return False
     if joined.strip() == "==" and _VERSION.match(value):
         return False
@@ -350,6 +356,12 @@ def _is_value(name: str, value: str, joined: str = "") -> bool:
 def _value(text: str, named: re.Match, end: int) -> str:
     """What stands behind a name: a word, a quoted text, a line, or what is within brackets."""
     first, kind = named.end(), str(named.lastgroup)
+    words = _words(named["name"])
+    alone = _ALONE.match(text, first, end)
+    if alone and not (alone["number"] and _WEAKER.search(words)):
+        return alone[0]
+    if _WEAK.search(words):  # Pieces of programs stay, and what is in them is looked at: each only once or so.
+        end = min(end, first + _LONGEST_KEY)
     if text[first : first + 1] in ("(", "[", "{"):
         depth = 0
         for mark in _BRACKET.finditer(text, first, min(end, first + _LONGEST_BRACKET)):

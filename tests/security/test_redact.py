@@ -100,6 +100,8 @@ APART = [
     "{name}=a&{secret}",
     "{name}='it'\"'\"'s{secret}'",
     "{name}: /{secret}",
+    "key=load(path, {name}={secret})",
+    "pass: 3 of 4, {name}={secret}",
     "\x1b[36m{name}\x1b[0m=\x1b[35m{secret}\x1b[0m",
 ]
 ALONE = [
