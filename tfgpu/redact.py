@@ -106,7 +106,7 @@ _MARKED = r"(?P<mark>\\++[\"'])(?:(?!(?<!\\)(?P=mark))[^\n])*+(?P=mark)?"
 _LITERAL = re.compile(r"\"(?:[^\"\\\n]++|\\[^\n])*+(?P<end>\"?)")
 _DEEPEST = 5
 """How many texts within texts are unquoted; deeper ones are looked through as they stand."""
-_COLOUR = r"(?:\x1b\[[\d;]*+m)*+"
+_COLOUR = r"(?:\x1b\[[\d;]*+m){0,4}+"
 _PREFIX = r"(?:[bBrRuUfF]{1,2}(?=[\"']))?"
 # A mark in single quotes, as a shell takes it: 'it'"'"'s'.
 _SHELL = r"'[^'\n]*+'(?:(?:\"'\"|\\')'[^'\n]*+')++"

@@ -185,6 +185,7 @@ def test_a_bare_secret_key_of_aws_is_removed():
     ),
 )
 def test_the_value_of_a_secret_variable_is_removed_in_every_way_of_writing_it(secret, written):
+    assume(secret not in REMOVED)
     cleaned = Cleaner({"MY_TOKEN": secret}, **CLEANER).clean(f"x {written(secret)} y")
     assert written(secret).strip("\"'\\") not in cleaned
 
