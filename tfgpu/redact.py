@@ -90,7 +90,7 @@ _FORMS = {
     rf"|(?P<echo>\b(?:echo|printf)(?:{_GAP}-\w+)*+{_GAP})(?=[^\n|]{{1,300}}\|[^\n|]{{0,300}}(?:--password-stdin|--with-token|sudo{_GAP}-S))[^\n|]+(?=\|)"
     rf"|(?P<wandb>\bwandb{_GAP}login{_GAP})(?!-){_WORD}",
     "password in a sentence": r"(?i)(?P<phrase>\b(?:password|passwd|passphrase|passcode)s?[\"']?[^\S\n]+"
-    rf"(?:(?:is|was|are|of|set[^\S\n]+to)[^\S\n]+)?)(?!(?:{_NO_PASSWORDS})\b)(?![-:=!<(\[|]){_WORD}",
+    rf"(?:(?:is|was|are|of|set[^\S\n]+to)[^\S\n]+)?)(?!(?:{_NO_PASSWORDS})\b|[\w.\-]{{1,60}}+=)(?![-:=!<(\[|]){_WORD}",
     # The lines of `.pgpass`: machine, port, database, user, password.
     "password of PostgreSQL": r"(?P<pgpass>(?m:^)(?:[\w.\-]++|\*):(?:\d{2,5}|\*):(?:[\w.\-]++|\*):(?:[\w.\-]++|\*):)"
     r"(?![\d.]*$)[^\s:]{4,}(?m:$)",
@@ -106,15 +106,15 @@ _MARKED = r"(?P<mark>\\++[\"'])(?:(?!(?<!\\)(?P=mark))[^\n])*+(?P=mark)?"
 _LITERAL = re.compile(r"\"(?:[^\"\\\n]++|\\[^\n])*+(?P<end>\"?)")
 _DEEPEST = 5
 """How many texts within texts are unquoted; deeper ones are looked through as they stand."""
-_COLOUR = r"(?:\x1b\[[\d;]*+m){0,4}+"
+_COLOUR = re.compile(r"\x1b\[[\d;]*+m")
 _PREFIX = r"(?:[bBrRuUfF]{1,2}(?=[\"']))?"
 # A mark in single quotes, as a shell takes it: 'it'"'"'s'.
 _SHELL = r"'[^'\n]*+'(?:(?:\"'\"|\\')'[^'\n]*+')++"
 # A name and what joins it to its value: in code, JSON, YAML, an environment, a query, a command line.
 _NAMED = re.compile(
     r"(?<![\w.\-])(?P<name>[\w.\-]++)"
-    rf"(?:(?P<equals>(?:{_MARK})?{_COLOUR}\]?[ \t]*+(?::=|=>|[=!]=|=)[ \t]*+{_COLOUR}{_PREFIX}(?:\\\n[ \t]*+)?)"
-    rf"|(?P<colon>(?:{_MARK})?{_COLOUR}\s*+:[ \t]*+{_COLOUR}{_PREFIX})"
+    rf"(?:(?P<equals>(?:{_MARK})?\]?[ \t]*+(?::=|=>|[=!]=|=)[ \t]*+{_PREFIX}(?:\\\n[ \t]*+)?)"
+    rf"|(?P<colon>(?:{_MARK})?\s*+:[ \t]*+{_PREFIX})"
     rf"|(?P<list>{_MARK}\s*+,\s*+(?={_MARK})|(?:{_MARK})?[ \t]*+\n[ \t]*+-[ \t]++)|(?P<space>[ \t]++(?:\\\n[ \t]*+)?))"
 )
 _VALUES = {
@@ -208,6 +208,7 @@ class Cleaner:
     def _hidden(self, text: str, depth: int) -> str:
         for value in self._known:
             text = self._replaced("value of a secret variable", re.escape(value), REMOVED, text)
+        text = _COLOUR.sub("", text)  # In them a name begins with a number: `36mpwd`.
         if depth:
             text = _LITERAL.sub(lambda literal: self._within(literal, depth - 1), text)
         for kind, form in _FORMS.items():
