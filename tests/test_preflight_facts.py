@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def test_equal_ones_train_and_arguments_that_differ_are_a_warning(pair):
         "arguments differ: ... --rank 0 on worker 0; ... --rank 1 on worker 1. Give all the same, unless meant so."
     )
     assert expected in found[0][2] and "seed" not in found[0][2]
-    assert all("differ" not in each[2] for each in pair.run(SCRIPT))
+    assert not any(re.search("differs?:", error) for _, _, error in pair.run(SCRIPT))  # oneDNN says "different", too
 
 
 @pytest.mark.slow
