@@ -197,7 +197,7 @@ class Cleaner:
         return text
 
     def hide(self, text: str) -> str:
-        """The text without secrets alone, for those who may know the user, the paths and the machines.
+        """The text without secrets (and a terminal's colours) alone, for those who may know user, paths and machines.
 
         Example:
             >>> Cleaner({}).hide("train.py --data /home/ada/x --api-key abc --host ada@box.example.org")
