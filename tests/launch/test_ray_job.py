@@ -1,12 +1,9 @@
 """Training on a real Ray cluster of this machine."""
 
 import os
-import re
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -252,12 +249,3 @@ def test_settings_are_checked(cluster):
         tfgpu.launch.ray_job(train, placement="SPRAED")
     with pytest.raises(InputError, match="`cpus_per_worker`"):
         tfgpu.launch.ray_job(train, cpus_per_worker=0)
-
-
-def test_the_example_of_the_page_runs(cluster, tmp_path):
-    page = Path(__file__).parents[2] / "docs" / "ray.md"
-    script = tmp_path / "page.py"
-    script.write_text(re.search(r"^```py\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)[1])
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "accuracy 0." in done.stdout

@@ -1,9 +1,7 @@
 """Training on data of a real Spark that runs in one JVM."""
 
 import os
-import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -147,12 +145,3 @@ def test_predictions_that_cannot_be_had_are_told(local, tmp_path):
         tfgpu.launch.spark_predict(rows, model, columns=["a", "c"])
     with pytest.raises(InputError, match="`output_type`"):
         tfgpu.launch.spark_predict(rows, model, columns="a", output_type="string")
-
-
-def test_the_example_of_the_page_runs(pyspark, tmp_path):
-    page = Path(__file__).parents[2] / "docs" / "spark.md"
-    script = tmp_path / "page.py"
-    script.write_text(re.search(r"^```py\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)[1])
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "accuracy 0." in done.stdout
