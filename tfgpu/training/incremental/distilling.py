@@ -14,8 +14,9 @@ class Distilled(keras.Model):
 
     To the compiled loss comes `weight * temperature^2 * KL(teacher || model)`, the mean over the batch's rows, of the
     softmax over the teacher's classes at that temperature (T^2 keeps the gradient's size, as in Hinton et al., 2015).
-    Neither sample weights nor masks change it: padded steps count as others do. It is there in training alone:
-    `val_loss` is the compiled loss. The logs show it, unweighted, as `distillation`.
+    Steps that the model's mask hides, such as padding, do not count, as in a compiled loss; sample weights do not
+    change it. It is there in training alone: `val_loss` is the compiled loss. The logs show it, unweighted, as
+    `distillation`.
 
     The weights are the model's own, and the teacher is no part of what is saved: save `model`, and make the teacher
     anew to resume.
@@ -61,7 +62,8 @@ class Distilled(keras.Model):
         self._has_logits = [
             not heads.gives_probabilities(m) if from_logits is None else from_logits for m in (model, teacher)
         ]
-        self._distance = keras.metrics.Mean("distillation")
+        self._distance = _Distance(self.distances)
+        self._mean_distance = keras.metrics.MeanMetricWrapper(self.distances, "distillation")
         self.built = True
 
     @property
@@ -80,14 +82,20 @@ class Distilled(keras.Model):
         loss = super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         if not training:
             return loss
-        rows = self.distances(x, y_pred)
-        distance = tf.reduce_mean(rows)
-        self._distance.update_state(distance, sample_weight=tf.shape(rows)[0])
-        return loss + tf.cast(self.weight * self.temperature**2 * distance, loss.dtype)
-
-    def distances(self, x: Any, y_pred: Any) -> tf.Tensor:
-        """KL(teacher || model) of each row, at the temperature; float32 [batch] (and further axes, such as time)."""
         said = tf.stop_gradient(self.teacher(x, training=False))
+        self._mean_distance.update_state(said, y_pred)
+        return loss + tf.cast(self.weight * self.temperature**2 * self._distance(said, y_pred), loss.dtype)
+
+    def distances(self, said: Any, y_pred: Any) -> tf.Tensor:
+        """KL(teacher || model) of each row, at the temperature.
+
+        Args:
+            said: the teacher's outputs [batch, ..., its classes].
+            y_pred: the model's outputs [batch, ..., classes].
+
+        Returns:
+            float32 [batch] (and further axes, such as time).
+        """
         old = _softened(said, self.temperature, self._has_logits[1])
         new = _softened(y_pred[..., : said.shape[-1]], self.temperature, self._has_logits[0])
         return tf.reduce_sum(tf.exp(old) * (old - new), -1)
@@ -95,6 +103,17 @@ class Distilled(keras.Model):
     def get_config(self) -> dict[str, Any]:
         """Refused: what is saved is the model."""
         raise InputError("A Distilled model is for training. Save what it trains: `distilled.model.save(path)`.")
+
+
+class _Distance(keras.losses.Loss):
+    """The mean distance as a Keras loss, so that masks and replicas change it as they change a compiled one."""
+
+    def __init__(self, distances):
+        super().__init__(name="distillation", dtype="float32")
+        self._distances = distances
+
+    def call(self, y_true, y_pred):
+        return self._distances(y_true, y_pred)
 
 
 class _Teacher:
