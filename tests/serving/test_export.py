@@ -1,7 +1,10 @@
 """What is exported gives the model's outputs, in a process that has nothing of ours."""
 
 import json
+import os
 import pickle
+import threading
+import time
 
 import keras
 import numpy as np
@@ -11,7 +14,7 @@ import tensorflow as tf
 import tfgpu
 from tfgpu import cli, serving
 from tfgpu.errors import InputError, MachineError
-from tfgpu.serving import examples
+from tfgpu.serving import examples, placing
 
 RNG = np.random.default_rng(0)
 
@@ -382,7 +385,45 @@ def test_what_was_there_stays_where_the_new_one_cannot_be_written(tmp_path, monk
     def no_room(*_):
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr(placing, "_exchanged", lambda *_: False)  # as where the file system cannot
     monkeypatch.setattr("pathlib.Path.replace", no_room)
     with pytest.raises(MachineError, match="No space left"):
         serving.export(small("relu"), tmp_path / "made", check=False, overwrite=True)
     assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_is_replaced_by_the_new_one_alone(exchanges, tmp_path, monkeypatch):
+    if not exchanges:
+        monkeypatch.setattr(placing, "_exchanged", lambda *_: False)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text(name)
+    placing.put(tmp_path / "new", tmp_path / "old")
+    assert [each.relative_to(tmp_path).as_posix() for each in sorted(tmp_path.rglob("*"))] == ["old", "old/new"]
+
+
+def test_there_is_a_model_at_every_moment(tmp_path):
+    """Two renames would leave none in between: a process that is killed there, or a server that looks."""
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "saved_model.pb").write_text("0")
+    missing, over = [], threading.Event()
+
+    def look():
+        while not over.is_set():
+            try:
+                os.stat(tmp_path / "made" / "saved_model.pb")
+            except FileNotFoundError:
+                missing.append(time.monotonic())
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    try:
+        for number in range(300):
+            (tmp_path / "new").mkdir()
+            (tmp_path / "new" / "saved_model.pb").write_text(str(number))
+            placing.put(tmp_path / "new", tmp_path / "made")
+    finally:
+        over.set()
+        looks.join()
+    assert not missing and (tmp_path / "made" / "saved_model.pb").read_text() == "299"
