@@ -1,10 +1,13 @@
 """A training in tasks that can be killed anywhere: FOLDER HOW REPLICAS [WHERE], the weights go to FOLDER.npz.
 
+REPLICAS: how many of one process, or `workers`, of which the one that WHERE names last dies, once.
+
 HOW: `tasks` (everything at once: growing, distilling, elastic weights, replay, frozen layers, warm-ups), `online` (a
 memory that fills within `fit`), `stream`. WHERE: `SIGNAL:task:moment`; a moment is `step-N` (of the task),
-`before-end`, `in-end`, or `in-add`.
+`before-end`, `in-end`, or `in-add`; `:worker` follows where there are several.
 """
 
+import json
 import os
 import signal
 import sys
@@ -17,8 +20,10 @@ import tfgpu
 from tfgpu.callbacks import Checkpoint, Tasks, snapshot
 from tfgpu.training import incremental
 
-folder, how, replicas = sys.argv[1], sys.argv[2], int(sys.argv[3])
-kind, at, when = sys.argv[4].split(":") if len(sys.argv) > 4 else (None, None, None)
+folder, how, replicas = sys.argv[1:4]
+kind, at, when, *who = sys.argv[4].split(":") if len(sys.argv) > 4 else (None, None, None)
+if who and (who != [str(json.loads(os.environ["TF_CONFIG"])["task"]["index"])] or os.path.exists(folder + ".died")):
+    kind = None
 now = 0
 draw = np.random.default_rng(0)
 X = draw.normal(size=(3 * 60, 6)).astype("float32")
@@ -28,6 +33,7 @@ X[:, 0] += Y
 
 def dies(moment):
     if kind and int(at) == now and when == moment:
+        open(folder + ".died", "w").close()
         os.kill(os.getpid(), getattr(signal, kind))
 
 
@@ -92,7 +98,7 @@ def in_tasks(model):
         elastic.add(model, X[rows], Y[rows], examples=10)
         dies("before-end")
         if kind and when == "in-end" and int(at) == now:
-            snapshot._flush = lambda path: os.kill(os.getpid(), getattr(signal, kind))  # written, and not yet renamed
+            snapshot._flush = lambda path: dies("in-end")  # written, and not yet renamed
         tasks.end(model)
     return model, replay
 
@@ -128,10 +134,16 @@ def stream(model):
 
 if __name__ == "__main__":
     tfgpu.environment.set_logical_devices(2)
-    devices = [f"CPU:{number}" for number in range(replicas)]
-    with tfgpu.strategy("mirrored" if replicas > 1 else "one_device", devices=devices).scope():
+    if replicas == "workers":
+        strategy = tfgpu.strategy("multi_worker", devices=1)
+    else:
+        devices = [f"CPU:{number}" for number in range(int(replicas))]
+        strategy = tfgpu.strategy("mirrored" if len(devices) > 1 else "one_device", devices=devices)
+    with strategy.scope():
         keras.utils.set_random_seed(3)
         made = model_of({"tasks": 2}.get(how, 6))
     trained, kept = {"tasks": in_tasks, "online": online, "stream": stream}[how](made)
     iterations = [np.asarray(v) for v in trained.optimizer.variables]
-    np.savez(folder + ".npz", *trained.get_weights(), *iterations, *kept.arrays, np.array(kept.seen))
+    place = os.environ.get("TF_CONFIG")
+    rank = f"-{json.loads(place)['task']['index']}" if place else ""
+    np.savez(f"{folder}{rank}.npz", *trained.get_weights(), *iterations, *kept.arrays, np.array(kept.seen))

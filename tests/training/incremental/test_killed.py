@@ -17,6 +17,7 @@ from tfgpu.callbacks.snapshot import STATE, found
 from tfgpu.training import incremental
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
+ROOT = Path(__file__).parents[3]
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 Y = np.arange(24) % 3
 
@@ -51,6 +52,40 @@ def test_ends_as_one_that_was_not_killed(tmp_path, how, places, replicas):
     whole, cut = np.load(tmp_path / "whole.npz"), np.load(tmp_path / "cut.npz")
     assert whole.files == cut.files
     assert all(whole[name].tobytes() == cut[name].tobytes() for name in whole.files)
+
+
+@pytest.fixture(scope="module")
+def by_workers():
+    """Runs the script on two workers under a launcher that starts them again; what each has in the end."""
+
+    def run(folder, *where):
+        words = ["launch", "-n", "2", "--no-logs", "--max-restarts", "2", "--startup-timeout", "120", str(SCRIPT)]
+        environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tfgpu", *words, str(folder), "tasks", "workers", *where]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, (where, done.stdout[-2000:], done.stderr[-3000:])
+        assert Path(f"{folder}.died").exists() == bool(where)
+        return [np.load(f"{folder}-{rank}.npz") for rank in (0, 1)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def not_killed(by_workers, tmp_path_factory):
+    return by_workers(tmp_path_factory.mktemp("workers") / "whole")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "where",
+    ["SIGKILL:1:step-5:0", "SIGKILL:2:step-7:1", "SIGKILL:1:in-end:0", "SIGKILL:1:in-add:1", "SIGTERM:1:step-7:1"],
+)
+def test_two_workers_of_which_one_is_killed_end_as_if_none_was(tmp_path, by_workers, not_killed, where):
+    for each in by_workers(tmp_path / "cut", where):
+        assert not_killed.files == each.files
+        assert all(not_killed[name].tobytes() == each[name].tobytes() for name in each.files)
 
 
 def model_of(rate=0.01, build=True):
