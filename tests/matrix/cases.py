@@ -646,6 +646,7 @@ def execution():
         ),
         Case("stop-in-epoch", callbacks=lambda at: [scripts.Stops()]),
         Case("rate-each-batch", callbacks=lambda at: [scripts.Cools()]),
+        Case("rate-read-and-set", callbacks=lambda at: [scripts.Warms()], rows=37),
         Case("LearningRateScheduler", callbacks=lambda at: [k.LearningRateScheduler(lambda e, r: r * 0.5)]),
         Case(
             "ReduceLROnPlateau",

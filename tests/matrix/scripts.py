@@ -243,6 +243,14 @@ class Cools(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.2 / (1 + batch)
 
 
+class Warms(keras.callbacks.Callback):
+    """Reads the rate and the count of updates, as many callbacks do, and sets the rate by both."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        optimizer = self.model.optimizer
+        optimizer.learning_rate = float(optimizer.learning_rate) * 0.8 + int(optimizer.iterations) * 0.01
+
+
 class Reads(keras.callbacks.Callback):
     """Records the logs of every batch, and what they say at the epoch's end."""
 
