@@ -137,11 +137,6 @@ def test_the_help_shows_what_stands_in_brackets(words):
         assert rich.markup.render(written).plain == plain, parameter.name
 
 
-def test_the_shell_completes_flags(tmp_path):
-    found = tfgpu(cwd=tmp_path, _TFGPU_COMPLETE="complete_bash", COMP_WORDS="tfgpu train --opti", COMP_CWORD="2")
-    assert found.stdout.split() == ["--optimizer", "--optimizer-option"]
-
-
 def test_help_and_version_are_there(tmp_path):
     bench = tfgpu("bench", cwd=tmp_path)
     assert "input" in bench.stdout and not bench.stderr

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tfgpu.cli import completion
 from tfgpu.errors import InputError
 
 app = typer.Typer()
@@ -35,7 +36,12 @@ def doctor(
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="NAME", help="Also advise on the layer sizes of this model."),
+        typer.Option(
+            "--model",
+            metavar="NAME",
+            help="Also advise on the layer sizes of this model.",
+            autocompletion=completion.completing(completion.models),
+        ),
     ] = None,
     train: Annotated[
         bool,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tfgpu.cli import completion
 from tfgpu.cli.start import imported, start_tensorflow
 
 app = typer.Typer()
@@ -27,7 +28,12 @@ def export(
     path: Annotated[Path, typer.Argument(metavar="OUT", help="Where to; the format's ending is added.")],
     formats: Annotated[
         list[str] | None,
-        typer.Option("--format", metavar="NAME", help="savedmodel, onnx or litert; may be given again \\[savedmodel]."),
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="savedmodel, onnx or litert; may be given again \\[savedmodel].",
+            autocompletion=completion.completing(completion.formats),
+        ),
     ] = None,
     example: Annotated[
         Path | None,

@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from tfgpu.cli import completion
 from tfgpu.cli.flags import given, with_settings
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.errors import InputError
@@ -18,7 +19,7 @@ from tfgpu.parallel.planning.hardware import bytes_of, shown
 from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.trust import refuse_code
-from tfgpu.tune.scaling import rate_text
+from tfgpu.tune.scaling import RULES, rate_text
 
 app = typer.Typer(
     help="Find a recipe's batch size or learning rate by trying, for a minute or some.",
@@ -83,7 +84,7 @@ RATE = {
         "tfgpu train --config found/cifar10/recipe.yaml"
     ),
 )
-@with_settings(BATCH)
+@with_settings(BATCH, names={"name": completion.ready_recipes, "scale": lambda: RULES})
 def find_batch_size(
     *,
     name: str | None,
@@ -145,7 +146,7 @@ def find_batch_size(
         "tfgpu train --config found/rate/recipe.yaml"
     ),
 )
-@with_settings(RATE)
+@with_settings(RATE, names={"name": completion.ready_recipes})
 def find_learning_rate(
     *,
     name: str | None,

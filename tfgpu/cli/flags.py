@@ -7,17 +7,21 @@ from typing import Any, get_args, get_origin
 import typer
 from rich.markup import escape
 
+from tfgpu.cli import completion
 from tfgpu.errors import InputError
 from tfgpu.recipes import recipe as recipes
 
 
-def with_settings(own: Mapping[str, tuple]) -> Callable[[Callable], Callable]:
+def with_settings(
+    own: Mapping[str, tuple], *, names: Mapping[str, completion.Names] | None = None
+) -> Callable[[Callable], Callable]:
     """Decorates a command: it gets its own parameters, then one of each setting of the schema.
 
     Args:
         own: parameters by name: their type, default, flags (none: it is a word of its own), placeholder and help.
+        names: what a shell completes for some of them: a function each that lists names.
     """
-    signature = _signature(own)
+    signature = _signature(own, names or {})
 
     def decorate(command: Callable) -> Callable:
         command.__signature__ = signature
@@ -36,21 +40,26 @@ def given(flags: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _signature(own: Mapping[str, tuple]) -> inspect.Signature:
+def _signature(own: Mapping[str, tuple], names: Mapping[str, completion.Names]) -> inspect.Signature:
     parameters = [
-        _parameter(name, kind, _own(default, flags, metavar, text))
+        _parameter(name, kind, _own(default, flags, metavar, text, names.get(name)))
         for name, (kind, default, flags, metavar, text) in own.items()
     ]
     for name, field in recipes.Recipe.model_fields.items():
         kind, flag, metavar = _flag(name, field)
         panel = field.json_schema_extra["panel"]
-        option = typer.Option(None, *flag, metavar=metavar, help=_help(name, field), rich_help_panel=panel)
+        shown = {"metavar": metavar, "help": _help(name, field), "rich_help_panel": panel}
+        option = typer.Option(None, *flag, autocompletion=completion.of_setting(name), **shown)
         parameters.append(_parameter(name, kind, option))
     return inspect.Signature(parameters)
 
 
-def _own(default: Any, flags: Sequence[str], metavar: str | None, text: str) -> Any:
+def _own(
+    default: Any, flags: Sequence[str], metavar: str | None, text: str, names: completion.Names | None
+) -> Any:
     shown = {"metavar": metavar, "help": escape(text), "show_default": False}
+    if names is not None:
+        shown["autocompletion"] = completion.completing(names)
     return typer.Option(default, *flags, rich_help_panel="Run", **shown) if flags else typer.Argument(default, **shown)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tfgpu.cli import completion
 from tfgpu.cli.flags import pairs
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown
@@ -25,12 +26,21 @@ _WIDE = 112  # columns from which on the parts of each sum are shown
 _DEFAULT_PRECISION = "mixed_bfloat16"
 
 
-def _option(help_text: str, *flags: str, metavar: str | None = None, panel: str = "Model") -> Any:
-    return typer.Option(*flags, help=escape(help_text), metavar=metavar, show_default=False, rich_help_panel=panel)
+def _option(
+    help_text: str,
+    *flags: str,
+    metavar: str | None = None,
+    panel: str = "Model",
+    names: completion.Names | None = None,
+) -> Any:
+    shown = {"help": escape(help_text), "metavar": metavar, "show_default": False, "rich_help_panel": panel}
+    return typer.Option(*flags, autocompletion=None if names is None else completion.completing(names), **shown)
 
 
-def _on(help_text: str, *flags: str, metavar: str | None = None) -> Any:
-    return _option(help_text, *flags, metavar=metavar, panel="Devices")
+def _on(
+    help_text: str, *flags: str, metavar: str | None = None, names: completion.Names | None = None
+) -> Any:
+    return _option(help_text, *flags, metavar=metavar, panel="Devices", names=names)
 
 
 @app.command(
@@ -46,7 +56,9 @@ def _on(help_text: str, *flags: str, metavar: str | None = None) -> Any:
 )
 def show_plans(
     devices: Annotated[int, _on("How many.", "--devices", "-n", metavar="INTEGER")],
-    model: Annotated[str | None, _option("As for `tfgpu train`; or give the sizes of a transformer.")] = None,
+    model: Annotated[
+        str | None, _option("As for `tfgpu train`; or give the sizes of a transformer.", names=completion.models)
+    ] = None,
     option: Annotated[
         list[str] | None, _option("Of the model's builder.", "--option", "--model-option", metavar="KEY=VALUE")
     ] = None,
@@ -64,14 +76,21 @@ def show_plans(
         str, _option("Its name, or how many numbers it keeps for each parameter [adamw].", metavar="NAME|INTEGER")
     ] = "adamw",
     precision: Annotated[
-        str, _option(f"What the model computes in [{_DEFAULT_PRECISION}].", metavar="NAME")
+        str,
+        _option(f"What the model computes in [{_DEFAULT_PRECISION}].", metavar="NAME", names=lambda: PRECISIONS),
     ] = _DEFAULT_PRECISION,
     loss: Annotated[
         str,
         _option("`batch`: as parallel.pipeline takes it [batch]; `microbatch`: as Megatron-LM does.", metavar="NAME"),
     ] = "batch",
     device: Annotated[
-        str, _on(f"One of: {', '.join(hardware.DEVICES)} [a100-80].", "--device", metavar="NAME")
+        str,
+        _on(
+            f"One of: {', '.join(hardware.DEVICES)} [a100-80].",
+            "--device",
+            metavar="NAME",
+            names=lambda: hardware.DEVICES,
+        ),
     ] = "a100-80",
     memory: Annotated[str | None, _on("Of a device, such as 80GB [the device's].", metavar="SIZE")] = None,
     per_host: Annotated[int, _on("Devices of a host [8].")] = 8,

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from tfgpu.cli import completion
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError
+from tfgpu.parallel.schedule import SCHEDULES
 
 app = typer.Typer()
 _STEPS, _PIPELINE = "The steps that are recorded", "Without TARGET: a model as a pipeline"
@@ -66,7 +68,11 @@ def profile(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="NAME", rich_help_panel=_PIPELINE, help="A builder's name, or module:function \\[mlp]."
+            "--model",
+            metavar="NAME",
+            rich_help_panel=_PIPELINE,
+            help="A builder's name, or module:function \\[mlp].",
+            autocompletion=completion.completing(completion.models),
         ),
     ] = None,
     stages: Annotated[
@@ -76,7 +82,13 @@ def profile(
         int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="How many parts the batch is cut into [8].")
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", rich_help_panel=_PIPELINE, help="1f1b, gpipe or interleaved [1f1b].")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=_PIPELINE,
+            help="1f1b, gpipe or interleaved [1f1b].",
+            autocompletion=completion.completing(lambda: SCHEDULES),
+        ),
     ] = None,
     devices: Annotated[
         int | None,

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tfgpu.cli import completion
 from tfgpu.cli.flags import given, with_settings
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.cluster import Cluster
@@ -89,7 +90,7 @@ OWN = {
         "tfgpu train --track mlflow --project digits"
     ),
 )
-@with_settings(OWN)
+@with_settings(OWN, names={"name": completion.ready_recipes, "track": completion.trackers})
 def train(
     *,
     name: str | None,

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tfgpu.cli import completion
 from tfgpu.cli.flags import given, with_settings
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.errors import InputError
@@ -15,7 +16,7 @@ from tfgpu.recipes import reading, ready
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.trust import refuse_code, refuse_code_searched
 from tfgpu.redact import printable
-from tfgpu.tune import space
+from tfgpu.tune import journal, space
 
 app = typer.Typer()
 OWN = {
@@ -45,6 +46,11 @@ OWN = {
     ),
     "debug": (bool, False, ["--debug"], None, "Show a traceback when the study fails (also TFGPU_DEBUG=1)."),
 }
+NAMES = {
+    "name": completion.ready_recipes,
+    "sampler": lambda: journal.SAMPLERS,
+    "pruner": lambda: journal.PRUNERS,
+}
 
 
 @app.command(
@@ -60,7 +66,7 @@ OWN = {
         "tfgpu train studies/digits/best.yaml"
     ),
 )
-@with_settings(OWN)
+@with_settings(OWN, names=NAMES)
 def tune(
     *,
     name: str | None,
