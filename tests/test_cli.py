@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import re
 import shlex
@@ -305,6 +306,14 @@ def test_both_paths_learn_the_same_with_and_without_recomputation(runs):
     assert max(np.abs(a - b).max() for a, b in pairs) <= 1e-6
 
 
+def test_an_average_of_too_few_updates_is_told_before_the_training(tmp_path):
+    done = tfgpu("train", *SMALL, "--epochs", "2", "--weight-average", "ema", "--output", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    steps = 2 * math.ceil(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["run"]["train_examples"] / 64)
+    assert f"{0.99 ** (steps - 1):.1%} of the weights of the first step" in line and f"over {steps} updates" in line
+
+
 def test_a_directory_with_a_run_is_safe(runs):
     folder, _ = runs
     assert "holds another run. Add --resume or --overwrite" in complaint("train", "--output", "first", cwd=folder)
@@ -325,6 +334,7 @@ SCHEDULES = {
     "swa": ["--weight-average", "swa", "--weight-average-option", "start_epoch=2", "--schedule", "one_cycle"],
 }
 SCHEDULES["rising plateau"] += ["--schedule-option", "min_delta=0.5", "--path", "loop", "--checkpoint-steps", "7"]
+SCHEDULES["ema"] += ["--weight-average-option", "momentum=0.97"]  # 0.99 has too few updates, and says so
 SCHEDULES["swa"] += ["--model-option", "normalization=batch", "--label-smoothing", "0.1", "--path", "loop"]
 
 

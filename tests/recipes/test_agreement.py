@@ -1,5 +1,7 @@
 """Settings that must go together, and what a recipe's words come to."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -103,6 +105,57 @@ def test_the_callbacks_of_the_ending():
     (mean,) = endings.callbacks(make({"weight_average": "swa", "epochs": 8}), None)
     assert isinstance(mean, StochasticWeightAverage)
     assert agreement.weight_average(make({"weight_average": "swa", "epochs": 8})).first(8) == 6
+
+
+AVERAGED = {"weight_average": "ema", "epochs": 2}
+OWN_AVERAGE = {"epochs": 2, "optimizer_options": {"use_ema": True}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),  # 40 steps an epoch
+    [
+        (AVERAGED, ["45.2%", "of 0.99 keeps", "80 updates", "momentum=0.971)", "train 6 epochs", "swa"]),  # 0.99 ** 79
+        (AVERAGED | {"accumulate": 4}, ["82.0%", "of 0.99 keeps", "20 updates", "momentum=0.88)", "train 23 epochs"]),
+        (AVERAGED | {"weight_average_options": {"momentum": 0.97}}, None),  # 0.97 ** 79 is 0.090
+        (AVERAGED | {"weight_average_options": {"momentum": 0.98}}, ["20.3%", "momentum=0.971)"]),
+        (AVERAGED | {"epochs": 6}, None),  # 0.99 ** 239 is 0.091
+        (AVERAGED | {"epochs": 5}, ["13.5%", "train 6 epochs"]),  # 0.99 ** 199
+        (OWN_AVERAGE, ["45.2%", "--optimizer-option ema_momentum=0.971)"]),
+        (OWN_AVERAGE | {"accumulate": 4}, ["45.2%", "80 steps", "ema_momentum=0.971)"]),  # Keras's is of steps
+        ({"epochs": 2, "optimizer_options": {"use_ema": True, "ema_overwrite_frequency": 10}}, None),
+        ({"epochs": 2}, None),
+        ({"epochs": 2, "weight_average": "swa"}, None),
+    ],
+)
+def test_an_average_that_is_still_the_beginning_is_told(settings, expected):
+    recipe = make(settings)
+    said = endings.about_average(recipe, compiling.optimizer(recipe, learning_rate=0.1), steps_per_epoch=40)
+    if expected is None:
+        assert said is None
+        return
+    for part in expected:
+        assert part in said, said
+
+
+def test_the_share_of_the_beginning_is_what_keras_keeps_of_it():
+    """A weight that the first step makes 1 and all others leave at 0: its average is the first step's share."""
+    recipe = make(AVERAGED | {"optimizer": "sgd"})
+    optimizer, weight = compiling.optimizer(recipe, learning_rate=1.0), keras.Variable(0.0)
+    for gradient in (-1.0, 1.0, *[0.0] * 8):
+        optimizer.apply([keras.ops.convert_to_tensor(gradient)], [weight])
+    optimizer.finalize_variable_values([weight])
+    said = endings.about_average(recipe, optimizer, steps_per_epoch=5)
+    assert f"{float(weight):.1%} of the weights" in said and "91.4%" in said  # 0.99 ** 9
+
+
+def test_what_it_advises_is_enough():
+    few = make(AVERAGED)
+    said = endings.about_average(few, compiling.optimizer(few, learning_rate=0.1), steps_per_epoch=7)
+    momentum, epochs = re.search(r"momentum=([\d.]+)\), train (\d+)", said).groups()
+    for change in ({"weight_average_options": {"momentum": float(momentum)}}, {"epochs": int(epochs)}):
+        recipe = make(AVERAGED | change)
+        made = compiling.optimizer(recipe, learning_rate=0.1)
+        assert endings.about_average(recipe, made, steps_per_epoch=7) is None, change
 
 
 def test_the_best_epoch_s_averages_are_kept():

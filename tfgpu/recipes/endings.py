@@ -1,5 +1,6 @@
 """How a run ends: when it stops, and with which weights. The callbacks of `early_stopping` and `weight_average`."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ import keras
 from tfgpu.callbacks.averages import EvaluateAverages, StochasticWeightAverage
 from tfgpu.recipes import agreement
 from tfgpu.recipes.recipe import Recipe
+
+BEGINNING = 0.1
+"""The share of the first step's weights from which on a moving average has seen too few steps."""
 
 
 class EarlyStopping(keras.callbacks.EarlyStopping):
@@ -69,6 +73,54 @@ def ends_with(made: Sequence[keras.callbacks.Callback]) -> str:
     if stopping is not None and stopping.restore_best_weights and stopping.best_weights is not None:
         return f"the {which} of the best epoch, {stopping.best_epoch + 1}"
     return f"the {which} of the last epoch"
+
+
+def about_average(what: Recipe, optimizer: keras.optimizers.Optimizer, *, steps_per_epoch: int) -> str | None:
+    """Says so where a moving average will end with much of the weights that the training began with.
+
+    Keras begins an average with the weights after the first step, and keeps `ema_momentum` of it at each later one.
+
+    Args:
+        what: the recipe.
+        optimizer: as it was compiled.
+        steps_per_epoch: of the training.
+
+    Returns:
+        A sentence with the numbers and what to do; None where there is no such average, or it has steps enough.
+
+    Example:
+        >>> made = keras.optimizers.SGD(use_ema=True, ema_momentum=0.99)
+        >>> about_average(Recipe(epochs=20), made, steps_per_epoch=40) is None
+        True
+        >>> "46.1%" in about_average(Recipe(epochs=2), made, steps_per_epoch=39)  # 0.99 ** 77
+        True
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    later = what.epochs * steps_per_epoch - 1
+    if not inner.use_ema or inner.ema_overwrite_frequency or later < 1:
+        return None
+    share = inner.ema_momentum**later
+    if share <= BEGINNING:
+        return None
+    # A recipe's momentum is of an update, Keras's of a step, of which there are `accumulate` in an update.
+    is_ours = what.weight_average == "ema"
+    in_one = what.accumulate if is_ours else 1
+    name = "--weight-average-option momentum" if is_ours else "--optimizer-option ema_momentum"
+    count = f"{(later + 1) // in_one:,} {'updates' if is_ours else 'steps'}"
+    momentum = _rounded_down(BEGINNING ** (in_one / later))
+    epochs = math.ceil((1 + math.log(BEGINNING) / math.log(inner.ema_momentum)) / steps_per_epoch)
+    return (
+        f"The moving average, with which this run ends, will hold {share:.1%} of the weights of the first step: so "
+        f"much a momentum of {inner.ema_momentum**in_one:.6g} keeps over {count}, and more than {BEGINNING:.0%} makes "
+        f"poor weights. Lower it ({name}={momentum:g}), train {epochs:,} epochs or more, or end with the mean of the "
+        "last epochs (--weight-average swa)."
+    )
+
+
+def _rounded_down(momentum: float) -> float:
+    """What a momentum lacks to 1, rounded up to two digits: no nearer to 1 than it was."""
+    digits = 1 - math.floor(math.log10(1 - momentum))
+    return 1 - math.ceil((1 - momentum) * 10**digits) / 10**digits
 
 
 def _mode(stopping: agreement.EarlyStopping) -> str:

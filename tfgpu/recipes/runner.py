@@ -131,6 +131,9 @@ def run(
         console = Console(highlight=False, soft_wrap=True) if show and cluster.is_chief else None
         if console:
             console.print("\n".join(facts.headline(what, about)), markup=False)
+        early = endings.about_average(what, job.model.optimizer, steps_per_epoch=job.data.info.steps_per_epoch)
+        if early and cluster.is_chief:
+            _log.warning(early)
         path, made = None, []
         if cluster.is_chief:
             claim = directory.claim(output, what, resume=resume, overwrite=overwrite)
