@@ -86,6 +86,38 @@ def facts() -> dict[str, dict]:
     return copy.deepcopy(WELL)
 
 
+WEIGHTS = [0.5, -2.0, 10.0]
+
+
+def rate(*values: float) -> dict:
+    return {"values": list(values)}
+
+
+# What the parts of a self-test answer on a machine that is well.
+FOUND = {
+    "multiply": {
+        "devices": [{"device": "CPU:0", "kind": "CPU", "float32": rate(8e10, 9e10, 1e10), "numpy": rate(1e11)}],
+        "tf32": True,
+    },
+    "sums": {"devices": 2, "kind": "CPU", "bytes": 2**26, "sum": rate(4e8), "copy": rate(8e9)},
+    "disk": {"folder": "/work", "write": 3e8, "read": rate(1e9), "input": rate(5e8)},
+    "training": {"devices": 2, "kind": "CPU", "one_device": WEIGHTS, "mirrored": WEIGHTS, "averaging": WEIGHTS},
+    "multi_worker": {
+        "workers": 2,
+        "tcp": {"worker 1": 2e9},
+        "clocks": {"worker 1": [0.01, 0.001]},
+        "sum": rate(3e8),
+        "weights": WEIGHTS,
+    },
+    "parameter_server": {"workers": 1, "weights": WEIGHTS},
+}
+
+
+@pytest.fixture
+def found() -> dict[str, dict]:
+    return copy.deepcopy(FOUND)
+
+
 @pytest.fixture
 def by_name():
     """The checks of facts by name; of several of one name, the last."""

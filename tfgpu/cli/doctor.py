@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from tfgpu.cli import completion
+from tfgpu.cli.start import complain
 from tfgpu.errors import InputError
 
 app = typer.Typer()
 _TRAIN, _BUNDLE = "Self-test", "Bug report"
+_WIDTHS = (len("Training parameter_server"), len("problem"), None)
+"""Of the self-test's columns: each of its checks is a table of its own, as it is known."""
 
 
 @app.command(
@@ -47,7 +50,8 @@ def doctor(
         bool,
         typer.Option(
             "--train",
-            help="Also measure devices, links and disk, and train on every strategy.",
+            help="Also measure devices, links and disk, and train on every strategy: one or two minutes where nothing "
+            "else runs. Each check is shown as it ends; Ctrl-C keeps those that are there.",
             rich_help_panel=_TRAIN,
         ),
     ] = False,
@@ -85,25 +89,55 @@ def doctor(
     hosts = [] if workers is None else selftest.checked(workers.split(","))
     path = bundles.checked(output or bundles.default_path(), run) if bundle else None
     environ = dict(os.environ)
-    with Console(stderr=True).status("looking at this machine; trying the faults of Keras takes some 20 s") as status:
+    for_programs = as_json or fix
+    with Console(stderr=True).status("looking at this machine; trying the faults of Keras takes some 20 s"):
         advice = advise(model)
         facts = gather(environ)
         checks = [*judge(facts, environ), *advice]
-        if train:
-            status.update("measuring and training; this takes a minute or two")
-            checks += selftest.examine(facts, environ, workers=hosts, ssh=ssh)
+    if not for_programs:
+        _show_checks(checks)
+    interrupted = train and _self_test(checks, facts, environ, hosts, ssh, Console(stderr=for_programs))
     if as_json:
         print(to_json(checks))
     elif fix:
         print(script(checks), end="")
-    else:
-        _show_checks(checks)
+    elif not interrupted:
+        _show_counts(checks)
+    if interrupted:
+        complain("Interrupted: what stands above is known; the rest of the self-test is not.")
+        raise typer.Exit(130)
     if path:
         bundles.write(path, checks, facts, environ=environ, run=run)
         words = f"Wrote {path}: read it before you send it; {bundles.LEFT_OUT} in it says what was removed."
         Console(stderr=True, soft_wrap=True, highlight=False).print(words, markup=False)
     if stops_training(checks):
         raise typer.Exit(1)
+
+
+def _self_test(
+    checks: list[Any],
+    facts: Mapping[str, dict],
+    environ: Mapping[str, str],
+    hosts: list[str],
+    ssh: str | None,
+    console: Console,
+) -> bool:
+    """Measures and trains, shows each check as soon as it is known, and adds it; returns whether Ctrl-C ended it."""
+    from tfgpu.doctor import selftest
+
+    def tell(check: Any) -> None:
+        checks.append(check)
+        status.stop()  # It is the terminal's last line, whichever of the two streams the check is written to.
+        console.print(_table([check], _WIDTHS, show_header=False))
+        status.start()
+
+    words = "measuring and training; a minute or two on an idle machine, more where others compute"
+    with Console(stderr=True).status(words) as status:
+        try:
+            selftest.examine(facts, environ, workers=hosts, ssh=ssh, on_check=tell)
+        except KeyboardInterrupt:
+            return True
+    return False
 
 
 def _only_with(flag: str, is_given: bool, others: dict[str, object]) -> None:
@@ -113,15 +147,22 @@ def _only_with(flag: str, is_given: bool, others: dict[str, object]) -> None:
 
 
 def _show_checks(checks: Sequence[Any]) -> None:
+    Console().print(_table(_summed_up(checks)))
+
+
+def _table(checks: Sequence[Any], widths: Sequence[int | None] = (None, None, None), **options: Any) -> Table:
     marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "problem": "[red]problem[/]"}
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("check", "status", "found"):
-        table.add_column(heading, overflow="fold")
-    for check in _summed_up(checks):
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), **options)
+    for heading, width in zip(("check", "status", "found"), widths, strict=True):
+        table.add_column(heading, overflow="fold", min_width=width)
+    for check in checks:
         fix = f"\n[bold]fix:[/] {escape(check.fix)}" if check.fix else ""
         table.add_row(escape(check.name), marks[check.status], escape(check.found) + fix)
+    return table
+
+
+def _show_counts(checks: Sequence[Any]) -> None:
     console = Console()
-    console.print(table)
     counts = Counter(check.status for check in checks)
     if counts["problem"] or counts["warning"]:
         text = f"\n{counts['problem']} problem(s), {counts['warning']} warning(s)."

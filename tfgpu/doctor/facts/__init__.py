@@ -4,8 +4,8 @@
 """
 
 import tempfile
+import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ def gather(environ: Mapping[str, str], *, root: str = "/", seconds: float | None
         The answers by question. One that could not be had is `{"error": why}`.
     """
     environ = {**asking.with_tfgpu(environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    with ThreadPoolExecutor() as pool:
-        repairs = pool.submit(_repairs, environ, seconds or REPAIRS_S)
+    with asking.Askers() as pool:
+        repairs = pool.submit(_repairs, environ, seconds or REPAIRS_S, pool.stop)
+        at_most = {"seconds": seconds or QUICK_S, "stop": pool.stop}
         quick = [
-            pool.submit(_ask, "software", ["python", "packages"], environ, seconds or QUICK_S),
-            pool.submit(_ask, "machine", ["machine", "xid"], environ, seconds or QUICK_S, root=root),
-            pool.submit(_ask, "gpus", ["driver"], environ, seconds or QUICK_S, root=root),
-            pool.submit(_ask, "cluster", ["cluster"], environ, seconds or QUICK_S),
+            pool.submit(_ask, "software", ["python", "packages"], environ, **at_most),
+            pool.submit(_ask, "machine", ["machine", "xid"], environ, root=root, **at_most),
+            pool.submit(_ask, "gpus", ["driver"], environ, root=root, **at_most),
+            pool.submit(_ask, "cluster", ["cluster"], environ, **at_most),
         ]
         facts = tensorflow(environ, seconds or TENSORFLOW_S)
         facts |= _libraries(facts["tensorflow"], environ, root, seconds or QUICK_S)
@@ -83,8 +84,8 @@ def _libraries(found: Mapping, environ: Mapping[str, str], root: str, seconds: f
     return _ask("libraries", ["libraries", "tools"], environ, seconds, cuda_version=built, tensorflow=folder, root=root)
 
 
-def _repairs(environ: Mapping[str, str], seconds: float) -> dict[str, dict[str, Any]]:
+def _repairs(environ: Mapping[str, str], seconds: float, stop: threading.Event) -> dict[str, dict[str, Any]]:
     # The probes train tiny models on logical CPU devices of their own: no GPU, no cluster, a fresh process.
     away = ("TF_CONFIG", "TFGPU_REPAIR")
     alone = {name: value for name, value in environ.items() if name not in away} | {"CUDA_VISIBLE_DEVICES": ""}
-    return _ask("software", ["repairs"], alone, seconds)
+    return _ask("software", ["repairs"], alone, seconds, stop=stop)

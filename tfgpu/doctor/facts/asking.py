@@ -10,7 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ INTERPRETER = (sys.executable,)
 _MARK = "tfgpu-fact "
 _LONGEST = 300
 _KILLED_S = 2.0
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,32 @@ class Ended:
     how: str
 
 
-def run(command: Sequence[str], *, environ: Mapping[str, str], seconds: float, directory: str | None = None) -> Ended:
-    """Runs a command to its end, or to the end of its time; then it is killed, with all that it started.
+class Askers(ThreadPoolExecutor):
+    """Threads that ask at once. An error or Ctrl-C in the thread that waits for them ends what they have asked.
+
+    Attributes:
+        stop: what `run` and `ask` take, so that they end then.
+    """
+
+    def __init__(self, most: int | None = None):
+        super().__init__(most)
+        self.stop = threading.Event()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
+        if kind is not None:
+            self.stop.set()
+        return super().__exit__(kind, *rest)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    seconds: float,
+    directory: str | None = None,
+    stop: threading.Event | None = None,
+) -> Ended:
+    """Runs a command to its end, to the end of its time, or until `stop`; then it is killed, with all that it started.
 
     A process that hangs in the kernel, as with a GPU that has fallen off the bus, cannot be killed: it is left behind.
     """
@@ -58,7 +86,7 @@ def run(command: Sequence[str], *, environ: Mapping[str, str], seconds: float, d
         code = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(seconds)
+                code = process.wait(seconds) if stop is None else _wait(process, seconds, stop)
         finally:
             _kill(process)
         texts = []
@@ -68,7 +96,15 @@ def run(command: Sequence[str], *, environ: Mapping[str, str], seconds: float, d
     return Ended(code, *texts, _words(code, texts[1], seconds))
 
 
-def ask(module: str, names: Sequence[str], *, environ: Mapping[str, str], seconds: float, **options: Any) -> dict:
+def ask(
+    module: str,
+    names: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    seconds: float,
+    stop: threading.Event | None = None,
+    **options: Any,
+) -> dict:
     """Has a module's `QUESTIONS` answered in a process of its own.
 
     Args:
@@ -76,20 +112,27 @@ def ask(module: str, names: Sequence[str], *, environ: Mapping[str, str], second
         names: which of them, in this order.
         environ: the environment of the process.
         seconds: for all of them together.
+        stop: ends it before.
         options: what each of them gets.
 
     Returns:
         The answers by name. One that could not be had is `{"error": why}`.
     """
-    return ask_with_log(module, names, environ=environ, seconds=seconds, **options)[0]
+    return ask_with_log(module, names, environ=environ, seconds=seconds, stop=stop, **options)[0]
 
 
 def ask_with_log(
-    module: str, names: Sequence[str], *, environ: Mapping[str, str], seconds: float, **options: Any
+    module: str,
+    names: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    seconds: float,
+    stop: threading.Event | None = None,
+    **options: Any,
 ) -> tuple[dict[str, dict], str]:
     """As `ask`, with what the process wrote to stderr."""
     code = f"from tfgpu.doctor.facts import asking; asking.answer({module!r}, {list(names)!r}, {options!r})"
-    ended = run([*INTERPRETER, "-c", code], environ=environ, seconds=seconds)
+    ended = run([*INTERPRETER, "-c", code], environ=environ, seconds=seconds, stop=stop)
     return {name: {"error": ended.how} for name in names} | answers(ended.out), ended.err
 
 
@@ -132,6 +175,16 @@ def with_tfgpu(environ: Mapping[str, str]) -> dict[str, str]:
     parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), parent]))
     return {**environ, "PYTHONPATH": path}
+
+
+def _wait(process: subprocess.Popen, seconds: float, stop: threading.Event) -> int:
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return process.wait(_LOOK_S)
+        except subprocess.TimeoutExpired:
+            if stop.is_set() or time.monotonic() >= until:
+                raise
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -7,8 +7,8 @@ what is measured here; `judge.py` says what their figures mean. Each runs in a p
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tfgpu.doctor.check import Check
@@ -33,8 +33,9 @@ def examine(
     ssh: str | None = None,
     folder: Path | None = None,
     seconds: float | None = None,
+    on_check: Callable[[Check], None] = lambda check: None,
 ) -> list[Check]:
-    """Measures and trains; takes a minute or two, and keeps all devices busy meanwhile.
+    """Measures and trains; takes a minute or two where nothing else runs, and keeps all devices busy meanwhile.
 
     Args:
         facts: what the doctor's `gather` returned.
@@ -44,6 +45,7 @@ def examine(
         ssh: the command that reaches them, with options, such as `"ssh -i key"`.
         folder: where the disk is measured; `None`: here. A machine that has no such folder: the user's own there.
         seconds: for each part; `None` gives each what it needs at most on a busy machine.
+        on_check: called with each check as soon as it is known.
 
     Returns:
         A check for each part. `figures` has its numbers.
@@ -55,37 +57,80 @@ def examine(
     environ = {**asking.with_tfgpu(environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
     environ.pop("TF_CONFIG", None)  # A self-test makes its own clusters.
     place = str(folder or os.getcwd())
-    found = parts(place, environ=environ, seconds=seconds or PART_S)
+    others = [host for host in dict.fromkeys(hosts) if host not in LOCAL]
+    known = _Known(facts, hosts, others, on_check)
+    parts(place, environ=environ, seconds=seconds or PART_S, on_part=known.add)
     gpus = len(facts["tensorflow"].get("gpus") or [])
     options = {"environ": environ, "gpus": gpus, "ssh": ssh}
-    others = [host for host in dict.fromkeys(hosts) if host not in LOCAL]
-    with ThreadPoolExecutor(max_workers=len(others) or 1) as pool:
-        part_s = (seconds or PART_S) * len(PARTS) + LAUNCH_S
+    with asking.Askers(len(others) or 1) as pool:
+        limits = {"seconds": (seconds or PART_S) * len(PARTS) + LAUNCH_S, "stop": pool.stop}
         asked = {
-            host: pool.submit(launched, "machine", ["-n", "1"], [host], place, seconds=part_s, **options)
-            for host in others
+            host: pool.submit(launched, "machine", ["-n", "1"], [host], place, **limits, **options) for host in others
         }
-        machines = {host: each.result() for host, each in asked.items()}
+        known.machines = {host: each.result() for host, each in asked.items()}
+    known.add({})
     for kind, shape, there in (
         ("multi_worker", ["-n", str(len(hosts))], hosts),
         # One worker: of several, each takes its steps when it can, so that no two trainings end alike.
         ("parameter_server", ["-n", "1", "--ps", str(max(1, len(set(hosts)) - 1))], list(dict.fromkeys(hosts))),
     ):
-        found[kind] = launched(kind, shape, there, seconds=seconds or LAUNCH_S, **options)
-    return judge.judge(found, facts, hosts, machines)
+        known.add({kind: launched(kind, shape, there, seconds=seconds or LAUNCH_S, **options)})
+    return known.checks
 
 
-def parts(folder: str, *, environ: Mapping[str, str], seconds: float) -> dict:
+class _Known:
+    """What a self-test has found so far; tells each check once.
+
+    Attributes:
+        machines: by host, what has been measured on it.
+        checks: of all that is known.
+    """
+
+    def __init__(
+        self,
+        facts: Mapping[str, dict],
+        hosts: Sequence[str],
+        others: Sequence[str],
+        on_check: Callable[[Check], None],
+    ):
+        self.machines: Mapping[str, dict] = {}
+        self.checks: list[Check] = []
+        self._facts, self._hosts, self._others, self._on_check = facts, hosts, others, on_check
+        self._found: dict[str, dict] = {}
+        self._told: list[Check] = []
+
+    def add(self, answers: Mapping[str, dict]) -> None:
+        self._found |= answers
+        # By how much a training may differ depends on the devices of all machines.
+        waits = ("training",) if self._others and not self.machines else ()
+        found = {name: each for name, each in self._found.items() if name not in waits}
+        self.checks = judge.judge(found, self._facts, self._hosts, self.machines)
+        for check in self.checks:
+            if check not in self._told:
+                self._told.append(check)
+                self._on_check(check)
+
+
+def parts(
+    folder: str,
+    *,
+    environ: Mapping[str, str],
+    seconds: float,
+    on_part: Callable[[dict], object] = lambda answers: None,
+) -> dict:
     """Measures this machine; returns the answers by name.
 
     Args:
         folder: where the disk is measured.
         environ: the environment of the processes.
         seconds: for each part.
+        on_part: called with the answers of each part as it ends.
     """
     found = {}
     for file, name in PARTS.items():
-        found |= asking.ask(f"{_HERE}.{file}", [name], environ=environ, seconds=seconds, folder=folder)
+        answers = asking.ask(f"{_HERE}.{file}", [name], environ=environ, seconds=seconds, folder=folder)
+        found |= answers
+        on_part(answers)
     return found
 
 
@@ -115,6 +160,7 @@ def launched(
     gpus: int,
     ssh: str | None,
     seconds: float,
+    stop: threading.Event | None = None,
 ) -> dict:
     """Has `worker.py` run by `tfgpu launch`, here or by ssh; returns what its chief tells.
 
@@ -124,6 +170,7 @@ def launched(
         hosts: the machines.
         arguments: what `worker.py` gets besides.
         gpus: how many GPUs TensorFlow sees here.
+        stop: ends it before its time.
     """
     words = ["launch", *shape, "--no-logs", "--startup-timeout", "60"]
     if not all(host in LOCAL for host in hosts):
@@ -133,7 +180,7 @@ def launched(
     script = str(Path(__file__).with_name("worker.py"))
     with tempfile.TemporaryDirectory(prefix="tfgpu-doctor-") as folder:
         command = [*asking.INTERPRETER, "-m", "tfgpu", *words, script, kind, *arguments]
-        ended = asking.run(command, environ=environ, seconds=seconds, directory=folder)
+        ended = asking.run(command, environ=environ, seconds=seconds, directory=folder, stop=stop)
     found = asking.answers(ended.out).get(kind)
     if ended.code == 0 and found:
         return found

@@ -28,7 +28,7 @@ def judge(
     hosts: Sequence[str],
     machines: Mapping[str, dict] | None = None,
 ) -> list[Check]:
-    """Makes checks of what a self-test has measured.
+    """Makes checks of what a self-test has measured, or has measured so far.
 
     Args:
         found: the parts' answers: `multiply`, `sums`, `disk`, `training`, `multi_worker`, `parameter_server`.
@@ -38,14 +38,20 @@ def judge(
     """
     kinds = [each["training"].get("kind") for each in (found, *(machines or {}).values()) if "training" in each]
     most = MOST_DIFFERENCE["GPU" if "GPU" in kinds else "CPU"]
-    checks = [*_alone(found, facts), *_network(found["multi_worker"], hosts), *_trainings(found, most)]
+    checks = _alone(found, facts)
+    if "multi_worker" in found:
+        checks += _network(found["multi_worker"], hosts)
+    if "training" in found:
+        checks += _trainings(found, most)
     for host, each in (machines or {}).items():
         checks += _elsewhere(host, each, found["training"].get("one_device"), most)
     return checks
 
 
 def _alone(found: Mapping[str, dict], facts: Mapping[str, dict]) -> list[Check]:
-    return [*_products(found["multiply"], facts), _sums(found["sums"], facts), *_disk(found["disk"])]
+    checks = _products(found["multiply"], facts) if "multiply" in found else []
+    checks += [_sums(found["sums"], facts)] if "sums" in found else []
+    return checks + (_disk(found["disk"]) if "disk" in found else [])
 
 
 def _elsewhere(host: str, found: dict, reference: Sequence[float] | None, most: float) -> list[Check]:
@@ -179,7 +185,8 @@ def _trainings(found: Mapping[str, dict], most: float) -> list[Check]:
     if "error" in here:
         return [_failed("Training", here)]
     weights: dict[str, object] = {name: here.get(name) for name in ("mirrored", "averaging")}
-    weights |= {name: found[name].get("weights") or found[name] for name in ("multi_worker", "parameter_server")}
+    several = [name for name in ("multi_worker", "parameter_server") if name in found]
+    weights |= {name: found[name].get("weights") or found[name] for name in several}
     reference = here["one_device"]
     checks = [Check("Training one_device", "ok", f"{len(reference)} weights after two epochs")]
     return checks + [_strategy(name, each, reference, most) for name, each in weights.items()]
