@@ -55,6 +55,35 @@ def test_every_public_name_and_argument_has_its_type(symbols):
     assert not missing, "\n".join(missing)
 
 
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What is no word about tfgpu: Keras and TensorFlow annotate little, and a checker takes a default's type for all that
+# may be given; what is not installed here; a page that shows two ways by one name; a result that is None elsewhere.
+THEIRS = re.compile(
+    r'parameter "(verbose|jit_compile|seed|input_tensor|target|x)" of type|No overloads for "gradient"|Import "'
+    r'|is obscured by a declaration|No parameter named "(batch_size|device_id)"|is not a known attribute of "None"'
+    r'|not supported for "None"'
+)
+
+
+def test_the_pages_blocks_have_no_wrong_types(tmp_path):
+    """The README's and each page's, as a reader's type checker sees them with nothing set up: in its basic mode."""
+    pytest.importorskip("basedpyright", reason="basedpyright is not installed")
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "basic"}')
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        if found := FENCE.findall(page.read_text()):
+            (tmp_path / f"{page.stem.replace('-', '_')}.py").write_text("\n".join(found))
+    command = [*BASEDPYRIGHT, "--project", str(tmp_path), "--level", "error", "--outputjson"]
+    ran = subprocess.run(command, cwd=tmp_path, env=HERE, capture_output=True, text=True, timeout=240)
+    told = json.loads(ran.stdout)
+    assert told["summary"]["filesAnalyzed"] > 20
+    wrong = [
+        f"{Path(each['file']).name}:{each['range']['start']['line'] + 1}: {' '.join(each['message'].split())}"
+        for each in told["generalDiagnostics"]
+        if not THEIRS.search(each["message"])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 SCRIPT = """
 import tfgpu
 

@@ -219,3 +219,11 @@ def test_a_function_that_ends_the_program_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="leaving:build ended the program with 0. Let it return a Keras model"):
         models.build("leaving:build", input_shape=(8,), classes=2)
+
+
+@pytest.mark.parametrize("name", [*models.BUILDERS, "MobileNetV2"])
+def test_a_size_that_is_not_known_is_an_error(name):
+    """`data.info.input_shape` has None where examples are of several sizes: its type says so, and builders take it."""
+    shape = (None,) if name in ("textcnn", "transformer") else (None, 32, 3)
+    with pytest.raises(InputError, match="input_shape.*Received:.*None"):
+        models.build(name, input_shape=shape, classes=5)

@@ -41,7 +41,7 @@ def ray_job(
     environment: Mapping[str, str] | None = None,
     runtime_env: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
-) -> object:
+) -> Any:
     """Trains on a Ray cluster, and returns when the training is done.
 
     Joins the cluster that `RAY_ADDRESS` names, or starts one on this machine, unless `ray.init` was called before.

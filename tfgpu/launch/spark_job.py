@@ -66,7 +66,7 @@ def spark_job(
     logs: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
     on_progress: Progress | None = None,
-) -> object:
+) -> Any:
     """Trains on a DataFrame or RDD, on the executors, and returns when the training is done.
 
     Each worker is a task of one barrier stage. Spark deals it its rows of every batch, by a shuffle; the task keeps

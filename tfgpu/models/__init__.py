@@ -59,7 +59,7 @@ def applications() -> Mapping[str, Callable[..., keras.Model]]:
 
 
 def build(
-    name: str, *, input_shape: Sequence[int], classes: int, options: Mapping[str, object] | None = None
+    name: str, *, input_shape: Sequence[int | None], classes: int, options: Mapping[str, object] | None = None
 ) -> keras.Model:
     """Builds a model by name, for inputs of this shape and this many classes.
 

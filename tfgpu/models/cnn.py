@@ -13,7 +13,7 @@ MOST_FLATTENED_SIDE = 8
 
 
 def cnn(
-    input_shape: Sequence[int] = (8, 8, 1),
+    input_shape: Sequence[int | None] = (8, 8, 1),
     classes: int = 10,
     *,
     filters: Sequence[int] = (32, 64),

@@ -11,7 +11,7 @@ from tfgpu.models.recompute import block
 
 
 def mlp(
-    input_shape: Sequence[int] = (8, 8, 1),
+    input_shape: Sequence[int | None] = (8, 8, 1),
     classes: int = 10,
     *,
     widths: Sequence[int] = (256, 128),

@@ -21,7 +21,7 @@ EXPANSION = 4
 
 
 def resnet(
-    input_shape: Sequence[int] = (32, 32, 3),
+    input_shape: Sequence[int | None] = (32, 32, 3),
     classes: int = 10,
     *,
     depth: int = 20,

@@ -10,7 +10,7 @@ from tfgpu.models.recompute import block
 
 
 def textcnn(
-    input_shape: Sequence[int] = (256,),
+    input_shape: Sequence[int | None] = (256,),
     classes: int = 2,
     *,
     vocabulary: int = 256,

@@ -10,7 +10,7 @@ from tfgpu.models.recompute import block
 
 
 def transformer(
-    input_shape: Sequence[int] = (64,),
+    input_shape: Sequence[int | None] = (64,),
     classes: int = 256,
     *,
     width: int = 128,

@@ -38,7 +38,7 @@ FEWEST_PATCHES_A_SIDE = 7
 
 
 def vit(
-    input_shape: Sequence[int] = (32, 32, 3),
+    input_shape: Sequence[int | None] = (32, 32, 3),
     classes: int = 10,
     *,
     size: str = "nano",

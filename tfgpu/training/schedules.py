@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import keras
 
@@ -35,7 +36,7 @@ class Schedule:
         callbacks: to be given to `fit` as well; only "plateau" has one.
     """
 
-    learning_rate: Rate
+    learning_rate: Any  # a `Rate`: of that, type checkers would let nobody hand it to Keras, whose own is not annotated
     callbacks: tuple[keras.callbacks.Callback, ...] = ()
 
 
