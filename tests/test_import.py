@@ -1,6 +1,7 @@
 """The order of the house: who may import whom, what starts TensorFlow, where Keras's private names may stand."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,33 @@ def test_a_module_imports_only_from_the_rows_above(path):
     assert name in ALLOWED, f"{name} has no row in the table of the house"
     below = imported(path) - ALLOWED[name] - {"errors", "lazy", "redact", name}
     assert not below, f"{name} may not import {', '.join(sorted(below))}"
+
+
+def house() -> list[set[str]]:
+    """The rows of CONTRIBUTING.md's table, each with the parts of tfgpu that it names."""
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("\n## The house\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "`" in line]
+    words = [re.findall(r"`(\w+)(?:\.py|/)?`", line) for line in lines]
+    assert sum(map(len, words)) == len({word for row in words for word in row}), "a part stands there twice"
+    return [set(row) for row in words]
+
+
+def named(name: str, rows: list[set[str]]) -> int:
+    """The row that names a part; a part of a part (`redact_places`) stands where the whole does."""
+    found = [at for at, row in enumerate(rows) if name in row or name.partition("_")[0] in row]
+    assert found, f"{name} has no row in the table of CONTRIBUTING.md"
+    return found[0]
+
+
+def test_contributing_names_every_part_in_its_row():
+    rows, parts = house(), {part(path) for path in FILES} - {"__init__", "__main__"}
+    assert len(rows) > 3
+    for name in parts:
+        at = named(name, rows)
+        below = {other for other in ALLOWED.get(name, set()) & parts if named(other, rows) > at}
+        assert not below, f"{name} may import {', '.join(sorted(below))}, which stand in rows below its own"
+    gone = set().union(*rows) - parts
+    assert not gone, f"there is no {', '.join(sorted(gone))} any more"
 
 
 def private_names(path: Path) -> set[str]:
