@@ -77,8 +77,9 @@ def all_rows(rows: tf.Tensor) -> tf.Tensor:
     offset, count, total = _place(rows)
     around = tf.concat([[[offset, total - offset - count]], tf.zeros([rows.shape.rank - 1, 2], tf.int32)], 0)
     table = tf.pad(tf.where(replica.has_rows(), rows, tf.zeros_like(rows)), around)
+    table.set_shape([_known_total(rows), *rows.shape[1:]])
     (table,) = over_replicas([table]) if rows.dtype.is_floating else replica.all_reduce([table])
-    table.set_shape([None, *rows.shape[1:]])
+    table.set_shape([_known_total(rows), *rows.shape[1:]])
     return table
 
 
@@ -96,3 +97,12 @@ def _place(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     facts, count = replica.rows_held(), tf.shape(rows)[0]
     an_example = tf.maximum(count // tf.maximum(facts.local, 1), 1)
     return facts.offset * an_example, count, facts.total * an_example
+
+
+def _known_total(rows: tf.Tensor) -> int | None:
+    """The rows of the table, where they are known before the step runs: many such steps can run in one call."""
+    facts = replica.rows_held()
+    local, total = tf.get_static_value(facts.local), tf.get_static_value(facts.total)
+    if rows.shape[0] is None or local is None or total is None:
+        return None
+    return int(total) * max(rows.shape[0] // max(int(local), 1), 1)
