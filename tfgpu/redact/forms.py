@@ -1,6 +1,6 @@
 """The forms that secrets have, whatever is around them."""
 
-from tfgpu.redact import commands
+from tfgpu.redact import addresses, commands, sql
 from tfgpu.redact.commands import WORD
 
 _URL_SAFE = r"[A-Za-z0-9_\-]"
@@ -17,7 +17,7 @@ _NO_PASSWORDS = (
 FORMS = {
     "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY.*?(-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|\Z)"
     r"|(?<=PuTTY-User-Key-File-)\d:.*?(Private-MAC:[^\n]*|\Z)",
-    "credentials in a URL": r"(?<=://)(?=[^\s/@])[^\s/@:\"'<>]*+(?::[^\s/\"'<>]*)?@(?=[^\s/])",
+    "credentials in a URL": addresses.CREDENTIALS,
     "webhook": r"(?<=hooks\.slack\.com/)(?:services|workflows|triggers)/[^\s\"'\\<>]+"
     r"|(?<=/api/webhooks/)\d+/[^\s\"'\\<>]+|(?<=\.webhook\.office\.com/)[^\s\"'\\<>]+"
     r"|(?<=api\.telegram\.org/)bot[^\s/]+",
@@ -32,8 +32,10 @@ FORMS = {
     "JSON web token": rf"(?<!{_URL_SAFE})(?={_URL_SAFE}++\.{_URL_SAFE}){_URL_SAFE}*?\beyJ{_URL_SAFE}{{8,}}"
     rf"\.{_URL_SAFE}+(?:\.{_URL_SAFE}*)?",
     "password of a command": commands.PASSWORDS,
+    "password in SQL": sql.PASSWORDS,
     "password in a sentence": r"(?i)(?P<phrase>\b(?:password|passwd|passphrase|passcode)s?[\"']?[^\S\n]+"
-    rf"(?:(?:is|was|are|of|set[^\S\n]+to)[^\S\n]+)?)(?!(?:{_NO_PASSWORDS})\b|[\w.\-]{{1,60}}+=)(?![-:=!<(\[|]){WORD}",
+    rf"(?:(?:is|was|are|of|set[^\S\n]+to)[^\S\n]+)?)(?!(?:{_NO_PASSWORDS})\b|[\w.\-]{{1,60}}+=)(?![-:=!<(\[|])"
+    rf"(?:[EeNn](?='))?{WORD}",
     # The lines of `.pgpass`: machine, port, database, user, password.
     "password of PostgreSQL": r"(?P<pgpass>(?m:^)(?:[\w.\-]++|\*):(?:\d{2,5}|\*):(?:[\w.\-]++|\*):(?:[\w.\-]++|\*):)"
     r"(?![\d.]*$)[^\s:]{4,}(?m:$)",

@@ -1,12 +1,13 @@
 """Which names are those of secrets."""
 
 import re
+import urllib.parse
 
 # Whole words of a name; `key` counts as its last word, so that `api_key` is one and `key_dim` is not.
 _WORDS = re.compile(
     r"(^|_)(pwd|pw|psw|pass|auth|authorization|cookies?|signature|sig|sas|token|bearer|jwt|otp|pin|creds?|credentials?"
-    r"|netrc)(_|$)"
-    r"|(^|_)key(_data)?$"
+    r"|netrc|psk)(_|$)"
+    r"|(^|_)key(_data)?$|(^|_)wep_key\d$"
     r"|(^|_)(api|access|secret|private|ssh|signing|encryption|service|auth)_keys$"
 )
 _INSIDE = re.compile(
@@ -17,6 +18,7 @@ _INSIDE = re.compile(
 # Names of secrets' names, and tokens of texts.
 _NONE = re.compile(
     r"(secret|token|key|auth)_(name|refs?|key_ref|sock|socket)$|pull_secrets$|github_ref|_token_(ids?|type_ids)$"
+    r"|(^|_)psk_(hint|identity)$"
     r"|^(\w+_)?(bos|eos|pad|unk|unknown|mask|sep|cls|oov|start|end|special|decoder_start)_tokens?(_ids?)?$"
     r"|(^|_)token_(accuracy|count|dim|embeddings?|errors?|index|indices|length|loss|mask|rate|type_ids?|types?)(_|$)"
 )
@@ -43,6 +45,8 @@ def is_secret(name: str) -> bool:
 
 
 def words(name: str) -> str:
-    """The words of a name: `apiKey`, `API-KEY` and `api_key` are `api_key`."""
+    """The words of a name: `apiKey`, `API-KEY` and `api%5Fkey` are `api_key`."""
+    if "%" in name:
+        name = urllib.parse.unquote(re.sub(r"%(?:25)+", "%", name))
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name).lower().strip("_")
 

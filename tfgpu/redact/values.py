@@ -19,11 +19,16 @@ _MARKED = r"(?P<mark>\\++[\"'])(?:(?!(?<!\\)(?P=mark))[^\n])*+(?P=mark)?"
 _PREFIX = r"(?:[bBrRuUfF]{1,2}(?=[\"']))?"
 # A mark in single quotes, as a shell takes it: 'it'"'"'s'.
 _SHELL = r"'[^'\n]*+'(?:(?:\"'\"|\\')'[^'\n]*+')++"
-# A name and what joins it to its value: in code, JSON, YAML, an environment, a query, a command line.
+# A letter, a digit, `_`, `-` or `.` of a name as an address has it, or as an address within an address does: `%255F`.
+_ENCODED = r"%(?:25){0,3}(?:2[DEde]|3\d|4[1-9A-Fa-f]|5[\dAFaf]|6[1-9A-Fa-f]|7[\dAa])"
+_BLANK = r"(?:%(?:25){0,3}20|\+)"
+# A name and what joins it to its value: in code, JSON, YAML, an environment, a query, a command line, an address.
 _NAMED = re.compile(
-    r"(?<![\w.\-])(?P<name>[\w.\-]++)"
+    rf"(?<![\w.\-])(?P<name>[\w.\-]++(?:{_ENCODED}[\w.\-]*+){{0,40}}+)"
     rf"(?:(?P<equals>(?:{_MARK})?\]?[ \t]*+(?::=|=>|[=!]=|=)[ \t]*+{_PREFIX}(?:\\\n[ \t]*+)?)"
     rf"|(?P<colon>(?:{_MARK})?\s*+:[ \t]*+{_PREFIX})"
+    rf"|(?P<encoded>(?:%(?:25){{0,3}}2[27])?{_BLANK}*+%(?P<depth>(?:25){{0,3}})3[ADad]"
+    rf"{_BLANK}*+(?P<opened>%(?:25){{0,3}}2[27])?)"
     rf"|(?P<list>{_MARK}\s*+,\s*+(?={_MARK})|(?:{_MARK})?[ \t]*+\n[ \t]*+-[ \t]++)|(?P<space>[ \t]++(?:\\\n[ \t]*+)?))"
 )
 _VALUES = {
@@ -56,20 +61,27 @@ def behind_names(text: str) -> Iterator[Secret]:
         at = named.end("name")
         if _joins_nothing(text, named):
             continue
-        if not names.is_secret(named["name"]):
+        name = _secret_name(text, named)
+        if not name:
             at = named.end()
             quoted = _QUOTED.match(text, at, ends[-1])
             if quoted and not _FLAG_ALONE.fullmatch(quoted[0]):
                 ends.append(quoted.end())
             continue
-        value = _value(text, named, ends[-1])
+        value = _value(text, name, named, ends[-1])
         if not value:
             continue
         first, at = named.end(), named.end() + len(value)
-        if is_value(named["name"], value, named["equals"] or ""):
+        if is_value(name, value, named["equals"] or ""):
             yield first, at, text[named.end("name")]
         elif value[0] not in _QUOTES:
             at = first + 1
+
+
+def _secret_name(text: str, named: re.Match) -> str:
+    """The name, if it is one of a secret; behind a `%` it may begin with a character's number: `%26pwd`."""
+    encoded = [f"%{named['name']}"] if text[named.start() - 1 : named.start()] == "%" else []
+    return next(filter(names.is_secret, [named["name"], *encoded]), "")
 
 
 def _joins_nothing(text: str, named: re.Match) -> bool:
@@ -95,10 +107,10 @@ def is_value(name: str, value: str, joined: str = "") -> bool:
     return not is_code and bare[:1] != "/" and len(bare) >= _SHORTEST_KEY and any(map(str.isdecimal, bare))
 
 
-def _value(text: str, named: re.Match, end: int) -> str:
+def _value(text: str, name: str, named: re.Match, end: int) -> str:
     """What stands behind a name: a word, a quoted text, a line, or what is within brackets."""
     first, kind = named.end(), str(named.lastgroup)
-    words = names.words(named["name"])
+    words = names.words(name)
     alone = _ALONE.match(text, first, end)
     if alone and not (alone["number"] and names.SPOKEN.search(words)):
         return alone[0]
@@ -112,10 +124,17 @@ def _value(text: str, named: re.Match, end: int) -> str:
         if number:
             return number[0]
     quoted = text[first : first + 1] in _QUOTES
-    if named["equals"] == " = " and names.SPOKEN.search(named["name"].lower()) and not quoted:
+    if named["equals"] == " = " and names.SPOKEN.search(name.lower()) and not quoted:
         return text[first : _LINE.match(text, first, end).end()]  # of a settings file, which quotes no blanks
-    found = _VALUES[kind].match(text, first, end)
+    form = _encoded_value(named) if kind == "encoded" else _VALUES[kind]
+    found = form.match(text, first, end)
     return found[0] if found else ""
+
+
+def _encoded_value(named: re.Match) -> re.Pattern:
+    """What goes on to the next `&` or quote, as deep as the `=` is."""
+    ends = rf"(?<!%{named['depth']}5C)%{named['depth']}2[27]" if named["opened"] else f"%{named['depth']}26"
+    return re.compile(rf"(?:(?!{ends})[^\s&\"'<>])++")
 
 
 def _in_brackets(text: str, first: int, end: int) -> str:
