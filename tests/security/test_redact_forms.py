@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tfgpu.redact import Cleaner
 
+COMMIT, KEY = "3f786850e387550fdab836ed7e6dc881de23001b", "89e6c98d92887913cadf06b2adb97f26cde4849b"
+
 
 def cleaner():
     return Cleaner({}, user="adalovelace", home="/home/adalovelace", host="analytical.example.org")
@@ -150,6 +152,10 @@ def test_what_looks_alike_is_kept(text):
         ("", "7z x -p"),
         ("", "wpa_passphrase "),
         ("", "password('"),
+        ("", "git -a "),
+        ("", "git log\n"),
+        ("git log\n", "a" * 40 + "\n"),
+        ("git log\n", COMMIT + " a\n"),
     ],
 )
 def test_no_text_takes_long(begin, piece):
@@ -157,6 +163,26 @@ def test_no_text_takes_long(begin, piece):
     began = time.process_time()
     cleaner().clean(f"{text}\napi_key=abc")
     assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("command", ["$ git log --format='%H %s'", "git rev-list HEAD", "!git -C x log --no-abbrev"])
+def test_commits_below_gits_command_are_kept(command):
+    text = f"{command}\n{COMMIT} One\n{COMMIT[::-1]} Two"
+    assert cleaner().clean(text) == text
+    assert cleaner().clean(f"{text} {KEY}\n\n{KEY}") == f"{text} <removed>\n\n<removed>"
+
+
+def test_one_commit_below_rev_parse_is_kept():
+    assert cleaner().clean(f"~$ git rev-parse HEAD\n{COMMIT}\n{KEY}") == f"~$ git rev-parse HEAD\n{COMMIT}\n<removed>"
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["", "see git log\n", "git log | cat - key\n", "git rev-parse HEAD; cat key\n", "git log > x\n", "git log\n\n"],
+)
+def test_a_bare_hash_that_may_be_a_key_is_removed(before):
+    """A key of Weights & Biases has the same 40 digits; two lines of them may be two keys."""
+    assert cleaner().clean(f"{before}{KEY} a\n{COMMIT} b") == f"{before}<removed> a\n<removed> b"
 
 
 passwords = st.text("abcXYZ019/@:%?#+", min_size=8, max_size=20).filter(lambda it: "://" not in it and not it[0] == "/")

@@ -1,5 +1,6 @@
 """Long strings that look random: keys that have no name."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 
@@ -21,6 +22,10 @@ _SUM_AFTER = re.compile(r"[ \t]+(?:refs/|HEAD\b|\((?:HEAD|tag:|origin))|\.\.")
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _PART_LENGTH = 3.2
 _UUID = re.compile(r"([A-Za-z]+-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+# What git prints in the lines below its own command, with nothing in that line that may print something else.
+_LOG = r"(?:log|rev-list)\b[^\n;&|<>`$]*+\n(?P<many>(?:[0-9a-f]{40}\b[^\n]*+(?:\n|\Z))++)"
+_ONE = r"(?:rev-parse|merge-base|write-tree|hash-object|commit-tree)\b[^\n;&|<>`$]*+\n(?P<one>[0-9a-f]{40}\b)"
+_GIT = re.compile(rf"(?m)^(?:[^\n]{{0,100}}?[$#>%+!][ \t]*+)?git[ \t]++(?:-[^\n]{{1,60}}?[ \t]++)?(?:{_LOG}|{_ONE})")
 
 
 def mixed(text: str) -> Iterator[Span]:
@@ -41,8 +46,15 @@ def part_length(text: str) -> float:
 
 def hexadecimal(text: str) -> Iterator[Span]:
     """Where keys of hexadecimal digits stand that nothing around them calls a commit or a checksum."""
+    commits = {at for found in _GIT.finditer(text) for at in _lines(text, *found.span(found.lastgroup))}
     for found in _HEX.finditer(text):
         plain = found[0].isdecimal() or found[0].isalpha()
         named = _SUM.search(text, max(0, found.start() - 24), found.start()) or _SUM_AFTER.match(text, found.end())
-        if not plain and not named:
+        if not plain and not named and found.start() not in commits:
             yield found.span()
+
+
+def _lines(text: str, first: int, last: int) -> Iterator[int]:
+    """Where the lines between the two places begin."""
+    lengths = map(len, text[first:last].splitlines(keepends=True)[:-1])
+    return itertools.accumulate(lengths, initial=first)
