@@ -10,7 +10,7 @@ import urllib.parse
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from tfgpu.redact import forms, places, randoms, terminal, values
+from tfgpu.redact import forms, places, randoms, tables, terminal, values
 from tfgpu.redact.names import is_secret
 from tfgpu.redact.values import REMOVED
 
@@ -82,6 +82,9 @@ class Cleaner:
         text = terminal.without_colours(text)  # In them a name begins with a number: `36mpwd`.
         if depth:
             text = _LITERAL.sub(lambda literal: self._within(literal, depth - 1), text)
+        text = self._replaced("private key", forms.PRIVATE_KEY, REMOVED, text)
+        # Before the other forms, which may take what stands between cells.
+        text = self._cut("cell of a secret column", text, ((*span, "") for span in sorted(tables.secrets(text))))
         for kind, form in forms.FORMS.items():
             text = self._replaced(kind, form, f"{REMOVED}@" if kind == "credentials in a URL" else REMOVED, text)
         text = self._cut("value of a secret name", text, ((*span, "") for span in sorted(places.secrets(text))))

@@ -13,10 +13,12 @@ _NO_PASSWORDS = (
     r"|manager|hash|hashes|policy|based|less|incorrect|invalid|wrong|expired|missing|accepted|rejected|changed|change"
     r"|changes|reset|too"
 )
+PRIVATE_KEY = (
+    r"-----BEGIN [A-Z ]*PRIVATE KEY.*?(-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|\Z)"
+    r"|(?<=PuTTY-User-Key-File-)\d:.*?(Private-MAC:[^\n]*|\Z)"
+)
 # Each begins where a word does and gives back nothing of it: a log of one long word must not take hours.
 FORMS = {
-    "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY.*?(-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|\Z)"
-    r"|(?<=PuTTY-User-Key-File-)\d:.*?(Private-MAC:[^\n]*|\Z)",
     "credentials in a URL": addresses.CREDENTIALS,
     "webhook": r"(?<=hooks\.slack\.com/)(?:services|workflows|triggers)/[^\s\"'\\<>]+"
     r"|(?<=/api/webhooks/)\d+/[^\s\"'\\<>]+|(?<=\.webhook\.office\.com/)[^\s\"'\\<>]+"

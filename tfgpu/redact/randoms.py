@@ -32,16 +32,16 @@ def mixed(text: str) -> Iterator[Span]:
     """Where long strings of mixed letters and digits stand, which no word of a language is."""
     tests: tuple[Callable[[str], bool], ...] = (str.isupper, str.islower, str.isdecimal)
     for found in _RANDOM.finditer(text):
-        if re.search(r"[_\-]", found[0]) and part_length(found[0]) >= _PART_LENGTH:
+        if re.search(r"[_\-]", found[0]) and not is_mixed(found[0]):
             continue
         if not _UUID.fullmatch(found[0]) and all(any(test(character) for character in found[0]) for test in tests):
             yield found.span()
 
 
-def part_length(text: str) -> float:
-    """Characters in a word or number of the text, on average."""
+def is_mixed(text: str) -> bool:
+    """Whether letters and digits follow each other as no words and numbers do; those of a UUID have a form."""
     parts = _PART.findall(text)
-    return sum(map(len, parts)) / max(1, len(parts))
+    return not _UUID.fullmatch(text) and sum(map(len, parts)) < _PART_LENGTH * len(parts)
 
 
 def hexadecimal(text: str) -> Iterator[Span]:
