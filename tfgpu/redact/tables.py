@@ -38,8 +38,9 @@ _VERDICT = re.compile(
 _INSERT = re.compile(
     r"(?i)\binsert\s++(?:ignore\s++)?+into\s++[\w.\"`\[\]]++\s*+\((?P<names>[^()]{1,2000}+)\)\s*+values\s*+"
 )
-_PIECE = r"'(?:[^'\n]|'')*+'|\([^()]*+\)"
-_ROW = re.compile(rf"\((?P<cells>(?:{_PIECE}|[^()'])*+)\)\s*+,?\s*+")
+# The end may be cut off.
+_PIECE = r"'(?:[^'\n]|'')*+'?|\([^()]*+\)"
+_ROW = re.compile(rf"\((?P<cells>(?:{_PIECE}|[^()'])*+)(?:\)\s*+,?\s*+|\Z)")
 _COMMA = re.compile(rf"{_PIECE}|,")
 
 
