@@ -24,6 +24,11 @@ TABLES = {
         "user,password,note\nada,x1,1\nbob,pa,ss,2",
         "user,password,note\nada,§,1\nbob,§,2",
     ),
+    "an empty cell": ("user,password\nada,\nbob,x1\n,x2\n", "user,password\nada,\nbob,§\n,§\n"),
+    "a row without a frame": (
+        "| user | pwd |\n|---|---|\nada | x1 |\nbob | x2\n| eve | x3",
+        "| user | pwd |\n|---|---|\nada | § |\nbob | §\n| eve | §",
+    ),
     "keys of AWS": (
         "User name,Password,Access key ID,Secret access key\r\nada,,AKIA1,wJalr/X\r\n",
         "User name,Password,Access key ID,Secret access key\r\nada,,§,§\r\n",
@@ -82,6 +87,7 @@ KEPT = [
     "| place | secret | API key |\n|---|---|---|\n| a log | yes | no |\n| a page | – | required |\n",
     "| test | token | auth |\n|---|---|---|\n| a | 12345 | ✓ |\n| b | <eos> | ✗ |\n",
     "name,kind,meaning\npassword,text,what the user says\nuser,text,who\n",
+    "| type | condition to pass | max tokens |\n|---|---|---|\n| string | the same text | 512 |",
     "Enter your user name, password\nThen press enter, and wait",
     "    user, api_key,\n    host, port,\n)",
     "def attend(query, key, value):\n    return query, key\n    pass",

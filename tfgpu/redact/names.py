@@ -18,7 +18,7 @@ _INSIDE = re.compile(
 # Names of secrets' names, and tokens of texts.
 _NONE = re.compile(
     r"(secret|token|key|auth)_(name|refs?|key_ref|sock|socket)$|pull_secrets$|github_ref|_token_(ids?|type_ids)$"
-    r"|(^|_)psk_(hint|identity)$"
+    r"|(^|_)psk_(hint|identity)$|_(to|must|should)_pass$"
     r"|^(\w+_)?(bos|eos|pad|unk|unknown|mask|sep|cls|oov|start|end|special|decoder_start)_tokens?(_ids?)?$"
     r"|(^|_)token_(accuracy|count|dim|embeddings?|errors?|index|indices|length|loss|mask|rate|type_ids?|types?)(_|$)"
 )

@@ -51,7 +51,7 @@ class _Table:
     Args:
         headings: of the columns.
         mark: what stands between cells.
-        framed: whether rows begin with the mark.
+        framed: whether the mark stands around rows too.
     """
 
     headings: Sequence[str]
@@ -61,7 +61,8 @@ class _Table:
     def cells(self, line: str) -> list[Span]:
         marks = [found.start() for found in _MARK[self.mark].finditer(line) if found[0] == self.mark]
         cells = [(first + 1, last) for first, last in pairwise([-1, *marks, len(line)])]
-        return [(a, b) for a, b in cells[self.framed :] if line[a:b].strip() or (a, b) != cells[-1]]
+        bare = line.strip()
+        return cells[self.framed and bare.startswith("|") : len(cells) - (self.framed and bare.endswith("|"))]
 
     def secrets(self, line: str, cells: Sequence[Span]) -> Iterator[Span]:
         """The cells of a row that are secrets; one with a mark in it goes on to where the next column begins."""
@@ -129,9 +130,9 @@ def _is_secret(name: str, cell: str) -> bool:
     bare = cell.strip(_BLANKS)
     if not bare or not is_value(name, cell) or _VERDICT.fullmatch(bare):
         return False
-    number = _NUMBER.fullmatch(bare)
     if names.SPOKEN.search(name) or _CHOSEN.search(name):
         return True
+    number = _NUMBER.fullmatch(bare)
     if _COUNTED.search(name):
         return not number or bare.isdecimal()
     if _TOKEN.search(name):
