@@ -4,6 +4,8 @@ Source: https://github.com/google/atheris
 """
 
 import argparse
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -32,6 +34,10 @@ def one(data: bytes) -> None:
         text = given.ConsumeUnicode(len(data))
     counts["tried"] += 1
     counts["read"] += targets.attempt(options.target, text, FOLDER)
+    if time.monotonic() - began > options.seconds:
+        print(f"{options.target}: {counts} in {time.monotonic() - began:.0f} s", flush=True)
+        shutil.rmtree(FOLDER)
+        os._exit(0)  # libFuzzer ends the process by itself, before anything at exit could run
 
 
 with tempfile.TemporaryDirectory() as folder:
@@ -44,11 +50,7 @@ with tempfile.TemporaryDirectory() as folder:
     for number in range(8 if document is not None else 0):
         (corpus / f"document{number}").write_bytes(bytes((number * 37 + at * 11) % 256 for at in range(60)) + b"\1")
     words.write_text("".join(f'"{"".join(f"{chr(92)}x{byte:02x}" for byte in w.encode())}"\n' for w in samples))
-    limits = [f"-max_total_time={options.seconds}", "-timeout=10", "-rss_limit_mb=2048", "-max_len=4096"]
+    limits = [f"-max_total_time={options.seconds + 60}", "-timeout=10", "-rss_limit_mb=2048", "-max_len=4096"]
     began = time.monotonic()
-
-    import atexit
-
-    atexit.register(lambda: print(f"{options.target}: {counts} in {time.monotonic() - began:.0f} s", flush=True))
     atheris.Setup([sys.argv[0], *limits, f"-dict={words}", str(corpus)], one)
     atheris.Fuzz()

@@ -118,7 +118,7 @@ def documents() -> dict[str, dict]:
 
 
 _VALUES = [None, True, -1, 0, 1, 10**30, 1e308, float("inf"), float("nan"), "", "a", "\0", "../x", "a:1", "a" * 300]
-_VALUES += [[], {}, [[]], [None], {"": 1}, ["a:1", "a:1"], {"a": {"b": {}}}, "1", "os:system", "eJw=", "chief", "worker"]
+_VALUES += [[], {}, [[]], [None], {"": 1}, ["a:1", "a:1"], {"a": {"b": {}}}, "1", "os:system", "eJw=", "chief"]
 
 
 def mutated(document: dict, pick: Callable[[int], int]) -> str:
