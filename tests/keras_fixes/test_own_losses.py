@@ -127,6 +127,24 @@ def test_metrics():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
+def test_labels_of_any_kind(dtype):
+    def kept(y, p):
+        assert y.dtype == dtype
+        y = ops.cast(y, "float32")
+        return ops.sum(y * p) / ops.sum(y + p)
+
+    found = []
+    for strategy in (tfgpu.strategy("one_device", devices=["CPU:0"]), tfgpu.strategy("mirrored", devices=4)):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, "sigmoid")])
+            model.compile("sgd", "mse", metrics=[kept])
+        found.append(model.evaluate(X, Y.astype(dtype), batch_size=8, verbose=0))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.slow
 def test_more_metrics():
     check(lambda: "mse", (recall, determination, dice, by_column, from_center, "mae"))
 

@@ -2,13 +2,13 @@
 
 One that is a mean over rows, or gives a number a row, is right on each replica's rows. Which kind a function is, nobody
 says; so each is tried on a few drawn rows, whole and in two parts, the first time that a step meets it. One whose
-result for the whole is not what the parts say is computed from the rows of all replicas, as on one device.
+result for the whole is not what the parts say is computed from the rows of all replicas, as on one device. All
+workers must find the same, since they meet where it needs all rows: nothing in a try depends on time or on the data.
 """
 
 import enum
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 
 import keras
@@ -26,7 +26,6 @@ _log = logging.getLogger(__name__)
 _ROWS, _PART = 6, 2
 _UNKNOWN, _SHORT = 8, 8
 _LARGEST = 1 << 24  # numbers that are drawn for one tensor
-_ENOUGH_S = 2.0
 _CLOSE = 1e-4
 _NOT_CLASSES = (-1, -100, 255)  # labels that stand for "none"
 
@@ -123,11 +122,9 @@ def _computed(needs: Needs, function: Callable, y_true, y_pred):
 
 
 def _all_rows(rows: tf.Tensor) -> tf.Tensor:
-    found = sums.all_rows(tf.cast(rows, tf.int32) if rows.dtype.is_bool else rows)
-    found = tf.cast(found, rows.dtype)
-    mask = backend.get_keras_mask(rows)
+    found, mask = sums.all_rows(rows), backend.get_keras_mask(rows)
     if mask is not None:
-        backend.set_keras_mask(found, sums.all_rows(tf.cast(mask, tf.int32)) > 0)
+        backend.set_keras_mask(found, sums.all_rows(mask))
     return found
 
 
@@ -135,12 +132,16 @@ def _needs(owner, function: Callable, what: str, y_true, y_pred) -> Needs:
     """What a function needs: `owner`, the loss or metric that has it, keeps what was found."""
     known = owner.__dict__.setdefault("_tfgpu_needs", {})
     tensors = y_true, y_pred
-    if not all(tf.is_tensor(each) and each.shape.rank for each in tensors):
+    if not all(isinstance(each, tf.Tensor) and each.shape.rank and _is_number(each) for each in tensors):
         return Needs.ITS_ROWS
     key = what, *((each.dtype.name, tuple(each.shape[1:])) for each in tensors)
     if key not in known:
         known[key] = _Trial(function, tensors).run(what)
     return known[key]
+
+
+def _is_number(tensor: tf.Tensor) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
 
 
 class _Trial:
@@ -171,15 +172,13 @@ class _Trial:
 
     def _found(self) -> Needs | None:
         """None: nothing could be told."""
-        found, until = None, time.monotonic() + _ENOUGH_S
+        found = None
         with tf.init_scope(), replica.stepping(None), keras.StatelessScope():
             for rows in self._draws(shorter=True):
                 judged = self._judged(rows)
                 if judged in (Needs.ALL, Needs.ALL_GIVES_ROWS):
                     return judged
                 found = found or judged
-                if found and time.monotonic() > until:
-                    return found
             # A function may ask for the very sizes.
             return found or next(filter(None, map(self._judged, self._draws(shorter=False))), None)
 

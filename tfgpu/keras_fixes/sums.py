@@ -4,6 +4,17 @@ import tensorflow as tf
 
 from tfgpu.keras_fixes import replica
 
+# Collectives take not every kind of number; these hold the same values.
+_EXACT = {
+    tf.bool: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.bfloat16: tf.float32,
+    tf.float16: tf.float32,
+}
+
 
 def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors over all replicas, in one collective that a gradient goes through.
@@ -72,15 +83,18 @@ def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
 def all_rows(rows: tf.Tensor) -> tf.Tensor:
     """The rows of all replicas, in the order of the batch, on each replica; a gradient goes through floats.
 
+    Numbers of any kind, or truths.
+
     A row that stands in where a replica has none becomes a row of zeros, and is not in the table.
     """
+    dtype, rows = rows.dtype, tf.cast(rows, _EXACT.get(rows.dtype, rows.dtype))
     offset, count, total = _place(rows)
     around = tf.concat([[[offset, total - offset - count]], tf.zeros([rows.shape.rank - 1, 2], tf.int32)], 0)
     table = tf.pad(tf.where(replica.has_rows(), rows, tf.zeros_like(rows)), around)
     table.set_shape([_known_total(rows), *rows.shape[1:]])
     (table,) = over_replicas([table]) if rows.dtype.is_floating else replica.all_reduce([table])
     table.set_shape([_known_total(rows), *rows.shape[1:]])
-    return table
+    return tf.cast(table, dtype)
 
 
 def own_rows(table: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
