@@ -50,9 +50,14 @@ class Correlation(keras.losses.Loss):
         return 1 - ops.sum(y * p) / (ops.norm(y) * ops.norm(p) + 1e-3)
 
 
-class Halved(Correlation):
+class Scaled(Correlation):
+    def call(self, labels, outputs, by=1.0):
+        return by * super().call(y_true=labels, y_pred=outputs)
+
+
+class Halved(Scaled):
     def call(self, y_true, y_pred):
-        return 0.5 * super().call(y_true, y_pred)
+        return super().call(y_true, y_pred, by=0.5)
 
 
 class Weighed:

@@ -86,8 +86,10 @@ def _take_hold_of(cls: type) -> None:
         if "call" in each.__dict__ and not hasattr(each.__dict__["call"], "_has_all_rows"):
 
             @wrap(each, "call")
-            def call(stock, self, y_true, y_pred):
-                return _of_batch(self, lambda *rows: stock(self, *rows), type(self).__name__, y_true, y_pred)
+            def call(stock, self, *tensors, **more):
+                if len(tensors) != 2:
+                    return stock(self, *tensors, **more)
+                return _of_batch(self, lambda *rows: stock(self, *rows, **more), type(self).__name__, *tensors)
 
             each.__dict__["call"]._has_all_rows = True
 
