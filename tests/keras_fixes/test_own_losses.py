@@ -71,6 +71,10 @@ def recall(y, p):
     return ops.sum(y * ops.round(p)) / (ops.sum(y) + 1e-7)
 
 
+def right(y, p):
+    return ops.equal(y, ops.round(p))[:, 0]
+
+
 def determination(y, p):
     return 1 - ops.sum(ops.square(y - p)) / ops.sum(ops.square(y - ops.mean(y)))
 
@@ -128,7 +132,7 @@ def test_stock_keras_learns_something_else(monkeypatch):
 
 
 def test_metrics():
-    check(lambda: "mse", (recall, by_column, from_center), replicas=(2,))
+    check(lambda: "mse", (recall, by_column, from_center, right), replicas=(2,))
 
 
 @pytest.mark.slow
@@ -230,6 +234,18 @@ def test_a_mean_over_rows_stays_on_its_replica(function, caplog):
     tries = counts.tries
     model.fit(X[:16], Y[:16], batch_size=8, verbose=0)
     assert counts.tries == tries  # once is enough
+
+
+def test_a_function_that_gathers_by_itself_is_left_alone(caplog):
+    def gathers(y, p):
+        here = tf.distribute.get_replica_context()  # none where Keras builds the model
+        return ops.sqrt(ops.mean(ops.square(p if here is None else here.all_gather(p, axis=0))))
+
+    with tfgpu.strategy("mirrored", devices=2).scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[counts := Counts(gathers)])
+    model.fit(X[:16], Y[:16], batch_size=8, verbose=0)
+    assert counts.tries == 1 and counts.rows == {4} and not caplog.records
 
 
 def test_one_device_tries_nothing():

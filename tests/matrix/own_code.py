@@ -212,7 +212,7 @@ def overlap(y, p):
 
 
 def root(y, p):
-    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y - p)))
+    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y - keras.ops.cast(p, y.dtype))))
 
 
 def recall(y, p):

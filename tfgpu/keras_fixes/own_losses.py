@@ -9,6 +9,7 @@ workers must find the same, since they meet where it needs all rows: nothing in 
 import enum
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator
 
 import keras
@@ -27,6 +28,7 @@ _ROWS, _PART = 6, 2
 _UNKNOWN, _SHORT = 8, 8
 _LARGEST = 1 << 24  # numbers that are drawn for one tensor
 _CLOSE = 1e-4
+_here = threading.local()
 _NOT_CLASSES = (-1, -100, 255)  # labels that stand for "none"
 
 
@@ -43,6 +45,14 @@ def give_own_losses_all_rows() -> None:
 
     Stock Keras, like `tf.distribute`, takes each for a mean over rows.
     """
+
+    for name in ("merge_call", "all_reduce", "all_gather"):
+
+        @wrap(tf.distribute.ReplicaContext, name)
+        def meet(stock, self, *args, **kwargs):
+            if getattr(_here, "is_trying", False):
+                raise _Meets
+            return stock(self, *args, **kwargs)
 
     @wrap(Loss, "__call__")
     def call_loss(stock, self, *args, **kwargs):
@@ -146,6 +156,10 @@ def _is_number(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
 
 
+class _Meets(Exception):
+    """A function brings the replicas' rows together by itself."""
+
+
 class _Trial:
     """A function is run on drawn rows, all at once and in two parts, outside the step that is traced."""
 
@@ -174,21 +188,29 @@ class _Trial:
 
     def _found(self) -> Needs | None:
         """None: nothing could be told."""
-        found = None
-        with tf.init_scope(), replica.stepping(None), keras.StatelessScope():
-            for rows in self._draws(shorter=True):
-                judged = self._judged(rows)
-                if judged in (Needs.ALL, Needs.ALL_GIVES_ROWS):
-                    return judged
-                found = found or judged
-            # A function may ask for the very sizes.
-            return found or next(filter(None, map(self._judged, self._draws(shorter=False))), None)
+        found, _here.is_trying = None, True
+        try:
+            with tf.init_scope(), replica.stepping(None), keras.StatelessScope():
+                for rows in self._draws(shorter=True):
+                    judged = self._judged(rows)
+                    if judged in (Needs.ALL, Needs.ALL_GIVES_ROWS):
+                        return judged
+                    found = found or judged
+                # A function may ask for the very sizes.
+                return found or next(filter(None, map(self._judged, self._draws(shorter=False))), None)
+        except _Meets:
+            return Needs.ITS_ROWS
+        finally:
+            _here.is_trying = False
 
     def _judged(self, rows: list[tf.Tensor]) -> Needs | None:
         try:
             whole, again, first, second = (
-                keras.ops.convert_to_numpy(self._function(*each)) for each in (rows, rows, *_parts(rows))
+                np.asarray(keras.ops.convert_to_numpy(self._function(*each)), "float64")  # truths are numbers, too
+                for each in (rows, rows, *_parts(rows))
             )
+        except _Meets:
+            raise
         except Exception as error:  # of the user's code, on numbers that are none of its own
             self._why = self._why or error
             return None
