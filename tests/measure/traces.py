@@ -23,6 +23,7 @@ def space(planes):
     return found
 
 
-def steps(*spans, kind="train", count=1):
+def steps(*spans, kind="train", count=1, **more):
     """Marks of tfgpu's around blocks of steps."""
-    return [("tfgpu.steps", start, end, {"step_num": 0, "steps": count, "kind": kind, "_r": 1}) for start, end in spans]
+    about = {"step_num": 0, "steps": count, "kind": kind, "_r": 1, **more}
+    return [("tfgpu.steps", start, end, about) for start, end in spans]
