@@ -13,7 +13,19 @@ from traces import space, steps
 
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes.recording import Stage
-from tfgpu.measure.profiling import advice, commands, findings, reading, spans, stages, targets, trace, verdict, writing
+from tfgpu.measure.profiling import (
+    advice,
+    commands,
+    findings,
+    knobs,
+    reading,
+    spans,
+    stages,
+    targets,
+    trace,
+    verdict,
+    writing,
+)
 from tfgpu.measure.profiling.around import Around, Change
 from tfgpu.measure.profiling.reading import Shares
 from tfgpu.measure.profiling.session import profile
@@ -358,6 +370,53 @@ def test_pythons_time_between_the_calls_of_a_function_is_its_own():
     marked = [("tfgpu.steps", at, at + 90, {"steps": 1, "kind": "train"}) for at in range(0, 2000, 400)]
     knob = judged(host(python=marked)).findings[0].knob
     assert 'steps_per_execution="auto"' in knob and "every_batch" in knob
+
+
+def blocks_of_one(work, by):
+    """Ten steps of 80 µs in 100 µs each, of which `work` µs compute."""
+    marks = [(at, at + 80) for at in range(0, 1000, 100)]
+    pool = [("MatMul:MatMul", at, at + work, {}) for at, _ in marks]
+    return judged(host(python=steps(*marks, set_by=by), pool=pool))
+
+
+def test_a_callback_that_looks_at_single_batches_is_named():
+    report = blocks_of_one(20, "callbacks: Watch, TensorBoard")  # in 980 µs: 10 x 60 launch, 9 x 20 lie between
+    (found,) = report.findings
+    assert (found.name, found.where, report.verdict) == ("batch_callback", "Watch, TensorBoard", "launch-bound")
+    assert found.share == pytest.approx(780 / 980) and found.figures == {"share": found.share}
+    assert "TensorBoard: update_freq=\"epoch\"" in found.knob and "Watch: `every_batch = False`" in found.knob
+    assert "steps_per_execution" not in found.knob and "Watch, TensorBoard look at single" in found.seen
+    assert names(blocks_of_one(70, "callbacks: Watch")) == ["batch_callback"]  # 280 of 980 µs
+    assert names(blocks_of_one(80, "callbacks: Watch")) == ["batch_callback"]  # 180 of 980 µs
+    assert names(judged(host(python=steps((0, 980), set_by="callbacks: Watch"), pool=work(900)))) == []
+
+
+@pytest.mark.parametrize(
+    ("by", "launching", "between"),
+    [
+        ("pace", 'jit_compile="auto"', "dataset.repeat(10)"),
+        ("steps_per_execution", 'steps_per_execution="auto"', 'steps_per_execution="auto"'),
+        ("steps_per_call", "tfgpu.Trainer(model) without steps_per_call", "without steps_per_call"),
+        ("train_on_batch", "tfgpu.Trainer(model).fit(dataset)", "model.fit(dataset)"),
+        ("test_on_batch", "model.evaluate(dataset)", "model.evaluate(dataset)"),
+        ("run_eagerly", "run_eagerly=False", "run_eagerly=False"),
+        ("callbacks: Watch", "`every_batch = False`", "`every_batch = False`"),
+    ],
+)
+def test_the_knob_is_one_that_what_sets_the_steps_of_a_call_does_not_undo(by, launching, between):
+    window = blocks_of_one(20, by).window
+    assert (window.set_by, window.steps) == (by, 10)
+    assert launching in knobs.launches(window) and between in knobs.python(window)
+    for knob in (knobs.launches(window), knobs.python(window)):
+        assert ("steps_per_execution" in knob) == (by == "steps_per_execution")
+
+
+def test_launching_tiny_batches_has_the_knob_of_what_launches_them():
+    assert [names(blocks_of_one(20, by)) for by in ("train_on_batch", "pace")] == [["tiny_batch"]] * 2
+    (found,) = blocks_of_one(20, "train_on_batch").findings
+    assert "Trainer(model).fit" in found.knob and ".batch(256)" in found.knob
+    report = judged(host(python=steps((0, 1000), set_by="train_on_batch"), pool=work(100)))  # 100 µs: not tiny
+    assert names(report) == ["launching"] and "Trainer(model).fit" in report.findings[0].knob
 
 
 def one_block(*events, kernels=()):
