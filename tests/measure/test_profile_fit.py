@@ -72,6 +72,14 @@ def test_train_on_batch_has_another_knob_than_fit(tmp_path):
     assert not any("steps_per_execution" in knob for knob in knobs.values())
 
 
+def test_an_eager_fit_is_python_bound_as_a_loop_is(tmp_path):
+    report, found = fitted(tmp_path, small(Reading, run_eagerly=True))
+    assert report.verdict == "python-bound" and report.findings[0].name == "eager_step"
+    assert report.shares["python"] > 10 * report.shares["launch"]
+    assert found["host_read"].where.startswith("test_profile_fit.py:")
+    assert not found.keys() & {"tiny_batch", "launching", "python_time"}
+
+
 @pytest.fixture
 def seen(monkeypatch):
     """What each call's mark says of its kind, and of what set its steps."""

@@ -210,7 +210,7 @@ def test_functions_that_are_made_anew_are_told_apart():
 
 def test_the_loops_of_tfgpu_itself_are_no_functions_made_anew():
     loops = [call(at, True, 1, name="wrapper") for at in (0, 100, 200)]
-    marks = steps((0, 95), (100, 195), (200, 295))
+    marks = steps((0, 95), (100, 195), (200, 295), eager=True)  # the calls are above
     assert names(judged(host(python=[*marks, *loops], pool=[("MatMul:MatMul", 0, 290, {})]))) == []
     again = [call(at, True, count, name="wrapper") for at, count in ((0, 2), (100, 3), (200, 4))]
     assert "retracing" in names(judged(host(python=[*marks, *again])))
@@ -367,8 +367,7 @@ def test_pythons_time_between_the_calls_of_a_function_is_its_own():
     marks = [("mine", at, at + 400, {"step_num": at, "_r": 1}) for at in range(0, 2000, 400)]
     report = judged(host(python=[*marks, *calls]))
     assert report.verdict == "python-bound" and report.shares["python"] == pytest.approx(310 / 400)
-    marked = [("tfgpu.steps", at, at + 90, {"steps": 1, "kind": "train"}) for at in range(0, 2000, 400)]
-    knob = judged(host(python=marked)).findings[0].knob
+    knob = judged(host(python=steps(*[(at, at + 90) for at in range(0, 2000, 400)]))).findings[0].knob
     assert 'steps_per_execution="auto"' in knob and "every_batch" in knob
 
 
@@ -417,6 +416,27 @@ def test_launching_tiny_batches_has_the_knob_of_what_launches_them():
     assert "Trainer(model).fit" in found.knob and ".batch(256)" in found.knob
     report = judged(host(python=steps((0, 1000), set_by="train_on_batch"), pool=work(100)))  # 100 µs: not tiny
     assert names(report) == ["launching"] and "Trainer(model).fit" in report.findings[0].knob
+
+
+def test_an_eager_fit_is_pythons_as_a_loop_is():
+    marks, events = [(0, 400), (500, 900)], []
+    for begin, _ in marks:  # 20 operations of 10 µs, of which 4 compute; then a read of 50 µs, and Python's own lines
+        for at in range(begin, begin + 200, 10):
+            events.append(("EagerExecute", at, at + 10, {"eager_op": "Mul"}))
+            events.append(("KernelAndDeviceFunc::Run", at + 5, at + 9, {}))
+        events.append(("tfgpu.host_read", begin + 300, begin + 350, {"where": "model.py:8"}))
+    report = judged(host(python=[*steps(*marks, eager=True, set_by="run_eagerly"), *events]))
+    expected = {"compute": 160 / 900, "python": 640 / 900, "between": 100 / 900}
+    assert {name: share for name, share in report.shares.parts.items() if share} == pytest.approx(expected)
+    assert (report.verdict, names(report)) == ("python-bound", ["eager_step", "host_read"])
+    assert [finding.share for finding in report.findings] == pytest.approx([540 / 900, 100 / 900])
+    assert "run_eagerly=False" in report.findings[0].knob
+
+
+def test_what_python_does_around_a_call_in_a_block_is_its_own():
+    calls = [call(at + 5, False, 1, name="wrapper") for at in (0, 100)]
+    report = judged(host(python=[*steps((0, 100), (100, 200), eager=True), *calls]))
+    assert report.shares["python"] == pytest.approx(0.1) and report.shares["launch"] == pytest.approx(0.9)
 
 
 def one_block(*events, kernels=()):

@@ -263,7 +263,10 @@ def eager_step(seen: Seen) -> list[Finding]:
     """Python runs the step's operations one by one."""
     eager = seen.inside(seen.found.eager)
     each = len(eager) / seen.steps
-    share = sum(one.end - one.start for one in eager) / max(1, seen.window.length)
+    took = sum(one.end - one.start for one in eager)
+    reads = sum(one.end - one.start for one in seen.inside(seen.found.reads)) / max(1, seen.window.length)
+    # Python's time around the operations goes with them.
+    share = max(took / max(1, seen.window.length), seen.shares["python"] - reads)
     if seen.window.steps is None or each < _EAGER_A_STEP or share + seen.shares["between"] < WORTH:
         return []
     often = ", ".join(name for name, _ in Counter(one.name for one in eager).most_common(3))

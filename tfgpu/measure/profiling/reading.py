@@ -129,7 +129,8 @@ def divided(found: Sorted, where: Window, device: str) -> dict[str, list[Span]]:
     python = [(one.start, one.end) for one in (*found.reads, *found.python, *found.eager)]
     if where.marked_by == "batches":
         python.append((where.start, where.end))
-    elif where.marked_by == "script":  # In the script's marks TensorFlow runs where a function is called.
+    elif where.marked_by in ("script", "tfgpu"):
+        # In marks TensorFlow runs where a function is called; the rest is Python's, all of it in an eager step.
         called = [(call.start, call.end) for call in found.calls]
         python += [rest for span in where.inside for rest in spans.without([span], called)]
     claims = {
