@@ -383,7 +383,7 @@ def test_a_callback_that_looks_at_single_batches_is_named():
     (found,) = report.findings
     assert (found.name, found.where, report.verdict) == ("batch_callback", "Watch, TensorBoard", "launch-bound")
     assert found.share == pytest.approx(780 / 980) and found.figures == {"share": found.share}
-    assert "TensorBoard: update_freq=\"epoch\"" in found.knob and "Watch: `every_batch = False`" in found.knob
+    assert 'TensorBoard: update_freq="epoch"' in found.knob and "Watch: `every_batch = False`" in found.knob
     assert "steps_per_execution" not in found.knob and "Watch, TensorBoard look at single" in found.seen
     assert names(blocks_of_one(70, "callbacks: Watch")) == ["batch_callback"]  # 280 of 980 µs
     assert names(blocks_of_one(80, "callbacks: Watch")) == ["batch_callback"]  # 180 of 980 µs
