@@ -61,6 +61,16 @@ def test_a_callback_that_looks_at_single_batches_is_named(tmp_path):
     assert "batch_callback" not in found
 
 
+@pytest.mark.parametrize("jit", [False, "auto"])
+def test_xla_is_offered_where_it_is_not_in_force(tmp_path, jit):
+    model = small()
+    model.compile("sgd", "mse", jit_compile=jit)
+    report, found = fitted(tmp_path, model)
+    assert report.window.jit == (jit == "auto") and report.window.set_by == "pace"
+    if "tiny_batch" in found:  # XLA may have made one operation of the step
+        assert ("jit_compile" in found["tiny_batch"].knob) == (jit is False)
+
+
 def test_train_on_batch_has_another_knob_than_fit(tmp_path):
     model = small()
     with profile(tmp_path, seconds=0.5, ends=True) as session:
@@ -85,9 +95,9 @@ def seen(monkeypatch):
     """What each call's mark says of its kind, and of what set its steps."""
     found, begin = set(), recording.steps_begin
 
-    def steps_begin(done, count, kind, set_by):
+    def steps_begin(done, count, kind, set_by, *, jit):
         found.add((kind, set_by))
-        return begin(done, count, kind, set_by)
+        return begin(done, count, kind, set_by, jit=jit)
 
     monkeypatch.setattr(recording, "steps_begin", steps_begin)
     return found

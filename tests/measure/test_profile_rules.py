@@ -410,6 +410,14 @@ def test_the_knob_is_one_that_what_sets_the_steps_of_a_call_does_not_undo(by, la
         assert ("steps_per_execution" in knob) == (by == "steps_per_execution")
 
 
+def test_xla_is_no_knob_where_it_is_in_force():
+    pace, number = (judged(host(python=steps((0, 1000), set_by=by, jit=1))) for by in ("pace", "steps_per_execution"))
+    assert names(pace) == ["launching"] and pace.findings[0].knob.startswith("Where other processes")
+    assert 'compile(..., steps_per_execution="auto").' in number.findings[0].knob
+    without = judged(host(python=steps((0, 1000), set_by="pace", jit=0)))
+    assert 'jit_compile="auto"' in without.findings[0].knob
+
+
 def test_launching_tiny_batches_has_the_knob_of_what_launches_them():
     assert [names(blocks_of_one(20, by)) for by in ("train_on_batch", "pace")] == [["tiny_batch"]] * 2
     (found,) = blocks_of_one(20, "train_on_batch").findings

@@ -61,7 +61,7 @@ def _communication(seen: Seen, share: str) -> _Advice:
 def _launch(seen: Seen, share: str) -> _Advice:
     text = f"For {share} of the time a step runs and nothing computes: operations wait to be launched."
     knob = f"{knobs.launches(seen.window)} Where other processes take the processors, profile again without them."
-    return _Advice("launching", text, knob)
+    return _Advice("launching", text, knob.strip())
 
 
 def _python(seen: Seen, share: str) -> _Advice:

@@ -242,7 +242,7 @@ def tiny_batch(seen: Seen) -> list[Finding]:
     knob = (
         f"{knobs.launches(seen.window)} A larger batch does more a launch, but changes what is learned: "
         f".batch({8 * (seen.batch or 32)}), with another learning rate."
-    )
+    ).strip()
     return [Finding("tiny_batch", text, knob, "", overhead, {"rows": seen.batch, "operation_us": mean_s * 1e6})]
 
 

@@ -36,13 +36,14 @@ def fewer_looks(names: tuple[str, ...]) -> str:
 
 
 def launches(window: Window) -> str:
-    """What helps where launching operations takes the time."""
+    """What helps where launching operations takes the time; empty where all of it is in force."""
     if window.marked_by != "tfgpu":
         return f"{_XLA}@tf.function(jit_compile=True) above the step makes few operations of many."
     if window.set_by == "pace":  # The steps of a call are as many as they may be.
-        return f'{_XLA}model.compile(..., jit_compile="auto") makes few operations of many.'
+        return "" if window.jit else f'{_XLA}model.compile(..., jit_compile="auto") makes few operations of many.'
     if window.set_by in ("", "steps_per_execution"):
-        return 'same result: model.compile(..., steps_per_execution="auto", jit_compile="auto").'
+        more = "" if window.jit else ', jit_compile="auto"'
+        return f'same result: model.compile(..., steps_per_execution="auto"{more}).'
     return _more_steps(window)
 
 

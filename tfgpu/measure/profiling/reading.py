@@ -22,6 +22,7 @@ class Window:
         inside: the spans in which they ran; between them Python does other things. Empty where Python runs the steps.
         marked_by: who said so: `"tfgpu"`, `"script"`, a tf.function's name, `"batches"` or `""`.
         set_by: what sets how many steps one of tfgpu's calls has, as `blocks.set_by` says; empty where nothing says.
+        jit: in tfgpu's calls `jit_compile` is `True` or `"auto"`.
     """
 
     start: int
@@ -30,6 +31,7 @@ class Window:
     inside: tuple[Span, ...]
     marked_by: str
     set_by: str = ""
+    jit: bool = False
 
     @property
     def length(self) -> int:
@@ -94,7 +96,7 @@ def window(found: Sorted, length: int) -> Window:
             inside = tuple((block.start, block.end) for block in blocks)
             ((set_by, _),) = Counter(block.set_by for block in blocks).most_common(1)
             count = sum(block.steps for block in blocks)
-            return Window(inside[0][0], inside[-1][1], count, inside, "tfgpu", set_by)
+            return Window(inside[0][0], inside[-1][1], count, inside, "tfgpu", set_by, blocks[-1].jit)
     if len(found.marks) > 1:
         return Window(found.marks[0][0], found.marks[-1][1], len(found.marks), tuple(found.marks), "script")
     for name, _ in Counter(call.name for call in found.calls).most_common(1):

@@ -83,6 +83,7 @@ class Block(NamedTuple):
         steps: how many.
         kind: `"train"` or `"test"`.
         set_by: what set how many, as `blocks.set_by` says; empty where the trace does not.
+        jit: `jit_compile` is `True` or `"auto"`.
     """
 
     start: int
@@ -90,6 +91,7 @@ class Block(NamedTuple):
     steps: int
     kind: str
     set_by: str = ""
+    jit: bool = False
 
 
 class Named(NamedTuple):
@@ -236,7 +238,7 @@ def _place(item: Nested, feeding: set[int], found: Sorted) -> None:
 def _block(event: Event) -> Block:
     stats = event.stats
     kind, set_by = str(stats.get("kind", "train")), str(stats.get("set_by", ""))
-    return Block(event.start, event.end, int(stats.get("steps", 1)), kind, set_by)
+    return Block(event.start, event.end, int(stats.get("steps", 1)), kind, set_by, bool(stats.get("jit", 0)))
 
 
 def _prepares(kind: str) -> bool:
