@@ -1,5 +1,5 @@
-/* As much of NVML as tfgpu asks, with the answers of a server of two H100 SXM GPUs (driver 550.127.05), or of GPUS up to
-   four; GPU 0, or the GPU AT, is what the environment makes of it, and GPU LOST does not answer. What is not here answers "function not found", as an old driver does. */
+/* As much of NVML as tfgpu asks, with answers made up after NVML's documentation, as a server of two H100 SXM GPUs (driver
+   550.127.05) might give them, or of GPUS up to four; none is recorded; GPU 0, or the GPU AT, is what the environment makes of it, and GPU LOST does not answer. What is not here answers "function not found", as an old driver does. */
 #include <stdlib.h>
 #include <string.h>
 typedef struct { unsigned long long total, left, used; } memory_t;

@@ -71,6 +71,7 @@ CASES = [
     *(("train", name, names) for name, names in NAMES.items()),
     *(("train", name, list(choices(name))) for name in Recipe.model_fields if choices(name)),
     *((command, "name", list(ready.names())) for command in ("train", "tune", "find batch-size", "find learning-rate")),
+    ("profile", "target", list(ready.names())),
     ("train", "track", list(tracking.TRACKERS)),
     ("tune", "optimizer", NAMES["optimizer"]),
     ("tune", "sampler", list(journal.SAMPLERS)),

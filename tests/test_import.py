@@ -14,8 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "tfgpu"
 ALLOWED = {
     "errors": set(),
     "lazy": set(),
-    "redact": {"redact_places"},
-    "redact_places": set(),
+    "redact": set(),
     "sensors": set(),
     "cluster": set(),
     "environment": set(),

@@ -61,7 +61,7 @@ FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 THEIRS = re.compile(
     r'parameter "(verbose|jit_compile|seed|input_tensor|target|x)" of type|No overloads for "gradient"|Import "'
     r'|is obscured by a declaration|No parameter named "(batch_size|device_id)"|is not a known attribute of "None"'
-    r'|not supported for "None"'
+    r'|not supported for "None"|OpenVINOKerasTensor'
 )
 
 

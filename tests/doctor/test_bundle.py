@@ -15,7 +15,7 @@ from tfgpu.errors import InputError
 from tfgpu.redact import Cleaner
 
 SECRETS = {"WANDB_API_KEY": "b3f1c09f2a7e4d5580aa", "HF_TOKEN": "hf_Zq81LkPw02mNcVx77Rt"}
-# The beginning of `nvidia-smi -q` on an H100, driver 550.
+# In the form of the beginning of `nvidia-smi -q`, made up.
 NVIDIA_SMI = """\
 ==============NVSMI LOG==============
 

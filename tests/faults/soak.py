@@ -70,9 +70,7 @@ for number in range(times):
         sys.exit("It was over before the last failure.")
     if number % 25 == 24:
         gc.collect()
-    for thread in threading.enumerate():  # What waits for the end of data is under way, and not kept.
-        if thread.name == endings.NAME:
-            thread.join(60)
+    endings.wait()  # What waits for the end of data is under way, and not kept.
     held = {"rss": own.memory_info().rss, "files": own.num_fds(), "threads": own.num_threads()}
     held |= {"python threads": threading.active_count(), "folders": len(os.listdir(folder))}
     print(json.dumps({"failures": number + 1, **held}), flush=True)

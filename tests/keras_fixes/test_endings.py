@@ -1,9 +1,13 @@
-"""The ends of iterators: a thread waits for each, none is forgotten, and the weights are those without it."""
+"""The ends of iterators: a thread waits for each, none is forgotten, and the weights are those without it.
+
+Data that reaches out of itself ends where it does in stock Keras.
+"""
 
 import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import keras
@@ -74,10 +78,7 @@ def ends(monkeypatch):
 
 def _wait():
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name == endings.NAME:
-            thread.join(timeout=60)
-            assert not thread.is_alive()
+    assert endings.wait()
 
 
 @pytest.mark.parametrize("kind", ["one_device", "mirrored"])
@@ -116,6 +117,132 @@ def test_the_weights_are_those_without_it(kind, monkeypatch):
 
 def test_what_is_no_iterator_of_tf_data():
     assert endings.resources(iter([1])) == [] and list(endings.Data([1, 2])) == [1, 2]
+
+
+def features():
+    return np.random.default_rng(0).normal(size=(4, 4)).astype("float32")
+
+
+@pytest.mark.parametrize("kind", ["one_device", "mirrored"])
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_a_generator_of_python_does_not_run_once_a_method_has_returned(kind, method):
+    model, running, made = build(tfgpu.strategy(kind, devices=2 if kind == "mirrored" else None)), [0], []
+
+    def batches():
+        while True:
+            assert running[0] == 0
+            running[0] += 1
+            time.sleep(0.02)
+            made.append(features())
+            running[0] -= 1
+            yield made[-1], made[-1][:, :1]
+
+    generator = batches()  # of which two iterators at a time raise "generator already executing"
+    for _ in range(4):
+        getattr(model, method)(generator, **{"steps_per_epoch" if method == "fit" else "steps": 2}, verbose=0)
+        count = len(made)
+        time.sleep(0.1)
+        assert running == [0] and len(made) == count
+
+
+@pytest.mark.parametrize("kind", ["one_device", "mirrored"])
+def test_a_file_of_a_cache_can_be_written_anew_at_once(kind, tmp_path):
+    model = build(tfgpu.strategy(kind, devices=2 if kind == "mirrored" else None))
+    x = features()
+    source = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).cache(str(tmp_path / "cache")).batch(1)
+    found = [model.evaluate(source, steps=3, verbose=0) for _ in range(3)]  # nobody reads the whole: none is kept
+    assert len(set(found)) == 1
+    model.evaluate(source, verbose=0)
+
+
+def _generated():
+    return tf.data.Dataset.from_generator(lambda: iter([1]), output_signature=tf.TensorSpec([], tf.int64))
+
+
+def _counted():
+    counter = tf.Variable(0, dtype=tf.int64)
+    return tf.data.Dataset.range(3).map(lambda n: n + counter.assign_add(1))
+
+
+def _identity(n):
+    return n
+
+
+REACHING = {
+    "generator": _generated,
+    "generator within": lambda: tf.data.Dataset.range(3).interleave(lambda n: _generated()),
+    "generator beside": lambda: tf.data.Dataset.zip(tf.data.Dataset.range(3), _generated()).batch(2).prefetch(2),
+    "Python": lambda: tf.data.Dataset.range(3).map(lambda n: tf.py_function(_identity, [n], tf.int64)),
+    "Python in a branch": lambda: tf.data.Dataset.range(3).map(
+        lambda n: tf.cond(n > 1, lambda: n, lambda: tf.numpy_function(_identity, [n], tf.int64))
+    ),
+    "variable": _counted,
+    "print": lambda: tf.data.Dataset.range(3).map(lambda n: (tf.print(n), n)[1]),
+    "file": lambda: tf.data.Dataset.range(3).cache("never-written").batch(2),
+    "snapshot": lambda: tf.data.Dataset.range(3).snapshot("never-written"),
+    "no data set": lambda: [1, 2],
+}
+CONTAINED = {
+    "arrays": data,
+    "memory": lambda: tf.data.Dataset.range(3).cache().repeat(2),
+    "random": lambda: tf.data.Dataset.range(3).map(lambda n: tf.random.uniform([]), num_parallel_calls=2),
+    "files": lambda: tf.data.Dataset.list_files(__file__).interleave(tf.data.TextLineDataset),
+    "pure Python": lambda: tf.data.Dataset.range(3).map(
+        lambda n: tf.numpy_function(_identity, [n], tf.int64, stateful=False)
+    ),
+    "digits": lambda: tfgpu.data.pipeline("digits", global_batch=64, augment="auto").train,
+}
+
+
+@pytest.mark.parametrize("what", REACHING)
+def test_data_that_reaches_out_of_itself(what):
+    assert endings.reaches_out(REACHING[what]())
+
+
+@pytest.mark.parametrize("what", CONTAINED)
+def test_data_that_keeps_to_itself(what):
+    assert not endings.reaches_out(CONTAINED[what]())
+
+
+@pytest.mark.parametrize("distribute", ["dataset", "function"])
+@pytest.mark.parametrize("reaches", [False, True], ids=["contained", "reaching"])
+def test_distributed_data_is_what_it_is_made_of(distribute, reaches, ends):
+    strategy = tfgpu.strategy("mirrored", devices=2)
+    source = (_generated() if reaches else tf.data.Dataset.range(3)).batch(2)
+    if distribute == "dataset":
+        found = own(strategy, source)
+    else:
+        found = strategy.distribute_datasets_from_function(lambda worker: source)
+    list(endings.Data(found))
+    assert bool(ends.all()) is not reaches
+
+
+def test_nothing_of_python_runs_where_an_iterator_goes():
+    """What an interrupt raised there would be lost: Ctrl-C would do nothing."""
+    iterator = iter(endings.Data(data()))
+    next(iterator)
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        del iterator
+    finally:
+        sys.setprofile(None)
+    assert not called
+    _wait()
+
+
+def test_a_machine_without_another_thread_still_ends_data(ends, monkeypatch):
+    endings._waiting()
+    start = threading.Thread.start
+
+    def refuse(self):
+        if self.name == endings.NAME:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    list(endings.Data(data()))
+    assert ends.all() == [[[1, 0, False]]]
 
 
 @pytest.mark.timeout(120)

@@ -799,6 +799,8 @@ def of_own():
     uneven = {"rows": 37}
     silent = {"metrics": lambda: None, "judged": False, **uneven}
     vector = {"model": kit.wired(train_step=own_code.vector_step), "optimizer": lambda: O.SGD(0.02), **silent}
+    of_all = {"model": kit.shares(), "data": kit.one_hot, "loss": lambda: own_code.overlap}
+    of_all["metrics"] = lambda: [own_code.recall, own_code.root]
     paired, accumulate = kit.wired(train_step=own_code.paired_step), {"gradient_accumulation_steps": 2}
 
     def scaled():
@@ -830,6 +832,14 @@ def of_own():
         Case("rows-that-stand-in", model=own_code.looked_up, data=own_code.known_words, rows=33),
         Case("rows-of-an-embedding-in-blocks", model=own_code.looked_up, data=own_code.known_words, rows=69, batch=4),
         Case("shuffled-rows", model=kit.dense(own_code.Shuffled), **uneven),
+        *ragged(Case("loss-of-all-rows", **of_all)),
+        Case("loss-of-all-rows-float16", policy="mixed_float16", rounding=True, **of_all),
+        Case("loss-of-all-rows-accumulate", optimizer=lambda: O.SGD(0.2, **accumulate), rows=37, **of_all),
+        Case("loss-of-all-rows-jit", compile={"jit_compile": True}, rows=37, **of_all),
+        Case("loss-of-all-rows-weights", rows=37, **{**of_all, "data": kit.one_hot_weighted, "metrics": lambda: None}),
+        Case("loss-that-sums", rows=37, **{**of_all, "loss": lambda: own_code.total, "optimizer": lambda: O.SGD(0.02)}),
+        Case("loss-by-row-of-all-rows", rows=37, **{**of_all, "loss": lambda: own_code.apart}),
+        Case("loss-class-of-all-rows", rows=37, **{**of_all, "loss": own_code.Correlation}),
         Case("float8", model=own_code.float8, rows=37),
         Case("float8-accumulate", model=own_code.float8, optimizer=lambda: O.SGD(0.2, **accumulate), rows=32),
     )

@@ -204,3 +204,32 @@ class Shuffled(L.Layer):
 
     def call(self, x, training=False):
         return 0.7 * x + 0.3 * keras.random.shuffle(x, seed=self.seed) if training else x
+
+
+def overlap(y, p):
+    """A Dice as people write it: of all rows together."""
+    return 1 - (2 * keras.ops.sum(y * p) + 1) / (keras.ops.sum(y) + keras.ops.sum(p) + 1)
+
+
+def root(y, p):
+    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y - keras.ops.cast(p, y.dtype))))
+
+
+def recall(y, p):
+    found = keras.ops.cast(p > 0.3, "float32")
+    return keras.ops.sum(y * found) / (keras.ops.sum(y) + 1e-7)
+
+
+def total(y, p):
+    return keras.ops.sum(keras.ops.square(y - p))
+
+
+def apart(y, p):
+    """A number a row, which depends on the other rows."""
+    return keras.ops.mean(keras.ops.square(y - p), -1) - 0.1 * keras.ops.var(p, axis=0)[0]
+
+
+class Correlation(keras.losses.Loss):
+    def call(self, y, p):
+        y, p = y - keras.ops.mean(y), p - keras.ops.mean(p)
+        return -keras.ops.sum(y * p) / (keras.ops.norm(y) * keras.ops.norm(p) + 1e-3)

@@ -16,6 +16,7 @@ import tfgpu
 from tfgpu.errors import InputError, MachineError
 from tfgpu.measure import profile
 from tfgpu.measure.profiling import targets
+from tfgpu.recipes import ready
 
 ROOT = Path(__file__).parents[2]
 
@@ -239,7 +240,11 @@ def test_wrong_numbers_are_refused(wrong, tmp_path):
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["none.py"], "There is no 'none.py'"),
+        (["none.py"], "There is no 'none.py'. Give a script (.py), a recipe (.yaml, or one of cifar10, digits,"),
+        (["digit"], "Unknown target 'digit'. Did you mean 'digits'? Choices: cifar10, digits, imagenet,"),
+        (["runs/digits"], "There is no 'runs/digits'"),
+        (["digits", "--epochs", "3"], "Only a script has arguments"),
+        (["--whole", "digits"], "Only a script has arguments and an end of its own. Received: 'digits'."),
         (["--modle", "mlp"], "has no option --modle"),
         (["--stages", "2", __file__], "--stages: only with no TARGET"),
         (["--skip", "1"], "--skip: only with a TARGET"),
@@ -323,6 +328,33 @@ def test_a_recipe_is_profiled_and_leaves_no_run(tmp_path):
     found = json.loads(done.stdout)
     assert found["steps_marked_by"] == "tfgpu" and found["batch"] == 16 and found["verdict"] != "unknown"
     assert sorted(os.listdir(tmp_path)) == ["profile", "recipe.yaml"]
+
+
+def test_a_ready_recipe_is_a_target_by_its_name_where_nothing_else_has_it(tmp_path, monkeypatch):
+    from tfgpu.cli import profile as command
+
+    monkeypatch.chdir(tmp_path)
+    assert command._path("digits") == ready.path("digits")
+    (tmp_path / "digits").mkdir()
+    assert command._path("digits") == ready.path("digits")  # a folder of data is nothing to profile
+    trace = tmp_path / "digits" / "plugins" / "host.xplane.pb"
+    trace.parent.mkdir()
+    trace.touch()
+    assert command._path("digits") == Path("digits")
+    (tmp_path / "text").touch()
+    assert command._path("text") == Path("text")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_ready_recipe_is_profiled_by_its_name(tmp_path):
+    command = [sys.executable, "-m", "tfgpu", "profile", "--json", "digits"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["steps_marked_by"] == "tfgpu" and found["verdict"] != "unknown"
+    assert "--nvtx digits" in (tmp_path / "profile" / "commands.txt").read_text()
 
 
 UNSHARDED = """

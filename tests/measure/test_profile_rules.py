@@ -13,7 +13,19 @@ from traces import space, steps
 
 from tfgpu.errors import InputError
 from tfgpu.keras_fixes.recording import Stage
-from tfgpu.measure.profiling import advice, commands, findings, reading, spans, stages, targets, trace, verdict, writing
+from tfgpu.measure.profiling import (
+    advice,
+    commands,
+    findings,
+    knobs,
+    reading,
+    spans,
+    stages,
+    targets,
+    trace,
+    verdict,
+    writing,
+)
 from tfgpu.measure.profiling.around import Around, Change
 from tfgpu.measure.profiling.reading import Shares
 from tfgpu.measure.profiling.session import profile
@@ -198,7 +210,7 @@ def test_functions_that_are_made_anew_are_told_apart():
 
 def test_the_loops_of_tfgpu_itself_are_no_functions_made_anew():
     loops = [call(at, True, 1, name="wrapper") for at in (0, 100, 200)]
-    marks = steps((0, 95), (100, 195), (200, 295))
+    marks = steps((0, 95), (100, 195), (200, 295), eager=True)  # the calls are above
     assert names(judged(host(python=[*marks, *loops], pool=[("MatMul:MatMul", 0, 290, {})]))) == []
     again = [call(at, True, count, name="wrapper") for at, count in ((0, 2), (100, 3), (200, 4))]
     assert "retracing" in names(judged(host(python=[*marks, *again])))
@@ -355,9 +367,84 @@ def test_pythons_time_between_the_calls_of_a_function_is_its_own():
     marks = [("mine", at, at + 400, {"step_num": at, "_r": 1}) for at in range(0, 2000, 400)]
     report = judged(host(python=[*marks, *calls]))
     assert report.verdict == "python-bound" and report.shares["python"] == pytest.approx(310 / 400)
-    marked = [("tfgpu.steps", at, at + 90, {"steps": 1, "kind": "train"}) for at in range(0, 2000, 400)]
-    knob = judged(host(python=marked)).findings[0].knob
+    knob = judged(host(python=steps(*[(at, at + 90) for at in range(0, 2000, 400)]))).findings[0].knob
     assert 'steps_per_execution="auto"' in knob and "every_batch" in knob
+
+
+def blocks_of_one(work, by):
+    """Ten steps of 80 µs in 100 µs each, of which `work` µs compute."""
+    marks = [(at, at + 80) for at in range(0, 1000, 100)]
+    pool = [("MatMul:MatMul", at, at + work, {}) for at, _ in marks]
+    return judged(host(python=steps(*marks, set_by=by), pool=pool))
+
+
+def test_a_callback_that_looks_at_single_batches_is_named():
+    report = blocks_of_one(20, "callbacks: Watch, TensorBoard")  # in 980 µs: 10 x 60 launch, 9 x 20 lie between
+    (found,) = report.findings
+    assert (found.name, found.where, report.verdict) == ("batch_callback", "Watch, TensorBoard", "launch-bound")
+    assert found.share == pytest.approx(780 / 980) and found.figures == {"share": found.share}
+    assert 'TensorBoard: update_freq="epoch"' in found.knob and "Watch: `every_batch = False`" in found.knob
+    assert "steps_per_execution" not in found.knob and "Watch, TensorBoard look at single" in found.seen
+    assert names(blocks_of_one(70, "callbacks: Watch")) == ["batch_callback"]  # 280 of 980 µs
+    assert names(blocks_of_one(80, "callbacks: Watch")) == ["batch_callback"]  # 180 of 980 µs
+    assert names(judged(host(python=steps((0, 980), set_by="callbacks: Watch"), pool=work(900)))) == []
+
+
+@pytest.mark.parametrize(
+    ("by", "launching", "between"),
+    [
+        ("pace", 'jit_compile="auto"', "dataset.repeat(10)"),
+        ("steps_per_execution", 'steps_per_execution="auto"', 'steps_per_execution="auto"'),
+        ("steps_per_call", "tfgpu.Trainer(model) without steps_per_call", "without steps_per_call"),
+        ("train_on_batch", "tfgpu.Trainer(model).fit(dataset)", "model.fit(dataset)"),
+        ("test_on_batch", "model.evaluate(dataset)", "model.evaluate(dataset)"),
+        ("run_eagerly", "run_eagerly=False", "run_eagerly=False"),
+        ("callbacks: Watch", "`every_batch = False`", "`every_batch = False`"),
+    ],
+)
+def test_the_knob_is_one_that_what_sets_the_steps_of_a_call_does_not_undo(by, launching, between):
+    window = blocks_of_one(20, by).window
+    assert (window.set_by, window.steps) == (by, 10)
+    assert launching in knobs.launches(window) and between in knobs.python(window)
+    for knob in (knobs.launches(window), knobs.python(window)):
+        assert ("steps_per_execution" in knob) == (by == "steps_per_execution")
+
+
+def test_xla_is_no_knob_where_it_is_in_force():
+    pace, number = (judged(host(python=steps((0, 1000), set_by=by, jit=1))) for by in ("pace", "steps_per_execution"))
+    assert names(pace) == ["launching"] and pace.findings[0].knob.startswith("Where other processes")
+    assert 'compile(..., steps_per_execution="auto").' in number.findings[0].knob
+    without = judged(host(python=steps((0, 1000), set_by="pace", jit=0)))
+    assert 'jit_compile="auto"' in without.findings[0].knob
+
+
+def test_launching_tiny_batches_has_the_knob_of_what_launches_them():
+    assert [names(blocks_of_one(20, by)) for by in ("train_on_batch", "pace")] == [["tiny_batch"]] * 2
+    (found,) = blocks_of_one(20, "train_on_batch").findings
+    assert "Trainer(model).fit" in found.knob and ".batch(256)" in found.knob
+    report = judged(host(python=steps((0, 1000), set_by="train_on_batch"), pool=work(100)))  # 100 µs: not tiny
+    assert names(report) == ["launching"] and "Trainer(model).fit" in report.findings[0].knob
+
+
+def test_an_eager_fit_is_pythons_as_a_loop_is():
+    marks, events = [(0, 400), (500, 900)], []
+    for begin, _ in marks:  # 20 operations of 10 µs, of which 4 compute; then a read of 50 µs, and Python's own lines
+        for at in range(begin, begin + 200, 10):
+            events.append(("EagerExecute", at, at + 10, {"eager_op": "Mul"}))
+            events.append(("KernelAndDeviceFunc::Run", at + 5, at + 9, {}))
+        events.append(("tfgpu.host_read", begin + 300, begin + 350, {"where": "model.py:8"}))
+    report = judged(host(python=[*steps(*marks, eager=True, set_by="run_eagerly"), *events]))
+    expected = {"compute": 160 / 900, "python": 640 / 900, "between": 100 / 900}
+    assert {name: share for name, share in report.shares.parts.items() if share} == pytest.approx(expected)
+    assert (report.verdict, names(report)) == ("python-bound", ["eager_step", "host_read"])
+    assert [finding.share for finding in report.findings] == pytest.approx([540 / 900, 100 / 900])
+    assert "run_eagerly=False" in report.findings[0].knob
+
+
+def test_what_python_does_around_a_call_in_a_block_is_its_own():
+    calls = [call(at + 5, False, 1, name="wrapper") for at in (0, 100)]
+    report = judged(host(python=[*steps((0, 100), (100, 200), eager=True), *calls]))
+    assert report.shares["python"] == pytest.approx(0.1) and report.shares["launch"] == pytest.approx(0.9)
 
 
 def one_block(*events, kernels=()):

@@ -23,6 +23,9 @@ def space(planes):
     return found
 
 
-def steps(*spans, kind="train", count=1):
-    """Marks of tfgpu's around blocks of steps."""
-    return [("tfgpu.steps", start, end, {"step_num": 0, "steps": count, "kind": kind, "_r": 1}) for start, end in spans]
+def steps(*spans, kind="train", count=1, eager=False, **more):
+    """Marks of tfgpu's around blocks of steps, each in one call of a tf.function; or in none, where they are eager."""
+    about = {"step_num": 0, "steps": count, "kind": kind, "_r": 1, **more}
+    marks = [("tfgpu.steps", start, end, about) for start, end in spans]
+    called = {"tf_function_call": "notTraced-nonXla", "tracing_count": 1}
+    return marks if eager else [*marks, *(("wrapper", start, end, called) for start, end in spans)]

@@ -1,7 +1,8 @@
 """What is fuzzed: parsers of texts that may come from strangers. Each either reads a text or raises its own error."""
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tfgpu.cluster import hostlist, tf_config
@@ -28,7 +29,9 @@ DICTIONARY = {
     "index": ['"format": "tfgpu shards"', '"version": 1', '"shards": []', '"file": "../x"', '"lengths": "eJw="']
     + ['"kind": "float_list"', '"dtype": "object"', '"shape": [8, 10000000000]', '"labels": "eJw="'],
     "redact": ["api_key=abc", '{"token": "', "--password ", "Authorization: Bearer ", "https://a:b@c/", "eyJhbGciOi.J"]
-    + ["-----BEGIN PRIVATE KEY-----", "a@b.example", 'args: "--token ', "<removed>", "a: b= ", "/home/ada", '\\"'],
+    + ["-----BEGIN PRIVATE KEY-----", "a@b.example", 'args: "--token ', "<removed>", "a: b= ", "/home/ada", '\\"']
+    + ["user,password\nada,x1\n", "| a | token |\n|---|---|\n| b | c |\n", "redis://:a/b@c/", "%22pwd%22%3A%22a%5C%22b"]
+    + ["CREATE USER a IDENTIFIED BY 'b''c'", "insert into a (b, pwd) values (1, 'c')", "unzip -P a b", "git log\n"],
 }
 
 
@@ -105,3 +108,47 @@ def an_index() -> str:
         "shape": [8, None],
     }
     return json.dumps(facts | {"class_names": ["x"], "shards": [shard]})
+
+
+def documents() -> dict[str, dict]:
+    """What is right, as JSON has it; a recipe's YAML reads JSON too."""
+    recipe = {"model": "mlp", "data": "digits", "epochs": 3, "optimizer": "sgd", "learning_rate": 0.1, "run": "runs/a"}
+    recipe |= {"augment": ["flip", {"rotate": {"degrees": 5}}], "model_options": {"dropout": 0.1}, "global_batch": 32}
+    return {"recipe": recipe, "tf_config": json.loads(tf_config.EXAMPLE), "index": json.loads(an_index())}
+
+
+_VALUES = [None, True, -1, 0, 1, 10**30, 1e308, float("inf"), float("nan"), "", "a", "\0", "../x", "a:1", "a" * 300]
+_VALUES += [[], {}, [[]], [None], {"": 1}, ["a:1", "a:1"], {"a": {"b": {}}}, "1", "os:system", "eJw=", "chief"]
+
+
+def mutated(document: dict, pick: Callable[[int], int]) -> str:
+    """A document of which some values are others, gone, elsewhere or under another name.
+
+    Args:
+        document: which is right.
+        pick: chooses one of so many, from 0.
+    """
+    document = copy.deepcopy(document)
+    for _ in range(1 + pick(3)):
+        places = list(_places(document))
+        if not places:
+            break
+        (where, key), (other, its) = places[pick(len(places))], places[pick(len(places))]
+        how = pick(5)
+        if how == 0:
+            del where[key]
+        elif how == 1:
+            where[key] = copy.deepcopy(other[its])
+        elif how == 2 and isinstance(where, dict):
+            where[its if isinstance(its, str) else "a"] = where.pop(key)
+        elif how == 3 and isinstance(where, list):
+            where.append(copy.deepcopy(where[key]))
+        else:
+            where[key] = copy.deepcopy(_VALUES[pick(len(_VALUES))])
+    return json.dumps(document)
+
+
+def _places(value) -> Iterator[tuple]:
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from _places(value[key])

@@ -38,6 +38,21 @@ def test_whatever_the_text(name, tmp_path_factory):
     check()
 
 
+@pytest.mark.parametrize("name", targets.documents())
+def test_whatever_stands_in_a_document(name, tmp_path_factory):
+    """Texts die in JSON's own reader; these reach what comes after it."""
+    folder, document, read = tmp_path_factory.mktemp(name), targets.documents()[name], []
+
+    @settings(max_examples=300)
+    @given(st.data())
+    def check(data):
+        text = targets.mutated(document, lambda count: data.draw(st.integers(0, count - 1)))
+        read.append(targets.attempt(name, text, folder))
+
+    check()
+    assert any(read) and not all(read)
+
+
 @pytest.mark.parametrize("name", targets.TARGETS)
 def test_what_is_right_is_read(name, tmp_path):
     right = {"recipe": "model: mlp\nepochs: 3", "index": targets.an_index()}
@@ -117,6 +132,7 @@ def test_a_path_that_is_no_recipe(path):
     ("change", "words"),
     [
         ({"file": "../../etc/passwd"}, "no name of a file"),
+        ({"file": ""}, "no name of a file"),
         ({"file": "/etc/passwd"}, "no name of a file"),
         ({"examples": 10**12}, "more examples than bytes"),
         ({"examples": True}, "examples"),

@@ -36,6 +36,8 @@ FORMS = [
     "args:\n  - --{name}\n  - {secret}\n",
     'args:\n  - "--{name}"\n  - "{secret}"\n',
     'command = "--{name}", "{secret}"',
+    "https%3A%2F%2Fhost%2F%3Fx%3D1%26{name}%3D{secret}%26y%3D2",
+    "%7B%22{name}%22%3A%22{secret}%22%7D",
 ]
 BARE = [
     "https://me:{secret}@host/simple",
@@ -71,6 +73,16 @@ BARE = [
     "the passphrase is {secret}",
     "passphrase {secret}",
     'password "{secret}"',
+    "postgres://me:a/{secret}@host/db",
+    "https://me:a/{secret}@host/simple",
+    "CREATE USER ada IDENTIFIED BY '{secret}'",
+    "unzip -P {secret} a.zip",
+    "7z x -p{secret} a.7z",
+    'psk="{secret}"',
+    "wpa_passphrase home {secret}",
+    "user,password\nada,{secret}",
+    "| user | password |\n|---|---|\n| ada | {secret} |",
+    "INSERT INTO users (name, password) VALUES ('ada', '{secret}')",
 ]
 APART = [
     "env:\n  - name: {name}\n    value: {secret}\n",

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from tfgpu.cli import completion
 from tfgpu.cli.start import imported, start_tensorflow
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, unknown
 from tfgpu.parallel.schedule import SCHEDULES
+from tfgpu.recipes import ready
 
 app = typer.Typer()
 _STEPS, _PIPELINE = "The steps that are recorded", "Without TARGET: a model as a pipeline"
@@ -27,6 +28,7 @@ _FOLDER, _PICTURE = Path("profile"), Path("schedule.html")
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu profile train.py --epochs 3\n\n"
+        "tfgpu profile digits  [dim]# a ready recipe: see tfgpu train --list[/]\n\n"
         "tfgpu profile -o profiles/best --seconds 10 runs/best/config.yaml\n\n"
         "tfgpu profile logs/train  [dim]# a trace of TensorBoard's callback[/]\n\n"
         "tfgpu profile --model mlp --stages 4 --microbatches 8 -o schedule.html\n\n"
@@ -37,7 +39,11 @@ _FOLDER, _PICTURE = Path("profile"), Path("schedule.html")
 def profile(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="TARGET", help="A script (.py), a recipe (.yaml), or a trace: .xplane.pb, or a folder."),
+        typer.Argument(
+            metavar="TARGET",
+            help="A script (.py), a recipe (.yaml, or a ready one's name), or a trace: .xplane.pb, or a folder.",
+            autocompletion=completion.completing(completion.ready_recipes),
+        ),
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None,
     skip: Annotated[
@@ -151,9 +157,7 @@ def _profile(
     as_json: bool,
     allow_code: bool,
 ) -> None:
-    path = Path(target)
-    if not path.exists():
-        raise InputError(f"There is no {target!r}. Give a script (.py), a recipe (.yaml), or a recorded trace.")
+    path = _path(target)
     is_script, is_recipe = path.suffix == ".py", path.suffix in (".yaml", ".yml")
     if allow_code and not is_recipe:
         raise InputError(f"--allow-code is for recipes. Received: {target!r}. Leave it out.")
@@ -168,7 +172,7 @@ def _profile(
 
         settings = recipes.read(path)
         refuse_code(settings, target, allow=allow_code)
-        recipe = recipes.make(settings, source=target)
+        recipe = recipes.make(settings, source=str(path))
         recipes.check(recipe)
     start_tensorflow()
     targets = imported("tfgpu.measure.profiling.targets")
@@ -181,6 +185,21 @@ def _profile(
         else:
             report = targets.read_trace(path, output)
     _show(report, output, as_json)
+
+
+def _path(target: str) -> Path:
+    """The file or folder that is meant; a ready recipe's where none of its name can be profiled."""
+    path = Path(target)
+    if target in ready.names() and not path.is_file() and not any(path.rglob("*.xplane.pb")):
+        return ready.path(target)
+    if path.exists():
+        return path
+    if path.suffix or len(path.parts) > 1:
+        names = ", ".join(ready.names())
+        raise InputError(
+            f"There is no {target!r}. Give a script (.py), a recipe (.yaml, or one of {names}), or a recorded trace."
+        )
+    raise unknown("target", target, [*ready.names(), "SCRIPT.py", "FILE.yaml", "a recorded trace"])
 
 
 def _show(report: Any, output: Path, as_json: bool) -> None:

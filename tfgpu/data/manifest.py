@@ -170,7 +170,8 @@ def _shard(facts: Mapping[str, object]) -> Shard:
     numbers = (shard.examples, shard.bytes)
     if any(isinstance(number, bool) or not isinstance(number, int) or number < 0 for number in numbers):
         raise ValueError(f"a shard has {shard.examples!r} examples and {shard.bytes!r} bytes")
-    if not isinstance(shard.file, str) or Path(shard.file).name != shard.file or "\0" in shard.file:
+    is_text = isinstance(shard.file, str) and shard.file != ""
+    if not is_text or Path(shard.file).name != shard.file or "\0" in shard.file:
         raise ValueError(f"{shard.file!r} is no name of a file in its folder")
     if shard.examples * FRAME > shard.bytes:
         raise ValueError(f"{shard.file} has more examples than bytes for them")

@@ -1,7 +1,7 @@
 """What stops or slows training on this machine, and the command that mends it.
 
 `facts/` asks the machine, `checks/` decides what the answers mean, `script.py` writes down what mends it. `selftest/`
-measures and trains; `bundle.py` makes one file for a bug report, which `tfgpu/redact.py` has cleaned.
+measures and trains; `bundle.py` makes one file for a bug report, which `tfgpu/redact/` has cleaned.
 
 Example:
     >>> from tfgpu import doctor

@@ -28,6 +28,8 @@ from tfgpu.keras_fixes.seam import wrap
 
 MOST_STEPS = 4096
 BLOCK_S = 0.2
+CALLBACKS = "callbacks: "
+"""How `Run.set_by` begins where callbacks look at single batches; their classes follow."""
 
 _here = threading.local()
 
@@ -93,6 +95,7 @@ class Run:
         exits: what is closed when the run has ended, however it ended.
         asides: each makes a context for an `evaluate` that a callback calls between the steps.
         logs: what the last epoch's steps came to.
+        lookers: by kind, the classes of the callbacks here that look at single batches.
     """
 
     model: object
@@ -107,6 +110,7 @@ class Run:
     exits: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     asides: list[Callable[[], contextlib.AbstractContextManager]] = field(default_factory=list)
     logs: dict | None = None
+    lookers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def wanted(self, left: float = float("inf")) -> int | None:
         """Steps of the next block; None where Keras is to decide, batch by batch.
@@ -122,6 +126,19 @@ class Run:
             steps = 1 if self.every_batch[self.kind] else function.pace.of(left)
         return min([steps, *(most() for most in self.ends)])
 
+    @property
+    def set_by(self) -> str:
+        """What sets the length of its blocks; "pace" where they grow. A profile tells what helps by it."""
+        if self.model.run_eagerly:
+            return "run_eagerly"
+        if self.model.steps_per_execution != 1:
+            return "steps_per_execution"
+        if self.steps is not None:
+            return "steps_per_call"
+        if self.every_batch[self.kind]:  # A worker may have none of the callbacks for which all go step by step.
+            return CALLBACKS + (", ".join(self.lookers[self.kind]) or "another worker's")
+        return "pace"
+
 
 def run_in_blocks() -> None:
     """Lets the epoch's iterator hand out blocks of steps where it handed out single steps."""
@@ -135,6 +152,12 @@ def run_in_blocks() -> None:
 def current() -> Run | None:
     """The `fit` or `evaluate` that this thread is in, or None."""
     return getattr(_here, "run", None)
+
+
+def set_by(model, kind: str) -> str:
+    """What sets how many steps the next call of a model runs: see `Run.set_by`; or its method for one batch."""
+    run = current()
+    return f"{kind}_on_batch" if run is None or run.model is not model else run.set_by
 
 
 @contextlib.contextmanager
@@ -196,7 +219,8 @@ def _remember_what_runs() -> None:
             run = None
             if kind is not None:
                 callbacks = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("callbacks")
-                run = Run(self, kind, _asked(self, callbacks), getattr(_here, "steps", None))
+                asked, lookers = _asked(self, callbacks)
+                run = Run(self, kind, asked, getattr(_here, "steps", None), lookers=lookers)
                 _take_over(run, current(), callbacks)
             before, _here.run = current(), run
             try:
@@ -225,12 +249,17 @@ def listed(callbacks) -> list:
     return tf.nest.flatten(callbacks) if callbacks else []
 
 
-def _asked(model, callbacks) -> dict[str, bool]:
+def _asked(model, callbacks) -> tuple[dict[str, bool], dict[str, tuple[str, ...]]]:
+    """Whether a callback looks at single batches, and the classes of those that do, by kind."""
     outer = current()
     if isinstance(callbacks, keras_callbacks.CallbackList):
         if outer is not None and outer.model is model:
-            return outer.every_batch  # the validation of a `fit`, whose workers have agreed
-    return {kind: any(needs_every_batch(c, kind) for c in listed(callbacks)) for kind in ("train", "test")}
+            return outer.every_batch, outer.lookers  # the validation of a `fit`, whose workers have agreed
+    lookers = {}
+    for kind in ("train", "test"):
+        found = [type(callback).__name__ for callback in listed(callbacks) if needs_every_batch(callback, kind)]
+        lookers[kind] = tuple(dict.fromkeys(found))
+    return {kind: bool(found) for kind, found in lookers.items()}, lookers
 
 
 def _hand_out_blocks() -> None:

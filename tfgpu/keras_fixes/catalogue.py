@@ -15,6 +15,7 @@ from tfgpu.keras_fixes import (
     losses,
     mixing,
     orders,
+    own_losses,
     picks,
     pieces,
     predicting,
@@ -77,6 +78,13 @@ FIXES = (
         "",
         probes.dice_differs,
         coupled.mix_rows_of_all_replicas,
+    ),
+    Fix(
+        "own-losses",
+        "a loss or metric written by hand that is no mean over rows is computed from one replica's rows",
+        "",
+        probes.own_dice_differs,
+        own_losses.give_own_losses_all_rows,
     ),
     Fix(
         "own-attributes",

@@ -39,7 +39,7 @@ def mix_the_whole_batch() -> None:
 
 def _whole(rows) -> tf.Tensor:
     rows = tf.convert_to_tensor(rows)
-    table = tf.cast(sums.all_rows(tf.cast(rows, _EXACT.get(rows.dtype, rows.dtype))), rows.dtype)
+    table = sums.all_rows(rows)
     if rows.shape[0] is not None and table.shape[0] is None:
         # The elastic transform bends all pictures as the first where it does not know how many there are.
         table = tf.ensure_shape(table, [rows.shape[0] * replica.context().num_replicas_in_sync, *rows.shape[1:]])
@@ -48,15 +48,3 @@ def _whole(rows) -> tf.Tensor:
 
 def _own(table: tf.Tensor, pictures: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(sums.own_rows(table, pictures), [pictures.shape[0], *table.shape[1:]])
-
-
-# Collectives take not every kind of number; these hold the same values.
-_EXACT = {
-    tf.bool: tf.int32,
-    tf.uint8: tf.int32,
-    tf.int8: tf.int32,
-    tf.int16: tf.int32,
-    tf.uint16: tf.int32,
-    tf.bfloat16: tf.float32,
-    tf.float16: tf.float32,
-}

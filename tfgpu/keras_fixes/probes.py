@@ -42,6 +42,11 @@ def dice_differs() -> bool:
     return _differs(rows=2, loss="dice")
 
 
+def own_dice_differs() -> bool:
+    """Whether a loss written by hand, which is no mean over rows, is computed on each replica alone."""
+    return _differs(rows=2, loss=lambda y, p: 1 - tf.reduce_sum(y * p) / tf.reduce_sum(y + p))
+
+
 def convolution_of_nothing_fails() -> bool:
     """Whether a layer cannot bear a batch without rows. (Pooling ends the process, so it is not tried here.)"""
     layer = keras.layers.Conv1D(2, 2)

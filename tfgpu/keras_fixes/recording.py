@@ -19,7 +19,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import ops
 
 STEPS = "tfgpu.steps"
-"""The event around a block of steps; its stats are `step_num`, `steps` and `kind`."""
+"""The event around a block of steps; its stats are `step_num`, `steps`, `kind`, `set_by` and `jit`."""
 HOST_READ = "tfgpu.host_read"
 """The event around a read of a tensor by the user's own code; its stat is `where`."""
 MOST_STEPS = 64
@@ -94,9 +94,18 @@ def new_space() -> Any:
     return xplane_pb2.XSpace()
 
 
-def steps_begin(done: int, count: int, kind: str) -> tf.profiler.experimental.Trace:
-    """A marker around a block of steps, for traces; without a profiler it does nothing."""
-    return tf.profiler.experimental.Trace(STEPS, step_num=done, steps=count, kind=kind, _r=1)
+def steps_begin(done: int, count: int, kind: str, set_by: str, *, jit: bool) -> tf.profiler.experimental.Trace:
+    """A marker around a block of steps, for traces; without a profiler it does nothing.
+
+    Args:
+        done: steps before it.
+        count: its steps.
+        kind: `"train"` or `"test"`.
+        set_by: what set their number, as `blocks.set_by` says.
+        jit: XLA compiles the step, or was tried.
+    """
+    about = dict(steps=count, kind=kind, set_by=set_by, jit=int(jit))
+    return tf.profiler.experimental.Trace(STEPS, step_num=done, **about, _r=1)
 
 
 @contextlib.contextmanager

@@ -86,8 +86,8 @@ def step() -> Step | None:
 
 
 @contextlib.contextmanager
-def stepping(facts: Step):
-    """Makes `facts` the step of this replica for the length of the block."""
+def stepping(facts: Step | None):
+    """Makes `facts` the step of this replica for the length of the block; None: it is in no step."""
     before = getattr(_here, "step", None)
     _here.step = facts
     try:

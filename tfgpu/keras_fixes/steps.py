@@ -174,7 +174,8 @@ class Steps:
         return done, logs, agreed
 
     def _marked(self, count: int):
-        return recording.steps_begin(self.done, count, self._kind)
+        jit = self._jit or self._trial is not None
+        return recording.steps_begin(self.done, count, self._kind, blocks.set_by(self._model, self._kind), jit=jit)
 
     def _is_apart(self) -> bool:
         return self.averager is not None and self.averager.is_apart()

@@ -4,6 +4,17 @@ import tensorflow as tf
 
 from tfgpu.keras_fixes import replica
 
+# Collectives take not every kind of number; these hold the same values.
+_EXACT = {
+    tf.bool: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.bfloat16: tf.float32,
+    tf.float16: tf.float32,
+}
+
 
 def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors over all replicas, in one collective that a gradient goes through.
@@ -72,14 +83,18 @@ def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
 def all_rows(rows: tf.Tensor) -> tf.Tensor:
     """The rows of all replicas, in the order of the batch, on each replica; a gradient goes through floats.
 
+    Numbers of any kind, or truths.
+
     A row that stands in where a replica has none becomes a row of zeros, and is not in the table.
     """
+    dtype, rows = rows.dtype, tf.cast(rows, _EXACT.get(rows.dtype, rows.dtype))
     offset, count, total = _place(rows)
     around = tf.concat([[[offset, total - offset - count]], tf.zeros([rows.shape.rank - 1, 2], tf.int32)], 0)
     table = tf.pad(tf.where(replica.has_rows(), rows, tf.zeros_like(rows)), around)
+    table.set_shape([_known_total(rows), *rows.shape[1:]])
     (table,) = over_replicas([table]) if rows.dtype.is_floating else replica.all_reduce([table])
-    table.set_shape([None, *rows.shape[1:]])
-    return table
+    table.set_shape([_known_total(rows), *rows.shape[1:]])
+    return tf.cast(table, dtype)
 
 
 def own_rows(table: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
@@ -96,3 +111,12 @@ def _place(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     facts, count = replica.rows_held(), tf.shape(rows)[0]
     an_example = tf.maximum(count // tf.maximum(facts.local, 1), 1)
     return facts.offset * an_example, count, facts.total * an_example
+
+
+def _known_total(rows: tf.Tensor) -> int | None:
+    """The rows of the table, where they are known before the step runs: many such steps can run in one call."""
+    facts = replica.rows_held()
+    local, total = tf.get_static_value(facts.local), tf.get_static_value(facts.total)
+    if rows.shape[0] is None or local is None or total is None:
+        return None
+    return int(total) * max(rows.shape[0] // max(int(local), 1), 1)

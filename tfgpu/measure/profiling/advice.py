@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tfgpu.measure.profiling.findings import Finding, Seen, pauses, python_knob
+from tfgpu.measure.profiling import knobs
+from tfgpu.measure.profiling.findings import Finding, Seen, pauses
 
 SPEAKING = {
     "input-bound": ("slow_map", "slow_input", "unsharded_input"),
     "communication-bound": ("slow_collectives",),
-    "launch-bound": ("tiny_batch",),
-    "python-bound": ("host_read", "eager_step", "python_in_step", "work_between_steps"),
+    "launch-bound": ("tiny_batch", "batch_callback"),
+    "python-bound": ("host_read", "eager_step", "python_in_step", "work_between_steps", "batch_callback"),
     "compile-bound": ("retracing", "recompiling"),
 }
 """The findings of rules whose knobs help against a verdict."""
@@ -59,13 +60,8 @@ def _communication(seen: Seen, share: str) -> _Advice:
 
 def _launch(seen: Seen, share: str) -> _Advice:
     text = f"For {share} of the time a step runs and nothing computes: operations wait to be launched."
-    knob = (
-        'same result: model.compile(..., steps_per_execution="auto", jit_compile="auto").'
-        if seen.window.marked_by == "tfgpu"
-        else "same result but for rounding: @tf.function(jit_compile=True) above the step makes few operations of many."
-    )
-    knob += " Where other processes take the processors, profile again without them."
-    return _Advice("launching", text, knob)
+    knob = f"{knobs.launches(seen.window)} Where other processes take the processors, profile again without them."
+    return _Advice("launching", text, knob.strip())
 
 
 def _python(seen: Seen, share: str) -> _Advice:
@@ -73,9 +69,9 @@ def _python(seen: Seen, share: str) -> _Advice:
     between = pauses(seen)
     if between and max(between) > sum(between) / 2 and sum(between) > seen.shares["python"] * seen.window.length:
         text += " Most of it is a single pause, such as the end of an epoch."
-        knob = f"record more steps, so that it has its true weight: --calls 100 --seconds 20. {python_knob(seen)}"
-        return _Advice("python_time", text, knob)
-    return _Advice("python_time", text, python_knob(seen))
+        knob = "record more steps, so that it has its true weight: --calls 100 --seconds 20. "
+        return _Advice("python_time", text, knob + knobs.python(seen.window))
+    return _Advice("python_time", text, knobs.python(seen.window))
 
 
 def _compile(seen: Seen, share: str) -> _Advice:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tfgpu.measure.profiling import knobs
 from tfgpu.measure.profiling.around import Around, Change
 from tfgpu.measure.profiling.reading import Shares, Window
 from tfgpu.measure.profiling.sorting import Call, Sorted
@@ -228,7 +229,7 @@ def tiny_batch(seen: Seen) -> list[Finding]:
         overhead += seen.shares["between"]
     work = [one for each in seen.found.kernels.values() for one in each] or seen.found.operations
     work = seen.inside(work)
-    if seen.window.steps is None or not work or overhead < 0.4 or eager_step(seen):
+    if seen.window.steps is None or not work or overhead < 0.4 or eager_step(seen) or batch_callback(seen):
         return []
     mean_s = sum(one.own for one in work) / len(work) / 1e9
     if mean_s > (SMALL_KERNEL_S if seen.shares.device else SMALL_S):
@@ -239,17 +240,33 @@ def tiny_batch(seen: Seen) -> list[Finding]:
         f"computes while TensorFlow launches the next ones."
     )
     knob = (
-        'same result: model.compile(..., steps_per_execution="auto", jit_compile="auto"). A larger batch does more a '
-        f"launch, but changes what is learned: .batch({8 * (seen.batch or 32)}), with another learning rate."
-    )
+        f"{knobs.launches(seen.window)} A larger batch does more a launch, but changes what is learned: "
+        f".batch({8 * (seen.batch or 32)}), with another learning rate."
+    ).strip()
     return [Finding("tiny_batch", text, knob, "", overhead, {"rows": seen.batch, "operation_us": mean_s * 1e6})]
+
+
+def batch_callback(seen: Seen) -> list[Finding]:
+    """A callback looks at single batches, so that `fit` goes back to Python after each."""
+    names, share = knobs.callbacks(seen.window), seen.shares["launch"] + seen.shares["between"]
+    if not names or share < WORTH:
+        return []
+    does = f"{', '.join(names)} {'looks' if len(names) == 1 else 'look'}"
+    text = (
+        f"{does} at single batches, so that Python calls each step by itself: for {share:.0%} of the time nothing "
+        "computes while it does so. Without such callbacks one call runs many steps."
+    )
+    return [Finding("batch_callback", text, knobs.fewer_looks(names), ", ".join(names), share, {"share": share})]
 
 
 def eager_step(seen: Seen) -> list[Finding]:
     """Python runs the step's operations one by one."""
     eager = seen.inside(seen.found.eager)
     each = len(eager) / seen.steps
-    share = sum(one.end - one.start for one in eager) / max(1, seen.window.length)
+    took = sum(one.end - one.start for one in eager)
+    reads = sum(one.end - one.start for one in seen.inside(seen.found.reads)) / max(1, seen.window.length)
+    # Python's time around the operations goes with them.
+    share = max(took / max(1, seen.window.length), seen.shares["python"] - reads)
     if seen.window.steps is None or each < _EAGER_A_STEP or share + seen.shares["between"] < WORTH:
         return []
     often = ", ".join(name for name, _ in Counter(one.name for one in eager).most_common(3))
@@ -335,31 +352,16 @@ def work_between_steps(seen: Seen) -> list[Finding]:
     share = seen.shares["between"]
     # The longest one may be the only one: an epoch's end.
     steady = sum(sorted(pauses(seen))[:-1]) / max(1, seen.window.length)
-    if min(share, steady) < WORTH or tiny_batch(seen) or eager_step(seen):
+    if min(share, steady) < WORTH or tiny_batch(seen) or eager_step(seen) or batch_callback(seen):
         return []
     text = f"For {share:.0%} of the time no step runs: callbacks, logs, checkpoints, or Python of your own."
-    return [Finding("work_between_steps", text, python_knob(seen), "", share, {"share": share})]
+    return [Finding("work_between_steps", text, knobs.python(seen.window), "", share, {"share": share})]
 
 
 def pauses(seen: Seen) -> list[int]:
     """The lengths of the times between steps, or blocks of them."""
     inside = seen.window.inside
     return [after[0] - before[1] for before, after in zip(inside, inside[1:], strict=False)]
-
-
-def python_knob(seen: Seen) -> str:
-    """What helps where Python's own lines take the time around the steps."""
-    if seen.window.marked_by == "tfgpu":
-        return (
-            'model.compile(..., steps_per_execution="auto"): more steps a call; every_batch = False in callbacks that '
-            "need no single batch; checkpoints by tfgpu.callbacks.Checkpoint."
-        )
-    if seen.window.marked_by == "batches":
-        return "put @tf.function above the step: TensorFlow then runs it whole, without Python."
-    return (
-        "several steps in one call: @tf.function around a loop `for x, y in dataset.take(64)` with the step in it; or "
-        'model.fit with compile(..., steps_per_execution="auto"). Logs and checkpoints each 100 steps.'
-    )
 
 
 RULES: dict[str, Callable[[Seen], list[Finding]]] = {
@@ -369,6 +371,7 @@ RULES: dict[str, Callable[[Seen], list[Finding]]] = {
         host_read,
         retracing,
         recompiling,
+        batch_callback,
         tiny_batch,
         eager_step,
         python_in_step,

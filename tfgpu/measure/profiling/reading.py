@@ -21,6 +21,8 @@ class Window:
         steps: how many; None where nothing in the trace says.
         inside: the spans in which they ran; between them Python does other things. Empty where Python runs the steps.
         marked_by: who said so: `"tfgpu"`, `"script"`, a tf.function's name, `"batches"` or `""`.
+        set_by: what sets how many steps one of tfgpu's calls has, as `blocks.set_by` says; empty where nothing says.
+        jit: in tfgpu's calls `jit_compile` is `True` or `"auto"`.
     """
 
     start: int
@@ -28,6 +30,8 @@ class Window:
     steps: int | None
     inside: tuple[Span, ...]
     marked_by: str
+    set_by: str = ""
+    jit: bool = False
 
     @property
     def length(self) -> int:
@@ -90,7 +94,9 @@ def window(found: Sorted, length: int) -> Window:
         blocks = [block for block in found.blocks if block.kind == kind]
         if blocks:
             inside = tuple((block.start, block.end) for block in blocks)
-            return Window(inside[0][0], inside[-1][1], sum(block.steps for block in blocks), inside, "tfgpu")
+            ((set_by, _),) = Counter(block.set_by for block in blocks).most_common(1)
+            count = sum(block.steps for block in blocks)
+            return Window(inside[0][0], inside[-1][1], count, inside, "tfgpu", set_by, blocks[-1].jit)
     if len(found.marks) > 1:
         return Window(found.marks[0][0], found.marks[-1][1], len(found.marks), tuple(found.marks), "script")
     for name, _ in Counter(call.name for call in found.calls).most_common(1):
@@ -125,7 +131,8 @@ def divided(found: Sorted, where: Window, device: str) -> dict[str, list[Span]]:
     python = [(one.start, one.end) for one in (*found.reads, *found.python, *found.eager)]
     if where.marked_by == "batches":
         python.append((where.start, where.end))
-    elif where.marked_by == "script":  # In the script's marks TensorFlow runs where a function is called.
+    elif where.marked_by in ("script", "tfgpu"):
+        # In marks TensorFlow runs where a function is called; the rest is Python's, all of it in an eager step.
         called = [(call.start, call.end) for call in found.calls]
         python += [rest for span in where.inside for rest in spans.without([span], called)]
     claims = {

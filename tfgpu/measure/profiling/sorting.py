@@ -82,12 +82,16 @@ class Block(NamedTuple):
         end: likewise.
         steps: how many.
         kind: `"train"` or `"test"`.
+        set_by: what set how many, as `blocks.set_by` says; empty where the trace does not.
+        jit: `jit_compile` is `True` or `"auto"`.
     """
 
     start: int
     end: int
     steps: int
     kind: str
+    set_by: str = ""
+    jit: bool = False
 
 
 class Named(NamedTuple):
@@ -206,7 +210,7 @@ def _place(item: Nested, feeding: set[int], found: Sorted) -> None:
         if name.startswith("Eager"):
             found.fetches.append(span)
     elif name == STEPS:
-        found.blocks.append(Block(*span, int(event.stats.get("steps", 1)), str(event.stats.get("kind", "train"))))
+        found.blocks.append(_block(event))
     elif name == HOST_READ:
         found.reads.append(Named(str(event.stats.get("where", "")), *span))
     elif name == _GRAPHS:
@@ -229,6 +233,12 @@ def _place(item: Nested, feeding: set[int], found: Sorted) -> None:
                 found.operations.append(Operation(str(kind["eager_op"]), str(kind["eager_op"]), *span, event.length))
     else:
         _operation(item, found)
+
+
+def _block(event: Event) -> Block:
+    stats = event.stats
+    kind, set_by = str(stats.get("kind", "train")), str(stats.get("set_by", ""))
+    return Block(event.start, event.end, int(stats.get("steps", 1)), kind, set_by, bool(stats.get("jit", 0)))
 
 
 def _prepares(kind: str) -> bool:

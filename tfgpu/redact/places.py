@@ -1,10 +1,10 @@
-"""Where a name and its secret stand apart: manifests, pairs, elements of XML, and what YAML writes in lines below.
-
-`tfgpu/redact.py` asks these for the places of values; what is a secret name, it says itself.
-"""
+"""Where a name and its secret stand apart: manifests, pairs, elements of XML, and what YAML writes in lines below."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+
+from tfgpu.redact.names import is_secret
+from tfgpu.redact.values import is_value
 
 Span = tuple[str, int, int]
 """A name, and where its value begins and ends."""
@@ -45,14 +45,22 @@ _FIELD_IN_JSON = re.compile(rf"[\"']\s*+:\s*+(?P<value>{_TEXT})")
 _DOCUMENT = re.compile(r"(?m)^---.*$\n?|\Z")
 
 
-def apart(text: str) -> Iterator[Span]:
+def secrets(text: str) -> Iterator[tuple[int, int]]:
+    """Where these secrets begin and end, in no order; some may lie within others."""
+    for name, first, last in [*_apart(text), *_below(text)]:
+        if (is_secret(name) or _holds(name)) and is_value(name, text[first:last]):
+            yield first, last
+    yield from _before_the_end(text)
+
+
+def _apart(text: str) -> Iterator[Span]:
     """The values that stand apart from their names, in the order of the forms."""
     for form in _APART_FORMS:
         for found in form.finditer(text):
             yield found["name"], *found.span("value")
 
 
-def below(text: str, is_secret: Callable[[str], bool]) -> Iterator[Span]:
+def _below(text: str) -> Iterator[Span]:
     """What YAML has in the lines below a secret name: blocks of text, lists, and the fields of a Secret."""
     begin = 0
     for end in _DOCUMENT.finditer(text):
@@ -64,10 +72,10 @@ def below(text: str, is_secret: Callable[[str], bool]) -> Iterator[Span]:
                 for field in _FIELD_IN_JSON.finditer(data["fields"]):
                     first = at + data.start("fields")
                     yield "secret", first + field.start("value"), first + field.end("value")
-        yield from _lines_below(document, at, of_secret, is_secret)
+        yield from _lines_below(document, at, of_secret)
 
 
-def _lines_below(document: str, at: int, of_secret: bool, is_secret: Callable[[str], bool]) -> Iterator[Span]:
+def _lines_below(document: str, at: int, of_secret: bool) -> Iterator[Span]:
     name, indent, block, holds = "", -1, False, False
     for line in document.splitlines(keepends=True):
         here, at = at, at + len(line)
@@ -100,12 +108,12 @@ def _lines_below(document: str, at: int, of_secret: bool, is_secret: Callable[[s
             indent = depth + len(key["item"])
 
 
-def holds(name: str) -> bool:
+def _holds(name: str) -> bool:
     """Whether what has this name holds nothing but secrets, by any names."""
     return bool(_HOLDERS.fullmatch(name)) or name == "data"
 
 
-def before_the_end(text: str) -> Iterator[tuple[int, int]]:
+def _before_the_end(text: str) -> Iterator[tuple[int, int]]:
     """The lines of a private key whose beginning is cut off, as the end of a log has them."""
     done = 0
     for end in re.finditer(r"(?m)^[ \t]*-----END [A-Z ]*PRIVATE KEY", text):
