@@ -1,6 +1,8 @@
 """Losses and metrics written by hand that need all rows of a batch: two and four replicas are one device."""
 
+import functools
 import logging
+import random
 
 import keras
 import numpy as np
@@ -79,13 +81,16 @@ def determination(y, p):
     return 1 - ops.sum(ops.square(y - p)) / ops.sum(ops.square(y - ops.mean(y)))
 
 
-def trained(strategy, loss, metrics=(), *, weights=None, run_eagerly=False, jit=False, step=None, policy=None):
+def trained(
+    strategy, loss, metrics=(), *, weights=None, run_eagerly=False, jit=False, step=None, policy=None, labels=Y
+):
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy or "float32")
     try:
         with strategy.scope():
             keras.utils.set_random_seed(0)
-            layers = [keras.layers.Dense(4, "tanh"), keras.layers.Dense(1, "sigmoid", dtype="float32")]
+            width = labels.shape[-1]
+            layers = [keras.layers.Dense(4, "tanh"), keras.layers.Dense(width, "sigmoid", dtype="float32")]
             inputs = keras.Input((5,))
             outputs = inputs
             for layer in layers:
@@ -93,10 +98,11 @@ def trained(strategy, loss, metrics=(), *, weights=None, run_eagerly=False, jit=
             model = type("Model", (keras.Model,), {"train_step": step} if step else {})(inputs, outputs)
             how = {"metrics": list(metrics), "weighted_metrics": list(metrics) if weights is not None else []}
             optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            loss = loss() if isinstance(loss, type) else loss  # one with variables is made where the model is
             model.compile(optimizer, loss, run_eagerly=run_eagerly, jit_compile=jit, **how)
-        held_back = X[:9], Y[:9]
+        held_back = X[:9], labels[:9]
         settings = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0, "validation_data": held_back}
-        history = model.fit(X, Y, sample_weight=weights, **settings)
+        history = model.fit(X, labels, sample_weight=weights, **settings)
         return model.get_weights(), history.history
     finally:
         keras.config.set_dtype_policy(before)
@@ -325,3 +331,155 @@ def test_labels_that_stand_for_none_are_tried():
         model.fit(X, labels, batch_size=8, epochs=2, shuffle=False, verbose=0)
         found.append(model.get_weights())
     assert max(np.abs(a - b).max() for a, b in zip(*found, strict=True)) <= 1e-6
+
+
+class Of(keras.losses.Loss):
+    def __init__(self, function, **how):
+        super().__init__(**how)
+        self.function = function
+
+    def call(self, y_true, y_pred):
+        return self.function(y_true, y_pred)
+
+
+def square_by_column(y, p):
+    return ops.mean(ops.square(y - p), axis=0)
+
+
+@pytest.mark.parametrize("reduction", [pytest.param("sum", marks=pytest.mark.slow), None])
+@pytest.mark.parametrize("function", [square_by_column, pytest.param(by_column, marks=pytest.mark.slow)])
+def test_several_numbers_of_the_batch_are_no_rows_to_add_up(function, reduction):
+    labels = np.concatenate([Y, 1 - Y, Y], axis=1)
+    check(lambda: Of(function, reduction=reduction), labels=labels, replicas=(2,))
+
+
+def test_a_mean_of_one_number_with_weights_of_rows():
+    """Keras multiplies the batch's number by each row's weight."""
+    check(lambda: square, weights=np.random.default_rng(3).uniform(0.2, 2.0, len(X)).astype("float32"), replicas=(2,))
+
+
+@pytest.mark.slow
+def test_a_mean_of_one_number_with_a_mask():
+    tokens = np.random.default_rng(3).integers(0, 4, (22, 6))
+    found = []
+    for strategy in (tfgpu.strategy("one_device", devices=["CPU:0"]), tfgpu.strategy("mirrored", devices=4)):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            layers = [keras.layers.Embedding(4, 3, mask_zero=True), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input((6,)), *layers])
+            model.compile(keras.optimizers.SGD(0.1), square)
+        model.fit(tokens, tokens[..., None] / 4, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    assert max(np.abs(a - b).max() for a, b in zip(*found, strict=True)) <= 1e-6
+
+
+MISSING = -9999.0
+
+
+def without_missing(y, p):
+    kept = ops.cast(y != MISSING, "float32")
+    return ops.sum(ops.square(y - p) * kept) / ops.maximum(ops.sum(kept), 1.0)
+
+
+def without_nan(y, p):
+    kept = ~ops.isnan(y)
+    return ops.sum(ops.where(kept, ops.square(ops.where(kept, y, 0.0) - p), 0.0)) / ops.sum(ops.cast(kept, "float32"))
+
+
+def worst(y, p, most=10):
+    found = ops.reshape(ops.square(y - p), [-1])
+    return ops.mean(tf.math.top_k(found, tf.minimum(most, tf.size(found))).values)
+
+
+def in_rows_of_twelve(y, p):
+    """A number of the shape is in it; a row of labels has none in common with drawn ones of another length."""
+    y, p = ops.reshape(y, [-1, 12]), ops.reshape(p, [-1, 12])
+    kept = ops.cast(y != -100.0, "float32")
+    return ops.sum(ops.square(y - p) * kept) / ops.maximum(ops.sum(kept), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "width", "needs"),
+    [
+        (without_missing, 1, "ALL"),
+        (without_nan, 1, "ALL"),
+        (worst, 1, "ALL"),
+        (functools.partial(worst, most=500), 1, "ALL"),
+        (in_rows_of_twelve, 12, "ALL"),
+        (lambda y, p: ops.mean(y - p), 3, "ITS_MEAN"),  # what is nearly 0 has rounding that is large for it
+        (lambda y, p: tf.reduce_sum(y - p + tf.random.normal(tf.shape(p))), 1, "ALL"),
+        (lambda y, p: ops.mean(ops.square(ops.reshape(y - p, [-1, 3, 2]))), 2, "ALL"),  # three rows together
+    ],
+)
+def test_verdicts(function, width, needs):
+    with tfgpu.strategy("mirrored", devices=2).scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(width)])
+        model.compile(keras.optimizers.SGD(0.0), loss := Of(function))
+    model.fit(X[:12], np.repeat(Y[:12], width, 1), batch_size=12, verbose=0)
+    assert set(loss._tfgpu_needs.values()) == {needs}
+
+
+def test_losses_of_keras_and_draws_within():
+    error = keras.losses.MeanSquaredError()
+
+    class Noisy(keras.losses.Loss):
+        def __init__(self):
+            super().__init__()
+            self.seeds = keras.random.SeedGenerator(5)
+
+        def call(self, y_true, y_pred):
+            noise = 0.1 * keras.random.normal(ops.shape(y_pred), seed=self.seeds)
+            return ops.sqrt(error(y_true + noise, y_pred)) + error(y_true, y_pred) ** 2
+
+    check(Noisy, replicas=(2,))
+    check(Noisy, replicas=(2,), run_eagerly=True)
+
+
+def test_a_weight_that_grows_from_nothing():
+    class Growing(keras.losses.Loss):
+        def __init__(self):
+            super().__init__()
+            self.by = keras.Variable(0.0, trainable=False)
+
+        def call(self, y_true, y_pred):
+            self.by.assign_add(1.0)
+            return ops.mean(ops.square(y_true - y_pred)) + self.by * dice(y_true, y_pred)
+
+    check(lambda: Growing, replicas=(2,))
+
+
+def test_labels_by_name():
+    class Two(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return ops.sqrt(ops.mean(ops.square(y_true["a"] - y_pred["a"])) + ops.mean(ops.abs(y_pred["b"])))
+
+    two = Two()
+
+    def step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            found = self(x, training=True)
+            loss = two({"a": y}, {"a": found, "b": found})
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+    check(lambda: "mse", step=step, replicas=(2,))
+
+
+def test_a_try_leaves_random_numbers_as_they_would_be():
+    def draws(y, p):
+        random.random(), np.random.rand(), tf.random.uniform(())
+        return ops.mean(ops.square(y - p))
+
+    def drawn(loss):
+        with tfgpu.strategy("mirrored", devices=2).scope():
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+            model.compile("sgd", loss)
+        model.fit(X[:16], Y[:16], batch_size=8, verbose=0)
+        return random.random(), np.random.rand(), float(tf.random.uniform(()))
+
+    def draws_in_the_step_alone(y, p):
+        return ops.mean(ops.square(y - p)) if tf.executing_eagerly() else draws(y, p)
+
+    assert drawn(draws) == drawn(draws_in_the_step_alone)

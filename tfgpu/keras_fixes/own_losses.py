@@ -6,9 +6,11 @@ result for the whole is not what the parts say is computed from the rows of all 
 workers must find the same, since they meet where it needs all rows: nothing in a try depends on time or on the data.
 """
 
+import contextlib
 import enum
 import logging
 import math
+import random
 import threading
 from collections.abc import Callable, Iterator
 
@@ -16,26 +18,32 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend
+from keras.src.losses import loss as loss_module
 from keras.src.losses.loss import Loss
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.metrics.reduction_metrics import MeanMetricWrapper
+from tensorflow.python.eager import context as eager
 
-from tfgpu.keras_fixes import replica, sums
+from tfgpu.keras_fixes import insides, replica, state, sums
 from tfgpu.keras_fixes.seam import wrap
 
 _log = logging.getLogger(__name__)
-_ROWS, _PART = 6, 2
+_ROWS = 6  # in parts of a third and two
 _UNKNOWN, _SHORT = 8, 8
 _LARGEST = 1 << 24  # numbers that are drawn for one tensor
-_CLOSE = 1e-4
+_SMALL = 1 << 18  # up to which no axis is cut
+_MANY, _MOST = 64, 2048  # rows of the try with many, which has up to `_SMALL` numbers
+_CLOSE = 2e-5
+_SEED = 7_340_033
 _here = threading.local()
-_NOT_CLASSES = (-1, -100, 255)  # labels that stand for "none"
+_NOT_CLASSES = (-1, -100, 255, math.nan)  # labels that stand for "none"
 
 
 class Needs(enum.Enum):
     """What a function of labels and outputs needs, and gives."""
 
-    ITS_ROWS = "a mean over rows, or a number a row: each replica's own rows do"
+    ITS_ROWS = "each replica's own rows; it gives a number a row"
+    ITS_MEAN = "each replica's own rows; it gives a mean over them"
     ALL_GIVES_ROWS = "all rows; it gives a number a row"
     ALL = "all rows; it gives something of the whole batch"
 
@@ -65,6 +73,15 @@ def give_own_losses_all_rows() -> None:
             return stock(self, y_true, y_pred)
         return _of_batch(self, lambda *rows: stock(self, *rows), _name(self.fn), y_true, y_pred)
 
+    @wrap(loss_module, "reduce_weighted_values")
+    def reduce_weighted_values(stock, values, sample_weight=None, mask=None, *args, **kwargs):
+        """A number of the batch is multiplied by weights of rows: each replica multiplies the whole batch's."""
+        if _may_meet() and (sample_weight is not None or mask is not None):
+            values = keras.ops.convert_to_tensor(values, dtype=kwargs.get("dtype"))
+            if values.shape.rank == 0:
+                (values,) = sums.over_replicas([replica.by_share(values)])
+        return stock(values, sample_weight, mask, *args, **kwargs)
+
     @wrap(MeanMetricWrapper, "update_state")
     def update_state(stock, self, y_true, y_pred, sample_weight=None):
         function = self._fn
@@ -77,7 +94,7 @@ def give_own_losses_all_rows() -> None:
 
         needs = _needs(self, of_rows, f"metric {_name(function)!r}", y_true, y_pred)
         values = _computed(needs, of_rows, y_true, y_pred)
-        if needs is Needs.ALL and values.shape.rank:  # the same numbers on each replica: they count once
+        if not _gives_rows(needs) and values.shape.rank:  # numbers of the batch: over all replicas they count once
             weight = tf.fill(tf.shape(values), tf.cast(replica.share(), values.dtype))
             sample_weight = weight if sample_weight is None else sample_weight * weight
         # Nothing meets from here on, so that no other replica's thread sees the stand-in.
@@ -104,6 +121,10 @@ def _take_hold_of(cls: type) -> None:
             each.__dict__["call"]._has_all_rows = True
 
 
+def _gives_rows(needs: Needs) -> bool:
+    return needs in (Needs.ITS_ROWS, Needs.ALL_GIVES_ROWS)
+
+
 def _is_own(function: Callable) -> bool:
     module = getattr(function, "__module__", None) or type(function).__module__
     return module.split(".")[0] not in ("keras", "tfgpu")
@@ -121,16 +142,22 @@ def _of_batch(loss: Loss, function: Callable, name: str, y_true, y_pred):
     """What a loss says of a replica's rows, or of the whole batch where it needs that."""
     if not _may_meet():
         return function(y_true, y_pred)
-    return _computed(_needs(loss, function, f"loss {name!r}", y_true, y_pred), function, y_true, y_pred)
+    needs = _needs(loss, function, f"loss {name!r}", y_true, y_pred)
+    values = _computed(needs, function, y_true, y_pred)
+    if _gives_rows(needs) or loss.reduction not in ("sum", "none", None) or not tf.convert_to_tensor(values).shape.rank:
+        return values
+    # Several numbers of the batch, which the replicas add up: each has its share of the gradient.
+    part = values * tf.cast(replica.share(), values.dtype)
+    return part if loss.reduction == "sum" else part + tf.stop_gradient(values - part)
 
 
 def _computed(needs: Needs, function: Callable, y_true, y_pred):
-    if needs is Needs.ITS_ROWS:
+    if needs in (Needs.ITS_ROWS, Needs.ITS_MEAN):
         return function(y_true, y_pred)
-    rows = [_all_rows(y_true), _all_rows(y_pred)]
-    with replica.stepping(None):  # as on one device: what is within must not look for all rows again
+    rows = keras.tree.map_structure(_all_rows, (y_true, y_pred))
+    with replica.holding_all(replica.rows().total), state.assigning_alike():  # what is within needs nothing of others
         values = function(*rows)
-    return sums.own_rows(values, y_pred) if needs is Needs.ALL_GIVES_ROWS else values
+    return sums.own_rows(values, keras.tree.flatten(y_pred)[0]) if needs is Needs.ALL_GIVES_ROWS else values
 
 
 def _all_rows(rows: tf.Tensor) -> tf.Tensor:
@@ -142,14 +169,15 @@ def _all_rows(rows: tf.Tensor) -> tf.Tensor:
 
 def _needs(owner, function: Callable, what: str, y_true, y_pred) -> Needs:
     """What a function needs: `owner`, the loss or metric that has it, keeps what was found."""
-    known = owner.__dict__.setdefault("_tfgpu_needs", {})
-    tensors = y_true, y_pred
+    known = owner.__dict__.setdefault("_tfgpu_needs", {})  # of plain values: a copy may go where no tfgpu is
+    rows = y_true, y_pred
+    tensors = keras.tree.flatten(rows)
     if not all(isinstance(each, tf.Tensor) and each.shape.rank and _is_number(each) for each in tensors):
         return Needs.ITS_ROWS
     key = what, *((each.dtype.name, tuple(each.shape[1:])) for each in tensors)
     if key not in known:
-        known[key] = _Trial(function, tensors).run(what)
-    return known[key]
+        known[key] = _Trial(function, rows, insides.of(owner)).run(what).name
+    return Needs[known[key]]
 
 
 def _is_number(tensor: tf.Tensor) -> bool:
@@ -160,22 +188,36 @@ class _Meets(Exception):
     """A function brings the replicas' rows together by itself."""
 
 
+class _Apart(keras.StatelessScope):
+    """Nothing that a function assigns stays, and a single number that waits at 0, as a weight that grows, is 0.5."""
+
+    def get_current_value(self, variable):
+        found = super().get_current_value(variable)
+        if found is None and variable.shape == () and tf.as_dtype(variable.dtype).is_floating:
+            if variable._value is not None and float(tf.convert_to_tensor(variable._value)) == 0.0:
+                return tf.constant(0.5, variable.dtype)
+        return found
+
+
 class _Trial:
     """A function is run on drawn rows, all at once and in two parts, outside the step that is traced."""
 
-    def __init__(self, function: Callable, tensors: tuple[tf.Tensor, tf.Tensor]):
-        self._function, self._tensors = function, tensors
-        self._why: Exception | None = None
+    def __init__(self, function: Callable, rows: tuple, inside: insides.Inside):
+        self._function, self._inside = function, inside
+        self._structure, self._tensors = rows, keras.tree.flatten(rows)
+        self._count_true = len(keras.tree.flatten(rows[0]))
+        self._why: Exception | str | None = None
         self._gives_one_number = True
 
     def run(self, what: str) -> Needs:
         found = self._found()
         if found is None and self._gives_one_number and self._why is not None:
+            kind = "" if isinstance(self._why, str) else f"{type(self._why).__name__}: "
             _log.warning(
-                "Whether the %s is a mean over the rows of a batch could not be tried (%s: %s). It is taken for one: "
+                "Whether the %s is a mean over the rows of a batch could not be tried (%s%s). It is taken for one: "
                 "each replica computes it from its own rows. Where it is not, let it return a number for each row.",
                 what,
-                type(self._why).__name__,
+                kind,
                 " ".join(str(self._why).split())[:200],
             )
         if found in (Needs.ALL, Needs.ALL_GIVES_ROWS):
@@ -184,80 +226,151 @@ class _Trial:
                 "gets the labels and outputs of all, in every step. If you can, let it return a number for each row.",
                 what,
             )
-        return found or Needs.ITS_ROWS
+        return found or (Needs.ITS_MEAN if self._gives_one_number else Needs.ITS_ROWS)
 
     def _found(self) -> Needs | None:
         """None: nothing could be told."""
-        found, _here.is_trying = None, True
+        _here.is_trying = True
         try:
-            with tf.init_scope(), replica.stepping(None), keras.StatelessScope():
-                for rows in self._draws(shorter=True):
-                    judged = self._judged(rows)
-                    if judged in (Needs.ALL, Needs.ALL_GIVES_ROWS):
-                        return judged
-                    found = found or judged
-                # A function may ask for the very sizes.
-                return found or next(filter(None, map(self._judged, self._draws(shorter=False))), None)
+            with tf.init_scope(), _kept_draws(), self._inside.kept():
+                with tf.device("CPU:0"):  # the same on every worker
+                    found = self._judged_all()
+                return found or self._judged_all()  # not every function runs on a CPU
         except _Meets:
             return Needs.ITS_ROWS
         finally:
             _here.is_trying = False
 
-    def _judged(self, rows: list[tf.Tensor]) -> Needs | None:
+    def _judged_all(self) -> Needs | None:
+        whole, cut = self._sizes(shorter=False), self._sizes(shorter=True)
+        found = self._judged_by(self._draws(cut, _ROWS), is_cut=cut != whole)
+        if found is None and cut != whole:
+            found = self._judged_by(self._draws(whole, _ROWS, outputs=1))  # a function may ask for the very sizes
+        if found not in (Needs.ITS_ROWS, Needs.ITS_MEAN):
+            return found
+        # One that takes the worst so many, or that sees long axes: with many rows of the very sizes.
+        numbers = max(1, *(math.prod(each) for each in whole))
+        rows = max(_ROWS, min(max(_MANY, 2 * self._inside.largest(_MOST // 2)), _SMALL // numbers))
+        if rows > _ROWS or cut != whole:
+            return self._judged_by(self._draws(whole, rows, outputs=1, labels=1)) or found
+        return found
+
+    def _judged_by(self, draws: Iterator[list[tf.Tensor]], *, is_cut: bool = False) -> Needs | None:
+        found = None
+        for rows in draws:
+            judged = self._judged(rows, is_cut=is_cut)
+            if judged in (Needs.ALL, Needs.ALL_GIVES_ROWS):
+                return judged
+            found = found or judged
+        return found
+
+    def _computed(self, rows: list[tf.Tensor]) -> np.ndarray:
+        count = int(rows[0].shape[0])
+        random.seed(0)
+        np.random.seed(0)
+        with replica.holding_all(count), _Apart():
+            values = self._function(*keras.tree.pack_sequence_as(self._structure, rows))
+            return np.asarray(keras.ops.convert_to_numpy(values), "float64")  # truths are numbers, too
+
+    def _judged(self, rows: list[tf.Tensor], *, is_cut: bool) -> Needs | None:
+        count = int(rows[0].shape[0])
+        part = count // 3
         try:
-            whole, again, first, second = (
-                np.asarray(keras.ops.convert_to_numpy(self._function(*each)), "float64")  # truths are numbers, too
-                for each in (rows, rows, *_parts(rows))
-            )
+            whole, again = self._computed(rows), self._computed(rows)
         except _Meets:
             raise
         except Exception as error:  # of the user's code, on numbers that are none of its own
             self._why = self._why or error
             return None
         self._gives_one_number = whole.ndim == 0
-        if not _close(whole, again):  # NaN, or drawn anew
+        if not np.isfinite(whole).all():
+            self._why = self._why or "it gives no finite number for drawn ones"
             return None
-        if whole.shape[:1] == (_ROWS,) and first.shape[:1] == (_PART,):
+        try:
+            first, second = (self._computed(each) for each in _parts(rows, part))
+        except _Meets:
+            raise
+        except Exception as error:
+            self._why = self._why or error
+            return None if is_cut else Needs.ALL_GIVES_ROWS if whole.shape[:1] == (count,) else Needs.ALL
+        if whole.shape[:1] == (count,) and first.shape[:1] == (part,):
+            if not _close(whole, again):  # drawn anew, for each row
+                return Needs.ITS_ROWS
             return Needs.ITS_ROWS if _close(whole, np.concatenate([first, second])) else Needs.ALL_GIVES_ROWS
-        if whole.shape == first.shape == second.shape:
-            return Needs.ITS_ROWS if _close(whole, (first * _PART + second * (_ROWS - _PART)) / _ROWS) else Needs.ALL
+        if whole.shape == first.shape == second.shape and _close(whole, again):
+            mean = (first * part + second * (count - part)) / count
+            return Needs.ITS_MEAN if _close(whole, mean, first, second) else Needs.ALL
         return Needs.ALL
 
-    def _draws(self, *, shorter: bool) -> Iterator[list[tf.Tensor]]:
-        """Labels of several kinds with probabilities and with logits."""
-        draw = np.random.default_rng(0)
-        shapes = self._shapes(shorter)
-        if shapes is None:
+    def _draws(
+        self, sizes: list[tuple[int, ...]], rows: int, *, labels: int | None = None, outputs: int = 2
+    ) -> Iterator[list[tf.Tensor]]:
+        """Labels of several kinds with probabilities and with logits, where all are small enough."""
+        shapes = [(rows, *each) for each in sizes]
+        if max(map(math.prod, shapes)) > _LARGEST:
             return
-        true, found = shapes
-        classes = max(2, min(self._tensors[1].shape[-1] or _UNKNOWN, _UNKNOWN))
-        labels = [draw.integers(0, 2, true), draw.integers(0, classes, true), draw.normal(size=true)]
-        labels += [np.where(draw.random(true) < 0.3, none, draw.integers(0, 2, true)) for none in _NOT_CLASSES]
-        for label in labels:
-            for output in (draw.uniform(0.05, 0.95, found), 2 * draw.normal(size=found)):
-                yield [_cast(v, t.dtype) for v, t in zip((label, output), self._tensors, strict=True)]
+        draw = np.random.default_rng(0)
+        width = self._tensors[-1].shape[-1] if self._tensors[-1].shape.rank > 1 else None
+        classes = max(2, min(width or _UNKNOWN, _UNKNOWN))
+        kinds = [
+            lambda shape: draw.integers(0, 2, shape),
+            lambda shape: draw.integers(0, classes, shape),
+            lambda shape: draw.normal(size=shape),
+        ]
+        nones = [*_NOT_CLASSES, *(each for each in self._inside.numbers if each not in _NOT_CLASSES)]
+        kinds += [
+            lambda shape, none=none: np.where(draw.random(shape) < 0.3, none, draw.integers(0, 2, shape))
+            for none in nones
+        ]
+        found = [lambda shape: draw.uniform(0.05, 0.95, shape), lambda shape: 2 * draw.normal(size=shape)]
+        for label in kinds[:labels]:
+            for output in found[:outputs]:
+                drawn = [(label if at < self._count_true else output)(shape) for at, shape in enumerate(shapes)]
+                if all(_fits(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)):
+                    yield [_cast(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)]
 
-    def _shapes(self, shorter: bool) -> list[tuple[int, ...]] | None:
-        """Of labels and outputs, where both are small enough; long axes that they share are cut."""
+    def _sizes(self, *, shorter: bool) -> list[tuple[int, ...]]:
+        """Of a row of each tensor; long axes that all share are cut, where there are many numbers."""
         known = [each.shape[1:].as_list() for each in self._tensors]
-        if shorter:
+        numbers = max(math.prod(size or _UNKNOWN for size in each) for each in known)
+        if shorter and _ROWS * numbers > _SMALL:
             for at, sizes in enumerate(zip(*known, strict=False)):
-                if sizes[0] == sizes[1]:
+                if len(set(sizes)) == 1:
                     for each in known:
                         each[at] = min(each[at] or _UNKNOWN, _SHORT)
-        shapes = [(_ROWS, *(size or _UNKNOWN for size in each)) for each in known]
-        return shapes if max(map(math.prod, shapes)) <= _LARGEST else None
+        return [tuple(size or _UNKNOWN for size in each) for each in known]
 
 
-def _parts(rows: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    return [each[:_PART] for each in rows], [each[_PART:] for each in rows]
+@contextlib.contextmanager
+def _kept_draws() -> Iterator[None]:
+    """What draws random numbers within leaves those that come afterwards as they would be."""
+    python, numpy, tensorflow = random.getstate(), np.random.get_state(), getattr(eager.context(), "_rng", None)
+    before = tensorflow.getstate() if tensorflow is not None else None
+    if tensorflow is not None:
+        tensorflow.seed(_SEED)  # TensorFlow goes on where an operation has the seed of an earlier one
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if tensorflow is not None:
+            tensorflow.setstate(before)
+
+
+def _parts(rows: list[tf.Tensor], part: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    return [each[:part] for each in rows], [each[part:] for each in rows]
+
+
+def _fits(values: np.ndarray, dtype: tf.DType) -> bool:
+    """Whether a label that stands for "none" is one in that dtype."""
+    return dtype.is_floating or not np.isnan(values).any()
 
 
 def _cast(values: np.ndarray, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(tf.convert_to_tensor(values), dtype)
 
 
-def _close(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether both are numbers, and as good as equal."""
-    size = max(np.abs(one).max(initial=0.0), np.abs(other).max(initial=0.0))
+def _close(one: np.ndarray, other: np.ndarray, *besides: np.ndarray) -> bool:
+    """Whether both are numbers, and as good as equal; `besides` are numbers that they come from."""
+    size = max(np.abs(each).max(initial=0.0) for each in (one, other, *besides))
     return one.shape == other.shape and bool(np.all(np.abs(one - other) <= _CLOSE * size)) and math.isfinite(size)

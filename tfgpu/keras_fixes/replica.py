@@ -5,6 +5,7 @@ Outside a step of `fit`, `evaluate`, `predict` or `Trainer` there are none, and 
 """
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -94,6 +95,16 @@ def stepping(facts: Step | None):
         yield facts
     finally:
         _here.step = before
+
+
+@contextlib.contextmanager
+def holding_all(total: tf.Tensor | int):
+    """For the length of the block this replica is as one device that holds all `total` rows, and meets no other."""
+    rows = Rows(*(tf.convert_to_tensor(number, tf.int32) for number in (total, 0, total)))
+    facts = getattr(_here, "step", None)
+    whole = {"rows": rows, "share": tf.constant(1.0), "alone": True}
+    with stepping(Step(**whole) if facts is None else dataclasses.replace(facts, **whole)):
+        yield
 
 
 @contextlib.contextmanager

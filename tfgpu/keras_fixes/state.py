@@ -56,6 +56,9 @@ def assign_for_all() -> None:
         if replica.context() is None and self.synchronization == "on_read" and _is_spread(self):
             # TensorFlow would sum the replicas' new values, on workers by a collective, for the caller to ignore.
             return self._value.assign(value, read_value=False)
+        if getattr(_here, "is_whole", False):
+            replica.check_has_copies(self)
+            return _assign_here(self, value)
         if not _is_shared():
             return stock(self, value)
         replica.check_has_copies(self)
@@ -127,6 +130,18 @@ def _own_values():
         yield
     finally:
         _here.keeps_own = before
+
+
+@contextlib.contextmanager
+def assigning_alike():
+    """For the length of the block every replica assigns what the others do, each to its own copy."""
+    before = getattr(_here, "is_whole", False)
+    _here.is_whole = True
+    try:
+        with _own_values():
+            yield
+    finally:
+        _here.is_whole = before
 
 
 def _is_shared() -> bool:

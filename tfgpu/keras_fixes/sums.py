@@ -85,8 +85,11 @@ def all_rows(rows: tf.Tensor) -> tf.Tensor:
 
     Numbers of any kind, or truths.
 
-    A row that stands in where a replica has none becomes a row of zeros, and is not in the table.
+    A row that stands in where a replica has none becomes a row of zeros, and is not in the table. A replica that meets
+    no other has its own rows.
     """
+    if replica.is_alone():
+        return rows
     dtype, rows = rows.dtype, tf.cast(rows, _EXACT.get(rows.dtype, rows.dtype))
     offset, count, total = _place(rows)
     around = tf.concat([[[offset, total - offset - count]], tf.zeros([rows.shape.rank - 1, 2], tf.int32)], 0)
@@ -99,6 +102,8 @@ def all_rows(rows: tf.Tensor) -> tf.Tensor:
 
 def own_rows(table: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
     """The part of a table of all replicas' rows that belongs to this replica's `rows`."""
+    if replica.is_alone():
+        return table
     offset, count, _ = _place(rows)
     return table[offset : offset + count]
 

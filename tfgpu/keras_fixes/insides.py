@@ -1,0 +1,111 @@
+"""What a function or an object of the user's has in it: its whole numbers, and TensorFlow's variables.
+
+A label that stands for "none", the number of worst examples that count: such numbers are in a function's code, in
+what it was made with, in its module or in its object. Where they are elsewhere, nothing is found.
+"""
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import keras
+import tensorflow as tf
+
+_LIBRARIES = ("keras", "tensorflow", "tfgpu", "numpy", "builtins", "functools")
+_NUMBERS, _THINGS = 12, 200
+
+
+@dataclass
+class Inside:
+    """What was found.
+
+    Attributes:
+        numbers: up to twelve whole ones beyond 1 and -1, none twice, as they were met.
+        variables: TensorFlow's own, which a Keras scope cannot keep from changing.
+    """
+
+    numbers: list[float] = field(default_factory=list)
+    variables: list[tf.Variable] = field(default_factory=list)
+
+    def largest(self, most: int) -> int:
+        """The largest whole number up to `most`, or 0."""
+        return max((int(each) for each in self.numbers if 0 < each <= most), default=0)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Puts the variables' values back."""
+        before = [(each, each.numpy()) for each in self.variables]
+        try:
+            yield
+        finally:
+            for variable, value in before:
+                variable.assign(value)
+
+
+def of(thing: object) -> Inside:
+    """Looks into a function, a partial, a method or an object, and into what it calls of the user's.
+
+    Example:
+        >>> of(lambda y: y != -9999).numbers
+        [-9999]
+    """
+    found, left, seen = Inside(), [thing], set()
+    while left and len(seen) < _THINGS:
+        each = left.pop(0)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, (int, float)):
+            is_whole = not isinstance(each, bool) and 1 < abs(each) < 1e12 and each == int(each)
+            if is_whole and each not in found.numbers and len(found.numbers) < _NUMBERS:
+                found.numbers.append(each)
+        elif isinstance(each, tf.Variable):
+            found.variables.append(each)
+        else:
+            left += _parts(each)
+    return found
+
+
+def _parts(thing: object) -> list:
+    if isinstance(thing, (list, tuple)):
+        return list(thing[:_NUMBERS])
+    if isinstance(thing, dict):
+        return list(thing.values())[:_NUMBERS]
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, types.MethodType):
+        return [thing.__func__, thing.__self__]
+    if isinstance(thing, types.CodeType):
+        return list(thing.co_consts)
+    if isinstance(thing, types.FunctionType):
+        return _of_function(thing)
+    if hasattr(thing, "python_function"):  # a tf.function
+        return [thing.python_function]
+    if isinstance(thing, (type, types.ModuleType)):
+        return []
+    if _is_of_library(type(thing)) and not isinstance(thing, (keras.losses.Loss, keras.metrics.Metric)):
+        return []
+    attributes = [value for name, value in getattr(thing, "__dict__", {}).items() if not name.startswith("_tfgpu")]
+    methods = [value for cls in type(thing).__mro__ if not _is_of_library(cls) for value in vars(cls).values()]
+    return attributes + [each for each in methods if inspect.isfunction(each) or hasattr(each, "python_function")]
+
+
+def _of_function(function: types.FunctionType) -> list:
+    if hasattr(function, "__wrapped__"):
+        return [function.__wrapped__]
+    if _is_of_library(function):
+        return []
+    cells = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not filled
+            cells.append(cell.cell_contents)
+    names = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    kept = (function.__kwdefaults__ or {}).values()
+    return [function.__code__, *(function.__defaults__ or ()), *kept, *cells, *names]
+
+
+def _is_of_library(thing: object) -> bool:
+    return (getattr(thing, "__module__", None) or "").split(".")[0] in _LIBRARIES
