@@ -296,7 +296,9 @@ class _Trial:
         if whole.shape[:1] == (count,) and first.shape[:1] == (part,):
             if not _close(whole, again):  # drawn anew, for each row
                 return Needs.ITS_ROWS
-            return Needs.ITS_ROWS if _close(whole, np.concatenate([first, second])) else Needs.ALL_GIVES_ROWS
+            is_alike = first.shape[1:] == second.shape[1:]  # not of each row with each other one
+            its_rows = is_alike and _close(whole, np.concatenate([first, second]))
+            return Needs.ITS_ROWS if its_rows else Needs.ALL_GIVES_ROWS
         if whole.shape == first.shape == second.shape and _close(whole, again):
             mean = (first * part + second * (count - part)) / count
             return Needs.ITS_MEAN if _close(whole, mean, first, second) else Needs.ALL
