@@ -349,3 +349,10 @@ def test_what_a_bug_report_needs_is_kept(text):
 )
 def test_names(name, expected):
     assert is_secret(name) == expected
+
+
+def test_the_folder_of_the_shell_is_no_secret():
+    variables = {"PWD": "/work/digits", "OLDPWD": "/work", "DB_PWD": "/work/hunter2"}
+    cleaner = Cleaner(variables, home="/home/ada", host="box")
+    assert cleaner.clean("/work/digits/train.py /work/x") == "/work/digits/train.py /work/x"
+    assert cleaner.clean("pwd=hunter2x at /work/hunter2") == "pwd=<removed> at <removed>"

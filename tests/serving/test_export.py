@@ -427,3 +427,12 @@ def test_there_is_a_model_at_every_moment(tmp_path):
         over.set()
         looks.join()
     assert not missing and (tmp_path / "made" / "saved_model.pb").read_text() == "299"
+
+
+def test_a_damaged_model_is_named(tmp_path):
+    model = small()
+    model.save(tmp_path / "model.keras")
+    with open(tmp_path / "model.keras", "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(InputError, match="model.keras is damaged, or no model of Keras.*--resume"):
+        serving.export(tmp_path, tmp_path / "made", format="litert")

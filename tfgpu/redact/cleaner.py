@@ -48,7 +48,8 @@ class Cleaner:
         host: str | None = None,
     ):
         self.removed: Counter[str] = Counter()
-        found = [value for name, value in environ.items() if is_secret(name) and len(value) >= _SHORTEST_KNOWN]
+        secret = (value for name, value in environ.items() if is_secret(name) and not _is_folder(name, value))
+        found = [value for value in secret if len(value) >= _SHORTEST_KNOWN]
         self._known = sorted({form for value in found for form in _written(value)}, key=len, reverse=True)
         user, host = user or _user(), socket.gethostname() if host is None else host
         self._places = [(home or os.path.expanduser("~")).rstrip("/")]
@@ -126,6 +127,11 @@ def _written(value: str) -> set[str]:
     """The value as itself, as JSON and Python write it between quotes, and as an address has it."""
     quoted = {json.dumps(value)[1:-1], repr(value)[1:-1], urllib.parse.quote(value, ""), urllib.parse.quote_plus(value)}
     return {value, *quoted, urllib.parse.quote(value), shlex.quote(value)}
+
+
+def _is_folder(name: str, value: str) -> bool:
+    """Whether a variable is the shell's own, of where it is and was; `pwd` is a password elsewhere."""
+    return name in ("PWD", "OLDPWD") and value.startswith("/")
 
 
 def _user() -> str:

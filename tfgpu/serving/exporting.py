@@ -3,6 +3,7 @@
 import os
 import re
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,11 @@ def _is_on_one_device(model: keras.Model) -> bool:
 
 def _why_not(file: Path, error: Exception) -> str:
     """Says what to do about a file that Keras does not load."""
+    if not zipfile.is_zipfile(file):
+        return (
+            f"{file} is damaged, or no model of Keras: it is no whole `.keras` archive. Where its run has checkpoints, "
+            "`tfgpu train --resume --output RUN` writes it anew."
+        )
     said = str(error).strip()
     reason = said.splitlines()[0] if said else type(error).__name__
     if "safe_mode" in said or "`Lambda`" in said:
