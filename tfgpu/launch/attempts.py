@@ -62,6 +62,7 @@ def supervise(
                     members, connect, plan, screen, signals, restarts, grace_s=grace_s, silence_s=job.silence_s
                 )
                 if ending.asked and ending.code not in (0, PREEMPTED):
+                    screen.say(f"Ended. {_SAVED}.")
                     return 128 + signals.first  # whichever came first, the signal or a process's own end
                 wait = None if ending.asked else restarts.after(ending.code, time.monotonic() - began_at)
                 if wait is None:
@@ -155,11 +156,16 @@ def _introduce(screen: Screen, job: Job, members: Sequence[Member], nodes: Seque
         screen.say(f"Log files: {job.logs}")
 
 
+_SAVED = "What a Checkpoint has saved stays, and the same command goes on from it"
+
+
 def _explain(screen: Screen, code: int, asked: bool, restarts: Restarts) -> None:
     """Says why there is no further attempt, where one might have been expected."""
-    if asked or code == 0 or not restarts.most:
+    if asked or code == 0 or (code == WRONG_INPUT and not restarts.most):
         return
-    if code == WRONG_INPUT:
+    if not restarts.most:
+        screen.say(f"{_SAVED}; --max-restarts N does so by itself.", error=True)
+    elif code == WRONG_INPUT:
         screen.say(f"Exit code {WRONG_INPUT} is wrong input, which another start cannot mend.", error=True)
     else:
         screen.say(f"All restarts are used ({restarts.most}).", error=True)
