@@ -49,7 +49,7 @@ def of(thing: object) -> Inside:
     """Looks into a function, a partial, a method or an object, and into what it calls of the user's.
 
     Example:
-        >>> of(lambda y: y != -9999).numbers
+        >>> of(functools.partial(max, 0.5, 1, -9999)).numbers
         [-9999]
     """
     found, left, seen = Inside(), [thing], set()

@@ -223,7 +223,8 @@ class _Trial:
         if found in (Needs.ALL, Needs.ALL_GIVES_ROWS):
             _log.warning(
                 "The %s is not a mean over the rows of a batch. So that it is what one device computes, each replica "
-                "gets the labels and outputs of all, in every step. If you can, let it return a number for each row.",
+                "gets the labels and outputs of all, in every step. Where each row has a number of its own, let it "
+                "return those: nothing needs to travel then.",
                 what,
             )
         return found or (Needs.ITS_MEAN if self._gives_one_number else Needs.ITS_ROWS)

@@ -135,7 +135,7 @@ def _is_on_one_device(model: keras.Model) -> bool:
 
 def _why_not(file: Path, error: Exception) -> str:
     """Says what to do about a file that Keras does not load."""
-    if not zipfile.is_zipfile(file):
+    if file.suffix == ".keras" and not zipfile.is_zipfile(file):
         return (
             f"{file} is damaged, or no model of Keras: it is no whole `.keras` archive. Where its run has checkpoints, "
             "`tfgpu train --resume --output RUN` writes it anew."
