@@ -1,6 +1,6 @@
 """What the end of an epoch costs: `fit` where a thread waits for the end of the data, and where `fit` itself does.
 
-tf.data's tuning thread often misses the call to end while it sleeps (`tfgpu/keras_fixes/endings.py`). A `fit` of short
+tf.data's tuning thread often misses the call to end while it sleeps (`tfgpu/core/iterator_end.py`). A `fit` of short
 epochs and one of longer ones run in turn with that repair and without; each time is the whole `fit`'s.
 
 python -m benchmarks.epoch_end --repeats 15
@@ -33,7 +33,7 @@ def prepare(kind: str, seconds: float, epochs: int) -> Callable[[bool], float]:
     import tensorflow as tf
 
     import tfgpu
-    from tfgpu.keras_fixes import endings
+    from tfgpu.core import iterator_end
 
     strategy = tfgpu.strategy("one_device") if kind == "one_device" else tfgpu.strategy("mirrored", devices=2)
     keras.utils.set_random_seed(0)
@@ -62,7 +62,7 @@ def prepare(kind: str, seconds: float, epochs: int) -> Callable[[bool], float]:
     def run(repaired: bool) -> float:
         if repaired:
             return fit(source, epochs)
-        with mock.patch.object(endings, "resources", lambda iterator: []):
+        with mock.patch.object(iterator_end, "resources", lambda iterator: []):
             return fit(source, epochs)
 
     return run

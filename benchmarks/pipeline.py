@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.parallel import pipeline
-from tfgpu.parallel.schedule import bound
+from tfgpu.parallel.pipeline.schedule import bound
 
 CASES = (("gpipe", 4, 8, 4), ("1f1b", 4, 8, 4), ("1f1b", 4, 16, 4), ("1f1b", 2, 8, 2), ("interleaved", 8, 8, 4))
 

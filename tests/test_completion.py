@@ -13,8 +13,8 @@ from tfgpu.callbacks import tracking
 from tfgpu.cli import completion
 from tfgpu.data.stages import STAGES
 from tfgpu.models import parts
+from tfgpu.parallel.pipeline.schedule import SCHEDULES
 from tfgpu.parallel.planning import hardware
-from tfgpu.parallel.schedule import SCHEDULES
 from tfgpu.recipes import compiling, ready
 from tfgpu.recipes.recipe import Recipe, choices
 from tfgpu.serving.formats import FORMATS

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu.cluster import Cluster
-from tfgpu.preflight import lost
+from tfgpu.rendezvous import lost
 
 UNHEALTHY = (
     "Collective ops is aborted by: Error reported from /job:worker/task:1: The following tasks are unhealthy (stopped "

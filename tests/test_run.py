@@ -85,7 +85,7 @@ def test_an_option_where_the_script_stands_is_named():
 
 REPORT = """
 import os, sys
-has_met = "tfgpu.preflight.meeting" in sys.modules
+has_met = "tfgpu.rendezvous.meeting" in sys.modules
 print(sys.argv[1:], os.environ.get("TF_CONFIG"), os.environ.get("CUDA_VISIBLE_DEVICES"), has_met)
 """
 STEP = {

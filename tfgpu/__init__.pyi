@@ -7,14 +7,14 @@ from tfgpu import doctor as doctor
 from tfgpu import environment as environment
 from tfgpu import errors as errors
 from tfgpu import interop as interop
-from tfgpu import keras_fixes as keras_fixes
 from tfgpu import launch as launch
 from tfgpu import measure as measure
 from tfgpu import models as models
 from tfgpu import parallel as parallel
 from tfgpu import precision as precision
-from tfgpu import preflight as preflight
 from tfgpu import recipes as recipes
+from tfgpu import rendezvous as rendezvous
+from tfgpu import repairs as repairs
 from tfgpu import sensors as sensors
 from tfgpu import serving as serving
 from tfgpu import strategies as strategies
@@ -23,7 +23,7 @@ from tfgpu import tune as tune
 from tfgpu.cluster import Cluster as Cluster
 from tfgpu.errors import InputError as InputError
 from tfgpu.errors import MachineError as MachineError
-from tfgpu.keras_fixes import repair_keras as repair_keras
+from tfgpu.repairs import repair_keras as repair_keras
 from tfgpu.strategies import strategy as strategy
 from tfgpu.training import Trainer as Trainer
 

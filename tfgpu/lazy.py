@@ -38,7 +38,9 @@ def on_first_use(package: str, file: str) -> tuple[Callable[[str], object], Call
         module, attribute = places[name]
         if module == package:  # one of its own modules
             return importlib.import_module(f"{package}.{attribute}")
-        value = getattr(importlib.import_module(module), attribute)
+        value = getattr(importlib.import_module(module), attribute, None)
+        if value is None:  # a module of another package
+            value = importlib.import_module(f"{module}.{attribute}")
         setattr(sys.modules[package], name, value)
         return value
 
@@ -47,8 +49,9 @@ def on_first_use(package: str, file: str) -> tuple[Callable[[str], object], Call
 
     class Package(ModuleType):
         def __setattr__(self, name: str, value: object) -> None:
-            # Importing the module `a.b` sets `b` in `a`: where the public `b` is a function in it, that stays.
-            if not (isinstance(value, ModuleType) and places.get(name, ("",))[0] == value.__name__):
+            # Importing the module `a.b` sets `b` in `a`. A public function `b` that lives in `a.b`, or below it, stays.
+            home = f"{places.get(name, ('',))[0]}."
+            if not (isinstance(value, ModuleType) and home.startswith(f"{value.__name__}.")):
                 super().__setattr__(name, value)
 
         def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:

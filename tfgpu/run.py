@@ -1,6 +1,6 @@
 """Runs an unmodified script with the Keras repairs: `tfgpu run script.py` or `python -m tfgpu.run script.py`.
 
-As one process of a cluster it meets the others first (`tfgpu.preflight`), and gives a sign of life where
+As one process of a cluster it meets the others first (`tfgpu.rendezvous`), and gives a sign of life where
 TFGPU_HEARTBEAT asks for it.
 """
 
@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfgpu import preflight
+from tfgpu import rendezvous
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError, no_script
 from tfgpu.launch import heartbeat
-from tfgpu.preflight import lost
+from tfgpu.rendezvous import lost
 
 OPTION = "--startup-timeout"
 
@@ -45,13 +45,13 @@ def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s:
     if not path.is_file():
         raise no_script(str(script))
     if startup_timeout_s is not None:
-        os.environ[preflight.TIMEOUT] = f"{startup_timeout_s:g}"
+        os.environ[rendezvous.TIMEOUT] = f"{startup_timeout_s:g}"
     heartbeat.beat()
     cluster = _enter(Cluster.from_environment())
-    preflight.join(cluster, script=str(path))
-    from tfgpu import keras_fixes
+    rendezvous.join(cluster, script=str(path))
+    from tfgpu import repairs
 
-    if keras_fixes.repair_keras():
+    if repairs.repair_keras():
         _meet_at_strategies(cluster)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> int:
         print(f"usage: python -m tfgpu.run [{OPTION} SECONDS] script.py [arguments]", file=sys.stderr)
         return 2
     try:
-        seconds = None if timeout is None else preflight.timeout_s({preflight.TIMEOUT: timeout})
+        seconds = None if timeout is None else rendezvous.timeout_s({rendezvous.TIMEOUT: timeout})
         run(words[0], words[1:], startup_timeout_s=seconds)
     except (InputError, MachineError) as error:
         _tell(error)
@@ -93,7 +93,7 @@ def _enter(cluster: Cluster) -> Cluster:
     if cluster.source not in ("none", "TF_CONFIG"):
         os.environ["TF_CONFIG"] = cluster.tf_config()
     if cluster.source == "Slurm":  # which leaves the variable out before the first requeue
-        os.environ.setdefault(preflight.ATTEMPT, str(int(os.environ.get("SLURM_RESTART_COUNT") or 0) + 1))
+        os.environ.setdefault(rendezvous.ATTEMPT, str(int(os.environ.get("SLURM_RESTART_COUNT") or 0) + 1))
     if cluster.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cluster.gpus)
     return cluster
@@ -103,14 +103,14 @@ def _meet_at_strategies(cluster: Cluster) -> None:
     """Lets the script's own `MultiWorkerMirroredStrategy()` meet the others once more, as `tfgpu.strategy()` does."""
     import tensorflow as tf
 
-    from tfgpu.keras_fixes import orders
-    from tfgpu.keras_fixes.devices import have_started
-    from tfgpu.keras_fixes.seam import wrap
+    from tfgpu.compat.patch import wrap
+    from tfgpu.compat.worker_devices import have_started
+    from tfgpu.core import data_order
 
     @wrap(tf.distribute.MultiWorkerMirroredStrategy, "__init__")
     def init(stock, self, *args, **kwargs):
         if not (args or "cluster_resolver" in kwargs or have_started()):
-            preflight.join(cluster, again=True, facts=orders.facts())
+            rendezvous.join(cluster, again=True, facts=data_order.facts())
         stock(self, *args, **kwargs)
 
 

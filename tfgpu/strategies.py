@@ -21,7 +21,7 @@ Which option applies where:
 | `partitioner` | - | - | - | yes |
 
 `averaging` is `mirrored` in one process and `multi_worker` on several, with their `devices`, `all_reduce` and
-`bytes_per_pack`; `every`, `after` and `outer` are its own (`tfgpu.asynchronous.averaging`).
+`bytes_per_pack`; `every`, `after` and `outer` are its own (`tfgpu.optim.averaging_strategy`).
 
 An option that does not apply is an `InputError`, never ignored. `"auto"` and 0 leave it to TensorFlow.
 """
@@ -35,13 +35,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfgpu import environment, keras_fixes, preflight
-from tfgpu.asynchronous.parameter_server import Partitioner, parameter_server, resolver, serve, who
+from tfgpu import environment, rendezvous, repairs
 from tfgpu.cluster import Cluster
+from tfgpu.compat.worker_devices import have_started, worker_devices
+from tfgpu.core import data_order, step_context
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, unknown
-from tfgpu.keras_fixes import collectives, compression, homes, orders, processes, replica
-from tfgpu.keras_fixes.devices import have_started, worker_devices
+from tfgpu.optim import gradient_compression
+from tfgpu.parallel import device_placement, remote_devices
+from tfgpu.parameter_server.strategy import Partitioner, parameter_server, resolver, serve, who
+from tfgpu.repairs import collective_keys
 
 KINDS = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "averaging")
 __all__ = ["describe", "mirrored", "multi_worker", "one_device", "parameter_server", "serve", "strategy"]
@@ -89,8 +92,8 @@ def strategy(
         top_k: the part of each weight's gradient that a replica sends, above 0 and up to 1, such as 0.01: its largest
             numbers, with their places; the rest waits for the next steps (`docs/averaging.md`). The result is no
             longer that of one device.
-        max_staleness, partitioner, watch: as for `tfgpu.asynchronous.parameter_server.parameter_server`.
-        every, after, outer: for `averaging`: see `tfgpu.asynchronous.averaging.averaging`.
+        max_staleness, partitioner, watch: as for `tfgpu.parameter_server.strategy.parameter_server`.
+        every, after, outer: for `averaging`: see `tfgpu.optim.averaging_strategy.averaging`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Returns:
@@ -154,8 +157,8 @@ def one_device(devices: Devices = None) -> tf.distribute.OneDeviceStrategy:
     chosen = environment.accelerators()[:1] if devices is None else environment.select(devices)
     if len(chosen) > 1:
         raise InputError(f"`one_device` takes one device. Received: {_names(chosen)}. Use `mirrored`.")
-    keras_fixes.repair_keras()
-    return tf.distribute.OneDeviceStrategy(homes.full_name(chosen[0].name))
+    repairs.repair_keras()
+    return tf.distribute.OneDeviceStrategy(device_placement.full_name(chosen[0].name))
 
 
 def mirrored(
@@ -177,9 +180,12 @@ def mirrored(
         InputError: more devices than exist, or an all-reduce that does not suit them.
     """
     _check_compression(reduce_dtype, top_k)
-    chosen = environment.accelerators() if devices is None else environment.select(devices, processes.names())
-    operations, names = _cross_device_ops(all_reduce, chosen), [homes.full_name(device.name) for device in chosen]
-    keras_fixes.repair_keras()
+    chosen = environment.accelerators() if devices is None else environment.select(devices, remote_devices.names())
+    operations, names = (
+        _cross_device_ops(all_reduce, chosen),
+        [device_placement.full_name(device.name) for device in chosen],
+    )
+    repairs.repair_keras()
     return _compressing(tf.distribute.MirroredStrategy(names, cross_device_ops=operations), reduce_dtype, top_k)
 
 
@@ -194,7 +200,7 @@ def multi_worker(
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every GPU of every worker; waits for all workers.
 
-    They meet first (`tfgpu.preflight`), so that one which is missing or differs is named. Must come before anything
+    They meet first (`tfgpu.rendezvous`), so that one which is missing or differs is named. Must come before anything
     else that starts TensorFlow's devices. All workers must use equally many devices.
 
     Args:
@@ -226,8 +232,8 @@ def multi_worker(
     if not have_started():  # Else it has joined this cluster before, or TensorFlow says below that it no longer can.
         # Again, where `tfgpu run` has done so at the start: one whose script has not come this far would be waited for
         # inside of TensorFlow, for an hour, and without a sign of life, since TensorFlow keeps Python from running.
-        preflight.join(cluster, again=True, facts=orders.facts())
-    keras_fixes.repair_keras()
+        rendezvous.join(cluster, again=True, facts=data_order.facts())
+    repairs.repair_keras()
     try:
         with worker_devices([device.name for device in chosen]):
             made = tf.distribute.MultiWorkerMirroredStrategy(found, communication_options=options)
@@ -241,7 +247,7 @@ def multi_worker(
             f"kernel first. ({error})"
         ) from None
     if all_reduce == "hierarchical":
-        collectives.add_within_first(made)
+        collective_keys.add_within_first(made)
     return _compressing(made, reduce_dtype, top_k)
 
 
@@ -267,18 +273,18 @@ def describe(strategy: tf.distribute.Strategy) -> dict[str, Any]:
     elif kind == "default":
         names = [environment.accelerators()[0].name]
     else:
-        names = [homes.short_name(name) for name in strategy.extended.worker_devices]
-    if replica.spans_processes(strategy):
+        names = [device_placement.short_name(name) for name in strategy.extended.worker_devices]
+    if step_context.spans_processes(strategy):
         workers = strategy.num_replicas_in_sync // len(names)
     return {"kind": kind, "replicas": strategy.num_replicas_in_sync, "workers": workers, "devices": names}
 
 
 def _averaging(devices: Devices, own: dict, communication: dict, refused: dict) -> tf.distribute.Strategy:
-    from tfgpu.asynchronous import averaging  # a row below: it makes its strategy here
+    from tfgpu.optim import averaging_strategy
 
     for name, value in refused.items():
         _refuse("averaging", name, value, None, "`mirrored` and `multi_worker`: weights are averaged as they are")
-    return averaging.averaging(devices, **{k: v for k, v in own.items() if v is not None}, **communication)
+    return averaging_strategy.averaging(devices, **{k: v for k, v in own.items() if v is not None}, **communication)
 
 
 def _choose(devices: Devices, cluster: Cluster) -> str:
@@ -299,7 +305,7 @@ def _kind(strategy: tf.distribute.Strategy) -> str:
     }
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return "default"
-    if replica.plan_of(strategy) is not None:
+    if step_context.plan_of(strategy) is not None:
         return "averaging"
     return next((name for name, made in classes.items() if isinstance(strategy, made)), type(strategy).__name__)
 
@@ -309,7 +315,7 @@ def _cross_device_ops(all_reduce: str, chosen: tuple[Device, ...]) -> tf.distrib
         raise unknown("all-reduce", all_reduce, ALL_REDUCE)
     if all_reduce in ("ring", "hierarchical"):
         raise InputError(f"all_reduce={all_reduce!r} applies to `multi_worker`. With `mirrored` use 'auto' or 'nccl'.")
-    if processes.connection() is not None:
+    if remote_devices.connection() is not None:
         if all_reduce not in ("auto", "reduction_to_one_device"):
             raise InputError(f"all_reduce={all_reduce!r} does not go with `tfgpu.parallel.connect`. Use 'auto'.")
         return tf.distribute.ReductionToOneDevice()
@@ -351,7 +357,7 @@ def _check_compression(reduce_dtype: str | None, top_k: float | None) -> None:
     if reduce_dtype is not None and top_k is not None:
         raise InputError(f"`top_k` and `reduce_dtype` exclude each other. Received: {top_k}, {reduce_dtype!r}.")
     for name, value in (("reduce_dtype", reduce_dtype), ("top_k", top_k)):
-        if value is not None and not keras_fixes.is_enabled():
+        if value is not None and not repairs.is_enabled():
             raise InputError(f"`{name}` needs the repairs of Keras, which TFGPU_REPAIR=0 leaves out. Unset that.")
 
 
@@ -359,9 +365,9 @@ def _compressing(
     strategy: tf.distribute.Strategy, reduce_dtype: str | None, top_k: float | None
 ) -> tf.distribute.Strategy:
     if reduce_dtype is not None:
-        replica.reduce_gradients_in(strategy, reduce_dtype)
+        step_context.reduce_gradients_in(strategy, reduce_dtype)
     if top_k is not None:
-        compression.send_largest(strategy, float(top_k))
+        gradient_compression.send_largest(strategy, float(top_k))
     return strategy
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfgpu
 from tfgpu.callbacks import Checkpoint, EvaluateAverages, StochasticWeightAverage
 from tfgpu.errors import InputError, Preempted
-from tfgpu.keras_fixes import running
+from tfgpu.optim import batch_norm_statistics
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(3.0, 2.0, size=(22, 4)).astype("float32")
@@ -128,7 +128,7 @@ def test_the_training_itself_is_left_alone(averaged):
 def test_a_frozen_layer_keeps_its_statistics():
     model = make()
     model.layers[0].trainable = False
-    assert running.layers_of(model) == [model.layers[2]]
+    assert batch_norm_statistics.layers_of(model) == [model.layers[2]]
 
 
 def test_batch_normalization_needs_the_data():

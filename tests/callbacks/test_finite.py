@@ -6,7 +6,7 @@ import pytest
 
 import tfgpu
 from tfgpu.callbacks import Checkpoint, StopOnNaN
-from tfgpu.callbacks.snapshot import found, newest
+from tfgpu.checkpoint.storage import found, newest
 
 
 @pytest.mark.parametrize("order", [0, 1])

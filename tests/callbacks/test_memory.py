@@ -11,7 +11,7 @@ import tfgpu
 from tfgpu.callbacks import Memory, MetricsFile
 from tfgpu.callbacks.memory import peaks
 from tfgpu.callbacks.progress import line
-from tfgpu.keras_fixes.blocks import needs_every_batch
+from tfgpu.core.step_blocks import needs_every_batch
 
 
 def test_the_peak_covers_what_was_held_and_let_go():

@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tfgpu
 from tfgpu.callbacks import Monitor
+from tfgpu.core.step_blocks import needs_every_batch
 from tfgpu.errors import InputError, MachineError
-from tfgpu.keras_fixes.blocks import needs_every_batch
 from tfgpu.sensors import table
 
 

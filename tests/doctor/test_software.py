@@ -34,9 +34,9 @@ def test_this_machine_can_train(here, clean, facts):
     assert by_name["Keras"].found == keras.__version__
     assert "CUDA" in by_name["TensorFlow build"].found or "CPU" in by_name["TensorFlow build"].found
     repairs = [check for check in checks if check.name.startswith("Keras repair ")]
-    from tfgpu import keras_fixes
+    from tfgpu import repairs as catalog
 
-    assert [check.name.removeprefix("Keras repair ") for check in repairs] == [f.name for f in keras_fixes.fixes()]
+    assert [check.name.removeprefix("Keras repair ") for check in repairs] == [f.name for f in catalog.fixes()]
     gone = {name for name, is_there in here["repairs"].items() if not is_there}
     # Empty batches fail in oneDNN's kernels, which TensorFlow leaves out on some processors.
     assert gone <= {"no-rows"}, "delete them: Keras has them"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfgpu.callbacks import snapshot
+from tfgpu.checkpoint import storage
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "train.py"
@@ -26,7 +26,7 @@ BEGINS = {"start": b"S", "mid-epoch": b"E", "validation": b"V", "between epochs"
 
 # TensorFlow takes long to import: one server imports it once, and each process of a test is a fork of that.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tensorflow", "keras", "tfgpu.keras_fixes.catalogue", "tfgpu.callbacks"])
+_processes.set_forkserver_preload(["tensorflow", "keras", "tfgpu.repairs.catalogue", "tfgpu.callbacks"])
 
 
 def _code(arguments: list[str], environment: dict[str, str], log: Path) -> str:
@@ -171,7 +171,7 @@ class Group:
             name: such as `"epoch-0001-step-*"`.
         """
         deadline = time.monotonic() + PATIENCE_S
-        while not any(path.match(name) for path in snapshot.found(self.folder / "checkpoints")[:1]):
+        while not any(path.match(name) for path in storage.found(self.folder / "checkpoints")[:1]):
             assert all(process.exitcode is None for process in self.processes), self.said()
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.005)

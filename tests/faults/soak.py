@@ -19,7 +19,7 @@ import psutil  # noqa: E402
 
 import tfgpu  # noqa: E402
 from tfgpu import environment  # noqa: E402
-from tfgpu.keras_fixes import endings  # noqa: E402
+from tfgpu.core import iterator_end
 
 folder, times, devices, epochs = sys.argv[1], *map(int, sys.argv[2:])
 
@@ -70,7 +70,7 @@ for number in range(times):
         sys.exit("It was over before the last failure.")
     if number % 25 == 24:
         gc.collect()
-    endings.wait()  # What waits for the end of data is under way, and not kept.
+    iterator_end.wait()  # What waits for the end of data is under way, and not kept.
     held = {"rss": own.memory_info().rss, "files": own.num_fds(), "threads": own.num_threads()}
     held |= {"python threads": threading.active_count(), "folders": len(os.listdir(folder))}
     print(json.dumps({"failures": number + 1, **held}), flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tfgpu.callbacks import snapshot
+from tfgpu.checkpoint import storage
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -62,7 +62,7 @@ def test_a_fit_whose_clock_jumps_and_that_is_killed_goes_on_equal(tmp_path, grou
     days = jumps(tmp_path / "cut" / "clock0")
     print(f"\n| fit, killed between | clock jumps by days {days} |")
     assert days[:2] == [-1, -1] and cut.epochs_begun() == 2
-    assert snapshot.found(tmp_path / "cut" / "checkpoints")[0].name == "epoch-0004"
+    assert storage.found(tmp_path / "cut" / "checkpoints")[0].name == "epoch-0004"
     assert [a.tobytes() for a in arrays] == [a.tobytes() for a in found] and history == found_history
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tfgpu.callbacks import snapshot
+from tfgpu.checkpoint import storage
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -77,9 +77,9 @@ def fails(run, *words: str) -> None:
 
 def names_of_whole_ones(folder: Path) -> list[str]:
     """The checkpoints; each is read, and nothing half written lies beside them."""
-    found = snapshot.found(folder)
+    found = storage.found(folder)
     for path in found:
-        snapshot.read(path)
+        storage.read(path)
     assert {path.name for path in folder.iterdir()} - {"ballast"} == {path.name for path in found}
     return [path.name for path in found]
 
@@ -154,8 +154,8 @@ def stays_locked(lock, code: str, folder: Path, cut, expected, result, **options
         again = cut(**options)
         fails(again, "Checkpoints cannot be written to", code, "Give write access")
         assert len(again.progress()) == steps
-        for path in snapshot.found(folder):
-            snapshot.read(path)
+        for path in storage.found(folder):
+            storage.read(path)
     goes_on(cut(**options), 1, expected, result)
 
 
@@ -175,13 +175,13 @@ def test_a_folder_without_the_right_to_write(tmp_path, cut, whole, result):
     stays_locked(no_right_to_write, os.strerror(errno.EACCES), folder, cut, whole(1), result, under=PLAIN_USER)
 
 
-@pytest.mark.parametrize(("workers", "file"), [(1, snapshot.FACTS), (2, snapshot.STATE)])
+@pytest.mark.parametrize(("workers", "file"), [(1, storage.FACTS), (2, storage.STATE)])
 def test_a_bit_of_the_newest_flips(workers, file, tmp_path, cut, whole, result):
     expected = whole(workers)
     run = cut(workers)
     run.wait_for_checkpoint("epoch-0001-step-*")
     run.end()
-    newest, before = snapshot.found(tmp_path / "cut" / "checkpoints")[:2]
+    newest, before = storage.found(tmp_path / "cut" / "checkpoints")[:2]
     content = bytearray((newest / file).read_bytes())
     content[content.index(b"}") - 2] ^= 1  # a digit, in the facts as in the arrays' names and places
     (newest / file).write_bytes(content)

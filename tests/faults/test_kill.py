@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tfgpu.callbacks import snapshot
+from tfgpu.checkpoint import storage
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
 
@@ -47,8 +47,8 @@ def kill_again_and_again(variant: str, kinds: list[str], folder, group, result, 
         assert found_in[-1] is not None, cut.said()
         time.sleep(rng.choice([0, 0.3]) if workers > 1 else 0)  # the other worker finds out, or does not
         cut.end()
-        for path in snapshot.found(folder / "cut" / ("checkpoints0" if "own_disk" in options else "checkpoints")):
-            snapshot.read(path)  # whole, each of them
+        for path in storage.found(folder / "cut" / ("checkpoints0" if "own_disk" in options else "checkpoints")):
+            storage.read(path)  # whole, each of them
     cut = group(folder / "cut", variant, workers=workers, **options)
     assert cut.wait() == [0] * workers, cut.said()
     assert whole.wait() == [0] * workers, whole.said()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tfgpu.callbacks import snapshot
+from tfgpu.checkpoint import storage
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -19,7 +19,7 @@ def steps(run, attempt: int = 1) -> list[int]:
 
 def newest(run) -> tuple[int, int]:
     """Whole epochs, and the step within the next, of the newest checkpoint."""
-    places = [snapshot.place_of(path) for path in (run.folder / "checkpoints").iterdir()]
+    places = [storage.place_of(path) for path in (run.folder / "checkpoints").iterdir()]
     return max(place for place in places if place)
 
 

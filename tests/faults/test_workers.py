@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tfgpu.callbacks import snapshot
+from tfgpu.checkpoint import storage
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -37,7 +37,7 @@ def test_in_the_middle_of_an_epoch_too(variant, begins, ends, tmp_path, group, r
     cut = start("cut", begins)
     cut.wait_for_checkpoint("epoch-0001-step-*")
     cut.end()
-    newest = snapshot.found(tmp_path / "cut" / "checkpoints")[0].name
+    newest = storage.found(tmp_path / "cut" / "checkpoints")[0].name
     cut = start("cut", ends)
     assert cut.wait() == [0] * ends, cut.said()
     arrays, history = result(tmp_path / "whole")

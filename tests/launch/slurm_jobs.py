@@ -25,9 +25,9 @@ MARKS = [
 # Leaves the Keras repairs out of `tfgpu.run`: TensorFlow may take a minute to start, and COUNT needs none.
 LIGHT = """
 import sys, types
-repairs = types.ModuleType("tfgpu.keras_fixes")
+repairs = types.ModuleType("tfgpu.repairs")
 repairs.repair_keras = lambda: ()
-sys.modules["tfgpu.keras_fixes"] = repairs
+sys.modules["tfgpu.repairs"] = repairs
 """
 # Counts to `steps`, from where it was saved; rank 0 saves when asked to leave. `rank:step:fault` happens once.
 COUNT = """

@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.keras_fixes.devices import worker_devices
+from tfgpu.compat.worker_devices import worker_devices
 
 DISAGREE = 3
 BROKEN = 4  # a collective was aborted, and every later one would be

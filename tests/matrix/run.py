@@ -29,7 +29,7 @@ from cases import table
 from driver import DISAGREE, PATHS, TOPOLOGIES, difference
 
 TOLERANCE = 1e-5
-REPAIRS = ("stock", "tfgpu.keras_fixes")
+REPAIRS = ("stock", "tfgpu.repairs")
 # One device under a re-ordered sum: two shuffles of the rows inside each batch, and the batch in 2 and in 4 parts.
 ORDERS = (1, 2, -2, -4)
 MARGIN = 2.0  # four orders are a small sample of what rounding does

@@ -165,7 +165,7 @@ def main():
     add("--cases-per-process", type=int, default=9, help="1: every run in processes of its own")
     add("--cases", nargs="*", default=list(CASES), choices=table(), metavar="CASE")
     add("--topologies", nargs="*", default=["mirrored-4", "workers-2x1"], choices=TOPOLOGIES)
-    add("--repair", default="tfgpu.keras_fixes", help="`stock`, or a module with repair_keras()")
+    add("--repair", default="tfgpu.repairs", help="`stock`, or a module with repair_keras()")
     add("--timeout", type=float, default=120, help="idle seconds that count as a hang")
     add("--lanes", type=int, default=2, help="processes (or clusters) at once")
     add("--busy", type=int, default=os.cpu_count(), help="busy loops in the background")

@@ -25,7 +25,7 @@ CASES = (
 @pytest.mark.timeout(420)
 def test_replicas_and_workers_learn_what_one_device_learns(tmp_path):
     command = [sys.executable, RUN, "--topologies", "mirrored-4", "workers-2x1", "--paths", "fit"]
-    command += ["--repairs", "tfgpu.keras_fixes", "--cases", *CASES, "--json", tmp_path / "cells.json"]
+    command += ["--repairs", "tfgpu.repairs", "--cases", *CASES, "--json", tmp_path / "cells.json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stderr[-2000:]
     columns = json.loads((tmp_path / "cells.json").read_text())["cells"]

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.keras_fixes import recording
+from tfgpu.core import profiling_hooks
 from tfgpu.measure import profile
 
 ROWS = np.ones((2048, 8), "float32"), np.ones((2048, 1), "float32")
@@ -93,13 +93,13 @@ def test_an_eager_fit_is_python_bound_as_a_loop_is(tmp_path):
 @pytest.fixture
 def seen(monkeypatch):
     """What each call's mark says of its kind, and of what set its steps."""
-    found, begin = set(), recording.steps_begin
+    found, begin = set(), profiling_hooks.steps_begin
 
     def steps_begin(done, count, kind, set_by, *, jit):
         found.add((kind, set_by))
         return begin(done, count, kind, set_by, jit=jit)
 
-    monkeypatch.setattr(recording, "steps_begin", steps_begin)
+    monkeypatch.setattr(profiling_hooks, "steps_begin", steps_begin)
     return found
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import space, steps
 
+from tfgpu.core.profiling_hooks import Stage
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes.recording import Stage
 from tfgpu.measure.profiling import (
     advice,
     commands,

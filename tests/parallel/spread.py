@@ -217,7 +217,7 @@ def assigned_too_late(times: int = 200) -> int:
 
 def compare(folder: Path, names: list[str]) -> None:
     import tfgpu
-    from tfgpu.parallel import processes
+    from tfgpu.parallel import connection
 
     found = {name: compared(folder, name) for name in names}
     x, y, _ = data()
@@ -228,7 +228,7 @@ def compare(folder: Path, names: list[str]) -> None:
         "rows": sum(len(labels) for _, labels in pipe.train),
         "assigned too late": assigned_too_late(),
         "devices": devices_of(layouts()["stages"](make())),
-        "everywhere": [device.name for device in processes.select(None)],
+        "everywhere": [device.name for device in connection.select(None)],
     }
     (folder / "found.json").write_text(json.dumps(found))
 

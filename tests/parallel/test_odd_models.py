@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import tfgpu
-from tfgpu.keras_fixes import pipelining
 from tfgpu.parallel import Mesh, pipeline, place, recompute, tensor
+from tfgpu.parallel.pipeline import execution
 
 layers = keras.layers
 RNG = np.random.default_rng(0)
@@ -124,7 +124,7 @@ def test_rows_that_are_counted_over_replicas():
 @pytest.mark.parametrize(("layer", "whole"), [(Centred, True), (Backwards, True), (Watched, False)])
 def test_only_what_mixes_rows_sees_the_whole_batch(layer, whole):
     model = pipeline(in_a_row(layers.Dropout(0.2), layer(name="middle")), 2, 3, cuts=["third"])
-    parts = pipelining.plan_of(model).parts
+    parts = execution.plan_of(model).parts
     found = [[call.name for calls in part.stages.values() for call in calls] for part in parts if part.whole]
     assert found == ([["middle"]] if whole else [])
 

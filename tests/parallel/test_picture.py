@@ -13,7 +13,7 @@ import pytest
 
 import tfgpu
 from tfgpu.parallel import Mesh, picture, pipeline
-from tfgpu.parallel.schedule import Cell, needs
+from tfgpu.parallel.pipeline.schedule import Cell, needs
 
 ROOT = Path(__file__).parents[2]
 SLEEPING = """

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks import published
 from tfgpu.errors import InputError
-from tfgpu.parallel import schedule
+from tfgpu.parallel.pipeline import schedule
 from tfgpu.parallel.planning import footprint, hardware, layouts, planner, timing
 from tfgpu.parallel.planning.layouts import Layout
 from tfgpu.parallel.planning.planner import plan, predict

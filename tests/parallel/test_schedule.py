@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfgpu.errors import InputError
-from tfgpu.parallel.schedule import Cell, bound, forward, idle_share, live, needs, timed, training
+from tfgpu.parallel.pipeline.schedule import Cell, bound, forward, idle_share, live, needs, timed, training
 
 STAGES, MICROBATCHES = st.integers(1, 6), st.integers(1, 12)
 

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.callbacks import Checkpoint, SkipNaN
-from tfgpu.keras_fixes import parts
-from tfgpu.parallel import memory_by_device, place, shard
+from tfgpu.parallel import memory_by_device, place, shard, sharded_variable
 
 RNG = np.random.default_rng(0)
 Y = RNG.normal(size=(50, 1)).astype("float32")
@@ -234,7 +233,7 @@ def test_what_is_saved_is_an_ordinary_file(stage, tmp_path):
     again.load_weights(tmp_path / "model.keras")
     loaded.optimizer.save_own_variables(store)
     again.optimizer.load_own_variables({name: np.array(value) for name, value in store.items()})
-    for mine, others in zip(parts.whole(again.optimizer.variables), loaded.optimizer.variables, strict=True):
+    for mine, others in zip(sharded_variable.whole(again.optimizer.variables), loaded.optimizer.variables, strict=True):
         np.testing.assert_array_equal(mine.numpy(), others.numpy())
     fit(one, epochs=1), fit(model, epochs=1)
     assert_close(one, model)
@@ -253,7 +252,7 @@ def test_tensorflows_checkpoint_is_one_devices(stage, tmp_path):
     for each in (model, again):
         for mine, others in zip(each.get_weights(), one.get_weights(), strict=True):
             np.testing.assert_array_equal(mine, others)
-        for mine, others in zip(parts.whole(each.optimizer.variables), one.optimizer.variables, strict=True):
+        for mine, others in zip(sharded_variable.whole(each.optimizer.variables), one.optimizer.variables, strict=True):
             np.testing.assert_array_equal(mine.numpy(), others.numpy())
 
 

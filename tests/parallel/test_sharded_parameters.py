@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.keras_fixes import gathering
 from tfgpu.parallel import Mesh, apply, memory_by_device, shard
+from tfgpu.parallel.zero import gathered_variable
 
 layers = keras.layers
 RNG = np.random.default_rng(0)
@@ -235,7 +235,7 @@ def test_each_replica_holds_its_part_of_the_parameters():
     assert all(kinds["pieces"] == 0 for kinds in found.values())
     assert model.count_params() == whole.count_params()
     kernel = model.layers[-1].kernel
-    assert isinstance(kernel, gathering.Gathered) and kernel.shape == (8, 1)
+    assert isinstance(kernel, gathered_variable.Gathered) and kernel.shape == (8, 1)
     np.testing.assert_array_equal(kernel.numpy(), whole.layers[-1].kernel.numpy())
 
 

@@ -12,8 +12,8 @@ from spread_models import assert_equal, cnn, data_for, fit, made, masked, mlp, o
 
 import tfgpu
 from tfgpu.callbacks import Checkpoint
-from tfgpu.keras_fixes import tensor_losses, tensors
 from tfgpu.parallel import Mesh, apply, pipeline, tensor
+from tfgpu.parallel.tensor import losses, parallel_layers
 
 
 def mesh(**sizes):
@@ -112,9 +112,9 @@ def test_a_pair_needs_one_sum_each_way():
             found == name or found.startswith(f"{name}_") and found[len(name) + 1 :].isdigit() for found in names
         )
 
-    assert count(tensors.SUM) == pairs
-    assert count(tensors.SUM_BACK) == 2  # into the second pair and the head; the first pair's input is the data
-    assert count(tensor_losses.CROSS_ENTROPY_SUM) == 2
+    assert count(parallel_layers.SUM) == pairs
+    assert count(parallel_layers.SUM_BACK) == 2  # into the second pair and the head; the first pair's input is the data
+    assert count(losses.CROSS_ENTROPY_SUM) == 2
 
 
 def test_parts_and_their_slots_are_on_their_devices():

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 
 from tfgpu import serving
-from tfgpu.callbacks import snapshot
+from tfgpu.checkpoint import storage
 from tfgpu.data import cache
 from tfgpu.data.names import parse_source
 from tfgpu.data.sources import open_source
@@ -127,18 +127,18 @@ def test_a_model_file_with_code_in_it_is_not_loaded(tmp_path, monkeypatch):
     [b"", b"[", b"[" * 100_000, b"{}", b'{"facts": {}, "sha256": "x"}', b'{"facts": [], "sha256": []}', b"\xff\0"],
 )
 def test_a_checkpoint_that_is_none_is_damaged(facts, tmp_path):
-    (tmp_path / snapshot.FACTS).write_bytes(facts)
-    (tmp_path / snapshot.STATE).write_bytes((2**60).to_bytes(8, "little") + b"{}")  # a header of an exabyte
-    with pytest.raises(snapshot.Damaged):
-        snapshot.read(tmp_path)
+    (tmp_path / storage.FACTS).write_bytes(facts)
+    (tmp_path / storage.STATE).write_bytes((2**60).to_bytes(8, "little") + b"{}")  # a header of an exabyte
+    with pytest.raises(storage.Damaged):
+        storage.read(tmp_path)
 
 
 def test_a_checkpoint_whose_hashes_are_right_and_whose_facts_are_not(tmp_path):
     content = safetensors.numpy.save({"a": np.zeros(2)})
-    for facts in ({}, {"sha256": snapshot.hashlib.sha256(content).hexdigest()}):
-        text = json.dumps({"facts": facts, "sha256": snapshot._hash(facts)}).encode()
-        with pytest.raises(snapshot.Damaged):
-            snapshot.decode(content, text, tmp_path)
+    for facts in ({}, {"sha256": storage.hashlib.sha256(content).hexdigest()}):
+        text = json.dumps({"facts": facts, "sha256": storage._hash(facts)}).encode()
+        with pytest.raises(storage.Damaged):
+            storage.decode(content, text, tmp_path)
 
 
 class Trap:
@@ -167,10 +167,10 @@ def test_what_was_pickled_is_not_unpickled(tmp_path):
     for reader in (incremental.Replay.from_file, incremental.ElasticWeights.from_file):
         with pytest.raises(InputError):
             reader(memory)
-    (tmp_path / snapshot.FACTS).write_bytes(content)
-    (tmp_path / snapshot.STATE).write_bytes(content)
-    with pytest.raises(snapshot.Damaged):
-        snapshot.read(tmp_path)
+    (tmp_path / storage.FACTS).write_bytes(content)
+    (tmp_path / storage.STATE).write_bytes(content)
+    with pytest.raises(storage.Damaged):
+        storage.read(tmp_path)
     with pytest.raises(InputError):
         serving.export(str(memory.rename(tmp_path / "model.keras")), str(tmp_path / "out"))
     assert not mark.exists()

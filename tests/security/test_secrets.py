@@ -13,8 +13,8 @@ from tfgpu.launch import slurm
 from tfgpu.launch.job import Job
 from tfgpu.launch.kubernetes import KINDS, Kubernetes, render
 from tfgpu.launch.slurm_allocation import Allocation
-from tfgpu.preflight import facts
 from tfgpu.recipes import report
+from tfgpu.rendezvous import facts
 
 SECRET = "correct-horse-7731"
 ENVIRONMENT = {"WANDB_API_KEY": SECRET, "NCCL_DEBUG": "INFO"}

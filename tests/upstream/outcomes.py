@@ -36,9 +36,9 @@ def pytest_configure(config):
     # Keras's own conftest.py is not in its wheel; this is all that its tests need of it under TensorFlow.
     config.addinivalue_line("markers", "requires_trainable_backend: the backend can train")
     if os.environ["TFGPU_REPAIR"] != "0":
-        from tfgpu import keras_fixes
+        from tfgpu import repairs
 
-        assert keras_fixes.repair_keras() == tuple(fix.name for fix in keras_fixes.fixes())
+        assert repairs.repair_keras() == tuple(fix.name for fix in repairs.fixes())
     placed = {name: _Placeholder(name) for name in EXTRAS if not _is_there(name.partition(".")[0])}
     placed["conftest"] = ModuleType("conftest")
     placed["conftest"].skip_if_backend = _skip_if_backend

@@ -7,7 +7,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfgpu import keras_fixes
+from tfgpu import repairs
 
 _spec = importlib.util.spec_from_file_location("upstream_run", Path(__file__).with_name("run.py"))
 upstream = importlib.util.module_from_spec(_spec)
@@ -26,7 +26,7 @@ def test_what_passes_with_stock_keras_passes_with_the_repairs(tmp_path):
 def test_accumulation_in_a_loop_takes_the_step_that_keras_s_test_states():
     # As its test_gradient_accumulation: two replicas with the gradient 1, three times, at a rate of 1. The mean over
     # three batches of the sum over two replicas is 2; Keras's test then looks into the accumulators, which are ours.
-    keras_fixes.repair_keras()
+    repairs.repair_keras()
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         variable = keras.Variable([[1.0, 2.0], [3.0, 4.0]])

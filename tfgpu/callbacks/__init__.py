@@ -1,8 +1,6 @@
 """Keras callbacks of tfgpu; they work in `model.fit` and in `Trainer.fit`."""
 
 from tfgpu.callbacks.averages import EvaluateAverages, StochasticWeightAverage
-from tfgpu.callbacks.background import Writer
-from tfgpu.callbacks.checkpoint import Checkpoint
 from tfgpu.callbacks.events_file import EventsFile
 from tfgpu.callbacks.finite import SkipNaN, StopOnNaN
 from tfgpu.callbacks.memory import Memory
@@ -10,9 +8,11 @@ from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.monitor import Monitor
 from tfgpu.callbacks.progress import Progress
 from tfgpu.callbacks.report import Report
-from tfgpu.callbacks.snapshot import Position
 from tfgpu.callbacks.tasks import Tasks
 from tfgpu.callbacks.tracking import Track
+from tfgpu.checkpoint.background_writer import Writer
+from tfgpu.checkpoint.callback import Checkpoint
+from tfgpu.checkpoint.storage import Position
 
 __all__ = [
     "Checkpoint",

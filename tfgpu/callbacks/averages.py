@@ -6,9 +6,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfgpu import keras_fixes
+from tfgpu import repairs
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import averaging, coordinating, parts, running
+from tfgpu.optim import batch_norm_statistics, local_sgd
+from tfgpu.parallel import sharded_variable
+from tfgpu.parameter_server import coordinator
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +113,7 @@ class StochasticWeightAverage(keras.callbacks.Callback):
         for name, value, least in (("start_epoch", start_epoch, 0), ("every", every, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InputError(f"`{name}` must be a whole number from {least}. Received: {name}={value!r}.")
-        if not keras_fixes.repair_keras():
+        if not repairs.repair_keras():
             raise InputError("StochasticWeightAverage needs the Keras repairs. Unset TFGPU_REPAIR.")
         self.averaged: int = 0
         self._start, self._every, self._data = start_epoch, every, data
@@ -119,7 +121,7 @@ class StochasticWeightAverage(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self.averaged, self._mean = 0, []
-        layers = running.layers_of(self.model)
+        layers = batch_norm_statistics.layers_of(self.model)
         if layers and self._data is None:
             raise InputError(
                 f"Averaged weights need new running statistics in {layers[0].name!r}. Give StochasticWeightAverage the "
@@ -129,8 +131,8 @@ class StochasticWeightAverage(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if epoch < self._start or (epoch - self._start) % self._every:
             return
-        coordinating.settle(self.model)
-        averaging.settle(self.model)
+        coordinator.settle(self.model)
+        local_sgd.settle(self.model)
         found = [np.asarray(variable.numpy(), np.float32) for variable in self._variables()]
         self.averaged += 1
         self._mean = [m + (w - m) / self.averaged for m, w in zip(self._mean or found, found, strict=True)]
@@ -144,7 +146,7 @@ class StochasticWeightAverage(keras.callbacks.Callback):
         self._renew()
 
     def _variables(self) -> list:
-        return parts.whole(self.model.trainable_variables)
+        return sharded_variable.whole(self.model.trainable_variables)
 
     def _renew(self) -> None:
         if self._data is None:
@@ -154,7 +156,7 @@ class StochasticWeightAverage(keras.callbacks.Callback):
         if counter is not None:
             counter.next = 0  # whichever epoch the training ended with
         try:
-            running.renew(self.model, getattr(self._data, "train", self._data))
+            batch_norm_statistics.renew(self.model, getattr(self._data, "train", self._data))
         finally:
             if counter is not None:
                 counter.next = before

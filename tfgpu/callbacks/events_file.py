@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfgpu.callbacks.background import Writer
+from tfgpu.checkpoint.background_writer import Writer
 
 _VALIDATION = "val_"
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import keras
 
+from tfgpu.checkpoint import data_position
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import positions, skipping
+from tfgpu.optim import nonfinite_steps
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ class SkipNaN(keras.callbacks.Callback):
             from each other.
 
     Example:
+        >>> import tfgpu
+        >>> names = tfgpu.repair_keras()  # `tfgpu.strategy()` does so too
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
         >>> x = keras.ops.convert_to_tensor([[1.0], [float("nan")], [2.0]])
@@ -98,8 +101,8 @@ class SkipNaN(keras.callbacks.Callback):
         self._epoch = self._first = self._before = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        positions.build(self.model)
-        self._guard = skipping.begin(self.model)
+        data_position.build(self.model)
+        self._guard = nonfinite_steps.begin(self.model)
         self._guard.take()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import keras
 
-from tfgpu.callbacks.background import Writer
 from tfgpu.callbacks.files import replace_text
 from tfgpu.callbacks.memory import is_peak
+from tfgpu.checkpoint.background_writer import Writer
 
 _LAST = ("learning_rate", "step_time_s", "epoch_time_s")
 

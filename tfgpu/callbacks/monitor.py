@@ -11,8 +11,8 @@ import keras
 
 from tfgpu.callbacks.watcher import Places, Watcher
 from tfgpu.cluster import Cluster
+from tfgpu.core import input_stats, step_blocks
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import blocks, feeding
 from tfgpu.sensors import prometheus as prometheus_format
 from tfgpu.sensors.epochs import Epoch
 from tfgpu.sensors.sample import Value
@@ -98,8 +98,8 @@ class Monitor(keras.callbacks.Callback):
         self._train_s = 0.0
         self._is_traced = False
         self._rows: int | None = None
-        self._counter = feeding.Rows(None)
-        self._run: weakref.ref[blocks.Run] | None = None
+        self._counter = input_stats.Rows(None)
+        self._run: weakref.ref[step_blocks.Run] | None = None
         self.epochs: list[dict[str, Value]] = []
         self.cost_s: float = 0.0
 
@@ -111,13 +111,13 @@ class Monitor(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if (other := self._fit) is not None and other is not threading.current_thread() and other.is_alive():
             raise InputError("A Monitor watches one `fit` at a time. Received: a second one beside it. Make another.")
-        run = blocks.current()
+        run = step_blocks.current()
         if run is not None and self._run is not None and self._run() is run:
             raise InputError("A Monitor watches a `fit` once. Received: the same one twice. Give it once.")
         self.close()
         self._fit, self._run = threading.current_thread(), weakref.ref(run) if run is not None else None
         self._is_traced, self._block_ended, self.epochs = False, None, []
-        self._begun, self._counter = time.monotonic(), feeding.Rows(run)
+        self._begun, self._counter = time.monotonic(), input_stats.Rows(run)
         before = _iterations(self.model)
         self._watcher = Watcher(
             self._places,
@@ -126,7 +126,7 @@ class Monitor(keras.callbacks.Callback):
             worker=self._worker,
             workers=self._workers,
             step=before,
-            computing_s=(lambda: feeding.computing_s(run)) if run is not None else lambda: None,
+            computing_s=(lambda: input_stats.computing_s(run)) if run is not None else lambda: None,
             epochs=self.epochs,
         )
         self._thread = threading.Thread(target=self._watcher.work, name="tfgpu-monitor", daemon=True)
@@ -188,7 +188,7 @@ class Monitor(keras.callbacks.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """A copy watches nothing yet."""
         idle = dict.fromkeys(("_watcher", "_thread", "_forgotten", "_fit", "_run"))
-        return {**self.__dict__, **idle, "_counter": feeding.Rows(None)}
+        return {**self.__dict__, **idle, "_counter": input_stats.Rows(None)}
 
     def _count(self) -> None:
         if self._rows is None and self._epoch_steps:

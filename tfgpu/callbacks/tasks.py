@@ -10,14 +10,15 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfgpu import keras_fixes
-from tfgpu.callbacks import snapshot
-from tfgpu.callbacks.checkpoint import Checkpoint
-from tfgpu.callbacks.fetching import fetch, wait_for_chief
-from tfgpu.callbacks.remembered import Remembered
-from tfgpu.callbacks.snapshot import Damaged, Position, Snapshot
+from tfgpu import repairs
+from tfgpu.checkpoint import storage, training_state
+from tfgpu.checkpoint.callback import Checkpoint
+from tfgpu.checkpoint.extra_state import Remembered
+from tfgpu.checkpoint.fetching import fetch, wait_for_chief
+from tfgpu.checkpoint.storage import Damaged, Position, Snapshot
 from tfgpu.errors import InputError, MachineError
-from tfgpu.keras_fixes import rates, saving, training_state
+from tfgpu.optim import parameter_groups
+from tfgpu.repairs import saving
 from tfgpu.training.incremental import names, tracing
 
 _SETTING = "task"
@@ -63,7 +64,7 @@ class Tasks:
     def __init__(self, directory: str | Path, *, remember: Mapping[str, Any] | None = None, keep: int = 2):
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise InputError(f"`keep` must be a whole number from 1. Received: {keep!r}.")
-        if not keras_fixes.repair_keras():
+        if not repairs.repair_keras():
             raise InputError("Tasks needs the Keras repairs. Unset TFGPU_REPAIR.")
         self._directory, self._begun = Path(directory), Path(directory) / _BEGUN
         self._objects, self._remembered, self._keep = remember, Remembered(remember), keep
@@ -82,7 +83,7 @@ class Tasks:
         if self._at is not None:
             return self._at
         try:
-            read = snapshot.newest(self._begun)
+            read = storage.newest(self._begun)
         except Damaged as error:
             raise InputError(str(error)) from error
         self._told = 0 if read is None else read.position.epoch
@@ -185,9 +186,9 @@ class Tasks:
         # A folder of this task is from before what was saved of its beginning was damaged: another course of events.
         shutil.rmtree(self._task(), ignore_errors=True)
         path = self._begun / position.name
-        snapshot.write(path, *snapshot.encode(position, arrays, memory))
-        snapshot.prune(self._begun, path, keep=self._keep, best=None)
-        oldest = min(map(snapshot.epoch_of, snapshot.found(self._begun)))
+        storage.write(path, *storage.encode(position, arrays, memory))
+        storage.prune(self._begun, path, keep=self._keep, best=None)
+        oldest = min(map(storage.epoch_of, storage.found(self._begun)))
         for task in self._directory.glob("task-*"):
             if re.fullmatch(r"task-\d+", task.name) and int(task.name[5:]) < oldest:
                 shutil.rmtree(task, ignore_errors=True)
@@ -229,7 +230,7 @@ def _rate(model: keras.Model) -> str | None:
     """The optimizer's schedule as text; None for a number, which is one of the optimizer's variables."""
     if model.optimizer is None:
         return None
-    found = rates.inner_of(model.optimizer).get_config().get("learning_rate")
+    found = parameter_groups.inner_of(model.optimizer).get_config().get("learning_rate")
     return json.dumps(found, sort_keys=True, default=str) if isinstance(found, dict) else None
 
 

@@ -16,9 +16,10 @@ import keras
 import numpy as np
 
 from tfgpu.callbacks.files import replace_text
+from tfgpu.core import step_blocks
 from tfgpu.errors import InputError, MachineError, unknown
-from tfgpu.keras_fixes import blocks, saving
 from tfgpu.redact import Cleaner
+from tfgpu.repairs import saving
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Track(keras.callbacks.Callback):
             return
         if self._run is None:
             self._open()
-        run = blocks.current()
+        run = step_blocks.current()
         if run is not None and not self._stays_open:  # Without the repairs, only a `fit` that succeeds ends the run.
             run.exits.push(lambda kind, error, traceback: self.__exit__(kind, error, traceback))
 
@@ -103,7 +104,7 @@ class Track(keras.callbacks.Callback):
         self.log(logs or {}, step=epoch + 1)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if not self._stays_open and blocks.current() is None:
+        if not self._stays_open and step_blocks.current() is None:
             self._close("finished")
 
     def log(self, values: Mapping[str, Any], *, step: int) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from tfgpu.cli import completion
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown
-from tfgpu.parallel.schedule import SCHEDULES
+from tfgpu.parallel.pipeline.schedule import SCHEDULES
 from tfgpu.recipes import ready
 
 app = typer.Typer()

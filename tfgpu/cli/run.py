@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from tfgpu import preflight
+from tfgpu import rendezvous
 from tfgpu.run import run
 
 app = typer.Typer()
@@ -27,5 +27,5 @@ def run_script(
         ),
     ] = None,
 ) -> None:
-    seconds = None if startup_timeout is None else preflight.timeout_s({preflight.TIMEOUT: startup_timeout})
+    seconds = None if startup_timeout is None else rendezvous.timeout_s({rendezvous.TIMEOUT: startup_timeout})
     run(script, arguments or [], startup_timeout_s=seconds)

@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import tensorflow as tf
 
+from tfgpu.compat import kernels
+from tfgpu.core import step_context
 from tfgpu.errors import InputError, MachineError, unknown
 from tfgpu.interop.building import built_for
-from tfgpu.keras_fixes import kernels, replica
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class CustomOp:
     def _why_not(self, tensors: Sequence[tf.Tensor]) -> str:
         if self._operations is None:
             return f"there is no library {self.library}"
-        if replica.is_compiled():
+        if step_context.is_compiled():
             return "XLA compiles this function, and knows no kernels but its own"
         kind = _kind(tensors[0])
         return "" if kind in self.devices else f"the library has no kernel for a {kind}"

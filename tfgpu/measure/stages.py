@@ -10,8 +10,8 @@ import numpy as np
 
 from tfgpu import environment, models, parallel
 from tfgpu.errors import InputError
-from tfgpu.parallel.pictures import Measured, idle
-from tfgpu.parallel.schedule import bound
+from tfgpu.parallel.pipeline.drawing import Measured, idle
+from tfgpu.parallel.pipeline.schedule import bound
 
 DEEP = {"mlp": ((256,), {"widths": (1024,) * 8}), "transformer": ((64,), {"depth": 8})}
 """Input shapes and options that make a builder's model deep enough to be cut; else images of 32 x 32."""

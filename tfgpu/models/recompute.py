@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import keras
 
-from tfgpu.keras_fixes.remat import recomputed
+from tfgpu.parallel.rematerialization.remat import recomputed
 
 
 @keras.saving.register_keras_serializable(package="tfgpu")

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import graphs
+from tfgpu.parallel import model_graph
 
 _ROUNDS = 3
 
@@ -41,11 +41,11 @@ def measure(model: keras.Model, batch=None, *, rows: int = 8) -> list[Cost]:
     Raises:
         InputError: the model has no graph, or an input has a size that is not known, and no batch was given.
     """
-    graph = graphs.functional(model)
+    graph = model_graph.functional(model)
     given = tf.nest.flatten(batch) if batch is not None else [_zeros(tensor, rows) for tensor in graph.inputs]
     values = {id(made): tf.convert_to_tensor(value) for made, value in zip(graph.inputs, given, strict=True)}
     found, seen = [], set()
-    for call in graphs.calls(model):
+    for call in model_graph.calls(model):
         seconds = _time_of(call, values)
         variables = [v for layer in call.layers for v in layer.variables if id(v) not in seen]
         seen.update(map(id, variables))
@@ -54,7 +54,7 @@ def measure(model: keras.Model, batch=None, *, rows: int = 8) -> list[Cost]:
     return found
 
 
-def _time_of(call: graphs.Call, values: dict) -> float:
+def _time_of(call: model_graph.Call, values: dict) -> float:
     """Runs a call and its gradient; leaves its results among the values."""
     needs = [values[id(tensor)] for tensor in call.needs]
     weights = [v.value for layer in call.layers for v in layer.trainable_variables]
@@ -64,7 +64,7 @@ def _time_of(call: graphs.Call, values: dict) -> float:
         with keras.StatelessScope(), tf.GradientTape() as tape:
             tape.watch([value for value in given if value.dtype.is_floating])
             mine = dict(values) | {id(tensor): value for tensor, value in zip(call.needs, given, strict=True)}
-            graphs.run([call], mine, graphs.in_training)
+            model_graph.run([call], mine, model_graph.in_training)
             results = [mine[id(made)] for made in call.makes]
         floats = [value for value in results if value.dtype.is_floating]
         gradients = tape.gradient(floats, [*given, *weights])

@@ -12,10 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tfgpu import strategies
+from tfgpu.core import step_context
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import graphs, homes, pipelining, recomputing, replica, tensors
-from tfgpu.parallel import cutting, placement, processes, rows, sharded_optimizer, staging
+from tfgpu.parallel import connection, device_placement, model_graph, placement
 from tfgpu.parallel.mesh import Mesh
+from tfgpu.parallel.pipeline import execution, row_mixing, stage_planning
+from tfgpu.parallel.rematerialization import recomputed_layers
+from tfgpu.parallel.tensor import parallel_layers, partitioning
+from tfgpu.parallel.zero import sharded_optimizer
 
 _MICROBATCHES = 4  # a stage: idle for less than a fifth of the time
 
@@ -70,22 +74,24 @@ def apply(
             "mesh of `data` alone."
         )
     mesh = _with_devices(mesh)
-    graphs.functional(model)  # an error where there is none
-    recomputing.check_not_recomputed(model)
+    model_graph.functional(model)  # an error where there is none
+    recomputed_layers.check_not_recomputed(model)
     strategy = _strategy(model, mesh)
     cut = _cut(model, mesh, plan)
     if stages is None and mesh.pipeline == 1 and (cuts is not None or microbatches is not None):
         raise InputError(f"`cuts` and `microbatches` are of a pipeline, and {mesh} has none. Leave them out.")
     stages = stages or mesh.pipeline * (2 if schedule == "interleaved" and mesh.pipeline > 1 else 1)
     microbatches = microbatches or _MICROBATCHES * stages
-    staging.check_counts(stages=stages, microbatches=microbatches)
-    staging.check_schedule(schedule, recompute, stages, microbatches, mesh.pipeline)
+    stage_planning.check_counts(stages=stages, microbatches=microbatches)
+    stage_planning.check_schedule(schedule, recompute, stages, microbatches, mesh.pipeline)
     is_staged = stages > 1 or mesh.pipeline > 1
-    stage_of = staging.stages_of(model, stages, cuts, batch) if is_staged else [0] * len(graphs.calls(model))
-    calls = graphs.calls(model)
+    stage_of = (
+        stage_planning.stages_of(model, stages, cuts, batch) if is_staged else [0] * len(model_graph.calls(model))
+    )
+    calls = model_graph.calls(model)
     places = [_home(mesh, at) for at in range(stages)]
-    found = rows.tried(model, strategies.mirrored([mesh.device()]), batch) if is_staged else rows.Rows()
-    how = staging.plan_of(model, stage_of, places, mesh.pipeline, microbatches, schedule, recompute, found)
+    found = row_mixing.tried(model, strategies.mirrored([mesh.device()]), batch) if is_staged else row_mixing.Rows()
+    how = stage_planning.plan_of(model, stage_of, places, mesh.pipeline, microbatches, schedule, recompute, found)
     stage_by_name = {call.name: stage for call, stage in zip(calls, stage_of, strict=True)}
     for call, stage in zip(calls, stage_of, strict=True):
         stage_by_name |= {layer.name: stage for layer in call.layers}
@@ -98,35 +104,35 @@ def apply(
         segment.settle(_across(mesh, stage(path)), strategy)
         apart += segment.layers
     for path, layer in cut.embeddings:
-        tensors.embed_by_rows(layer, _across(mesh, stage(path)), strategy)
+        parallel_layers.embed_by_rows(layer, _across(mesh, stage(path)), strategy)
     if zero == 3:  # before the rest moves: no device takes a whole copy first
         sharded_optimizer.shard_over(model, strategy, zero, place_of=lambda variable: _home(mesh, 0))
-    layers = graphs.layers_within(graphs.functional(model))
+    layers = model_graph.layers_within(model_graph.functional(model))
     placement.settle(model, {path: _home(mesh, stage(path)) for path in layers}, strategy, apart)
     if is_staged:
-        pipelining.install(model, how)
+        execution.install(model, how)
     if zero in (1, 2):
         sharded_optimizer.shard_over(model, strategy, zero)
     return model
 
 
-def _cut(model: keras.Model, mesh: Mesh, plan) -> cutting.Plan:
+def _cut(model: keras.Model, mesh: Mesh, plan) -> partitioning.Plan:
     """What lies in parts along `tensor`; prints the table."""
     if mesh.tensor == 1:
         if plan not in ("auto", None):
             raise InputError(f"`plan` is of the axis `tensor`, which {mesh} has not. Give the mesh tensor=2 or more.")
-        return cutting.Plan()
-    found = cutting.plan(model, mesh.tensor, "auto" if plan is None else plan)
+        return partitioning.Plan()
+    found = partitioning.plan(model, mesh.tensor, "auto" if plan is None else plan)
     _show(found, mesh)
     if not found.segments and not found.embeddings:
         whys = "; ".join(f"{layer.path}: {layer.why}" for layer in found.layers[:3])
         raise InputError(f"No layer of {model.name!r} can be cut into {mesh.tensor} parts ({whys}).")
     for graph, calls in found.calls:
-        graphs.run_by(graph, calls)
+        model_graph.run_by(graph, calls)
     return found
 
 
-def _show(found: cutting.Plan, mesh: Mesh) -> None:
+def _show(found: partitioning.Plan, mesh: Mesh) -> None:
     table = Table("layer", "cut", "parameters", "each device", "")
     for layer in found.layers:
         each = layer.parameters / (mesh.tensor if layer.how else 1)
@@ -136,11 +142,11 @@ def _show(found: cutting.Plan, mesh: Mesh) -> None:
 
 def _with_devices(mesh: Mesh) -> Mesh:
     if mesh.devices is None:
-        chosen = processes.select(None)
+        chosen = connection.select(None)
         if len(chosen) < mesh.size:
             mesh.check(len(chosen))
         mesh = mesh.on(device.name for device in chosen[: mesh.size])
-    processes.select(mesh.devices)
+    connection.select(mesh.devices)
     return mesh
 
 
@@ -149,9 +155,9 @@ def _strategy(model: keras.Model, mesh: Mesh) -> tf.distribute.Strategy:
     placement.check_early(model)
     first = _home(mesh, 0)
     found = model.distribute_strategy
-    if not replica.is_spread(found):
+    if not step_context.is_spread(found):
         return strategies.mirrored([mesh.device(data=at) for at in range(mesh.data)])
-    if homes.home(found.extended.worker_devices) != first:
+    if device_placement.home(found.extended.worker_devices) != first:
         raise InputError(
             f"The model was made for replicas on {', '.join(found.extended.worker_devices)}; the first stage is on "
             f"{', '.join(first.devices)}. Make it outside of any strategy."
@@ -159,9 +165,11 @@ def _strategy(model: keras.Model, mesh: Mesh) -> tf.distribute.Strategy:
     return found
 
 
-def _home(mesh: Mesh, stage: int, tensor: int = 0) -> homes.Home:
-    return homes.home(mesh.device(data=at, pipeline=stage % mesh.pipeline, tensor=tensor) for at in range(mesh.data))
+def _home(mesh: Mesh, stage: int, tensor: int = 0) -> device_placement.Home:
+    return device_placement.home(
+        mesh.device(data=at, pipeline=stage % mesh.pipeline, tensor=tensor) for at in range(mesh.data)
+    )
 
 
-def _across(mesh: Mesh, stage: int) -> list[homes.Home]:
+def _across(mesh: Mesh, stage: int) -> list[device_placement.Home]:
     return [_home(mesh, stage, at) for at in range(mesh.tensor)]

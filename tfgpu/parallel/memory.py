@@ -4,7 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.keras_fixes import homes, shards
+from tfgpu.parallel import device_placement
+from tfgpu.parallel.zero import sharding
 
 
 def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
@@ -27,14 +28,14 @@ def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
     groups = {
         "weights": model.variables,
         "optimizer": optimizer.variables if optimizer is not None else [],
-        "pieces": [shards.shard_of(v) for v in model.trainable_variables if shards.shard_of(v) is not v],
+        "pieces": [sharding.shard_of(v) for v in model.trainable_variables if sharding.shard_of(v) is not v],
     }
     metrics = {id(variable) for variable in model.metrics_variables}
     found: dict[str, dict[str, int]] = {}
     for kind, variables in groups.items():
         for variable in {id(v): v for v in variables if id(v) not in metrics}.values():
             for copy in _copies(variable):
-                sizes = found.setdefault(homes.short_name(copy.device), dict.fromkeys(groups, 0))
+                sizes = found.setdefault(device_placement.short_name(copy.device), dict.fromkeys(groups, 0))
                 sizes[kind] += int(np.prod(copy.shape)) * copy.dtype.size
     return found
 

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tfgpu import strategies
+from tfgpu.core import step_context
+from tfgpu.core.error_messages import in_units
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import graphs, homes, parts, replica
-from tfgpu.keras_fixes.explaining import in_units
-from tfgpu.parallel import balance, costs, processes
+from tfgpu.parallel import balance, connection, costs, device_placement, model_graph, sharded_variable
 
 Devices = str | Iterable[str]
 
@@ -72,13 +72,17 @@ def place(
                 f"{pattern!r} needs a device for each of the {strategy.num_replicas_in_sync} replica(s). "
                 f"Received: {', '.join(devices)}."
             )
-    settle(model, {path: homes.home(_found(path, chosen) or first) for path in graphs.layers_within(model)}, strategy)
+    settle(
+        model,
+        {path: device_placement.home(_found(path, chosen) or first) for path in model_graph.layers_within(model)},
+        strategy,
+    )
     return model
 
 
 def settle(
     model: keras.Model,
-    places: Mapping[str, homes.Home],
+    places: Mapping[str, device_placement.Home],
     strategy: tf.distribute.Strategy,
     apart: Iterable[keras.layers.Layer] = (),
 ) -> None:
@@ -90,49 +94,49 @@ def settle(
         strategy: what it shall train under.
         apart: layers that run on several devices, and find their way themselves.
     """
-    layers = graphs.layers_within(model)
-    alone = {id(each) for layer in apart for each in (layer, *graphs.layers_within(layer).values())}
+    layers = model_graph.layers_within(model)
+    alone = {id(each) for layer in apart for each in (layer, *model_graph.layers_within(layer).values())}
     home_of = {
         id(v): (v, places[path])
         for path, layer in layers.items()
         for v in [*layer.variables, *layer.metrics_variables]
-        if parts.part_of(v) is None
+        if sharded_variable.part_of(v) is None
     }
-    homes.adopt(model, strategy)
+    device_placement.adopt(model, strategy)
     for variable, place_of_it in home_of.values():
-        homes.move(variable, place_of_it, strategy)
+        device_placement.move(variable, place_of_it, strategy)
     for path, layer in layers.items():
         if id(layer) not in alone:
-            homes.run_at(layer, places[path])
+            device_placement.run_at(layer, places[path])
             if hasattr(layer, "enable_lora"):
-                homes.make_at(layer, places[path], strategy, "enable_lora")
+                device_placement.make_at(layer, places[path], strategy, "enable_lora")
         if not layer.built:
-            homes.build_at(layer, places[path])
+            device_placement.build_at(layer, places[path])
     for path, layer in [("", model), *layers.items()]:
-        if graphs.is_functional(layer):
+        if model_graph.is_functional(layer):
             _place_operations(layer, places, path)
         if isinstance(layer, keras.Sequential):
-            graphs.keep_layers(layer)
+            model_graph.keep_layers(layer)
     last = places[list(layers)[-1]]
     for name in ("compute_loss", "compute_metrics"):
-        homes.run_at(model, last, name)
+        device_placement.run_at(model, last, name)
 
 
-def _place_operations(model: keras.Model, places: Mapping[str, homes.Home], path: str) -> None:
+def _place_operations(model: keras.Model, places: Mapping[str, device_placement.Home], path: str) -> None:
     """Lets operations that are no layers, such as `x + y`, run where their first input is made."""
     home_of = {}
     outside = places.get(path) or next(iter(places.values()))
-    for call in graphs.calls(model):
+    for call in model_graph.calls(model):
         found = places.get(f"{path}/{call.name}".lstrip("/"))
         if not call.layers or found is None:
             found = next((home_of[id(tensor)] for tensor in call.needs if id(tensor) in home_of), outside)
-            homes.run_at(call.operation, found)
+            device_placement.run_at(call.operation, found)
         home_of |= {id(tensor): found for tensor in call.makes}
 
 
 def _balanced(model: keras.Model, devices, batch) -> dict[str, str]:
     """Layers in a row, cut where bytes and seconds of the parts are about the same; prints the table."""
-    chosen = processes.select(devices)
+    chosen = connection.select(devices)
     found = costs.measure(model, batch)
     totals = [
         sum(getattr(cost, name) for cost in found) or 1 for name in ("parameter_bytes", "activation_bytes", "seconds")
@@ -153,18 +157,18 @@ def _balanced(model: keras.Model, devices, batch) -> dict[str, str]:
         bytes_of = [in_units(sum(getattr(c, name) for c in part)) for name in ("parameter_bytes", "activation_bytes")]
         table.add_row(device.name, names, *bytes_of, f"{sum(c.seconds for c in part) * 1e3:.2f} ms")
     Console().print(table)
-    layers = graphs.layers_within(model)
+    layers = model_graph.layers_within(model)
     return {name: device for name, device in where.items() if name in layers}
 
 
 def _devices(pattern: str, names: Devices) -> tuple[str, ...]:
     if not isinstance(pattern, str):
         raise InputError(f"A pattern is a string, such as 'encoder*'. Received: {pattern!r}.")
-    return tuple(device.name for device in processes.select([names] if isinstance(names, str) else names))
+    return tuple(device.name for device in connection.select([names] if isinstance(names, str) else names))
 
 
 def _check_patterns(model: keras.Model, chosen: Mapping[str, tuple[str, ...]]) -> None:
-    paths = list(graphs.layers_within(model))
+    paths = list(model_graph.layers_within(model))
     for pattern in chosen:
         if not fnmatch.filter(paths, pattern):
             near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
@@ -191,15 +195,18 @@ def check_early(model: keras.Model) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
         raise InputError("The model has trained already, or its optimizer was built. Place it before `compile`.")
-    if getattr(model, "compiled", False) and not replica.is_spread(model.distribute_strategy):
+    if getattr(model, "compiled", False) and not step_context.is_spread(model.distribute_strategy):
         raise InputError("The model was compiled outside of any replicas. Place it before `compile`.")
-    if replica.spans_processes(model.distribute_strategy) or replica.plan_of(model.distribute_strategy) is not None:
+    if (
+        step_context.spans_processes(model.distribute_strategy)
+        or step_context.plan_of(model.distribute_strategy) is not None
+    ):
         raise InputError(
             "The model was made for several workers, or for replicas that train apart. Make it outside of any "
             "strategy, or in the scope of `mirrored`."
         )
-    within = (getattr(layer, "distribute_strategy", None) for layer in graphs.layers_within(model).values())
-    if any(map(homes.is_placed, (model.distribute_strategy, *within))):
+    within = (getattr(layer, "distribute_strategy", None) for layer in model_graph.layers_within(model).values())
+    if any(map(device_placement.is_placed, (model.distribute_strategy, *within))):
         raise InputError("The model, or one within it, was placed before. Make it anew.")
 
 
@@ -207,4 +214,4 @@ def _strategy_of(model: keras.Model, devices: tuple[str, ...]) -> tf.distribute.
     """The strategy of a model's replicas; a new one where it has none."""
     check_early(model)
     found = model.distribute_strategy
-    return found if replica.is_spread(found) else strategies.mirrored(devices)
+    return found if step_context.is_spread(found) else strategies.mirrored(devices)

@@ -13,20 +13,19 @@ import keras
 import tensorflow as tf
 from rich.console import Console
 
-from tfgpu import environment, models, precision, preflight, strategies
+from tfgpu import environment, models, precision, rendezvous, strategies
 from tfgpu.callbacks import tracking
-from tfgpu.callbacks.background import Writer
-from tfgpu.callbacks.checkpoint import Checkpoint
 from tfgpu.callbacks.events_file import EventsFile
 from tfgpu.callbacks.files import replace_text
 from tfgpu.callbacks.memory import Memory
 from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.monitor import Monitor
 from tfgpu.callbacks.progress import Progress
+from tfgpu.checkpoint.background_writer import Writer
+from tfgpu.checkpoint.callback import Checkpoint
 from tfgpu.cluster import Cluster
 from tfgpu.data import Data, pipeline
 from tfgpu.errors import InputError, Preempted
-from tfgpu.preflight.facts import of_settings
 from tfgpu.recipes import compiling, directory, endings, facts, monitored, recipe
 from tfgpu.recipes.confusion import confusion
 from tfgpu.recipes.recipe import Recipe
@@ -41,6 +40,7 @@ from tfgpu.recipes.watch import (
     terminable,
     unstarted,
 )
+from tfgpu.rendezvous.facts import of_settings
 from tfgpu.training import Trainer
 
 _log = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
     """
     # The strategy comes first: workers must meet before anything else starts TensorFlow's devices.
     if cluster.is_multi_worker and what.strategy in ("auto", "multi_worker"):
-        preflight.join(cluster, facts={**of_settings(what.model_dump()), "script": "tfgpu train"})
+        rendezvous.join(cluster, facts={**of_settings(what.model_dump()), "script": "tfgpu train"})
     strategy = strategy_of(what, cluster)
     replicas = strategy.num_replicas_in_sync
     if what.global_batch < replicas:

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfgpu.callbacks.snapshot import found, place_of
+from tfgpu.checkpoint.storage import found, place_of
 from tfgpu.data import Data
 from tfgpu.errors import MachineError, OutOfMemory
 from tfgpu.recipes import directory

@@ -12,7 +12,8 @@ import keras
 import numpy as np
 
 from tfgpu.errors import InputError, MachineError, unknown
-from tfgpu.keras_fixes import graphs, parts, shards
+from tfgpu.parallel import model_graph, sharded_variable
+from tfgpu.parallel.zero import sharding
 from tfgpu.serving import examples, placing
 from tfgpu.serving.formats import FORMATS, Format, computes_in, write
 from tfgpu.serving.running import run
@@ -124,12 +125,12 @@ def _on_one_device(model: keras.Model | str | os.PathLike[str], folder: Path) ->
 
 def _classes_of(model: object) -> dict[str, type]:
     """A model's own layers, registered or not: whoever has the model has them."""
-    within = graphs.layers_within(model).values() if isinstance(model, keras.Model) else ()
+    within = model_graph.layers_within(model).values() if isinstance(model, keras.Model) else ()
     return {type(each).__name__: type(each) for each in within if not type(each).__module__.startswith("keras.")}
 
 
 def _is_on_one_device(model: keras.Model) -> bool:
-    is_whole = not any(parts.part_of(v) is not None or shards.is_gathered(v) for v in model.weights)
+    is_whole = not any(sharded_variable.part_of(v) is not None or sharding.is_gathered(v) for v in model.weights)
     return is_whole and model.distribute_strategy.num_replicas_in_sync == 1
 
 

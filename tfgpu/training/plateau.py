@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import rates
+from tfgpu.optim import parameter_groups
 
 
 @keras.saving.register_keras_serializable(package="tfgpu")
@@ -101,7 +101,7 @@ class ReduceAfterWarmup(keras.callbacks.ReduceLROnPlateau):
         logs["learning_rate"] = rate
 
     def _adjusted(self) -> Adjusted:
-        schedule = rates.schedule_of(self.model.optimizer)
+        schedule = parameter_groups.schedule_of(self.model.optimizer)
         while schedule is not None and not isinstance(schedule, Adjusted):
             schedule = getattr(schedule, "then", None)
         if schedule is None:

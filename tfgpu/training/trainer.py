@@ -5,9 +5,9 @@ from typing import Any
 
 import keras
 
-from tfgpu import keras_fixes
+from tfgpu import repairs
+from tfgpu.core import step_blocks
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import blocks
 
 
 class Trainer:
@@ -48,19 +48,19 @@ class Trainer:
         is_number = isinstance(steps_per_call, numbers.Integral) and not isinstance(steps_per_call, bool)
         if steps_per_call is not None and (not is_number or steps_per_call < 1):
             raise InputError(f"`steps_per_call` must be a whole number from 1. Received: {steps_per_call!r}.")
-        if not keras_fixes.repair_keras():
+        if not repairs.repair_keras():
             raise InputError("Trainer needs the Keras repairs. Unset TFGPU_REPAIR.")
         self.model = model
         self._steps_per_call = steps_per_call
 
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains; takes the arguments of `keras.Model.fit` and returns its `History`."""
-        with blocks.steps_a_call(self._steps_per_call):
+        with step_blocks.steps_a_call(self._steps_per_call):
             return self._compiled("fit").fit(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates; takes the arguments of `keras.Model.evaluate` and returns what it returns."""
-        with blocks.steps_a_call(self._steps_per_call):
+        with step_blocks.steps_a_call(self._steps_per_call):
             return self._compiled("evaluate").evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu import strategies
+from tfgpu.checkpoint import data_position, training_state
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import positions, rates, training_state
+from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import tracing
 from tfgpu.training.incremental.continuing import From
 from tfgpu.tune.scaling import rate_text
@@ -118,11 +119,11 @@ def learning_rate(
     """
     _check(model, lowest, highest, steps)
     batches = _batches(data)
-    positions.build(model)
+    data_position.build(model)
     state, random = training_state.copied(model), training_state.random_states()
     epoch = getattr(getattr(batches, "tfgpu_epochs", None), "next", None)
-    optimizer = rates.inner_of(model.optimizer)
-    schedule = rates.schedule_of(optimizer)
+    optimizer = parameter_groups.inner_of(model.optimizer)
+    schedule = parameter_groups.schedule_of(optimizer)
     sweep = _Sweep(lowest, highest, steps)
     try:
         if schedule is not None:
@@ -225,7 +226,7 @@ class _Sweep(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         self.model.reset_metrics()
         if self.assigns:
-            rates.inner_of(self.model.optimizer).learning_rate = float(self._plan[len(self.losses)])
+            parameter_groups.inner_of(self.model.optimizer).learning_rate = float(self._plan[len(self.losses)])
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         logs = logs or {}

@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.callbacks import Checkpoint, Tasks, snapshot
+from tfgpu.callbacks import Checkpoint, Tasks
+from tfgpu.checkpoint import storage
 from tfgpu.training import incremental
 
 folder, how, replicas = sys.argv[1:4]
@@ -98,7 +99,7 @@ def in_tasks(model):
         elastic.add(model, X[rows], Y[rows], examples=10)
         dies("before-end")
         if kind and when == "in-end" and int(at) == now:
-            snapshot._flush = lambda path: dies("in-end")  # written, and not yet renamed
+            storage._flush = lambda path: dies("in-end")  # written, and not yet renamed
         tasks.end(model)
     return model, replay
 

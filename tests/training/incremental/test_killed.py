@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.callbacks import Checkpoint, Tasks
-from tfgpu.callbacks.snapshot import STATE, found
+from tfgpu.checkpoint.storage import STATE, found
 from tfgpu.training import incremental
 
 SCRIPT = Path(__file__).with_name("killed_run.py")

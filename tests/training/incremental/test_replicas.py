@@ -9,7 +9,7 @@ import second_task
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.parallel import sharded_optimizer
+from tfgpu.parallel.zero import sharded_optimizer
 from tfgpu.training import incremental
 
 CASES = {

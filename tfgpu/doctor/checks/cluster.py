@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from tfgpu.cluster import Cluster
 from tfgpu.doctor.check import Check
 from tfgpu.errors import InputError
-from tfgpu.preflight import clocks
+from tfgpu.rendezvous import clocks
 
 _NAME = "Cluster"
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError
-from tfgpu.preflight import facts as preflight_facts
-from tfgpu.preflight import wire
-from tfgpu.preflight.holding import hold
-from tfgpu.preflight.meeting import Meeting
-from tfgpu.preflight.members import Member, members
-from tfgpu.preflight.peers import answers, serves
+from tfgpu.rendezvous import facts as preflight_facts
+from tfgpu.rendezvous import wire
+from tfgpu.rendezvous.holding import hold
+from tfgpu.rendezvous.meeting import Meeting
+from tfgpu.rendezvous.members import Member, members
+from tfgpu.rendezvous.peers import answers, serves
 
 MEET_S = 8.0
 """Seconds for the doctors of other workers to answer."""

@@ -61,7 +61,7 @@ def _keras(**_) -> dict:
 
 
 def _repairs(**_) -> dict:
-    from tfgpu.keras_fixes import probes
+    from tfgpu.repairs import probes
 
     with contextlib.redirect_stdout(io.StringIO()) as out:
         probes.main()

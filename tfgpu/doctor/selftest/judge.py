@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tfgpu.doctor.check import Check
 from tfgpu.parallel.planning.hardware import Device, driven
-from tfgpu.preflight import clocks
+from tfgpu.rendezvous import clocks
 
 LEAST = {"GPU products": 0.4, "CPU products": 0.5, "GPU sums": 0.3, "CPU sums": 0.02, "workers' sums": 0.02}
 """The ratios below which something is wrong, and not just busy. Well-kept machines reach two times these, or more."""

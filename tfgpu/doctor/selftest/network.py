@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tfgpu.cluster import Cluster
 from tfgpu.errors import MachineError
-from tfgpu.preflight import clocks
+from tfgpu.rendezvous import clocks
 
 BYTES = 64 * 2**20
 _BLOCK = 2**18

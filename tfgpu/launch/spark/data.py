@@ -75,13 +75,13 @@ class SparkData:
         """
         import tensorflow as tf
 
-        from tfgpu.keras_fixes import replica
+        from tfgpu.core import step_context
 
         reader = _Reader(self, (features, label, weight))
         numbers = tf.data.Dataset.range(self.steps)
         if seed is not None:
             numbers = numbers.shuffle(self.steps, seed=seed, reshuffle_each_iteration=True)
-        if strategy is None or not replica.spans_processes(strategy):
+        if strategy is None or not step_context.spans_processes(strategy):
             if self.deal.workers > 1:
                 raise InputError(
                     f"This job has {self.deal.workers} workers: give `batches` the strategy of the model, which must "
@@ -129,7 +129,7 @@ class _Reader:
         """The function for tf.data from the numbers of a batch and a piece to the `Piece`."""
         import tensorflow as tf
 
-        from tfgpu.keras_fixes.pieces import Piece
+        from tfgpu.core.batch_sharding import Piece
 
         def read(batch, at):
             rows = self._tensors(self._piece, batch, at)

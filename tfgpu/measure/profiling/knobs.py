@@ -1,6 +1,6 @@
 """What to write where calls run too few steps: it depends on what sets how many a call runs."""
 
-from tfgpu.keras_fixes.blocks import CALLBACKS
+from tfgpu.core.step_blocks import CALLBACKS
 from tfgpu.measure.profiling.reading import Window
 
 _KERAS_S = {

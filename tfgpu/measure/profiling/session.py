@@ -9,8 +9,8 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from tfgpu.core import profiling_hooks
 from tfgpu.errors import InputError, MachineError
-from tfgpu.keras_fixes import recording
 from tfgpu.measure.profiling import around, commands, trace, verdict, writing
 
 _LEAST, _LEAST_S, _MOST = 3, 0.3, 200
@@ -157,7 +157,7 @@ def profile(
     if nvtx:
         commands.check_nvtx()
     session = Session(Path(folder), skip=skip, calls=calls, seconds=seconds, ends=ends, nvtx=nvtx)
-    with recording.listening(session):
+    with profiling_hooks.listening(session):
         try:
             yield session
         except Finished:

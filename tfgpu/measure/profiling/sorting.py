@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tfgpu.keras_fixes.recording import HOST_READ, STEPS
+from tfgpu.core.profiling_hooks import HOST_READ, STEPS
 from tfgpu.measure.profiling.spans import Span
 from tfgpu.measure.profiling.trace import Event, Line, Trace
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tfgpu.core import profiling_hooks
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import recording
 
 NOISE = ("ThreadpoolListener::", "end: ")
 """Beginnings of names that say nothing about time."""
@@ -107,8 +107,8 @@ def read(path: str | Path) -> Trace:
     if not files:
         raise InputError(f"There is no trace in {str(path)!r}. Give an .xplane.pb file, or a folder with one.")
     try:
-        space = recording.space_of(files[-1])
-    except (recording.BrokenSpace, OSError) as error:
+        space = profiling_hooks.space_of(files[-1])
+    except (profiling_hooks.BrokenSpace, OSError) as error:
         raise InputError(f"{files[-1]} is no whole trace: {error}. Give the file as it was written.") from error
     if not space.planes:
         raise InputError(f"{files[-1]} holds nothing. Give the .xplane.pb file of a profile that came to its end.")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import keras
 import tensorflow as tf
 
-from tfgpu.keras_fixes import graphs
-from tfgpu.parallel import cutting
+from tfgpu.parallel import model_graph
+from tfgpu.parallel.tensor import partitioning
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Parts:
         self.sent[at] = self.sent.get(at, 0.0) + size
 
 
-def parts(model: keras.Model, calls: Sequence[graphs.Call], ways: int) -> Parts | None:
+def parts(model: keras.Model, calls: Sequence[model_graph.Call], ways: int) -> Parts | None:
     """Plans a model in so many parts; None where nothing of it can be cut.
 
     Args:
@@ -49,12 +49,12 @@ def parts(model: keras.Model, calls: Sequence[graphs.Call], ways: int) -> Parts 
         calls: the model's own.
         ways: how many parts.
     """
-    plan = cutting.plan(model, ways)
+    plan = partitioning.plan(model, ways)
     if not plan.segments and not plan.embeddings:
         return None
     found, number = Parts(), {id(call.node): at for at, call in enumerate(calls)}
     by_name = {call.name: at for at, call in enumerate(calls)}
-    outputs = {id(tensor) for tensor in graphs.functional(model).outputs}
+    outputs = {id(tensor) for tensor in model_graph.functional(model).outputs}
     for path, segment in plan.segments:
         cut = [one for one in segment.cuttings if one.axis is not None]
         found.variables |= {id(getattr(one.layer, one.attribute)) for one in cut}

@@ -15,7 +15,8 @@ import keras
 import tensorflow as tf
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import graphs, sections
+from tfgpu.parallel import model_graph
+from tfgpu.parallel.pipeline import sections
 from tfgpu.parallel.planning import parted
 from tfgpu.parallel.planning.workload import Block, Workload, in_segments
 
@@ -55,7 +56,7 @@ def workload(model: keras.Model) -> Workload:
         >>> found.parameters, [round(block.kept_whole) for block in found.blocks]  # the input; what relu made
         (212, [96, 0])
     """
-    calls = graphs.calls(model)
+    calls = model_graph.calls(model)
     few, many = _trace(model, calls, _ROWS), _trace(model, calls, 2 * _ROWS)
     for name in sorted(many.unknown):
         _log.warning("What the loop of %r keeps for its gradient is not known, and left out of the plan.", name)
@@ -79,7 +80,7 @@ class _Cost:
     variables: tuple
 
 
-def _costs(calls: Sequence[graphs.Call], few: _Traced, many: _Traced) -> list[_Cost]:
+def _costs(calls: Sequence[model_graph.Call], few: _Traced, many: _Traced) -> list[_Cost]:
     found = []
     for at, variables in enumerate(_variables(calls)):
         slope = (many.kept[at] - few.kept[at]) / _ROWS
@@ -129,15 +130,15 @@ def _described(model, calls, costs, given: float, parts: parted.Parts | None = N
         tuple(blocks),
         size,
         model.dtype_policy.name,
-        outputs=sum(_row_bytes(tensor) for tensor in graphs.functional(model).outputs),
+        outputs=sum(_row_bytes(tensor) for tensor in model_graph.functional(model).outputs),
         segments=in_segments([block.kept_whole + block.kept_split for block in blocks]),
         most_stages=1 if any(map(sections.mixes_rows, calls)) else len(blocks),
         loss_splits=parts.loss_splits,
     )
 
 
-def _trace(model: keras.Model, calls: Sequence[graphs.Call], rows: int) -> _Traced:
-    graph, ends = graphs.functional(model), []
+def _trace(model: keras.Model, calls: Sequence[model_graph.Call], rows: int) -> _Traced:
+    graph, ends = model_graph.functional(model), []
 
     @tf.function(autograph=False)
     def step(*given):
@@ -145,7 +146,7 @@ def _trace(model: keras.Model, calls: Sequence[graphs.Call], rows: int) -> _Trac
         here = tf.compat.v1.get_default_graph()
         with keras.StatelessScope(), tf.GradientTape() as tape:
             for call in calls:
-                graphs.run([call], values, graphs.in_training)
+                model_graph.run([call], values, model_graph.in_training)
                 ends.append(len(here.get_operations()))
         weights = [v.value for v in model.trainable_variables]
         outputs = [values[id(tensor)] for tensor in graph.outputs]
@@ -156,7 +157,7 @@ def _trace(model: keras.Model, calls: Sequence[graphs.Call], rows: int) -> _Trac
     return _read(made.graph.get_operations(), calls, ends)
 
 
-def _read(operations: Sequence[tf.Operation], calls: Sequence[graphs.Call], ends: Sequence[int]) -> _Traced:
+def _read(operations: Sequence[tf.Operation], calls: Sequence[model_graph.Call], ends: Sequence[int]) -> _Traced:
     number = {operation: at for at, operation in enumerate(operations)}
     found = _Traced([0.0] * len(calls), [0.0] * len(calls))
     forward = ends[-1] if ends else 0
@@ -214,7 +215,7 @@ def _flops(operation: tf.Operation) -> float:
     return count
 
 
-def _variables(calls: Sequence[graphs.Call]) -> list[list]:
+def _variables(calls: Sequence[model_graph.Call]) -> list[list]:
     """The variables of each call that no earlier call has."""
     seen, found = set(), []
     for call in calls:
@@ -224,7 +225,7 @@ def _variables(calls: Sequence[graphs.Call]) -> list[list]:
     return found
 
 
-def _places(model: keras.Model, calls: Sequence[graphs.Call]) -> list[int]:
+def _places(model: keras.Model, calls: Sequence[model_graph.Call]) -> list[int]:
     """Before which calls the model can be cut: one tensor goes on, and no layer stands on both sides."""
     last = {id(call.operation): at for at, call in enumerate(calls)}
     reach, places = 0, []
@@ -235,11 +236,11 @@ def _places(model: keras.Model, calls: Sequence[graphs.Call]) -> list[int]:
     return places
 
 
-def _crossing(model: keras.Model, calls: Sequence[graphs.Call], at: int) -> list:
+def _crossing(model: keras.Model, calls: Sequence[model_graph.Call], at: int) -> list:
     """The tensors that calls from here on need of what was there before."""
     own = {id(tensor) for call in calls[at:] for tensor in call.makes}
     needed = {id(tensor): tensor for call in calls[at:] for tensor in call.needs}
-    needed |= {id(tensor): tensor for tensor in graphs.functional(model).outputs}
+    needed |= {id(tensor): tensor for tensor in model_graph.functional(model).outputs}
     return [tensor for key, tensor in needed.items() if key not in own]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tfgpu.errors import InputError, unknown
-from tfgpu.keras_fixes import rates
+from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import tracing
 from tfgpu.training.schedules import PerUpdate, Rate, Warmup
 
@@ -75,10 +75,10 @@ def _config(optimizer) -> dict:
 
 def _begin_anew(model: keras.Model, config: dict) -> None:
     old = model.optimizer
-    trained = rates.built_on(old)
+    trained = parameter_groups.built_on(old)
     with model.distribute_strategy.scope():
         new = type(old).from_config(config)
-        rates.keep_exclusions(old, new, list(zip(trained, trained, strict=True)))
+        parameter_groups.keep_exclusions(old, new, list(zip(trained, trained, strict=True)))
         if trained:
             new.build(trained)
     model.optimizer = new
@@ -112,7 +112,7 @@ def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
     is_rate = isinstance(then, (int, float)) and not isinstance(then, bool) and 0 < then < float("inf")
     if not (then is None or is_rate or isinstance(then, keras.optimizers.schedules.LearningRateSchedule)):
         raise InputError(f"`then` must be None, a rate above 0, or a Keras schedule. Received: {then!r}.")
-    inner = rates.inner_of(model.optimizer)
+    inner = parameter_groups.inner_of(model.optimizer)
     accumulate = inner.gradient_accumulation_steps or 1
     begun = int(inner.variables[0].numpy())  # batches
     rate = float(inner.learning_rate.numpy()) if then is None else then

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import keras
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import rates
+from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import names, tracing
 
 
@@ -110,18 +110,18 @@ def _fit_optimizer(model: keras.Model) -> None:
     one after the other, whichever the optimizer knows.
     """
     old = model.optimizer
-    known = {id(v) for v in rates.built_on(old)}
+    known = {id(v) for v in parameter_groups.built_on(old)}
     learning = {id(v) for v in model.trainable_variables}
-    averages = rates.inner_of(old).use_ema
+    averages = parameter_groups.inner_of(old).use_ema
     if not known or known == learning or (learning <= known and not averages):
         return
     with model.distribute_strategy.scope():
-        new = rates.anew(old)
-        trained = rates.built_on(old)
-        rates.keep_exclusions(old, new, list(zip(trained, trained, strict=True)))
+        new = parameter_groups.anew(old)
+        trained = parameter_groups.built_on(old)
+        parameter_groups.keep_exclusions(old, new, list(zip(trained, trained, strict=True)))
         wanted = learning if averages else learning | known
         new.build([v for v in model.weights if id(v) in wanted])
-        rates.carry_known(old, new)
+        parameter_groups.carry_known(old, new)
     model.optimizer = new
 
 
@@ -166,7 +166,7 @@ def discriminative(
             for variable in layers[name].weights:
                 by_path.setdefault(variable.path, float(factor))
     with model.distribute_strategy.scope():
-        return rates.with_factors(keras.optimizers.get(optimizer), by_path)
+        return parameter_groups.with_factors(keras.optimizers.get(optimizer), by_path)
 
 
 def by_depth(model: keras.Model, factor: float = 1 / 2.6) -> dict[str, float]:

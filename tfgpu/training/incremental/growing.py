@@ -2,8 +2,10 @@
 
 import keras
 
+from tfgpu.checkpoint import training_state
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import parts, rates, training_state
+from tfgpu.optim import parameter_groups
+from tfgpu.parallel import sharded_variable
 from tfgpu.training.incremental import names
 
 _AFTER_HEAD = (keras.layers.Activation, keras.layers.Softmax, keras.layers.Dropout)
@@ -106,7 +108,7 @@ def grow(model: keras.Model, classes: int, *, head: str | None = None) -> keras.
 
 
 def _take_over(model: keras.Model, grown: keras.Model) -> None:
-    old, new = parts.whole(model.weights), parts.whole(grown.weights)
+    old, new = sharded_variable.whole(model.weights), sharded_variable.whole(grown.weights)
     for before, after in zip(old, new, strict=True):
         if before.shape[:-1] != after.shape[:-1]:
             raise InputError(
@@ -114,20 +116,20 @@ def _take_over(model: keras.Model, grown: keras.Model) -> None:
                 "model's end."
             )
     for before, after in zip(old, new, strict=True):
-        after.assign(rates.grown(before.numpy(), after.numpy()))
+        after.assign(parameter_groups.grown(before.numpy(), after.numpy()))
         after.trainable = before.trainable
     for before, after in zip(training_state.draws(model), training_state.draws(grown), strict=True):
         after.assign(before.numpy())
     if model.compiled and model.optimizer is not None:
         twin = {id(before): after for before, after in zip(model.weights, grown.weights, strict=True)}
-        optimizer, trained = model.optimizer, rates.built_on(model.optimizer)
+        optimizer, trained = model.optimizer, parameter_groups.built_on(model.optimizer)
         if any(id(v) not in twin for v in trained):
             raise InputError("The optimizer is sharded, or trains what is not the model's. Grow first, then shard.")
         anew = type(optimizer).from_config(optimizer.get_config())
-        rates.keep_exclusions(optimizer, anew, [(v, twin[id(v)]) for v in trained])
+        parameter_groups.keep_exclusions(optimizer, anew, [(v, twin[id(v)]) for v in trained])
         if trained:
             anew.build([twin[id(v)] for v in trained])
-            rates.carry(optimizer, anew)
+            parameter_groups.carry(optimizer, anew)
         grown.optimizer = anew
 
 

@@ -3,7 +3,7 @@
 import keras
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import graphs
+from tfgpu.parallel import model_graph
 
 _AS_IS = (keras.layers.Dropout, keras.layers.Identity, keras.layers.ActivityRegularization)
 
@@ -18,11 +18,11 @@ def ends_in(model: keras.Model) -> str:
         >>> ends_in(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "softmax"), keras.layers.Dropout(0.5)]))
         'softmax'
     """
-    if not graphs.is_functional(model):
+    if not model_graph.is_functional(model):
         layers = getattr(model, "layers", [])
         return _function(layers[-1]) if layers else "linear"
-    made_by = {id(tensor): call for call in graphs.calls(model) for tensor in call.makes}
-    call = made_by.get(id(graphs.functional(model).outputs[0]))
+    made_by = {id(tensor): call for call in model_graph.calls(model) for tensor in call.makes}
+    call = made_by.get(id(model_graph.functional(model).outputs[0]))
     while call is not None:
         found = _function(call.operation)
         if found != "linear" or not _passes_on(call.operation):

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import keras
 
 from tfgpu.errors import InputError
-from tfgpu.keras_fixes import parts, shards
+from tfgpu.parallel import sharded_variable
+from tfgpu.parallel.zero import sharding
 
 
 def layers(model: keras.Model) -> dict[str, keras.layers.Layer]:
@@ -28,7 +29,7 @@ def _walk(model: keras.Model, before: str) -> Iterator[tuple[str, keras.layers.L
 
 def check_whole(model: keras.Model, what: str) -> None:
     """Raises `InputError` where weights lie in pieces on several devices."""
-    if any(parts.part_of(v) is not None or shards.is_gathered(v) for v in model.weights):
+    if any(sharded_variable.part_of(v) is not None or sharding.is_gathered(v) for v in model.weights):
         raise InputError(
             f"{model.name} has weights in pieces on several devices. {what} it first, then shard or cut it."
         )
@@ -44,8 +45,8 @@ def trainable(model: keras.Model) -> dict[str, keras.Variable]:
     names = {}
     for name, layer in layers(model).items():
         if not isinstance(layer, keras.Model):
-            for at, variable in enumerate(parts.whole(layer.weights)):
+            for at, variable in enumerate(sharded_variable.whole(layer.weights)):
                 names.setdefault(id(variable), f"{name}/{at}")
-    for at, variable in enumerate(parts.whole(model.weights)):
+    for at, variable in enumerate(sharded_variable.whole(model.weights)):
         names.setdefault(id(variable), f"/{at}")  # the model's own
-    return {names.get(id(v), f"//{at}"): v for at, v in enumerate(parts.whole(model.trainable_variables))}
+    return {names.get(id(v), f"//{at}"): v for at, v in enumerate(sharded_variable.whole(model.trainable_variables))}

@@ -1,0 +1,93 @@
+"""Workers and servers wait for their chief, the chief for them; and they leave when they are asked to."""
+
+import contextlib
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from tfgpu.cluster import Cluster
+from tfgpu.errors import InputError, MachineError
+from tfgpu.parameter_server import strategy as module
+from tfgpu.rendezvous import peers
+from tfgpu.sensors import table, view
+
+PS = dict(workers=("localhost:1", "localhost:2"), parameter_servers=("localhost:3",), has_chief=True)
+CHIEF = Cluster(**PS, rank=0, task_type="chief")
+
+
+def test_a_peer_that_does_not_answer_is_named(monkeypatch):
+    monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "0.3")
+    with pytest.raises(MachineError, match=r"parameter server 0 \(localhost:3\) did not answer: not started"):
+        module.parameter_server(cluster=CHIEF)
+
+
+def test_a_timeout_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "soon")
+    with pytest.raises(InputError, match="TFGPU_STARTUP_TIMEOUT must be a number of seconds.*Received: 'soon'"):
+        module.parameter_server(cluster=CHIEF)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_leaves_when_it_is_asked_to_and_was_watched(group, tmp_path):
+    script = "import sys, tfgpu\ntfgpu.strategy('parameter_server', watch=sys.argv[1])"
+    processes = group(script, chief=1, worker=1, ps=1, startup_timeout=0)
+    processes.start("ps0", tmp_path)
+    processes.start("worker0", tmp_path)
+    with standing_for(processes.cluster["chief"][0]):
+        address = processes.cluster["ps"][0]
+        while not peers.answers(address):
+            assert processes.running["ps0"].poll() is None, processes.said("ps0")
+            time.sleep(0.05)
+        assert processes.end("ps0", signal.SIGTERM) == 75
+    assert processes.wait("worker0", timeout=120) == 0
+    for name in ("ps0", "worker1"):  # The chief is worker 0.
+        rows = table.last(tmp_path / f"monitor-{name}.csv", 1)
+        assert rows[0]["memory_bytes"] > 2**26 and rows[0]["step_time_s"] is None
+    assert [each.number for each in view.workers(tmp_path)] == [1]
+
+
+@contextlib.contextmanager
+def standing_for(address):
+    """A gRPC server at an address of this machine, as TensorFlow's is one."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(None)
+
+
+@pytest.mark.processes
+def test_a_port_where_nobody_listens_does_not_answer_itself(addresses, monkeypatch):
+    """TCP can connect a socket with itself, where Linux chooses for its near end the very port that is called."""
+    address = addresses(1)[0]
+    host, _, port = address.rpartition(":")
+
+    class Own(socket.socket):
+        def connect(self, place):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind(place)
+            super().connect(place)
+
+    monkeypatch.setattr(socket, "socket", Own)
+    with Own(socket.AF_INET) as near:
+        near.connect(("127.0.0.1", int(port)))
+        assert near.getsockname() == near.getpeername()  # So it happens here, too.
+    assert not peers.answers(address) and not peers.serves(address)
+
+
+@pytest.mark.processes
+def test_a_meeting_before_the_start_is_no_server(addresses):
+    """A worker that comes back early finds the others' meeting at the chief's port, and waits on."""
+    grpc_at, meeting_at = addresses(2)
+    host, _, port = meeting_at.rpartition(":")
+    with standing_for(grpc_at), socket.create_server((host, int(port))):
+        assert peers.answers(grpc_at) and peers.serves(grpc_at)
+        assert peers.answers(meeting_at) and not peers.serves(meeting_at)

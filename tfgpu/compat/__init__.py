@@ -1,0 +1,1 @@
+"""The seam: the one place for private names of Keras and TensorFlow."""

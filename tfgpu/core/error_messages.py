@@ -1,0 +1,99 @@
+"""Errors of TensorFlow that tfgpu can say more about: memory that has run out, and data that tfgpu itself reads."""
+
+import contextlib
+import logging
+import math
+import re
+from pathlib import Path
+
+import tensorflow as tf
+
+from tfgpu import errors
+from tfgpu.errors import InputError, MachineError, OutOfMemory
+from tfgpu.parallel import remote_devices
+
+_log = logging.getLogger(__name__)
+_TENSOR = re.compile(r"allocating tensor with shape\s*\[([\d,]*)\] and type (\w+)(?: on \S*device:(\w+:\d+))?")
+_BYTES = re.compile(r"allocate (\d+) bytes")
+_FIX = (
+    "What makes it smaller: a smaller batch (with `gradient_accumulation_steps` of the optimizer the update stays the "
+    'same); 16-bit activations (`keras.mixed_precision.set_global_policy("mixed_bfloat16")` before the model is '
+    "built); activations that are computed anew (`recompute=True` of tfgpu's builders, `tfgpu.models.Recompute` for "
+    "blocks of your own)."
+)
+_NAMES = {"float": "float32", "double": "float64"}
+_OURS = re.compile(r"(InputError|MachineError): ([^\n]+)\nTraceback")  # tf.data passes on what its Python code raises
+_FILE = re.compile(r'^ *File "([^"]+)", line', re.MULTILINE)
+_KINDS = {"InputError": InputError, "MachineError": MachineError}
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+@contextlib.contextmanager
+def explained(model):
+    """Raises tfgpu's errors in place of TensorFlow's, inside `fit`, `evaluate` or `predict` of a model."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        gone = remote_devices.explained(error, model)
+        if gone is not None:
+            _log.debug("TensorFlow's own words.", exc_info=True)
+            raise gone from None
+        found = _explanation(error, model)
+        if found is None:
+            raise
+        raise found from error
+
+
+def _explanation(error: tf.errors.OpError, model) -> Exception | None:
+    if isinstance(error, tf.errors.UnknownError | tf.errors.InvalidArgumentError):
+        found = _OURS.search(error.message)
+        return _KINDS[found[1]](found[2]) if found is not None and _is_ours(error.message) else None
+    # A disk may be full, too.
+    if isinstance(error, tf.errors.ResourceExhaustedError) and re.search(r"OOM|memory|allocat", error.message):
+        return OutOfMemory(f"Out of memory{_asked(error.message)}. {_sizes(model)}", _FIX)
+    return None
+
+
+def _is_ours(message: str) -> bool:
+    """Whether the error was raised by tfgpu, not by a class of the same name of somebody else's."""
+    files = _FILE.findall(message)
+    return bool(files) and Path(files[-1]).is_relative_to(Path(errors.__file__).parent)
+
+
+def _asked(message: str) -> str:
+    found = _TENSOR.search(message)
+    if found is not None:
+        numbers, name, device = found.groups()
+        shape = [int(number) for number in numbers.split(",") if number]
+        told = f" ({in_units(math.prod(shape) * tf.as_dtype(_NAMES.get(name, name)).size)})"
+        return f" for a tensor of shape {shape}, {name}{told}" + (f", on {device}" if device else "")
+    found = _BYTES.search(message)
+    return f" for {in_units(int(found[1]))}" if found else ""
+
+
+def _sizes(model) -> str:
+    parts = [f"The model's variables take {in_units(_size(model.variables))}"]
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and optimizer.built:
+        parts.append(f"the optimizer's {in_units(_size(optimizer.variables))}")
+    told = " and ".join(parts) + " on each replica"
+    data = getattr(model, "_training_data", None)
+    rows = getattr(getattr(data, "data_adapter", None), "batch_size", None)
+    if rows:
+        told += f"; a batch has {rows} rows over {model.distribute_strategy.num_replicas_in_sync} replica(s)"
+    return told + "; the rest are activations."
+
+
+def _size(variables) -> int:
+    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
+
+
+def in_units(size: int) -> str:
+    """A number of bytes as people read it.
+
+    Example:
+        >>> in_units(3 << 19), in_units(12)
+        ('1.5 MiB', '12 bytes')
+    """
+    power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    return f"{size / 1024**power:.3g} {_UNITS[power]}" if power else f"{size} bytes"

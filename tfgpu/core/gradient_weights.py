@@ -1,0 +1,49 @@
+"""Each replica's part of a gradient that is summed over replicas: one device's, once all parts are there."""
+
+import tensorflow as tf
+
+from tfgpu.core import step_context
+
+
+def weigh(grads: list, scaled: bool) -> list:
+    """Each replica's part of the gradients' sum: weighed by its share inside a step; None stays None.
+
+    In a step apart the weights are averaged by rows later: here only a sum over rows becomes what the batch's would be.
+    """
+    facts = step_context.step()
+    weigh = facts is not None and not (facts.loss_is_weighed or facts.loss_is_sum)
+    if step_context.is_apart():
+        weigh = facts.loss_is_sum
+
+    def part(values: tf.Tensor) -> tf.Tensor:
+        if facts.apart:
+            return tf.math.divide_no_nan(values, tf.cast(facts.share, values.dtype))
+        values = step_context.by_share(values)
+        return values * step_context.count(values.dtype) if scaled else values
+
+    def local(gradient):
+        if gradient is None or not weigh:
+            return gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(part(gradient.values), gradient.indices, gradient.dense_shape)
+        return part(gradient)
+
+    return _without_stand_ins([local(g) for g in grads])
+
+
+def _without_stand_ins(grads: list) -> list:
+    if step_context.has_rows_for_sure():
+        return grads
+    kept = iter(_zero_without_rows([g for g in grads if g is not None]))
+    return [None if g is None else next(kept) for g in grads]
+
+
+def _zero_without_rows(gradients: list) -> list:
+    """Zeros where only a row that stands in was seen, as it may have brought infinities; else what came, uncopied."""
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    with step_context.uncompiled():
+        values = tf.cond(step_context.has_rows(), lambda: values, lambda: [tf.zeros_like(v) for v in values])
+    return [
+        tf.IndexedSlices(v, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else v
+        for g, v in zip(gradients, values, strict=True)
+    ]

@@ -1,0 +1,218 @@
+"""A layer's own state: what becomes of a variable that a layer assigns while replicas run a step.
+
+On one device such a variable is made of the whole batch; under replicas each one sees its own rows. The rule, within a
+step of `fit`, `evaluate` or `Trainer`, for `assign`, `assign_add` and `assign_sub` of a `keras.Variable`:
+
+=====================  =================================================================================================
+`aggregation`          every replica ends with
+=====================  =================================================================================================
+`"none"` or `"mean"`   the average of the replicas' values, each weighed by its rows of the batch: a running mean of the
+                       batch's means is one device's to rounding. Values that agree stay as they are, to the bit.
+                       Whole numbers and truth values have no average: the first replica's.
+`"sum"`                the sum of the assigned values; `assign_add` and `assign_sub` sum what they add. For counts and
+                       sums over the batch: `self.add_weight(..., aggregation="sum")`.
+`"only_first_replica"` the first replica's value.
+=====================  =================================================================================================
+
+A value that is made of variables and constants alone (`steps.assign_add(1)`, a decay, a moving copy of weights) is the
+same on every replica and costs nothing; any other assignment costs one collective. A replica without rows adds nothing.
+
+Each replica keeps its own value: of a variable with `synchronization="on_read"` (as metrics have; TensorFlow puts the
+values together when it is read outside); of Keras's layers whose state is alike everywhere already (BatchNormalization,
+SpectralNormalization, seed generators) or belongs to single rows (a stateful RNN's); within `tf.cond`, `tf.while_loop`
+or another `tf.function`, where replicas cannot meet; and where a layer assigns a plain `tf.Variable`.
+
+Between two averagings (`tfgpu.strategy("averaging")`) an average stays each replica's own, and is averaged with the
+weights.
+
+A statistic that is no mean and no sum cannot be told from one. The running sum `x = 0.9 x + 0.1 sum(rows)`, say, needs
+the sum from all replicas first: `sums.of_batch(sum(rows))`.
+"""
+
+import contextlib
+import threading
+
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.tensorflow import core
+from keras.src.layers.normalization.batch_normalization import BatchNormalization
+from keras.src.layers.normalization.spectral_normalization import SpectralNormalization
+from keras.src.layers.rnn.rnn import RNN
+from keras.src.random.seed_generator import SeedGenerator
+
+from tfgpu.compat.patch import wrap
+from tfgpu.core import step_context
+
+_here = threading.local()
+
+
+def assign_for_all() -> None:
+    """Makes what a layer assigns to its variables one device's, by the rule above."""
+
+    @wrap(core.Variable, "_direct_assign")
+    def direct_assign(stock, self, value):
+        if step_context.is_apart():
+            step_context.step().assigned[id(self)] = self
+        if step_context.context() is None and self.synchronization == "on_read" and _is_spread(self):
+            # TensorFlow would sum the replicas' new values, on workers by a collective, for the caller to ignore.
+            return self._value.assign(value, read_value=False)
+        if getattr(_here, "is_whole", False):
+            step_context.check_has_copies(self)
+            return _assign_here(self, value)
+        if not _is_shared():
+            return stock(self, value)
+        step_context.check_has_copies(self)
+        if self.synchronization == "on_read":
+            return stock(self, agreed(self, value))
+        return _assign_here(self, agreed(self, value))
+
+    for name, sign in (("assign_add", 1), ("assign_sub", -1)):
+        _sum_what_is_added(name, sign)
+    for owner, name in (
+        (BatchNormalization, "call"),
+        (SpectralNormalization, "call"),
+        (RNN, "call"),
+        (SeedGenerator, "next"),
+    ):
+        _keep_own(owner, name)
+
+
+def _is_spread(variable) -> bool:
+    return isinstance(variable._value, tf.distribute.DistributedValues)
+
+
+def agreed(variable, value: tf.Tensor) -> tf.Tensor:
+    """What the rule makes of a value that this replica assigns: one device's, where replicas assign together."""
+    if not _is_shared():
+        return value
+    if variable.synchronization == "on_read":
+        return _kept_without_rows(variable, value)
+    if variable.aggregation == "sum":
+        return _sum(value)
+    if _is_same_everywhere(value):
+        return value
+    if not _has_average(variable):
+        return _first(value)
+    return _kept_without_rows(variable, value) if step_context.is_alone() else _average(value)
+
+
+def put(variable, value: tf.Tensor) -> None:
+    """Assigns a value to which the rule has been applied: to this replica's copy, or to a stateless scope."""
+    if step_context.step() is None or in_stateless_scope():
+        with _own_values():
+            variable.assign(value)
+    else:
+        _assign_here(variable, value)
+
+
+def _sum_what_is_added(name: str, sign: int) -> None:
+    @wrap(core.Variable, name)
+    def assign_more(stock, self, value):
+        if not _is_shared() or self.aggregation != "sum" or self.synchronization == "on_read":
+            return stock(self, value)
+        total = self.value + sign * _sum(tf.cast(tf.convert_to_tensor(value), self.value.dtype))
+        put(self, total)
+        return total
+
+
+def _keep_own(owner: type, name: str) -> None:
+    @wrap(owner, name)
+    def call(stock, self, *args, **kwargs):
+        with _own_values():
+            return stock(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _own_values():
+    before = getattr(_here, "keeps_own", False)
+    _here.keeps_own = True
+    try:
+        yield
+    finally:
+        _here.keeps_own = before
+
+
+@contextlib.contextmanager
+def assigning_alike():
+    """For the length of the block every replica assigns what the others do, each to its own copy."""
+    before = getattr(_here, "is_whole", False)
+    _here.is_whole = True
+    try:
+        with _own_values():
+            yield
+    finally:
+        _here.is_whole = before
+
+
+def _is_shared() -> bool:
+    """Whether this assignment is one that replicas make together, and where they can meet."""
+    if step_context.step() is None or step_context.have_met() or getattr(_here, "keeps_own", False):
+        return False
+    # A replica's thread begins in this graph; in the graph of a branch, a loop or a function, merge_call fails.
+    return getattr(threading.current_thread(), "graph", None) is tf.compat.v1.get_default_graph()
+
+
+def _is_same_everywhere(value) -> bool:
+    """Whether a value in a graph is made of variables and constants alone."""
+    if not tf.is_tensor(value):
+        return True
+    if not hasattr(value, "graph"):
+        return False  # an eager value has no history
+    left, seen = [value.op], set()
+    while left:
+        op = left.pop()
+        if op in seen or op.type in ("ReadVariableOp", "Const"):
+            continue
+        seen.add(op)
+        if not op.inputs or (op.op_def is not None and op.op_def.is_stateful):
+            return False
+        left += [tensor.op for tensor in op.inputs]
+    return True
+
+
+def _has_average(variable) -> bool:
+    return variable.aggregation != "only_first_replica" and tf.as_dtype(variable.dtype).is_floating
+
+
+def _average(value: tf.Tensor) -> tf.Tensor:
+    """The replicas' average by rows; in float64, so that equal values come back as they were."""
+    local, total = step_context.rows().local, step_context.rows().total
+    part = tf.math.multiply_no_nan(tf.cast(value, tf.float64), tf.cast(local, tf.float64))
+    (part,) = step_context.all_reduce([part])
+    return tf.cast(part / tf.cast(total, tf.float64), value.dtype)
+
+
+def _sum(value: tf.Tensor) -> tf.Tensor:
+    (part,) = step_context.all_reduce([tf.where(step_context.has_rows(), value, tf.zeros_like(value))])
+    return part
+
+
+def _first(value: tf.Tensor) -> tf.Tensor:
+    wide = tf.float64 if value.dtype.is_floating else tf.int64
+    is_first = step_context.context().replica_id_in_sync_group == 0
+    (part,) = step_context.all_reduce([tf.where(is_first, tf.cast(value, wide), tf.zeros_like(value, wide))])
+    return tf.cast(part, value.dtype)
+
+
+def _kept_without_rows(variable, value: tf.Tensor) -> tf.Tensor:
+    if step_context.has_rows_for_sure():
+        return value
+    return tf.where(step_context.has_rows(), value, tf.cast(variable.value, value.dtype))
+
+
+def put_own(variable, value: tf.Tensor) -> None:
+    """Assigns to this replica's copy alone."""
+    _assign_here(variable, value)
+
+
+def own(variable) -> tf.Variable:
+    """This replica's copy of a Keras variable."""
+    copy = variable._value  # `value` may be a copy in the layer's compute dtype
+    return copy._get_on_device_or_primary() if isinstance(copy, tf.distribute.DistributedValues) else copy
+
+
+def _assign_here(variable, value: tf.Tensor) -> tf.Tensor:
+    """Assigns this replica's copy alone: with an `aggregation` TensorFlow would put the values together once more."""
+    copy = own(variable)
+    copy.assign(tf.cast(value, copy.dtype))
+    return value

@@ -1,0 +1,245 @@
+"""What a profile needs of TensorFlow's insides: the layout of its traces, reads of tensors, functions of tf.data.
+
+Everything here is in force only while somebody profiles, but for the marker around a block of steps, which costs a
+microsecond.
+"""
+
+import contextlib
+import functools
+import gc
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.framework import ops
+
+STEPS = "tfgpu.steps"
+"""The event around a block of steps; its stats are `step_num`, `steps`, `kind`, `set_by` and `jit`."""
+HOST_READ = "tfgpu.host_read"
+"""The event around a read of a tensor by the user's own code; its stat is `where`."""
+MOST_STEPS = 64
+"""Steps of a block while somebody looks on: a trace grows with each."""
+
+_READERS = ("/framework/ops.py", "/ops/resource_variable_ops.py", "/distribute/values.py")
+# Where numpy(), float() and the like are; TensorFlow reads tensors too, for gradients and shapes: that is no fault.
+
+_LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib"))
+_OURS = str(Path(__file__).resolve().parents[1])
+_SEAMS = ("recording.py", "seam.py", "random.py", "functions.py")  # which stand between a script and TensorFlow
+
+
+class Listener(Protocol):
+    """Who looks on.
+
+    Attributes:
+        is_on: the profiler records.
+    """
+
+    is_on: bool
+
+    def before_call(self, name: str) -> None:
+        """A tf.function is about to be called from outside any; or, as `"gradient"`, an eager tape is read."""
+
+    def note_plain(self, where: str, replicas: int) -> None:
+        """`strategy.run` was given whole batches: every replica computes all of their rows."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a tf.data pipeline that calls a function of the user's.
+
+    Args:
+        kind: such as `"Map"` or `"ParallelMap"`.
+        index: how many stages come before it.
+        function: the function's name.
+        where: its file and line.
+    """
+
+    kind: str
+    index: int
+    function: str
+    where: str
+
+
+class BrokenSpace(Exception):
+    """A file is no XSpace message."""
+
+
+def space_of(path: Path) -> Any:
+    """Reads an XSpace message.
+
+    Raises:
+        BrokenSpace: it is another file, or not whole.
+    """
+    from google.protobuf.message import DecodeError
+
+    # TensorFlow's own description of the message; no public module has it.
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    try:
+        return xplane_pb2.XSpace.FromString(path.read_bytes())
+    except DecodeError as error:
+        raise BrokenSpace("it does not parse") from error
+
+
+def new_space() -> Any:
+    """An empty XSpace message."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    return xplane_pb2.XSpace()
+
+
+def steps_begin(done: int, count: int, kind: str, set_by: str, *, jit: bool) -> tf.profiler.experimental.Trace:
+    """A marker around a block of steps, for traces; without a profiler it does nothing.
+
+    Args:
+        done: steps before it.
+        count: its steps.
+        kind: `"train"` or `"test"`.
+        set_by: what set their number, as `blocks.set_by` says.
+        jit: XLA compiles the step, or was tried.
+    """
+    about = dict(steps=count, kind=kind, set_by=set_by, jit=int(jit))
+    return tf.profiler.experimental.Trace(STEPS, step_num=done, **about, _r=1)
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tells the listener of calls, reads and whole batches inside."""
+    from tfgpu.core import step_blocks
+
+    # Nothing here may make a tensor: a script's own settings of devices must come before that.
+    with contextlib.ExitStack() as held:
+        held.enter_context(_patched(polymorphic_function.Function, "__call__", _calls(listener)))
+        held.enter_context(_patched(tf.GradientTape, "gradient", _gradients(listener)))
+        held.enter_context(_patched(_owner(ops.EagerTensor, "_numpy"), "_numpy", _reads(listener)))
+        held.enter_context(_patched(_owner(tf.distribute.Strategy, "run"), "run", _runs(listener)))
+        held.enter_context(
+            _patched(step_blocks.Pace, "of", lambda stock, self, left: min(stock(self, left), MOST_STEPS))
+        )
+        yield
+
+
+def _owner(cls: type, name: str) -> type:
+    return next(base for base in cls.__mro__ if name in base.__dict__)
+
+
+@contextlib.contextmanager
+def _patched(owner: type, name: str, fix: Callable) -> Iterator[None]:
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def patched(*args, **kwargs):
+        return fix(stock, *args, **kwargs)
+
+    setattr(owner, name, patched)
+    try:
+        yield
+    finally:
+        if (
+            owner.__dict__.get(name) is patched
+        ):  # else a repair was put around it meanwhile; without a listener it is inert
+            setattr(owner, name, stock)
+
+
+def _calls(listener: Listener) -> Callable:
+    def call(stock, self, *args, **kwargs):
+        if not tf.inside_function():
+            listener.before_call(getattr(self, "__name__", "function"))
+        return stock(self, *args, **kwargs)
+
+    return call
+
+
+def _gradients(listener: Listener) -> Callable:
+    def gradient(stock, self, *args, **kwargs):
+        if not tf.inside_function():
+            listener.before_call("gradient")
+        return stock(self, *args, **kwargs)
+
+    return gradient
+
+
+def _reads(listener: Listener) -> Callable:
+    def read(stock, self):
+        where = _where(_READERS) if listener.is_on else None
+        if where is None:
+            return stock(self)
+        with tf.profiler.experimental.Trace(HOST_READ, where=where):
+            return stock(self)
+
+    return read
+
+
+def _runs(listener: Listener) -> Callable:
+    def run(stock, self, fn, args=(), kwargs=None, options=None):
+        values = tf.nest.flatten((args, kwargs or {}))
+        batches = [value for value in values if tf.is_tensor(value) and value.shape.rank]
+        spread = any(isinstance(value, tf.distribute.DistributedValues) for value in values)
+        if self.num_replicas_in_sync > 1 and batches and not spread and (where := _where()):
+            listener.note_plain(where, self.num_replicas_in_sync)
+        return stock(self, fn, args=args, kwargs=kwargs, options=options)
+
+    return run
+
+
+def _where(through: tuple[str, ...] = ()) -> str | None:
+    """The file and line of the user's code that is running; None where Keras's or tfgpu's own loop asks.
+
+    Args:
+        through: the only files of TensorFlow's that may stand between; all where empty.
+    """
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/keras/src/trainers/" in file or "/keras/src/callbacks/" in file or file.startswith(_OURS):
+            if Path(file).name not in _SEAMS:
+                return None
+        elif through and "/tensorflow/python/" in file and not file.endswith(through):
+            return None
+        elif not file.startswith(("<frozen", *_LIBRARIES)) and "__autograph_generated" not in file:
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def functions(names: set[str]) -> list[Any]:
+    """The tf.functions of these names that are alive."""
+    found = _alive(tf.types.experimental.PolymorphicFunction) if names else []
+    return [each for each in found if getattr(each, "__name__", "") in names]
+
+
+def _alive(kind: type) -> list[Any]:
+    """All objects of a kind that are alive."""
+    objects = gc.get_objects()
+    # Not isinstance: it asks objects, and some lazy modules answer by importing what they stand for.
+    kinds = {each for each in {type(each) for each in objects} if issubclass(each, kind)}
+    return [each for each in objects if type(each) in kinds]
+
+
+def stages() -> tuple[Stage, ...]:
+    """The stages with functions of all pipelines that are alive."""
+    found = {}
+    for dataset in _alive(tf.data.Dataset):
+        function = getattr(getattr(dataset, "_map_func", None), "_func", None)
+        code = getattr(function, "__code__", None)
+        if code is None or code.co_filename.startswith(_LIBRARIES):
+            continue
+        kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
+        where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+        found[Stage(kind, _before(dataset), function.__name__, where)] = None
+    return tuple(found)
+
+
+def _before(dataset: Any) -> int:
+    """How many stages come before the last one of a straight pipeline."""
+    count = 0
+    while inputs := dataset._inputs():
+        dataset = inputs[0]
+        count += 1
+    return count

@@ -1,0 +1,127 @@
+"""Sums and tables of the rows of all replicas, with the gradient that makes the replicas' training one device's."""
+
+import tensorflow as tf
+
+from tfgpu.core import step_context
+
+# Collectives take not every kind of number; these hold the same values.
+_EXACT = {
+    tf.bool: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.bfloat16: tf.float32,
+    tf.float16: tf.float32,
+}
+
+
+def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums tensors over all replicas, in one collective that a gradient goes through.
+
+    The step averages the replicas' gradients by share. Where the loss itself is weighed, as in Keras's `train_step`,
+    the gradient of a sum is the sum of what comes back on each replica. In a step of the user's own the gradients are
+    weighed at the end, each by its own replica's share: so that what came of another replica's loss gets that
+    replica's share, the sum is weighed here and divided by the share that it will be multiplied by.
+    """
+    facts = step_context.step()
+    weigh_at_end = facts is not None and not facts.loss_is_weighed
+
+    @tf.custom_gradient
+    def add(*values):
+        def gradient(*upstream):
+            if not weigh_at_end:
+                return step_context.all_reduce(list(upstream))
+            parts = step_context.all_reduce([step_context.by_share(part) for part in upstream])
+            return [tf.math.divide_no_nan(part, tf.cast(facts.share, part.dtype)) for part in parts]
+
+        return step_context.all_reduce(list(values)), gradient
+
+    return add(*values)
+
+
+def of_batch(value: tf.Tensor) -> tf.Tensor:
+    """A sum over a replica's rows becomes the sum over the whole batch, for layers and losses of your own.
+
+    Needed where neither an average by rows nor a variable's `aggregation="sum"` says what is meant, as in a running sum
+    `x = 0.9 x + 0.1 sum(rows)`. Every replica must come by here, outside `tf.cond` and loops. A gradient goes through.
+
+    Args:
+        value: a sum over the rows that this replica sees, a tensor of floats.
+
+    Returns:
+        The sum over all replicas' rows; `value` itself on one device and outside a step of `fit` or `evaluate`. Between
+        two averagings (`tfgpu.strategy("averaging")`) replicas do not meet: what the batch's sum would be if all rows
+        were as this replica's.
+
+    Example:
+        In a layer's `call`: `self.total.assign(0.9 * self.total + 0.1 * of_batch(keras.ops.sum(x, axis=0)))`.
+
+        >>> float(of_batch(tf.constant(3.0)))  # one device sees all rows
+        3.0
+    """
+    if step_context.step() is None:
+        return value
+    if step_context.is_alone():
+        return tf.math.divide_no_nan(value, tf.cast(step_context.share(), value.dtype))
+    (total,) = over_replicas([tf.where(step_context.has_rows(), value, tf.zeros_like(value))])
+    return total
+
+
+def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The largest of each value over the replicas that hold rows; no gradient goes through."""
+    if not values or step_context.is_apart():
+        return values
+    ctx = step_context.context()
+    lowest = [tf.fill(tf.shape(v), v.dtype.min) for v in values]
+    mine = [tf.where(step_context.has_rows(), v, low) for v, low in zip(values, lowest, strict=True)]
+    place = tf.one_hot(tf.cast(ctx.replica_id_in_sync_group, tf.int32), ctx.num_replicas_in_sync)
+    tables = step_context.all_reduce([tf.tensordot(tf.cast(place, v.dtype), v, axes=0) for v in mine])
+    return [tf.reduce_max(table, 0) for table in tables]
+
+
+def all_rows(rows: tf.Tensor) -> tf.Tensor:
+    """The rows of all replicas, in the order of the batch, on each replica; a gradient goes through floats.
+
+    Numbers of any kind, or truths.
+
+    A row that stands in where a replica has none becomes a row of zeros, and is not in the table. A replica that meets
+    no other has its own rows.
+    """
+    if step_context.is_alone():
+        return rows
+    dtype, rows = rows.dtype, tf.cast(rows, _EXACT.get(rows.dtype, rows.dtype))
+    offset, count, total = _place(rows)
+    around = tf.concat([[[offset, total - offset - count]], tf.zeros([rows.shape.rank - 1, 2], tf.int32)], 0)
+    table = tf.pad(tf.where(step_context.has_rows(), rows, tf.zeros_like(rows)), around)
+    table.set_shape([_known_total(rows), *rows.shape[1:]])
+    (table,) = over_replicas([table]) if rows.dtype.is_floating else step_context.all_reduce([table])
+    table.set_shape([_known_total(rows), *rows.shape[1:]])
+    return tf.cast(table, dtype)
+
+
+def own_rows(table: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """The part of a table of all replicas' rows that belongs to this replica's `rows`."""
+    if step_context.is_alone():
+        return table
+    offset, count, _ = _place(rows)
+    return table[offset : offset + count]
+
+
+def _place(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Where these rows begin in the table of all replicas' rows, their number and the table's.
+
+    A model may make several rows of each example, or a step may stand a row in where there is none.
+    """
+    facts, count = step_context.rows_held(), tf.shape(rows)[0]
+    an_example = tf.maximum(count // tf.maximum(facts.local, 1), 1)
+    return facts.offset * an_example, count, facts.total * an_example
+
+
+def _known_total(rows: tf.Tensor) -> int | None:
+    """The rows of the table, where they are known before the step runs: many such steps can run in one call."""
+    facts = step_context.rows_held()
+    local, total = tf.get_static_value(facts.local), tf.get_static_value(facts.total)
+    if rows.shape[0] is None or local is None or total is None:
+        return None
+    return int(total) * max(rows.shape[0] // max(int(local), 1), 1)

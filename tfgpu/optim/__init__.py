@@ -1,0 +1,1 @@
+"""What changes how gradients become weights: accumulation, compression, local SGD, parameter groups."""

@@ -1,0 +1,85 @@
+"""The running statistics of BatchNormalization, taken anew by a pass over data, as averaged weights need.
+
+The pass is an `evaluate` of a model around the model, so that replicas and workers take part as in any other step.
+"""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+
+from tfgpu.core import step_context
+
+
+def layers_of(model: keras.Model) -> list:
+    """The layers whose running statistics training changes, at any depth."""
+    found = model._flatten_layers(include_self=False, recursive=True)
+    return [layer for layer in found if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
+
+
+def renew(model: keras.Model, data) -> None:
+    """Sets the running mean and variance of every BatchNormalization to the averages over the batches, by their rows.
+
+    The weights stay as they are. Layers compute as in training, so dropout draws, and a layer's own state moves.
+
+    Args:
+        model: the built model.
+        data: what `evaluate` takes: a data set of the training batches, or such.
+    """
+    layers = layers_of(model)
+    if not layers:
+        return
+    with model.distribute_strategy.scope():
+        around = _Pass(model)
+        around.compile(jit_compile=False)
+    with _keeping(layers, around.kept):
+        around.evaluate(data, verbose=0)
+
+
+class _Pass(keras.Model):
+    """Runs the model as training does, and changes nothing but running statistics.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        kept: the share of the running statistics that the running step keeps; the rest comes from its batch.
+    """
+
+    def __init__(self, model: keras.Model):
+        super().__init__(name="statistics")
+        self._inner = model
+        number = {"shape": (), "initializer": "zeros", "trainable": False, "dtype": "float32", "autocast": False}
+        self._rows_seen = self.add_weight(name="rows_seen", **number)
+        self.kept = self.add_weight(name="kept", **number)
+        self.built = True
+
+    def call(self, inputs, training=None):
+        return self._inner(inputs, training=training)
+
+    def test_step(self, data):
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        rows = step_context.rows()
+        total = tf.shape(tf.nest.flatten(inputs)[0])[0] if rows is None else rows.total
+        total = tf.cast(total, tf.float32)
+        self._rows_seen.assign_add(total)
+        self.kept.assign(1.0 - total / self._rows_seen.value)
+        self._inner(inputs, training=True)
+        return {}
+
+
+@contextlib.contextmanager
+def _keeping(layers: list, share: keras.Variable):
+    """Within it the layers find the share in the place of their momentum."""
+    before = [(layer, name, getattr(layer, name)) for layer in layers for name in _momenta(layer)]
+    try:
+        for layer, name, _ in before:
+            object.__setattr__(layer, name, share)  # Keras would take the variable for one of the layer's
+        yield
+    finally:
+        for layer, name, value in before:
+            object.__setattr__(layer, name, value)
+
+
+def _momenta(layer) -> list[str]:
+    return [name for name in ("momentum", "renorm_momentum") if hasattr(layer, name)]

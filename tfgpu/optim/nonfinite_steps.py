@@ -1,0 +1,90 @@
+"""Steps that are undone whole, where one brings NaN or infinities: the training goes on as if without its batch."""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfgpu.checkpoint import training_state
+from tfgpu.core import layer_state, step_blocks, step_context
+from tfgpu.errors import InputError
+
+
+class Guard:
+    """Undoes steps after which a weight, a state of the optimizer or a metric is NaN or infinite, and was not before.
+
+    All that the step has changed is put back: weights, moving averages, the optimizer and its iterations, gradients
+    that wait, the loss scale, metrics and random draws. It costs a copy of them, a look at each number, and one small
+    sum over the replicas, in each step.
+
+    Args:
+        model: the compiled and built model.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        with model.distribute_strategy.scope():  # every replica counts alike
+            self._count = tf.Variable(0, trainable=False, dtype=tf.int64, aggregation=tf.VariableAggregation.NONE)
+        self._taken = 0
+
+    def take(self) -> int:
+        """How many steps have been left out since this was last asked."""
+        count = int(self._count.numpy())
+        found, self._taken = count - self._taken, count
+        return found
+
+    def run(self, step: Callable, data):
+        """Runs a step on this replica's data, and undoes it on all where it has gone wrong on one; returns its logs."""
+        variables = training_state.changing(self._model)
+        with step_context.uncompiled():
+            before = [tf.identity(layer_state.own(variable)) for variable in variables]
+        logs = step(data)
+        with step_context.uncompiled():
+            is_bad = [_is_new(value, layer_state.own(v)) for v, value in zip(variables, before, strict=True)]
+            bad = tf.cast(tf.reduce_any(tf.stack([found for found in is_bad if found is not None])), tf.float32)
+            if step_context.context() is not None and step_context.context().num_replicas_in_sync > 1:
+                (bad,) = step_context.sum_small([bad])
+
+            def undo():
+                for variable, value in zip(variables, before, strict=True):
+                    layer_state.put_own(variable, value)
+                self._count.assign_add(1)
+                return 0
+
+            tf.cond(bad > 0.5, undo, lambda: 0)
+        return logs
+
+
+def begin(model) -> Guard:
+    """Guards the steps of the running `fit`, which is calling `on_train_begin`, until it ends.
+
+    Raises:
+        InputError: Keras is not repaired, or the model trains in a way that steps cannot be undone in.
+    """
+    run = step_blocks.current()
+    if run is None:
+        raise InputError(
+            "Keras was not repaired when `fit` began, which SkipNaN needs. Make `tfgpu.strategy()`, or call "
+            "`tfgpu.repair_keras()`, in a line before `fit`."
+        )
+    strategy = model.distribute_strategy
+    is_together = (
+        not isinstance(strategy, tf.distribute.ParameterServerStrategy) and step_context.plan_of(strategy) is None
+    )
+    if not is_together or not hasattr(model.train_function, "guard"):
+        raise InputError(
+            "SkipNaN needs replicas that train together: one device, `mirrored` or `multi_worker`. Take StopOnNaN here."
+        )
+    for name, optimizer in training_state.others(model).items():
+        if not optimizer.built:
+            name = name.removeprefix("optimizer.")
+            raise InputError(f"SkipNaN needs the state of `{name}`. Call `model.{name}.build(variables)` before `fit`.")
+    steps = model.train_function
+    run.guard = steps.guard = steps.guard or Guard(model)
+    return run.guard
+
+
+def _is_new(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor | None:
+    """Whether a number is not finite that was so before; None for whole numbers."""
+    if not before.dtype.is_floating:
+        return None
+    return tf.reduce_any(tf.math.is_finite(before) & ~tf.math.is_finite(tf.convert_to_tensor(after)))

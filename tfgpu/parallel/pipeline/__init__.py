@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a model in stages, a batch in micro-batches."""

@@ -1,0 +1,190 @@
+"""A picture of a pipeline at work: which stage computed which micro-batch when, as measured, and how long it waited."""
+
+import statistics
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import keras
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from tfgpu.checkpoint import training_state
+from tfgpu.errors import InputError
+from tfgpu.parallel.pipeline import execution
+from tfgpu.parallel.pipeline.schedule import Cell, bound
+
+KINDS = {
+    "forward": ("#56b4e9", "black", ""),
+    "forward again": ("#cce6f6", "black", "///"),
+    "backward": ("#d55e00", "white", ""),
+}
+"""Face, text and hatch of each kind of cell: colours of Okabe and Ito, apart for colour-blind readers, also in grey."""
+
+SUFFIXES = (".png", ".svg", ".html")
+_MOST_NUMBERS, _EDGE = 600, "#7a8a94"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell as it ran.
+
+    Args:
+        cell: stage, micro-batch, and whether it is a backward pass.
+        device: its number, from 0.
+        again: a forward pass that is repeated for the gradient.
+        start: seconds since the step's first cell began.
+        end: when it was done.
+    """
+
+    cell: Cell
+    device: int
+    again: bool
+    start: float
+    end: float
+
+    @property
+    def kind(self) -> str:
+        return "backward" if self.cell.backward else "forward again" if self.again else "forward"
+
+
+def picture(model: keras.Model, batch: Any, path: str | Path, *, steps: int = 3) -> list[Measured]:
+    """Runs some steps of a pipeline, draws when its cells ran in one of them, and puts all back as it was.
+
+    Args:
+        model: from `parallel.pipeline`, compiled.
+        batch: inputs and targets as `train_on_batch` takes them: `(x, y)` or `(x, y, sample_weight)`.
+        path: the file to write: `.png`, `.svg` or `.html` (one page that needs nothing else).
+        steps: how many to measure, after one that is not; the one whose length is the median is drawn.
+
+    Returns:
+        The cells of that step, in the order of their starts; of several replicas, the first one's.
+
+    Raises:
+        InputError: the model is no pipeline, is not compiled, or `path` has another ending.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)], name="sequential")
+        >>> picture(model, (keras.ops.ones((4, 4)), keras.ops.ones((4, 8))), "schedule.png")
+        Traceback (most recent call last):
+        tfgpu.errors.InputError: 'sequential' is no pipeline. Give a model that `parallel.pipeline` has cut.
+    """
+    plan, path = _plan_of(model, path, steps), Path(path)
+    runs = [_cells(events) for events in _events(model, plan, batch, steps)]
+    middle = statistics.median_low([max(one.end for one in cells) for cells in runs])
+    cells = next(cells for cells in runs if max(one.end for one in cells) == middle)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _save(draw(cells, microbatches=plan.microbatches), path)
+    return cells
+
+
+def idle(cells: list[Measured]) -> float:
+    """The part of the devices' time, from the first cell to the last, in which they wait."""
+    devices = len({one.device for one in cells})
+    return 1 - sum(one.end - one.start for one in cells) / (devices * max(one.end for one in cells))
+
+
+def draw(cells: list[Measured], *, microbatches: int) -> Figure:
+    """Draws cells: time to the right, a row a device, micro-batches by number."""
+    devices = sorted({one.device for one in cells})
+    stages = 1 + max(one.cell.stage for one in cells)
+    scale, unit = (1e3, "ms") if max(one.end for one in cells) < 10 else (1, "s")
+    figure = Figure(figsize=(10, 1.5 + 0.5 * len(devices)), layout="constrained")
+    axis = figure.subplots()
+    for one in cells:
+        face, ink, hatch = KINDS[one.kind]
+        begin, width = one.start * scale, (one.end - one.start) * scale
+        row = devices.index(one.device)
+        axis.barh(row, width, 0.86, begin, color=face, edgecolor=_EDGE, linewidth=0.6, hatch=hatch)
+        if len(cells) <= _MOST_NUMBERS and width > 0.009 * scale * max(one.end for one in cells):
+            number = str(one.cell.micro + 1) + ("'" * (one.cell.stage // len(devices)))
+            axis.text(begin + width / 2, row, number, ha="center", va="center", color=ink, fontsize=8)
+    names = [", ".join(str(stage + 1) for stage in range(stages) if stage % len(devices) == at) for at in devices]
+    axis.set_yticks(range(len(devices)), [f"stage {name}" if len(name) == 1 else f"stages {name}" for name in names])
+    axis.set_xlim(0, max(one.end for one in cells) * scale)
+    axis.set_ylim(len(devices) - 0.5, -0.5)
+    axis.set_xlabel(f"time, {unit} (numbers: micro-batches)")
+    axis.set_title(_title(cells, stages, microbatches, len(devices)), fontsize=11)
+    kinds = [kind for kind in KINDS if any(one.kind == kind for one in cells)]
+    looks = [Patch(facecolor=KINDS[kind][0], hatch=KINDS[kind][2], edgecolor=_EDGE) for kind in kinds]
+    figure.legend(looks, kinds, loc="outside lower right", ncols=len(kinds), fontsize=8, frameon=False)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    return figure
+
+
+def _title(cells: list[Measured], stages: int, microbatches: int, devices: int) -> str:
+    chunks = stages // devices
+    least = bound(devices, microbatches * chunks)
+    return (
+        f"{stages} stages, {microbatches} micro-batches, {devices} devices: idle {idle(cells):.1%} of a step; "
+        f"the bound is {least:.1%}"
+    )
+
+
+def _plan_of(model: keras.Model, path, steps: int):
+    plan = execution.plan_of(model)
+    if plan is None:
+        raise InputError(f"{model.name!r} is no pipeline. Give a model that `parallel.pipeline` has cut.")
+    if not getattr(model, "compiled", False):
+        raise InputError("The model is not compiled: there is no step to look at. Call `compile` first.")
+    if Path(path).suffix not in SUFFIXES:
+        raise InputError(f"`path` must end in {', '.join(SUFFIXES)}. Received: {str(path)!r}.")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InputError(f"`steps` must be a whole number from 1. Received: {steps!r}.")
+    return plan
+
+
+def _events(model: keras.Model, plan, batch, steps: int) -> list[list[tuple]]:
+    """What was noted in each step: (cell, device, again, whether it ended, seconds). The model stays as it was."""
+    noted: list[tuple] = []
+    found: list[list[tuple]] = []
+    if not model.optimizer.built:  # its variables must be there, to be put back
+        with model.distribute_strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+    before = training_state.copied(model, metrics=True)
+    kept = model.train_function
+    plan.watch.note = lambda *event: noted.append(event)
+    model.train_function = None
+    try:
+        for _ in range(steps + 1):
+            noted.clear()
+            model.train_on_batch(*batch)
+            found.append(list(noted))
+    finally:
+        plan.watch.note = None
+        model.train_function = kept
+        state = {name: value for name, value in before.items() if not name.startswith("metrics/")}
+        training_state.put(model, state, "the state before the picture")
+        model.reset_metrics()  # those that the first step has made too
+        training_state.put_metrics(model, before)
+    return found[1:]
+
+
+def _cells(events: list[tuple]) -> list[Measured]:
+    starts, found = {}, []
+    origin = min(event[-1] for event in events)
+    for cell, device, again, ended, seconds in sorted(events, key=lambda event: event[-1]):
+        if not ended:
+            starts.setdefault((cell, device, again), []).append(seconds - origin)
+    for cell, device, again, ended, seconds in sorted(events, key=lambda event: event[-1]):
+        if ended:
+            found.append(Measured(cell, device, again, starts[cell, device, again].pop(0), seconds - origin))
+    return sorted(found, key=lambda one: (one.start, one.device))
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with matplotlib.rc_context({"svg.hashsalt": "tfgpu", "svg.fonttype": "none"}):
+        if path.suffix == ".png":
+            figure.savefig(path, dpi=110)
+            return
+        text = StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    drawing = text.getvalue()
+    if path.suffix == ".html":
+        page = drawing[drawing.index("<svg") :]
+        drawing = f'<!doctype html><meta charset="utf-8"><title>Schedule</title>\n{page}\n'
+    path.write_text(drawing)

@@ -1,0 +1,147 @@
+"""Which calls of a model need all rows of a batch: each is tried on a few rows, whole and in two halves."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.parallel import model_graph
+from tfgpu.parallel.pipeline import sections
+from tfgpu.parallel.pipeline.micro_batches import MicroBatches, masked_like
+
+_ROWS, _SIZES = 4, (32, 8)
+_BOUNDS = {"float16": 3e-2, "bfloat16": 3e-2}
+_WHOLE, _HALVES = MicroBatches(_ROWS, 1), MicroBatches(_ROWS, 2)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was found.
+
+    Attributes:
+        mixed: calls whose result for a row depends on the other rows, by the `id` of their node.
+        folded: symbolic tensors whose first axis has another number of rows than the batch, by `id`.
+    """
+
+    mixed: frozenset[int] = frozenset()
+    folded: frozenset[int] = frozenset()
+
+
+def tried(model: keras.Model, strategy: tf.distribute.Strategy, batch=None) -> Rows:
+    """Runs each call of a functional model in training on four rows, and on two and two; its state stays as it is.
+
+    Args:
+        model: functional or Sequential, built.
+        strategy: of one replica, which runs it.
+        batch: inputs as the model takes them, of which the first rows are taken; None draws numbers. Where the model
+            cannot run on those, a warning says so, and nothing is found.
+    """
+    for inputs in _inputs(model_graph.functional(model), batch):
+        try:
+            return _Trial(model, inputs).run(strategy)
+        except Exception as error:  # of a layer's own code
+            why = error
+    _log.warning(
+        "Whether the rows of %r depend on each other could not be tried (%s: %s). Give `batch`: some inputs.",
+        model.name,
+        type(why).__name__,
+        " ".join(str(why).split())[:200],
+    )
+    return Rows()
+
+
+def _inputs(graph, batch) -> Iterator[list]:
+    if batch is not None:
+        yield [None if v is None else np.take(v, np.arange(_ROWS) % len(v), 0) for v in tf.nest.flatten(batch)]
+        return
+    for size in _SIZES:
+        yield [_drawn((_ROWS, *(n or size for n in tensor.shape[1:])), tensor.dtype) for tensor in graph.inputs]
+
+
+def _drawn(shape: tuple, dtype: str):
+    draw = np.random.default_rng(0)
+    if dtype == "string":
+        return draw.integers(0, 2, shape).astype(str)
+    return draw.normal(size=shape) if tf.as_dtype(dtype).is_floating else draw.integers(0, 2, shape)
+
+
+class _Trial:
+    """One run of all calls: values by the `id` of the symbolic tensor, for the whole batch and for both halves."""
+
+    def __init__(self, model: keras.Model, inputs: list):
+        self._inputs, self._calls = model_graph.functional(model).inputs, model_graph.calls(model)
+        self._given = [_tensor(value, tensor.dtype) for value, tensor in zip(inputs, self._inputs, strict=True)]
+        self._whole: dict = {}
+        self._halves: tuple[dict, dict] = {}, {}
+        self._folded: set[int] = set()
+
+    def run(self, strategy: tf.distribute.Strategy) -> Rows:
+        # In a replica's graph, where rows draw as rows of the whole batch.
+        agree = tf.function(lambda given: strategy.run(self._all, (given,)), autograph=False)(self._given)
+        mixed = {id(call.node) for call, is_equal in zip(self._calls, agree, strict=True) if not is_equal}
+        return Rows(frozenset(mixed), frozenset(self._folded))
+
+    @tf.autograph.experimental.do_not_convert
+    def _all(self, given: list) -> list[tf.Tensor]:
+        for tensor, value in zip(self._inputs, given, strict=True):
+            self._whole[id(tensor)] = value
+            self._halve(tensor)
+        return [self._agrees(call) for call in self._calls]
+
+    def _agrees(self, call: model_graph.Call) -> tf.Tensor:
+        """Whether a call makes of the halves what it makes of the whole."""
+        _run(call, self._whole, _WHOLE, 0)
+        made = [tensor for tensor in call.makes if sections.is_by_row(tensor)]
+        found = [tf.constant(all(id(tensor) in half for half in self._halves for tensor in call.needs))]
+        if tf.get_static_value(found[0]):
+            for micro, half in enumerate(self._halves):
+                _run(call, half, _HALVES, micro)
+            found += [self._equal(tensor) for tensor in made]
+        for tensor in made:
+            self._halve(tensor)
+        return tf.reduce_all(found)
+
+    def _equal(self, tensor) -> tf.Tensor:
+        whole = self._whole[id(tensor)]
+        if whole is None:
+            return tf.constant(True)
+        joined = tf.concat([half[id(tensor)] for half in self._halves], 0)
+        if not whole.shape.is_compatible_with(joined.shape):
+            return tf.constant(False)
+        if not whole.dtype.is_floating:
+            return tf.reduce_all(tf.equal(whole, joined))
+        size = tf.reduce_max(tf.where(tf.math.is_finite(whole), tf.abs(whole), 0))
+        is_close = tf.abs(whole - joined) <= size * _BOUNDS.get(whole.dtype.name, 1e-3)
+        return tf.reduce_all(is_close | (whole == joined) | (tf.math.is_nan(whole) & tf.math.is_nan(joined)))
+
+    def _halve(self, tensor) -> None:
+        """Takes the halves of a value from the whole, so that what one call mixes is not laid to the next."""
+        value = self._whole[id(tensor)]
+        rows = _ROWS if value is None else value.shape[0]
+        if rows != _ROWS:
+            self._folded.add(id(tensor))
+        for at, half in enumerate(self._halves):
+            half.pop(id(tensor), None)
+            if rows is not None and rows % 2 == 0:
+                half[id(tensor)] = _cut(value, at * rows // 2, rows // 2)
+
+
+def _run(call: model_graph.Call, values: dict, pieces: MicroBatches, micro: int) -> None:
+    with keras.StatelessScope(), pieces.standing_in(micro):
+        call.run(values, model_graph.in_training)
+
+
+def _cut(value, begin: int, rows: int):
+    return None if value is None else masked_like(value, lambda whole: whole[begin : begin + rows])
+
+
+def _tensor(value, dtype: str):
+    if value is None:
+        return None
+    value = tf.convert_to_tensor(value)
+    return value if value.dtype == tf.string else tf.cast(value, dtype)

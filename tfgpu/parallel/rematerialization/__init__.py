@@ -1,0 +1,1 @@
+"""Activations that the backward pass computes again, to save memory."""

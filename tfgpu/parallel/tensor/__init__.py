@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers whose kernels are split over devices."""

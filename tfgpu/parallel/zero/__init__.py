@@ -1,0 +1,1 @@
+"""Sharded optimizer state, gradients and parameters (ZeRO, stages 1 to 3)."""

@@ -1,0 +1,139 @@
+"""Optimizer state, gradients and parameters over the replicas, instead of a copy of all on each (ZeRO)."""
+
+import logging
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from tfgpu.core import step_context
+from tfgpu.errors import InputError
+from tfgpu.optim import gradient_compression
+from tfgpu.parallel import device_placement, model_graph
+from tfgpu.parallel.rematerialization import recomputed_layers
+from tfgpu.parallel.zero import gathered_variable, sharding, slots
+
+_log = logging.getLogger(__name__)
+
+
+def shard(model: keras.Model, stage: int = 1, *, offload: bool = False) -> keras.Model:
+    """Lets each data replica keep and update its own piece of every variable, before the model is compiled.
+
+    Of N replicas each holds 1/N of the optimizer's slots, of the averages that `use_ema` keeps and of the gradients
+    that accumulation keeps. What is learned is what one device learns; `.keras` files and checkpoints are one
+    device's, and open and resume on any number of replicas.
+
+    Args:
+        model: made in the scope of `mirrored` or `multi_worker`, and built; one of `parallel.place` or
+            `parallel.pipeline` with several replicas too.
+        stage: 1 shards the optimizer's state; 2 besides sends each replica only the sums of its own pieces of the
+            gradients; 3 shards the parameters too: a layer gathers its own while it runs, and is recomputed in the
+            backward pass, where it gathers them anew.
+        offload: keep the pieces and the slots in the host's memory, and update them there. Slower, and no slot takes
+            any of the device's memory.
+
+    Returns:
+        The same model, to be compiled and fitted.
+
+    Raises:
+        InputError: the model has no replicas, is not built, is compiled or sharded already, or trains in a way that
+            pieces do not fit. When the optimizer is built: it does not work element by element.
+
+    Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
+    (https://arxiv.org/abs/1910.02054).
+
+    Example:
+        >>> import tfgpu
+        >>> with tfgpu.strategy("mirrored").scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
+        >>> model = shard(model, stage=2)
+        >>> model.compile("adam", "mse")
+    """
+    strategy = model.distribute_strategy
+    if isinstance(strategy, tf.distribute.OneDeviceStrategy) and not offload:
+        _check_stage(stage)
+        _log.warning("One device holds all of %r: there are no replicas to shard it over.", model.name)
+        return model
+    return shard_over(model, strategy, stage, offload)
+
+
+def shard_over(
+    model: keras.Model,
+    strategy: tf.distribute.Strategy,
+    stage: int,
+    offload: bool = False,
+    place_of: Callable | None = None,
+) -> keras.Model:
+    """As `shard`, for a model that a strategy is to take.
+
+    Args:
+        model, stage, offload: as for `shard`.
+        strategy: the replicas.
+        place_of: the home at which a variable is used, for a model that does not lie on the replicas yet (stage 3).
+
+    Raises:
+        InputError: as for `shard`.
+    """
+    _check_stage(stage)
+    _check(model, strategy)
+    how = sharding.Sharding(stage, offload)
+    slots.use_shards()
+    if stage < 3:
+        sharding.cut(model.trainable_variables, strategy, how)
+    else:
+        _check_gathers(model)
+        gathered_variable.cut(model, place_of or _copies_of, strategy, how)
+    return model
+
+
+def _copies_of(variable) -> device_placement.Home:
+    return device_placement.home(copy.device for copy in variable._value.values)
+
+
+def _check_stage(stage: int) -> None:
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
+        raise InputError(
+            f"`stage` is 1 (the optimizer's state), 2 (gradients too) or 3 (parameters too). Received: {stage!r}."
+        )
+
+
+def _check_gathers(model: keras.Model) -> None:
+    """Refuses what the parameters cannot be gathered for."""
+    if any(model_graph.is_functional(layer) and model_graph.rerouted(layer) for layer in _layers(model)):
+        raise InputError(
+            "The model is in stages, or recomputed in blocks, already: each micro-batch would gather the parameters "
+            "anew. Use stage=2 there; stage=3 recomputes each layer by itself."
+        )
+    recomputed_layers.check_not_recomputed(model)
+    for layer in _layers(model):
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            raise InputError(f"{layer.name!r} (SpectralNormalization) assigns the kernel in each step. Use stage=2.")
+
+
+def _layers(model: keras.Model) -> list[keras.layers.Layer]:
+    return [model, *model_graph.layers_within(model).values()]
+
+
+def _check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    if not step_context.is_spread(strategy):
+        raise InputError(
+            "`parallel.shard` spreads the optimizer over replicas, and this model has none. Make it in the scope of "
+            "`tfgpu.strategy('mirrored')` or `tfgpu.strategy('multi_worker')`; to offload from one device, of "
+            "`tfgpu.strategy('mirrored', devices=['GPU:0'])`."
+        )
+    if step_context.plan_of(strategy) is not None:
+        raise InputError("Replicas that train apart (`averaging`) each need a whole optimizer. Use `mirrored`.")
+    if gradient_compression.top_k_of(strategy) is not None:
+        raise InputError("Top-k gradients and a sharded optimizer do not fit together. Leave one of them out.")
+    if not model.built or not model.trainable_variables:
+        raise InputError(f"{model.name!r} has no trainable variables yet. Build it first: model.build(input_shape).")
+    if any(map(sharding.is_sharded, model.trainable_variables)):
+        raise InputError(f"{model.name!r} was sharded before. Make it anew.")
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and optimizer.built:
+        raise InputError("The model has trained already, or its optimizer was built. Shard it before `compile`.")
+    for variable in model.trainable_variables:
+        if strategy is model.distribute_strategy:
+            step_context.check_has_copies(variable)
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise InputError(f"{variable.path!r} (float8) is overwritten by its gradient. Use another dtype policy.")

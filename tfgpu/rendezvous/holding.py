@@ -1,0 +1,28 @@
+"""A meeting, held from code that runs no event loop."""
+
+import asyncio
+import threading
+
+from tfgpu.rendezvous.meeting import Meeting
+
+
+def hold(meeting: Meeting) -> None:
+    """Holds a meeting, in a thread of its own where this one runs an event loop already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(meeting.hold())
+        return
+    errors: list[BaseException] = []
+
+    def in_thread() -> None:
+        try:
+            asyncio.run(meeting.hold())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=in_thread, name="preflight", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,123 @@
+"""What the leader of a meeting does besides: hears the others, compares what they say, and lets all go on at once."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from tfgpu.errors import InputError, MachineError
+from tfgpu.rendezvous import wire
+from tfgpu.rendezvous.facts import LONGEST, LONGEST_NAME, MAY_DIFFER, SCRIPT, advice, differences
+from tfgpu.rendezvous.members import Member
+
+LEADER = 0
+MOST_NAMED = 20
+_LAST_WORD_S = 2.0
+_log = logging.getLogger("tfgpu.rendezvous")
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A process that keeps a connection to the leader."""
+
+    id: str
+    process: str
+    writer: asyncio.StreamWriter
+
+
+class Chair:
+    """The leader's knowledge of the others, for as long as their connections are open.
+
+    Args:
+        everyone: the processes, the leader first.
+        facts: the leader's own.
+        fail: ends the meeting with an error.
+        note: keeps what a guest has heard of a process that was refused.
+        missing: says who has not come.
+    """
+
+    def __init__(
+        self,
+        everyone: Sequence[Member],
+        facts: Mapping[str, str],
+        *,
+        fail: Callable[[Exception], None],
+        note: Callable[[str, str], None],
+        missing: Callable[[], str],
+    ):
+        self._everyone, self._fail, self._note, self._missing = everyone, fail, note, missing
+        self._has_servers = any(each.name.startswith("parameter server") for each in everyone)
+        self.guests: dict[int, Guest] = {}
+        self._lacks: dict[int, list[int]] = {}
+        self._facts_of: dict[int, dict[str, str]] = {LEADER: dict(facts)}
+
+    async def attend(self, hello: dict, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hears a guest until it hangs up."""
+        task = hello["task"]
+        guest = self.guests[task] = Guest(str(hello["id"])[:64], str(hello["process"])[:200], writer)
+        told = dict(hello["facts"]).items()
+        self._facts_of[task] = {str(name)[:LONGEST_NAME]: str(value)[:LONGEST] for name, value in told}
+        try:
+            while True:
+                word = await wire.read(reader, within_s=None)
+                if "failed" in word:
+                    kind = InputError if word.get("fatal") else MachineError
+                    self._fail(kind(f"{self._everyone[task]} has given up: {word['failed']}"))
+                elif "late" in word:
+                    self._fail(MachineError(self._missing()))
+                else:
+                    self._lacks[task] = [int(index) for index in word["lacks"]][:MOST_NAMED]
+                    for process, note in dict(word["notes"]).items():
+                        self._note(process, note)
+        finally:
+            if self.guests.get(task) is guest:  # It may have called again.
+                del self.guests[task]
+                self._lacks.pop(task, None)
+
+    def has_heard_all(self, others: Sequence[int], running: Collection[int]) -> bool:
+        """Whether each of the others has said that it lacks nobody, or is at work already."""
+        return len({*self._lacks, *running}) == len(others) and not any(self._lacks.values())
+
+    def differences(self) -> str:
+        """What differs and must not, in one text; empty where nothing does."""
+        # Parameter servers and their workers may run a script of their own.
+        found = differences(self._named(), skip=(*MAY_DIFFER, SCRIPT) if self._has_servers else (*MAY_DIFFER,))
+        return f"The processes differ. {' '.join(found)}" if found else ""
+
+    def warn(self) -> None:
+        """Says what differs and may do so."""
+        for text in advice(self._named()):
+            _log.warning("Between the processes %s", text)
+
+    async def let_go(self) -> None:
+        """Tells all that they can start."""
+        for guest in self.guests.values():
+            guest.writer.write(wire.encode({"go": True}))
+        # They hang up first, so that no remains of a connection lie on this port.
+        until = asyncio.get_running_loop().time() + _LAST_WORD_S
+        while self.guests and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.01)
+
+    def stop(self, error: Exception) -> None:
+        """Tells all why they cannot start."""
+        words = {"stop": str(error)[: wire.LIMIT // 8], "fatal": isinstance(error, InputError)}
+        for guest in list(self.guests.values()):
+            guest.writer.write(wire.encode(words))
+
+    def unheard(self, others: Sequence[int], absent: Collection[int]) -> list[str]:
+        """Who answers, but does not reach the leader or one of the others."""
+        lines = []
+        for index in others:
+            if index in absent:
+                continue
+            if index not in self.guests:
+                silent, leader = self._everyone[index], self._everyone[LEADER]
+                lines.append(f"{silent} answers, but has not reached {leader}: firewall, or wrong address")
+                continue
+            for other in self._lacks.get(index, []):
+                if other not in absent:
+                    lines.append(f"{self._everyone[index].name} does not reach {self._everyone[other]}: firewall")
+        return lines[:MOST_NAMED]
+
+    def _named(self) -> dict[str, dict[str, str]]:
+        return {self._everyone[index].name: facts for index, facts in sorted(self._facts_of.items())}

@@ -1,0 +1,50 @@
+"""Layers that mix the pictures of a batch, or draw for it in a way of their own: each replica sees the whole batch."""
+
+import tensorflow as tf
+from keras.src.layers import CutMix, Equalization, MixUp, RandomElasticTransform
+
+from tfgpu.compat.patch import wrap
+from tfgpu.core import rng, row_sums, step_context
+
+
+def mix_the_whole_batch() -> None:
+    """MixUp and CutMix pair the pictures of the whole batch; elastic transforms and equalization see all of it.
+
+    Stock Keras pairs the pictures that a replica holds, and bends the first picture of each replica alike. Here the
+    rows of all replicas come together in one collective, each replica does the whole batch's work and keeps its rows:
+    of the pictures, and of what goes along with them in a dictionary (labels, masks, boxes). Equalization, which
+    RandAugment and AugMix use too, counts how often each brightness occurs in the whole batch.
+    """
+    for layer in (MixUp, CutMix, RandomElasticTransform):
+
+        @wrap(layer, "call")
+        def call(stock, self, data, training=True):
+            pictures = data["images"] if isinstance(data, dict) else data
+            if step_context.rows_held() is None or len(pictures.shape) != 4:
+                return stock(self, data, training=training)
+            with rng.same_on_all_replicas():
+                if not training:
+                    return stock(self, data, training=training)
+                mixed = stock(self, tf.nest.map_structure(_whole, data), training=training)
+            return tf.nest.map_structure(lambda table: _own(table, pictures), mixed)
+
+    @wrap(Equalization, "_custom_histogram_fixed_width")
+    def histogram(stock, self, *args, **kwargs):
+        found = stock(self, *args, **kwargs)
+        if step_context.rows_held() is None:
+            return found
+        (total,) = step_context.sum_small([found * step_context.has_rows(found.dtype)])
+        return tf.ensure_shape(total, found.shape)
+
+
+def _whole(rows) -> tf.Tensor:
+    rows = tf.convert_to_tensor(rows)
+    table = row_sums.all_rows(rows)
+    if rows.shape[0] is not None and table.shape[0] is None:
+        # The elastic transform bends all pictures as the first where it does not know how many there are.
+        table = tf.ensure_shape(table, [rows.shape[0] * step_context.context().num_replicas_in_sync, *rows.shape[1:]])
+    return table
+
+
+def _own(table: tf.Tensor, pictures: tf.Tensor) -> tf.Tensor:
+    return tf.ensure_shape(row_sums.own_rows(table, pictures), [pictures.shape[0], *table.shape[1:]])

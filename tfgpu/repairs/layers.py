@@ -1,0 +1,104 @@
+"""Layers that must see the whole batch, and variables that are first made inside a replica."""
+
+import tensorflow as tf
+from keras import ops
+from keras.src.backend.tensorflow import core, nn
+from keras.src.layers.normalization.batch_normalization import BatchNormalization
+
+from tfgpu.compat.patch import wrap
+from tfgpu.core import row_sums, step_context
+
+
+def make_variables_once() -> None:
+    """Makes a variable outside the replicas, for all at once, where a model is built by its first call inside one."""
+
+    @wrap(core.Variable, "_initialize")
+    def initialize(stock, self, value):
+        ctx = step_context.context()
+        eager = tf.executing_eagerly() and not tf.inside_function()
+        if ctx is None or isinstance(value, tf.Variable) or (eager and step_context.step() is None):
+            return stock(self, value)
+        if tf.is_tensor(value) and (known := tf.get_static_value(value)) is not None:
+            value = known  # a number that Keras made a tensor of, in a graph that is not there outside
+        step_context.run_outside(ctx.strategy, lambda: stock(self, value))
+
+
+def stand_in_where_no_rows_are() -> None:
+    """Pooling and convolution of no rows, in a hand-written loop: of one row that stands in, and is dropped again.
+
+    A batch with fewer rows than replicas leaves some of them with none.
+    """
+    for name in ("max_pool", "average_pool", "adaptive_max_pool", "conv", "depthwise_conv", "conv_transpose"):
+
+        @wrap(nn, name)
+        def call(stock, inputs, *args, **kwargs):
+            is_sure = step_context.context() is None or step_context.step() is not None or bool(inputs.shape[0])
+            if is_sure:
+                return stock(inputs, *args, **kwargs)
+            return stock(with_a_row(inputs), *args, **kwargs)[: tf.shape(inputs)[0]]
+
+
+def with_a_row(value):
+    """A tensor of at least one row: of ones (0 for whole numbers), which logarithms and norms can bear."""
+    if not tf.is_tensor(value) or isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or value.shape.rank == 0:
+        return value
+    if value.shape[0]:
+        return value
+
+    def one():
+        shape = tf.concat([[1], tf.shape(value)[1:]], 0)
+        return tf.ones(shape, value.dtype) if value.dtype.is_floating else tf.zeros(shape, value.dtype)
+
+    row = tf.cond(tf.shape(value)[0] > 0, lambda: value, one)  # passes the tensor on uncopied
+    if value.shape[0] is None:
+        row.set_shape(value.shape)
+    return row
+
+
+def normalise_by_global_batch() -> None:
+    """BatchNormalization takes its mean and variance over the global batch, as one device does, masks included.
+
+    Stock Keras takes them over each replica's rows unless `synchronized=True`, ignores that flag where a mask is
+    given, and then finds the variance as E[x^2] - E[x]^2, which cancels where the mean is large. Here one collective
+    brings every replica's count, mean and squared deviations together (Chan, Golub and LeVeque, 1979).
+    """
+
+    @wrap(nn, "_compute_moments_sync")
+    def compute_moments_sync(stock, x, axes, keepdims):
+        if step_context.context() is None:
+            return stock(x, axes, keepdims)
+        return _moments(x, axes, keepdims)
+
+    @wrap(BatchNormalization, "_moments")
+    def moments(stock, self, inputs, mask):
+        if step_context.context() is None:
+            return stock(self, inputs, mask)
+        if mask is None:
+            return nn.moments(inputs, self._reduction_axes, synchronized=True)
+        weights = ops.cast(ops.expand_dims(mask, -1), inputs.dtype)
+        return _moments(inputs, self._reduction_axes, False, tf.broadcast_to(weights, tf.shape(inputs)))
+
+
+def _moments(x: tf.Tensor, axes, keepdims: bool, weights: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance of `x` over `axes` and over all replicas; positions of weight 0 do not count."""
+    weights = (tf.ones_like(x) if weights is None else weights) * step_context.has_rows(x.dtype)
+
+    def total(values):
+        return tf.reduce_sum(tf.where(weights > 0, values, tf.zeros_like(values)), axes, keepdims=True)
+
+    count = tf.reduce_sum(weights, axes, keepdims=True)
+    mean = tf.math.divide_no_nan(total(x), count)
+    counts, means, squares = tf.unstack(_gather(tf.stack([count, mean, total(tf.square(x - mean))])), axis=1)
+    count = tf.reduce_sum(counts, 0)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), count)
+    squares = tf.reduce_sum(squares + counts * tf.square(means - mean), 0)
+    variance = tf.math.divide_no_nan(squares, count)
+    return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
+
+
+def _gather(value: tf.Tensor) -> tf.Tensor:
+    """What every replica has, stacked in replica order; as an all-reduce, whose gradient TensorFlow has everywhere."""
+    ctx = step_context.context()
+    place = tf.one_hot(tf.cast(ctx.replica_id_in_sync_group, tf.int32), ctx.num_replicas_in_sync, dtype=value.dtype)
+    mine = tf.tensordot(place, value, axes=0)
+    return mine if step_context.is_alone() else row_sums.over_replicas([mine])[0]

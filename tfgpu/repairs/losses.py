@@ -1,0 +1,118 @@
+"""Losses under replicas: each stays the mean over its replica's own rows, as written for one device.
+
+The step then averages the gradients by each replica's share of the batch; a hand-written loop sums them, so there the
+loss takes its share itself. Only divisors that are not the number of rows need mending besides: valid positions of a
+mask, sums of weights, and sums that have no divisor at all.
+"""
+
+import tensorflow as tf
+from keras.src.losses import loss as loss_module
+from keras.src.metrics import reduction_metrics
+
+from tfgpu.compat.patch import wrap
+from tfgpu.core import step_context
+
+
+def keep_losses_local() -> None:
+    """Stops Keras from dividing a loss by the number of replicas: it counts by its replica's share of the batch.
+
+    Stock Keras divides by the local rows and then by the replica count, which is right only where every replica has
+    equally many rows: https://github.com/keras-team/keras/issues/19246, https://github.com/tensorflow/tensorflow/issues/36224
+    """
+    ways = {
+        "scale_loss_for_distribution": tf.math.multiply_no_nan,
+        "unscale_loss_for_distribution": tf.math.divide_no_nan,
+    }
+    for name, by in ways.items():
+
+        @wrap(loss_module, name)
+        def scale(stock, value, by=by):
+            if step_context.step() is not None:
+                return value
+            share = step_context.share_of_rows()
+            return stock(value) if share is None else by(value, tf.cast(share, value.dtype))
+
+
+def keep_own_means_local() -> None:
+    """TensorFlow's helpers for hand-written loops count the replicas in, because such a loop's gradients are summed; in
+    a `train_step`, whose gradients are averaged, they mean what they mean on one device.
+    """
+
+    @wrap(tf.nn, "compute_average_loss")
+    def compute_average_loss(stock, per_example_loss, sample_weight=None, global_batch_size=None):
+        loss = stock(per_example_loss, sample_weight, global_batch_size)
+        if step_context.step() is None:
+            return loss
+        if global_batch_size is None:
+            return loss * step_context.count(loss.dtype)
+        return tf.math.divide_no_nan(loss, tf.cast(step_context.share(), loss.dtype))
+
+    @wrap(tf.nn, "scale_regularization_loss")
+    def scale_regularization_loss(stock, regularization_loss):
+        loss = stock(regularization_loss)
+        return loss if step_context.step() is None else loss * step_context.count(loss.dtype)
+
+
+def make_divisors_global() -> None:
+    """Counts the valid positions of masks, and sums the weights of weighted means, over all replicas."""
+
+    @wrap(loss_module, "apply_mask")
+    def apply_mask(stock, sample_weight, mask, dtype, reduction):
+        weight = stock(sample_weight, mask, dtype, reduction)
+        if mask is None or not step_context.can_meet() or reduction not in ("mean", "sum_over_batch_size"):
+            return weight
+        valid = tf.reduce_sum(tf.cast(mask, dtype))
+        return weight * _as_local_part(valid)
+
+    @wrap(loss_module, "reduce_values")
+    def reduce_values(stock, values, sample_weight=None, reduction="sum_over_batch_size"):
+        loss = stock(values, sample_weight, reduction)
+        if step_context.context() is None or reduction in (None, "none"):
+            return loss
+        if tuple(values.shape) == (0,):  # stock returns the empty vector, where the other replicas have a scalar
+            loss = tf.reduce_sum(values)
+            if reduction != "sum":
+                loss = loss_module.scale_loss_for_distribution(loss)  # as they do: they may meet there
+        if values.shape.rank == 0:  # one number is no sum over rows: Keras leaves it as it is
+            return loss
+        if reduction == "mean_with_sample_weight" and sample_weight is not None and step_context.can_meet():
+            return loss * _as_local_part(tf.cast(tf.reduce_sum(sample_weight), loss.dtype))
+        if reduction == "sum" and step_context.step() is not None:
+            return tf.math.divide_no_nan(loss, tf.cast(step_context.share(), loss.dtype))
+        return loss
+
+
+def weigh_scalar_metrics() -> None:
+    """Lets a scalar of the batch, such as a loss under a `Mean` or `Sum`, count once and not once a replica."""
+
+    for metric in (reduction_metrics.Mean, reduction_metrics.Sum):
+
+        @wrap(metric, "update_state")
+        def update_state(stock, self, values, sample_weight=None):
+            if (
+                step_context.step() is None
+                or len(getattr(values, "shape", ())) != 0
+                or isinstance(values, (list, tuple))
+            ):
+                return stock(self, values, sample_weight)
+            values, share = tf.convert_to_tensor(values), step_context.share()
+            if sample_weight is None:
+                sample_weight = share
+            elif isinstance(self, reduction_metrics.Sum) or _is_constant(sample_weight):
+                sample_weight *= share
+            return stock(self, tf.where(share > 0, values, tf.zeros_like(values)), sample_weight)
+
+
+def _is_constant(weight) -> bool:
+    """Whether a scalar's weight is the same on all replicas; else it is taken for the number of rows, as in Keras."""
+    return isinstance(weight, (int, float)) and weight != tf.get_static_value(step_context.rows().local)
+
+
+def _as_local_part(divisor: tf.Tensor) -> tf.Tensor:
+    """The factor that turns a mean over this replica's `divisor` into its part of the mean over everybody's."""
+    if step_context.is_alone():
+        return tf.ones([], divisor.dtype)
+    share = tf.cast(step_context.share_of_rows(), divisor.dtype)
+    divisor = tf.where(share > 0, divisor, tf.zeros_like(divisor))
+    (total,) = step_context.sum_small([divisor])
+    return tf.math.divide_no_nan(divisor, total * share)
