@@ -48,7 +48,7 @@ digits: $(STAMP)  ## Accuracy of the default recipe over five seeds and splits
 	$(BIN)/python benchmarks/digits.py
 
 matrix: $(STAMP)  ## Compare every option with one device, stock Keras beside tfgpu (hours)
-	$(BIN)/python tests/matrix/run.py --paths fit trainer loop loop-mean sharded --folder build/matrix --json build/matrix.json --write docs/equivalence.md
+	$(BIN)/python tests/matrix/run.py --paths fit loop loop-mean sharded --folder build/matrix --json build/matrix.json --write docs/equivalence.md
 
 # PyTorch and JAX, beside the package's environment, not in it. PyTorch's CPU build where an index has it
 # (PIP_EXTRA_INDEX_URL can name PyTorch's own), else what there is. A peer that cannot be had is a row that says so.

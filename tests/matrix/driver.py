@@ -34,7 +34,7 @@ TOPOLOGIES = {
     "workers-2x1": (2, 1),
     "workers-2x2": (2, 2),
 }
-PATHS = ("fit", "trainer", "loop", "loop-mean", "sharded")  # `sharded`: `fit`, with parameters in pieces (ZeRO 3)
+PATHS = ("fit", "loop", "loop-mean", "sharded")  # `sharded`: `fit`, with parameters in pieces (ZeRO 3)
 
 
 class Place:
@@ -104,21 +104,14 @@ class Place:
             **case.fit,
             **options,
         }
-        return self._trainer(model).fit(**options)
+        return model.fit(**options)
 
     def evaluate(self, model, case):
         steps = {"steps": 3} if case.feed == "generator" else {}
-        return self._trainer(model).evaluate(**self.feed(case), verbose=0, return_dict=True, **steps)
+        return model.evaluate(**self.feed(case), verbose=0, return_dict=True, **steps)
 
     def predict(self, model, case):
-        return self._trainer(model).predict(**self.feed(case, targets=False), verbose=0)
-
-    def _trainer(self, model):
-        if self.path != "trainer" or self.reference:
-            return model
-        import tfgpu
-
-        return tfgpu.Trainer(model)
+        return model.predict(**self.feed(case, targets=False), verbose=0)
 
     def on_chief(self, write):
         """Writes once, by the chief; the others go on when it is done."""

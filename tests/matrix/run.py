@@ -226,13 +226,7 @@ def measure(
     cases = {n: c for n, c in table().items() if (not names or n in names) and (not groups or c.group in groups)}
     cases = {name: case for at, (name, case) in enumerate(cases.items()) if at % share[1] == share[0] - 1}
     by_path = {path: [n for n, c in cases.items() if c.loop or not path.startswith("loop")] for path in paths}
-    wanted = [
-        Job(p, r, t)
-        for t in reversed(topologies)
-        for r in repairs
-        for p in paths
-        if not (p == "trainer" and r == "stock")
-    ]
+    wanted = [Job(p, r, t) for t in reversed(topologies) for r in repairs for p in paths]
     origins = {path: Job(path if path.startswith("loop") else "fit", "stock", "one") for path in paths}
     orders = {path: [Job(origins[path].path, "stock", "one", o) for o in ORDERS] for path in paths}
     rough = {path: [n for n in by_path[path] if cases[n].rounding] for path in paths}

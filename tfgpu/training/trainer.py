@@ -1,4 +1,4 @@
-"""`Trainer(model)`: the job of `model.fit` with the length of a compiled call in the caller's hand."""
+"""`Trainer(model)`: `model.fit` with a fixed number of steps per compiled call."""
 
 import numbers
 from typing import Any
@@ -11,21 +11,18 @@ from tfgpu.errors import InputError
 
 
 class Trainer:
-    """Trains a compiled Keras model by `fit`, so many steps a call.
+    """Alias of `model.fit`, `model.evaluate` and `model.predict`, with a fixed number of steps per compiled call.
 
-    Under the repairs `model.fit` itself runs blocks of steps: many `train_step`s in one call of a tf.function, as long
-    as no callback looks at single batches. `Trainer` is for those who want to say how many, and for code that
-    needs to know that the model can be run so at all.
+    `model.fit` runs blocks of steps itself; use it unless you need to fix the length of a block.
 
     Args:
         model: a compiled model, made under the strategy's scope.
-        steps_per_call: steps of a block; None (the default) takes the model's `steps_per_execution` if that is
-            above 1, and otherwise lets blocks grow to a tenth or two of a second, or to one step where a callback
-            looks at single batches. `on_train_batch_begin` and `on_train_batch_end` are called once a block.
+        steps_per_call: steps per call; `on_train_batch_begin` and `on_train_batch_end` run once per call. `None`
+            (default) leaves the number to `fit`.
 
     Raises:
-        InputError: the model is not compiled, or makes its own train function, which blocks cannot honour; or the
-            repairs are switched off.
+        InputError: `steps_per_call` is not a positive integer; the model is not compiled, or overrides `fit` or
+            `make_train_function`; or `TFGPU_REPAIR=0` is set.
 
     Example:
         >>> import keras, numpy as np, tfgpu
