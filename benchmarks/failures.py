@@ -20,7 +20,7 @@ import typer
 
 from benchmarks import launched
 from benchmarks.children import ROOT
-from tfgpu.measure.scale import lost_fraction
+from benchmarks.scaling_model import lost_fraction
 
 RESULTS = ROOT / "docs" / "scale" / "failures.json"
 ENDLESS = 1_000_000

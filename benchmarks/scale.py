@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/scale.md: what `tfgpu.measure.scale` says, beside what was measured.
+"""The tables and the picture of docs/scale.md: what `benchmarks.scaling_model` says, beside what was measured.
 
 `python -m benchmarks.scale` writes them between the page's marks. What two workers took is in docs/benchmarks.json;
 what stragglers and failures cost, as `benchmarks.stragglers` and `benchmarks.failures` measure it, is in docs/scale.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import failures, stragglers
 from benchmarks.figures import Cell, cells
-from tfgpu.measure.scale import (
+from benchmarks.scaling_model import (
     Link,
     daly_s,
     fit_link,

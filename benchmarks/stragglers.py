@@ -19,7 +19,7 @@ import typer
 
 from benchmarks import launched
 from benchmarks.children import ROOT
-from tfgpu.measure.scale import slowest_s
+from benchmarks.scaling_model import slowest_s
 
 RESULTS = ROOT / "docs" / "scale" / "stragglers.json"
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import scale
-from tfgpu.measure.scale import Link
+from benchmarks.scaling_model import Link
 
 
 def results() -> dict:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import failures, stragglers
-from tfgpu.measure.scale import lost_fraction
+from benchmarks.scaling_model import lost_fraction
 
 ROOT = Path(__file__).parents[2]
 FACTS = {"device": "Some CPU", "all_cores": 2, "versions": {"Python": "3"}, "date": "2026-01-01"}

@@ -6,8 +6,7 @@ import statistics
 
 import pytest
 
-from tfgpu.errors import InputError
-from tfgpu.measure.scale import (
+from benchmarks.scaling_model import (
     Link,
     daly_s,
     fit_link,
@@ -19,6 +18,7 @@ from tfgpu.measure.scale import (
     tree_s,
     young_s,
 )
+from tfgpu.errors import InputError
 
 LINK = Link(bandwidth_bytes_s=1000.0, latency_s=0.5)
 FAST = Link(bandwidth_bytes_s=10_000.0, latency_s=0.01)
