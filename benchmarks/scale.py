@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/scale.md: what `benchmarks.scaling_model` says, beside what was measured.
+"""Writes the tables and the picture of docs/scale.md: what `benchmarks.scaling_model` predicts, beside measurements.
 
 `python -m benchmarks.scale` writes them between the page's marks. What two workers took is in docs/benchmarks.json;
 what stragglers and failures cost, as `benchmarks.stragglers` and `benchmarks.failures` measure it, is in docs/scale.

@@ -1,6 +1,6 @@
-"""What more workers cost, by formula: the all-reduce, the slowest worker, failures and checkpoints.
+"""Formulas for the cost of more workers: all-reduce time, the slowest worker, failures and checkpoints.
 
-Pure functions of numbers, in seconds and bytes. docs/scale.md holds them against what was measured.
+Pure functions of numbers, in seconds and bytes. docs/scale.md compares them with measurements.
 
 Example:
     >>> ethernet = Link(bandwidth_bytes_s=1.25e9, latency_s=50e-6)
@@ -21,14 +21,14 @@ _GRID = 4_000
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two workers.
+    """A connection between two workers.
 
     Args:
-        bandwidth_bytes_s: bytes a second that one worker sends while it receives as many.
-        latency_s: seconds of a message without bytes.
+        bandwidth_bytes_s: bytes per second in each direction at the same time.
+        latency_s: seconds for an empty message.
 
     Raises:
-        InputError: no bandwidth, or a negative latency.
+        InputError: the bandwidth is not positive, or the latency is negative.
     """
 
     bandwidth_bytes_s: float
@@ -40,12 +40,12 @@ class Link:
 
 
 def ring_s(size_bytes: float, workers: int, link: Link) -> float:
-    """Seconds of an all-reduce around a ring: each worker sends n-th parts, 2(n - 1) times.
+    """Seconds of a ring all-reduce: each worker sends 1/n of the bytes, 2(n - 1) times.
 
     Args:
-        size_bytes: of what is reduced, on each worker.
-        workers: how many take part.
-        link: between neighbours.
+        size_bytes: bytes to reduce, on each worker.
+        workers: number of workers.
+        link: between neighbors.
 
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
     """
@@ -55,9 +55,9 @@ def ring_s(size_bytes: float, workers: int, link: Link) -> float:
 
 
 def tree_s(size_bytes: float, workers: int, link: Link) -> float:
-    """Seconds of an all-reduce up and down two binary trees, each with half the bytes, in small pieces.
+    """Seconds of a pipelined all-reduce up and down two binary trees, each with half the bytes.
 
-    The bytes take as long as around a ring of many; the messages' latency grows with the depth only.
+    The bytes take as long as around a large ring; latency grows only with the depth of the trees.
 
     Source: Sanders, Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009;
     NCCL since 2.4.
@@ -69,30 +69,30 @@ def tree_s(size_bytes: float, workers: int, link: Link) -> float:
 
 
 def hierarchical_s(size_bytes: float, nodes: int, per_node: int, within: Link, across: Link) -> float:
-    """Seconds of an all-reduce in three parts: scattered within each node, around a ring of nodes, gathered within.
+    """Seconds of a hierarchical all-reduce: reduce-scatter within each node, ring across nodes, all-gather within.
 
     Args:
-        size_bytes: of what is reduced, on each worker.
-        nodes: machines.
-        per_node: workers (GPUs) of each machine, every one with an own way out.
-        within: between two workers of a machine.
-        across: between two machines, for each worker.
+        size_bytes: bytes to reduce, on each worker.
+        nodes: number of machines.
+        per_node: workers (GPUs) per machine, each with its own network connection.
+        within: between two workers of one machine.
+        across: between two machines, per worker.
     """
     _check(nodes=nodes, per_node=per_node)
     return ring_s(size_bytes, per_node, within) + ring_s(size_bytes / per_node, nodes, across)
 
 
 def slowest_s(mean_s: float, deviation_s: float, workers: int, *, tail: str = "normal") -> float:
-    """The mean time of a step that waits for the slowest of its workers.
+    """The mean time of a step that waits for its slowest worker.
 
     Args:
-        mean_s: of one worker's step.
-        deviation_s: standard deviation of one worker's step; independent of the others'.
-        workers: how many are waited for.
-        tail: `"normal"`, or `"lognormal"` for steps that are now and then much slower.
+        mean_s: mean time of one worker's step.
+        deviation_s: standard deviation of one worker's step, independent of the others.
+        workers: number of workers.
+        tail: `"normal"`, or `"lognormal"` where some steps are much slower.
 
     Returns:
-        The expected maximum, by integrating over the maximum's distribution.
+        The expected maximum, integrated numerically over the distribution of the maximum.
 
     Example:
         >>> round(slowest_s(1.0, 0.1, 2), 4)  # 1 + 0.1 / sqrt(pi)
@@ -112,7 +112,7 @@ def slowest_s(mean_s: float, deviation_s: float, workers: int, *, tail: str = "n
 
 
 def _of_maximum(workers: int, time_s) -> float:
-    """The mean of `time_s` at the greatest of n standard normal numbers: a sum over steps of its distribution."""
+    """The mean of `time_s` at the largest of `workers` standard normal numbers, as a Riemann sum."""
     low, high = -9.0, 9.0 + math.sqrt(2 * math.log(workers))
     cdf, width = NormalDist().cdf, (high - low) / _GRID
     total, before = 0.0, 0.0
@@ -124,18 +124,18 @@ def _of_maximum(workers: int, time_s) -> float:
 
 
 def mtbf_s(one_s: float, parts: int) -> float:
-    """Seconds between failures of a whole that fails when any of its parts does.
+    """Mean seconds between failures of a system that fails when any of its parts does.
 
     Args:
-        one_s: mean seconds between failures of one part; failures come independently, at a steady rate.
-        parts: how many there are.
+        one_s: mean seconds between failures of one part; failures are independent, at a constant rate.
+        parts: number of parts.
     """
     _check(parts=parts)
     return one_s / parts
 
 
 def young_s(save_s: float, mtbf_s: float) -> float:
-    """Seconds of training between checkpoints that lose the least: the square root of `2 * save_s * mtbf_s`.
+    """The checkpoint interval with the least lost time, to first order: the square root of `2 * save_s * mtbf_s`.
 
     Source: Young, A first order approximation to the optimum checkpoint interval, Communications of the ACM, 1974.
     """
@@ -143,11 +143,11 @@ def young_s(save_s: float, mtbf_s: float) -> float:
 
 
 def daly_s(save_s: float, mtbf_s: float) -> float:
-    """As `young_s`, and right too where failures come nearly as often as checkpoints.
+    """As `young_s`, but accurate even when failures are nearly as frequent as checkpoints.
 
     Args:
-        save_s: seconds that training stands still for a checkpoint.
-        mtbf_s: mean seconds between failures of the whole.
+        save_s: seconds that a checkpoint stops training.
+        mtbf_s: mean seconds between failures of the whole system.
 
     Source: Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
     Computer Systems, 2006.
@@ -161,18 +161,18 @@ def daly_s(save_s: float, mtbf_s: float) -> float:
 
 
 def lost_fraction(interval_s: float, *, save_s: float, restart_s: float, mtbf_s: float) -> float:
-    """The part of the time that is no progress: checkpoints, steps that are run again, restarts.
+    """The share of time lost to checkpoints, repeated steps and restarts.
 
     Args:
         interval_s: seconds of training between checkpoints.
-        save_s: seconds that training stands still for one.
-        restart_s: seconds from a failure until training goes on, during which another may come.
-        mtbf_s: mean seconds between failures of the whole.
+        save_s: seconds that a checkpoint stops training.
+        restart_s: seconds from a failure until training continues; another failure may come meanwhile.
+        mtbf_s: mean seconds between failures of the whole system.
 
     Returns:
         From 0 to 1.
 
-    Source: Daly 2006: the expected time of a run whose failures come at a steady rate.
+    Source: Daly 2006, the expected time of a run whose failures come at a constant rate.
     """
     if not interval_s > 0 or not save_s >= 0 or not restart_s >= 0 or not mtbf_s > 0:
         raise InputError(
@@ -180,27 +180,30 @@ def lost_fraction(interval_s: float, *, save_s: float, restart_s: float, mtbf_s:
             f"Received: {interval_s!r}, {save_s!r}, {restart_s!r}, {mtbf_s!r}."
         )
     waits, attempts = restart_s / mtbf_s, (interval_s + save_s) / mtbf_s
-    if waits + attempts > 700:  # e**700 is near the largest float: no progress at all.
+    if waits + attempts > 700:  # e**700 is close to the largest float: there is no progress.
         return 1.0
     return 1 - interval_s / (mtbf_s * math.exp(waits) * math.expm1(attempts))
 
 
 def fit_link(sizes_bytes: list[float], collectives: list[int], times_s: list[float], *, workers: int) -> Link:
-    """Finds the link that explains measured times of a ring best, each time weighing by its own size.
+    """Fits latency and bandwidth to measured ring all-reduces by least squares of the relative error.
 
     Args:
-        sizes_bytes: bytes that each measurement reduced.
-        collectives: all-reduces in which it did.
-        times_s: seconds that it took.
-        workers: how many took part, at least 2.
+        sizes_bytes: bytes reduced in each measurement.
+        collectives: all-reduces in each measurement.
+        times_s: seconds of each measurement.
+        workers: number of workers, at least 2.
 
     Raises:
-        InputError: fewer than two measurements, or none that tell latency from bandwidth.
+        InputError: there are fewer than two measurements, or they cannot separate latency from bandwidth.
     """
     if workers < 2 or len(times_s) < 2 or not all(time > 0 for time in times_s):
-        raise InputError(f"A link is fitted to two or more times above 0 of two workers. Received: {times_s!r}.")
+        raise InputError(
+            "Fitting a link needs two or more times above 0 and at least two workers. "
+            f"Received: {times_s!r}, workers={workers}."
+        )
     rounds = 2 * (workers - 1)
-    # Least squares of (rounds * collectives) * latency + (rounds * bytes / workers) * slowness, over the time.
+    # Least squares of ((rounds * collectives) * latency + (rounds * bytes / workers) * slowness) / time.
     rows = [
         (rounds * count / time, rounds * size / workers / time)
         for size, count, time in zip(sizes_bytes, collectives, times_s, strict=True)
@@ -209,10 +212,12 @@ def fit_link(sizes_bytes: list[float], collectives: list[int], times_s: list[flo
     a, b = (sum(row[i] for row in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
     if determinant <= 1e-12 * aa * bb:
-        raise InputError("The measurements do not tell latency from bandwidth: their sizes a collective are alike.")
+        raise InputError(
+            "The measurements cannot separate latency from bandwidth: all have the same size per all-reduce."
+        )
     latency, slowness = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
     if latency < 0 or slowness <= 0:
-        raise InputError(f"No link explains these times: latency {latency:.3g} s, {slowness:.3g} s a byte.")
+        raise InputError(f"No link fits these times: latency {latency:.3g} s, {slowness:.3g} s per byte.")
     return Link(bandwidth_bytes_s=1 / slowness, latency_s=latency)
 
 

@@ -1,4 +1,4 @@
-"""The formulas, against numbers by hand, published ones, and simulation."""
+"""The formulas, compared with hand-computed numbers, published ones and simulation."""
 
 import math
 import random
@@ -154,10 +154,10 @@ def test_a_link_is_found_from_times():
         (lambda: daly_s(0, 1), "must be above 0. Received: 0, 1"),
         (lambda: lost_fraction(0, save_s=1, restart_s=1, mtbf_s=1), "`interval_s`"),
         (lambda: fit_link([1.0], [1], [1.0], workers=2), "two or more times"),
-        (lambda: fit_link([1.0, 2.0], [1, 2], [1.0, 2.0], workers=2), "do not tell latency from bandwidth"),
+        (lambda: fit_link([1.0, 2.0], [1, 2], [1.0, 2.0], workers=2), "cannot separate latency from bandwidth"),
         (lambda: fit_link([1.0, 10.0], [1, 1], [2.0, 1.0], workers=2), "No link explains these times"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(call, words):
+def test_invalid_input_is_rejected(call, words):
     with pytest.raises(InputError, match=words):
         call()
