@@ -155,7 +155,7 @@ def test_a_link_is_found_from_times():
         (lambda: lost_fraction(0, save_s=1, restart_s=1, mtbf_s=1), "`interval_s`"),
         (lambda: fit_link([1.0], [1], [1.0], workers=2), "two or more times"),
         (lambda: fit_link([1.0, 2.0], [1, 2], [1.0, 2.0], workers=2), "cannot separate latency from bandwidth"),
-        (lambda: fit_link([1.0, 10.0], [1, 1], [2.0, 1.0], workers=2), "No link explains these times"),
+        (lambda: fit_link([1.0, 10.0], [1, 1], [2.0, 1.0], workers=2), "No link fits these times"),
     ],
 )
 def test_invalid_input_is_rejected(call, words):
