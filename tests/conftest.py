@@ -1,6 +1,8 @@
 """Every test process gets four logical CPU devices, before TensorFlow starts: they stand for four GPUs."""
 
 import contextlib
+import ctypes
+import gc
 import getpass
 import json
 import os
@@ -9,10 +11,10 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import hypothesis
+import psutil
 import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -29,17 +31,20 @@ tf.config.set_logical_device_configuration(
 
 
 def pytest_addoption(parser):
-    parser.addoption("--share", default="1/1", metavar="K/N", help="every N-th test, by its name's checksum: part K")
+    parser.addoption("--costs", metavar="FILE", help="append each test's CPU seconds to this file, as JSON lines")
 
 
-def pytest_collection_modifyitems(config, items):
-    part, parts = map(int, config.getoption("--share").split("/"))
-    chosen, others = [], []
-    for item in items:
-        (chosen if zlib.crc32(item.nodeid.encode()) % parts == part - 1 else others).append(item)
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = chosen
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    before = os.times()
+    result = yield
+    if path := item.config.getoption("--costs"):
+        cost_s = sum(os.times()[:4]) - sum(before[:4])
+        memory_mb = psutil.Process().memory_info().rss / 2**20
+        said = {"test": item.nodeid, "slow": "slow" in item.keywords, "cpu_s": cost_s, "memory_mb": memory_mb}
+        with open(path, "a") as file:  # One write a line: two processes may append.
+            file.write(json.dumps(said) + "\n")
+    return result
 
 
 def free_addresses(count: int) -> list[str]:
@@ -91,6 +96,16 @@ def no_scope_is_left():
     yield
     if tf.distribute.has_strategy():
         tf.compat.v1.reset_default_graph()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_is_given_back():
+    """A module's models and graphs do not stay in memory until the last one's end."""
+    yield
+    if "keras" in sys.modules:
+        sys.modules["keras"].backend.clear_session()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture

@@ -74,6 +74,16 @@ def answers(processes: list[subprocess.Popen], *, within_s: float = 90) -> list[
     return [json.loads(out.strip().splitlines()[-1]) for out, _ in said]
 
 
+def wait_until_it_listens(address: str) -> None:
+    """Returns when a process takes connections there, however long it takes to start."""
+    host, _, port = address.rpartition(":")
+    for _ in range(1200):
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"nobody listens at {address}")
+
+
 def workers(addresses, count: int) -> dict[str, list[str]]:
     return {"worker": addresses(count)}
 
@@ -107,28 +117,43 @@ def test_a_late_process_is_waited_for(addresses):
     assert found[1]["s"] > 2
 
 
+def at_the_deadline(begin, *, lacking: int = 1) -> list[dict]:
+    """The answers of processes that the deadline ended, once all of them had started before it.
+
+    Args:
+        begin: starts the processes with that many seconds; a busy machine gets more of them.
+        lacking: how many do not answer.
+    """
+    for seconds in ("6", "30", "120"):
+        found = answers(begin(seconds), within_s=300)
+        if all(each["said"].count("did not answer") <= lacking for each in found):
+            break
+    return found
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_who_is_missing_is_named_by_every_process_that_waits(addresses, missing):
     jobs = workers(addresses, 4)
     there = [index for index in range(4) if index != missing]
-    found = answers([start(jobs, ("worker", index), TFGPU_STARTUP_TIMEOUT="6") for index in there])
+    found = at_the_deadline(
+        lambda seconds: [start(jobs, ("worker", index), TFGPU_STARTUP_TIMEOUT=seconds) for index in there]
+    )
     who = f"worker {missing} ({jobs['worker'][missing]}) did not answer: not started, wrong port, or firewall"
     for each in found:
         assert each["kind"] == "MachineError" and who in each["said"] and "connection refused" in each["said"]
         assert each["said"].count("did not answer") == 1
-        assert each["s"] < 30
 
 
 @pytest.mark.processes
 def test_a_wrong_port_is_named_by_the_process_that_has_it_and_by_the_others(addresses):
     right = addresses(3)
     wrong = [right[0], right[1], addresses(1)[0]]
-    found = answers(
-        [
-            start({"worker": right}, ("worker", 0), TFGPU_STARTUP_TIMEOUT="6"),
-            start({"worker": right}, ("worker", 1), TFGPU_STARTUP_TIMEOUT="6"),
-            start({"worker": wrong}, ("worker", 2), TFGPU_STARTUP_TIMEOUT="6"),
+    found = at_the_deadline(
+        lambda seconds: [
+            start({"worker": right}, ("worker", 0), TFGPU_STARTUP_TIMEOUT=seconds),
+            start({"worker": right}, ("worker", 1), TFGPU_STARTUP_TIMEOUT=seconds),
+            start({"worker": wrong}, ("worker", 2), TFGPU_STARTUP_TIMEOUT=seconds),
         ]
     )
     assert found[2]["kind"] == "InputError" and "TF_CONFIG differs" in found[2]["said"]
@@ -143,7 +168,7 @@ def test_a_wrong_port_is_named_by_the_process_that_has_it_and_by_the_others(addr
 def test_two_processes_of_one_task_are_named(addresses):
     jobs = workers(addresses, 3)
     first = start(jobs, ("worker", 1))
-    time.sleep(1)
+    wait_until_it_listens(jobs["worker"][1])
     found = answers([first, start(jobs, ("worker", 1)), start(jobs, ("worker", 0))])
     assert [each["kind"] for each in found] == ["InputError"] * 3, found
     for each in found:
@@ -156,7 +181,7 @@ def test_two_processes_of_one_task_are_named(addresses):
 def test_a_process_of_an_older_attempt_is_refused_by_name(addresses):
     jobs = workers(addresses, 2)
     old = start(jobs, ("worker", 1), TFGPU_ATTEMPT="3")
-    time.sleep(1)
+    wait_until_it_listens(jobs["worker"][1])
     found = answers([start(jobs, ("worker", 0), TFGPU_ATTEMPT="4", TFGPU_STARTUP_TIMEOUT="5"), old])
     assert found[1]["kind"] == "MachineError" and "of attempt '3'" in found[1]["said"]
     assert "of attempt '4'" in found[1]["said"] and "End the processes of the older attempt" in found[1]["said"]
@@ -172,7 +197,7 @@ def test_a_port_in_use_is_one_error_that_names_it_and_that_all_hear(addresses):
         found = answers([start(jobs, ("worker", 0)), start(jobs, ("worker", 1))])
     assert [each["kind"] for each in found] == ["MachineError"] * 2
     assert f"Port {port} of this machine" in found[1]["said"] and "address already in use" in found[1]["said"]
-    assert "worker 1" in found[0]["said"] and f"Port {port}" in found[0]["said"] and found[0]["s"] < 30
+    assert "worker 1" in found[0]["said"] and f"Port {port}" in found[0]["said"]
 
 
 def pester(address: str, until: threading.Event) -> None:
@@ -204,7 +229,9 @@ def test_strangers_neither_break_nor_hold_up_the_meeting(addresses):
         thread.start()
     try:
         waiting = [start(jobs, ("worker", index)) for index in (0, 1)]
-        time.sleep(3)
+        for address in jobs["worker"][:2]:
+            wait_until_it_listens(address)
+        time.sleep(1)  # The strangers go on.
         found = answers([*waiting, start(jobs, ("worker", 2))])
     finally:
         until.set()
@@ -218,7 +245,7 @@ def test_strangers_neither_break_nor_hold_up_the_meeting(addresses):
 def test_a_stopped_process_is_named(addresses):
     jobs = workers(addresses, 3)
     stopped = start(jobs, ("worker", 1))
-    time.sleep(3)
+    wait_until_it_listens(jobs["worker"][1])
     stopped.send_signal(signal.SIGSTOP)
     try:
         found = answers([start(jobs, ("worker", index), TFGPU_STARTUP_TIMEOUT="10") for index in (0, 2)])
@@ -238,9 +265,10 @@ def answers_nothing(process: subprocess.Popen) -> None:
 @pytest.mark.slow
 def test_a_process_that_dies_while_all_wait_is_named(addresses):
     jobs = workers(addresses, 3)
-    dying = start(jobs, ("worker", 1), TFGPU_STARTUP_TIMEOUT="8")
+    dying = start(jobs, ("worker", 1))
+    wait_until_it_listens(jobs["worker"][1])
     waiting = start(jobs, ("worker", 0), TFGPU_STARTUP_TIMEOUT="8")
-    time.sleep(3)
+    wait_until_it_listens(jobs["worker"][0])
     answers_nothing(dying)
     found = answers([waiting])[0]
     assert f"worker 1 ({jobs['worker'][1]})" in found["said"] and f"worker 2 ({jobs['worker'][2]})" in found["said"]

@@ -75,6 +75,7 @@ class Group:
         workers: how many processes.
         own: each starts as a script, and not as a fork.
         under: the command that starts the script, as `env` or `setpriv` do; then each is its own.
+        hold: a kind of `BEGINS`, which time, and which process stays in it until it is killed.
         options: for `train.py`.
     """
 
@@ -87,8 +88,11 @@ class Group:
         workers: int = 1,
         own: bool = False,
         under: tuple[str, ...] = (),
+        hold: tuple[str, int, int] | None = None,
         **options,
     ):
+        if hold:
+            options["hold"] = [BEGINS[hold[0]].decode(), *hold[1:]]
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._from = {rank: len(self._phases(rank)) for rank in range(workers)}

@@ -41,9 +41,10 @@ def kill_again_and_again(variant: str, kinds: list[str], folder, group, result, 
     whole = group(folder / "whole", variant, workers=workers, **options)
     found_in, began = [], time.monotonic()
     for number, (kind, nth, delay_s) in enumerate(moments):
-        cut = group(folder / "cut", variant, workers=workers, **options)
-        rank = number % workers
-        found_in.append(cut.kill_in(kind, nth=nth if kind != "start" else 1, rank=rank, delay_s=delay_s))
+        rank, nth = number % workers, nth if kind != "start" else 1
+        hold = (kind, nth, 0 if kind == "save" else rank)
+        cut = group(folder / "cut", variant, workers=workers, hold=hold, **options)
+        found_in.append(cut.kill_in(kind, nth=nth, rank=rank, delay_s=delay_s))
         assert found_in[-1] is not None, cut.said()
         time.sleep(rng.choice([0, 0.3]) if workers > 1 else 0)  # the other worker finds out, or does not
         cut.end()

@@ -2,7 +2,8 @@
 
 Each process writes, so that a test can end it at a chosen moment, `progressN`, a byte at each block of steps, and
 `phasesN`, a byte where a phase begins: `S` the start, `E` an epoch, `V` a validation, `B` what is between two epochs;
-`W` and `w` a write and its end, which are beside those; `clockN`, the time of day as each epoch begins; `beganN`, the
+`W` and `w` a write and its end, which are beside those. With `hold=["E", 2, 0]` process 0 stays in its second epoch
+until it is killed, however late that is. `clockN`, the time of day as each epoch begins; `beganN`, the
 step at which each start went on. The chief writes at each epoch's end `reads.npy`, which examples each step was trained
 on; when it is done, `result.npz` and `history.json`.
 """
@@ -40,14 +41,28 @@ def slowed(stock, seconds: float):
     return call
 
 
-def told(stock, file, *, before: bytes = b"", after: bytes = b""):
+def told(stock, phases, *, before: bytes = b"", after: bytes = b""):
     def call(*arguments, **options):
-        file.write(before)
+        phases.write(before)
         result = stock(*arguments, **options)
-        file.write(after)
+        phases.write(after)
         return result
 
     return call
+
+
+class Phases:
+    """Writes where the training is; never leaves the phase that it is held in."""
+
+    def __init__(self, path: Path, hold: bytes, nth: int):
+        self._file, self._hold, self._left = open(path, "ab", buffering=0), hold, nth
+        self._ends = {b"W": b"w"}.get(hold, b"SEVB")
+
+    def write(self, phase: bytes) -> None:
+        while phase and self._hold and not self._left and phase in self._ends:
+            time.sleep(1)
+        self._left -= phase == self._hold
+        self._file.write(phase)
 
 
 def main(variant: str, folder: str, *options: str) -> None:
@@ -63,7 +78,9 @@ def main(variant: str, folder: str, *options: str) -> None:
     folder, devices = Path(folder), what.get("devices", 1)
     rank = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
     epochs = what.get("epochs", EPOCHS)
-    phases, clock = (open(folder / f"{name}{rank}", "ab", buffering=0) for name in ("phases", "clock"))
+    hold, nth, whom = what.get("hold", ("", 0, 0))
+    phases = Phases(folder / f"phases{rank}", hold.encode() if whom == rank else b"", nth)
+    clock = open(folder / f"clock{rank}", "ab", buffering=0)
     if what.get("slow_disk"):
         for name in ("fsync", "rename"):
             setattr(os, name, slowed(getattr(os, name), what["slow_disk"]))

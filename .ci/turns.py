@@ -1,0 +1,221 @@
+"""Chooses which slow tests and long checks a run of `.ci/run` takes.
+
+What a change touches always comes first; a share of the rest follows, which the number of commits picks. The same
+commit always gets the same choice.
+
+    python .ci/turns.py share 12      # K/12: which twelfth of the matrix
+    python .ci/turns.py parts         # the long checks of this run, one a line
+    python .ci/turns.py slow 300 PATH # slow tests there that take about 300 CPU seconds in all, one a line
+    python .ci/turns.py keep FILE     # adds what `pytest --costs FILE` has measured to `costs.json`
+"""
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COSTS = Path(__file__).with_name("costs.json")
+DEFAULT_COST_S = 40.0
+"""CPU seconds of a slow test in a file that `costs.json` does not have."""
+# Multiples of the golden ratio spread evenly over a circle, at any stride: every turn comes, however many commits
+# lie between two runs.
+GOLDEN = 0.6180339887498949
+
+# Tests of a folder of the package that stand in folders of another name.
+RELATED = {
+    "callbacks": ("tests/faults/",),
+    "checkpoint": ("tests/callbacks/", "tests/faults/"),
+    "cli": ("tests/test_cli.py", "tests/test_completion.py"),
+    "cluster": ("tests/launch/",),
+    "launch": ("tests/faults/", "tests/test_run.py"),
+    "rendezvous": ("tests/faults/",),
+    "sensors": ("tests/callbacks/test_monitor.py", "tests/test_top.py"),
+}
+# The long checks that take turns, and the paths whose change makes them run in any case.
+PARTS = {
+    "keras": ("tfgpu/keras_fixes/", "tests/upstream/"),
+    "notebooks": ("notebooks/", "tests/test_notebooks.py"),
+    "engines": ("tfgpu/launch/", "tests/launch/"),
+    "libraries": ("tfgpu/interop/", "tests/interop/"),
+    "fuzzing": ("tfgpu/redact/", "tfgpu/cluster/", "tests/security/"),
+    "containers": ("Dockerfile", "tests/containers/"),
+}
+
+
+def commits() -> int:
+    """The number of commits up to this one."""
+    return int(_git("rev-list", "--count", "HEAD"))
+
+
+def position(number: int) -> float:
+    """Where a turn begins, from 0 to 1."""
+    return number * GOLDEN % 1
+
+
+def base() -> str:
+    """The commit that this work is compared with: what has not landed yet, or else the commits of the last day."""
+    if given := os.environ.get("TFGPU_CI_BASE"):
+        return given
+    head = _git("rev-parse", "HEAD")
+    for main in ("origin/HEAD", "origin/main", "main"):
+        if (found := _git("merge-base", main, "HEAD", default="")) and found != head:
+            return found
+    before = int(_git("log", "-1", "--format=%ct")) - 86400
+    return _git("rev-list", "-1", f"--before={before}", "HEAD") or _git("rev-list", "--max-parents=0", "HEAD")
+
+
+def changed() -> list[str]:
+    """The files that differ from `base()`; of a file that was moved, both names."""
+    return _git("diff", "--name-only", "--no-renames", base(), "HEAD").splitlines()
+
+
+@dataclass
+class Touched:
+    """Which tests a change touches.
+
+    Args:
+        paths: the files that changed.
+    """
+
+    paths: Sequence[str]
+    files: set[str] = field(default_factory=set)
+    folders: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+
+    def __post_init__(self):
+        for path in map(Path, self.paths):
+            inside = path.parts[1:-1]
+            if path.suffix == ".md" or path.suffix == ".ipynb" or path.suffix == ".yaml":
+                self.names |= {path.name, path.stem}
+            elif path.parts[0] == "tests" and path.name.startswith("test_"):
+                self.files.add(str(path))
+            elif path.parts[0] == "tests" and inside:
+                self.folders.add(f"{path.parent}/")
+            elif path.parts[0] == "tfgpu":
+                self._add_mirrors(path.stem, inside)
+
+    def _add_mirrors(self, stem: str, inside: tuple[str, ...]) -> None:
+        for depth in range(len(inside) + 1):
+            self.files.add("/".join(["tests", *inside[:depth], f"test_{stem}.py"]))
+        if inside:
+            self.files |= {"/".join(["tests", *inside[:at], f"test_{word}.py"]) for at, word in enumerate(inside)}
+            self.folders |= {f"tests/{inside[0]}/", *RELATED.get(inside[0], ())}
+
+    def level(self, test: str) -> int:
+        """How near a test is to the change: 0 is its own tests, 1 those of its folder, 2 the rest.
+
+        Args:
+            test: pytest's name of it, such as `"tests/data/test_cache.py::test_size[2]"`.
+        """
+        file, _, name = test.partition("::")
+        words = name.partition("[")[2].rstrip("]")
+        if file in self.files or any(words == each or words.startswith(f"{each}-") for each in self.names):
+            return 0
+        return 1 if any(file.startswith(folder) for folder in self.folders) else 2
+
+
+def cost_s(test: str, costs: dict[str, float]) -> float:
+    """The CPU seconds that a slow test is expected to take: the test's, its function's or its file's."""
+    file, function = test.partition("::")[0], test.partition("[")[0]
+    return next((costs[key] for key in (test, function, file) if key in costs), DEFAULT_COST_S)
+
+
+def pick(tests: Iterable[str], *, touched: Touched, costs: dict[str, float], budget_s: float, turn: float) -> list[str]:
+    """The tests of one run, as many as fit the budget.
+
+    Args:
+        tests: their names.
+        touched: the change.
+        costs: CPU seconds by test, function or file.
+        budget_s: CPU seconds in all.
+        turn: `position()`: with which of the rest to begin.
+    """
+    levels: dict[int, list[str]] = {0: [], 1: [], 2: []}
+    for test in sorted(tests, key=lambda test: (zlib.crc32(test.encode()), test)):
+        levels[touched.level(test)].append(test)
+    chosen, left = [], budget_s
+    for found in levels.values():
+        first = int(turn * len(found))
+        for test in [*found[first:], *found[:first]]:
+            cost = cost_s(test, costs)
+            if cost > budget_s:
+                continue  # `make test-all` has it.
+            if cost > left:
+                return chosen
+            chosen.append(test)
+            left -= cost
+    return chosen
+
+
+def share(parts: int, turn: float) -> str:
+    """`K/N`, the form that `tests/matrix/run.py --share` takes."""
+    return f"{int(turn * parts) + 1}/{parts}"
+
+
+def parts(paths: Sequence[str], turn: float) -> list[str]:
+    """The long checks of one run: the one whose turn it is, and those that the change touches."""
+    due = list(PARTS)[int(turn * len(PARTS))]
+    return [part for part, starts in PARTS.items() if part == due or any(path.startswith(starts) for path in paths)]
+
+
+def keep(lines: Iterable[str], known: dict[str, float]) -> dict[str, float]:
+    """Adds what a run with `--costs FILE` has written to the known costs, by function."""
+    found: dict[str, list[float]] = {}
+    for each in map(json.loads, lines):
+        if each["slow"]:
+            found.setdefault(each["test"].partition("[")[0], []).append(each["cpu_s"])
+    return dict(sorted((known | {name: round(sum(each) / len(each), 1) for name, each in found.items()}).items()))
+
+
+def slow(paths: Sequence[str]) -> list[str]:
+    """The names of the slow tests in files and folders."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow", "-p", "no:cacheprovider", *paths]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    if done.returncode not in (0, 5):  # 5: there is none
+        sys.exit(done.stdout + done.stderr)
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def print_slow(budget_s: float, paths: Sequence[str]) -> None:
+    """Prints the slow tests of this run; on standard error, how many of how many."""
+    tests, touched, costs = slow(paths), Touched(changed()), json.loads(COSTS.read_text())
+    chosen = pick(tests, touched=touched, costs=costs, budget_s=budget_s, turn=position(commits()))
+    print("\n".join(chosen))
+    for level, whose in enumerate(("of what changed", "of their folders", "others")):
+        every, taken = ([test for test in of if touched.level(test) == level] for of in (tests, chosen))
+        print(f"slow tests {whose}: {len(taken)} of {len(every)}", file=sys.stderr)
+    total_s = sum(cost_s(test, costs) for test in chosen)
+    print(f"about {total_s:.0f} of {budget_s:.0f} CPU seconds", file=sys.stderr)
+
+
+def _git(*words: str, default: str | None = None) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if done.returncode and default is not None:
+        return default
+    done.check_returncode()
+    return done.stdout.strip()
+
+
+def main(words: list[str]) -> None:
+    """Answers the command line."""
+    match words:
+        case ["share", count]:
+            print(share(int(count), position(commits())))
+        case ["slow", budget_s, *paths]:
+            print_slow(float(budget_s), paths)
+        case ["parts"]:
+            print("\n".join(parts(changed(), position(commits()))))
+        case ["keep", file]:
+            known = keep(Path(file).read_text().splitlines(), json.loads(COSTS.read_text()))
+            COSTS.write_text(json.dumps(known, indent=1) + "\n")
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
