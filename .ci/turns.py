@@ -38,7 +38,7 @@ RELATED = {
 }
 # The long checks that take turns, and the paths whose change makes them run in any case.
 PARTS = {
-    "keras": ("tfgpu/keras_fixes/", "tests/upstream/"),
+    "keras": ("tfgpu/compat/", "tfgpu/core/", "tfgpu/repairs/", "tests/upstream/"),
     "notebooks": ("notebooks/", "tests/test_notebooks.py"),
     "engines": ("tfgpu/launch/", "tests/launch/"),
     "libraries": ("tfgpu/interop/", "tests/interop/"),
