@@ -3,23 +3,10 @@
 Every replica trains on its part of each global batch, with its own copy of the weights and of the optimizer's state.
 After `every` updates one all-reduce averages the weights. It sends `1 / every` of what synchronous training sends, and
 a slow network or a slow replica is waited for as much less often; the result is no longer that of one device.
-
-Example:
-    >>> import keras, numpy as np, tfgpu
-    >>> from tfgpu.asynchronous import averaging
-    >>> strategy = tfgpu.strategy("averaging", every=2)
-    >>> with strategy.scope():
-    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    ...     model.compile("sgd", "mse")
-    >>> history = model.fit(np.ones((32, 4)), np.ones((32, 1)), batch_size=4, epochs=1, verbose=0)
-    >>> traffic = averaging.traffic(model)
-    >>> traffic.steps, traffic.rounds
-    (8, 4)
 """
 
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import keras
 import tensorflow as tf
@@ -28,28 +15,6 @@ from tfgpu import repairs, strategies
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError
 from tfgpu.optim import local_sgd as fixes
-from tfgpu.optim.local_sgd import settle
-
-__all__ = ["Traffic", "averaging", "settle", "traffic"]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one replica has handed to collectives since its model was compiled.
-
-    Attributes:
-        steps: training steps.
-        rounds: averagings of the weights; 0 in synchronous training.
-        bytes: payload of all collectives in training, gradients, weights and metrics. What a network carries of it
-            depends on the all-reduce: a ring of N sends 2 (N - 1) / N of a sum's payload, and N - 1 times what is
-            gathered (`top_k`).
-        is_whole: False where tensors of changing shapes are not in `bytes`.
-    """
-
-    steps: int
-    rounds: int
-    bytes: int
-    is_whole: bool = True
 
 
 def averaging(
@@ -106,25 +71,6 @@ def averaging(
     else:
         made = strategies.mirrored(devices, all_reduce=all_reduce)
     return fixes.average_in(made, plan)
-
-
-def traffic(model: keras.Model) -> Traffic:
-    """What a replica of a model has sent to the others in training, under any strategy of replicas.
-
-    Args:
-        model: a model that has been trained by `fit`, `Trainer` or `train_on_batch`.
-
-    Raises:
-        InputError: the model has not been trained.
-    """
-    steps = model.train_function
-    if not hasattr(steps, "sent_bytes"):
-        raise InputError("The model has not been trained since it was compiled. Call `fit` first.")
-    averager = steps.averager
-    sent, rounds = steps.sent_bytes, 0
-    if averager is not None:
-        sent, rounds = sent + averager.sent_bytes, averager.rounds
-    return Traffic(steps.done, rounds, round(sent), steps.sent_is_whole)
 
 
 def _check(name: str, value: object, least: int) -> None:
