@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,6 @@ UPWARD = {
     "optim/parameter_groups.py": {"parallel"},
     "parallel/pipeline/drawing.py": {"checkpoint"},
     "parallel/zero/sharded_optimizer.py": {"optim"},
-    "parallel/zero/sharding.py": {"optim"},
     "repairs/catalogue.py": {"checkpoint", "optim", "parallel", "parameter_server"},
 }
 FREE = {"__init__", "__main__", "cli"}
@@ -136,6 +136,62 @@ def test_a_module_imports_only_from_the_rows_above(path):
     below = imported(path) - ALLOWED[name] - {"errors", "lazy", "redact", name}
     below -= UPWARD.get(str(path.relative_to(PACKAGE)), set())
     assert not below, f"{name} may not import {', '.join(sorted(below))}"
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that importing a module runs: those in functions and under TYPE_CHECKING are left out."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        yield node
+        is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for name in ("orelse",) if is_for_types else ("body", "handlers", "orelse", "finalbody"):
+            yield from run_on_import(getattr(node, name, []))
+
+
+def imported_modules(path: Path, known: set[str]) -> set[str]:
+    """The modules of tfgpu that importing a file imports."""
+    found = set()
+    for node in run_on_import(ast.parse(path.read_text()).body):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:  # `tfgpu.errors.InputError` is of the module `tfgpu.errors`
+            while name and name not in known:
+                name = name.rpartition(".")[0]
+            found.add(name)
+    return found - {"", module_of(path)}
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """A circle among modules that import each other, or an empty list."""
+    left = {name: set(others) for name, others in imports.items()}
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    walk = sorted(left)[:1]
+    while walk and walk[-1] not in walk[:-1]:
+        walk.append(min(left[walk[-1]] & left.keys()))
+    return walk[walk.index(walk[-1]) :] if walk else []
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert circle({"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    known = {module_of(path) for path in FILES}
+    assert not circle({module_of(path): imported_modules(path, known) for path in FILES})
 
 
 def house() -> list[set[str]]:

@@ -1,6 +1,7 @@
 """Each replica's part of a gradient that is summed over replicas: one device's, once all parts are there."""
 
 import tensorflow as tf
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfgpu.core import step_context
 
@@ -29,6 +30,13 @@ def weigh(grads: list, scaled: bool) -> list:
         return part(gradient)
 
     return _without_stand_ins([local(g) for g in grads])
+
+
+def loss_scale_of(optimizer):
+    """The factor by which the optimizer multiplies the loss, and so the gradients: a number or a scalar tensor."""
+    if isinstance(optimizer, LossScaleOptimizer):
+        return optimizer.dynamic_scale.value
+    return 1.0 if optimizer.loss_scale_factor is None else optimizer.loss_scale_factor
 
 
 def _without_stand_ins(grads: list) -> list:

@@ -9,7 +9,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_utils
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context, traffic
+from tfgpu.core import gradient_weights, step_context, traffic
 from tfgpu.errors import MachineError
 from tfgpu.parallel.sharded_variable import part_of
 
@@ -85,7 +85,7 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
         return list(grads)
     parts = [tf.convert_to_tensor(grads[at]) for at in places]
     sums = [inner._accumulated_gradients[inner._get_variable_index(variables[at])] for at in places]
-    scale, is_finite = scale_of(optimizer), tf.constant(True)
+    scale, is_finite = gradient_weights.loss_scale_of(optimizer), tf.constant(True)
     if isinstance(optimizer, LossScaleOptimizer):
         bad = [tf.reduce_any(~tf.math.is_finite(part)) for part in parts]
         (count,) = step_context.sum_small([tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)])
@@ -131,10 +131,3 @@ def _in_place(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         return value
     with tf.device(value.device):
         return tf.cast(value, dtype)
-
-
-def scale_of(optimizer):
-    """What the loss, and so the gradients, were multiplied by."""
-    if isinstance(optimizer, LossScaleOptimizer):
-        return optimizer.dynamic_scale.value
-    return 1.0 if optimizer.loss_scale_factor is None else optimizer.loss_scale_factor

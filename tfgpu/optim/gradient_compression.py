@@ -13,9 +13,8 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core import broadcast, step_context
+from tfgpu.core import broadcast, gradient_weights, step_context
 from tfgpu.errors import InputError
-from tfgpu.optim import gradient_accumulation
 
 
 def send_largest(strategy: tf.distribute.Strategy, top_k: float) -> None:
@@ -54,7 +53,7 @@ def meet(optimizer, inner, grads: list, variables) -> list:
         raise InputError("`top_k` needs gradients of known shapes. Use `reduce_dtype`.")
     variables = list(inner._trainable_variables if variables is None else variables)
     key = tuple(getattr(variables[at], "path", variables[at].name) for at in places)
-    scale = tf.cast(gradient_accumulation.scale_of(optimizer), tf.float32)
+    scale = tf.cast(gradient_weights.loss_scale_of(optimizer), tf.float32)
     sizes = [part.shape.num_elements() for part in parts]
     flat = tf.concat([tf.reshape(tf.cast(part, tf.float32), [-1]) for part in parts], 0) / scale
     total = tf.split(_summed(flat, sizes, _residual(inner, key, sum(sizes))) * scale, sizes)

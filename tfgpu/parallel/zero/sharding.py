@@ -24,8 +24,7 @@ import tensorflow as tf
 from keras.src import backend
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-from tfgpu.core import broadcast, layer_state, step_context, traffic
-from tfgpu.optim import gradient_accumulation
+from tfgpu.core import broadcast, gradient_weights, layer_state, step_context, traffic
 from tfgpu.parallel import device_placement, sharded_variable
 from tfgpu.parallel.zero import exchanges
 
@@ -175,7 +174,7 @@ def updating(optimizer, inner, pieces: list, variables: Sequence) -> Iterator[li
     if isinstance(optimizer, LossScaleOptimizer):
         pieces, is_finite = _finite_for_all(pieces)
     given = [(piece, shard) for piece, shard in zip(pieces, shards, strict=True) if piece is not None]
-    with sharded_variable.clipping(inner, *zip(*given, strict=True), gradient_accumulation.scale_of(optimizer)):
+    with sharded_variable.clipping(inner, *zip(*given, strict=True), gradient_weights.loss_scale_of(optimizer)):
         yield pieces
     changed = inner._trainable_variables if inner.use_ema else [shard for _, shard in given]
     if all(map(is_gathered, changed)):
