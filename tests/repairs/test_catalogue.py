@@ -43,10 +43,6 @@ def test_a_switch_leaves_keras_alone():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_missing_seam_names_the_version():
-    with pytest.raises(MachineError, match=r"Keras 3\.\d+\.\d+ has no `trainer.gone`.*TFGPU_REPAIR=0"):
-        repairs.wrap(types.SimpleNamespace(__name__="trainer"), "gone")
-
 
 def test_a_distribution_of_keras_s_own_is_warned_of():
     import keras

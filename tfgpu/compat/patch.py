@@ -1,63 +1,153 @@
-"""How a repair takes hold: one Keras function is wrapped, and a Keras without it is a clear error."""
+"""How tfgpu takes hold of Keras and TensorFlow: it wraps one function, and knows which source it was written for.
+
+`wrap` is the only way in which tfgpu replaces a function of a library. Each target that `targets.py` lists has
+fingerprints (hashes of its source) for the versions that were tried, in `fingerprints.json`. A target that is gone
+raises; one whose source is new is reported once, and, where it belongs to a repair, the repair's probe decides whether
+the repair is still needed. `installed()` lists every patch in force; `tfgpu doctor` prints it.
+"""
 
 import functools
-from collections.abc import Callable
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-import keras
-
+from tfgpu.compat import targets, versions
 from tfgpu.errors import MachineError
 
-TESTED_KERAS = "3.15"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Fix:
-    """One upstream fault and its repair.
+class Patch:
+    """One function that is wrapped.
 
     Attributes:
-        name: short name, shown by `tfgpu doctor`.
-        fault: what stock Keras does, in one line.
-        issue: the upstream issue's address, or `""` where none was reported.
-        probe: tells whether this Keras still has the fault; under one second on a CPU with four logical devices.
-        apply: wraps the Keras functions at fault. Called once a process.
+        target: its name, such as `Trainer.compile`.
+        by: the module of tfgpu that wraps it.
+        source: `tried` (its source is one of those in `fingerprints.json`), `changed` (it is not) or `unlisted` (the
+            target is public, or belongs to a class of the user's).
     """
 
-    name: str
-    fault: str
-    issue: str
-    probe: Callable[[], bool]
-    apply: Callable[[], None]
+    target: str
+    by: str
+    source: str
 
 
-def wrap(owner: object, name: str) -> Callable[[Callable], Callable]:
-    """Decorator: `owner.name` becomes the decorated function, which gets the stock one as its first argument.
+@dataclass
+class _Pending:
+    """What a repair wraps while it is being applied; set in force together, or not at all."""
+
+    patches: list[tuple[object, str, Callable, Patch]]
+
+
+_installed: list[Patch] = []
+_pending: list[_Pending] = []  # one while a repair is applied
+
+
+def wrap(target: object, name: str | None = None) -> Callable[[Callable], Callable]:
+    """Decorator: the target becomes the decorated function, which gets the stock one as its first argument.
 
     Args:
-        owner: the class or module that holds the function.
-        name: the function's name there.
+        target: a name of `targets.TARGETS` without the underscore of a private function, a public dotted path below
+            `keras` or `tf`, or, with `name`, an object.
+        name: the attribute of the object `target`, which is a class of the user's or one made at run time.
 
     Raises:
-        MachineError: this Keras has no such function: the repair does not fit it.
+        MachineError: this version of Keras or TensorFlow has no such function.
 
     Example:
-        @wrap(Loss, "__call__")
+        @wrap("Loss.__call__")
         def call(stock, self, y_true, y_pred, sample_weight=None): ...
     """
-    if not hasattr(owner, name):
-        raise MachineError(
-            f"Keras {keras.__version__} has no `{getattr(owner, '__name__', owner)}.{name}`, which a repair needs "
-            f"(tested with Keras {TESTED_KERAS}). Install `keras~={TESTED_KERAS}`, or set TFGPU_REPAIR=0."
-        )
+    if name is None:
+        shown, (owner, attribute) = targets.full_name(str(target)), targets.locate(str(target))
+    else:
+        shown, owner, attribute = f"{getattr(target, '__name__', target)}.{name}", target, name
+    if owner is None or not hasattr(owner, attribute):
+        raise MachineError(_missing(shown, owner))
 
     def put(fix: Callable) -> Callable:
-        stock = getattr(owner, name)
+        stock = getattr(owner, attribute)
 
         @functools.wraps(stock)
         def wrapped(*args, **kwargs):
             return fix(stock, *args, **kwargs)
 
-        setattr(owner, name, wrapped)
+        patch = Patch(shown, fix.__module__, _source(shown, stock) if name is None else "unlisted")
+        setattr(owner, attribute, wrapped)
+        if _pending:
+            _pending[-1].patches.append((owner, attribute, stock, patch))
+        else:
+            _record(patch)
         return fix
 
     return put
+
+
+@contextmanager
+def applying(is_needed: Callable[[], bool]) -> Iterator[None]:
+    """Wraps of this block belong together: where one of their targets has changed, `is_needed` decides about all.
+
+    Args:
+        is_needed: whether the fault that the block repairs is in this version; asked only where a target has changed.
+    """
+    held = _Pending([])
+    _pending.append(held)
+    try:
+        yield
+    finally:
+        _pending.remove(held)
+    if any(patch.source == "changed" for *_, patch in held.patches) and not is_needed():
+        for owner, attribute, stock, _ in reversed(held.patches):
+            setattr(owner, attribute, stock)
+        return
+    for *_, patch in held.patches:
+        _record(patch)
+
+
+def installed() -> tuple[Patch, ...]:
+    """Every function that is wrapped now, in the order in which they were wrapped.
+
+    Example:
+        >>> all(isinstance(patch, Patch) for patch in installed())
+        True
+    """
+    return tuple(_installed)
+
+
+def _record(patch: Patch) -> None:
+    _installed.append(patch)
+    if patch.source == "changed":
+        _log.warning(
+            "%s has changed since tfgpu was tested (with %s); %s wraps it. Run `tfgpu doctor` to see whether it fits.",
+            patch.target,
+            versions.tried(),
+            patch.by,
+        )
+
+
+@functools.cache
+def known() -> dict[str, dict[str, list[str]]]:
+    """Target -> fingerprint -> the versions that have it."""
+    return json.loads(Path(__file__).with_name("fingerprints.json").read_text(encoding="utf-8"))
+
+
+def _source(target: str, stock: Callable) -> str:
+    if target not in targets.TARGETS:
+        return "unlisted"
+    found = targets.fingerprint(stock)
+    return "tried" if found is None or found in known().get(target, {}) else "changed"
+
+
+def _missing(target: str, owner: object) -> str:
+    module = getattr(owner, "__module__", getattr(owner, "__name__", "")) or ""
+    library = "tensorflow" if module.startswith("tensorflow") or target.startswith("tf.") else "keras"
+    return (
+        f"{versions.here(library)} has no `{target}`, which tfgpu wraps. tfgpu was tested with {versions.tried()}. "
+        f"Run `{Path(sys.executable).name} -m pip install {versions.pin(library)}`, or set TFGPU_REPAIR=0 to leave "
+        "Keras as it is."
+    )

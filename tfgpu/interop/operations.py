@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from tfgpu.compat import kernels
+from tfgpu.compat import tensorflow as private_tensorflow
 from tfgpu.core import step_context
 from tfgpu.errors import InputError, MachineError, unknown
 from tfgpu.interop.building import built_for
@@ -51,7 +51,7 @@ class CustomOp:
     def __init__(self, library: Path, name: str, module: object | None, gradient: Gradient | None, fallback: Fallback):
         self.library: Path = library
         self.name: str = name
-        self.devices: frozenset[str] = kernels.devices_of(name) if module is not None else frozenset()
+        self.devices: frozenset[str] = private_tensorflow.devices_of(name) if module is not None else frozenset()
         self._operations = None if module is None else Operations(module)
         self._fallback, self._gradient = fallback, gradient
         self._said: set[str] = set()

@@ -7,9 +7,9 @@
 import os
 import threading
 
-from tfgpu.compat.patch import TESTED_KERAS, Fix, wrap
+from tfgpu.repairs.repair import Repair
 
-__all__ = ["TESTED_KERAS", "Fix", "fixes", "is_enabled", "repair_keras", "wrap"]
+__all__ = ["Repair", "fixes", "is_enabled", "repair_keras"]
 
 _lock = threading.Lock()
 _installed: list[str] = []
@@ -20,7 +20,7 @@ def is_enabled() -> bool:
     return os.environ.get("TFGPU_REPAIR", "1") != "0"
 
 
-def fixes() -> tuple[Fix, ...]:
+def fixes() -> tuple[Repair, ...]:
     """All repairs, in the order in which they are applied."""
     from tfgpu.repairs import catalogue
 

@@ -1,7 +1,6 @@
 """Every repair, in the order in which it is applied. `tfgpu doctor` lists them with what their probes found."""
 
 from tfgpu.checkpoint import backup_and_restore
-from tfgpu.compat.patch import Fix
 from tfgpu.core import (
     all_rows,
     batch_sharding,
@@ -32,264 +31,265 @@ from tfgpu.repairs import (
     trainer,
     variables,
 )
+from tfgpu.repairs.repair import Repair
 
 _KERAS = "https://github.com/keras-team/keras/issues/"
 _TENSORFLOW = "https://github.com/tensorflow/tensorflow/issues/"
 
 FIXES = (
-    Fix(
+    Repair(
         "collective-keys",
         "a second MirroredStrategy in one process reuses the first one's collective keys",
         _TENSORFLOW + "62790",
         probes.second_strategy_reuses_keys,
         collective_keys.give_each_strategy_its_own_keys,
     ),
-    Fix(
+    Repair(
         "local-losses",
         "an uneven batch is averaged as if every replica had equally many rows",
         _TENSORFLOW + "36224",
         probes.uneven_batch_differs,
         losses.keep_losses_local,
     ),
-    Fix(
+    Repair(
         "own-means",
         "tf.nn.compute_average_loss in a train_step divides by the replicas, which the step does too",
         "",
         probes.average_loss_counts_replicas,
         losses.keep_own_means_local,
     ),
-    Fix(
+    Repair(
         "global-divisors",
         "masks and weighted means are divided by each replica's own count",
         "",
         probes.weighted_mean_differs,
         losses.make_divisors_global,
     ),
-    Fix(
+    Repair(
         "scalar-metrics",
         "the mean of a batch's scalar counts once a replica",
         "",
         probes.uneven_batch_differs,
         losses.weigh_scalar_metrics,
     ),
-    Fix(
+    Repair(
         "coupled-losses",
         "Dice, Tversky and Circle mix the rows of one replica only",
         "",
         probes.dice_differs,
         coupled_losses.mix_rows_of_all_replicas,
     ),
-    Fix(
+    Repair(
         "own-losses",
         "a loss or metric written by hand that is no mean over rows is computed from one replica's rows",
         "",
         probes.own_dice_differs,
         all_rows.give_own_losses_all_rows,
     ),
-    Fix(
+    Repair(
         "own-attributes",
         "a tensor that a layer keeps, and `Layer.losses`, are another replica's after any collective",
         "",
         probes.attributes_are_shared,
         replica_attributes.keep_attributes_apart,
     ),
-    Fix(
+    Repair(
         "variables-once",
         "a model built inside the first step makes its variables inside one replica",
         "",
         probes.lazy_model_fails,
         layers.make_variables_once,
     ),
-    Fix(
+    Repair(
         "global-batch-norm",
         "BatchNormalization takes its statistics from one replica's rows",
         "",
         probes.batch_norm_differs,
         layers.normalise_by_global_batch,
     ),
-    Fix(
+    Repair(
         "no-rows",
         "a replica without rows dies in the gradient of pooling (SIGABRT), or fails in Conv1D",
         "",
         probes.convolution_of_nothing_fails,
         layers.stand_in_where_no_rows_are,
     ),
-    Fix(
+    Repair(
         "layer-state",
         "what a layer assigns to its own variables is made of one replica's rows",
         "",
         probes.own_state_differs,
         layer_state.assign_for_all,
     ),
-    Fix(
+    Repair(
         "functions-within",
         "a tf.function inside a step gets a graph of its own, in which replicas cannot meet",
         "",
         probes.function_cannot_meet,
         nested_functions.trace_functions_within_the_step,
     ),
-    Fix(
+    Repair(
         "gradients-meet-first",
         "gradients are clipped, checked and accumulated on each replica before they are summed",
         _KERAS + "20582",
         probes.clipping_differs,
         gradients.meet_before_applying,
     ),
-    Fix(
+    Repair(
         "local-updates",
         "accumulation and moving averages call merge_call inside a condition and crash",
         _KERAS + "20582",
         probes.accumulation_fails,
         gradients.apply_on_every_replica,
     ),
-    Fix(
+    Repair(
         "local-accumulation",
         "accumulated gradients meet in every batch, or crash",
         _KERAS + "20582",
         probes.accumulation_fails,
         gradient_accumulation.accumulate_on_each_replica,
     ),
-    Fix(
+    Repair(
         "even-pieces",
         "a short batch goes to the first replicas alone, and workers are dealt files, so other rows meet in a batch",
         _TENSORFLOW + "36846",
         probes.short_batch_is_dealt_unevenly,
         batch_sharding.cut_evenly,
     ),
-    Fix(
+    Repair(
         "one-order",
         "without a seed each worker shuffles in its own way, so examples are read twice or never",
         "",
         probes.order_depends_on_the_process,
         data_order.agree_on_orders,
     ),
-    Fix(
+    Repair(
         "compiled-in-scope",
         "a model compiled outside the scope that it was made in gets an optimizer that cannot train it",
         "",
         probes.compiled_outside_fails,
         trainer.compile_in_scope,
     ),
-    Fix(
+    Repair(
         "many-steps-a-call",
         "steps_per_execution above 1 crashes under replicas",
         _KERAS + "20861",
         probes.many_steps_fail,
         step_loop.run_many_steps_in_one_call,
     ),
-    Fix(
+    Repair(
         "blocks-of-steps",
         "fit goes back to Python after every batch, whether a callback looks at it or not",
         "",
         probes.fit_calls_for_every_batch,
         step_blocks.run_in_blocks,
     ),
-    Fix(
+    Repair(
         "results-once",
         "at the epoch's end every metric that the logs hold is reduced over replicas again",
         "",
         probes.results_are_read_again,
         step_loop.read_results_once,
     ),
-    Fix(
+    Repair(
         "build-from-spec",
         "fit draws a batch and averages it over replicas to build the model",
         _KERAS + "20585",
         probes.uneven_first_batch_fails,
         trainer.build_from_spec,
     ),
-    Fix(
+    Repair(
         "predict-on-batch",
         "predict_on_batch predicts the whole batch on every replica",
         "",
         probes.predict_on_batch_repeats,
         predict.split_batches_to_predict,
     ),
-    Fix(
+    Repair(
         "draws-by-example",
         "every replica draws the same dropout masks and noise",
         "",
         probes.dropout_masks_repeat,
         rng.draw_by_example,
     ),
-    Fix(
+    Repair(
         "mixed-batches",
         "MixUp and CutMix pair the pictures of one replica only",
         "",
         probes.pictures_stay_on_their_replica,
         image_preprocessing.mix_the_whole_batch,
     ),
-    Fix(
+    Repair(
         "same-picks",
         "AugMix picks other operations on each replica",
         "",
         probes.picks_differ,
         aug_mix.pick_alike,
     ),
-    Fix(
+    Repair(
         "shared-seeds",
         "every replica makes a global seed generator of its own",
         "",
         probes.global_seeds_differ,
         seed_generator.share_seed_state,
     ),
-    Fix(
+    Repair(
         "second-run",
         "keras.remat draws other dropout masks and counts a batch twice; keras.RematScope crashes in fit",
         "",
         probes.second_run_draws_anew,
         remat.recompute_rightly,
     ),
-    Fix(
+    Repair(
         "no-distribution",
         "keras.distribution does nothing on TensorFlow, and says nothing",
         "",
         probes.distribution_is_silent,
         distribution_lib.warn_of_no_distribution,
     ),
-    Fix(
+    Repair(
         "whole-files",
         "a save empties the old file first: where it is cut short, both are lost",
         "",
         probes.failed_save_destroys,
         saving.write_whole_files,
     ),
-    Fix(
+    Repair(
         "chief-writes",
         "every worker writes the same files",
         _TENSORFLOW + "38635",
         probes.every_worker_writes,
         saving.let_only_the_chief_write,
     ),
-    Fix(
+    Repair(
         "resume-within-epoch",
         "BackupAndRestore saves the batch and never reads it: the epoch begins again with the weights of its middle",
         "https://github.com/keras-team/keras-hub/issues/204",
         probes.resumed_epoch_repeats,
         backup_and_restore.resume_within_the_epoch,
     ),
-    Fix(
+    Repair(
         "exact-counts",
         "adding to a variable on a parameter server reads, adds and assigns: counts of other workers are lost",
         _TENSORFLOW + "61129",
         probes.adding_is_not_one_operation,
         exact_counts.count_exactly,
     ),
-    Fix(
+    Repair(
         "rows-on-servers",
         "a look-up moves the whole embedding table from its parameter server",
         "",
         probes.look_up_reads_the_table,
         embeddings.look_up_on_servers,
     ),
-    Fix(
+    Repair(
         "parameter-servers",
         "fit raises under ParameterServerStrategy",
         _TENSORFLOW + "61129",
         probes.no_coordinator_in_fit,
         coordinator.train_by_coordinator,
     ),
-    Fix(
+    Repair(
         "python-numbers",
         "`float(model.optimizer.learning_rate)`, as callbacks ask, raises under replicas",
         "",

@@ -1,0 +1,110 @@
+"""`wrap` names what is missing, notices what has changed, and lists what is in force."""
+
+import types
+
+import pytest
+
+from tfgpu.compat import patch, targets
+from tfgpu.errors import MachineError
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """A target that stands in the tables, and the list of patches for this test alone."""
+    holder = types.ModuleType("holder")
+    exec("def _double(x):\n    return 2 * x", vars(holder))
+    holder._double = lambda x: 2 * x
+    monkeypatch.setitem(targets.OWNERS, "holder", ("nowhere",))
+    monkeypatch.setattr(targets, "TARGETS", (*targets.TARGETS, "holder._double"))
+    monkeypatch.setattr(targets, "owner", lambda name: holder)
+    monkeypatch.setattr(patch, "_installed", [])
+    return holder
+
+
+def know(monkeypatch, mark):
+    monkeypatch.setattr(patch, "known", lambda: {"holder._double": {mark: ["Keras 3.15.1"]}})
+
+
+def add_one():
+    @patch.wrap("holder.double")
+    def double(stock, x):
+        return stock(x) + 1
+
+
+def test_a_wrapped_function_gets_the_stock_one(listed, monkeypatch):
+    know(monkeypatch, targets.fingerprint(listed._double))
+    add_one()
+    assert listed._double(4) == 9
+    (found,) = patch.installed()
+    assert found == patch.Patch("holder._double", __name__, "tried")
+
+
+def test_a_changed_target_is_reported_and_wrapped(listed, monkeypatch, caplog):
+    know(monkeypatch, "another source")
+    with patch.applying(lambda: True):
+        add_one()
+    assert listed._double(4) == 9
+    assert [found.source for found in patch.installed()] == ["changed"]
+    assert "holder._double has changed" in caplog.text and "Keras 3.13 to 3.16" in caplog.text
+
+
+def test_a_fault_that_is_gone_is_not_repaired(listed, monkeypatch):
+    know(monkeypatch, "another source")
+    with patch.applying(lambda: False):
+        add_one()
+    assert listed._double(4) == 8 and patch.installed() == ()
+
+
+def test_the_probe_is_not_asked_where_nothing_changed(listed, monkeypatch):
+    know(monkeypatch, targets.fingerprint(listed._double))
+    with patch.applying(lambda: pytest.fail("asked")):
+        add_one()
+    assert listed._double(4) == 9
+
+
+def test_an_error_within_a_repair_leaves_no_record(listed, monkeypatch):
+    know(monkeypatch, targets.fingerprint(listed._double))
+    with pytest.raises(RuntimeError), patch.applying(lambda: True):
+        add_one()
+        raise RuntimeError
+    assert patch.installed() == ()
+
+
+def test_a_target_that_is_gone_names_versions_and_a_cure():
+    with pytest.raises(MachineError) as caught:
+        patch.wrap("keras.Model.gone")
+    text = str(caught.value)
+    assert "has no `keras.Model.gone`" in text and "Keras 3.13 to 3.16" in text
+    assert 'pip install "keras==3.15.1"' in text and "TFGPU_REPAIR=0" in text
+    with pytest.raises(MachineError, match=r'TensorFlow 2\.\d+\.\S+ has no `tf.data.gone`.*"tensorflow==2'):
+        patch.wrap("tf.data.gone")
+
+
+def test_a_name_that_nobody_has_listed_is_an_error_of_ours():
+    with pytest.raises(ValueError, match="neither in TARGETS"):
+        patch.wrap("somewhere.else")
+
+
+def test_every_target_is_there_or_of_another_version():
+    missing = [name for name in targets.TARGETS if not hasattr(*targets.locate(name))]
+    assert set(missing) <= {"backend_ops.remat", "TFOptimizer._backend_maybe_overwrite_model_variables", "core.remat"}
+
+
+def test_the_installed_version_has_its_fingerprints():
+    for name in targets.TARGETS:
+        owner, attribute = targets.locate(name)
+        mark = targets.fingerprint(getattr(owner, attribute, None))
+        assert mark is None or mark in patch.known()[name], f"{name}: run tfgpu.compat.record_fingerprints"
+
+
+def test_comments_and_spaces_do_not_change_a_fingerprint(tmp_path):
+    def load(text):
+        path = tmp_path / f"m{abs(hash(text))}.py"
+        path.write_text(text)
+        space = {}
+        exec(compile(text, str(path), "exec"), space)
+        return targets.fingerprint(space["f"])
+
+    plain = load("def f(x):\n    return x + 1\n")
+    assert load("def f(x):\n    # adds\n    return  x + 1  # one\n") == plain
+    assert load("def f(x):\n    return x + 2\n") != plain

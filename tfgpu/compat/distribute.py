@@ -1,0 +1,108 @@
+"""What TensorFlow's distribution strategies hold."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import tensorflow as tf
+from tensorflow.python.distribute import device_util, distribute_lib, distribute_utils
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
+from tensorflow.python.distribute.values import DistributedVariable, Mirrored, PerReplica
+from tensorflow.python.eager import context as eager_context
+
+__all__ = ["CollectiveAllReduce", "DistributedVariable", "Mirrored", "PerReplica"]
+
+
+def worker_index(strategy: tf.distribute.Strategy) -> int:
+    """The number of this process among a multi-worker strategy's, from 0."""
+    return strategy.extended._id_in_cluster
+
+
+def num_workers(strategy: tf.distribute.Strategy) -> int:
+    """The number of processes of a multi-worker or parameter server strategy."""
+    return strategy.extended._num_workers
+
+
+def is_multi_worker(strategy: tf.distribute.Strategy) -> bool:
+    """Whether the replicas of a mirrored strategy lie in several processes."""
+    return strategy.extended._in_multi_worker_mode()
+
+
+def adds_by_default(strategy: tf.distribute.MirroredStrategy) -> bool:
+    """Whether nobody has chosen how the replicas sum: no `cross_device_ops` were given."""
+    return strategy.extended._cross_device_ops is strategy.extended._collective_ops
+
+
+def communication_options(strategy: tf.distribute.Strategy):
+    """The `CommunicationOptions` that a strategy was made with, or None."""
+    return getattr(strategy.extended, "_communication_options", None)
+
+
+def set_cross_device_ops(strategy: tf.distribute.Strategy, operations: object) -> None:
+    """Replaces what a strategy's replicas sum by."""
+    strategy.extended._cross_device_ops = operations
+
+
+def collective_keys(strategy: tf.distribute.Strategy):
+    """The object that numbers a strategy's collectives."""
+    return strategy.extended._collective_keys
+
+
+def collective_launcher(strategy: tf.distribute.Strategy, replica: int):
+    """What launches the collectives of one local replica."""
+    return strategy.extended._cross_device_ops._launchers[replica]
+
+
+def is_worker_failure(error: Exception) -> bool:
+    """Whether an error says that a worker of a parameter server strategy is gone."""
+    return cluster_coordinator._is_worker_failure(error)
+
+
+def is_server_failure(error: Exception) -> bool:
+    """Whether an error says that a parameter server is gone."""
+    return cluster_coordinator._is_ps_failure(error)
+
+
+def failed_servers(error: Exception) -> list[int]:
+    """The numbers of the parameter servers that an error names."""
+    return sorted(cluster_coordinator._extract_failed_ps_instances(str(error)))
+
+
+def server_addresses(strategy: tf.distribute.ParameterServerStrategy) -> Sequence[str]:
+    """The addresses of the parameter servers."""
+    return strategy._cluster_resolver.cluster_spec().as_dict().get("ps", [])
+
+
+@contextmanager
+def cross_replica_mode(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """In a replica, makes what follows run as if outside the replicas."""
+    distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def regroup(copies, wrap_class: type = PerReplica):
+    """The replicas' structures as one structure of distributed values."""
+    return distribute_utils.regroup(copies, wrap_class=wrap_class)
+
+
+def select(values: object, replica: int):
+    """One replica's part of a structure of distributed values."""
+    return distribute_utils.select_replica(replica, values)
+
+
+def full_device_name(name: str) -> str:
+    """A device's name with job, task and kind filled in."""
+    return device_util.canonicalize(name)
+
+
+def resolved_device_name(name: str) -> str:
+    """A device's name with what the current scope says filled in."""
+    return device_util.resolve(name)
+
+
+def global_seed() -> int | None:
+    """The seed that `tf.random.set_seed` has set, or None."""
+    return eager_context.global_seed()

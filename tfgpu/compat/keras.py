@@ -1,0 +1,175 @@
+"""Keras's private classes, modules and scopes, under one name on every supported version.
+
+What has a public name in Keras is used under that name; what is here has none, or another one in another version.
+Attributes of objects are in `variables.py`, `optimizers.py`, `layers.py` and `training.py`.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import keras
+from keras.src import backend, tree
+from keras.src.backend.common import global_state, masking
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.callbacks.callback_list import CallbackList
+from keras.src.layers.normalization.batch_normalization import BatchNormalization
+from keras.src.layers.normalization.spectral_normalization import SpectralNormalization
+from keras.src.layers.rnn.rnn import RNN
+from keras.src.losses.losses import LossFunctionWrapper
+from keras.src.metrics.reduction_metrics import MeanMetricWrapper
+from keras.src.models.functional import Functional
+from keras.src.models.sequential import Sequential
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.random import seed_generator
+from keras.src.random.seed_generator import SeedGenerator
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.utils import file_utils
+
+from tfgpu.compat import targets
+
+__all__ = [
+    "ArrayDataAdapter",
+    "BaseOptimizer",
+    "BatchNormalization",
+    "CallbackList",
+    "EpochIterator",
+    "Functional",
+    "GeneratorDataAdapter",
+    "LossFunctionWrapper",
+    "LossScaleOptimizer",
+    "MeanMetricWrapper",
+    "MultiOptimizer",
+    "PyDatasetAdapter",
+    "RNN",
+    "SeedGenerator",
+    "Sequential",
+    "SpectralNormalization",
+    "StatelessScope",
+    "TFDatasetAdapter",
+    "TFEpochIterator",
+    "TFOptimizer",
+    "TensorFlowTrainer",
+    "Trainer",
+    "Variable",
+    "call_context",
+    "file_utils",
+    "get_attribute",
+    "get_mask",
+    "get_stateless_scope",
+    "global_seed_generator",
+    "in_stateless_scope",
+    "in_symbolic_scope",
+    "name_scope",
+    "nn",
+    "operation_with_training",
+    "set_attribute",
+    "set_mask",
+    "tree",
+]
+
+Trainer = targets.owner("Trainer")
+"""What every model inherits from, whatever the backend (`BaseTrainer` from Keras 3.16)."""
+TensorFlowTrainer = targets.owner("TensorFlowTrainer")
+"""What every model inherits from on TensorFlow."""
+TFEpochIterator = targets.owner("TFEpochIterator")
+TFOptimizer = targets.owner("TFOptimizer")
+Variable = backend.Variable
+"""TensorFlow's `keras.Variable`, as a class to derive from."""
+StatelessScope = backend.StatelessScope
+name_scope = backend.name_scope
+nn = targets.owner("nn")
+"""TensorFlow's implementation of `keras.ops.nn`."""
+
+try:
+    from keras.src.optimizers.multi_optimizer import MultiOptimizer
+except ImportError:  # before Keras 3.15
+
+    class MultiOptimizer:  # type: ignore[no-redef]
+        """Stands for a class that this Keras does not have; nothing is an instance of it."""
+
+
+def get_mask(value: object) -> object | None:
+    """The Keras mask of a tensor, or None."""
+    return masking.get_keras_mask(value)
+
+
+def set_mask(value: object, mask: object | None) -> None:
+    """Gives a tensor its Keras mask."""
+    masking.set_keras_mask(value, mask)
+
+
+def get_attribute(name: str) -> object:
+    """A value of Keras's global state in this thread, such as `"current_call_ctx"`; None where there is none."""
+    return global_state.get_global_attribute(name)
+
+
+def set_attribute(name: str, value: object) -> None:
+    """Sets a value of Keras's global state in this thread."""
+    global_state.set_global_attribute(name, value)
+
+
+def call_context() -> object | None:
+    """What Keras knows of the outermost layer that is being called in this thread, or None."""
+    return global_state.get_global_attribute("current_call_ctx")
+
+
+def global_seed_generator() -> SeedGenerator | None:
+    """Keras's global seed generator, or None while nothing has asked for it."""
+    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+
+
+@contextmanager
+def replaced_attributes(values: dict[str, object]) -> Iterator[None]:
+    """Sets values of Keras's global state in this thread for the block."""
+    before = {name: global_state.get_global_attribute(name) for name in values}
+    for name, value in values.items():
+        global_state.set_global_attribute(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            global_state.set_global_attribute(name, value)
+
+
+def operation_with_training(operation, training: bool | None = True):
+    """A function that calls an operation as a functional model does in training: with `training`, if it takes that."""
+    module = importlib.import_module("keras.src.models.functional")
+    if hasattr(module, "operation_fn"):  # up to Keras 3.15
+        return module.operation_fn(operation, training=training)
+
+    def call(*args, **kwargs):
+        name = "training"
+        if getattr(operation, "_call_has_training_arg", False) and training is not None and kwargs.get(name) is None:
+            kwargs[name] = training
+        return operation(*args, **kwargs)
+
+    return call
+
+
+def draw_seed(seed: object):
+    """The two numbers that a draw of `keras.random` starts from, as TensorFlow takes them."""
+    return targets.owner("random")._cast_seed(seed_generator.draw_seed(seed))
+
+
+def noise_shape(inputs, shape):
+    """The shape of a dropout mask: `shape` with its None filled in from the inputs."""
+    return targets.owner("random")._get_concrete_noise_shape(inputs, shape)
+
+
+def as_sliceable(arrays):
+    """The arrays of an `ArrayDataAdapter` as objects that can be indexed by rows, in the structure that `fit` gives."""
+    from keras.src.trainers.data_adapters import array_slicing
+
+    return tree.lists_to_tuples(array_slicing.convert_to_sliceable(arrays, target_backend="tensorflow"))
+
+
+def is_layer_with_graph(model: keras.layers.Layer) -> bool:
+    """Whether a model has a graph of calls: it is functional, or a Sequential that is built."""
+    return isinstance(model, Functional) or (isinstance(model, Sequential) and model._functional is not None)

@@ -1,0 +1,95 @@
+"""What Keras layers and functional models hold."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import keras
+
+from tfgpu.compat.keras import Functional, Sequential
+
+
+def layers_within(layer: keras.layers.Layer, include_self: bool = True, recursive: bool = True) -> list:
+    """The layers within a layer, each after the one that holds it."""
+    return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
+
+
+def own_trainable(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """The variables that a layer itself has made as trainable, frozen or not; not those of layers within it."""
+    return layer._trainable_variables
+
+
+def own_non_trainable(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """The variables that a layer itself has made as not trainable; not those of layers within it."""
+    return layer._non_trainable_variables
+
+
+def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """The variables that a layer itself has made; not those of layers within it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+@contextmanager
+def unlocked(layer: keras.layers.Layer) -> Iterator[tuple[Callable, Callable]]:
+    """Lets variables of a built layer be replaced in the block.
+
+    Yields:
+        Two functions of a variable: one takes it from the layer, one gives it to the layer.
+    """
+    layer._tracker.unlock()
+    try:
+        yield layer._untrack_variable, layer._track_variable
+    finally:
+        layer._tracker.lock()
+
+
+def raw_kernel(layer: keras.layers.Layer) -> keras.Variable:
+    """The kernel without LoRA's addition to it."""
+    return layer._kernel
+
+
+def raw_embeddings(layer: keras.layers.Embedding) -> keras.Variable:
+    """The table without LoRA's addition to it."""
+    return layer._embeddings
+
+
+def attention_rank(layer: keras.layers.Layer) -> int:
+    """Along how many axes an attention layer attends."""
+    return len(layer._attention_axes)
+
+
+def graph_of(model: keras.Model) -> Functional | None:
+    """The functional model that a model is, or that a built Sequential calls; None for others."""
+    if isinstance(model, Functional):
+        return model
+    return model._functional if isinstance(model, Sequential) else None
+
+
+def nodes_in_order(graph: Functional) -> list:
+    """Keras's records of a functional model's calls, each after those whose results it needs."""
+    by_depth = graph._nodes_by_depth
+    return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+
+
+def outputs_structure(graph: Functional) -> object:
+    """The structure of a functional model's outputs."""
+    return graph._outputs_struct
+
+
+def graph_runner(graph: Functional) -> Callable:
+    """The function that runs a functional model's calls; its arguments are those of `replace_graph_runner`."""
+    return graph._run_through_graph
+
+
+def replace_graph_runner(graph: Functional, run: Callable) -> None:
+    """Lets one functional model run its calls by a function of the caller's.
+
+    Args:
+        run: takes `inputs`, `operation_fn` (which makes of an operation the function to call; absent in some versions
+            of Keras) and `call_fn`, and returns the outputs.
+    """
+    object.__setattr__(graph, "_run_through_graph", run)
+
+
+def calls_given(layers: Sequence[keras.layers.Layer]) -> list:
+    """For each layer the number of places at which it is called."""
+    return [len(layer._inbound_nodes) for layer in layers]

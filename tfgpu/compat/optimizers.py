@@ -1,0 +1,73 @@
+"""What a Keras optimizer holds."""
+
+import keras
+
+
+def trained(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The variables that a built optimizer trains, in the order of its slots."""
+    return optimizer._trainable_variables
+
+
+def iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """The counter of an optimizer's steps: of batches, where gradients are accumulated."""
+    return optimizer._iterations
+
+
+def learning_rate(optimizer: keras.optimizers.Optimizer) -> object:
+    """The variable or the schedule of an optimizer's learning rate."""
+    return optimizer._learning_rate
+
+
+def averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The moving averages of the trained variables (`use_ema=True`), in their order."""
+    return optimizer._model_variables_moving_average
+
+
+def accumulator(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> keras.Variable:
+    """The sum of a variable's gradients since the last update (`gradient_accumulation_steps`)."""
+    return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
+
+
+def index(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> int:
+    """Which of the trained variables one is."""
+    return optimizer._get_variable_index(variable)
+
+
+def overwrites(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
+    """Whether a variable's gradient is its next value (the scales of float8), not a direction."""
+    return optimizer._overwrite_variable_with_gradient(variable)
+
+
+def strategy_of(optimizer: keras.optimizers.Optimizer) -> object | None:
+    """The strategy in whose scope an optimizer was made, or None."""
+    return getattr(optimizer, "_distribution_strategy", None)
+
+
+def track(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:
+    """Makes a variable one of an optimizer's, as `add_variable` does."""
+    optimizer._track_variable(variable)
+
+
+def apply_in_common(optimizer: keras.optimizers.Optimizer, grads: list, variables: list | None):
+    """`apply` of an optimizer that scales its loss, without the check for overflow."""
+    return optimizer._common_apply(grads, variables)
+
+
+def copy_decay_exclusions(
+    old: keras.optimizers.Optimizer,
+    new: keras.optimizers.Optimizer,
+    pairs: list[tuple[keras.Variable, keras.Variable]],
+) -> None:
+    """Excludes from weight decay in `new` what `exclude_from_weight_decay` excluded in `old`.
+
+    Args:
+        pairs: each variable of `old` beside the one that takes its place in `new`.
+    """
+    excluded = getattr(old, "_exclude_from_weight_decay", None)
+    if excluded is None:
+        return
+    new._exclude_from_weight_decay = set(excluded)
+    new._exclude_from_weight_decay_pattern = old._exclude_from_weight_decay_pattern
+    for before, after in pairs:
+        if old._var_key(before) in excluded:
+            new._exclude_from_weight_decay.add(new._var_key(after))

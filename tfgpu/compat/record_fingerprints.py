@@ -1,0 +1,36 @@
+"""Adds the fingerprints of the installed versions to `fingerprints.json`: `python -m tfgpu.compat.record_fingerprints`.
+
+Run it, in an environment without repairs in force, once for each version that is tried. A target that this version
+lacks is named on the screen.
+"""
+
+import json
+from pathlib import Path
+
+from tfgpu.compat import patch, targets, versions
+
+
+def main() -> None:
+    """Writes the file and prints what is missing here."""
+    import keras  # noqa: F401
+    import tensorflow  # noqa: F401
+
+    found = {target: dict(seen) for target, seen in patch.known().items() if target in targets.TARGETS}
+    for target in targets.TARGETS:
+        owner, name = targets.locate(target)
+        stock = getattr(owner, name, None)
+        if stock is None:
+            print(f"{target}: not in {versions.here('keras')}, {versions.here('tensorflow')}")
+            continue
+        module = getattr(owner, "__module__", None) or owner.__name__
+        library = "tensorflow" if module.startswith("tensorflow") else "keras"
+        mark = targets.fingerprint(stock)
+        if mark is not None:
+            seen = found.setdefault(target, {}).setdefault(mark, [])
+            seen[:] = sorted({*seen, versions.here(library)})
+    path = Path(patch.__file__).with_name("fingerprints.json")
+    path.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""State that tfgpu keeps on objects of Keras and TensorFlow: all of it under one attribute, `_tfgpu`.
+
+    slots.of(strategy).reduce_dtype = tf.bfloat16
+    slots.get(strategy, "reduce_dtype")            # None where nothing was set
+
+The state lives as long as the object does, and is not copied, saved or compared with it.
+"""
+
+from types import SimpleNamespace
+
+_NAME = "_tfgpu"
+
+
+def of(owner: object) -> SimpleNamespace:
+    """The namespace of tfgpu's state on an object; made empty on first use.
+
+    Example:
+        >>> import types
+        >>> model = types.SimpleNamespace()
+        >>> of(model).seen = 3
+        >>> get(model, "seen"), get(model, "other", 0)
+        (3, 0)
+    """
+    held = getattr(owner, "__dict__", {}).get(_NAME)
+    if held is None:
+        held = SimpleNamespace()
+        object.__setattr__(owner, _NAME, held)  # past Keras's tracking of attributes
+    return held
+
+
+def get(owner: object, name: str, default: object = None) -> object:
+    """One value of an object's state, or `default`; makes no namespace."""
+    return getattr(getattr(owner, "__dict__", {}).get(_NAME), name, default)

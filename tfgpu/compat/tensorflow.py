@@ -1,0 +1,93 @@
+"""TensorFlow's functions, tapes, graphs and kernels: what has no public name."""
+
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager import record
+from tensorflow.python.eager.polymorphic_function import tf_method_target
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.framework import kernels, op_def_registry, tensor_util
+from tensorflow.python.framework.config import is_op_determinism_enabled
+from tensorflow.python.framework.none_tensor import NoneTensorSpec
+from tensorflow.python.ops import control_flow_util
+from tensorflow.python.util import tf_decorator
+
+__all__ = ["Function", "NoneTensorSpec", "eager_context", "is_op_determinism_enabled", "tensor_util"]
+
+
+def devices_of(operation: str) -> frozenset[str]:
+    """Says on which kinds of device an operation can run, such as `{"CPU", "GPU"}`.
+
+    Args:
+        operation: its name as registered, such as `"MatMul"`.
+
+    Example:
+        >>> "CPU" in devices_of("MatMul")
+        True
+    """
+    return frozenset(kernel.device_type for kernel in kernels.get_registered_kernels_for_op(operation).kernel)
+
+
+def is_stateful(operation: str) -> bool:
+    """Whether an operation is registered as one with a state or an effect; True for one that is not known."""
+    found = op_def_registry.get(operation)
+    return found is None or found.is_stateful
+
+
+def is_compiled_by_xla(graph: tf.Graph) -> bool:
+    """Whether XLA compiles a graph, or one that holds it."""
+    return control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
+def asks_for_xla(function: Function) -> bool:
+    """Whether a tf.function was made with `jit_compile=True`."""
+    return bool(function._jit_compile)
+
+
+def python_function_of(function: Function) -> Callable:
+    """The Python function of a tf.function, ready to be called in the graph that is being traced.
+
+    Autograph converts it where the tf.function asks for that. A method comes back bound to its object, where TensorFlow
+    has bound it to a stand-in for a weak reference.
+    """
+    found = function._python_function
+    _, method = tf_decorator.unwrap(found)
+    owner = getattr(method, "__self__", None)
+    if isinstance(owner, tf_method_target.TfMethodTarget):
+        found = types.MethodType(method.__func__, owner.target)
+    return with_autograph(found) if function._autograph else found
+
+
+def with_autograph(function: Callable) -> Callable:
+    """A function that autograph converts when it is called, whatever the caller is."""
+    return autograph.tf_convert(function, ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED))
+
+
+def autograph_status() -> AbstractContextManager:
+    """Autograph's state in this thread, as a context that can be entered in another."""
+    return ag_ctx.control_status_ctx()
+
+
+def without_recording() -> AbstractContextManager:
+    """Hides the block's operations from every gradient tape."""
+    return record.stop_recording()
+
+
+def add_control_inputs(operation: tf.Operation, sources: list[tf.Operation]) -> None:
+    """Lets an operation of a graph wait for others."""
+    operation._add_control_inputs(sources)
+
+
+def sources_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The datasets that a dataset reads from."""
+    return dataset._inputs()
+
+
+def functions_of(dataset: tf.data.Dataset) -> list:
+    """The functions that a dataset calls for its elements."""
+    return dataset._functions()

@@ -1,0 +1,85 @@
+"""What a model, its data adapters and its epoch iterator hold during `fit`."""
+
+import keras
+import tensorflow as tf
+
+from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, EpochIterator
+
+
+def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
+    """The strategy in whose scope a model was made, or None outside any scope.
+
+    `model.distribute_strategy` gives the current strategy in place of None.
+    """
+    return model._distribute_strategy
+
+
+def set_strategy(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Makes a model one of a strategy's, as if it were made in its scope."""
+    model._distribute_strategy = strategy
+
+
+def compiled_parts(model: keras.Model) -> list:
+    """A model's layers, its compiled metrics and loss, and its optimizer; None for what there is not."""
+    return [*model._flatten_layers(), model._compile_metrics, model._compile_loss, getattr(model, "optimizer", None)]
+
+
+def build_symbolically(model: keras.Model, batch: object) -> None:
+    """Makes all variables that a step on a batch of this structure would make.
+
+    Args:
+        batch: tensors or specs, in the structure that `fit` gives to `train_step`.
+    """
+    model._symbolic_build(data_batch=batch)
+
+
+def without_optionals(model: keras.Model, step):
+    """A step that takes what an iterator of `tf.experimental.Optional` gives."""
+    convert = getattr(model, "_autoconvert_optionals", None)
+    return step if convert is None else convert(step)
+
+
+def resume_from(model: keras.Model, epoch: int | None) -> None:
+    """Lets the next `fit` begin at an epoch; None lets it begin at its own `initial_epoch`."""
+    model._initial_epoch = epoch
+
+
+def dataset_of(iterator: EpochIterator) -> object:
+    """The distributed dataset, or the dataset, that an epoch iterator reads."""
+    return iterator._distributed_dataset
+
+
+def batches_known(iterator: EpochIterator) -> int | None:
+    """The number of batches of an epoch, where the data tells."""
+    return iterator._num_batches
+
+
+def batches_seen(iterator: EpochIterator) -> int:
+    """The batches that an epoch iterator has given so far, in all epochs."""
+    return iterator._steps_seen
+
+
+def rows_of(adapter: ArrayDataAdapter) -> int:
+    """The number of rows of the arrays given to `fit`."""
+    return adapter._num_samples
+
+
+def batch_size_of(adapter: ArrayDataAdapter) -> int:
+    """The batch size given to `fit`."""
+    return adapter._batch_size
+
+
+def arrays_of(adapter: ArrayDataAdapter) -> object:
+    """The arrays given to `fit`."""
+    return adapter._inputs
+
+
+def shuffles(adapter: ArrayDataAdapter) -> bool | str:
+    """The argument `shuffle` of `fit`."""
+    return adapter._shuffle
+
+
+def wait_for_callbacks(callbacks: CallbackList) -> None:
+    """Waits until callbacks that run in a thread of their own have finished."""
+    if hasattr(callbacks, "_flush_futures"):
+        callbacks._flush_futures()

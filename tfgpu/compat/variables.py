@@ -1,0 +1,62 @@
+"""What a Keras variable holds."""
+
+import keras
+import tensorflow as tf
+
+
+def held(variable: keras.Variable) -> tf.Variable | None:
+    """The TensorFlow variable (or the replicas' copies of it) of a Keras variable; None while it is not initialized.
+
+    `variable.value` may be a cast copy of it, and is never a variable that can be assigned.
+
+    Example:
+        >>> held(keras.Variable(1.0)).numpy()
+        np.float32(1.0)
+    """
+    return variable._value
+
+
+def set_held(variable: keras.Variable, value: tf.Variable | None) -> None:
+    """Replaces the TensorFlow variable of a Keras variable; None frees its memory."""
+    variable._value = value
+
+
+def has_copies(variable: keras.Variable) -> bool:
+    """Whether each replica has a copy of a Keras variable."""
+    return isinstance(variable._value, tf.distribute.DistributedValues)
+
+
+def local_copy(variable: keras.Variable) -> tf.Variable:
+    """This replica's copy of a Keras variable, in its own dtype."""
+    value = variable._value
+    return value._get_on_device_or_primary() if isinstance(value, tf.distribute.DistributedValues) else value
+
+
+def initialize(variable: keras.Variable, value: object) -> None:
+    """Makes the TensorFlow variable of a Keras variable anew, where the current scope and device say."""
+    variable._initialize(value)
+
+
+def trainable_flag(variable: keras.Variable) -> bool:
+    """Whether a Keras variable is trained, past what a subclass says."""
+    return variable._trainable
+
+
+def set_trainable_flag(variable: keras.Variable, value: bool) -> None:
+    """Sets whether a Keras variable is trained; its TensorFlow variable stays as it is."""
+    variable._trainable = value
+
+
+def storage_dtype(variable: keras.Variable) -> str:
+    """The dtype in which a variable is kept, outside any autocast scope."""
+    return variable._dtype
+
+
+def autocasts(variable: keras.Variable) -> bool:
+    """Whether a variable is read in the compute dtype of the layer that reads it."""
+    return variable._autocast
+
+
+def rename(variable: keras.Variable, path: str) -> None:
+    """Sets a variable's path, by which optimizers and files know it."""
+    variable._path = path
