@@ -6,12 +6,10 @@
 import os
 import subprocess
 import sys
-import types
 
 import pytest
 
 from tfgpu import repairs
-from tfgpu.errors import MachineError
 
 
 def python(*arguments, **environment):
