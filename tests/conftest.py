@@ -34,6 +34,23 @@ def pytest_addoption(parser):
     parser.addoption("--costs", metavar="FILE", help="append each test's CPU seconds to this file, as JSON lines")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test that `sample` marks, all but those that it keeps are slow."""
+    cases = {}
+    for item in items:
+        if (sample := item.get_closest_marker("sample")) and hasattr(item, "callspec"):
+            cases.setdefault((item.path, item.originalname), (sample.args, []))[1].append(item)
+    for kept, found in cases.values():
+        if kept and isinstance(kept[0], int):
+            step = len(found) / kept[0]
+            fast = {found[int(at * step)] for at in range(kept[0])} if step > 1 else {*found}
+        else:
+            fast = {item for item in found if {item.callspec.id, *item.callspec.id.split("-")} & {*kept}}
+        for item in {*found} - fast:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
     before = os.times()

@@ -148,6 +148,7 @@ def test_help_and_version_are_there(tmp_path):
 # Wrong input: one line, exit code 2, nothing written
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -217,6 +218,7 @@ def three(input_shape):
 """
 
 
+@pytest.mark.slow
 def test_wrong_input_found_by_the_library(tmp_path):
     (tmp_path / "photos" / "cats").mkdir(parents=True)
     for kind in ("cats", "dogs"):
@@ -306,6 +308,7 @@ def test_both_paths_learn_the_same_with_and_without_recomputation(runs):
     assert max(np.abs(a - b).max() for a, b in pairs) <= 1e-6
 
 
+@pytest.mark.slow
 def test_an_average_of_too_few_updates_is_told_before_the_training(tmp_path):
     done = tfgpu("train", *SMALL, "--epochs", "2", "--weight-average", "ema", "--output", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -314,6 +317,7 @@ def test_an_average_of_too_few_updates_is_told_before_the_training(tmp_path):
     assert f"{0.99 ** (steps - 1):.1%} of the weights of the first step" in line and f"over {steps} updates" in line
 
 
+@pytest.mark.slow
 def test_a_directory_with_a_run_is_safe(runs):
     folder, _ = runs
     assert "holds another run. Add --resume or --overwrite" in complaint("train", "--output", "first", cwd=folder)
@@ -463,9 +467,7 @@ def test_two_workers_learn_what_one_process_learns_and_only_the_chief_writes(tmp
         command = [sys.executable, "-m", "tfgpu", "train", *words, "--output", str(tmp_path / "two")]
         command += ["--virtual-devices", "2"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(
-            subprocess.Popen(command, cwd=folder, env=environ(TF_CONFIG=json.dumps(place)), **pipes)
-        )
+        processes.append(subprocess.Popen(command, cwd=folder, env=environ(TF_CONFIG=json.dumps(place)), **pipes))
     try:
         outputs = [process.communicate(timeout=200) for process in processes]
     finally:

@@ -85,6 +85,7 @@ def run(words: list[str], script: str, *, page: Path, folder: Path, timeout: flo
     return done.stdout
 
 
+@pytest.mark.sample("README.md")
 @pytest.mark.parametrize("page", list(pages()))
 def test_code_runs(page, tmp_path):
     run(["train.py"], START + "\n".join(together(page)), page=page, folder=tmp_path)

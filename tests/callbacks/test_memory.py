@@ -21,6 +21,7 @@ def test_the_peak_covers_what_was_held_and_let_go():
     assert peaks()["host_peak_bytes"] > 0.99 * resident > 2**27  # the kernel counts in batches of pages
 
 
+@pytest.mark.slow
 def test_a_small_process_of_a_large_one_counts_its_own():
     held = np.ones(2**27)  # 1 GiB
     script = "from tfgpu.callbacks.memory import peaks; print(peaks()['host_peak_bytes'])"

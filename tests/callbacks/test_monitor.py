@@ -87,6 +87,7 @@ def slow(x, y):
         return tf.identity(x), y
 
 
+@pytest.mark.sample("mirrored")
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
 def test_a_step_that_waits_for_its_data_is_limited_by_the_input(tmp_path, strategy):
     with tfgpu.strategy(strategy).scope():
@@ -335,6 +336,7 @@ def test_a_batch_of_one_row_is_counted():
     assert [row["examples"] for row in monitor.epochs] == [5]
 
 
+@pytest.mark.sample("on_train_batch_end-mirrored", "on_epoch_end-one_device")
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_begin", "on_epoch_end"])
 def test_an_evaluate_that_a_callback_calls_is_not_counted(strategy, hook):
@@ -404,6 +406,7 @@ def test_two_fits_at_once_are_refused_and_a_copy_is_not():
     assert [row["examples"] for row in monitor.epochs] == [60] and not alive()
 
 
+@pytest.mark.slow
 def test_gpus_that_are_lost_under_way(tmp_path, nvml):
     environ = {**os.environ, "LD_LIBRARY_PATH": str(nvml), "CUDA_VISIBLE_DEVICES": "0,1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(

@@ -136,6 +136,7 @@ def test_another_worker_sends_nothing(server):
     assert not server.begun
 
 
+@pytest.mark.slow
 def test_a_wrong_name_and_a_missing_package():
     with pytest.raises(InputError, match="mlflow"):
         callbacks.Track("mlfow")

@@ -90,6 +90,7 @@ def test_checkpoints_that_cannot_be_written_are_an_error_before_the_first_step(t
     assert int(built.optimizer.iterations) == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "make",
     [EventsFile, lambda path: MetricsFile(path / "metrics.csv")],

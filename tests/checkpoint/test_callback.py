@@ -42,6 +42,7 @@ def state(model):
     return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
 
 
+@pytest.mark.sample("mixed_float16")
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "bfloat16"])
 def test_a_resumed_run_ends_where_one_that_never_stopped_does(tmp_path, policy):
     straight = build(policy=policy)
@@ -74,6 +75,7 @@ def test_only_the_newest_are_kept_and_nothing_half_written_counts(tmp_path):
     assert [path.name for path in found(tmp_path)] == ["epoch-0004", "epoch-0003"]
 
 
+@pytest.mark.sample("flip", "no facts")
 @pytest.mark.parametrize("harm", ["flip", "cut", "missing", "no facts"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, harm, caplog):
     train(build(), 0, 2, Checkpoint(tmp_path))
@@ -154,6 +156,7 @@ class TwoOptimizers(keras.Model):
         return {"error": self.meter.result()}
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_optimizers_in_attributes_are_saved_too(tmp_path, replicas):
     def make():
@@ -175,6 +178,7 @@ def test_optimizers_in_attributes_are_saved_too(tmp_path, replicas):
     assert resumed.one.iterations.numpy() == resumed.two.iterations.numpy() == 12
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_what_top_k_has_not_sent_yet_is_saved(tmp_path, replicas):
     def make():
@@ -204,6 +208,7 @@ class Stop(keras.callbacks.Callback):
             raise RuntimeError("in the middle")
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_restore_by_hand_in_the_middle_of_an_epoch(tmp_path, replicas):
     """As `tfgpu train --resume` does: the metrics' variables come with the first step only."""

@@ -132,6 +132,7 @@ def same(model, history, whole, whole_history):
     assert history == whole_history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feed", "devices", "step"),
     [("arrays", 1, 10)]

@@ -131,11 +131,13 @@ def own():
         yield pytest.param(loss, id=name, marks=() if loss in (dice, from_center) else pytest.mark.slow)
 
 
+@pytest.mark.sample("dice")
 @pytest.mark.parametrize("loss", list(own()))
 def test_two_and_four_replicas_are_one_device(loss):
     check(lambda: loss)
 
 
+@pytest.mark.slow
 def test_stock_keras_learns_something_else(monkeypatch):
     """What the repair is for: without it each replica's loss is that of its own rows."""
     monkeypatch.setattr("tfgpu.core.all_rows._may_meet", lambda: False)
@@ -425,6 +427,7 @@ def test_verdicts(function, width, needs):
     assert set(loss._tfgpu_needs.values()) == {needs}
 
 
+@pytest.mark.slow
 def test_losses_of_keras_and_draws_within():
     error = keras.losses.MeanSquaredError()
 

@@ -81,6 +81,7 @@ def _wait():
     assert iterator_end.wait()
 
 
+@pytest.mark.sample("left-fit-mirrored", "whole-fit-one_device", "left-evaluate-one_device", "whole-predict-mirrored")
 @pytest.mark.parametrize("kind", ["one_device", "mirrored"])
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 @pytest.mark.parametrize("is_left", [True, False], ids=["left", "whole"])
@@ -123,6 +124,7 @@ def features():
     return np.random.default_rng(0).normal(size=(4, 4)).astype("float32")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["one_device", "mirrored"])
 @pytest.mark.parametrize("method", ["fit", "evaluate"])
 def test_a_generator_of_python_does_not_run_once_a_method_has_returned(kind, method):
@@ -204,6 +206,7 @@ def test_data_that_keeps_to_itself(what):
     assert not iterator_end.reaches_out(CONTAINED[what]())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("distribute", ["dataset", "function"])
 @pytest.mark.parametrize("reaches", [False, True], ids=["contained", "reaching"])
 def test_distributed_data_is_what_it_is_made_of(distribute, reaches, ends):
@@ -245,6 +248,7 @@ def test_a_machine_without_another_thread_still_ends_data(ends, monkeypatch):
     assert ends.all() == [[[1, 0, False]]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_process_ends_whose_iterator_is_left_to_the_last():
     script = (

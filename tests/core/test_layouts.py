@@ -40,6 +40,7 @@ def same(a, b):
     return all(np.abs(x - y).max() <= 1e-6 for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.sample("four")
 def test_elements_that_are_named_tuples(strategy):
     pair = collections.namedtuple("pair", "x y")
     data = tf.data.Dataset.from_tensor_slices((X, Y)).map(pair).batch(8)
@@ -48,6 +49,7 @@ def test_elements_that_are_named_tuples(strategy):
     assert same(model.get_weights(), plain_weights())
 
 
+@pytest.mark.sample("four")
 def test_elements_with_none_for_weights(strategy):
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).map(lambda x, y: (x, y, None))
     model = build(strategy)
@@ -55,6 +57,7 @@ def test_elements_with_none_for_weights(strategy):
     assert same(model.get_weights(), plain_weights())
 
 
+@pytest.mark.sample("four")
 def test_a_metric_whose_result_takes_arguments(strategy):
     class Scaled(keras.metrics.Mean):
         def result(self, factor=1.0):

@@ -7,6 +7,8 @@ import tensorflow as tf
 
 import tfgpu
 
+pytestmark = pytest.mark.sample("4 replicas")
+
 
 @pytest.fixture(params=[2, 4], ids=lambda n: f"{n} replicas")
 def strategy(request):

@@ -32,9 +32,7 @@ def spread(draw, values, split, *, run_eagerly=False, jit=False, static=False):
     strategy = mirrored(len(split))
     ends = np.cumsum((0, *split))
     parts = [tf.constant(values[a:b]) for a, b in itertools.pairwise(ends)]
-    given = strategy.experimental_distribute_values_from_function(
-        lambda ctx: parts[ctx.replica_id_in_sync_group]
-    )
+    given = strategy.experimental_distribute_values_from_function(lambda ctx: parts[ctx.replica_id_in_sync_group])
 
     def step(x):
         if not static and not run_eagerly:
@@ -80,9 +78,7 @@ DRAWS = {
     "normal": lambda x, d: keras.random.normal(shape_of(x, 3), 1.0, 0.5, dtype=d, seed=4),
     "truncated_normal": lambda x, d: keras.random.truncated_normal(shape_of(x, 3), 1.0, 2.0, dtype=d, seed=5),
     "dropout": lambda x, d: keras.random.dropout(tf.cast(x, d), 0.4, seed=6),
-    "dropout with a noise shape": lambda x, d: keras.random.dropout(
-        tf.cast(x, d), 0.4, noise_shape=(None, 1), seed=6
-    ),
+    "dropout with a noise shape": lambda x, d: keras.random.dropout(tf.cast(x, d), 0.4, noise_shape=(None, 1), seed=6),
     "gamma": lambda x, d: keras.random.gamma(shape_of(x, 3), 1.5, dtype=d, seed=7),
     "gamma by row": lambda x, d: keras.random.gamma(shape_of(x, 3), wide(x, d), dtype=d, seed=7),
     "beta": lambda x, d: keras.random.beta(shape_of(x), 0.5, 2.0, dtype=d, seed=8),
@@ -91,6 +87,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", DRAWS)
 def test_each_distribution_equals_one_device(name, dtype):
@@ -117,6 +114,7 @@ def test_categorical_equals_one_device(dtype):
     same(spread(draw, rows(7, 3), (3, 0, 2, 2)), alone(draw, rows(7, 3)))
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", ("normal", "dropout"))
 def test_each_split_equals_one_device(name, split):
@@ -127,6 +125,7 @@ def test_each_split_equals_one_device(name, split):
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", ({"run_eagerly": True}, {"static": True}))
 @pytest.mark.parametrize("name", ("uniform", "normal", "dropout", "gamma by row", "beta"))
 def test_known_batch_sizes_equal_one_device(name, mode):
@@ -143,6 +142,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.sample("normal-bfloat16", "dropout-float32")
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("name", COMPILED)
 def test_xla_draws_what_one_device_with_xla_draws(name, dtype):
@@ -162,9 +162,7 @@ def test_a_generator_with_state_moves_on_once_a_step():
     reference = keras.random.SeedGenerator(5)
 
     def draw(generator):
-        return lambda x: tf.concat(
-            [keras.random.uniform(shape_of(x, 3), seed=generator) for _ in range(3)], 1
-        )
+        return lambda x: tf.concat([keras.random.uniform(shape_of(x, 3), seed=generator) for _ in range(3)], 1)
 
     same(spread(draw(inside), rows(5, 3), (3, 2)), alone(draw(reference), rows(5, 3)))
     assert [c.numpy().tolist() for c in inside.state.value.values] == [[5, 3], [5, 3]]
@@ -209,9 +207,7 @@ def test_rows_flattened_batch_first_are_by_example(static):
     def draw(layer):
         def flattened(x):
             flat = tf.reshape(x, [tf.shape(x)[0] * 3, 2])
-            return tf.reshape(
-                keras.random.dropout(flat, 0.5, seed=1) + layer(flat, training=True), tf.shape(x)
-            )
+            return tf.reshape(keras.random.dropout(flat, 0.5, seed=1) + layer(flat, training=True), tf.shape(x))
 
         return flattened
 
@@ -288,6 +284,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_layer_equals_one_device(name):
     values = rows(7, 6, 5, 3)

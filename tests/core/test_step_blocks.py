@@ -13,6 +13,8 @@ import tensorflow as tf
 import tfgpu
 from tfgpu.core import step_blocks
 
+pytestmark = pytest.mark.sample("no strategy", "two replicas")
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(56, 4)).astype("float32")
 Y = RNG.integers(0, 3, 56)
@@ -263,6 +265,7 @@ def test_a_number_of_numpy_s_is_a_number():
     assert build(tf.distribute.get_strategy(), steps_per_execution=np.int64(2)).steps_per_execution == 2
 
 
+@pytest.mark.slow
 def test_a_model_with_auto_is_read_by_stock_keras(tmp_path):
     build(tf.distribute.get_strategy(), steps_per_execution="auto").save(tmp_path / "m.keras")
     code = (

@@ -52,6 +52,7 @@ def dense():
     return [keras.layers.Dense(3)]
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_both_ways_train(devices):
     def strategy():
@@ -90,5 +91,5 @@ def test_keras_own_rule_stays_where_nothing_was_asked():
 
 
 def test_another_word_is_an_error():
-    with pytest.raises(tfgpu.InputError, match='`jit_compile` must be True, False or "auto". Received: \'always\''):
+    with pytest.raises(tfgpu.InputError, match="`jit_compile` must be True, False or \"auto\". Received: 'always'"):
         keras.Sequential([keras.layers.Dense(1)]).compile(jit_compile="always")

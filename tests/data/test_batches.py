@@ -67,6 +67,7 @@ def test_each_example_once_an_epoch_in_an_order_of_seed_and_epoch(count, batch, 
     assert sum(one, []) == order.numpy().tolist()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("memory_bytes", [1 << 30, 0])
 def test_a_resumed_run_repeats_the_straight_one(tmp_path, memory_bytes):
     source = _folder(tmp_path, 14)
@@ -90,9 +91,7 @@ def test_examples_in_memory_and_on_disk_are_the_same(tmp_path):
 
 
 def test_another_seed_is_another_order_and_no_shuffle_is_the_source_s():
-    order = [
-        numbers(pipeline(numbered(30), global_batch=10, seed=s, validation=0, test=0).train) for s in (0, 1)
-    ]
+    order = [numbers(pipeline(numbered(30), global_batch=10, seed=s, validation=0, test=0).train) for s in (0, 1)]
     assert order[0] != order[1]
     plain = pipeline(numbered(30), global_batch=10, shuffle=False, validation=0, test=0)
     assert sum(numbers(plain.train), []) == list(range(30))
@@ -139,10 +138,7 @@ def test_the_source_s_own_parts_are_used(caplog):
     assert sorted(sum(numbers(data.train) + numbers(data.validation), [])) == list(range(30))
     assert data.info.validation_examples == 6
     assert "brings its own test part" in caplog.text
-    assert (
-        f"{5 - sum(n >= 25 for n in sum(numbers(data.validation), []))} examples of its own test part"
-        in caplog.text
-    )
+    assert f"{5 - sum(n >= 25 for n in sum(numbers(data.validation), []))} examples of its own test part" in caplog.text
 
 
 def test_empty_parts_are_none():
@@ -184,16 +180,12 @@ def test_four_replicas_get_the_one_device_batch_in_order(tmp_path, count, memory
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     source = _folder(tmp_path, count)
     with strategy.scope():
-        data = pipeline(
-            source, global_batch=4, augment=STAGES, validation=0, test=0, seed=2, memory_bytes=memory_bytes
-        )
+        data = pipeline(source, global_batch=4, augment=STAGES, validation=0, test=0, seed=2, memory_bytes=memory_bytes)
     expected = batches(data.train)
     data.seek(0)
     distributed = strategy.experimental_distribute_dataset(data.train)
     got = [
-        tuple(
-            np.concatenate([part.numpy() for part in strategy.experimental_local_results(t)]) for t in batch
-        )
+        tuple(np.concatenate([part.numpy() for part in strategy.experimental_local_results(t)]) for t in batch)
         for batch in distributed
     ]
     assert same(got, expected)

@@ -132,6 +132,7 @@ print(most, begun, counter.next)
 """
 
 
+@pytest.mark.slow
 def test_repeatable_operations_leave_the_input_parallel_and_ahead():
     """tf.data gives both up, for all of a data set that has a stateful operation in it."""
     done = subprocess.run([sys.executable, "-c", REPEATABLE], capture_output=True, text=True, timeout=120)

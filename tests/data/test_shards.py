@@ -75,6 +75,7 @@ def test_each_example_is_one_worker_s_and_all_make_as_many_batches(file_of, coun
     assert sum(map(len, files)) == len(set().union(*files))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count, memory_bytes", [(2, 0), (3, 1 << 30)])
 def test_each_example_is_read_once_an_epoch(tmp_path, caplog, count, memory_bytes):
     write_shards(images(50), tmp_path / "out", shards=7)

@@ -53,6 +53,7 @@ def test_sequences_are_refused():
         pipeline((np.arange(120).reshape(40, 3), np.zeros((40, 3), int)), global_batch=8, label_smoothing=0.1)
 
 
+@pytest.mark.slow
 def test_two_replicas_learn_from_mixed_and_smoothed_labels_what_one_device_learns():
     found = []
     for devices in (["CPU:0"], ["CPU:0", "CPU:1"]):

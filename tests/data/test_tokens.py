@@ -32,6 +32,7 @@ def made(**columns):
     return {"input_ids": [[at + 1] * (at % 12 + 1) for at in range(30)], **columns}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lengths", [None, 8, [4, 6, 12], 1])
 def test_each_sequence_comes_once_and_padding_is_as_short_as_it_may_be(lengths):
     allowed = {None: [16], 8: [8, 16], 1: range(1, 13)}.get(lengths if not isinstance(lengths, list) else 0, lengths)

@@ -16,6 +16,7 @@ def tfgpu(*words: str, environ: dict, cwd) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=800)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -140,6 +140,7 @@ def test_the_state_of_a_gpu(case, by_name, with_gpus, a_gpu):
     assert check.fix
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("fault", "name", "status", "words"),
     [
@@ -194,6 +195,7 @@ BESIDE_A_LOST_ONE = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", BESIDE_A_LOST_ONE)
 def test_a_lost_gpu_leaves_the_others_their_numbers(case, told, facts, by_name):
     fault, (name, words, command) = BESIDE_A_LOST_ONE[case]

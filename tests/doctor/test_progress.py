@@ -74,6 +74,7 @@ def titles(stream, last: str) -> list[str]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("words", [(), ("--json",), ("--fix",)])
 def test_each_part_is_told_before_the_next_begins(started, tmp_path, words):
@@ -93,6 +94,7 @@ def test_each_part_is_told_before_the_next_begins(started, tmp_path, words):
         assert ("Nothing stands in the way" in out) is (not words), out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("words", [(), ("--json", "--bundle", "--output", "it.zip")])
 def test_an_interrupt_leaves_what_is_known(started, tmp_path, words):

@@ -42,6 +42,7 @@ def test_this_machine_can_train(here, clean, facts):
     assert gone <= {"no-rows"}, "delete them: Keras has them"
 
 
+@pytest.mark.slow
 def test_the_checks_are_json(here, clean):
     checks = doctor.judge(here, clean())
     assert json.loads(doctor.to_json(checks)) == [dataclasses.asdict(check) for check in checks]
@@ -141,6 +142,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sample("missing library", "no tensorflow")
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_package_is_a_finding_with_a_fix(case, tmp_path, clean):
     files, name, words = BROKEN[case]

@@ -78,6 +78,7 @@ def numbers(dataset):
     return [x.numpy().ravel().astype(int).tolist() for x, _ in dataset]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("stick", [True, False])
 @pytest.mark.parametrize(("count", "shards", "batch"), [(10, 1, 4), (10, 3, 6), (14, 3, 12), (3, 4, 8), (8, 2, 4)])
 def test_each_example_is_read_once_an_epoch(count, shards, batch, stick):

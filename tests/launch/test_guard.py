@@ -106,6 +106,7 @@ def test_a_script_that_has_ended_is_not_waited_for(tmp_path, monkeypatch):
     assert written == ["all of it"] * 4
 
 
+@pytest.mark.slow
 def test_no_sign_of_life_is_missed_where_none_is_asked_for(tmp_path):
     script = tmp_path / "quiet.py"
     script.write_text("import os, time\ntime.sleep(3)\nos._exit(4)\n")

@@ -61,6 +61,7 @@ def test_a_callback_that_looks_at_single_batches_is_named(tmp_path):
     assert "batch_callback" not in found
 
 
+@pytest.mark.sample("auto")
 @pytest.mark.parametrize("jit", [False, "auto"])
 def test_xla_is_offered_where_it_is_not_in_force(tmp_path, jit):
     model = small()

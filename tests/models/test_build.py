@@ -34,6 +34,7 @@ def policy(request):
     keras.config.set_dtype_policy(before)
 
 
+@pytest.mark.sample("float32-cnn", "float32-transformer", "mixed_float16-mlp", "mixed_float16-vit")
 @pytest.mark.parametrize("name", models.BUILDERS)
 def test_every_builder_makes_float32_logits_that_survive_saving_and_export(name, policy, tmp_path):
     shape, options = SMALL[name]
@@ -78,9 +79,7 @@ def test_names_ignore_capitals():
     assert models.build("MLP", input_shape=(4,), classes=2).name == "mlp"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"), [("resnt", "resnet"), ("MobilNetV2", "mobilenetv2"), ("cn", "cnn")]
-)
+@pytest.mark.parametrize(("wrong", "right"), [("resnt", "resnet"), ("MobilNetV2", "mobilenetv2"), ("cn", "cnn")])
 def test_an_unknown_model_names_the_closest(wrong, right):
     with pytest.raises(InputError, match=f"Unknown model '{wrong}'. Did you mean '{right}'"):
         models.build(wrong, input_shape=(8, 8, 1), classes=10)
@@ -93,9 +92,7 @@ def test_a_name_that_is_no_text(name):
 
 
 def test_an_unknown_option_names_the_closest_and_the_allowed():
-    with pytest.raises(
-        InputError, match="Unknown option of model cnn 'filter'. Did you mean 'filters'.*kernel"
-    ):
+    with pytest.raises(InputError, match="Unknown option of model cnn 'filter'. Did you mean 'filters'.*kernel"):
         models.build("cnn", input_shape=(8, 8, 1), classes=10, options={"filter": [4]})
 
 
@@ -123,9 +120,7 @@ def test_an_application_does_not_rescale_what_the_pipeline_has_scaled():
 
 
 def test_an_application_refuses_small_images_in_one_line():
-    with pytest.raises(
-        InputError, match="'MobileNetV2' cannot be built for input_shape=.8, 8, 1.*at least 32x32"
-    ) as e:
+    with pytest.raises(InputError, match="'MobileNetV2' cannot be built for input_shape=.8, 8, 1.*at least 32x32") as e:
         models.build("MobileNetV2", input_shape=(8, 8, 1), classes=10)
     assert "\n" not in str(e.value)
 

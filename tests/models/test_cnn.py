@@ -18,6 +18,7 @@ def test_default_parameters_by_hand():
     assert sum(int(np.prod(v.shape)) for v in model.trainable_variables) == stage1 + stage2 + head == 99_498
 
 
+@pytest.mark.slow
 def test_the_default_learns_the_digits():
     digits = load_digits()
     x, y = (digits.images[..., None] / 16).astype("float32"), digits.target

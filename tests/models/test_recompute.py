@@ -47,11 +47,13 @@ def test_the_same_weights_on_one_device_and_two():
     assert same([plain, train(True, 2, **options)])
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_same_weights_in_half_precision(replicas):
     assert same([train(recompute, replicas, "mixed_float16") for recompute in (False, True)])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "shape", "options", "blocks"),
     [

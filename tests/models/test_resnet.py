@@ -20,6 +20,7 @@ def trainable(model):
     return sum(math.prod(v.shape) for v in model.trainable_variables)
 
 
+@pytest.mark.sample("18", "50")
 @pytest.mark.parametrize(
     ("depth", "published"),
     [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032), (101, 44_549_160), (152, 60_192_808)],
@@ -41,6 +42,7 @@ def test_resnet20_parameters_by_hand():
     assert trainable(sketch((32, 32, 3), 10, depth=20)) == paper + shortcuts == 272_474
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("depth", [8, 14, 20, 26, 32, 38, 44, 56, 110, 18, 34, 50, 101, 152])
 def test_depth_counts_the_layers_with_weights(depth):
     model = sketch((32, 32, 3), 10, depth=depth)
@@ -72,6 +74,7 @@ def test_the_stem_suits_the_image(shape, stem, side):
     assert model.get_layer("average").input.shape == (None, side, side, 512)
 
 
+@pytest.mark.sample("18")
 @pytest.mark.parametrize("depth", [8, 18, 50])
 def test_zero_init_residual_starts_every_block_as_its_shortcut(depth):
     keras.utils.set_random_seed(0)

@@ -29,6 +29,7 @@ def test_parameters_by_hand():
     assert models.transformer((6,), 11, **SMALL).count_params() == embeddings + 2 * block + 16 + 8 * 11 + 11
 
 
+@pytest.mark.slow
 def test_it_learns_to_copy_what_it_saw():
     keras.utils.set_random_seed(0)
     model = models.transformer((8,), 5, width=16, depth=1, heads=2)

@@ -7,6 +7,8 @@ import tensorflow as tf
 
 import tfgpu
 
+pytestmark = pytest.mark.sample("4 replicas")
+
 X = np.array([[1.0], [2.0], [3.0], [4.0], [5.0]], "float32")
 Y = np.zeros((5, 1), "float32")
 

@@ -132,6 +132,7 @@ def test_a_picture_changes_nothing(tmp_path, how):
     assert all(np.array_equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "path", "options", "message"),
     [

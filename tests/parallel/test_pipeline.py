@@ -32,6 +32,7 @@ CASES = {
 FAST = "1f1b", "mask"
 
 
+@pytest.mark.sample("1f1b")
 @pytest.mark.parametrize(
     ("make", "how", "settings"),
     [pytest.param(*case, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, case in CASES.items()],
@@ -61,6 +62,7 @@ class Counts(keras.layers.Layer):
         return x
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_a_layer_counts_is_one_devices(replicas):
     x = np.random.default_rng(2).normal(size=(14, 4)).astype("float32")  # the last batch: 2 rows, 3 micro-batches

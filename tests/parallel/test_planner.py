@@ -370,6 +370,7 @@ def test_the_page_shows_what_the_commands_print(capsys):
     assert "\n".join(line.rstrip() for line in printed.splitlines()) in page
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -59,6 +59,7 @@ def memory(model, layout, batch, optimizer="sgd"):
     return predict(model, layout, batch=batch, optimizer=optimizer).memory
 
 
+@pytest.mark.sample("mlp-float32", "cnn-mixed_float16")
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 @pytest.mark.parametrize("which", MODELS)
 def test_parameters_and_slots_to_the_byte(which, policy):
@@ -117,6 +118,7 @@ def spread(which, sizes, zero=0):
     return model
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("which", "sizes", "zero"),
     [
@@ -158,6 +160,7 @@ def handed_over(model, rows: int) -> dict[tuple[str, str], int]:
     return found
 
 
+@pytest.mark.sample("mlp-4-0")
 @pytest.mark.parametrize(("which", "tensor", "tolerance"), [("mlp", 2, 0), ("mlp", 4, 0), ("transformer", 2, 0.06)])
 def test_what_layers_in_parts_hand_over(which, tensor, tolerance):
     """Of a transformer the loss's few numbers a row come on top, and the update of the embedding's rows."""
@@ -170,6 +173,7 @@ def test_what_layers_in_parts_hand_over(which, tensor, tolerance):
     assert came <= 1.2 * sent
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "bfloat16"])
 def test_sizes_say_what_the_graph_says(policy, dropout):

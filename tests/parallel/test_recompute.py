@@ -180,6 +180,7 @@ def forward_operations(model, x, kinds=("MatMul", "Conv2D")):
     return sum(op.type in kinds and not turned(op) for op in operations)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("make", "where", "more"),
     [
@@ -210,6 +211,7 @@ def test_blocks_run_each_of_their_operations_once_more(make):
     assert found == forward_operations(make(), x) + more
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("make", [mlp, cnn, transformer, masked])
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.8, 1.0])
 def test_a_budget_is_kept_in_what_is_predicted(make, share):
@@ -322,6 +324,7 @@ def staged():
     return pipeline(mlp(), 2, 2, cuts=["third"])
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [

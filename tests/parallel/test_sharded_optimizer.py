@@ -130,6 +130,7 @@ def trained(case, replicas):
     return model, fit(model, options.get("make", mlp))
 
 
+@pytest.mark.sample("mlp-2-3")
 @pytest.mark.parametrize(
     ("case", "how", "replicas"),
     [pytest.param(*trial, marks=() if trial in FAST else pytest.mark.slow) for trial in dict.fromkeys(TRIALS)],
@@ -166,6 +167,7 @@ def test_each_replica_holds_its_part_of_the_slots():
         assert kinds["weights"] >= weights + seeds
 
 
+@pytest.mark.slow
 def test_with_offload_no_slot_takes_a_devices_memory():
     model = made(replicas=2, how={"stage": 1, "offload": True})
     fit(model, epochs=1)
@@ -189,6 +191,7 @@ def test_what_a_step_sends(stage):
     assert sent - before == 4 * (gradients + pieces - sum(sizes))
 
 
+@pytest.mark.sample("2-0")
 @pytest.mark.parametrize(("batches", "count"), [(None, 2), (2, 0)])
 def test_with_accumulation_variables_are_gathered_at_updates_alone(batches, count):
     model = made(replicas=2, how={"stage": 2}, gradient_accumulation_steps=batches)
@@ -280,6 +283,7 @@ def test_weight_decay_leaves_out_what_it_shall(by, stage):
     assert_close(*models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_averages_are_swapped_in_for_evaluation(stage):
     how = {"stage": stage}
@@ -386,6 +390,7 @@ class NormedTogether(keras.optimizers.SGD):
         return super().apply([gradient / norm for gradient in grads], trainable_variables)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_ones_own_is_tried():
     for kind, fits in ((Halving, True), (Normed, False), (NormedTogether, False)):
         models = [made(), made(replicas=2, how={"stage": 2})]
@@ -401,6 +406,7 @@ def test_an_optimizer_of_ones_own_is_tried():
                 fit(models[1], epochs=1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["Adafactor", "Lamb", "Muon"])
 def test_an_optimizer_that_looks_at_whole_variables_is_refused(kind):
     model = made(replicas=2, how={"stage": 1}, kind=kind)
@@ -408,6 +414,7 @@ def test_an_optimizer_that_looks_at_whole_variables_is_refused(kind):
         build(model)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "kind", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"]
 )

@@ -76,6 +76,7 @@ def test_names_that_would_be_shown_alike_are_numbered(made):
 LONG = "cifar10-resnet18-with-a-long-name-lr"
 
 
+@pytest.mark.sample("names2")
 @pytest.mark.parametrize(
     "names", [(f"{LONG}0.1", f"{LONG}0.2"), (f"1{LONG}", f"2{LONG}"), (f"{LONG}1{LONG}", f"{LONG}2{LONG}")]
 )

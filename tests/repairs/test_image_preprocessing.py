@@ -49,6 +49,7 @@ def alone(layer, values):
     return tf.function(lambda x: layer(x, training=True))(keras.tree.map_structure(tf.constant, values))
 
 
+@pytest.mark.sample("MixUp-split2", "CutMix-split0")
 @pytest.mark.parametrize("split", [(2, 1, 1, 1), (2, 2, 1, 0), (0, 5, 0, 0)])
 @pytest.mark.parametrize("layer", [L.MixUp, L.CutMix])
 def test_pictures_and_labels_are_paired_over_the_whole_batch(layer, split):
@@ -60,6 +61,7 @@ def test_pictures_and_labels_are_paired_over_the_whole_batch(layer, split):
     assert {abs(int(a) - int(b)) for a, b in partners} - {0, 1}, "no picture met one of another replica"
 
 
+@pytest.mark.slow
 def test_pictures_are_bent_as_on_one_device():
     values = PICTURES[:4, :, :, :1]
     make = functools.partial(L.RandomElasticTransform, seed=3)

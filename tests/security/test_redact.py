@@ -99,9 +99,9 @@ APART = [
     "requests.get(url, {name}=('ada', '{secret}'))",
     "[('{name}', '{secret}'), ('accept', '*')]",
     "os.environ['{name}'] = '{secret}'",
-    "os.environ.setdefault(\"{name}\", \"{secret}\")",
-    '{name} = \"\"\"{secret}\"\"\"',
-    "{name} = \"\"\"\n{secret}\n\"\"\"",
+    'os.environ.setdefault("{name}", "{secret}")',
+    '{name} = """{secret}"""',
+    '{name} = """\n{secret}\n"""',
     "{name}=f'{secret}'",
     "<{name}>{secret}</{name}>",
     "<name>{name}</name>\n  <value>{secret}</value>",
@@ -222,6 +222,7 @@ def test_cleaning_twice_changes_nothing_more(text, pairs):
     assert cleaner.clean(once) == once
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize(
     "piece",
     [

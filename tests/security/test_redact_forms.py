@@ -43,7 +43,7 @@ REMOVED = {
         ("CREATE USER a IDENTIFIED WITH sha256_password BY 'x'", "CREATE USER a IDENTIFIED WITH sha256_password BY §"),
         ("CREATE USER a IDENTIFIED BY VALUES 'S:1A'", "CREATE USER a IDENTIFIED BY VALUES §"),
         ("IDENTIFIED BY PASSWORD '*AB', b IDENTIFIED BY 'y'", "IDENTIFIED BY PASSWORD §, b IDENTIFIED BY §"),
-        ('mysql -e "GRANT ALL ON a.* TO b IDENTIFIED BY \'x\'"', 'mysql -e "GRANT ALL ON a.* TO b IDENTIFIED BY §"'),
+        ("mysql -e \"GRANT ALL ON a.* TO b IDENTIFIED BY 'x'\"", 'mysql -e "GRANT ALL ON a.* TO b IDENTIFIED BY §"'),
         (r"q = 'CREATE USER a IDENTIFIED BY \'x y\' REQUIRE SSL'", "q = 'CREATE USER a IDENTIFIED BY § REQUIRE SSL'"),
         ("SET PASSWORD FOR 'a'@'b' = 'x'; SELECT 1", "SET PASSWORD FOR 'a'@'b' = §; SELECT 1"),
         ("SET PASSWORD FOR a = PASSWORD('x'); SELECT 1", "SET PASSWORD FOR a = PASSWORD(§); SELECT 1"),
@@ -127,6 +127,7 @@ def test_what_looks_alike_is_kept(text):
     assert cleaner().hide(text) == text
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("begin", "piece"),
     [
@@ -190,4 +191,6 @@ passwords = st.text("abcXYZ019/@:%?#+", min_size=8, max_size=20).filter(lambda i
 
 @given(passwords, st.sampled_from(["postgres", "mysql+pymysql", "redis", "mongodb+srv"]))
 def test_the_password_of_a_database_is_removed_whatever_is_in_it(password, scheme):
-    assert cleaner().hide(f"{scheme}://ada:{password}@db.example.org/runs") == f"{scheme}://<removed>@db.example.org/runs"
+    assert (
+        cleaner().hide(f"{scheme}://ada:{password}@db.example.org/runs") == f"{scheme}://<removed>@db.example.org/runs"
+    )

@@ -155,6 +155,7 @@ def named(width=4):
     return keras.Model([b, a], outputs)
 
 
+@pytest.mark.sample("litert")
 @pytest.mark.parametrize("form", ["savedmodel", pytest.param("onnx", marks=pytest.mark.slow), "litert"])
 def test_outputs_with_names_come_in_the_names_order(form, tmp_path):
     """Numbers within names are no order: "box_10" stands before "score_2"."""
@@ -217,6 +218,7 @@ def test_a_model_that_takes_text(tmp_path):
         np.testing.assert_allclose(serving.run(made.path, {"text": given})[0], expected, atol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "content"),

@@ -41,9 +41,7 @@ class Says(keras.callbacks.Callback):
 
 def built(warmup=6, accumulate=1):
     options = {"monitor": "watched", "mode": "min", "patience": 1}
-    return schedules.build(
-        "plateau", 0.7, total_steps=24, warmup_steps=warmup, accumulate=accumulate, options=options
-    )
+    return schedules.build("plateau", 0.7, total_steps=24, warmup_steps=warmup, accumulate=accumulate, options=options)
 
 
 def model_of(schedule, accumulate=None, devices=1, jit=False):
@@ -87,6 +85,7 @@ def test_a_compiled_step_sees_the_lower_rate():
     np.testing.assert_allclose(found, RATES, rtol=2e-4)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("at", [3, 10, 14, 18])  # in the warm-up, before the first fall, between the falls, behind them
 def test_a_run_that_stopped_goes_on_with_the_same_rates(tmp_path, at, devices):

@@ -35,6 +35,7 @@ def difference(a, b):
     return max(float(np.abs(x - y).max()) for x, y in zip(a.get_weights(), b.get_weights(), strict=True))
 
 
+@pytest.mark.sample("two replicas-3")
 @pytest.mark.parametrize(("kind", "steps_per_call"), [("one device", None), ("two replicas", 3)])
 def test_learns_and_logs_what_fit_does(kind, steps_per_call):
     make = strategies()[kind]
@@ -74,6 +75,7 @@ def test_callbacks_run_between_blocks_with_the_numbers_of_their_steps():
     assert recorder.seen == [("begin", 0), ("end", 2), ("begin", 3), ("end", 4), ("epoch", 0)]
 
 
+@pytest.mark.sample("4")
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_pass_of_unknown_length_and_steps_per_epoch(steps_per_call):
     def rows():

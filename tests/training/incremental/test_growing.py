@@ -27,6 +27,7 @@ def small(classes=3, activation=None, optimizer="adam", eager=True, **head):
     return model
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("width", [4, 100, 512])
 @pytest.mark.parametrize(("classes", "more"), [(2, 1), (3, 7), (10, 2), (100, 1)])
 def test_old_logits_are_the_same_bits(width, classes, more):

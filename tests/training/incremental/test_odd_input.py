@@ -29,6 +29,7 @@ def after_dense(*layers):
     return keras.Model(inputs, outputs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "layers",
     [

@@ -41,6 +41,7 @@ def check(case, methods=second_task.METHODS, **options):
     return weights
 
 
+@pytest.mark.slow
 def test_all_methods_at_once():
     check("clipped, weighted, uneven", first=0)  # of weights that are as they began
 
