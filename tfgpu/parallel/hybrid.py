@@ -16,7 +16,7 @@ from tfgpu.core import step_context
 from tfgpu.errors import InputError
 from tfgpu.parallel import connection, device_placement, model_graph, placement
 from tfgpu.parallel.mesh import Mesh
-from tfgpu.parallel.pipeline import execution, row_mixing, stage_planning
+from tfgpu.parallel.pipeline import execution, row_mixing, stage_assignment
 from tfgpu.parallel.rematerialization import recomputed_layers
 from tfgpu.parallel.tensor import parallel_layers, partitioning
 from tfgpu.parallel.zero import sharded_optimizer
@@ -82,16 +82,16 @@ def apply(
         raise InputError(f"`cuts` and `microbatches` are of a pipeline, and {mesh} has none. Leave them out.")
     stages = stages or mesh.pipeline * (2 if schedule == "interleaved" and mesh.pipeline > 1 else 1)
     microbatches = microbatches or _MICROBATCHES * stages
-    stage_planning.check_counts(stages=stages, microbatches=microbatches)
-    stage_planning.check_schedule(schedule, recompute, stages, microbatches, mesh.pipeline)
+    stage_assignment.check_counts(stages=stages, microbatches=microbatches)
+    stage_assignment.check_schedule(schedule, recompute, stages, microbatches, mesh.pipeline)
     is_staged = stages > 1 or mesh.pipeline > 1
     stage_of = (
-        stage_planning.stages_of(model, stages, cuts, batch) if is_staged else [0] * len(model_graph.calls(model))
+        stage_assignment.stages_of(model, stages, cuts, batch) if is_staged else [0] * len(model_graph.calls(model))
     )
     calls = model_graph.calls(model)
     places = [_home(mesh, at) for at in range(stages)]
     found = row_mixing.tried(model, strategies.mirrored([mesh.device()]), batch) if is_staged else row_mixing.Rows()
-    how = stage_planning.plan_of(model, stage_of, places, mesh.pipeline, microbatches, schedule, recompute, found)
+    how = stage_assignment.plan_of(model, stage_of, places, mesh.pipeline, microbatches, schedule, recompute, found)
     stage_by_name = {call.name: stage for call, stage in zip(calls, stage_of, strict=True)}
     for call, stage in zip(calls, stage_of, strict=True):
         stage_by_name |= {layer.name: stage for layer in call.layers}

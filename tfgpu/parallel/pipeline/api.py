@@ -14,7 +14,7 @@ import keras
 from tfgpu.errors import InputError
 from tfgpu.parallel import connection, hybrid
 from tfgpu.parallel.mesh import Mesh
-from tfgpu.parallel.pipeline import stage_planning
+from tfgpu.parallel.pipeline import stage_assignment
 
 
 def pipeline(
@@ -62,7 +62,7 @@ def pipeline(
 
     Source: Huang et al., GPipe, 2019; Narayanan et al., Efficient large-scale language model training, 2021.
     """
-    stage_planning.check_counts(stages=stages, microbatches=microbatches)
+    stage_assignment.check_counts(stages=stages, microbatches=microbatches)
     mesh = _mesh_of(mesh, devices, stages, schedule)
     how = dict(schedule=schedule, recompute=recompute, cuts=cuts, batch=batch)
     return hybrid.apply(model, mesh, stages=stages, microbatches=microbatches, plan=None, **how)

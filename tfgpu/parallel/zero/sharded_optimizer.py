@@ -11,7 +11,7 @@ from tfgpu.errors import InputError
 from tfgpu.optim import gradient_compression
 from tfgpu.parallel import device_placement, model_graph
 from tfgpu.parallel.rematerialization import recomputed_layers
-from tfgpu.parallel.zero import gathered_variable, sharding, slots
+from tfgpu.parallel.zero import gathered_variable, optimizer_slots, sharding
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def shard_over(
     _check_stage(stage)
     _check(model, strategy)
     how = sharding.Sharding(stage, offload)
-    slots.use_shards()
+    optimizer_slots.use_shards()
     if stage < 3:
         sharding.cut(model.trainable_variables, strategy, how)
     else:

@@ -26,7 +26,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfgpu.core import broadcast, gradient_weights, layer_state, step_context, traffic
 from tfgpu.parallel import device_placement, sharded_variable
-from tfgpu.parallel.zero import exchanges
+from tfgpu.parallel.zero import collectives
 
 BUCKET_BYTES = 32 << 20
 """Of gradients that travel in one collective, so that the first can leave while others are computed."""
@@ -195,7 +195,7 @@ def _piece(total, shard):
     # Slices stay slices, of single numbers: Keras squares each before it adds those of one row.
     size, width = shard.shape[0], int(np.prod(sizes_of(shard)[1:]))
     places = tf.cast(total.indices, tf.int64)[:, None] * width + tf.range(width, dtype=tf.int64)
-    places = tf.reshape(places, [-1]) - tf.cast(exchanges.own_number(), tf.int64) * size
+    places = tf.reshape(places, [-1]) - tf.cast(collectives.own_number(), tf.int64) * size
     is_own, values = (places >= 0) & (places < size), tf.reshape(total.values, [-1])
     return tf.IndexedSlices(
         tf.where(is_own, values, tf.zeros_like(values)),
@@ -215,7 +215,7 @@ def _rows(value, shard) -> tf.Tensor:
 
 def row_of(value, shard) -> tf.Tensor:
     """This replica's piece of a tensor as large as the variable."""
-    return _rows(value, shard)[exchanges.own_number()]
+    return _rows(value, shard)[collectives.own_number()]
 
 
 def _device(shard) -> str:
@@ -248,7 +248,7 @@ def _scattered(bucket: Sequence[int], grads: Sequence, shards: Sequence) -> list
     with tf.device(_device(shards[bucket[0]])):
         packed = tf.concat([_rows(grads[at], shards[at]) for at in bucket], 1)
         (narrow,) = step_context.narrowed([packed])
-        (total,) = step_context.widened([exchanges.sum_of_own_row(narrow)], [packed])
+        (total,) = step_context.widened([collectives.sum_of_own_row(narrow)], [packed])
         return tf.split(total, [shards[at].shape[0] for at in bucket])
 
 
@@ -271,7 +271,7 @@ def gathered(pieces: Sequence, shards: Sequence) -> list[tf.Tensor]:
         with tf.device(pieces[bucket[0]].device):
             packed = tf.concat([tf.convert_to_tensor(pieces[at]) for at in bucket], 0)
         device = _device(shards[bucket[0]])
-        rows = exchanges.all_rows(packed, device)
+        rows = collectives.all_rows(packed, device)
         with tf.device(device):
             for at, found in zip(bucket, tf.split(rows, [shards[at].shape[0] for at in bucket], 1), strict=True):
                 sizes = sizes_of(shards[at])
