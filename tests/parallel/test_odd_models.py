@@ -124,7 +124,7 @@ def test_rows_that_are_counted_over_replicas():
 @pytest.mark.parametrize(("layer", "whole"), [(Centred, True), (Backwards, True), (Watched, False)])
 def test_only_what_mixes_rows_sees_the_whole_batch(layer, whole):
     model = pipeline(in_a_row(layers.Dropout(0.2), layer(name="middle")), 2, 3, cuts=["third"])
-    parts = execution.plan_of(model).parts
+    parts = execution.program_of(model).parts
     found = [[call.name for calls in part.stages.values() for call in calls] for part in parts if part.whole]
     assert found == ([["middle"]] if whole else [])
 

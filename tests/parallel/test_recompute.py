@@ -250,7 +250,7 @@ def test_the_cheapest_of_all_ways():
 
 PEAK = """
 import ctypes, json, pathlib, sys, keras, numpy as np, tfgpu
-from tfgpu.parallel import kept
+from tfgpu.parallel.rematerialization import saved_tensors
 rows, memory = int(sys.argv[1]), sys.argv[2]
 tfgpu.repair_keras()
 keras.utils.set_random_seed(0)
@@ -268,7 +268,7 @@ pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak counts from he
 before = held("VmRSS")
 model.fit(x, x, rows, epochs=2, verbose=0)
 peak = held("VmHWM") - before
-facts = kept.measure(tfgpu.models.transformer((256,), 64, width=64, depth=4, dropout=0.1), rows=rows)
+facts = saved_tensors.measure(tfgpu.models.transformer((256,), 64, width=64, depth=4, dropout=0.1), rows=rows)
 print(json.dumps([peak, facts.peak([(0, len(facts.calls), False)])]))
 """
 

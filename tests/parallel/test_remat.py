@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.errors import InputError
-from tfgpu.parallel.rematerialization.remat import recomputed
+from tfgpu.parallel.rematerialization.remat import remat
 
 X = np.random.default_rng(0).normal(size=(6, 4)).astype("float32")
 Y = np.arange(6) % 3
@@ -34,7 +34,7 @@ def gradients(layer, call, *inputs, training=True):
 def same(made, *inputs, **call):
     """Compares a plain and a recomputed step of two equal layers; returns what the step came to."""
     found = []
-    for wrap in (lambda layer: layer, recomputed):
+    for wrap in (lambda layer: layer, remat):
         keras.utils.set_random_seed(0)
         layer = made()
         layer(*(tf.constant(value) for value in inputs))
@@ -81,9 +81,9 @@ def test_a_layer_of_whole_numbers_and_a_mask():
 
     same(made, np.array([[1, 2, 0], [4, 0, 0]]))
     embedding, lstm = keras.layers.Embedding(5, 3, mask_zero=True), keras.layers.LSTM(2)
-    x = recomputed(embedding)(tf.constant([[1, 2, 0], [4, 0, 0]]))
+    x = remat(embedding)(tf.constant([[1, 2, 0], [4, 0, 0]]))
     shorter = embedding(tf.constant([[1, 2]]))
-    assert np.allclose(recomputed(lstm)(x)[0], lstm(shorter)[0], atol=1e-6)  # the mask came out, and went in
+    assert np.allclose(remat(lstm)(x)[0], lstm(shorter)[0], atol=1e-6)  # the mask came out, and went in
 
 
 def test_several_inputs_and_outputs_within_one_another():
@@ -93,7 +93,7 @@ def test_several_inputs_and_outputs_within_one_another():
             self.inner, self.drop = keras.layers.Dense(4), keras.layers.Dropout(0.5)
 
         def call(self, x, scale=1.0):
-            first, count = recomputed(lambda v: (self.drop(self.inner(v)), tf.shape(v)[0]))(x)
+            first, count = remat(lambda v: (self.drop(self.inner(v)), tf.shape(v)[0]))(x)
             return first * scale + tf.cast(count, first.dtype)
 
     same(Pair, X)
@@ -134,10 +134,10 @@ def test_a_stateless_call_has_gradients_for_what_it_was_given():
 
 def test_what_cannot_be_recomputed_is_refused():
     with pytest.raises(InputError, match="dense tensors of floats. Received: RaggedTensor"):
-        recomputed(lambda x: x)(tf.ragged.constant([[1.0], [2.0, 3.0]]))
+        remat(lambda x: x)(tf.ragged.constant([[1.0], [2.0, 3.0]]))
     dense = keras.layers.Dense(2, activity_regularizer="l2")
     with pytest.raises(InputError, match="adds a loss, but belongs to no layer"):
-        recomputed(lambda x: dense(x))(X)
+        remat(lambda x: dense(x))(X)
 
     class Fickle(keras.layers.Layer):
         times = 0
@@ -155,7 +155,7 @@ def test_what_cannot_be_recomputed_is_refused():
     fickle.build((None, 4))
     with tf.GradientTape() as tape:
         tape.watch(x := tf.constant(X))
-        y = recomputed(fickle)(x)
+        y = remat(fickle)(x)
     with pytest.raises(InputError, match="in its second run, but not in its first"):
         tape.gradient(y, x)
 

@@ -236,7 +236,7 @@ def test_each_replica_holds_its_part_of_the_parameters():
     assert all(kinds["pieces"] == 0 for kinds in found.values())
     assert model.count_params() == whole.count_params()
     kernel = model.layers[-1].kernel
-    assert isinstance(kernel, gathered_variable.Gathered) and kernel.shape == (8, 1)
+    assert isinstance(kernel, gathered_variable.GatheredVariable) and kernel.shape == (8, 1)
     np.testing.assert_array_equal(kernel.numpy(), whole.layers[-1].kernel.numpy())
 
 

@@ -146,7 +146,7 @@ class StochasticWeightAverage(keras.callbacks.Callback):
         self._renew()
 
     def _variables(self) -> list:
-        return sharded_variable.whole(self.model.trainable_variables)
+        return sharded_variable.merged(self.model.trainable_variables)
 
     def _renew(self) -> None:
         if self._data is None:

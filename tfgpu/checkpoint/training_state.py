@@ -188,7 +188,7 @@ def _group(name: str, variables) -> dict:
     return {f"{name}/{at:04d}": variable for at, variable in enumerate(variables)}
 
 
-def _variables(model, *, metrics: bool, joined=sharded_variable.whole) -> dict:
+def _variables(model, *, metrics: bool, joined=sharded_variable.merged) -> dict:
     """Everything that training changes, by a name that does not depend on the number of replicas.
 
     `joined=list` leaves variables in parts as they are.
@@ -237,7 +237,7 @@ def _optimizers(model) -> dict[str, BaseOptimizer]:
 def _places(model, optimizer) -> np.ndarray:
     """Which of the model's weights an optimizer updates; -1 for one that is not among them."""
     numbers = {id(variable): at for at, variable in enumerate(model.weights)}
-    trained = [sharding.full_of(variable) for variable in optimizer._trainable_variables]
+    trained = [sharding.full_variable(variable) for variable in optimizer._trainable_variables]
     return np.array([numbers.get(id(variable), -1) for variable in trained], "int64")
 
 

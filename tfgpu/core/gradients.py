@@ -119,13 +119,13 @@ def _meet_before(owner: type) -> None:
 def _met(optimizer, grads: list, variables) -> Iterator[tuple]:
     """Around an optimizer's own update: what it is to apply, and to which variables."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    trained = [sharding.full_of(v) for v in (inner._trainable_variables if variables is None else variables)]
+    trained = [sharding.full_variable(v) for v in (inner._trainable_variables if variables is None else variables)]
     met = _meet(optimizer, grads, None if variables is None else trained)
-    with step_context.gradients_met(), device_placement.following():
+    with step_context.gradients_met(), device_placement.colocate_with_inputs():
         if not any(map(sharding.is_sharded, trained)):
             yield met, variables
             return
-        with sharding.updating(optimizer, inner, met, trained) as pieces:
+        with sharding.sharded_update(optimizer, inner, met, trained) as pieces:
             yield pieces, None if variables is None else [sharding.shard_of(v) for v in trained]
 
 
@@ -148,7 +148,7 @@ def _meet(optimizer, grads: list, variables) -> list:
     count_on_every_replica(inner)
     found = _found(inner, grads, variables)
     summed = [None if at in found else gradient for at, gradient in enumerate(grads)]
-    has_met = [sharding.is_gathered(variable) for variable in _variables(inner, variables)]
+    has_met = [sharding.is_fully_sharded(variable) for variable in _variables(inner, variables)]
     parts = summed if any(has_met) else gradient_weights.weigh(summed, isinstance(optimizer, LossScaleOptimizer))
     if step_context.step() is not None:
         step_context.step().loss_is_sum = step_context.step().loss_is_divided = False
@@ -158,7 +158,7 @@ def _meet(optimizer, grads: list, variables) -> list:
     elif gradient_compression.top_k_of(step_context.context().strategy) is not None:
         met = gradient_compression.meet(optimizer, inner, parts, variables)
     elif parts and any(map(sharding.is_sharded, _variables(inner, variables))):
-        met = sharding.meet(inner, parts, _variables(inner, variables))
+        met = sharding.reduce_gradients(inner, parts, _variables(inner, variables))
     elif inner.gradient_accumulation_steps and len(parts) > 0:
         met = gradient_accumulation.meet_at_update(optimizer, inner, parts, variables)
     else:

@@ -37,7 +37,7 @@ def measure_jit() -> None:
         if asked not in (None, False, True, "auto"):
             raise InputError(f'`jit_compile` must be True, False or "auto". Received: {asked!r}.')
         is_spread = device_placement.is_placed(self.distribute_strategy) or any(
-            map(sharding.is_gathered, self.trainable_variables)
+            map(sharding.is_fully_sharded, self.trainable_variables)
         )
         if is_spread and asked is True:
             raise InputError(

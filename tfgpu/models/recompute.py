@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import keras
 
-from tfgpu.parallel.rematerialization.remat import recomputed
+from tfgpu.parallel.rematerialization.remat import remat
 
 
 @keras.saving.register_keras_serializable(package="tfgpu")
@@ -46,7 +46,7 @@ class Recompute(keras.layers.Wrapper):
     def call(self, inputs, training=None):
         # Within another layer's call Keras tells the layers inside; `stateless_call` does not.
         told = {"training": training} if self._takes_training and training is not None else {}
-        return recomputed(self.layer)(inputs, **told)
+        return remat(self.layer)(inputs, **told)
 
 
 def block(x, add: Callable, *, recompute: bool, name: str):

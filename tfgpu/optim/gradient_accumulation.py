@@ -11,7 +11,7 @@ from tensorflow.python.distribute import distribute_utils
 from tfgpu.compat.patch import wrap
 from tfgpu.core import gradient_weights, step_context, traffic
 from tfgpu.errors import MachineError
-from tfgpu.parallel.sharded_variable import part_of
+from tfgpu.parallel.sharded_variable import shard_info
 
 PATIENCE_S = 300.0
 """How long one worker waits for the others to save as well."""
@@ -29,8 +29,8 @@ def accumulate_on_each_replica() -> None:
     @wrap(TFOptimizer, "add_variable_from_reference")
     def add_variable_from_reference(stock, self, reference_variable, name=None, initializer="zeros"):
         spread = step_context.is_spread(self._distribution_strategy)
-        part = part_of(reference_variable)
-        if part is not None and part.cut.over_replicas:
+        part = shard_info(reference_variable)
+        if part is not None and part.sharding.over_replicas:
             return stock(self, reference_variable, name=name, initializer=initializer)
         if not spread or name != "gradient_accumulator" or self._overwrite_variable_with_gradient(reference_variable):
             return stock(self, reference_variable, name=name, initializer=initializer)

@@ -34,7 +34,7 @@ class Rates:
 
     def build(self, variables):
         super().build(variables)
-        paths, saved = [sharding.full_of(v).path for v in variables], dict(self.saved_factors)
+        paths, saved = [sharding.full_variable(v).path for v in variables], dict(self.saved_factors)
         if saved and len(saved) == len(paths):
             self.factors = {**self.factors, **dict(zip(paths, saved.values(), strict=True))}
         elif saved and not saved.keys() >= set(paths):
@@ -245,7 +245,7 @@ def _slots(optimizer) -> tuple[dict, list]:
 
 
 def _whole(optimizer) -> Sequence:
-    return sharded_variable.whole(optimizer.variables)
+    return sharded_variable.merged(optimizer.variables)
 
 
 def grown(before: np.ndarray, after: np.ndarray) -> np.ndarray:

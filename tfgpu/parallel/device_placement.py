@@ -3,9 +3,10 @@
 A home is a device for each replica. Three things are TensorFlow's to know where an operation runs, and it knows none:
 
 - a variable that exists cannot be moved: `move` gives a Keras variable another `tf.Variable` of the same value there;
-- a gradient runs on the device that happens to be in force when it is taken, which is the first: `follow_forward` lets
-  it run where the operation runs whose gradient it is, and sums where their first part is;
-- an optimizer's arithmetic likewise: in `following` an operation runs where its first input is that is no scalar.
+- a gradient runs on the device that happens to be in force when it is taken, which is the first: `colocate_gradients`
+  lets it run where the operation runs whose gradient it is, and sums where their first part is;
+- an optimizer's arithmetic likewise: in `colocate_with_inputs` an operation runs where its first input is that is no
+  scalar.
 
 Source of the first two: what `tf.GradientTape.gradient` adds to a graph has no device (seen with TensorFlow 2.21).
 """
@@ -28,22 +29,22 @@ from tfgpu.parallel import remote_devices
 
 
 @dataclass(frozen=True)
-class Home:
+class DevicePlacement:
     """Where something lives: the full names of devices, one for each replica of the model, in their order."""
 
     devices: tuple[str, ...]
 
     @property
-    def here(self) -> str:
+    def local_device(self) -> str:
         """This replica's device; outside of replicas the first one's."""
         context = step_context.context()
         number = tf.get_static_value(context.replica_id_in_sync_group) if context is not None else 0
         return self.devices[number % len(self.devices)]  # of several workers each has as many
 
 
-def home(devices: Iterable[str]) -> Home:
+def on_devices(devices: Iterable[str]) -> DevicePlacement:
     """The home on devices of these names, such as `"GPU:0"`, `"1/GPU:0"` or `"/job:worker/task:1/device:GPU:0"`."""
-    return Home(tuple(device_util.canonicalize(full_name(device)) for device in devices))
+    return DevicePlacement(tuple(device_util.canonicalize(full_name(device)) for device in devices))
 
 
 def full_name(device: str) -> str:
@@ -63,18 +64,18 @@ def short_name(device: str) -> str:
 
 
 @contextlib.contextmanager
-def at(place: Home) -> Iterator[None]:
+def scope(place: DevicePlacement) -> Iterator[None]:
     """Runs what is made in the block at home; variables that are made there stay there.
 
     In the scope of a strategy, a variable has a copy on each device of the home.
     """
 
-    follow_forward()
-    with tf.device(place.here), keeping(place):
+    colocate_gradients()
+    with tf.device(place.local_device), variable_scope(place):
         yield
 
 
-def keeping(place: Home):
+def variable_scope(place: DevicePlacement):
     """A block in which variables that are made have a copy on each device of the home, in the scope of a strategy."""
 
     def make(next_creator: Callable, **how):
@@ -92,7 +93,7 @@ class _Devices:
         self._devices = devices
 
 
-def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+def attach(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     """Makes a model, whose variables are moved besides, one of a strategy's, as if it were made in its scope."""
     model._distribute_strategy = strategy
     strategy._tfgpu_has_homes = True
@@ -103,7 +104,7 @@ def is_placed(strategy: tf.distribute.Strategy) -> bool:
     return getattr(strategy, "_tfgpu_has_homes", False)
 
 
-def move(variable: keras.Variable, place: Home, strategy: tf.distribute.Strategy) -> None:
+def move_variable(variable: keras.Variable, place: DevicePlacement, strategy: tf.distribute.Strategy) -> None:
     """Gives a variable a home; its value stays.
 
     Args:
@@ -114,45 +115,47 @@ def move(variable: keras.Variable, place: Home, strategy: tf.distribute.Strategy
     value, trains, may_train = variable._value.numpy(), variable._trainable, variable._value.trainable
     variable._value = None  # so that its memory is free before the new one takes any
     variable._trainable = may_train  # of a layer that is frozen now, but may learn later
-    with strategy.scope(), at(place):
+    with strategy.scope(), scope(place):
         variable._initialize(value)
     variable._trainable = trains
 
 
-def run_at(layer: keras.layers.Layer, place: Home, name: str = "call") -> None:
+def run_on(layer: keras.layers.Layer, place: DevicePlacement, name: str = "call") -> None:
     """Lets a method of one layer run at home."""
     stock = getattr(layer, name)
     stock = getattr(stock, "tfgpu_stock", stock)
 
     @functools.wraps(stock)
     def method(*args, **kwargs):
-        with at(place):
+        with scope(place):
             return stock(*args, **kwargs)
 
     method.tfgpu_stock = stock
     object.__setattr__(layer, name, method)
 
 
-def make_at(layer: keras.layers.Layer, place: Home, strategy: tf.distribute.Strategy, name: str) -> None:
+def create_variables_on(
+    layer: keras.layers.Layer, place: DevicePlacement, strategy: tf.distribute.Strategy, name: str
+) -> None:
     """Lets a method of one layer, which makes variables outside of any step, make them at home."""
     stock = getattr(layer, name)
 
     @functools.wraps(stock)
     def method(*args, **kwargs):
-        with strategy.scope(), at(place):
+        with strategy.scope(), scope(place):
             return stock(*args, **kwargs)
 
     object.__setattr__(layer, name, method)
 
 
-def build_at(layer: keras.layers.Layer, place: Home) -> None:
+def build_on(layer: keras.layers.Layer, place: DevicePlacement) -> None:
     """Lets a layer that is not built make its variables at home, at once or when Keras comes to it."""
     _wait_with_home()
     stock = layer.build
 
     @functools.wraps(stock)
     def build(*args, **kwargs):
-        with at(place):
+        with scope(place):
             stock(*args, **kwargs)
         for variable in layer.variables:
             if not hasattr(variable, "_tfgpu_home"):  # a layer within may have one of its own
@@ -166,12 +169,12 @@ def _wait_with_home() -> None:
     @wrap(core.Variable, "_deferred_initialize")
     def deferred_initialize(stock, self):
         place = getattr(self, "_tfgpu_home", None)
-        with at(place) if place is not None else contextlib.nullcontext():
+        with scope(place) if place is not None else contextlib.nullcontext():
             stock(self)
 
 
 @functools.cache
-def follow_forward() -> None:
+def colocate_gradients() -> None:
     """Lets gradients run where the operations run that they belong to, in this process from now on."""
     stock, space = backprop._gradient_function, backprop._default_vspace
 
@@ -189,7 +192,7 @@ def follow_forward() -> None:
 
 
 @contextlib.contextmanager
-def following() -> Iterator[None]:
+def colocate_with_inputs() -> Iterator[None]:
     """In a graph, lets operations run where their first input is that is no scalar; variables are where they live.
 
     Nothing is changed where all that a replica has lives on one device.

@@ -86,12 +86,16 @@ def apply(
     stage_assignment.check_schedule(schedule, recompute, stages, microbatches, mesh.pipeline)
     is_staged = stages > 1 or mesh.pipeline > 1
     stage_of = (
-        stage_assignment.stages_of(model, stages, cuts, batch) if is_staged else [0] * len(model_graph.calls(model))
+        stage_assignment.assign_stages(model, stages, cuts, batch) if is_staged else [0] * len(model_graph.calls(model))
     )
     calls = model_graph.calls(model)
     places = [_home(mesh, at) for at in range(stages)]
-    found = row_mixing.tried(model, strategies.mirrored([mesh.device()]), batch) if is_staged else row_mixing.Rows()
-    how = stage_assignment.plan_of(model, stage_of, places, mesh.pipeline, microbatches, schedule, recompute, found)
+    found = (
+        row_mixing.probe(model, strategies.mirrored([mesh.device()]), batch) if is_staged else row_mixing.RowMixing()
+    )
+    how = stage_assignment.make_program(
+        model, stage_of, places, mesh.pipeline, microbatches, schedule, recompute, found
+    )
     stage_by_name = {call.name: stage for call, stage in zip(calls, stage_of, strict=True)}
     for call, stage in zip(calls, stage_of, strict=True):
         stage_by_name |= {layer.name: stage for layer in call.layers}
@@ -108,7 +112,7 @@ def apply(
     if zero == 3:  # before the rest moves: no device takes a whole copy first
         sharded_optimizer.shard_over(model, strategy, zero, place_of=lambda variable: _home(mesh, 0))
     layers = model_graph.layers_within(model_graph.functional(model))
-    placement.settle(model, {path: _home(mesh, stage(path)) for path in layers}, strategy, apart)
+    placement.place_layers(model, {path: _home(mesh, stage(path)) for path in layers}, strategy, apart)
     if is_staged:
         execution.install(model, how)
     if zero in (1, 2):
@@ -116,23 +120,23 @@ def apply(
     return model
 
 
-def _cut(model: keras.Model, mesh: Mesh, plan) -> partitioning.Plan:
+def _cut(model: keras.Model, mesh: Mesh, plan) -> partitioning.Partitioning:
     """What lies in parts along `tensor`; prints the table."""
     if mesh.tensor == 1:
         if plan not in ("auto", None):
             raise InputError(f"`plan` is of the axis `tensor`, which {mesh} has not. Give the mesh tensor=2 or more.")
-        return partitioning.Plan()
-    found = partitioning.plan(model, mesh.tensor, "auto" if plan is None else plan)
+        return partitioning.Partitioning()
+    found = partitioning.partition(model, mesh.tensor, "auto" if plan is None else plan)
     _show(found, mesh)
     if not found.segments and not found.embeddings:
         whys = "; ".join(f"{layer.path}: {layer.why}" for layer in found.layers[:3])
         raise InputError(f"No layer of {model.name!r} can be cut into {mesh.tensor} parts ({whys}).")
     for graph, calls in found.calls:
-        model_graph.run_by(graph, calls)
+        model_graph.replace_calls(graph, calls)
     return found
 
 
-def _show(found: partitioning.Plan, mesh: Mesh) -> None:
+def _show(found: partitioning.Partitioning, mesh: Mesh) -> None:
     table = Table("layer", "cut", "parameters", "each device", "")
     for layer in found.layers:
         each = layer.parameters / (mesh.tensor if layer.how else 1)
@@ -152,12 +156,12 @@ def _with_devices(mesh: Mesh) -> Mesh:
 
 def _strategy(model: keras.Model, mesh: Mesh) -> tf.distribute.Strategy:
     """A strategy of as many replicas as the mesh has along `data`: the model's own where it fits."""
-    placement.check_early(model)
+    placement.check_can_place(model)
     first = _home(mesh, 0)
     found = model.distribute_strategy
     if not step_context.is_spread(found):
         return strategies.mirrored([mesh.device(data=at) for at in range(mesh.data)])
-    if device_placement.home(found.extended.worker_devices) != first:
+    if device_placement.on_devices(found.extended.worker_devices) != first:
         raise InputError(
             f"The model was made for replicas on {', '.join(found.extended.worker_devices)}; the first stage is on "
             f"{', '.join(first.devices)}. Make it outside of any strategy."
@@ -165,11 +169,11 @@ def _strategy(model: keras.Model, mesh: Mesh) -> tf.distribute.Strategy:
     return found
 
 
-def _home(mesh: Mesh, stage: int, tensor: int = 0) -> device_placement.Home:
-    return device_placement.home(
+def _home(mesh: Mesh, stage: int, tensor: int = 0) -> device_placement.DevicePlacement:
+    return device_placement.on_devices(
         mesh.device(data=at, pipeline=stage % mesh.pipeline, tensor=tensor) for at in range(mesh.data)
     )
 
 
-def _across(mesh: Mesh, stage: int) -> list[device_placement.Home]:
+def _across(mesh: Mesh, stage: int) -> list[device_placement.DevicePlacement]:
     return [_home(mesh, stage, at) for at in range(mesh.tensor)]

@@ -79,7 +79,7 @@ def functional(model: keras.Model) -> Functional:
 def calls(model: keras.Model) -> list[Call]:
     """All calls of a functional model, each after those whose results it needs, in the order in which Keras runs them.
 
-    Where the model is to be run by other calls (`run_by`), those.
+    Where the model is to be run by other calls (`replace_calls`), those.
 
     Raises:
         InputError: as for `functional`.
@@ -106,7 +106,7 @@ def layers_within(layer: keras.layers.Layer, prefix: str = "") -> dict[str, kera
     return found
 
 
-def holder_of_losses(layers: Iterable[keras.layers.Layer]) -> keras.layers.Layer | None:
+def loss_owner(layers: Iterable[keras.layers.Layer]) -> keras.layers.Layer | None:
     """One of some layers, or within them, that can hold what they add by `add_loss`; a functional model cannot."""
     layers = list(layers)
     inner = [within for layer in layers for within in layers_within(layer).values()]
@@ -125,7 +125,7 @@ def run(chosen: Sequence[Call], values: dict[int, object], operation_fn: Callabl
         call.run(values, operation_fn)
 
 
-def run_by(model: keras.Model, chosen: Sequence[Call]) -> None:
+def replace_calls(model: keras.Model, chosen: Sequence[Call]) -> None:
     """Lets a functional model run by these calls from now on: some of its own, some that stand for several of them.
 
     Args:
@@ -146,7 +146,7 @@ def run_by(model: keras.Model, chosen: Sequence[Call]) -> None:
     object.__setattr__(graph, "_run_through_graph", run_through_graph)
 
 
-def keep_layers(model: keras.Sequential) -> None:
+def forbid_layer_changes(model: keras.Sequential) -> None:
     """Refuses from now on to add layers to a model, or to take them away."""
 
     def refuse(*args, **kwargs):
@@ -164,20 +164,20 @@ def in_training(operation: Callable) -> Callable:
     return operation_fn(operation, training=True)
 
 
-def reroute(model: keras.Model, run_calls: Callable, name: str) -> None:
+def override_run(model: keras.Model, run_calls: Callable, name: str) -> None:
     """Lets a functional model run its calls in another way in training. What runs without `training=True` stays.
 
     Args:
         model: functional or Sequential.
         run_calls: takes `values` and `operation_fn` as `run` does, and adds what the model's outputs stand for.
-        name: of the way, which `rerouted` tells.
+        name: of the way, which `override_name` tells.
 
     Raises:
         InputError: the model has another way already.
     """
     graph = functional(model)
-    if rerouted(model):
-        raise InputError(f"{model.name!r} was given to `parallel.{rerouted(model)}` before. Make it anew.")
+    if override_name(model):
+        raise InputError(f"{model.name!r} was given to `parallel.{override_name(model)}` before. Make it anew.")
     stock_run, stock_call, here = graph._run_through_graph, graph.call, threading.local()
 
     @functools.wraps(stock_call)
@@ -197,6 +197,6 @@ def reroute(model: keras.Model, run_calls: Callable, name: str) -> None:
     object.__setattr__(graph, "_run_through_graph", run_through_graph)
 
 
-def rerouted(model: keras.Model) -> str | None:
-    """The name that `reroute` was given for a functional model, if it was."""
+def override_name(model: keras.Model) -> str | None:
+    """The name that `override_run` was given for a functional model, if it was."""
     return getattr(functional(model)._run_through_graph, "tfgpu_name", None)

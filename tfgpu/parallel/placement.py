@@ -72,17 +72,17 @@ def place(
                 f"{pattern!r} needs a device for each of the {strategy.num_replicas_in_sync} replica(s). "
                 f"Received: {', '.join(devices)}."
             )
-    settle(
+    place_layers(
         model,
-        {path: device_placement.home(_found(path, chosen) or first) for path in model_graph.layers_within(model)},
+        {path: device_placement.on_devices(_found(path, chosen) or first) for path in model_graph.layers_within(model)},
         strategy,
     )
     return model
 
 
-def settle(
+def place_layers(
     model: keras.Model,
-    places: Mapping[str, device_placement.Home],
+    places: Mapping[str, device_placement.DevicePlacement],
     strategy: tf.distribute.Strategy,
     apart: Iterable[keras.layers.Layer] = (),
 ) -> None:
@@ -100,29 +100,29 @@ def settle(
         id(v): (v, places[path])
         for path, layer in layers.items()
         for v in [*layer.variables, *layer.metrics_variables]
-        if sharded_variable.part_of(v) is None
+        if sharded_variable.shard_info(v) is None
     }
-    device_placement.adopt(model, strategy)
+    device_placement.attach(model, strategy)
     for variable, place_of_it in home_of.values():
-        device_placement.move(variable, place_of_it, strategy)
+        device_placement.move_variable(variable, place_of_it, strategy)
     for path, layer in layers.items():
         if id(layer) not in alone:
-            device_placement.run_at(layer, places[path])
+            device_placement.run_on(layer, places[path])
             if hasattr(layer, "enable_lora"):
-                device_placement.make_at(layer, places[path], strategy, "enable_lora")
+                device_placement.create_variables_on(layer, places[path], strategy, "enable_lora")
         if not layer.built:
-            device_placement.build_at(layer, places[path])
+            device_placement.build_on(layer, places[path])
     for path, layer in [("", model), *layers.items()]:
         if model_graph.is_functional(layer):
             _place_operations(layer, places, path)
         if isinstance(layer, keras.Sequential):
-            model_graph.keep_layers(layer)
+            model_graph.forbid_layer_changes(layer)
     last = places[list(layers)[-1]]
     for name in ("compute_loss", "compute_metrics"):
-        device_placement.run_at(model, last, name)
+        device_placement.run_on(model, last, name)
 
 
-def _place_operations(model: keras.Model, places: Mapping[str, device_placement.Home], path: str) -> None:
+def _place_operations(model: keras.Model, places: Mapping[str, device_placement.DevicePlacement], path: str) -> None:
     """Lets operations that are no layers, such as `x + y`, run where their first input is made."""
     home_of = {}
     outside = places.get(path) or next(iter(places.values()))
@@ -130,7 +130,7 @@ def _place_operations(model: keras.Model, places: Mapping[str, device_placement.
         found = places.get(f"{path}/{call.name}".lstrip("/"))
         if not call.layers or found is None:
             found = next((home_of[id(tensor)] for tensor in call.needs if id(tensor) in home_of), outside)
-            device_placement.run_at(call.operation, found)
+            device_placement.run_on(call.operation, found)
         home_of |= {id(tensor): found for tensor in call.makes}
 
 
@@ -185,7 +185,7 @@ def _found(path: str, chosen: Mapping[str, tuple[str, ...]]) -> tuple[str, ...] 
     return None
 
 
-def check_early(model: keras.Model) -> None:
+def check_can_place(model: keras.Model) -> None:
     """Refuses to move a model when it is too late.
 
     Raises:
@@ -212,6 +212,6 @@ def check_early(model: keras.Model) -> None:
 
 def _strategy_of(model: keras.Model, devices: tuple[str, ...]) -> tf.distribute.Strategy:
     """The strategy of a model's replicas; a new one where it has none."""
-    check_early(model)
+    check_can_place(model)
     found = model.distribute_strategy
     return found if step_context.is_spread(found) else strategies.mirrored(devices)

@@ -1,8 +1,8 @@
 """One variable in several parts: on servers, on the devices of an axis of the mesh, or a piece on each replica.
 
 A part is an ordinary trainable Keras variable, with slots of its own. To the outside (files, checkpoints,
-`get_weights`) the parts are one variable again, a `Whole`, in the place and the order of the variable that one device
-has.
+`get_weights`) the parts are one variable again, a `ShardedVariable`, in the place and the order of the variable that
+one device has.
 
 An optimizer that looks at a whole variable would see its parts: those are refused, and `clipnorm`, which clips each
 variable by its norm, is given the norm of all parts; `global_clipnorm` that of all replicas' pieces.
@@ -29,11 +29,11 @@ from tfgpu.errors import InputError
 _WHOLE_NORM = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
 _here = threading.local()
 
-SAVED = "VARIABLE_VALUE"
+CHECKPOINT_KEY = "VARIABLE_VALUE"
 """Under which `tf.train.Checkpoint` keeps a variable's value."""
 
 
-class Cut(Protocol):
+class Sharding(Protocol):
     """How the parts make the whole."""
 
     over_replicas: bool
@@ -50,7 +50,7 @@ class Cut(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardInfo:
     """What a part knows of the whole, in its attribute `_tfgpu_part`.
 
     Attributes:
@@ -61,18 +61,18 @@ class Part:
     """
 
     of: tuple
-    cut: Cut
+    sharding: Sharding
     path: str
-    outer: "Part | None" = None
+    outer: "ShardInfo | None" = None
 
-    def slot(self, name: str) -> "Part":
+    def slot(self, name: str) -> "ShardInfo":
         """What an optimizer's slot for the part is a part of."""
         outer = self.outer and self.outer.slot(name)
-        return Part((*self.of, name), self.cut, f"{self.path}/{name}", outer)
+        return ShardInfo((*self.of, name), self.sharding, f"{self.path}/{name}", outer)
 
 
 @dataclass(frozen=True)
-class ByAxis:
+class AxisSharding:
     """Parts that lie side by side along an axis."""
 
     axis: int
@@ -92,7 +92,7 @@ class ByAxis:
             part.assign(piece)
 
 
-class Whole:
+class ShardedVariable:
     """The parts of a variable, or of one of its optimizer slots, as the one variable that they stand for.
 
     Args:
@@ -102,26 +102,26 @@ class Whole:
 
     _value = None
 
-    def __init__(self, parts: list, part: Part | None = None):
-        part = part or part_of(parts[0])
-        self.parts, self.cut, self.path = parts, part.cut, part.path
+    def __init__(self, parts: list, part: ShardInfo | None = None):
+        part = part or shard_info(parts[0])
+        self.shards, self.sharding, self.path = parts, part.sharding, part.path
         self.name = self.path.rpartition("/")[2]
-        self.dtype, self.shape = parts[0].dtype, tf.TensorShape(part.cut.shape(parts))
+        self.dtype, self.shape = parts[0].dtype, tf.TensorShape(part.sharding.shape(parts))
         if part.outer is not None:
             self._tfgpu_part = part.outer
 
     @property
     def is_over_replicas(self) -> bool:
         """Whether to read it is a collective where there are several workers."""
-        return self.cut.over_replicas or any(getattr(part, "is_over_replicas", False) for part in self.parts)
+        return self.sharding.over_replicas or any(getattr(part, "is_over_replicas", False) for part in self.shards)
 
     @property
     def trainable(self) -> bool:
-        return self.parts[0].trainable
+        return self.shards[0].trainable
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
-        for part in self.parts:
+        for part in self.shards:
             part.trainable = value
 
     @property
@@ -129,81 +129,81 @@ class Whole:
         return tf.convert_to_tensor(self)
 
     def numpy(self) -> np.ndarray:
-        return self.cut.read(self.parts)
+        return self.sharding.read(self.shards)
 
     def assign(self, value) -> None:
         """Gives each part its piece of `value`."""
         value = np.asarray(value)
         if tuple(value.shape) != tuple(self.shape):
             raise InputError(f"The variable {self.path} has shape {self.shape}. Received: {tuple(value.shape)}.")
-        self.cut.write(self.parts, value)
+        self.sharding.write(self.shards, value)
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.numpy(), dtype)
 
     def __tf_tensor__(self, dtype=None, name=None):
-        if isinstance(self.cut, ByAxis):
-            found = tf.concat([tf.convert_to_tensor(part) for part in self.parts], self.cut.axis)
+        if isinstance(self.sharding, AxisSharding):
+            found = tf.concat([tf.convert_to_tensor(part) for part in self.shards], self.sharding.axis)
         else:
             found = tf.convert_to_tensor(self.numpy())
         return tf.cast(found, dtype or found.dtype)
 
 
-def part_of(variable) -> Part | None:
+def shard_info(variable) -> ShardInfo | None:
     """What a variable is a part of, or None."""
     return getattr(variable, "_tfgpu_part", None)
 
 
-def mark(variables: Sequence, cut: Cut, path: str, outer: Part | None = None) -> Whole:
+def mark_shards(variables: Sequence, sharding: Sharding, path: str, outer: ShardInfo | None = None) -> ShardedVariable:
     """Makes variables, in their order, the parts of one."""
-    show_wholes()
-    part = Part((object(),), cut, path, outer)
+    install()
+    part = ShardInfo((object(),), sharding, path, outer)
     for variable in variables:
         variable._tfgpu_part = part
-    return Whole(list(variables))
+    return ShardedVariable(list(variables))
 
 
-def whole(variables: Sequence) -> list:
-    """The variables with a `Whole` in the place of the first of its parts: alike on any number of devices."""
+def merged(variables: Sequence) -> list:
+    """The variables with a `ShardedVariable` in the place of the first of its parts: alike on any number of devices."""
     found = list(variables)
-    while any(part_of(variable) is not None for variable in found):
+    while any(shard_info(variable) is not None for variable in found):
         groups: dict = {}
         for variable in found:
-            part = part_of(variable)
+            part = shard_info(variable)
             groups.setdefault(id(variable) if part is None else part.of, []).append(variable)
-        found = [group[0] if part_of(group[0]) is None else Whole(group) for group in groups.values()]
+        found = [group[0] if shard_info(group[0]) is None else ShardedVariable(group) for group in groups.values()]
     return found
 
 
-def keep_whole(layer: keras.layers.Layer) -> None:
+def save_merged(layer: keras.layers.Layer) -> None:
     """Lets a layer whose class saves its variables by name save and load what it has on one device all the same."""
     for name in ("save_own_variables", "load_own_variables"):
         object.__setattr__(layer, name, functools.partial(getattr(keras.layers.Layer, name), layer))
 
 
 def _own(layer: keras.layers.Layer) -> list:
-    return whole(layer._trainable_variables + layer._non_trainable_variables)
+    return merged(layer._trainable_variables + layer._non_trainable_variables)
 
 
 def _has_parts(layer: keras.layers.Layer) -> bool:
-    return any(part_of(v) is not None for v in layer._trainable_variables + layer._non_trainable_variables)
+    return any(shard_info(v) is not None for v in layer._trainable_variables + layer._non_trainable_variables)
 
 
 @functools.cache
-def show_wholes() -> None:
+def install() -> None:
     """Lets Keras read, write and save parts as the one variable that they stand for, in this process from now on."""
 
     for owner in (keras.layers.Layer, keras.Model):  # a model's own may have been wrapped before, by `averaging`
 
         @wrap(owner, "get_weights")
         def get_weights(stock, self):
-            if all(part_of(variable) is None for variable in self.weights):
+            if all(shard_info(variable) is None for variable in self.weights):
                 return stock(self)
-            return [variable.numpy() for variable in whole(self.weights)]
+            return [variable.numpy() for variable in merged(self.weights)]
 
     @wrap(keras.layers.Layer, "set_weights")
     def set_weights(stock, self, weights):
-        found = whole(self.weights)
+        found = merged(self.weights)
         if all(variable._value is not None for variable in found) or len(found) != len(weights):
             return stock(self, weights)
         for variable, value in zip(found, weights, strict=True):
@@ -216,21 +216,21 @@ def show_wholes() -> None:
 
     @wrap(core.Variable, "_serialize_to_tensors")
     def serialize(stock, self):  # for `tf.train.Checkpoint`, which would take the first replica's piece
-        if part_of(self) is None or not part_of(self).cut.over_replicas:
+        if shard_info(self) is None or not shard_info(self).sharding.over_replicas:
             return stock(self)
-        return {SAVED: tf.constant(Whole([self]).numpy())}
+        return {CHECKPOINT_KEY: tf.constant(ShardedVariable([self]).numpy())}
 
     @wrap(core.Variable, "_restore_from_tensors")
     def restore(stock, self, restored_tensors):
-        if part_of(self) is None or not part_of(self).cut.over_replicas:
+        if shard_info(self) is None or not shard_info(self).sharding.over_replicas:
             return stock(self, restored_tensors)
-        Whole([self]).assign(restored_tensors[SAVED].numpy())
+        ShardedVariable([self]).assign(restored_tensors[CHECKPOINT_KEY].numpy())
 
     for name in ("count_params", "weight_memory_size"):  # of `summary`
 
         @wrap(summary_utils, name)
         def size(stock, weights):
-            return stock(whole(weights))
+            return stock(merged(weights))
 
     @wrap(keras.layers.Layer, "save_own_variables")
     def save_layer(stock, self, store):
@@ -253,20 +253,20 @@ def show_wholes() -> None:
     @wrap(BaseOptimizer, "add_variable_from_reference")
     def add_variable(stock, self, reference_variable, name=None, initializer="zeros"):
         made = stock(self, reference_variable, name=name, initializer=initializer)
-        part = part_of(reference_variable)
+        part = shard_info(reference_variable)
         if part is not None:
             made._tfgpu_part = part.slot(name or "var")
         return made
 
     @wrap(BaseOptimizer, "save_own_variables")
     def save_own_variables(stock, self, store):
-        for at, variable in enumerate(whole(self.variables)):
+        for at, variable in enumerate(merged(self.variables)):
             store[str(at)] = variable.numpy()
 
     @wrap(BaseOptimizer, "load_own_variables")
     def load_own_variables(stock, self, store):
-        found = whole(self.variables)
-        is_plain = all(part_of(variable) is None for variable in self.variables)
+        found = merged(self.variables)
+        is_plain = all(shard_info(variable) is None for variable in self.variables)
         if is_plain or len(found) != len(store.keys()):
             return stock(self, store)
         for at, variable in enumerate(found):
@@ -274,21 +274,21 @@ def show_wholes() -> None:
 
     @wrap(BaseOptimizer, "exclude_from_weight_decay")
     def exclude_from_weight_decay(stock, self, var_list=None, var_names=None):
-        lists = [getattr(variable, "parts", [variable]) for variable in var_list or ()]
+        lists = [getattr(variable, "shards", [variable]) for variable in var_list or ()]
         stock(self, [part for found in lists for part in found] or var_list, var_names)
 
     @wrap(BaseOptimizer, "build")
     def build(stock, self, variables):
-        if any(part_of(variable) is not None for variable in variables):
+        if any(shard_info(variable) is not None for variable in variables):
             check_optimizer(self)
         stock(self, variables)
 
     @wrap(BaseOptimizer, "_backend_apply_gradients")
     def apply_gradients(stock, self, grads, trainable_variables):
         is_known = getattr(_here, "factors", None) is not None
-        if is_known or not self.clipnorm or all(part_of(variable) is None for variable in trainable_variables):
+        if is_known or not self.clipnorm or all(shard_info(variable) is None for variable in trainable_variables):
             return stock(self, grads, trainable_variables)
-        with clipping(self, grads, trainable_variables):
+        with full_norm_clipping(self, grads, trainable_variables):
             return stock(self, grads, trainable_variables)
 
     @wrap(BaseOptimizer, "_clip_gradients")
@@ -315,7 +315,7 @@ def check_optimizer(optimizer) -> None:
 
 
 @contextlib.contextmanager
-def clipping(optimizer, grads: Sequence, variables: Sequence, scale=1.0) -> Iterator[None]:
+def full_norm_clipping(optimizer, grads: Sequence, variables: Sequence, scale=1.0) -> Iterator[None]:
     """For the length of the block the optimizer clips the gradients of parts by the norms of the wholes.
 
     Taken outside of the conditions that accumulation and float16 stand in, where replicas could not meet.
@@ -354,7 +354,7 @@ def _squares(optimizer, grads: Sequence, variables: Sequence, scale) -> dict:
             values = (values + total) / optimizer.gradient_accumulation_steps
         squares.setdefault(_outermost(variable), []).append(tf.reduce_sum(tf.square(values)))
     totals = {key: tf.cast(tf.add_n(found), tf.float32) for key, found in squares.items()}
-    over = {_outermost(v) for v in variables if part_of(v) is not None and part_of(v).cut.over_replicas}
+    over = {_outermost(v) for v in variables if shard_info(v) is not None and shard_info(v).sharding.over_replicas}
     if over and step_context.context() is not None:
         keys = [key for key in totals if key in over]
         (met,) = step_context.sum_small([tf.stack([totals[key] for key in keys])])
@@ -370,7 +370,7 @@ def _scaled(gradient, factor: tf.Tensor):
 
 
 def _outermost(variable):
-    part = part_of(variable)
+    part = shard_info(variable)
     if part is None:
         return id(variable)
     while part.outer is not None:

@@ -46,7 +46,7 @@ def look_up_on_servers() -> None:
     @wrap(owner, "call")
     def call(stock, self, inputs):
         table = None if self.quantization_mode or self.lora_enabled else self._embeddings
-        shards = table.parts if isinstance(table, sharded_variable.Whole) else [table]
+        shards = table.shards if isinstance(table, sharded_variable.ShardedVariable) else [table]
         is_dense = isinstance(inputs, tf.Tensor)
         if table is None or not is_dense or backend.in_stateless_scope() or not is_on_servers(shards[0]):
             return stock(self, inputs)
@@ -55,13 +55,13 @@ def look_up_on_servers() -> None:
 
     @wrap(owner, "enable_lora")
     def enable_lora(stock, self, *args, **kwargs):
-        if isinstance(getattr(self, "_embeddings", None), sharded_variable.Whole):
+        if isinstance(getattr(self, "_embeddings", None), sharded_variable.ShardedVariable):
             raise InputError(f"LoRA does not fit the table {self.name!r}, which is cut over parameter servers.")
         return stock(self, *args, **kwargs)
 
     @wrap(owner, "load_own_variables")
     def load_own_variables(stock, self, store):
-        if not isinstance(getattr(self, "_embeddings", None), sharded_variable.Whole):
+        if not isinstance(getattr(self, "_embeddings", None), sharded_variable.ShardedVariable):
             return stock(self, store)
         self._embeddings.assign(np.asarray(store["0"]))
 
@@ -91,7 +91,7 @@ def _shards_of(layer) -> int:
     return count
 
 
-def _cut(layer, count: int) -> sharded_variable.Whole:
+def _cut(layer, count: int) -> sharded_variable.ShardedVariable:
     """The table's shards: their first values are drawn as one table, as on one device."""
     rows, width = layer.input_dim, layer.output_dim
     with tf.init_scope():
@@ -107,7 +107,7 @@ def _cut(layer, count: int) -> sharded_variable.Whole:
             trainable=True,
         )
         shards.append(shard)
-    return sharded_variable.mark(shards, sharded_variable.ByAxis(0), f"{layer.path}/embeddings")
+    return sharded_variable.mark_shards(shards, sharded_variable.AxisSharding(0), f"{layer.path}/embeddings")
 
 
 def _rows(shards: list, ids: tf.Tensor) -> tf.Tensor:

@@ -238,7 +238,7 @@ FIXES = (
         "keras.remat draws other dropout masks and counts a batch twice; keras.RematScope crashes in fit",
         "",
         probes.second_run_draws_anew,
-        remat.recompute_rightly,
+        remat.repair_remat,
     ),
     Repair(
         "no-distribution",

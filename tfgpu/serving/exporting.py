@@ -130,7 +130,7 @@ def _classes_of(model: object) -> dict[str, type]:
 
 
 def _is_on_one_device(model: keras.Model) -> bool:
-    is_whole = not any(sharded_variable.part_of(v) is not None or sharding.is_gathered(v) for v in model.weights)
+    is_whole = not any(sharded_variable.shard_info(v) or sharding.is_fully_sharded(v) for v in model.weights)
     return is_whole and model.distribute_strategy.num_replicas_in_sync == 1
 
 

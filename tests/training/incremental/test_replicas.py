@@ -68,7 +68,7 @@ WORKER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import tfgpu
-from tfgpu.parallel import sharded_optimizer
+from tfgpu.parallel.zero import sharded_optimizer
 from tfgpu.training import incremental
 strategy = tfgpu.strategy("multi_worker")
 import second_task

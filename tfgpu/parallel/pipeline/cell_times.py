@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfgpu.core import step_context
 
 
-class Watch:
+class CellClock:
     """Puts stamps into the steps that are traced while it is on.
 
     Attributes:

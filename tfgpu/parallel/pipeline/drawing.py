@@ -126,7 +126,7 @@ def _title(cells: list[Measured], stages: int, microbatches: int, devices: int) 
 
 
 def _plan_of(model: keras.Model, path, steps: int):
-    plan = execution.plan_of(model)
+    plan = execution.program_of(model)
     if plan is None:
         raise InputError(f"{model.name!r} is no pipeline. Give a model that `parallel.pipeline` has cut.")
     if not getattr(model, "compiled", False):

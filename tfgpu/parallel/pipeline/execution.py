@@ -26,7 +26,7 @@ from tfgpu.parallel.pipeline.micro_batches import MicroBatches
 from tfgpu.parallel.rematerialization import remat
 
 
-def install(model: keras.Model, plan: sections.Plan) -> None:
+def install(model: keras.Model, plan: sections.PipelineProgram) -> None:
     """Lets a functional model train by a plan. What runs without `training=True`, or in no replica, runs as it did."""
 
     def run(values: dict, operation_fn: Callable) -> None:
@@ -38,11 +38,11 @@ def install(model: keras.Model, plan: sections.Plan) -> None:
             else:
                 _Section(part, plan, operation_fn).run(values)
 
-    model_graph.reroute(model, run, "pipeline")
+    model_graph.override_run(model, run, "pipeline")
     object.__setattr__(model_graph.functional(model), "tfgpu_plan", plan)
 
 
-def plan_of(model: keras.Model) -> sections.Plan | None:
+def program_of(model: keras.Model) -> sections.PipelineProgram | None:
     """The plan that `install` gave a model, if it did."""
     return getattr(model_graph.functional(model), "tfgpu_plan", None) if model_graph.is_functional(model) else None
 
@@ -50,16 +50,16 @@ def plan_of(model: keras.Model) -> sections.Plan | None:
 class _Section:
     """One training step's way through a section."""
 
-    def __init__(self, part: sections.Part, plan: sections.Plan, operation_fn: Callable):
+    def __init__(self, part: sections.Section, plan: sections.PipelineProgram, operation_fn: Callable):
         self._part, self._plan, self._operation_fn = part, plan, operation_fn
-        self._around = {name: copy.copy(global_state.get_global_attribute(name)) for name in remat.SURROUNDINGS}
+        self._around = {name: copy.copy(global_state.get_global_attribute(name)) for name in remat.CALL_STATE}
         self._takes = {stage: self._crossing(stage) for stage in part.stages}
         self._gives = {stage: self._leaving(stage) for stage in part.stages}
 
     def run(self, values: dict) -> None:
         """Puts what the section gives among the values."""
         batch = [values[id(tensor)] for tensor in self._part.takes]
-        places = [at for at, value in enumerate(batch) if remat.has_gradient(value)]
+        places = [at for at, value in enumerate(batch) if remat.is_differentiable(value)]
         made = {}
 
         @tf.custom_gradient
@@ -71,7 +71,7 @@ class _Section:
 
             def gradient(*upstream, variables=()):
                 arrived = tf.nest.flatten(upstream, expand_composites=True)
-                with remat.surrounded(self._around), tf.control_dependencies(arrived):
+                with remat.call_state_restored(self._around), tf.control_dependencies(arrived):
                     copies = [tf.identity(value) for value in given]
                     second = _Pass(self, self._filled(batch, places, copies), first, upstream, variables)
                     return second.back(self._plan.again, places)
@@ -92,7 +92,7 @@ class _Section:
 
     def _owner(self) -> keras.layers.Layer:
         """A layer that can hold what the section's layers add by `add_loss`."""
-        return model_graph.holder_of_losses(
+        return model_graph.loss_owner(
             layer for calls in self._part.stages.values() for c in calls for layer in c.layers
         )
 
@@ -122,7 +122,7 @@ class _Pass:
     def __init__(self, section: _Section, batch: list, first: "_Pass | None" = None, upstream=(), variables=()):
         self._section, self._first, self._variables = section, first, list(variables)
         self._part, self._plan = section._part, section._plan
-        rows = next(value for value, t in zip(batch, self._part.takes, strict=True) if sections.is_by_row(t))
+        rows = next(value for value, t in zip(batch, self._part.takes, strict=True) if sections.has_batch_axis(t))
         rows = rows.shape[0] if rows.shape[0] is not None else tf.shape(rows)[0]
         self._pieces = MicroBatches(rows, self._plan.microbatches)
         self._values = [self._cut(batch, micro) for micro in range(self._plan.microbatches)]
@@ -154,7 +154,7 @@ class _Pass:
         for tensor in self._part.gives:
             column = [values[id(tensor)] for values in self._values]
             known = logits.together(column)
-            with device_placement.at(self._plan.homes[self._stage_of(tensor)]):
+            with device_placement.scope(self._plan.homes[self._stage_of(tensor)]):
                 found.append(self._pieces.join(column))
                 if known is not None:
                     behind.append(self._pieces.join(known[0]))
@@ -200,7 +200,7 @@ class _Pass:
         """A forward pass on a tape of its own, from what is known to the micro-batch."""
         section = self._section
         values = {id(tensor): _copy(known[id(tensor)]) for tensor in section._takes[cell.stage]}
-        watched = {key: value for key, value in values.items() if remat.has_gradient(value)}
+        watched = {key: value for key, value in values.items() if remat.is_differentiable(value)}
         with tf.GradientTape() as tape:
             tape.watch(list(watched.values()))
             with scope:
@@ -213,7 +213,7 @@ class _Pass:
         first, values = self._first, self._values[cell.micro]
         known = first._values[cell.micro] | values if self._plan.keeps else values
         with self._at(cell), self._in_order(device, cell, known):
-            self._on_tape(cell, remat.Second(first._scopes[cell.stage, cell.micro], first._given(cell)), known)
+            self._on_tape(cell, remat.ReplayScope(first._scopes[cell.stage, cell.micro], first._given(cell)), known)
             if self._plan.watch.is_on or not self._plan.keeps:
                 self._note(device, cell, self._handed_on(cell))
 
@@ -224,7 +224,7 @@ class _Pass:
         targets, upstream = list(losses), self._upstream_losses(cell)
         for key, value in made.items():
             found = [g for g in (gradients.pop(key, None), self._upstream[cell.micro].get(key)) if g is not None]
-            if found and remat.has_gradient(value):
+            if found and remat.is_differentiable(value):
                 targets.append(value)
                 upstream.append(tf.add_n(found) if len(found) > 1 else found[0])
             if key in self._of_logits[cell.micro]:
@@ -252,8 +252,8 @@ class _Pass:
         found = {}
         for tensor, value in zip(self._part.takes, batch, strict=True):
             mask = backend.get_keras_mask(value)
-            found[id(tensor)] = self._pieces.cut(value, micro) if sections.is_by_row(tensor) else value
-            if mask is not None and sections.is_by_row(tensor):
+            found[id(tensor)] = self._pieces.cut(value, micro) if sections.has_batch_axis(tensor) else value
+            if mask is not None and sections.has_batch_axis(tensor):
                 backend.set_keras_mask(found[id(tensor)], self._pieces.cut(mask, micro))
         return found
 
@@ -284,7 +284,7 @@ class _Pass:
 
     def _joined(self, tensor, gradients: list[dict]):
         found = [column.get(id(tensor)) for column in gradients]
-        if not sections.is_by_row(tensor):
+        if not sections.has_batch_axis(tensor):
             known = [gradient for gradient in found if gradient is not None]
             return tf.add_n(known) if known else None
         like = [values[id(tensor)] for values in self._values]
@@ -307,7 +307,7 @@ class _Pass:
 
     @contextlib.contextmanager
     def _at(self, cell):
-        with device_placement.at(self._plan.homes[cell.stage]), self._pieces.standing_in(cell.micro):
+        with device_placement.scope(self._plan.homes[cell.stage]), self._pieces.standing_in(cell.micro):
             yield
 
     def _in_order(self, device: int, cell, values: dict):
@@ -332,7 +332,7 @@ class _Pass:
         self._last[device] = made or self._last.get(device, [])
 
 
-class _Cell(remat.First):
+class _Cell(remat.RecordingScope):
     """What one cell assigns; the rule of `state` comes later, over all micro-batches."""
 
     def agreed(self, variable, value):

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowMixing:
     """What was found.
 
     Attributes:
@@ -32,7 +32,7 @@ class Rows:
     folded: frozenset[int] = frozenset()
 
 
-def tried(model: keras.Model, strategy: tf.distribute.Strategy, batch=None) -> Rows:
+def probe(model: keras.Model, strategy: tf.distribute.Strategy, batch=None) -> RowMixing:
     """Runs each call of a functional model in training on four rows, and on two and two; its state stays as it is.
 
     Args:
@@ -52,7 +52,7 @@ def tried(model: keras.Model, strategy: tf.distribute.Strategy, batch=None) -> R
         type(why).__name__,
         " ".join(str(why).split())[:200],
     )
-    return Rows()
+    return RowMixing()
 
 
 def _inputs(graph, batch) -> Iterator[list]:
@@ -80,11 +80,11 @@ class _Trial:
         self._halves: tuple[dict, dict] = {}, {}
         self._folded: set[int] = set()
 
-    def run(self, strategy: tf.distribute.Strategy) -> Rows:
+    def run(self, strategy: tf.distribute.Strategy) -> RowMixing:
         # In a replica's graph, where rows draw as rows of the whole batch.
         agree = tf.function(lambda given: strategy.run(self._all, (given,)), autograph=False)(self._given)
         mixed = {id(call.node) for call, is_equal in zip(self._calls, agree, strict=True) if not is_equal}
-        return Rows(frozenset(mixed), frozenset(self._folded))
+        return RowMixing(frozenset(mixed), frozenset(self._folded))
 
     @tf.autograph.experimental.do_not_convert
     def _all(self, given: list) -> list[tf.Tensor]:
@@ -96,7 +96,7 @@ class _Trial:
     def _agrees(self, call: model_graph.Call) -> tf.Tensor:
         """Whether a call makes of the halves what it makes of the whole."""
         _run(call, self._whole, _WHOLE, 0)
-        made = [tensor for tensor in call.makes if sections.is_by_row(tensor)]
+        made = [tensor for tensor in call.makes if sections.has_batch_axis(tensor)]
         found = [tf.constant(all(id(tensor) in half for half in self._halves for tensor in call.needs))]
         if tf.get_static_value(found[0]):
             for micro, half in enumerate(self._halves):

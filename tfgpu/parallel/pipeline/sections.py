@@ -7,11 +7,11 @@ import keras
 
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, model_graph
-from tfgpu.parallel.pipeline.cell_times import Watch
+from tfgpu.parallel.pipeline.cell_times import CellClock
 
 
 @dataclass(frozen=True)
-class Part:
+class Section:
     """Calls that follow each other: one that sees the whole batch, or a section of stages.
 
     Attributes:
@@ -27,7 +27,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelineProgram:
     """How a model is to be run.
 
     Attributes:
@@ -41,13 +41,13 @@ class Plan:
         watch: takes the times of cells, where someone looks on.
     """
 
-    parts: tuple[Part, ...]
-    homes: tuple[device_placement.Home, ...]
+    parts: tuple[Section, ...]
+    homes: tuple[device_placement.DevicePlacement, ...]
     microbatches: int
     forward: tuple[tuple, ...]
     again: tuple[tuple, ...]
     recompute: bool = True
-    watch: Watch = field(default_factory=Watch, repr=False, compare=False)
+    watch: CellClock = field(default_factory=CellClock, repr=False, compare=False)
 
     @property
     def keeps(self) -> bool:
@@ -55,7 +55,9 @@ class Plan:
         return all(cell.backward for _, cell in self.again)
 
 
-def parts_of(calls: Sequence[tuple[model_graph.Call, int]], outputs: Sequence, mixes: Callable) -> tuple[Part, ...]:
+def split_into_sections(
+    calls: Sequence[tuple[model_graph.Call, int]], outputs: Sequence, mixes: Callable
+) -> tuple[Section, ...]:
     """Groups calls into sections and what stands between them.
 
     Args:
@@ -81,7 +83,7 @@ def parts_of(calls: Sequence[tuple[model_graph.Call, int]], outputs: Sequence, m
             stages.setdefault(stage, []).append(call)
         gives = tuple(tensor for key, tensor in made.items() if key in later)
         ordered = {stage: tuple(stages[stage]) for stage in sorted(stages)}
-        found.append(Part(ordered, whole, tuple(needed.values()), gives))
+        found.append(Section(ordered, whole, tuple(needed.values()), gives))
         later |= set(needed)
     for part in found:
         if not part.whole and len(part.stages) > 1:
@@ -89,12 +91,12 @@ def parts_of(calls: Sequence[tuple[model_graph.Call, int]], outputs: Sequence, m
     return tuple(reversed(found))
 
 
-def _check_rows(part: Part) -> None:
+def _check_rows(part: Section) -> None:
     needed = {id(tensor) for calls in part.stages.values() for call in calls for tensor in call.needs}
     given = {id(tensor) for tensor in part.gives}
     for calls in part.stages.values():
         for call in calls:
-            if not all(is_by_row(tensor) for tensor in call.makes if id(tensor) in needed or id(tensor) in given):
+            if not all(has_batch_axis(tensor) for tensor in call.makes if id(tensor) in needed or id(tensor) in given):
                 raise InputError(
                     f"{call.name!r} makes {[tuple(t.shape) for t in call.makes]}, without an axis of rows, which "
                     "cannot be cut into micro-batches. Let the first axis be the batch's, of any size, or take `place`."
@@ -120,6 +122,6 @@ def mixes_rows(call: model_graph.Call) -> bool:
     return any(isinstance(one, WHOLE_BATCH) for one in each)
 
 
-def is_by_row(tensor) -> bool:
+def has_batch_axis(tensor) -> bool:
     """Whether a symbolic tensor has a row for each example."""
     return len(tensor.shape) > 0 and tensor.shape[0] is None

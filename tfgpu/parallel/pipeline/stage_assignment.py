@@ -10,7 +10,7 @@ from tfgpu.parallel.pipeline import row_mixing, sections
 from tfgpu.parallel.pipeline import schedule as schedules
 
 
-def stages_of(model: keras.Model, stages: int, cuts: Sequence[str] | None, batch) -> list[int]:
+def assign_stages(model: keras.Model, stages: int, cuts: Sequence[str] | None, batch) -> list[int]:
     """The stage of each of a model's calls, in their order.
 
     Args:
@@ -29,7 +29,7 @@ def stages_of(model: keras.Model, stages: int, cuts: Sequence[str] | None, batch
                 f"The input {tensor.name!r} is sparse or ragged, and a pipeline cuts batches by rows. Make it dense "
                 "before the model, or take `parallel.place`."
             )
-        if not sections.is_by_row(tensor):
+        if not sections.has_batch_axis(tensor):
             raise InputError(
                 f"The input {tensor.name!r} has the shape {tuple(tensor.shape)}, and a pipeline cuts batches by rows. "
                 "Make it without `batch_size`, so that the first axis is of any size."
@@ -41,16 +41,16 @@ def stages_of(model: keras.Model, stages: int, cuts: Sequence[str] | None, batch
     return found
 
 
-def plan_of(
+def make_program(
     model: keras.Model,
     stage_of: Sequence[int],
-    places: Sequence[device_placement.Home],
+    places: Sequence[device_placement.DevicePlacement],
     devices: int,
     microbatches: int,
     schedule: str,
     recompute: bool,
-    found: row_mixing.Rows,
-) -> sections.Plan:
+    found: row_mixing.RowMixing,
+) -> sections.PipelineProgram:
     """How a model in stages is to be run.
 
     Args:
@@ -71,9 +71,9 @@ def plan_of(
     def mixes(call) -> bool:
         return sections.mixes_rows(call) or id(call.node) in found.mixed
 
-    parts = sections.parts_of(placed, model_graph.functional(model).outputs, mixes)
+    parts = sections.split_into_sections(placed, model_graph.functional(model).outputs, mixes)
     _check_folded(parts, found.folded)
-    return sections.Plan(
+    return sections.PipelineProgram(
         parts,
         tuple(places),
         microbatches,
@@ -83,7 +83,7 @@ def plan_of(
     )
 
 
-def _check_folded(parts: Sequence[sections.Part], folded: frozenset[int]) -> None:
+def _check_folded(parts: Sequence[sections.Section], folded: frozenset[int]) -> None:
     for part in parts:
         for tensor in (*part.takes, *part.gives):
             if id(tensor) in folded and not part.whole and len(part.stages) > 1:

@@ -17,7 +17,7 @@ from tfgpu.parallel.tensor import partitioning
 
 
 @dataclass
-class Parts:
+class TensorSplit:
     """What lies in parts.
 
     Attributes:
@@ -41,7 +41,7 @@ class Parts:
         self.sent[at] = self.sent.get(at, 0.0) + size
 
 
-def parts(model: keras.Model, calls: Sequence[model_graph.Call], ways: int) -> Parts | None:
+def split(model: keras.Model, calls: Sequence[model_graph.Call], ways: int) -> TensorSplit | None:
     """Plans a model in so many parts; None where nothing of it can be cut.
 
     Args:
@@ -49,10 +49,10 @@ def parts(model: keras.Model, calls: Sequence[model_graph.Call], ways: int) -> P
         calls: the model's own.
         ways: how many parts.
     """
-    plan = partitioning.plan(model, ways)
+    plan = partitioning.partition(model, ways)
     if not plan.segments and not plan.embeddings:
         return None
-    found, number = Parts(), {id(call.node): at for at, call in enumerate(calls)}
+    found, number = TensorSplit(), {id(call.node): at for at, call in enumerate(calls)}
     by_name = {call.name: at for at, call in enumerate(calls)}
     outputs = {id(tensor) for tensor in model_graph.functional(model).outputs}
     for path, segment in plan.segments:

@@ -64,7 +64,7 @@ def workload(model: keras.Model) -> Workload:
 
     @functools.cache
     def cutter(ways: int) -> Workload | None:
-        found = tensor_split.parts(model, calls, ways)
+        found = tensor_split.split(model, calls, ways)
         return None if found is None else _described(model, calls, costs, given, found, ways)
 
     return replace(_described(model, calls, costs, given), cutter=cutter)
@@ -89,9 +89,11 @@ def _costs(calls: Sequence[model_graph.Call], few: _Traced, many: _Traced) -> li
     return found
 
 
-def _described(model, calls, costs, given: float, parts: tensor_split.Parts | None = None, ways: int = 1) -> Workload:
+def _described(
+    model, calls, costs, given: float, parts: tensor_split.TensorSplit | None = None, ways: int = 1
+) -> Workload:
     """The model as blocks, of which the tensor axis cuts these parts; `given` are bytes kept of an example itself."""
-    parts = parts or tensor_split.Parts()
+    parts = parts or tensor_split.TensorSplit()
     size = next((_bytes(v) // max(1, math.prod(v.shape)) for v in model.trainable_variables), 4)
     free = [at for at in _places(model, calls) if not any(first < at <= last for first, last in parts.spans)]
     begins = [0, *free]

@@ -153,7 +153,7 @@ def _bytes_of(memory: str | int) -> int:
     return size
 
 
-def _nothing_fits(model: keras.Model, facts: saved_tensors.Kept, limit: int, rows, batch) -> InputError:
+def _nothing_fits(model: keras.Model, facts: saved_tensors.SavedTensors, limit: int, rows, batch) -> InputError:
     least = facts.peak(budget.smallest(facts, [1.0] * len(facts.calls)))
     count = rows or (np.shape(tf.nest.flatten(batch)[0])[0] if batch is not None else 32)
     return InputError(
@@ -163,7 +163,7 @@ def _nothing_fits(model: keras.Model, facts: saved_tensors.Kept, limit: int, row
     )
 
 
-def _show(facts: saved_tensors.Kept, parts: budget.Parts, seconds: Sequence[float], limit: int) -> None:
+def _show(facts: saved_tensors.SavedTensors, parts: budget.Segments, seconds: Sequence[float], limit: int) -> None:
     table = Table("layers", "", "keeps", "without", "time again")
     for begin, end, anew in parts:
         names = [facts.calls[begin].name] + ([facts.calls[end - 1].name] if end - begin > 1 else [])

@@ -5,15 +5,15 @@ Source: Chen et al., Training deep nets with sublinear memory cost, 2016; Jain e
 
 from collections.abc import Sequence
 
-from tfgpu.parallel.rematerialization.saved_tensors import Kept
+from tfgpu.parallel.rematerialization.saved_tensors import SavedTensors
 
 _MOST_PLACES, _MOST_CHOICES, _HALVINGS = 160, 48, 24
 
-Parts = tuple[tuple[int, int, bool], ...]
+Segments = tuple[tuple[int, int, bool], ...]
 """All calls as (begin, end, whether they are computed anew)."""
 
 
-def cheapest(kept: Kept, seconds: Sequence[float], budget: int) -> Parts | None:
+def cheapest(kept: SavedTensors, seconds: Sequence[float], budget: int) -> Segments | None:
     """The parts that lose the least time of those whose peak stays within a budget; None where there are none.
 
     By dynamic programming over the places to cut at: what is kept before a place, against the time that is lost.
@@ -29,7 +29,7 @@ def cheapest(kept: Kept, seconds: Sequence[float], budget: int) -> Parts | None:
     return _Search(kept).run(seconds, budget)
 
 
-def smallest(kept: Kept, seconds: Sequence[float]) -> Parts:
+def smallest(kept: SavedTensors, seconds: Sequence[float]) -> Segments:
     """The parts with the lowest peak, within one part in a thousand or so, that lose the least time."""
     search, nothing = _Search(kept), [0.0] * len(kept.calls)
     high = kept.peak(((0, len(kept.calls), False),))
@@ -51,7 +51,7 @@ def smallest(kept: Kept, seconds: Sequence[float]) -> Parts:
 class _Search:
     """The ways from one place to another, and what each keeps."""
 
-    def __init__(self, kept: Kept):
+    def __init__(self, kept: SavedTensors):
         self._kept = kept
         count = len(kept.calls)
         crossing = [sum(kept.taken(at, count).values()) for at in range(count)]
@@ -82,7 +82,7 @@ class _Search:
             found |= own
         return found
 
-    def run(self, seconds: Sequence[float], budget: int) -> Parts | None:
+    def run(self, seconds: Sequence[float], budget: int) -> Segments | None:
         places = self._places
         before = [0.0]
         for each in seconds:
@@ -108,7 +108,7 @@ class _Search:
             return None
         return self._way(min(ends, key=lambda choice: (choice[1], choice[0])))
 
-    def _way(self, choice) -> Parts:
+    def _way(self, choice) -> Segments:
         """The parts that led to a choice; what is kept and lies side by side is one."""
         found: list[tuple[int, int, bool]] = []
         while choice[2] is not None:

@@ -19,8 +19,8 @@ def recompute_layer(layer: keras.layers.Layer) -> None:
     def within(*args, **kwargs):
         return stock(*args, **kwargs)
 
-    within.__self__ = model_graph.holder_of_losses([layer])
-    method = remat.recomputed(within)
+    within.__self__ = model_graph.loss_owner([layer])
+    method = remat.remat(within)
     method.__wrapped__ = stock  # whoever asks for the arguments sees the layer's own
     method.tfgpu_recomputes = True
     object.__setattr__(layer, "call", method)
@@ -29,7 +29,7 @@ def recompute_layer(layer: keras.layers.Layer) -> None:
 def is_recomputed(layer: keras.layers.Layer) -> bool:
     """Whether `recompute_layer` or `recompute_calls` has changed how a layer or a model runs."""
     by_itself = getattr(layer.__dict__.get("call"), "tfgpu_recomputes", False)
-    return by_itself or model_graph.is_functional(layer) and model_graph.rerouted(layer) == _RECOMPUTED
+    return by_itself or model_graph.is_functional(layer) and model_graph.override_name(layer) == _RECOMPUTED
 
 
 _RECOMPUTED = "recompute"
@@ -61,7 +61,7 @@ def recompute_calls(model: keras.Model, blocks: Sequence[Sequence[model_graph.Ca
             else:
                 model_graph.run(part, values, operation_fn)
 
-    model_graph.reroute(model, run, _RECOMPUTED)
+    model_graph.override_run(model, run, _RECOMPUTED)
 
 
 def takes(calls: Sequence[model_graph.Call]) -> tuple:
@@ -87,8 +87,8 @@ def _run_block(block: Sequence[model_graph.Call], gives: tuple, values: dict, op
         model_graph.run(block, inner, operation_fn)
         return [inner[id(tensor)] for tensor in gives]
 
-    within.__self__ = model_graph.holder_of_losses(layer for call in block for layer in call.layers)
-    made = remat.recomputed(within)(*(values[id(tensor)] for tensor in needed))
+    within.__self__ = model_graph.loss_owner(layer for call in block for layer in call.layers)
+    made = remat.remat(within)(*(values[id(tensor)] for tensor in needed))
     values |= {id(tensor): value for tensor, value in zip(gives, made, strict=True)}
 
 
@@ -99,7 +99,7 @@ def check_free(model: keras.Model) -> None:
         InputError: as said.
     """
     layers = [model, *model_graph.layers_within(model).values()]
-    if any(model_graph.is_functional(layer) and model_graph.rerouted(layer) == "pipeline" for layer in layers):
+    if any(model_graph.is_functional(layer) and model_graph.override_name(layer) == "pipeline" for layer in layers):
         raise InputError(
             "The model is in stages already, which recompute what they do not keep. Leave `recompute` out, or choose "
             "by `pipeline(recompute=...)`."

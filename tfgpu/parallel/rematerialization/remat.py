@@ -1,6 +1,6 @@
 """Activations computed anew in the backward pass: less memory, and what a plain step would have learned.
 
-`recomputed(function)` runs a function and keeps only what went into it; the backward pass runs it again. Keras's own
+`remat(function)` runs a function and keeps only what went into it; the backward pass runs it again. Keras's own
 `remat` hands the function to `tf.recompute_grad`, which knows nothing of a layer's state: dropout draws another mask
 the second time, BatchNormalization counts a batch twice, and a layer within a layer forgets that it is training. Here
 
@@ -35,18 +35,18 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core import layer_state, logits, step_context
 from tfgpu.errors import InputError
 
-SURROUNDINGS = ("current_call_ctx", "autocast_scope")
+CALL_STATE = ("current_call_ctx", "autocast_scope")
 
 
-def recompute_rightly() -> None:
+def repair_remat() -> None:
     """Gives `keras.remat`, and with it `keras.RematScope`, a second run that equals the first."""
 
     @wrap(core, "remat")
-    def remat(stock, f):
-        return recomputed(f)
+    def keras_remat(stock, f):
+        return remat(f)
 
 
-def recomputed(function: Callable) -> Callable:
+def remat(function: Callable) -> Callable:
     """The same function, whose inner results are not kept for the backward pass but computed anew.
 
     Args:
@@ -63,7 +63,7 @@ def recomputed(function: Callable) -> Callable:
         >>> layer = keras.layers.Dropout(0.5, seed=1)
         >>> with tf.GradientTape() as tape:
         ...     tape.watch(x := tf.ones((4, 4)))
-        ...     y = recomputed(layer)(x, training=True)
+        ...     y = remat(layer)(x, training=True)
         >>> bool(tf.reduce_all(tape.gradient(y, x) == y))  # the same mask in both runs
         True
     """
@@ -76,7 +76,7 @@ def recomputed(function: Callable) -> Callable:
     return functools.update_wrapper(call, function, updated=())
 
 
-class First(keras.StatelessScope):
+class RecordingScope(keras.StatelessScope):
     """Gathers what the first run assigns, and what it finds: for the second run, and to be assigned at its end."""
 
     def __init__(self, given: dict[int, tf.Tensor]):
@@ -121,10 +121,10 @@ class First(keras.StatelessScope):
         return value
 
 
-class Second(keras.StatelessScope):
+class ReplayScope(keras.StatelessScope):
     """Lets the second run find what the first one found; what it assigns becomes what the first one assigned."""
 
-    def __init__(self, first: First, given: dict[int, tf.Tensor]):
+    def __init__(self, first: RecordingScope, given: dict[int, tf.Tensor]):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.state_mapping.update(given)
         for pair in first.found:
@@ -154,10 +154,10 @@ def _outside(scope, variable):
 
 def _call(function: Callable, arguments: tuple):
     leaves, outer = tree.flatten(arguments), get_stateless_scope()
-    places = [at for at, leaf in enumerate(leaves) if has_gradient(leaf)]
+    places = [at for at, leaf in enumerate(leaves) if is_differentiable(leaf)]
     masks = [backend.get_keras_mask(leaves[at]) for at in places]
-    mapped = {key: v for key, v in outer.state_mapping.items() if has_gradient(v)} if outer is not None else {}
-    around = {name: copy.copy(global_state.get_global_attribute(name)) for name in SURROUNDINGS}
+    mapped = {key: v for key, v in outer.state_mapping.items() if is_differentiable(v)} if outer is not None else {}
+    around = {name: copy.copy(global_state.get_global_attribute(name)) for name in CALL_STATE}
     made = {}
 
     def run(make_scope: Callable, given) -> tuple:
@@ -172,22 +172,22 @@ def _call(function: Callable, arguments: tuple):
             return function(*args, **kwargs), scope.losses, scope
 
     def results_of(outputs, losses) -> list[tf.Tensor]:
-        floats = list(filter(has_gradient, tree.flatten(outputs)))
+        floats = list(filter(is_differentiable, tree.flatten(outputs)))
         found = [one.logits for one in map(logits.behind, floats) if one is not None]
         return [*floats, *losses, *found] or [tf.zeros([])]  # never none
 
     @tf.custom_gradient
     def block(*given):
         with record.stop_recording():
-            made["outputs"], losses, first = run(First, given)
+            made["outputs"], losses, first = run(RecordingScope, given)
         made["first"] = first
 
         def gradient(*upstream, variables=()):
             arrived = tf.nest.flatten(upstream, expand_composites=True)
-            with surrounded(around), tf.control_dependencies(arrived), tf.GradientTape() as tape:
+            with call_state_restored(around), tf.control_dependencies(arrived), tf.GradientTape() as tape:
                 copies = [_after(arrived, value) for value in given]
                 tape.watch(copies)
-                outputs, losses, _ = run(functools.partial(Second, first), copies)
+                outputs, losses, _ = run(functools.partial(ReplayScope, first), copies)
             again = results_of(outputs, losses)
             found = tape.gradient(again, [*copies, *variables], output_gradients=upstream)
             return (found[: len(copies)], found[len(copies) :]) if variables else found
@@ -196,9 +196,9 @@ def _call(function: Callable, arguments: tuple):
 
     results = list(block(*(leaves[at] for at in places), *mapped.values()))
     firsts = tree.flatten(made["outputs"])
-    count, losses = sum(map(has_gradient, firsts)), len(made["first"].losses)
+    count, losses = sum(map(is_differentiable, firsts)), len(made["first"].losses)
     floats, found = iter(results[:count]), iter(results[count + losses :])
-    outputs = [_like(leaf, next(floats), found) if has_gradient(leaf) else leaf for leaf in firsts]
+    outputs = [_like(leaf, next(floats), found) if is_differentiable(leaf) else leaf for leaf in firsts]
     for loss in results[count : count + losses]:
         _owner(function).add_loss(loss)
     for variable, value in {id(pair[0]): pair for pair in made["first"].assigned}.values():
@@ -206,7 +206,7 @@ def _call(function: Callable, arguments: tuple):
     return tree.pack_sequence_as(made["outputs"], outputs)
 
 
-def has_gradient(value) -> bool:
+def is_differentiable(value) -> bool:
     if not tf.is_tensor(value) or not (value.dtype.is_floating or value.dtype.is_complex):
         return False
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
@@ -239,7 +239,7 @@ def _owner(function: Callable) -> keras.layers.Layer:
 
 
 @contextlib.contextmanager
-def surrounded(around: dict):
+def call_state_restored(around: dict):
     before = {name: global_state.get_global_attribute(name) for name in around}
     for name, value in around.items():
         global_state.set_global_attribute(name, value)

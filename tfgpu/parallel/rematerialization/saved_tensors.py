@@ -22,7 +22,7 @@ Tensors = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTensors:
     """The tensors that a model's calls keep, in the order of the calls.
 
     Args:
@@ -64,7 +64,7 @@ class Kept:
         return _sum(_union(self.taken(b, e) if anew else _union(self.own[b:e]) for b, e, anew in parts))
 
 
-def measure(model: keras.Model, batch=None, *, rows: int = 8) -> Kept:
+def measure(model: keras.Model, batch=None, *, rows: int = 8) -> SavedTensors:
     """Traces each call of a functional model with its gradient. Nothing is computed, and nothing changes.
 
     Args:
@@ -95,7 +95,7 @@ def measure(model: keras.Model, batch=None, *, rows: int = 8) -> Kept:
     trace.get_concrete_function(*specs)
     outputs = found.pop()
     own, inputs, makes = zip(*found, strict=True)
-    return Kept(tuple(calls), own, inputs, makes, outputs)
+    return SavedTensors(tuple(calls), own, inputs, makes, outputs)
 
 
 def _own(call: model_graph.Call, values: dict) -> Tensors:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 
 @dataclass(frozen=True)
-class Cutting:
+class VariableSplit:
     """How one variable of a layer is cut.
 
     Attributes:
@@ -20,47 +20,47 @@ class Cutting:
     axis: int | None
 
 
-def columns(layer: keras.layers.Layer) -> list[Cutting]:
+def columns(layer: keras.layers.Layer) -> list[VariableSplit]:
     """A layer cut by its outputs."""
     if isinstance(layer, keras.layers.Dense):
-        found = [Cutting(layer, "_kernel", 1)]
+        found = [VariableSplit(layer, "_kernel", 1)]
     elif isinstance(layer, keras.layers.EinsumDense):
-        found = [Cutting(layer, "_kernel", _einsum(layer, "column")[0])]
+        found = [VariableSplit(layer, "_kernel", _einsum(layer, "column")[0])]
     else:
-        found = [Cutting(layer, "_kernel", len(layer.kernel.shape) - 1)]
+        found = [VariableSplit(layer, "_kernel", len(layer.kernel.shape) - 1)]
     if layer.bias is None:
         return found
     at = axis_of(layer, "column") if isinstance(layer, keras.layers.EinsumDense) else -1
-    return [*found, Cutting(layer, "bias", len(layer.bias.shape) + at)]
+    return [*found, VariableSplit(layer, "bias", len(layer.bias.shape) + at)]
 
 
-def rows(layer: keras.layers.Layer) -> list[Cutting]:
+def rows(layer: keras.layers.Layer) -> list[VariableSplit]:
     """A layer cut by its inputs; its bias stays whole."""
     if isinstance(layer, keras.layers.Dense):
-        return [Cutting(layer, "_kernel", 0)]
+        return [VariableSplit(layer, "_kernel", 0)]
     if isinstance(layer, keras.layers.EinsumDense):
-        return [Cutting(layer, "_kernel", _einsum(layer, "row")[0])]
-    return [Cutting(layer, "_kernel", len(layer.kernel.shape) - 2)]
+        return [VariableSplit(layer, "_kernel", _einsum(layer, "row")[0])]
+    return [VariableSplit(layer, "_kernel", len(layer.kernel.shape) - 2)]
 
 
-def heads(layer: keras.layers.MultiHeadAttention) -> list[Cutting]:
+def heads(layer: keras.layers.MultiHeadAttention) -> list[VariableSplit]:
     """Attention cut by its heads."""
     found = []
     for inner in (layer.query_dense, layer.key_dense, layer.value_dense, getattr(layer, "_gate_dense", None)):
         if inner is not None:
-            found.append(Cutting(inner, "_kernel", len(inner.kernel.shape) - 2))
-            found += [Cutting(inner, "bias", len(inner.bias.shape) - 2)] if inner.bias is not None else []
+            found.append(VariableSplit(inner, "_kernel", len(inner.kernel.shape) - 2))
+            found += [VariableSplit(inner, "bias", len(inner.bias.shape) - 2)] if inner.bias is not None else []
     last = layer.output_dense
-    found.append(Cutting(last, "_kernel", 0))
-    return found + ([Cutting(last, "bias", None)] if last.bias is not None else [])
+    found.append(VariableSplit(last, "_kernel", 0))
+    return found + ([VariableSplit(last, "bias", None)] if last.bias is not None else [])
 
 
-def channels(layer: keras.layers.Layer) -> list[Cutting]:
+def channels(layer: keras.layers.Layer) -> list[VariableSplit]:
     """BatchNormalization between two layers that are cut, by its channels."""
     if not isinstance(layer, keras.layers.BatchNormalization):
         return []
     names = ["gamma"] * layer.scale + ["beta"] * layer.center + ["moving_mean", "moving_variance"]
-    return [Cutting(layer, name, 0) for name in names]
+    return [VariableSplit(layer, name, 0) for name in names]
 
 
 def axis_of(layer: keras.layers.Layer, how: str) -> int:

@@ -16,7 +16,9 @@ CROSS_ENTROPY_SUM = "cross_entropy_sum"
 """What its sums over devices are called in a graph: of a number a row."""
 
 
-def remember(joined: tf.Tensor, logits: Sequence[tf.Tensor], places: Sequence[device_placement.Home]) -> None:
+def remember_shards(
+    joined: tf.Tensor, logits: Sequence[tf.Tensor], places: Sequence[device_placement.DevicePlacement]
+) -> None:
     """Lets a tensor know the parts along its last axis that it was joined from, and where they are."""
     joined._tfgpu_side_by_side = tuple(logits), tuple(places)
 
@@ -39,14 +41,14 @@ def install() -> None:
 
 
 def _cross_entropy(
-    target: tf.Tensor, logits: Sequence[tf.Tensor], places: Sequence[device_placement.Home]
+    target: tf.Tensor, logits: Sequence[tf.Tensor], places: Sequence[device_placement.DevicePlacement]
 ) -> tf.Tensor:
     """`log(sum(exp(logits))) - logits[target]` for each row; NaN where no part has the target."""
 
     def at_home(function: Callable, *columns) -> list:
         found = []
         for place, *row in zip(places, *columns, strict=True):
-            with device_placement.at(place):
+            with device_placement.scope(place):
                 found.append(function(*row))
         return found
 
@@ -57,11 +59,11 @@ def _cross_entropy(
         return tf.where(is_here, value, 0), tf.cast(is_here, value.dtype)
 
     tops = at_home(lambda part: tf.reduce_max(tf.stop_gradient(part), -1), logits)
-    with device_placement.at(places[0]):
+    with device_placement.scope(places[0]):
         top = tf.reduce_max(tf.stack(tops), 0)
     sums = at_home(lambda part: tf.reduce_sum(tf.exp(part - top[..., None]), -1), logits)
     values, hits = zip(*at_home(own, range(len(places)), logits), strict=True)
-    with device_placement.at(places[0]):
+    with device_placement.scope(places[0]):
         value = tf.add_n(values, name=CROSS_ENTROPY_SUM)
         value = tf.where(tf.add_n(hits) > 0, value, float("nan"))
         return tf.math.log(tf.add_n(sums, name=CROSS_ENTROPY_SUM)) + top - value

@@ -38,14 +38,14 @@ SUM, SUM_BACK = "tensor_sum", "tensor_sum_back"
 """What the sums over devices are called in a graph, forwards and backwards; each is one all-reduce."""
 
 
-class Slices(sharded_variable.Whole):
+class Slices(sharded_variable.ShardedVariable):
     """Stands for a layer's variable: the part of the device that computes, outside of a segment the whole."""
 
     def __tf_tensor__(self, dtype=None, name=None):
         at = _at()
         if at is None:
             return super().__tf_tensor__(dtype, name)
-        value = tf.convert_to_tensor(self.parts[at])
+        value = tf.convert_to_tensor(self.shards[at])
         return tf.cast(value, dtype or value.dtype)
 
     def assign(self, value) -> None:
@@ -53,7 +53,7 @@ class Slices(sharded_variable.Whole):
         if at is None:
             super().assign(value)
         else:
-            self.parts[at].assign(value)
+            self.shards[at].assign(value)
 
 
 class Once:
@@ -130,9 +130,9 @@ class Segment:
 
     inner: tuple[model_graph.Call, ...]
     kind: str
-    cuttings: tuple[axes.Cutting, ...]
+    cuttings: tuple[axes.VariableSplit, ...]
     axis: int = -1
-    places: tuple[device_placement.Home, ...] | None = None
+    places: tuple[device_placement.DevicePlacement, ...] | None = None
     needs: tuple = field(init=False, repr=False)
     makes: tuple = field(init=False, repr=False)
 
@@ -168,7 +168,7 @@ class Segment:
         found, seeds = [], []
         for at, place in enumerate(self.places):
             mine = {id(tensor): copy[at] for tensor, copy in zip(self.needs, copies, strict=True)}
-            with device_placement.at(place), _computing(at, len(self.places), self.axis, seeds):
+            with device_placement.scope(place), _computing(at, len(self.places), self.axis, seeds):
                 model_graph.run(apart, mine, operation_fn)
             found.append(mine)
         (made,) = self.makes
@@ -177,23 +177,23 @@ class Segment:
             values[id(made)] = operation_fn(last.operation)(terms)
             return
         results = [mine[id(made)] for mine in found]
-        with device_placement.at(self.places[0]):
+        with device_placement.scope(self.places[0]):
             joined = _added(results) if self.kind == "sum" else tf.concat(results, self.axis)
         mask = backend.get_keras_mask(results[0])
         if mask is not None:
             backend.set_keras_mask(joined, mask)
         found = logits.together(results) if self.kind != "sum" else None
         if found is not None:
-            with device_placement.at(self.places[0]):
+            with device_placement.scope(self.places[0]):
                 joined = logits.Behind(tf.concat(found[0], self.axis), found[1]).put(joined)
         if self.kind == "column":
-            losses.remember(joined, results, self.places)
+            losses.remember_shards(joined, results, self.places)
         values[id(made)] = joined
 
     def _handed_out(self, value) -> list:
         return _split(value, self.places, self.axis) if self.kind == "row" else _spread(value, self.places)
 
-    def settle(self, places: Sequence[device_placement.Home], strategy: tf.distribute.Strategy) -> None:
+    def settle(self, places: Sequence[device_placement.DevicePlacement], strategy: tf.distribute.Strategy) -> None:
         """Cuts the variables, and puts the parts at home. From now on the segment runs in parts."""
         _draw_seeds_once()
         losses.install()
@@ -208,10 +208,10 @@ class Segment:
             _sum_terms(last, self.places)
 
 
-def embed_by_rows(layer: keras.layers.Embedding, places: Sequence[device_placement.Home], strategy) -> None:
+def embed_by_rows(layer: keras.layers.Embedding, places: Sequence[device_placement.DevicePlacement], strategy) -> None:
     """Cuts an embedding's table by its rows: each device looks up what it has, and one sum joins them."""
     places = tuple(places)
-    _cut([axes.Cutting(layer, "_embeddings", 0)], places, strategy)
+    _cut([axes.VariableSplit(layer, "_embeddings", 0)], places, strategy)
     table, rows = layer._embeddings, layer.input_dim
     each = rows // len(places)
 
@@ -219,18 +219,20 @@ def embed_by_rows(layer: keras.layers.Embedding, places: Sequence[device_placeme
         ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
         terms = []
         for at, (place, copy) in enumerate(zip(places, _spread(ids, places), strict=True)):
-            with device_placement.at(place):
+            with device_placement.scope(place):
                 mine = tf.where(copy < 0, copy + rows, copy) - at * each
                 is_here = (mine >= 0) & (mine < each)
-                found = tf.gather(table.parts[at].value, tf.where(is_here, mine, 0))
+                found = tf.gather(table.shards[at].value, tf.where(is_here, mine, 0))
                 terms.append(tf.cast(tf.where(is_here[..., None], found, 0), layer.compute_dtype))
-        with device_placement.at(places[0]):
+        with device_placement.scope(places[0]):
             return _added(terms)
 
     object.__setattr__(layer, "call", call)
 
 
-def _cut(cuttings: Sequence[axes.Cutting], places: tuple[device_placement.Home, ...], strategy) -> None:
+def _cut(
+    cuttings: Sequence[axes.VariableSplit], places: tuple[device_placement.DevicePlacement, ...], strategy
+) -> None:
     """Replaces variables of one layer by their parts, in the order of the layer's variables."""
     _refuse_old_files()
     layer = cuttings[0].layer
@@ -244,7 +246,7 @@ def _cut(cuttings: Sequence[axes.Cutting], places: tuple[device_placement.Home, 
         may_train = any(variable is other for other in layer._trainable_variables)
         pieces = _pieces(variable, cutting.axis, places, strategy, may_train)
         made[id(variable)] = pieces
-        sharded_variable.mark(pieces, sharded_variable.ByAxis(cutting.axis), variable.path)
+        sharded_variable.mark_shards(pieces, sharded_variable.AxisSharding(cutting.axis), variable.path)
         object.__setattr__(layer, cutting.attribute, Slices(pieces))
     layer._tracker.unlock()
     for variable in order:
@@ -256,7 +258,7 @@ def _cut(cuttings: Sequence[axes.Cutting], places: tuple[device_placement.Home, 
             piece.trainable = trains
     layer._tracker.lock()
     layer.input_spec = None
-    sharded_variable.keep_whole(layer)
+    sharded_variable.save_merged(layer)
     for name in ("enable_lora", "quantize"):
         object.__setattr__(layer, name, functools.partial(_refuse, layer, name))
 
@@ -265,7 +267,7 @@ def _cut(cuttings: Sequence[axes.Cutting], places: tuple[device_placement.Home, 
 def _refuse_old_files() -> None:
     @wrap(legacy_h5_format, "save_weights_to_hdf5_group")
     def save(stock, f, model):
-        if any(sharded_variable.part_of(variable) is not None for variable in model.weights):
+        if any(sharded_variable.shard_info(variable) is not None for variable in model.weights):
             raise InputError(
                 f"{model.name!r} has layers in parts, which a file of the old format (.h5) cannot hold as one. Save to "
                 "a file that ends with .keras or .weights.h5."
@@ -284,7 +286,7 @@ def _pieces(variable: keras.Variable, axis: int, places, strategy, may_train: bo
     variable._value = None  # so that its memory is free before the new ones take any
     found = []
     for at, (place, piece) in enumerate(zip(places, np.split(value, len(places), axis), strict=True)):
-        with strategy.scope(), device_placement.at(place):
+        with strategy.scope(), device_placement.scope(place):
             made = backend.Variable(
                 piece,
                 dtype=variable.dtype,
@@ -300,7 +302,7 @@ def _pieces(variable: keras.Variable, axis: int, places, strategy, may_train: bo
     return found
 
 
-def _sum_terms(layer: keras.layers.Layer, places: tuple[device_placement.Home, ...]) -> None:
+def _sum_terms(layer: keras.layers.Layer, places: tuple[device_placement.DevicePlacement, ...]) -> None:
     """Lets a row-parallel layer take its input in parts."""
     stock = layer.call
 
@@ -310,9 +312,9 @@ def _sum_terms(layer: keras.layers.Layer, places: tuple[device_placement.Home, .
             return stock(inputs, *args, **kwargs)
         terms = []
         for at, (place, value) in enumerate(zip(places, inputs, strict=True)):
-            with device_placement.at(place), _computing(at, len(places), -1, []):
+            with device_placement.scope(place), _computing(at, len(places), -1, []):
                 terms.append(axes.term(layer, value))
-        with device_placement.at(places[0]):
+        with device_placement.scope(places[0]):
             return axes.finished(layer, _added(terms))
 
     object.__setattr__(layer, "call", call)
@@ -322,20 +324,20 @@ def _added(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.add_n(list(terms), name=SUM)
 
 
-def _spread(value: tf.Tensor, places: Sequence[device_placement.Home]) -> list[tf.Tensor]:
+def _spread(value: tf.Tensor, places: Sequence[device_placement.DevicePlacement]) -> list[tf.Tensor]:
     """A copy at each home; the gradients of all copies are summed once."""
 
     def copies(given):
         found = []
         for place, each in zip(places, given, strict=True):
-            with device_placement.at(place):
+            with device_placement.scope(place):
                 found.append(tf.identity(each))
         return found
 
     @tf.custom_gradient
     def summed(given):
         def gradient(*upstream):
-            with device_placement.at(places[0]):
+            with device_placement.scope(places[0]):
                 return tf.add_n(list(upstream), name=SUM_BACK)
 
         return [tf.identity(given) for _ in places], gradient
@@ -343,15 +345,15 @@ def _spread(value: tf.Tensor, places: Sequence[device_placement.Home]) -> list[t
     value = tf.convert_to_tensor(value)
     if not value.dtype.is_floating:
         return _masked(value, copies([value] * len(places)), lambda mask: copies([mask] * len(places)))
-    with device_placement.at(places[0]):  # what a custom gradient makes goes through one more operation there
+    with device_placement.scope(places[0]):  # what a custom gradient makes goes through one more operation there
         found = summed(value)
     return _masked(value, copies(found), lambda mask: copies([mask] * len(places)))
 
 
-def _split(value: tf.Tensor, places: Sequence[device_placement.Home], axis: int) -> list[tf.Tensor]:
+def _split(value: tf.Tensor, places: Sequence[device_placement.DevicePlacement], axis: int) -> list[tf.Tensor]:
     found = []
     for place, piece in zip(places, tf.split(value, len(places), axis), strict=True):
-        with device_placement.at(place):
+        with device_placement.scope(place):
             found.append(tf.identity(piece))
     return _masked(value, found, lambda mask: [mask] * len(places))
 

@@ -76,7 +76,7 @@ class Layer:
 
 
 @dataclass
-class Plan:
+class Partitioning:
     """What is cut.
 
     Attributes:
@@ -92,7 +92,7 @@ class Plan:
     layers: list[Layer] = field(default_factory=list)
 
 
-def plan(model: keras.Model, ways: int, asked: Mapping[str, str | None] | str = "auto") -> Plan:
+def partition(model: keras.Model, ways: int, asked: Mapping[str, str | None] | str = "auto") -> Partitioning:
     """Finds what can be cut.
 
     Args:
@@ -104,7 +104,7 @@ def plan(model: keras.Model, ways: int, asked: Mapping[str, str | None] | str = 
     Raises:
         InputError: the model has no graph; a pattern matches nothing; a layer cannot be cut as asked, and why.
     """
-    found = Plan()
+    found = Partitioning()
     layers = model_graph.layers_within(model)
     wanted = _wanted(model, layers, asked)
     inner = {path: model_graph.functional(graph) for path, graph in layers.items() if model_graph.is_functional(graph)}
@@ -166,7 +166,7 @@ class _Graph:
         self._taken: dict[int, parallel_layers.Segment] = {}
         self._said: dict[str, Layer] = {}
 
-    def find(self, found: Plan) -> None:
+    def find(self, found: Partitioning) -> None:
         segments = [*self._attention(found), *self._pairs(), *self._alone()]
         if segments:
             found.calls.append((self._graph, self._merged(segments)))
@@ -185,7 +185,7 @@ class _Graph:
         merged = [last.get(id(call), call) for call in self._calls if id(call) not in self._taken or id(call) in last]
         return merged
 
-    def _attention(self, found: Plan) -> Iterable[parallel_layers.Segment]:
+    def _attention(self, found: Partitioning) -> Iterable[parallel_layers.Segment]:
         for call in self._calls:
             for layer in call.layers:
                 if type(layer) in _ATTENTION and self._may(layer, "heads") and self._fits(call, layer, "heads"):
@@ -222,7 +222,7 @@ class _Graph:
                     yield self._take((call,), "row", axes.rows(layer), axes.axis_of(layer, "row"))
                     self._say(layer, "row", "its input is handed out in parts")
 
-    def _embeddings(self, found: Plan) -> None:
+    def _embeddings(self, found: Partitioning) -> None:
         for call in self._calls:
             for layer in call.layers:
                 if type(layer) is keras.layers.Embedding and self._may(layer, "vocabulary"):
@@ -244,9 +244,7 @@ class _Graph:
                 return True
             members.add(id(call))
             if _is_linear(call):
-                return (
-                    self._can(call, call.operation, "column") and axes.axis_of(call.operation, "column") == axis
-                )
+                return self._can(call, call.operation, "column") and axes.axis_of(call.operation, "column") == axis
             return self._works_on_parts(call, axis) and all([visit(needed) for needed in call.needs])
 
         if len(last.needs) != 1 or not visit(last.needs[0]):

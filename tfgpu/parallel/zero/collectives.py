@@ -11,7 +11,7 @@ from tensorflow.python.ops import collective_ops
 from tfgpu.core import step_context, traffic
 
 
-def sum_of_own_row(rows: tf.Tensor) -> tf.Tensor:
+def reduce_scatter(rows: tf.Tensor) -> tf.Tensor:
     """The sum over all replicas of the row of this one's number.
 
     Args:
@@ -26,11 +26,11 @@ def sum_of_own_row(rows: tf.Tensor) -> tf.Tensor:
             return context.merge_call(_sum_rows, args=(rows,))
         if tf.executing_eagerly():  # where raw collectives of several devices would wait for each other
             (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [rows], step_context.options())
-            return total[own_number()]
+            return total[replica_id()]
         return tf.reduce_sum(_collective(collective_ops.all_to_all_v2, rows), 0)
 
 
-def all_rows(row: tf.Tensor, device: str) -> tf.Tensor:
+def all_gather(row: tf.Tensor, device: str) -> tf.Tensor:
     """The rows of all replicas, [replicas, ...], in their order.
 
     Args:
@@ -47,7 +47,7 @@ def all_rows(row: tf.Tensor, device: str) -> tf.Tensor:
                 place = tf.zeros([])  # tells where
             return context.merge_call(_stack_rows, args=(row, place))
         if tf.executing_eagerly():
-            is_own = tf.range(context.num_replicas_in_sync) == own_number()
+            is_own = tf.range(context.num_replicas_in_sync) == replica_id()
             placed = tf.where(tf.reshape(is_own, [-1, *[1] * row.shape.rank]), row[None], tf.zeros([], row.dtype))
             (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [placed], step_context.options())
             return total
@@ -56,7 +56,7 @@ def all_rows(row: tf.Tensor, device: str) -> tf.Tensor:
             return tf.ensure_shape(found, [context.num_replicas_in_sync, *row.shape])
 
 
-def own_number():
+def replica_id():
     """This replica's number among all."""
     number = step_context.context().replica_id_in_sync_group
     known = tf.get_static_value(number)
@@ -87,7 +87,7 @@ def _collective(function, value: tf.Tensor) -> tf.Tensor:
     """One collective of TensorFlow's, in the order of all others of this replica's device."""
     strategy = step_context.context().strategy
     launchers = strategy.extended._cross_device_ops._launchers
-    launcher = launchers[own_number() % len(launchers)]
+    launcher = launchers[replica_id() % len(launchers)]
     options = launcher._options.merge(step_context.options())
     with tf.device(launcher._device):
         return function(

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras.src.optimizers.multi_optimizer import MultiOptimizer
 
 
-def reason_against(optimizer) -> str:
+def why_not_elementwise(optimizer) -> str:
     """Why an optimizer cannot work on pieces, found out by trying; an empty string where it can."""
     if isinstance(optimizer, MultiOptimizer):
         return "it deals the variables to several optimizers, which know nothing of pieces."

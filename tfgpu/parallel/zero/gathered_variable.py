@@ -1,7 +1,7 @@
 """Variables of which each replica keeps a piece alone: gathered for a layer while it runs, and dropped after it.
 
-Stage 3 of the sharded optimizer ("fully sharded"). The layer still has its variable, now `Gathered`, which holds
-nothing; the model trains the variable's shard in its place. What reads a `Gathered`
+Stage 3 of the sharded optimizer ("fully sharded"). The layer still has its variable, now `GatheredVariable`, which
+holds nothing; the model trains the variable's shard in its place. What reads a `GatheredVariable`
 
 - within a unit gets what the unit has gathered. A unit is a layer that the model calls, with all that lies within it.
   It gathers once its inputs are there, in one exchange, and is recomputed: in the backward pass it gathers anew. So at
@@ -35,11 +35,11 @@ _ADDS_UP = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L
 _here = threading.local()
 
 
-class Gathered(backend.Variable):
+class GatheredVariable(backend.Variable):
     """A variable that is in pieces; made of one that was not, so that whoever holds it holds this."""
 
     @property
-    def parts(self) -> list[keras.Variable]:
+    def shards(self) -> list[keras.Variable]:
         """What is trained in its place."""
         return [self._tfgpu_shard]
 
@@ -74,7 +74,7 @@ class Gathered(backend.Variable):
         self._tfgpu_shard.trainable = value
 
     def numpy(self) -> np.ndarray:
-        return sharded_variable.Whole(self.parts).numpy()
+        return sharded_variable.ShardedVariable(self.shards).numpy()
 
     def assign(self, value):
         if step_context.context() is not None:
@@ -85,20 +85,22 @@ class Gathered(backend.Variable):
         return super().assign(value)
 
     def _direct_assign(self, value) -> None:
-        sharded_variable.Whole(self.parts).assign(value.numpy())
+        sharded_variable.ShardedVariable(self.shards).assign(value.numpy())
 
     @property
     def _shared_name(self) -> str:
         return self._tfgpu_shard.value._shared_name
 
     def _serialize_to_tensors(self) -> dict:
-        return {sharded_variable.SAVED: tf.constant(self.numpy())}
+        return {sharded_variable.CHECKPOINT_KEY: tf.constant(self.numpy())}
 
     def _restore_from_tensors(self, restored_tensors: dict) -> None:
-        sharded_variable.Whole(self.parts).assign(restored_tensors[sharded_variable.SAVED].numpy())
+        sharded_variable.ShardedVariable(self.shards).assign(restored_tensors[sharded_variable.CHECKPOINT_KEY].numpy())
 
 
-def cut(model: keras.Model, place_of: Callable, strategy: tf.distribute.Strategy, how: sharding.Sharding) -> None:
+def shard_parameters(
+    model: keras.Model, place_of: Callable, strategy: tf.distribute.Strategy, how: sharding.ZeroConfig
+) -> None:
     """Gives the model shards in the place of its variables that can be trained; what a layer assigns stays whole.
 
     Args:
@@ -107,7 +109,7 @@ def cut(model: keras.Model, place_of: Callable, strategy: tf.distribute.Strategy
         strategy: the replicas.
         how: stage 3.
     """
-    export_wholes()
+    repair_export()
     made: dict[int, keras.Variable] = {}
     own: dict[int, list] = {}
     for layer in [model, *model_graph.layers_within(model).values()]:
@@ -125,12 +127,12 @@ def cut(model: keras.Model, place_of: Callable, strategy: tf.distribute.Strategy
 
 
 @functools.cache
-def export_wholes() -> None:
+def repair_export() -> None:
     """Lets `export` write variables, not pieces: a SavedModel would hold those of the first replica."""
 
     @wrap(keras.Model, "export")
     def export(stock, self, *args, **kwargs):
-        if not any(map(sharding.is_gathered, self.weights)):
+        if not any(map(sharding.is_fully_sharded, self.weights)):
             return stock(self, *args, **kwargs)
         if not model_graph.is_functional(self):
             raise InputError(
@@ -144,16 +146,16 @@ def export_wholes() -> None:
             whole.export(*args, **kwargs)
 
 
-def _gathered(variable, place: device_placement.Home, strategy, how: sharding.Sharding) -> keras.Variable:
+def _gathered(variable, place: device_placement.DevicePlacement, strategy, how: sharding.ZeroConfig) -> keras.Variable:
     """The variable's shard; the variable itself holds nothing from now on."""
-    shard = sharding.made(variable, place, strategy, how)
+    shard = sharding.create_shard(variable, place, strategy, how)
     shard.trainable, shard._tfgpu_constraint = variable.trainable, variable.constraint
     if variable.regularizer is not None:
         shard.regularizer = _Regularizer(variable)
-    sharded_variable.Whole([shard]).assign(np.asarray(variable._value.numpy()))
+    sharded_variable.ShardedVariable([shard]).assign(np.asarray(variable._value.numpy()))
     variable._value = None  # so that its memory is free
     variable._tfgpu_shard, shard._tfgpu_whole = shard, variable
-    variable.__class__ = Gathered
+    variable.__class__ = GatheredVariable
     return shard
 
 
@@ -184,7 +186,7 @@ def _units(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
         yield layer
 
 
-def _gather_for(unit: keras.layers.Layer, variables: Sequence[Gathered], layers: Sequence) -> None:
+def _gather_for(unit: keras.layers.Layer, variables: Sequence[GatheredVariable], layers: Sequence) -> None:
     """Lets a unit run on what it gathers, which is dropped when it has run."""
     if not variables:
         return
@@ -205,14 +207,16 @@ def _gather_for(unit: keras.layers.Layer, variables: Sequence[Gathered], layers:
             _here.reads = before[1]
 
     within.__self__ = next((layer for layer in layers if not isinstance(layer, keras.Model)), None)
-    recomputed = remat.recomputed(within)
+    recomputed = remat.remat(within)
 
     def call(*args, **kwargs):
         if in_symbolic_scope() or step_context.context() is None:
             return stock(*args, **kwargs)
         if any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in tree.flatten((args, kwargs))):
             return stock(*args, **kwargs)  # cannot be recomputed: what it reads is gathered there and then, and stays
-        is_within = in_stateless_scope() and isinstance(get_stateless_scope(), (remat.First, remat.Second))
+        is_within = in_stateless_scope() and isinstance(
+            get_stateless_scope(), (remat.RecordingScope, remat.ReplayScope)
+        )
         return (within if is_within else recomputed)(*args, **kwargs)
 
     object.__setattr__(unit, "call", functools.update_wrapper(call, stock, updated=()))
@@ -224,7 +228,7 @@ def _narrow(layers: Sequence[keras.layers.Layer]) -> str | None:
     return dtypes.pop() if dtypes in ({"float16"}, {"bfloat16"}) else None
 
 
-def _together(variables: Sequence[Gathered], reads: set, dtype: str | None = None) -> list[tf.Tensor]:
+def _together(variables: Sequence[GatheredVariable], reads: set, dtype: str | None = None) -> list[tf.Tensor]:
     """The variables' values, of the pieces of all replicas.
 
     Args:
@@ -244,7 +248,7 @@ def _together(variables: Sequence[Gathered], reads: set, dtype: str | None = Non
             wide = [_cast(g, p.dtype) if want else None for g, p, want in zip(upstream, pieces, wanted, strict=True)]
             return _scattered(wide, found)
 
-        return sharding.gathered(sent, found), gradient
+        return sharding.all_gather(sent, found), gradient
 
     return gather(*(_read(shard) for shard in found))
 
@@ -265,15 +269,15 @@ def _scattered(grads: list, found: Sequence) -> list:
     """This replica's pieces of the sums over all replicas of what each one's rows give; None stays None."""
     facts = step_context.step()
     grads = gradient_weights.weigh(grads, facts is not None and facts.loss_is_divided)
-    return sharding.summed_pieces(grads, found, scatter=True)
+    return sharding.reduce_pieces(grads, found, scatter=True)
 
 
 def _outside(shard) -> tf.Tensor:
     """The whole, outside of replicas."""
     strategy = shard._value.distribute_strategy
     if step_context.spans_processes(strategy):
-        return tf.convert_to_tensor(sharded_variable.Whole([shard]).numpy())
-    sizes, pieces = sharding.sizes_of(shard), [tf.convert_to_tensor(piece) for piece in shard._value.values]
+        return tf.convert_to_tensor(sharded_variable.ShardedVariable([shard]).numpy())
+    sizes, pieces = sharding.full_shape(shard), [tf.convert_to_tensor(piece) for piece in shard._value.values]
 
     def whole(*found):
         return tf.reshape(tf.concat(found, 0)[: int(np.prod(sizes))], sizes)
@@ -303,7 +307,7 @@ class _Regularizer:
         if step_context.context() is None:
             return self._stock(self._variable)
         if not isinstance(self._stock, _ADDS_UP):
-            return remat.recomputed(lambda _: self._stock(self._variable))(tf.convert_to_tensor(piece))
+            return remat.remat(lambda _: self._stock(self._variable))(tf.convert_to_tensor(piece))
         return _summed(self._stock, tf.convert_to_tensor(piece))
 
     def get_config(self) -> dict:

@@ -14,11 +14,11 @@ from tfgpu.core import step_context
 from tfgpu.errors import InputError
 from tfgpu.parallel import sharded_variable
 from tfgpu.parallel.zero import elementwise
-from tfgpu.parallel.zero.sharding import full_of, is_gathered, is_sharded, shard_of
+from tfgpu.parallel.zero.sharding import full_variable, is_fully_sharded, is_sharded, shard_of
 
 
 @functools.cache
-def use_shards() -> None:
+def install() -> None:
     """Lets optimizers that are built on sharded variables take their shards, in this process from now on."""
 
     @wrap(BaseOptimizer, "__init__")
@@ -36,7 +36,7 @@ def use_shards() -> None:
 
     @wrap(BaseOptimizer, "_use_weight_decay")
     def use_weight_decay(stock, self, variable):
-        return stock(self, full_of(variable))
+        return stock(self, full_variable(variable))
 
     @wrap(TFOptimizer, "_overwrite_model_variables_with_average_value")
     def overwrite(stock, self, trainable_variables):
@@ -66,8 +66,8 @@ def _averages(optimizer) -> Iterator[tuple]:
     """Each variable, whole, with the whole of its average."""
     for shard, average in zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True):
         yield (
-            sharded_variable.Whole([shard]) if is_gathered(shard) else full_of(shard),
-            sharded_variable.Whole([average]),
+            sharded_variable.ShardedVariable([shard]) if is_fully_sharded(shard) else full_variable(shard),
+            sharded_variable.ShardedVariable([average]),
         )
 
 
@@ -95,15 +95,15 @@ def _build_on_shards(cls: type) -> None:
 
 def _track_wholes(optimizer, shards: Sequence) -> None:
     """Lets `tf.train.Checkpoint` find the model's variables where it would find the shards."""
-    wholes = [getattr(shard, "_tfgpu_whole", full_of(shard)) for shard in shards]
+    wholes = [getattr(shard, "_tfgpu_whole", full_variable(shard)) for shard in shards]
     optimizer._track_trackable(tf.__internal__.tracking.wrap(wholes), "_trainable_variables", overwrite=True)
 
 
 def _fill(shards: Sequence) -> None:
     """Gives the shards what the variables hold."""
     for shard in shards:
-        if not is_gathered(shard):
-            sharded_variable.Whole([shard]).assign(full_of(shard)._value.numpy())
+        if not is_fully_sharded(shard):
+            sharded_variable.ShardedVariable([shard]).assign(full_variable(shard)._value.numpy())
 
 
 def _outside(shards: Sequence, run: Callable) -> None:
@@ -113,9 +113,9 @@ def _outside(shards: Sequence, run: Callable) -> None:
 
 def _fill_slots(optimizer, shards: Sequence) -> None:
     """Where a slot begins with the variable's values, gives each replica's copy its own piece: all have the first's."""
-    shard_by_key = {sharded_variable.part_of(shard).of: shard for shard in shards}
+    shard_by_key = {sharded_variable.shard_info(shard).of: shard for shard in shards}
     for slot in optimizer.variables:
-        part = sharded_variable.part_of(slot)
+        part = sharded_variable.shard_info(slot)
         shard = shard_by_key.get(part.of[:-1]) if part is not None else None
         if shard is None:
             continue
@@ -146,7 +146,7 @@ def check_optimizer(optimizer, variables: Sequence) -> None:
             "and others. Make all variables first, then call `parallel.shard`, then `compile`."
         )
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    reason = elementwise.reason_against(inner)
+    reason = elementwise.why_not_elementwise(inner)
     if reason:
         raise InputError(
             f"{type(inner).__name__} cannot be sharded: {reason} Use an optimizer that works element by element "

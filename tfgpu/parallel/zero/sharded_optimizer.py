@@ -76,18 +76,18 @@ def shard_over(
     """
     _check_stage(stage)
     _check(model, strategy)
-    how = sharding.Sharding(stage, offload)
-    optimizer_slots.use_shards()
+    how = sharding.ZeroConfig(stage, offload)
+    optimizer_slots.install()
     if stage < 3:
-        sharding.cut(model.trainable_variables, strategy, how)
+        sharding.create_shards(model.trainable_variables, strategy, how)
     else:
         _check_gathers(model)
-        gathered_variable.cut(model, place_of or _copies_of, strategy, how)
+        gathered_variable.shard_parameters(model, place_of or _copies_of, strategy, how)
     return model
 
 
-def _copies_of(variable) -> device_placement.Home:
-    return device_placement.home(copy.device for copy in variable._value.values)
+def _copies_of(variable) -> device_placement.DevicePlacement:
+    return device_placement.on_devices(copy.device for copy in variable._value.values)
 
 
 def _check_stage(stage: int) -> None:
@@ -99,7 +99,7 @@ def _check_stage(stage: int) -> None:
 
 def _check_gathers(model: keras.Model) -> None:
     """Refuses what the parameters cannot be gathered for."""
-    if any(model_graph.is_functional(layer) and model_graph.rerouted(layer) for layer in _layers(model)):
+    if any(model_graph.is_functional(layer) and model_graph.override_name(layer) for layer in _layers(model)):
         raise InputError(
             "The model is in stages, or recomputed in blocks, already: each micro-batch would gather the parameters "
             "anew. Use stage=2 there; stage=3 recomputes each layer by itself."

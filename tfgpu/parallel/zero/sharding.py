@@ -33,7 +33,7 @@ BUCKET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatSharding:
     """A variable's numbers in a row, cut into a piece for each replica; the last is filled up with zeros."""
 
     sizes: tuple[int, ...]
@@ -58,42 +58,48 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class ZeroConfig:
     """How a model's variables are sharded: stage 1, 2 or 3, and whether pieces and slots live in the host's memory."""
 
     stage: int
     offload: bool
 
 
-def cut(variables: Sequence, strategy: tf.distribute.Strategy, how: Sharding) -> None:
+def create_shards(variables: Sequence, strategy: tf.distribute.Strategy, how: ZeroConfig) -> None:
     """Gives each variable a shard, on the devices of its copies; optimizers that are built from now on use them."""
     for variable in variables:
         copies = variable._value.values
-        shard = made(variable, device_placement.home(copy.device for copy in copies), strategy, how)
+        shard = create_shard(variable, device_placement.on_devices(copy.device for copy in copies), strategy, how)
         shard._tfgpu_full, variable._tfgpu_shard = variable, shard
 
 
-def made(variable, place: device_placement.Home, strategy: tf.distribute.Strategy, how: Sharding) -> keras.Variable:
+def create_shard(
+    variable, place: device_placement.DevicePlacement, strategy: tf.distribute.Strategy, how: ZeroConfig
+) -> keras.Variable:
     """A shard for a variable that is used at a place: zeros."""
     size = -(-int(np.prod(variable.shape)) // strategy.num_replicas_in_sync)
     if how.offload:
         strategy._tfgpu_has_homes = True
     kept_at = _hosts(place) if how.offload else place
-    with strategy.scope(), device_placement.keeping(kept_at):
+    with strategy.scope(), device_placement.variable_scope(kept_at):
         shard = keras.Variable(np.zeros(size), dtype=variable._dtype, name=variable.name)
     shard._path = variable.path
-    sharded_variable.mark([shard], Flat(tuple(variable.shape)), variable.path, sharded_variable.part_of(variable))
+    sharded_variable.mark_shards(
+        [shard], FlatSharding(tuple(variable.shape)), variable.path, sharded_variable.shard_info(variable)
+    )
     shard._tfgpu_sharding, shard._tfgpu_used_at = how, place
     return shard
 
 
-def _hosts(place: device_placement.Home) -> device_placement.Home:
+def _hosts(place: device_placement.DevicePlacement) -> device_placement.DevicePlacement:
     """The hosts of a place's devices: those of connected processes have one each."""
     found = map(tf.DeviceSpec.from_string, place.devices)
-    return device_placement.home(device.replace(device_type="CPU", device_index=0).to_string() for device in found)
+    return device_placement.on_devices(
+        device.replace(device_type="CPU", device_index=0).to_string() for device in found
+    )
 
 
-def full_of(variable):
+def full_variable(variable):
     """The variable whose shard this is; any other variable itself, and a shard that the model has in its place."""
     return getattr(variable, "_tfgpu_full", variable)
 
@@ -108,18 +114,18 @@ def is_sharded(variable) -> bool:
     return hasattr(shard_of(variable), "_tfgpu_sharding")
 
 
-def is_gathered(variable) -> bool:
+def is_fully_sharded(variable) -> bool:
     """Whether the model has the shard alone (stage 3), whose gradient comes summed over the replicas."""
     shard = shard_of(variable)
-    return is_sharded(shard) and full_of(shard) is shard
+    return is_sharded(shard) and full_variable(shard) is shard
 
 
-def sizes_of(shard) -> tuple[int, ...]:
+def full_shape(shard) -> tuple[int, ...]:
     """The shape of the whole."""
-    return sharded_variable.part_of(shard).cut.sizes
+    return sharded_variable.shard_info(shard).sharding.sizes
 
 
-def meet(optimizer, grads: list, variables: Sequence) -> list:
+def reduce_gradients(optimizer, grads: list, variables: Sequence) -> list:
     """This replica's pieces of the sums of gradients; None stays None.
 
     Args:
@@ -130,12 +136,12 @@ def meet(optimizer, grads: list, variables: Sequence) -> list:
     shards, found = [shard_of(variable) for variable in variables], list(grads)
     if optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor is not None:  # Keras makes tensors, too
         found = [None if g is None else tf.convert_to_tensor(g) for g in found]
-    if all(map(is_gathered, shards)):
+    if all(map(is_fully_sharded, shards)):
         return found
-    return summed_pieces(found, shards, scatter=shards[0]._tfgpu_sharding.stage > 1)
+    return reduce_pieces(found, shards, scatter=shards[0]._tfgpu_sharding.stage > 1)
 
 
-def summed_pieces(grads: list, shards: Sequence, scatter: bool) -> list:
+def reduce_pieces(grads: list, shards: Sequence, scatter: bool) -> list:
     """This replica's pieces of the sums of gradients over all replicas; None stays None.
 
     Args:
@@ -159,25 +165,27 @@ def summed_pieces(grads: list, shards: Sequence, scatter: bool) -> list:
 
 
 @contextlib.contextmanager
-def updating(optimizer, inner, pieces: list, variables: Sequence) -> Iterator[list]:
+def sharded_update(optimizer, inner, pieces: list, variables: Sequence) -> Iterator[list]:
     """Around an optimizer's own update: gives the pieces of the gradients to be applied, and gathers what comes out."""
     shards = [shard_of(variable) for variable in variables]
     if not inner.built:
         with backend.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
     for shard in inner._trainable_variables:
-        if not is_gathered(shard):
+        if not is_fully_sharded(shard):
             with tf.device(_device(shard)):
-                layer_state.own(shard).assign(row_of(layer_state.own(full_of(shard)), shard))
+                layer_state.own(shard).assign(local_piece(layer_state.own(full_variable(shard)), shard))
     pieces = [piece if piece is None else _at_home(piece, shard) for piece, shard in zip(pieces, shards, strict=True)]
     is_finite = None
     if isinstance(optimizer, LossScaleOptimizer):
         pieces, is_finite = _finite_for_all(pieces)
     given = [(piece, shard) for piece, shard in zip(pieces, shards, strict=True) if piece is not None]
-    with sharded_variable.clipping(inner, *zip(*given, strict=True), gradient_weights.loss_scale_of(optimizer)):
+    with sharded_variable.full_norm_clipping(
+        inner, *zip(*given, strict=True), gradient_weights.loss_scale_of(optimizer)
+    ):
         yield pieces
     changed = inner._trainable_variables if inner.use_ema else [shard for _, shard in given]
-    if all(map(is_gathered, changed)):
+    if all(map(is_fully_sharded, changed)):
         pass
     elif inner.gradient_accumulation_steps and not (inner.use_ema and inner.ema_overwrite_frequency):
         _gather_at_update(inner, changed)
@@ -191,11 +199,11 @@ def _piece(total, shard):
     """This replica's piece of a gradient that every replica has."""
     if not isinstance(total, tf.IndexedSlices):
         with tf.device(_device(shard)):
-            return row_of(total, shard)
+            return local_piece(total, shard)
     # Slices stay slices, of single numbers: Keras squares each before it adds those of one row.
-    size, width = shard.shape[0], int(np.prod(sizes_of(shard)[1:]))
+    size, width = shard.shape[0], int(np.prod(full_shape(shard)[1:]))
     places = tf.cast(total.indices, tf.int64)[:, None] * width + tf.range(width, dtype=tf.int64)
-    places = tf.reshape(places, [-1]) - tf.cast(collectives.own_number(), tf.int64) * size
+    places = tf.reshape(places, [-1]) - tf.cast(collectives.replica_id(), tf.int64) * size
     is_own, values = (places >= 0) & (places < size), tf.reshape(total.values, [-1])
     return tf.IndexedSlices(
         tf.where(is_own, values, tf.zeros_like(values)),
@@ -206,21 +214,21 @@ def _piece(total, shard):
 
 def _rows(value, shard) -> tf.Tensor:
     """A tensor as large as the variable, as the pieces of all replicas."""
-    length, count = int(np.prod(sizes_of(shard))), step_context.context().num_replicas_in_sync
+    length, count = int(np.prod(full_shape(shard))), step_context.context().num_replicas_in_sync
     flat, size = tf.reshape(tf.convert_to_tensor(value), [length]), shard.shape[0]
     if count * size > length:
         flat = tf.pad(flat, [[0, count * size - length]])
     return tf.reshape(flat, [count, size])
 
 
-def row_of(value, shard) -> tf.Tensor:
+def local_piece(value, shard) -> tf.Tensor:
     """This replica's piece of a tensor as large as the variable."""
-    return _rows(value, shard)[collectives.own_number()]
+    return _rows(value, shard)[collectives.replica_id()]
 
 
 def _device(shard) -> str:
     """Where this replica uses the variable."""
-    return shard._tfgpu_used_at.here
+    return shard._tfgpu_used_at.local_device
 
 
 def _at_home(piece, shard):
@@ -248,18 +256,18 @@ def _scattered(bucket: Sequence[int], grads: Sequence, shards: Sequence) -> list
     with tf.device(_device(shards[bucket[0]])):
         packed = tf.concat([_rows(grads[at], shards[at]) for at in bucket], 1)
         (narrow,) = step_context.narrowed([packed])
-        (total,) = step_context.widened([collectives.sum_of_own_row(narrow)], [packed])
+        (total,) = step_context.widened([collectives.reduce_scatter(narrow)], [packed])
         return tf.split(total, [shards[at].shape[0] for at in bucket])
 
 
 def _gather(shards: Sequence) -> None:
     """Gives every replica's copy of the variables the pieces of all."""
-    for shard, found in zip(shards, gathered([layer_state.own(shard) for shard in shards], shards), strict=True):
+    for shard, found in zip(shards, all_gather([layer_state.own(shard) for shard in shards], shards), strict=True):
         with tf.device(_device(shard)):
-            layer_state.own(full_of(shard)).assign(found)
+            layer_state.own(full_variable(shard)).assign(found)
 
 
-def gathered(pieces: Sequence, shards: Sequence) -> list[tf.Tensor]:
+def all_gather(pieces: Sequence, shards: Sequence) -> list[tf.Tensor]:
     """What the pieces of all replicas make, on each: tensors as large as the variables.
 
     Args:
@@ -271,10 +279,10 @@ def gathered(pieces: Sequence, shards: Sequence) -> list[tf.Tensor]:
         with tf.device(pieces[bucket[0]].device):
             packed = tf.concat([tf.convert_to_tensor(pieces[at]) for at in bucket], 0)
         device = _device(shards[bucket[0]])
-        rows = collectives.all_rows(packed, device)
+        rows = collectives.all_gather(packed, device)
         with tf.device(device):
             for at, found in zip(bucket, tf.split(rows, [shards[at].shape[0] for at in bucket], 1), strict=True):
-                sizes = sizes_of(shards[at])
+                sizes = full_shape(shards[at])
                 wholes[at] = tf.reshape(tf.reshape(found, [-1])[: int(np.prod(sizes))], sizes)
     return [wholes[at] for at in range(len(shards))]
 
@@ -313,12 +321,12 @@ def _finite_for_all(pieces: list) -> tuple[list, tf.Tensor]:
 
 
 def _constrain(shard, is_finite: tf.Tensor | None) -> None:
-    constraint = shard._tfgpu_constraint if is_gathered(shard) else full_of(shard).constraint
+    constraint = shard._tfgpu_constraint if is_fully_sharded(shard) else full_variable(shard).constraint
     if constraint is None:
         return
-    copy = layer_state.own(full_of(shard))
+    copy = layer_state.own(full_variable(shard))
     with tf.device(_device(shard)):
-        before = gathered([copy], [shard])[0] if is_gathered(shard) else tf.convert_to_tensor(copy)
+        before = all_gather([copy], [shard])[0] if is_fully_sharded(shard) else tf.convert_to_tensor(copy)
         found = tf.cast(constraint(before), copy.dtype)
-        found = row_of(found, shard) if is_gathered(shard) else found
+        found = local_piece(found, shard) if is_fully_sharded(shard) else found
         copy.assign(found if is_finite is None else tf.where(is_finite, found, copy))

@@ -108,7 +108,7 @@ def grow(model: keras.Model, classes: int, *, head: str | None = None) -> keras.
 
 
 def _take_over(model: keras.Model, grown: keras.Model) -> None:
-    old, new = sharded_variable.whole(model.weights), sharded_variable.whole(grown.weights)
+    old, new = sharded_variable.merged(model.weights), sharded_variable.merged(grown.weights)
     for before, after in zip(old, new, strict=True):
         if before.shape[:-1] != after.shape[:-1]:
             raise InputError(

@@ -29,7 +29,7 @@ def _walk(model: keras.Model, before: str) -> Iterator[tuple[str, keras.layers.L
 
 def check_whole(model: keras.Model, what: str) -> None:
     """Raises `InputError` where weights lie in pieces on several devices."""
-    if any(sharded_variable.part_of(v) is not None or sharding.is_gathered(v) for v in model.weights):
+    if any(sharded_variable.shard_info(v) is not None or sharding.is_fully_sharded(v) for v in model.weights):
         raise InputError(
             f"{model.name} has weights in pieces on several devices. {what} it first, then shard or cut it."
         )
@@ -45,8 +45,8 @@ def trainable(model: keras.Model) -> dict[str, keras.Variable]:
     names = {}
     for name, layer in layers(model).items():
         if not isinstance(layer, keras.Model):
-            for at, variable in enumerate(sharded_variable.whole(layer.weights)):
+            for at, variable in enumerate(sharded_variable.merged(layer.weights)):
                 names.setdefault(id(variable), f"{name}/{at}")
-    for at, variable in enumerate(sharded_variable.whole(model.weights)):
+    for at, variable in enumerate(sharded_variable.merged(model.weights)):
         names.setdefault(id(variable), f"/{at}")  # the model's own
-    return {names.get(id(v), f"//{at}"): v for at, v in enumerate(sharded_variable.whole(model.trainable_variables))}
+    return {names.get(id(v), f"//{at}"): v for at, v in enumerate(sharded_variable.merged(model.trainable_variables))}
