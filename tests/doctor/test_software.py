@@ -7,6 +7,7 @@ import keras
 import pytest
 
 from tfgpu import doctor
+from tfgpu.compat.versions import INSTALL
 from tfgpu.doctor import Check
 from tfgpu.errors import InputError
 
@@ -64,11 +65,15 @@ def test_packages_that_are_missing_or_old_or_in_the_way(facts, by_name):
     named = by_name(facts)
     assert named["TensorBoard"].status == "problem" and "pip install" in named["TensorBoard"].fix
     assert named["Legacy Keras"].status == "warning"
-    assert named["TensorFlow"].status == named["Keras"].status == "warning"
-    assert named["Keras"].found == "2.15.0; tests ran on 3.15"
+    assert named["TensorFlow"].status == named["Keras"].status == "problem"
+    assert named["Keras"].found == "Keras 2.15.0 is too old: tfgpu supports 3.13 to 3.16."
     facts["tensorflow"]["version"], facts["keras"]["version"] = "2.22.0-rc1", "3.16.2"
     named = by_name(facts)
     assert named["TensorFlow"].status == named["Keras"].status == "ok"
+    facts["tensorflow"]["version"], facts["keras"]["version"] = "2.23.0", "4.0.0"
+    named = by_name(facts)
+    assert named["TensorFlow"].status == named["Keras"].status == "warning"
+    assert named["TensorFlow"].command == named["Keras"].command == INSTALL
 
 
 def test_several_tensorflows_in_one_folder(facts, by_name):

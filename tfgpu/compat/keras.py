@@ -8,6 +8,10 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tfgpu.compat import targets, versions
+
+versions.check()  # before a private name is missed
+
 import keras
 from keras.src import backend, tree
 from keras.src.backend.common import global_state, masking
@@ -31,8 +35,6 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import file_utils
-
-from tfgpu.compat import targets
 
 __all__ = [
     "ArrayDataAdapter",

@@ -1,9 +1,14 @@
-"""Which versions of TensorFlow and Keras tfgpu supports. Reads package metadata alone: imports neither."""
+"""The supported versions of TensorFlow and Keras, and what tfgpu says about others. Imports neither."""
 
+import sys
+import warnings
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Literal
 
 from packaging.version import Version
+
+from tfgpu.errors import MachineError
 
 
 @dataclass(frozen=True)
@@ -12,21 +17,53 @@ class Support:
 
     Attributes:
         title: its name in sentences.
+        package: its name for pip and import.
         oldest: the oldest minor version that works.
         newest: the newest minor version that was tried.
         recommended: the version to install where another one does not fit.
     """
 
     title: str
+    package: str
     oldest: str
     newest: str
     recommended: str
 
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for, as in `setup.cfg`.
 
-SUPPORTED = {
-    "tensorflow": Support("TensorFlow", "2.17", "2.22", "2.21.0"),
-    "keras": Support("Keras", "3.13", "3.16", "3.15.1"),
-}
+        Example:
+            >>> KERAS.requirement
+            'keras>=3.13,<3.17'
+        """
+        newest = Version(self.newest)
+        return f"{self.package}>={self.oldest},<{newest.major}.{newest.minor + 1}"
+
+    def compare(self, version: str) -> Literal["older", "supported", "newer"]:
+        """Whether a version is supported. A release candidate or nightly build counts as its release.
+
+        Example:
+            >>> KERAS.compare("3.12.4"), KERAS.compare("3.16.0.dev2026102704"), KERAS.compare("4.0.0")
+            ('older', 'supported', 'newer')
+        """
+        minor = Version(version).release[:2]
+        if minor < Version(self.oldest).release:
+            return "older"
+        return "newer" if minor > Version(self.newest).release else "supported"
+
+    def describe(self, version: str) -> str:
+        """One sentence about a version that is not supported."""
+        if self.compare(version) == "older":
+            return f"{self.title} {version} is too old: tfgpu supports {self.oldest} to {self.newest}."
+        return f"{self.title} {version} is newer than tfgpu was tested with ({self.oldest} to {self.newest})."
+
+
+TENSORFLOW = Support("TensorFlow", "tensorflow", "2.17", "2.22", "2.21.0")
+KERAS = Support("Keras", "keras", "3.13", "3.16", "3.15.1")
+SUPPORTED = {each.package: each for each in (TENSORFLOW, KERAS)}
+INSTALL = f"pip install '{TENSORFLOW.requirement}' '{KERAS.requirement}'"
+INSTALL_CUDA = f"pip install '{TENSORFLOW.requirement.replace('tensorflow', 'tensorflow[and-cuda]')}'"
 
 
 def installed(library: str) -> Version | None:
@@ -36,8 +73,6 @@ def installed(library: str) -> Version | None:
         >>> str(installed("no-such-package"))
         'None'
     """
-    import sys
-
     module = sys.modules.get(library)  # nightly builds have another distribution's name
     found = getattr(module, "__version__", None)
     for name in () if found else (library, f"{library}-nightly", f"{library}-cpu"):
@@ -47,6 +82,22 @@ def installed(library: str) -> Version | None:
         except metadata.PackageNotFoundError:
             continue
     return Version(found) if found else None
+
+
+def check() -> None:
+    """Raises if TensorFlow or Keras is too old, and warns if one is newer than tested.
+
+    Raises:
+        MachineError: TensorFlow or Keras is too old.
+    """
+    for support in SUPPORTED.values():
+        version = str(installed(support.package) or support.recommended)  # what is not installed fails on import
+        how = support.compare(version)
+        if how == "older":
+            raise MachineError(f"{support.describe(version)} Run `{INSTALL}`.")
+        if how == "newer":
+            text = f"{support.describe(version)} If training fails or results differ, run `{INSTALL}`."
+            warnings.warn(text, UserWarning, stacklevel=2)
 
 
 def here(library: str) -> str:

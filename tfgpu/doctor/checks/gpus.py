@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from tfgpu.cluster import Cluster
+from tfgpu.compat.versions import INSTALL_CUDA
 from tfgpu.doctor.check import Check
-from tfgpu.doctor.checks.software import INSTALL_CUDA
 from tfgpu.errors import InputError
 from tfgpu.launch.heartbeat import HEARTBEAT
 from tfgpu.sensors import nvml

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from packaging.specifiers import SpecifierSet
 
+from tfgpu.compat.versions import INSTALL_CUDA
 from tfgpu.doctor.check import Check
-from tfgpu.doctor.checks.software import INSTALL_CUDA
 
 # The first CUDA whose ptxas knows a compute capability: https://docs.nvidia.com/cuda/parallel-thread-execution/
 _FIRST_PTXAS = {

@@ -4,11 +4,8 @@ import re
 import sys
 from collections.abc import Mapping
 
+from tfgpu.compat.versions import INSTALL, KERAS, TENSORFLOW, Support
 from tfgpu.doctor.check import Check
-
-TESTED = {"tensorflow": (2, 21), "keras": (3, 15)}
-INSTALL = "pip install 'tensorflow~=2.21' 'keras~=3.15'"
-INSTALL_CUDA = "pip install 'tensorflow[and-cuda]~=2.21'"
 
 
 def python(facts: Mapping[str, dict]) -> Check:
@@ -22,20 +19,20 @@ def python(facts: Mapping[str, dict]) -> Check:
 
 
 def tensorflow(facts: Mapping[str, dict]) -> Check:
-    return _package("TensorFlow", "tensorflow", facts["tensorflow"])
+    return _package(TENSORFLOW, facts["tensorflow"])
 
 
-def _package(title: str, package: str, found: dict) -> Check:
+def _package(support: Support, found: dict) -> Check:
+    title = support.title
     if "error" in found:
-        is_missing = re.search(rf"No module named '{package}'$", found["error"])
+        is_missing = re.search(rf"No module named '{support.package}'$", found["error"])
         text = "not installed" if is_missing else f"cannot be imported: {found['error']}"
         return Check(title, "problem", text, command=INSTALL if is_missing else f"{INSTALL} --force-reinstall")
-    tested = TESTED[package]
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found["version"])[:2])
-    if numbers[0] != tested[0] or numbers < tested:
-        wanted = ".".join(map(str, tested))
-        return Check(title, "warning", f"{found['version']}; tests ran on {wanted}", command=INSTALL)
-    return Check(title, "ok", found["version"])
+    how = support.compare(found["version"])
+    if how == "supported":
+        return Check(title, "ok", found["version"])
+    status = "problem" if how == "older" else "warning"
+    return Check(title, status, support.describe(found["version"]), command=INSTALL)
 
 
 def several_tensorflows(facts: Mapping[str, dict]) -> Check:
@@ -54,7 +51,7 @@ def keras(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
     absent = re.search(r"No module named '(jax|torch|openvino)'", found.get("error", ""))
     backend = absent[1] if absent else found.get("backend", "tensorflow")
     if backend == "tensorflow":
-        return _package("Keras", "keras", found)
+        return _package(KERAS, found)
     command = "export KERAS_BACKEND=tensorflow"
     file = "" if "KERAS_BACKEND" in environ else '  (or set "backend": "tensorflow" in ~/.keras/keras.json)'
     return Check("Keras", "problem", f"its backend is {backend}, not TensorFlow", command + file, command)
@@ -89,7 +86,7 @@ def tensorboard(facts: Mapping[str, dict]) -> Check:
     version = facts["packages"].get("tensorboard")
     if not version:
         text = "not installed: logs cannot be written"
-        return Check("TensorBoard", "problem", text, command="pip install 'tensorboard>=2.19'")
+        return Check("TensorBoard", "problem", text, command="pip install 'tensorboard>=2.17'")
     return Check("TensorBoard", "ok", version)
 
 
