@@ -18,6 +18,8 @@ from pathlib import Path
 from tfgpu.compat import targets, versions
 from tfgpu.errors import MachineError
 
+versions.check()
+
 _log = logging.getLogger(__name__)
 
 

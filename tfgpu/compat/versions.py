@@ -3,6 +3,7 @@
 import sys
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from typing import Literal
 
@@ -84,8 +85,9 @@ def installed(library: str) -> Version | None:
     return Version(found) if found else None
 
 
+@cache
 def check() -> None:
-    """Raises if TensorFlow or Keras is too old, and warns if one is newer than tested.
+    """Raises if TensorFlow or Keras is too old, and warns once if one is newer than tested.
 
     Raises:
         MachineError: TensorFlow or Keras is too old.
