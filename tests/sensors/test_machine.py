@@ -1,45 +1,149 @@
+"""What is read of the machine, compared with what psutil, the kernel and the watched processes themselves report."""
+
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tfgpu.sensors import Gpu, Sample, Sampler
 from tfgpu.sensors.machine import Machine, cores
 
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""The kernel counts processor time in these."""
+# For each line on stdin, counts to a fixed number (about 0.4 s of processor time) and reports its own processor time.
+BURNER = """
+import sys, time
+for line in sys.stdin:
+    for _ in range(int(line)):
+        pass
+    print(time.process_time(), flush=True)
+"""
+OPERATIONS = 20_000_000
+HOLDER = "held = bytearray(b'1') * (200 << 20)\nwhile True: print(input(), flush=True)"
 
-def test_a_busy_thread_is_one_core_of_those_there_are():
+
+@contextlib.contextmanager
+def running(code):
+    """A Python process that reads from stdin."""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def tell(process, line=""):
+    """Sends a line and returns the answer."""
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+def burn():
+    """Uses this process's processor for a fixed number of operations; returns its time."""
+    begun = time.process_time()
+    for _ in range(OPERATIONS):
+        pass
+    return time.process_time() - begun
+
+
+def test_cpu_time_is_what_the_process_reports_of_itself():
+    with running(BURNER) as child:
+        before = float(tell(child, 0))
+        machine = Machine(pid=child.pid)
+        machine.read(0.0)
+        used = float(tell(child, OPERATIONS)) - before
+        found = machine.read(2.0)
+    assert used > 5 * TICK_S
+    assert found["cpu_cores"] * 2.0 == pytest.approx(used, abs=3 * TICK_S)
+    assert found["cpu_share"] == pytest.approx(min(1, found["cpu_cores"] / machine.cores))
+
+
+def test_cpu_time_of_children_is_added():
+    with running(BURNER) as child:
+        before = float(tell(child, 0))
+        machine = Machine()
+        machine.read(0.0)
+        used = burn() + float(tell(child, OPERATIONS)) - before
+        assert machine.read(4.0)["cpu_cores"] * 4.0 == pytest.approx(used, abs=6 * TICK_S)
+
+
+def test_memory_is_the_tree_s_resident_memory():
+    with running(HOLDER) as child:
+        tell(child)
+        alone = Machine(pid=child.pid).read(0.0)["memory_bytes"]
+        assert alone == psutil.Process(child.pid).memory_info().rss > 200 << 20
+        own, machine = psutil.Process(), Machine()
+        assert machine.read(0.0)["memory_bytes"] == pytest.approx(alone + own.memory_info().rss, abs=8 << 20)
+    after = machine.read(20.0)  # The child has ended.
+    assert after["memory_bytes"] == pytest.approx(own.memory_info().rss, abs=8 << 20)
+
+
+def meminfo():
+    with open("/proc/meminfo") as file:
+        return {line.split(":")[0]: int(line.split()[1]) << 10 for line in file}
+
+
+def test_the_machine_s_memory_is_what_the_kernel_reports():
+    found = Machine().read(0.0)
+    now = meminfo()
+    assert found["machine_memory_total_bytes"] == now["MemTotal"]
+    in_use = now["MemTotal"] - now["MemAvailable"]
+    assert found["machine_memory_bytes"] == pytest.approx(in_use, abs=max(0.1 * now["MemTotal"], 256 << 20))
+
+
+def cpu_ticks():
+    """All processor time and the idle part of it, as /proc/stat has them."""
+    with open("/proc/stat") as file:
+        user, nice, system, idle, iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    return user + nice + system + idle + iowait + irq + softirq + steal, idle + iowait
+
+
+def test_the_machine_s_cpu_share_is_what_the_kernel_reports():
     machine = Machine()
     machine.read(0.0)
-    begun, busy = time.monotonic(), time.process_time()
-    while time.process_time() - busy < 0.3:
-        pass
-    passed = time.monotonic() - begun
-    found = machine.read(passed)
-    assert found["cpu_cores"] * passed == pytest.approx(0.3, abs=0.1)  # the kernel counts hundredths of seconds
-    assert found["cpu_share"] == pytest.approx(min(1, found["cpu_cores"] / machine.cores))
-    assert 0 <= found["machine_cpu_share"] <= 1
-    assert found["memory_bytes"] > 2**23 and found["machine_memory_bytes"] < found["machine_memory_total_bytes"]
+    before = cpu_ticks()
+    burn()
+    passed, idle = (now - then for now, then in zip(cpu_ticks(), before, strict=True))
+    assert machine.read(1.0)["machine_cpu_share"] == pytest.approx(1 - idle / passed, abs=0.1)
+    assert 1 - idle / passed > 0.5 / os.cpu_count()  # One core was busy.
 
 
-def test_children_count_too():
-    code = "held = bytearray(b'1') * (200 << 20); print(1, flush=True); input()"
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        child.stdout.readline()
-        alone = Machine(pid=child.pid).read(0.0)["memory_bytes"]
-        assert alone > 200 << 20
-        machine = Machine()
-        both = machine.read(0.0)["memory_bytes"]
-        assert both > alone
-        child.communicate(b"\n", timeout=30)
-        after = machine.read(20.0)  # one that is gone is no error
-        assert after["memory_bytes"] < both
-    finally:
-        child.kill()
-        child.communicate()
+def test_cores_are_those_that_the_process_may_use():
+    own = psutil.Process().cpu_affinity()
+    without_quota = Path("/none")
+    assert cores(without_quota) == len(own)
+    code = f"import os; os.sched_setaffinity(0, [{own[0]}]); from tfgpu.sensors.machine import cores; print(cores())"
+    assert float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout) <= 1
+
+
+def test_a_written_file_is_counted(tmp_path):
+    """Between two readings of ours lie two of psutil's, and between those a file of a known size."""
+    size = 32 << 20
+    outer = psutil.disk_io_counters()
+    if outer is None:
+        pytest.skip("needs disks that the kernel counts")
+    machine = Machine()
+    machine.read(0.0)
+    inner = psutil.disk_io_counters()
+    with open(tmp_path / "file", "wb") as file:
+        file.write(os.urandom(size))
+        file.flush()
+        os.fsync(file.fileno())
+    least = psutil.disk_io_counters().write_bytes - inner.write_bytes
+    written = machine.read(4.0)["disk_written_bytes_per_s"] * 4
+    most = psutil.disk_io_counters().write_bytes - outer.write_bytes
+    assert least <= written <= most
+    if least < size:
+        pytest.skip("needs a temporary folder on a disk that the kernel counts")
 
 
 def files(root, contents):
@@ -59,18 +163,18 @@ GROUP = {
 }
 
 
-def test_a_control_group_s_limits(tmp_path):
+def test_limits_of_the_control_group(tmp_path):
     root = files(tmp_path, GROUP)
     assert cores(root) == min(1.5, cores(tmp_path / "none"))
     found = Machine(root=root).read(0.0)
-    assert (found["memory_limit_bytes"], found["group_memory_bytes"]) == (8 << 30, 2 << 30)  # less what can be dropped
+    assert (found["memory_limit_bytes"], found["group_memory_bytes"]) == (8 << 30, 2 << 30)  # without droppable pages
 
 
-def test_the_energy_of_processors_whose_counters_wrap(tmp_path):
+def test_energy_counters_that_wrap(tmp_path):
     package = "sys/class/powercap/intel-rapl:{}/"
     full = {"energy_uj": "9000000", "max_energy_range_uj": "10000000"}
     contents = {package.format(number) + name: text for number in (0, 1) for name, text in full.items()}
-    contents["sys/class/powercap/intel-rapl:0:0/energy_uj"] = "5"  # a part of package 0, which counts it already
+    contents["sys/class/powercap/intel-rapl:0:0/energy_uj"] = "5"  # package 0 includes it
     root = files(tmp_path, contents)
     machine = Machine(root=root)
     assert machine.read(0.0)["cpu_energy_j"] == 0.0
@@ -99,35 +203,36 @@ print(json.dumps([sent, found["network_share"], found["network_sent_bytes_per_s"
 """
 
 
-def test_traffic_against_an_interface_s_speed():
+def test_network_traffic_as_a_share_of_the_interface_s_speed():
     alone = ["unshare", "--net", "--mount", "--map-root-user"]
     can = ["sh", "-c", "mount -t sysfs none /sys && ip link add left type veth peer name right"]
     if not shutil.which("ip") or not shutil.which("unshare") or subprocess.run([*alone, *can]).returncode:
-        pytest.skip("needs `ip` and a network of its own")
+        pytest.skip("needs `ip` and a network namespace")
     command = [*alone, "sh", "-c", 'mount -t sysfs none /sys && exec "$0" -c "$1"', sys.executable, TRAFFIC]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     sent, share, rate = json.loads(done.stdout)
     assert sent >= 2000 * 1400
-    # Both ends count: one has sent, the other received. A pair of them is as fast as 10 Gb/s, it says.
+    # Both ends of the pair count, one as sent and one as received; veth reports a speed of 10 Gb/s.
     assert share == pytest.approx(sent / 2 / (10e9 / 8), rel=0.05) and rate == pytest.approx(sent / 2, rel=0.05)
 
 
-def test_a_clock_that_stands_still_divides_by_nothing():
+def test_two_samples_at_the_same_time_have_no_rates():
     machine = Machine()
     machine.read(1.0)
     found = machine.read(1.0)
     assert found.get("cpu_cores") is None and found["cpu_share"] is None and found["machine_cpu_share"] is None
 
 
-def test_the_clock_of_the_day_is_for_reading_alone(monkeypatch):
+def test_rates_do_not_depend_on_the_wall_clock(monkeypatch):
     ticks = iter([100.0, 101.0, 103.0])
     with Sampler(clock=lambda: next(ticks)) as sampler:
         first = sampler.read()
-        monkeypatch.setattr(time, "time", lambda: 5.0)  # it leaps back by years
+        monkeypatch.setattr(time, "time", lambda: 5.0)  # The wall clock jumps back by years.
+        used = burn()
         second = sampler.read()
     assert (first.seconds, second.seconds, second.time) == (1.0, 3.0, 5.0)
-    assert second.disk_read_bytes_per_s is None or second.disk_read_bytes_per_s >= 0
+    assert second.cpu_cores * 2.0 == pytest.approx(used, abs=6 * TICK_S)
 
 
 def test_a_row_has_the_columns_of_each_gpu():
