@@ -79,7 +79,7 @@ class Watcher:
         self.epoch = 1
         self.cost_s = 0.0
         self._places, self._every_s = places, every_s
-        self._worker, self._workers = worker, workers
+        self._workers = workers
         self._computing_s, self._rows = computing_s, epochs
         self._begun = begun
         self._stop = threading.Event()
@@ -94,8 +94,8 @@ class Watcher:
         self._events = EventsTable(places.events) if places.events else None
         self._held: list[dict[str, Value]] = []
         self._warned: set[str] = set()
-        self._text = ""
-        self._server = prometheus.Server(places.server, lambda: self._text) if places.server else None
+        self._metrics = prometheus.Metrics(worker=worker)
+        self._server = prometheus.Server(places.server, self._metrics) if places.server else None
 
     @property
     def port(self) -> int | None:
@@ -208,9 +208,9 @@ class Watcher:
             row = samples[-1]
             limited = {**row, "limit": limit(row, workers=self._workers).resource}
             uuids = {gpu.label: gpu.uuid for gpu in newest.gpus}
-            self._text = prometheus.text(limited, worker=self._worker, uuids=uuids)
+            self._metrics.update(limited, uuids=uuids)
         if path := self._places.prometheus:
-            self._try(path, lambda: replace_text(path, self._text))
+            self._try(path, lambda: replace_text(path, self._metrics.text()))
 
     def _try(self, what: object, write: Callable[[], object]) -> None:
         try:
