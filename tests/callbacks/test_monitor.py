@@ -203,9 +203,12 @@ def test_prometheus_reads_a_file_and_a_port(tmp_path):
         every_batch = False
 
         def on_epoch_end(self, epoch, logs=None):
-            time.sleep(0.3)
-            with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as answer:
-                seen.append(answer.read().decode())
+            limit_s, text = time.monotonic() + 60, ""
+            while f'tfgpu_epoch{{worker="0"}} {epoch + 1}' not in text and time.monotonic() < limit_s:
+                time.sleep(0.05)
+                with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as answer:
+                    text = answer.read().decode()
+            seen.append(text)
 
     served = Monitor(prometheus="127.0.0.1:0", every_s=0.05)
     fit(served, callbacks=[Ask()])
