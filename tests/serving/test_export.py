@@ -206,6 +206,7 @@ def text_model():
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_model_that_takes_text(tmp_path):
     model, texts = text_model(), ["one né", "zwei", "", "drei drei one"]
     with pytest.raises(InputError, match="takes text.*example=TEXTS"):
