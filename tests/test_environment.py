@@ -117,6 +117,7 @@ def test_a_seed_repeats_every_random_source():
     assert draws() != first
 
 
+@pytest.mark.slow
 def test_determinism_is_asked_for():
     # An op that cannot repeat refuses to run: that is how TensorFlow shows that the switch is on.
     lines = fresh("""

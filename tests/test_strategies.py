@@ -179,6 +179,7 @@ print(json.dumps({"sum": total.numpy().tolist(), **strategies.describe(strategy)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(200)
 def test_two_workers_sum_known_numbers(together):

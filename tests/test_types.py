@@ -65,6 +65,7 @@ THEIRS = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_the_pages_blocks_have_no_wrong_types(tmp_path):
     """The README's and each page's, as a reader's type checker sees them with nothing set up: in its basic mode."""
     pytest.importorskip("basedpyright", reason="basedpyright is not installed")

@@ -87,7 +87,7 @@ def slow(x, y):
         return tf.identity(x), y
 
 
-@pytest.mark.sample("mirrored")
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
 def test_a_step_that_waits_for_its_data_is_limited_by_the_input(tmp_path, strategy):
     with tfgpu.strategy(strategy).scope():
@@ -339,7 +339,7 @@ def test_a_batch_of_one_row_is_counted():
     assert [row["examples"] for row in monitor.epochs] == [5]
 
 
-@pytest.mark.sample("on_train_batch_end-mirrored", "on_epoch_end-one_device")
+@pytest.mark.sample("on_epoch_end-mirrored")
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_begin", "on_epoch_end"])
 def test_an_evaluate_that_a_callback_calls_is_not_counted(strategy, hook):

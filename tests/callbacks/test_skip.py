@@ -87,6 +87,7 @@ def test_one_more_than_the_limit_ends_it_and_keeps_what_was_learned(tmp_path):
     assert skip.skipped == 3
 
 
+@pytest.mark.slow
 def test_an_epoch_of_nothing_but_bad_steps_has_no_loss():
     model = make(2)
     x, y = np.full((8, 4), np.nan, np.float32), np.zeros((8, 1), np.float32)

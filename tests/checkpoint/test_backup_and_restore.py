@@ -97,7 +97,7 @@ WAYS = [(name, 1, False) for name in FEEDS] + [("arrays", 2, False), ("repeated"
 FAST = [("arrays", 1, False), ("arrays", 2, False)]
 
 
-@pytest.mark.sample("arrays-2-False")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feed", "devices", "by_trainer"),
     [pytest.param(*way, marks=[] if way in FAST else pytest.mark.slow) for way in WAYS],

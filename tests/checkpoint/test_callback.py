@@ -156,7 +156,7 @@ class TwoOptimizers(keras.Model):
         return {"error": self.meter.result()}
 
 
-@pytest.mark.sample("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_optimizers_in_attributes_are_saved_too(tmp_path, replicas):
     def make():
@@ -178,7 +178,7 @@ def test_optimizers_in_attributes_are_saved_too(tmp_path, replicas):
     assert resumed.one.iterations.numpy() == resumed.two.iterations.numpy() == 12
 
 
-@pytest.mark.sample("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_what_top_k_has_not_sent_yet_is_saved(tmp_path, replicas):
     def make():

@@ -270,6 +270,7 @@ def test_a_damaged_one_is_passed_over_and_put_out_of_the_way(tmp_path, caplog):
     assert (tmp_path / "epoch-0001-step-0000009.aside").is_dir()
 
 
+@pytest.mark.slow
 def test_the_best_epoch_is_kept_and_can_be_restored(tmp_path):
     model = make()
     checkpoint = Checkpoint(tmp_path, keep=1, best="accuracy")

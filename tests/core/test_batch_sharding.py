@@ -15,6 +15,7 @@ def all_pieces(batch, count):
     return [batch_sharding.piece_of_batch(batch, at, count) for at in range(count)]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(rows=st.integers(0, 23), count=st.integers(1, 8), is_known=st.booleans())
 def test_every_row_goes_to_one_piece_in_order(rows, count, is_known):
@@ -105,6 +106,7 @@ def test_the_replicas_of_a_process_get_their_pieces_in_order(monkeypatch, on_hos
     assert [[int(p) for p in batch.offset.values] for batch in batches] == [[0, 2, 4, 5], [0, 2, 3, 4]]
 
 
+@pytest.mark.slow
 def test_a_model_learns_the_same_by_either_iterator(monkeypatch):
     tfgpu.repair_keras()
     x = np.random.default_rng(0).normal(size=(19, 3)).astype("float32")

@@ -221,6 +221,7 @@ def test_replicas_without_rows_in_a_loop_of_one_s_own(kinds):
     assert all(np.abs(a - b).max() <= 1e-5 for a, b in zip(found["one"], found["four"], strict=True))
 
 
+@pytest.mark.slow
 def test_a_layer_that_was_made_outside_the_scope_is_refused(strategy):
     outside = keras.layers.Dense(2)
     outside.build((None, 1))

@@ -54,7 +54,7 @@ elif sys.argv[2] == "xla":
 """
 
 
-@pytest.mark.sample("mirrored-loops")
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.sample("normal-bfloat16", "dropout-float32")
+@pytest.mark.sample("dropout-float32")
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("name", COMPILED)
 def test_xla_draws_what_one_device_with_xla_draws(name, dtype):
@@ -296,6 +296,7 @@ def test_each_layer_equals_one_device(name):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rnn_dropout_equals_one_device():
     def make():
         keras.utils.set_random_seed(1)

@@ -188,6 +188,7 @@ def test_a_step_of_one_s_own_with_logs_of_any_shape(strategy):
     np.testing.assert_array_equal(history["three"], np.full((3, 3), 2.0))
 
 
+@pytest.mark.slow
 def test_a_model_without_a_known_input_is_built_in_the_first_block():
     tfgpu.repair_keras()
     weights = []

@@ -52,7 +52,7 @@ def dense():
     return [keras.layers.Dense(3)]
 
 
-@pytest.mark.sample("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_both_ways_train(devices):
     def strategy():

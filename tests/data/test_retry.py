@@ -50,6 +50,7 @@ def test_training_on_a_drive_that_fails_ends_as_on_one_that_does_not():
     assert not any(bad.left.values())
 
 
+@pytest.mark.slow
 def test_a_drive_that_keeps_failing_is_told_and_saved_checkpoints_stay(tmp_path):
     bad = Drive({4: 100})
     with pytest.raises(

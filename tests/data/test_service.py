@@ -110,6 +110,7 @@ def test_a_dead_service_loses_no_batch(photos, served, impatient):
     same(expected, found)
 
 
+@pytest.mark.slow
 def test_a_corrupt_example_is_named(photos, shared):
     there = data(photos, service=shared[0])
     victim = photos / "dog" / "0.jpg"

@@ -52,6 +52,7 @@ def shard(out, number=0):
     return out / manifest.read(out).shards[number].file
 
 
+@pytest.mark.slow
 def test_digits_come_back_exactly(out):
     listed = write_shards("digits", out, shards=5)
     assert [s.examples for s in listed.shards] == [360, 360, 359, 359, 359] and listed.examples == {"train": 1797}

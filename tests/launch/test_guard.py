@@ -93,6 +93,7 @@ def test_a_process_that_holds_pythons_lock_dies_with_its_parent(tmp_path):
     assert not rows.exists() and not list(tmp_path.glob("tfgpu-worker-*"))
 
 
+@pytest.mark.slow
 def test_a_script_that_has_ended_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "endless.py"

@@ -47,7 +47,7 @@ def test_the_same_weights_on_one_device_and_two():
     assert same([plain, train(True, 2, **options)])
 
 
-@pytest.mark.sample("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_same_weights_in_half_precision(replicas):
     assert same([train(recompute, replicas, "mixed_float16") for recompute in (False, True)])
@@ -110,6 +110,7 @@ def test_state_over_all_replicas_within_a_block():
         assert np.abs(a - b).max() <= 0.02
 
 
+@pytest.mark.slow
 def test_it_saves_loads_and_exports(tmp_path):
     model = models.transformer((6,), 5, width=8, heads=2, depth=1, dropout=0.2, recompute=True)
     tokens = np.arange(12).reshape(2, 6) % 5

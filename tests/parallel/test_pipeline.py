@@ -62,7 +62,7 @@ class Counts(keras.layers.Layer):
         return x
 
 
-@pytest.mark.sample("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_a_layer_counts_is_one_devices(replicas):
     x = np.random.default_rng(2).normal(size=(14, 4)).astype("float32")  # the last batch: 2 rows, 3 micro-batches

@@ -83,7 +83,7 @@ def test_the_training_is_one_devices(replicas, how):
     np.testing.assert_allclose(one.evaluate(X, Y, verbose=0), model.evaluate(X, Y, verbose=0), rtol=tolerance)
 
 
-@pytest.mark.sample("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_each_part_is_where_it_was_put(replicas):
     where = {name: (device,) for name, device in WHERE.items()} if replicas == 1 else ON_TWO

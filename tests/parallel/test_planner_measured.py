@@ -272,6 +272,7 @@ def test_a_model_without_a_graph_or_sizes_is_refused():
         plan(build("mlp"), 2, precision="float32")
 
 
+@pytest.mark.slow
 def test_planning_changes_nothing():
     model = build("transformer")
     before = [np.array(weight) for weight in model.get_weights()]

@@ -137,6 +137,7 @@ CASES = {
 FAST = ("mlp by name",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "where", "how"),
     [pytest.param(*case, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, case in CASES.items()],

@@ -221,6 +221,7 @@ def test_only_the_inputs_of_blocks_are_kept():
     assert kept(train_step(True)) == 1 + 4  # the input and every block's output
 
 
+@pytest.mark.slow
 def test_xla_computes_it_anew_too():
     found = []
     for recompute in (False, True):

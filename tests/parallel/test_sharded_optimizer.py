@@ -191,7 +191,7 @@ def test_what_a_step_sends(stage):
     assert sent - before == 4 * (gradients + pieces - sum(sizes))
 
 
-@pytest.mark.sample("2-0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("batches", "count"), [(None, 2), (2, 0)])
 def test_with_accumulation_variables_are_gathered_at_updates_alone(batches, count):
     model = made(replicas=2, how={"stage": 2}, gradient_accumulation_steps=batches)
@@ -324,6 +324,7 @@ def test_a_batch_of_nan_is_undone_on_all(stage):
     assert_close(*models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_overflow_on_one_replica_skips_the_batch_on_all(stage):
     x = ROWS[mlp].copy()

@@ -100,6 +100,7 @@ def test_products_other_equations_and_logits_in_parts(metrics):
         np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_pair_needs_one_sum_each_way():
     keras.utils.set_random_seed(0)
     model = tensor(gated(), devices=2)
@@ -117,6 +118,7 @@ def test_a_pair_needs_one_sum_each_way():
     assert count(losses.CROSS_ENTROPY_SUM) == 2
 
 
+@pytest.mark.slow
 def test_parts_and_their_slots_are_on_their_devices():
     model = tensor(gated(), devices=["CPU:2", "CPU:3"])
     trained(model, steps=1)

@@ -158,6 +158,7 @@ def test_every_update_with_sgd_is_one_device_s_training(outer):
     assert found[0][1] == pytest.approx(found[1][1], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_rounds_and_bytes():
     strategy = tfgpu.strategy("averaging", 4, every=2)
     model = deep(strategy, lambda: keras.optimizers.SGD(0.1))

@@ -57,6 +57,7 @@ def test_the_quick_ones_start_on_two_replicas(tmp_path):
     check(QUICK, dry_runs(QUICK, tmp_path, "--virtual-devices", "2"))
 
 
+@pytest.mark.slow
 def test_one_starts_with_all_that_a_recipe_can_ask_for(tmp_path):
     words = ["--augment", "mixup", "--label-smoothing", "0.1", "--optimizer", "lars", "--weight-decay", "1e-4"]
     words += ["--weight-average", "swa", "--accumulate", "2", "--path", "loop", "--schedule", "polynomial"]

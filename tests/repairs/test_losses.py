@@ -96,6 +96,7 @@ def test_circle_compares_every_row_with_every_other(strategy):
     assert weight == pytest.approx(1 - 0.1 * slope, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_circle_of_several_rows_an_example(strategy):
     def loss(y, p):
         return keras.losses.circle(tf.repeat(y, 2), tf.reshape(tf.stack([p, -p], 1), [-1, 1]), gamma=2)

@@ -219,7 +219,7 @@ def test_a_model_that_takes_text(tmp_path):
         np.testing.assert_allclose(serving.run(made.path, {"text": given})[0], expected, atol=1e-6)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "content"),
@@ -328,6 +328,7 @@ class Unregistered(keras.layers.Layer):
         return x * self.times
 
 
+@pytest.mark.slow
 def test_layers_of_ones_own_need_not_be_registered(tmp_path):
     same = keras.layers.Dense(2, kernel_initializer="identity")
     model = keras.Sequential([keras.Input((2,)), Unregistered(3.0), same, Named()])

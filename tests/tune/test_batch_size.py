@@ -221,6 +221,7 @@ def child(what=SMALL, **changes):
     return _Child(what, settings.pop("log"), **settings)
 
 
+@pytest.mark.slow
 def test_a_batch_is_tried(tmp_path):
     tried = child(log=tmp_path / "log", rounds=3).attempt(512, 1258)
     assert tried.fits and tried.batch == 512 and not tried.reason

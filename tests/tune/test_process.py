@@ -31,6 +31,7 @@ def test_the_end_of_a_process_that_says_nothing(tmp_path):
     assert process.describe(-40, str(log)) == "The process was killed by signal 40."  # a real-time signal: no name
 
 
+@pytest.mark.slow
 def test_what_a_failing_trial_printed_is_in_its_log_and_its_reason_is_short(tmp_path, monkeypatch):
     (tmp_path / "fails.py").write_text(
         "import sys\n"

@@ -79,6 +79,7 @@ def state(model):
     return found + [keras.random.uniform((3,)).numpy(), np.random.random(3)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "how",
     [
@@ -124,6 +125,7 @@ def test_it_is_put_back_where_it_is_interrupted():
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.slow
 def test_the_curve_is_one_devices():
     one = tune.learning_rate(build(), data(), steps=40, highest=10)
     for replicas in (2, 4):

@@ -30,7 +30,8 @@ _READERS = ("/framework/ops.py", "/ops/resource_variable_ops.py", "/distribute/v
 
 _LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib"))
 _OURS = str(Path(__file__).resolve().parents[1])
-_SEAMS = ("profiling_hooks.py", "patch.py", "rng.py", "nested_functions.py")  # which stand between a script and TensorFlow
+# Files that stand between a script and TensorFlow.
+_SEAMS = ("profiling_hooks.py", "patch.py", "rng.py", "nested_functions.py")
 
 
 class Listener(Protocol):

@@ -116,6 +116,7 @@ def same(one, other):
     return all(a.tobytes() == b.tobytes() for a, b in zip(one.get_weights(), other.get_weights(), strict=True))
 
 
+@pytest.mark.slow
 def test_goes_on_with_the_task_that_was_running(tmp_path):
     whole, again = model_of(), model_of()
     _, replay, elastic = train(tmp_path / "whole", whole, tasks=2, penalised=True)

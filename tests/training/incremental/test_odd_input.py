@@ -111,6 +111,7 @@ def test_the_data_of_a_fisher_information():
     assert elastic.tasks == 0 and not model.losses
 
 
+@pytest.mark.slow
 def test_a_distilled_model_stands_for_what_it_trains():
     old = net(name="old")
     grown = incremental.grow(old, 4)
