@@ -9,7 +9,7 @@ import pytest
 import tfgpu
 
 # `environment` changes devices before TensorFlow starts; `doctor` describes the machine that it runs on.
-ELSEWHERE = ("tfgpu.environment", "tfgpu.__main__", "tfgpu.cli", "tfgpu.repairs.probes")
+ELSEWHERE = ("tfgpu.environment", "tfgpu.__main__", "tfgpu.cli", "tfgpu.repairs.probing")
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(tfgpu.__path__, "tfgpu.")

@@ -63,7 +63,6 @@ UPWARD = {
     "optim/parameter_groups.py": {"parallel"},
     "parallel/pipeline/drawing.py": {"checkpoint"},
     "parallel/zero/sharded_optimizer.py": {"optim"},
-    "repairs/catalogue.py": {"checkpoint", "optim", "parallel", "parameter_server"},
 }
 FREE = {"__init__", "__main__", "cli"}
 QUICK = (

@@ -47,6 +47,7 @@ WELL = {
     },
     "keras": {"version": "3.15.1", "backend": "tensorflow"},
     "repairs": {"local-losses": True, "own-means": True},
+    "patches": {"in force": [["Trainer.compile", "tfgpu.repairs.trainer", "tried"]], "on use": []},
     "driver": {"error": "NVMLError_LibraryNotFound: NVML Shared Library Not Found"},
     "libraries": {"cudart": {"file": "libcudart.so.12", "version": None, "error": "cannot open shared object file"}},
     "tools": {"ptxas": None, "version": None, "libdevice": None, "looked": ["/usr/local/cuda/bin", "PATH"]},

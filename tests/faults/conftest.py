@@ -26,7 +26,7 @@ BEGINS = {"start": b"S", "mid-epoch": b"E", "validation": b"V", "between epochs"
 
 # TensorFlow takes long to import: one server imports it once, and each process of a test is a fork of that.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tensorflow", "keras", "tfgpu.repairs.catalogue", "tfgpu.callbacks"])
+_processes.set_forkserver_preload(["tensorflow", "keras", "tfgpu.repairs.trainer", "tfgpu.callbacks"])
 
 
 def _code(arguments: list[str], environment: dict[str, str], log: Path) -> str:

@@ -38,7 +38,7 @@ def pytest_configure(config):
     if os.environ["TFGPU_REPAIR"] != "0":
         from tfgpu import repairs
 
-        assert repairs.repair_keras() == tuple(fix.name for fix in repairs.fixes())
+        assert repairs.repair_keras() == tuple(fix.name for fix in repairs.all_repairs())
     placed = {name: _Placeholder(name) for name in EXTRAS if not _is_there(name.partition(".")[0])}
     placed["conftest"] = ModuleType("conftest")
     placed["conftest"].skip_if_backend = _skip_if_backend

@@ -106,3 +106,23 @@ def resolved_device_name(name: str) -> str:
 def global_seed() -> int | None:
     """The seed that `tf.random.set_seed` has set, or None."""
     return eager_context.global_seed()
+
+
+def set_collective_key_base(strategy: tf.distribute.Strategy, base: int) -> None:
+    """Lets a strategy that is about to be made number its collectives from `base` on."""
+    strategy._collective_key_base = base
+
+
+def first_group_key(strategy: tf.distribute.Strategy) -> int:
+    """The key that a strategy's first group of devices gets."""
+    return strategy.extended._collective_keys._group_key
+
+
+def replica_spec(spec: tf.TypeSpec) -> tf.TypeSpec:
+    """The spec of one replica's part, of a spec of distributed values."""
+    return spec._value_specs[0] if hasattr(spec, "_value_specs") else spec
+
+
+def be_no_chief(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
+    """Lets a strategy of one process take itself for a worker that is not the chief, as a probe needs."""
+    strategy.extended._is_chief = False

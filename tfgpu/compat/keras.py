@@ -175,3 +175,12 @@ def as_sliceable(arrays):
 def is_layer_with_graph(model: keras.layers.Layer) -> bool:
     """Whether a model has a graph of calls: it is functional, or a Sequential that is built."""
     return isinstance(model, Functional) or (isinstance(model, Sequential) and model._functional is not None)
+
+
+GLOBAL_SEED_GENERATOR = seed_generator.GLOBAL_SEED_GENERATOR
+"""The name of the global seed generator in Keras's global state."""
+
+
+def thread_state() -> dict[str, object]:
+    """Keras's global state of this thread; what is put into it is set."""
+    return vars(global_state.GLOBAL_STATE_TRACKER)

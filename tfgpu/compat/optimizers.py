@@ -1,6 +1,7 @@
 """What a Keras optimizer holds."""
 
 import keras
+import tensorflow as tf
 
 
 def trained(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
@@ -38,9 +39,9 @@ def overwrites(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) 
     return optimizer._overwrite_variable_with_gradient(variable)
 
 
-def strategy_of(optimizer: keras.optimizers.Optimizer) -> object | None:
-    """The strategy in whose scope an optimizer was made, or None."""
-    return getattr(optimizer, "_distribution_strategy", None)
+def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
+    """The strategy in whose scope an optimizer was made."""
+    return optimizer._distribution_strategy
 
 
 def track(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:

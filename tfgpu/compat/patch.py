@@ -6,6 +6,7 @@ raises; one whose source is new is reported once, and, where it belongs to a rep
 the repair is still needed. `installed()` lists every patch in force; `tfgpu doctor` prints it.
 """
 
+import ast
 import functools
 import json
 import logging
@@ -90,6 +91,29 @@ def wrap(target: object, name: str | None = None) -> Callable[[Callable], Callab
     return put
 
 
+def replace(target: str, value: object, *, by: str) -> None:
+    """Puts an object in the place of one that a module of Keras or TensorFlow uses.
+
+    Args:
+        target: as for `wrap`.
+        value: what takes its place.
+        by: the module that asks, for `installed`.
+
+    Raises:
+        MachineError: as `wrap`.
+    """
+    owner, attribute = targets.locate(target)
+    shown = targets.full_name(target)
+    if owner is None or not hasattr(owner, attribute):
+        raise MachineError(_missing(shown, owner))
+    stock, patch = getattr(owner, attribute), Patch(shown, by, "tried")
+    setattr(owner, attribute, value)
+    if _pending:
+        _pending[-1].patches.append((owner, attribute, stock, patch))
+    else:
+        _record(patch)
+
+
 @contextmanager
 def applying(is_needed: Callable[[], bool]) -> Iterator[None]:
     """Wraps of this block belong together: where one of their targets has changed, `is_needed` decides about all.
@@ -119,6 +143,34 @@ def installed() -> tuple[Patch, ...]:
         True
     """
     return tuple(_installed)
+
+
+def declared() -> list[tuple[str, str]]:
+    """Every target that a module of tfgpu wraps by name, with that module: also what a feature wraps when it is used.
+
+    It is read from the source. A name that is made in a loop, such as `f"random.{name}"`, stands for all targets of
+    that owner.
+    """
+    package, found = Path(__file__).parent.parent, []
+    for path in sorted(package.rglob("*.py")):
+        module = ".".join(("tfgpu", *path.relative_to(package).with_suffix("").parts))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("wrap", "replace")
+                and node.args
+            ):
+                found += [(target, module) for target in _targets_in(node.args[0])]
+    return found
+
+
+def _targets_in(argument: ast.expr) -> list[str]:
+    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+        return [targets.full_name(argument.value)]
+    if isinstance(argument, ast.JoinedStr) and isinstance(argument.values[0], ast.Constant):
+        return [target for target in targets.TARGETS if target.startswith(argument.values[0].value)]
+    return []
 
 
 def _record(patch: Patch) -> None:

@@ -24,7 +24,8 @@ def of(owner: object) -> SimpleNamespace:
     held = getattr(owner, "__dict__", {}).get(_NAME)
     if held is None:
         held = SimpleNamespace()
-        object.__setattr__(owner, _NAME, held)  # past Keras's tracking of attributes
+        put = type.__setattr__ if isinstance(owner, type) else object.__setattr__  # past Keras's tracking of attributes
+        put(owner, _NAME, held)
     return held
 
 

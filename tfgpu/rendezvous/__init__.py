@@ -7,8 +7,8 @@ part in it, `facts.py` what is compared, `clocks.py` how far clocks are apart,
 `sentences.py` what is said, `wire.py` one message.
 
 Example:
-    >>> from tfgpu import preflight
-    >>> preflight.join()        # one process: nothing to do
+    >>> from tfgpu import rendezvous
+    >>> rendezvous.join()        # one process: nothing to do
 """
 
 import os

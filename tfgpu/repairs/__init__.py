@@ -1,18 +1,46 @@
-"""Repairs of Keras 3 under `tf.distribute`: one function a fault, wrapped around the smallest Keras function at fault.
+"""Repairs of Keras 3 under `tf.distribute`: one function a fault, wrapped around the smallest function at fault.
 
-`repair_keras()` is called by the strategy factories; people who make their own `tf.distribute` strategy call
-`tfgpu.repair_keras()`, which is the same. With no strategy, Keras computes what it always did.
+The strategy factories call `repair_keras()`. With a `tf.distribute` strategy of your own call `tfgpu.repair_keras()`
+first. With no strategy, Keras computes what it always did. `TFGPU_REPAIR=0` in the environment leaves Keras alone.
+
+Each module that repairs something has a tuple `REPAIRS`; features have theirs in a module `repairs` of their own.
 """
 
+import importlib
 import os
 import threading
+from functools import cache
 
 from tfgpu.repairs.repair import Repair
 
-__all__ = ["Repair", "fixes", "is_enabled", "repair_keras"]
+__all__ = ["Repair", "all_repairs", "is_enabled", "repair_keras"]
+
+MODULES = (
+    "tfgpu.repairs.collective_keys",
+    "tfgpu.repairs.losses",
+    "tfgpu.repairs.row_mixing",
+    "tfgpu.repairs.layers",
+    "tfgpu.repairs.functions",
+    "tfgpu.repairs.optimizers",
+    "tfgpu.optim.repairs",
+    "tfgpu.repairs.data",
+    "tfgpu.repairs.trainer",
+    "tfgpu.repairs.predict",
+    "tfgpu.repairs.random",
+    "tfgpu.repairs.image_preprocessing",
+    "tfgpu.repairs.aug_mix",
+    "tfgpu.repairs.seed_generator",
+    "tfgpu.parallel.repairs",
+    "tfgpu.repairs.distribution_lib",
+    "tfgpu.repairs.saving",
+    "tfgpu.checkpoint.repairs",
+    "tfgpu.parameter_server.repairs",
+    "tfgpu.repairs.variables",
+)
+"""In the order in which their repairs are applied; imported when they are, so that features can stand here."""
 
 _lock = threading.Lock()
-_installed: list[str] = []
+_in_force: list[str] = []
 
 
 def is_enabled() -> bool:
@@ -20,21 +48,23 @@ def is_enabled() -> bool:
     return os.environ.get("TFGPU_REPAIR", "1") != "0"
 
 
-def fixes() -> tuple[Repair, ...]:
+@cache
+def all_repairs() -> tuple[Repair, ...]:
     """All repairs, in the order in which they are applied."""
-    from tfgpu.repairs import catalogue
-
-    return catalogue.FIXES
+    return tuple(repair for name in MODULES for repair in importlib.import_module(name).REPAIRS)
 
 
 def repair_keras() -> tuple[str, ...]:
     """Applies every repair, once a process.
 
+    A function that this version has changed is repaired only if the repair's probe still finds the fault. A probe runs
+    in a process of its own, which takes some seconds.
+
     Returns:
         The names of the repairs in force; empty under `TFGPU_REPAIR=0`.
 
     Raises:
-        MachineError: this Keras lacks a function that a repair wraps.
+        MachineError: this version of Keras or TensorFlow lacks a function that a repair wraps.
 
     Example:
         >>> import tfgpu
@@ -43,8 +73,22 @@ def repair_keras() -> tuple[str, ...]:
     if not is_enabled():
         return ()
     with _lock:
-        if not _installed:
-            for fix in fixes():
-                fix.apply()
-                _installed.append(fix.name)
-    return tuple(_installed)
+        if not _in_force:
+            _in_force.extend(repair.name for repair in all_repairs() if _apply(repair))
+    return tuple(_in_force)
+
+
+def _apply(repair: Repair) -> bool:
+    """Applies one repair; whether it is in force then."""
+    from tfgpu.compat import patch
+    from tfgpu.repairs import probing
+
+    answers: list[bool | None] = []
+
+    def is_needed() -> bool:
+        answers.append(probing.ask_apart(repair.name))
+        return answers[-1] is not False  # without an answer the fault is taken to be there
+
+    with patch.applying(is_needed):
+        repair.apply()
+    return answers != [False]

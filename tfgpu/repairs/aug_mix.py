@@ -10,10 +10,13 @@ import random
 import threading
 from collections.abc import Callable
 
-from keras.src.layers.preprocessing.image_preprocessing import aug_mix
+import keras
+import tensorflow as tf
 
-from tfgpu.compat.patch import wrap
+from tfgpu.compat.patch import replace
 from tfgpu.core import data_order
+from tfgpu.repairs import probing
+from tfgpu.repairs.repair import Repair
 
 _here = threading.local()
 
@@ -48,8 +51,7 @@ def pick_alike() -> None:
     agree where the script seeds Python's `random` on each, as `keras.utils.set_random_seed` does, or no seed at all.
     """
 
-    wrap(aug_mix, "py_random")  # says so where this Keras picks in another way
-    aug_mix.py_random = _Random()
+    replace("aug_mix.py_random", _Random(), by=__name__)
 
 
 class _Random:
@@ -57,3 +59,28 @@ class _Random:
 
     def choice(self, options: list):
         return pick(lambda: (data_order.agreed_random() or random).choice(options))
+
+
+def picks_differ() -> bool:
+    """Whether two replicas pick other operations for the same pictures."""
+    augment = keras.layers.AugMix(num_chains=4, chain_depth=4)
+    pictures = tf.ones([1, 2, 2, 3])
+    picked = []
+
+    def step():
+        chains = augment.get_random_transformation(pictures)["chain_transforms"]
+        picked.append([[one["layer_name"] for one in chain] for chain in chains])
+
+    probing.mirrored().run(step)
+    return picked[0] != picked[1]
+
+
+REPAIRS = (
+    Repair(
+        name="same-picks",
+        fault="AugMix picks other operations on each replica",
+        issue="",
+        probe=picks_differ,
+        apply=pick_alike,
+    ),
+)

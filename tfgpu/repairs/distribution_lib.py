@@ -3,16 +3,17 @@
 import warnings
 
 import keras
-from keras.src.distribution import distribution_lib
+import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
+from tfgpu.repairs.repair import Repair
 
 
 def warn_of_no_distribution() -> None:
     """Says that a distribution has no effect, and what has; Keras's TensorFlow backend leaves its hooks empty."""
-    for owner in (keras.distribution, distribution_lib):
+    for owner in ("keras.distribution", "distribution_lib"):
 
-        @wrap(owner, "set_distribution")
+        @wrap(f"{owner}.set_distribution")
         def set_distribution(stock, value):
             if value is not None:
                 warnings.warn(
@@ -21,3 +22,25 @@ def warn_of_no_distribution() -> None:
                     stacklevel=3,
                 )
             return stock(value)
+
+
+def distribution_is_silent() -> bool:
+    """Whether a distribution over two devices leaves a variable on one, without a word."""
+    before = keras.distribution.distribution()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))
+        value = keras.Variable([1.0]).value
+        keras.distribution.set_distribution(before)
+    return not said and not isinstance(value, tf.distribute.DistributedValues)
+
+
+REPAIRS = (
+    Repair(
+        name="no-distribution",
+        fault="keras.distribution does nothing on TensorFlow, and says nothing",
+        issue="",
+        probe=distribution_is_silent,
+        apply=warn_of_no_distribution,
+    ),
+)

@@ -1,10 +1,12 @@
 """Layers that mix the pictures of a batch, or draw for it in a way of their own: each replica sees the whole batch."""
 
+import keras
 import tensorflow as tf
-from keras.src.layers import CutMix, Equalization, MixUp, RandomElasticTransform
 
 from tfgpu.compat.patch import wrap
 from tfgpu.core import rng, row_sums, step_context
+from tfgpu.repairs import probing
+from tfgpu.repairs.repair import Repair
 
 
 def mix_the_whole_batch() -> None:
@@ -15,9 +17,9 @@ def mix_the_whole_batch() -> None:
     of the pictures, and of what goes along with them in a dictionary (labels, masks, boxes). Equalization, which
     RandAugment and AugMix use too, counts how often each brightness occurs in the whole batch.
     """
-    for layer in (MixUp, CutMix, RandomElasticTransform):
+    for name in ("MixUp", "CutMix", "RandomElasticTransform"):
 
-        @wrap(layer, "call")
+        @wrap(f"keras.layers.{name}.call")
         def call(stock, self, data, training=True):
             pictures = data["images"] if isinstance(data, dict) else data
             if step_context.rows_held() is None or len(pictures.shape) != 4:
@@ -28,7 +30,7 @@ def mix_the_whole_batch() -> None:
                 mixed = stock(self, tf.nest.map_structure(_whole, data), training=training)
             return tf.nest.map_structure(lambda table: _own(table, pictures), mixed)
 
-    @wrap(Equalization, "_custom_histogram_fixed_width")
+    @wrap("Equalization.custom_histogram_fixed_width")
     def histogram(stock, self, *args, **kwargs):
         found = stock(self, *args, **kwargs)
         if step_context.rows_held() is None:
@@ -48,3 +50,22 @@ def _whole(rows) -> tf.Tensor:
 
 def _own(table: tf.Tensor, pictures: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(row_sums.own_rows(table, pictures), [pictures.shape[0], *table.shape[1:]])
+
+
+def pictures_stay_on_their_replica() -> bool:
+    """Whether the only picture of a replica is mixed with itself."""
+    mix = keras.layers.MixUp(seed=1)
+    pictures = iter([tf.zeros([1, 2, 2, 1]), tf.ones([1, 2, 2, 1])])
+    first, second = probing.mirrored().run(lambda: mix(next(pictures), training=True)).values
+    return float(tf.reduce_max(first)) < 1e-5 and float(tf.reduce_min(second)) > 1 - 1e-5
+
+
+REPAIRS = (
+    Repair(
+        name="mixed-batches",
+        fault="MixUp and CutMix pair the pictures of one replica only",
+        issue="",
+        probe=pictures_stay_on_their_replica,
+        apply=mix_the_whole_batch,
+    ),
+)

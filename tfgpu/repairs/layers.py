@@ -1,18 +1,21 @@
 """Layers that must see the whole batch, and variables that are first made inside a replica."""
 
+import keras
 import tensorflow as tf
 from keras import ops
-from keras.src.backend.tensorflow import core, nn
-from keras.src.layers.normalization.batch_normalization import BatchNormalization
 
+from tfgpu.compat import layers
+from tfgpu.compat.keras import nn
 from tfgpu.compat.patch import wrap
-from tfgpu.core import row_sums, step_context
+from tfgpu.core import layer_state, replica_attributes, row_sums, step_context
+from tfgpu.repairs import probing
+from tfgpu.repairs.repair import Repair
 
 
 def make_variables_once() -> None:
     """Makes a variable outside the replicas, for all at once, where a model is built by its first call inside one."""
 
-    @wrap(core.Variable, "_initialize")
+    @wrap("Variable.initialize")
     def initialize(stock, self, value):
         ctx = step_context.context()
         eager = tf.executing_eagerly() and not tf.inside_function()
@@ -30,7 +33,7 @@ def stand_in_where_no_rows_are() -> None:
     """
     for name in ("max_pool", "average_pool", "adaptive_max_pool", "conv", "depthwise_conv", "conv_transpose"):
 
-        @wrap(nn, name)
+        @wrap(f"nn.{name}")
         def call(stock, inputs, *args, **kwargs):
             is_sure = step_context.context() is None or step_context.step() is not None or bool(inputs.shape[0])
             if is_sure:
@@ -63,20 +66,20 @@ def normalise_by_global_batch() -> None:
     brings every replica's count, mean and squared deviations together (Chan, Golub and LeVeque, 1979).
     """
 
-    @wrap(nn, "_compute_moments_sync")
+    @wrap("nn.compute_moments_sync")
     def compute_moments_sync(stock, x, axes, keepdims):
         if step_context.context() is None:
             return stock(x, axes, keepdims)
         return _moments(x, axes, keepdims)
 
-    @wrap(BatchNormalization, "_moments")
+    @wrap("BatchNormalization.moments")
     def moments(stock, self, inputs, mask):
         if step_context.context() is None:
             return stock(self, inputs, mask)
         if mask is None:
-            return nn.moments(inputs, self._reduction_axes, synchronized=True)
+            return nn.moments(inputs, layers.reduction_axes(self), synchronized=True)
         weights = ops.cast(ops.expand_dims(mask, -1), inputs.dtype)
-        return _moments(inputs, self._reduction_axes, False, tf.broadcast_to(weights, tf.shape(inputs)))
+        return _moments(inputs, layers.reduction_axes(self), False, tf.broadcast_to(weights, tf.shape(inputs)))
 
 
 def _moments(x: tf.Tensor, axes, keepdims: bool, weights: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
@@ -102,3 +105,112 @@ def _gather(value: tf.Tensor) -> tf.Tensor:
     place = tf.one_hot(tf.cast(ctx.replica_id_in_sync_group, tf.int32), ctx.num_replicas_in_sync, dtype=value.dtype)
     mine = tf.tensordot(place, value, axes=0)
     return mine if step_context.is_alone() else row_sums.over_replicas([mine])[0]
+
+
+def attributes_are_shared() -> bool:
+    """Whether a replica finds another one's tensor in a layer's attribute after they have met."""
+    strategy, layer = probing.mirrored(), keras.layers.Layer()
+
+    def step():
+        ctx = tf.distribute.get_replica_context()
+        mine = layer.kept = tf.cast(ctx.replica_id_in_sync_group, tf.float32)
+        ctx.merge_call(lambda strategy: None)
+        return layer.kept - mine
+
+    return any(value.numpy() != 0 for value in strategy.experimental_local_results(strategy.run(step)))
+
+
+def lazy_model_fails() -> bool:
+    """Whether a hand-written step cannot build its model and optimizer under two replicas."""
+    strategy = probing.mirrored()
+    with strategy.scope():
+        model, optimizer = keras.Sequential([keras.layers.Dense(1)]), keras.optimizers.Adam()
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    try:
+        tf.function(lambda x: strategy.run(step, args=(x,)))(tf.ones((1, 2)))
+    except Exception:
+        return True
+    return False
+
+
+def batch_norm_differs() -> bool:
+    """Whether BatchNormalization sees one replica's rows only."""
+    return probing.differs(rows=2, layer=keras.layers.BatchNormalization)
+
+
+def convolution_of_nothing_fails() -> bool:
+    """Whether a layer cannot bear a batch without rows. (Pooling ends the process, so it is not tried here.)"""
+    layer = keras.layers.Conv1D(2, 2)
+    layer.build((None, 4, 1))
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 4, 1))])
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x)
+        return tape.gradient(y, x)
+
+    try:
+        gradient(tf.zeros((0, 4, 1)))
+    except tf.errors.InvalidArgumentError:
+        return True
+    return False
+
+
+def own_state_differs() -> bool:
+    """Whether a running mean that a layer keeps is one replica's."""
+
+    class Centre(keras.layers.Layer):
+        def build(self, shape):
+            self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+        def call(self, x):
+            self.mean.assign(keras.ops.mean(x, axis=0))
+            return x - self.mean
+
+    return probing.differs(rows=2, layer=Centre)
+
+
+REPAIRS = (
+    Repair(
+        name="own-attributes",
+        fault="a tensor that a layer keeps, and `Layer.losses`, are another replica's after any collective",
+        issue="",
+        probe=attributes_are_shared,
+        apply=replica_attributes.keep_attributes_apart,
+    ),
+    Repair(
+        name="variables-once",
+        fault="a model built inside the first step makes its variables inside one replica",
+        issue="",
+        probe=lazy_model_fails,
+        apply=make_variables_once,
+    ),
+    Repair(
+        name="global-batch-norm",
+        fault="BatchNormalization takes its statistics from one replica's rows",
+        issue="",
+        probe=batch_norm_differs,
+        apply=normalise_by_global_batch,
+    ),
+    Repair(
+        name="no-rows",
+        fault="a replica without rows dies in the gradient of pooling (SIGABRT), or fails in Conv1D",
+        issue="",
+        probe=convolution_of_nothing_fails,
+        apply=stand_in_where_no_rows_are,
+    ),
+    Repair(
+        name="layer-state",
+        fault="what a layer assigns to its own variables is made of one replica's rows",
+        issue="",
+        probe=own_state_differs,
+        apply=layer_state.assign_for_all,
+    ),
+)

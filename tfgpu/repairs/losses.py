@@ -5,12 +5,15 @@ loss takes its share itself. Only divisors that are not the number of rows need 
 mask, sums of weights, and sums that have no divisor at all.
 """
 
+import keras
+import numpy as np
 import tensorflow as tf
-from keras.src.losses import loss as loss_module
-from keras.src.metrics import reduction_metrics
 
+from tfgpu.compat import targets
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
+from tfgpu.repairs import probing
+from tfgpu.repairs.repair import Repair
 
 
 def keep_losses_local() -> None:
@@ -25,7 +28,7 @@ def keep_losses_local() -> None:
     }
     for name, by in ways.items():
 
-        @wrap(loss_module, name)
+        @wrap(f"loss_module.{name}")
         def scale(stock, value, by=by):
             if step_context.step() is not None:
                 return value
@@ -38,7 +41,7 @@ def keep_own_means_local() -> None:
     a `train_step`, whose gradients are averaged, they mean what they mean on one device.
     """
 
-    @wrap(tf.nn, "compute_average_loss")
+    @wrap("tf.nn.compute_average_loss")
     def compute_average_loss(stock, per_example_loss, sample_weight=None, global_batch_size=None):
         loss = stock(per_example_loss, sample_weight, global_batch_size)
         if step_context.step() is None:
@@ -47,7 +50,7 @@ def keep_own_means_local() -> None:
             return loss * step_context.count(loss.dtype)
         return tf.math.divide_no_nan(loss, tf.cast(step_context.share(), loss.dtype))
 
-    @wrap(tf.nn, "scale_regularization_loss")
+    @wrap("tf.nn.scale_regularization_loss")
     def scale_regularization_loss(stock, regularization_loss):
         loss = stock(regularization_loss)
         return loss if step_context.step() is None else loss * step_context.count(loss.dtype)
@@ -56,7 +59,7 @@ def keep_own_means_local() -> None:
 def make_divisors_global() -> None:
     """Counts the valid positions of masks, and sums the weights of weighted means, over all replicas."""
 
-    @wrap(loss_module, "apply_mask")
+    @wrap("loss_module.apply_mask")
     def apply_mask(stock, sample_weight, mask, dtype, reduction):
         weight = stock(sample_weight, mask, dtype, reduction)
         if mask is None or not step_context.can_meet() or reduction not in ("mean", "sum_over_batch_size"):
@@ -64,7 +67,7 @@ def make_divisors_global() -> None:
         valid = tf.reduce_sum(tf.cast(mask, dtype))
         return weight * _as_local_part(valid)
 
-    @wrap(loss_module, "reduce_values")
+    @wrap("loss_module.reduce_values")
     def reduce_values(stock, values, sample_weight=None, reduction="sum_over_batch_size"):
         loss = stock(values, sample_weight, reduction)
         if step_context.context() is None or reduction in (None, "none"):
@@ -72,7 +75,7 @@ def make_divisors_global() -> None:
         if tuple(values.shape) == (0,):  # stock returns the empty vector, where the other replicas have a scalar
             loss = tf.reduce_sum(values)
             if reduction != "sum":
-                loss = loss_module.scale_loss_for_distribution(loss)  # as they do: they may meet there
+                loss = targets.owner("loss_module").scale_loss_for_distribution(loss)  # as they do: they may meet there
         if values.shape.rank == 0:  # one number is no sum over rows: Keras leaves it as it is
             return loss
         if reduction == "mean_with_sample_weight" and sample_weight is not None and step_context.can_meet():
@@ -85,9 +88,9 @@ def make_divisors_global() -> None:
 def weigh_scalar_metrics() -> None:
     """Lets a scalar of the batch, such as a loss under a `Mean` or `Sum`, count once and not once a replica."""
 
-    for metric in (reduction_metrics.Mean, reduction_metrics.Sum):
+    for name in ("Mean", "Sum"):
 
-        @wrap(metric, "update_state")
+        @wrap(f"{name}.update_state")
         def update_state(stock, self, values, sample_weight=None):
             if (
                 step_context.step() is None
@@ -98,7 +101,7 @@ def weigh_scalar_metrics() -> None:
             values, share = tf.convert_to_tensor(values), step_context.share()
             if sample_weight is None:
                 sample_weight = share
-            elif isinstance(self, reduction_metrics.Sum) or _is_constant(sample_weight):
+            elif isinstance(self, keras.metrics.Sum) or _is_constant(sample_weight):
                 sample_weight *= share
             return stock(self, tf.where(share > 0, values, tf.zeros_like(values)), sample_weight)
 
@@ -116,3 +119,53 @@ def _as_local_part(divisor: tf.Tensor) -> tf.Tensor:
     divisor = tf.where(share > 0, divisor, tf.zeros_like(divisor))
     (total,) = step_context.sum_small([divisor])
     return tf.math.divide_no_nan(divisor, total * share)
+
+
+def uneven_batch_differs() -> bool:
+    """Whether three rows on two replicas teach something else than on one device."""
+    return probing.differs()
+
+
+def average_loss_counts_replicas() -> bool:
+    """Whether `tf.nn.compute_average_loss` of one row on each of two replicas is half of that row's loss."""
+    strategy = probing.mirrored()
+    found = strategy.run(lambda: tf.nn.compute_average_loss([1.0]))
+    return float(strategy.experimental_local_results(found)[0]) == 0.5
+
+
+def weighted_mean_differs() -> bool:
+    """Whether a mean by sample weight is taken on each replica alone."""
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    return probing.differs(rows=2, loss=loss, weights=np.array([1.0, 5.0], "float32"))
+
+
+REPAIRS = (
+    Repair(
+        name="local-losses",
+        fault="an uneven batch is averaged as if every replica had equally many rows",
+        issue="https://github.com/tensorflow/tensorflow/issues/36224",
+        probe=uneven_batch_differs,
+        apply=keep_losses_local,
+    ),
+    Repair(
+        name="own-means",
+        fault="tf.nn.compute_average_loss in a train_step divides by the replicas, which the step does too",
+        issue="",
+        probe=average_loss_counts_replicas,
+        apply=keep_own_means_local,
+    ),
+    Repair(
+        name="global-divisors",
+        fault="masks and weighted means are divided by each replica's own count",
+        issue="",
+        probe=weighted_mean_differs,
+        apply=make_divisors_global,
+    ),
+    Repair(
+        name="scalar-metrics",
+        fault="the mean of a batch's scalar counts once a replica",
+        issue="",
+        probe=uneven_batch_differs,
+        apply=weigh_scalar_metrics,
+    ),
+)

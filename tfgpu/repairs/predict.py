@@ -1,11 +1,14 @@
 """`predict` under replicas: each predicts its own rows, and none an empty batch."""
 
+import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as keras_trainer
 
+from tfgpu.compat import slots
+from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_sharding, step_context
-from tfgpu.repairs import layers
+from tfgpu.repairs import layers, probing
+from tfgpu.repairs.repair import Repair
 
 
 def split_batches_to_predict() -> None:
@@ -14,27 +17,27 @@ def split_batches_to_predict() -> None:
     A replica without rows predicts one that stands in, and gives nothing: oneDNN has no empty convolution.
     """
 
-    @wrap(keras_trainer.TensorFlowTrainer, "predict_on_batch")
+    @wrap("TensorFlowTrainer.predict_on_batch")
     def predict_on_batch(stock, self, x):
         if not step_context.is_spread(self.distribute_strategy):
             return stock(self, x)
         return stock(self, batch_sharding.deal(self.distribute_strategy, x, with_places=not self.jit_compile))
 
-    _stand_in_to_predict(keras_trainer.TensorFlowTrainer)
+    _stand_in_to_predict(TensorFlowTrainer)
 
-    @wrap(keras_trainer.TensorFlowTrainer, "make_predict_function")
+    @wrap("TensorFlowTrainer.make_predict_function")
     def make_predict_function(stock, self, force=False):
         for cls in type(self).__mro__:  # a model may have a step of its own
-            if "predict_step" in vars(cls) and issubclass(cls, keras_trainer.TensorFlowTrainer):
+            if "predict_step" in vars(cls) and issubclass(cls, TensorFlowTrainer):
                 _stand_in_to_predict(cls)
         return stock(self, force)
 
 
 def _stand_in_to_predict(cls: type) -> None:
     """Gives the class's `predict_step` a row that stands in where a replica has none, and drops what comes of it."""
-    if vars(cls).get("_predicts_stand_ins"):
+    if slots.get(cls, "predicts_stand_ins"):
         return
-    cls._predicts_stand_ins = True
+    slots.of(cls).predicts_stand_ins = True
 
     @wrap(cls, "predict_step")
     def predict_step(stock, self, data):
@@ -51,3 +54,21 @@ def _stand_in_to_predict(cls: type) -> None:
             return found
         kept = [v[: tf.where(local > 0, tf.shape(v)[0], 0)] if v.shape.rank else v for v in tf.nest.flatten(found)]
         return tf.nest.pack_sequence_as(found, kept)
+
+
+def predict_on_batch_repeats() -> bool:
+    """Whether three rows come back as six."""
+    with probing.mirrored().scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    return len(model.predict_on_batch(probing.X)) != 3
+
+
+REPAIRS = (
+    Repair(
+        name="predict-on-batch",
+        fault="predict_on_batch predicts the whole batch on every replica",
+        issue="",
+        probe=predict_on_batch_repeats,
+        apply=split_batches_to_predict,
+    ),
+)

@@ -7,21 +7,21 @@ the chief, and not yet when it returns elsewhere: workers that load it must wait
 """
 
 import contextlib
+import inspect
 import io
 import os
+import pathlib
 import tempfile
 
 import h5py
 import keras
 import tensorflow as tf
-from keras.src import backend
-from keras.src.callbacks import csv_logger, model_checkpoint, tensorboard
-from keras.src.legacy.saving import legacy_h5_format
-from keras.src.saving import saving_lib
-from keras.src.utils import file_utils
 
+from tfgpu.compat import distribute, saving, slots
+from tfgpu.compat.keras import file_utils
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
+from tfgpu.repairs.repair import Repair
 
 
 def writes(model) -> bool:
@@ -55,23 +55,24 @@ def beside(path):
 def write_whole_files() -> None:
     """Saves a file beside its place and renames it; stock Keras empties the old file first."""
 
-    @wrap(saving_lib, "save_model")
-    def save_model(stock, model, filepath, weights_format="h5", zipped=True):
-        if isinstance(filepath, io.IOBase) or not zipped or str(filepath).startswith("hf://"):
-            return stock(model, filepath, weights_format, zipped)
-        if not str(filepath).endswith(".keras"):
-            return stock(model, filepath, weights_format, zipped)
+    @wrap("saving_lib.save_model")
+    def save_model(stock, model, filepath, *args, **kwargs):  # what follows differs between versions
+        bound = inspect.signature(stock).bind(model, filepath, *args, **kwargs)
+        bound.apply_defaults()
+        is_file = isinstance(filepath, io.IOBase) or not bound.arguments.get("zipped", True)
+        if is_file or str(filepath).startswith("hf://") or not str(filepath).endswith(".keras"):
+            return stock(model, filepath, *args, **kwargs)
         with beside(str(filepath)) as path:
-            return stock(model, path, weights_format, zipped)
+            return stock(model, path, *args, **kwargs)
 
-    @wrap(saving_lib, "save_weights_only")
+    @wrap("saving_lib.save_weights_only")
     def save_weights(stock, model, filepath, max_shard_size=None, objects_to_skip=None):
         if max_shard_size is not None or not str(filepath).endswith(".weights.h5"):
             return stock(model, filepath, max_shard_size, objects_to_skip)
         with beside(str(filepath)) as path:
             return stock(model, path, max_shard_size, objects_to_skip)
 
-    @wrap(legacy_h5_format, "save_model_to_hdf5")
+    @wrap("hdf5_format.save_model_to_hdf5")
     def save_hdf5(stock, model, filepath, overwrite=True, include_optimizer=True):
         if isinstance(filepath, h5py.File) or not overwrite:
             return stock(model, filepath, overwrite, include_optimizer)
@@ -82,81 +83,105 @@ def write_whole_files() -> None:
 def let_only_the_chief_write() -> None:
     """On workers that are not the chief, saves and the callbacks that write files leave none."""
 
-    @wrap(saving_lib, "save_model")
+    @wrap("saving_lib.save_model")
     def save_model(stock, model, filepath, *args, **kwargs):
         if writes(model):
             return stock(model, filepath, *args, **kwargs)
-        saving_lib._serialize_model_as_json(model)  # a model that cannot be saved fails on all workers
-        _read(model)
+        saving.check_serializable(model)  # a model that cannot be saved fails on all workers
+        saving.read_all(model)
 
-    @wrap(saving_lib, "save_weights_only")
+    @wrap("saving_lib.save_weights_only")
     def save_weights(stock, model, filepath, max_shard_size=None, objects_to_skip=None):
         if writes(model):
             return stock(model, filepath, max_shard_size, objects_to_skip)
-        _read(model, objects_to_skip or ())
+        saving.read_all(model, objects_to_skip or ())
 
-    @wrap(legacy_h5_format, "save_model_to_hdf5")
+    @wrap("hdf5_format.save_model_to_hdf5")
     def save_hdf5(stock, model, filepath, overwrite=True, include_optimizer=True):
         if writes(model):
             return stock(model, filepath, overwrite, include_optimizer)
         with h5py.File("nowhere", "w", driver="core", backing_store=False) as file:
             stock(model, file, True, include_optimizer)
 
-    @wrap(keras.Model, "export")
+    @wrap("keras.Model.export")
     def export(stock, self, filepath, *args, **kwargs):
         if writes(self):
             return stock(self, filepath, *args, **kwargs)
         with tempfile.TemporaryDirectory() as folder:
             stock(self, os.path.join(folder, os.path.basename(os.fspath(filepath))), *args, **kwargs)
 
-    @wrap(model_checkpoint.ModelCheckpoint, "_get_file_path")
+    @wrap("ModelCheckpoint.get_file_path")
     def get_file_path(stock, self, epoch, batch, logs):
         path = stock(self, epoch, batch, logs)
         return path if writes(self.model) else os.path.basename(path)  # the callback makes the path's folder
 
     for name in ("on_train_begin", "on_epoch_end", "on_train_end"):
 
-        @wrap(csv_logger.CSVLogger, name)
+        @wrap(f"CSVLogger.{name}")
         def write_rows(stock, self, *args, **kwargs):
             if writes(self.model):
                 stock(self, *args, **kwargs)
 
-    @wrap(tensorboard.TensorBoard, "set_model")
+    @wrap("TensorBoard.set_model")
     def set_model(stock, self, model):
         if writes(model):
             return stock(self, model)
-        theirs, self._nowhere = self.log_dir, tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.log_dir = self._nowhere.name  # Keras takes the writers' folders from it
+        theirs, nowhere = self.log_dir, tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        slots.of(self).nowhere, self.log_dir = nowhere, nowhere.name  # Keras takes the writers' folders from it
         try:
             stock(self, model)
         finally:
             self.log_dir = theirs
 
-    @wrap(tensorboard.TensorBoard, "on_train_end")
+    @wrap("TensorBoard.on_train_end")
     def on_train_end(stock, self, logs=None):
         stock(self, logs)
         if not writes(self.model):
-            self._nowhere.cleanup()
+            slots.of(self).nowhere.cleanup()
 
 
-class _Reader(saving_lib.H5IOStore):
-    """A store that takes what a save writes, reads its value, and keeps it no longer than one layer's."""
+def failed_save_destroys() -> bool:
+    """Whether a save that fails half-way takes the file with it that was there."""
 
-    def __init__(self):
-        super().__init__(io.BytesIO(), mode="w")
+    class Fails(keras.layers.Layer):
+        def save_own_variables(self, store):
+            raise InterruptedError
 
-    def make(self, path, metadata=None):
-        self._h5_entry_group = {}
-        return self
+    model = keras.Sequential([keras.Input((2,)), Fails()])
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "m.keras")
+        path.write_text("before")
+        try:
+            model.save(path)
+        except InterruptedError:
+            pass
+        return path.read_bytes() != b"before"
 
-    def __setitem__(self, key, value):
-        self._h5_entry_group[key] = backend.convert_to_numpy(value)
+
+def every_worker_writes() -> bool:
+    """Whether a worker that is not the chief leaves a file."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    distribute.be_no_chief(strategy)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_weights(f"{folder}/w.weights.h5")
+        return bool(os.listdir(folder))
 
 
-def _read(model, skipped=()) -> None:
-    """Reads a model's state as a save of it does."""
-    store = _Reader()
-    try:
-        saving_lib._save_state(model, store, None, "", {id(saveable) for saveable in skipped})
-    finally:
-        store.close()
+REPAIRS = (
+    Repair(
+        name="whole-files",
+        fault="a save empties the old file first: where it is cut short, both are lost",
+        issue="",
+        probe=failed_save_destroys,
+        apply=write_whole_files,
+    ),
+    Repair(
+        name="chief-writes",
+        fault="every worker writes the same files",
+        issue="https://github.com/tensorflow/tensorflow/issues/38635",
+        probe=every_worker_writes,
+        apply=let_only_the_chief_write,
+    ),
+)

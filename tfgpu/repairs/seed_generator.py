@@ -2,15 +2,15 @@
 
 import threading
 
+import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.backend.tensorflow import core
-from keras.src.random import seed_generator
-from tensorflow.python.distribute import mirrored_run
-from tensorflow.python.distribute.values import DistributedVariable
 
+from tfgpu.compat import distribute, slots, variables
+from tfgpu.compat import keras as private_keras
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
+from tfgpu.repairs import probing
+from tfgpu.repairs.repair import Repair
 
 
 def share_seed_state() -> None:
@@ -22,35 +22,56 @@ def share_seed_state() -> None:
     thread that runs the step.
     """
 
-    @wrap(seed_generator.SeedGenerator, "next")
+    @wrap("SeedGenerator.next")
     def next_seed(stock, self, ordered=True):
         ctx = step_context.context()
-        if ctx is not None and not _is_of(ctx.strategy, self.state._value):
+        if ctx is not None and not _is_of(ctx.strategy, variables.held(self.state)):
             step_context.run_outside(ctx.strategy, lambda: _mirror(self.state))
         return stock(self, ordered)
 
-    @wrap(mirrored_run._MirroredReplicaThread, "__init__")
+    @wrap("MirroredReplicaThread.__init__")
     def start(stock, self, *args, **kwargs):
         stock(self, *args, **kwargs)
-        self.keras_state_of_caller = vars(global_state.GLOBAL_STATE_TRACKER)
+        slots.of(self).keras_state = private_keras.thread_state()
 
-    @wrap(seed_generator, "global_seed_generator")
+    @wrap("seed_generator.global_seed_generator")
     def global_seed_generator(stock):
-        theirs = getattr(threading.current_thread(), "keras_state_of_caller", None)
+        theirs = slots.get(threading.current_thread(), "keras_state")
         if theirs is None:
             return stock()
-        name = seed_generator.GLOBAL_SEED_GENERATOR
-        global_state.set_global_attribute(name, theirs.get(name))
+        name = private_keras.GLOBAL_SEED_GENERATOR
+        private_keras.set_attribute(name, theirs.get(name))
         theirs[name] = stock()
         return theirs[name]
 
 
 def _is_of(strategy: tf.distribute.Strategy, value) -> bool:
-    return isinstance(value, DistributedVariable) and value.distribute_strategy is strategy
+    return isinstance(value, distribute.DistributedVariable) and value.distribute_strategy is strategy
 
 
-def _mirror(variable: core.Variable) -> None:
-    value = variable._value
-    variable._value = tf.Variable(
-        value.read_value(), trainable=False, name=variable.name, aggregation=value.aggregation
-    )
+def _mirror(variable: keras.Variable) -> None:
+    value = variables.held(variable)
+    copies = tf.Variable(value.read_value(), trainable=False, name=variable.name, aggregation=value.aggregation)
+    variables.set_held(variable, copies)
+
+
+def global_seeds_differ() -> bool:
+    """Whether each replica makes a global seed generator of its own, with another seed."""
+    keras.utils.set_random_seed(0)
+    strategy = probing.mirrored()
+    try:
+        first, second = tf.function(lambda: strategy.run(lambda: keras.random.uniform([4])))().values
+    except ValueError:  # the second one is made while the first one's graph is
+        return True
+    return not bool(tf.reduce_all(first == second))
+
+
+REPAIRS = (
+    Repair(
+        name="shared-seeds",
+        fault="every replica makes a global seed generator of its own",
+        issue="",
+        probe=global_seeds_differ,
+        apply=share_seed_state,
+    ),
+)

@@ -7,13 +7,18 @@ https://github.com/keras-team/keras/issues/20861.
 import contextlib
 import logging
 
+import keras
+import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as keras_trainer
-from keras.src.trainers.trainer import Trainer
 
+from tfgpu.compat import distribute, optimizers, training
+from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_sharding, step_context
+from tfgpu.compat.tensorflow import NoneTensorSpec
+from tfgpu.core import batch_sharding, step_blocks, step_context, step_loop
 from tfgpu.errors import InputError
+from tfgpu.repairs import probing
+from tfgpu.repairs.repair import Repair
 
 _log = logging.getLogger(__name__)
 
@@ -25,34 +30,32 @@ def compile_in_scope() -> None:
         InputError: by `compile`, where the model or the optimizer was made outside the strategy's scope.
     """
 
-    @wrap(Trainer, "compile")
+    @wrap("Trainer.compile")
     def compile_model(stock, self, *args, **kwargs):
-        own, here = self._distribute_strategy, tf.distribute.get_strategy()
+        own, here = training.strategy_of(self), tf.distribute.get_strategy()
         if own is None and step_context.is_spread(here):
             raise InputError("The model was made outside `strategy.scope()`. Make it inside, where you compile it.")
         with _scope_of(self):
             stock(self, *args, **kwargs)
         inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
         if step_context.is_spread(own) and inner is not None:
-            step_context.check_has_copies(inner._iterations)
-        elif own is not None and getattr(inner, "_distribute_strategy", own) is not own:
-            raise InputError("The optimizer was made outside `strategy.scope()`. Make it inside, as the model was.")
+            step_context.check_has_copies(optimizers.iterations(inner))
 
 
 def build_from_spec() -> None:
     """Builds a model from the data's `element_spec`, where stock Keras draws a batch and averages it over replicas."""
 
-    @wrap(keras_trainer.TensorFlowTrainer, "_maybe_symbolic_build")
+    @wrap("TensorFlowTrainer.maybe_symbolic_build")
     def maybe_symbolic_build(stock, self, iterator=None, data_batch=None):
-        if self._distribute_strategy is not None and _is_built(self):
+        if training.strategy_of(self) is not None and _is_built(self):
             return None
-        if iterator is not None and self._distribute_strategy is not None:
+        if iterator is not None and training.strategy_of(self) is not None:
             data_batch = _batch_of(iterator)
         try:
             with _scope_of(self):
                 return stock(self, None, data_batch)
         except Exception as error:  # whatever a model of the user's raises
-            if iterator is None or type(self).train_step is keras_trainer.TensorFlowTrainer.train_step:
+            if iterator is None or type(self).train_step is TensorFlowTrainer.train_step:
                 raise
             # The data may be laid out for a train step of the model's own, which builds what is left in its first run.
             _log.debug("The model was not built from the data's spec: %s", error)
@@ -62,28 +65,117 @@ def build_now(model, iterator) -> None:
     """Makes the variables that the first step on this data would make: layers', metrics', the loss's."""
     if not _is_built(model):
         with _scope_of(model):
-            model._symbolic_build(data_batch=_batch_of(iterator))
+            training.build_symbolically(model, _batch_of(iterator))
 
 
 def _batch_of(iterator):
     """What one replica gets, as specs."""
-    spec = iterator._distributed_dataset.element_spec
+    spec = training.dataset_of(iterator).element_spec
     return tf.nest.map_structure(_one_replica, spec.data if isinstance(spec, batch_sharding.Piece) else spec)
 
 
 def _scope_of(model):
     """The scope of the model's own strategy, where it is not the current one."""
-    own = model._distribute_strategy
+    own = training.strategy_of(model)
     return contextlib.nullcontext() if own is None or own is tf.distribute.get_strategy() else own.scope()
 
 
 def _is_built(model) -> bool:
     """Whether there is nothing left of the model that data would have to build."""
-    parts = [*model._flatten_layers(), model._compile_metrics, model._compile_loss, getattr(model, "optimizer", None)]
-    return all(part is None or part.built for part in parts)
+    return all(part is None or part.built for part in training.compiled_parts(model))
 
 
 def _one_replica(spec):
-    if isinstance(spec, (tf.OptionalSpec, tf.NoneTensorSpec)):
-        return None
-    return spec._value_specs[0] if hasattr(spec, "_value_specs") else spec
+    return None if isinstance(spec, (tf.OptionalSpec, NoneTensorSpec)) else distribute.replica_spec(spec)
+
+
+def compiled_outside_fails() -> bool:
+    """Whether training fails where a model was made inside the scope and compiled by name outside it."""
+    with probing.mirrored().scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    try:
+        model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+    except (RuntimeError, ValueError, AssertionError):
+        return True
+    return False
+
+
+def many_steps_fail() -> bool:
+    """Whether two steps in one execution crash."""
+    return probing.differs(rows=2, compile_options={"steps_per_execution": 2})
+
+
+def fit_calls_for_every_batch() -> bool:
+    """Whether `fit` calls callbacks after every batch of an epoch where none of them looks at batches."""
+
+    class Calls(keras.callbacks.Callback):
+        every_batch, made = False, 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.made += 1
+
+    model, calls = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), Calls()
+    model.compile("sgd", "mse")
+    model.fit(np.ones((8, 1)), np.ones((8, 1)), batch_size=1, verbose=0, callbacks=[calls])
+    return calls.made == 8
+
+
+def results_are_read_again() -> bool:
+    """Whether `fit` reads a metric once more, outside its steps, when the epoch has ended."""
+
+    class Mean(keras.metrics.MeanMetricWrapper):
+        read = 0
+
+        def result(self):
+            Mean.read += tf.executing_eagerly()
+            return super().result()
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[Mean(lambda y, y_pred: y_pred, name="mean")])
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+    return Mean.read > 0
+
+
+def uneven_first_batch_fails() -> bool:
+    """Whether an unbuilt model cannot be built from a first batch that replicas hold unequal parts of."""
+    return probing.differs(is_built=False)
+
+
+REPAIRS = (
+    Repair(
+        name="compiled-in-scope",
+        fault="a model compiled outside the scope that it was made in gets an optimizer that cannot train it",
+        issue="",
+        probe=compiled_outside_fails,
+        apply=compile_in_scope,
+    ),
+    Repair(
+        name="many-steps-a-call",
+        fault="steps_per_execution above 1 crashes under replicas",
+        issue="https://github.com/keras-team/keras/issues/20861",
+        probe=many_steps_fail,
+        apply=step_loop.run_many_steps_in_one_call,
+    ),
+    Repair(
+        name="blocks-of-steps",
+        fault="fit goes back to Python after every batch, whether a callback looks at it or not",
+        issue="",
+        probe=fit_calls_for_every_batch,
+        apply=step_blocks.run_in_blocks,
+    ),
+    Repair(
+        name="results-once",
+        fault="at the epoch's end every metric that the logs hold is reduced over replicas again",
+        issue="",
+        probe=results_are_read_again,
+        apply=step_loop.read_results_once,
+    ),
+    Repair(
+        name="build-from-spec",
+        fault="fit draws a batch and averages it over replicas to build the model",
+        issue="https://github.com/keras-team/keras/issues/20585",
+        probe=uneven_first_batch_fails,
+        apply=build_from_spec,
+    ),
+)

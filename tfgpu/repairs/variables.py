@@ -1,8 +1,10 @@
 """Python numbers of variables that lie on several devices: `float(model.optimizer.learning_rate)`, as callbacks ask."""
 
-from keras.src.backend.common.variables import Variable
+import keras
 
 from tfgpu.compat.patch import wrap
+from tfgpu.repairs import probing
+from tfgpu.repairs.repair import Repair
 
 
 def read_numbers_of_replicated_variables() -> None:
@@ -12,10 +14,31 @@ def read_numbers_of_replicated_variables() -> None:
     have `numpy`. In a graph, where no variable has a value yet, TensorFlow's own error stays.
     """
 
-    @wrap(Variable, "__float__")
+    @wrap("KerasVariable.__float__")
     def as_float(stock, self):
         return stock(self) if self.ndim > 0 or hasattr(type(self.value), "__float__") else float(self.value.numpy())
 
-    @wrap(Variable, "__int__")
+    @wrap("KerasVariable.__int__")
     def as_int(stock, self):
         return stock(self) if self.ndim > 0 or hasattr(type(self.value), "__int__") else int(self.value.numpy())
+
+
+def learning_rate_is_no_number() -> bool:
+    """Whether Python cannot read a variable that lies on several devices."""
+    with probing.mirrored().scope():
+        optimizer = keras.optimizers.SGD(0.5)
+    try:
+        return float(optimizer.learning_rate) != 0.5
+    except TypeError:
+        return True
+
+
+REPAIRS = (
+    Repair(
+        name="python-numbers",
+        fault="`float(model.optimizer.learning_rate)`, as callbacks ask, raises under replicas",
+        issue="",
+        probe=learning_rate_is_no_number,
+        apply=read_numbers_of_replicated_variables,
+    ),
+)

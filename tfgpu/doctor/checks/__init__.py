@@ -50,5 +50,6 @@ def judge(facts: Mapping[str, dict[str, Any]], environ: Mapping[str, str]) -> li
         *machine.limits(facts),
         machine.disk(facts),
         *software.repairs(facts, environ),
+        *software.patches(facts),
     ]
     return [check for check in checks if check]

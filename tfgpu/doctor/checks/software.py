@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Mapping
 
+from tfgpu.compat import versions
 from tfgpu.compat.versions import INSTALL, KERAS, TENSORFLOW, Support
 from tfgpu.doctor.check import Check
 
@@ -103,7 +104,10 @@ def repairs(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check
     checks = []
     for name, is_needed in found.items():
         title = f"Keras repair {name}"
-        if not is_needed:
+        if is_needed is None:
+            fix = "Run `tfgpu doctor` again; if it stays so, report it with `tfgpu doctor --bundle`."
+            checks.append(Check(title, "warning", "its probe gave no answer; the repair is installed", fix))
+        elif not is_needed:
             checks.append(Check(title, "ok", "fixed upstream: not needed here"))
         elif is_off:
             text = "needed here, but TFGPU_REPAIR=0 leaves Keras alone"
@@ -111,3 +115,18 @@ def repairs(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check
         else:
             checks.append(Check(title, "ok", "needed here; tfgpu.strategy() installs it"))
     return checks
+
+
+def patches(facts: Mapping[str, dict]) -> list[Check]:
+    """Whether every function that tfgpu wraps has a source that tfgpu was tested with."""
+    found, title = facts["patches"], "Patches"
+    if "error" in found:
+        return []  # the repairs' check says what it is
+    changed = [f"{target} (by {by})" for target, by, source in found["in force"] if source == "changed"]
+    functions = {target for target, *_ in found["in force"]}
+    text = f"{len(functions)} functions of Keras and TensorFlow wrapped, {len(found['on use'])} more by features"
+    if not changed:
+        return [Check(title, "ok", f"{text}; each has a source that was tested")]
+    text = f"{text}; the source of {', '.join(changed)} is not one that was tested"
+    fix = f"Compare a short run with one device, or use a version that was tested: {versions.tried()}."
+    return [Check(title, "warning", text, fix)]

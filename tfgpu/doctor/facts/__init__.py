@@ -12,6 +12,7 @@ from typing import Any
 from tfgpu.doctor.facts import asking, loader
 
 QUICK_S, TENSORFLOW_S, REPAIRS_S = 60, 240, 600
+_ENGINE = ("repairs", "patches")  # a process each: the probes must run where nothing is patched
 """Seconds for a group of questions to be answered; on an idle machine they take 1, 7 and 15."""
 _HERE = "tfgpu.doctor.facts"
 _LOG_LINES = 100
@@ -30,7 +31,7 @@ def gather(environ: Mapping[str, str], *, root: str = "/", seconds: float | None
     """
     environ = {**asking.with_tfgpu(environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
     with asking.Askers() as pool:
-        repairs = pool.submit(_repairs, environ, seconds or REPAIRS_S, pool.stop)
+        repairs = [pool.submit(_repairs, [name], environ, seconds or REPAIRS_S, pool.stop) for name in _ENGINE]
         at_most = {"seconds": seconds or QUICK_S, "stop": pool.stop}
         quick = [
             pool.submit(_ask, "software", ["python", "packages"], environ, **at_most),
@@ -40,10 +41,10 @@ def gather(environ: Mapping[str, str], *, root: str = "/", seconds: float | None
         ]
         facts = tensorflow(environ, seconds or TENSORFLOW_S)
         facts |= _libraries(facts["tensorflow"], environ, root, seconds or QUICK_S)
-        for each in [*quick, repairs]:
+        for each in [*quick, *repairs]:
             facts |= each.result()
     if "error" in facts["tensorflow"] or "error" in facts["keras"]:
-        facts["repairs"] = {"error": "not asked: TensorFlow or Keras cannot be imported"}
+        facts |= {name: {"error": "not asked: TensorFlow or Keras cannot be imported"} for name in _ENGINE}
     return facts
 
 
@@ -84,8 +85,10 @@ def _libraries(found: Mapping, environ: Mapping[str, str], root: str, seconds: f
     return _ask("libraries", ["libraries", "tools"], environ, seconds, cuda_version=built, tensorflow=folder, root=root)
 
 
-def _repairs(environ: Mapping[str, str], seconds: float, stop: threading.Event) -> dict[str, dict[str, Any]]:
+def _repairs(
+    names: list[str], environ: Mapping[str, str], seconds: float, stop: threading.Event
+) -> dict[str, dict[str, Any]]:
     # The probes train tiny models on logical CPU devices of their own: no GPU, no cluster, a fresh process.
     away = ("TF_CONFIG", "TFGPU_REPAIR")
     alone = {name: value for name, value in environ.items() if name not in away} | {"CUDA_VISIBLE_DEVICES": ""}
-    return _ask("software", ["repairs"], alone, seconds, stop=stop)
+    return _ask("software", names, alone, seconds, stop=stop)

@@ -1,8 +1,5 @@
 """Python, packages, TensorFlow and Keras: what they are, in a process that may die of asking."""
 
-import contextlib
-import io
-import json
 import platform
 import re
 import sys
@@ -61,11 +58,21 @@ def _keras(**_) -> dict:
 
 
 def _repairs(**_) -> dict:
-    from tfgpu.repairs import probes
+    from tfgpu.repairs import probing
 
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        probes.main()
-    return json.loads(out.getvalue().splitlines()[-1])
+    return probing.ask()
+
+
+def _patches(**_) -> dict:
+    from tfgpu import repairs
+    from tfgpu.compat import patch
+
+    repairs.repair_keras()
+    in_force = patch.installed()
+    return {
+        "in force": [[found.target, found.by, found.source] for found in in_force],
+        "on use": [list(each) for each in patch.declared() if each[0] not in {found.target for found in in_force}],
+    }
 
 
 QUESTIONS = {
@@ -74,4 +81,5 @@ QUESTIONS = {
     "tensorflow": _tensorflow,
     "keras": _keras,
     "repairs": _repairs,
+    "patches": _patches,
 }

@@ -27,7 +27,7 @@ def test_installing_twice_wraps_once():
 
     names = repairs.repair_keras()
     wrapped = keras.optimizers.Optimizer.apply
-    assert repairs.repair_keras() == names == tuple(fix.name for fix in repairs.fixes())
+    assert repairs.repair_keras() == names == tuple(fix.name for fix in repairs.all_repairs())
     assert keras.optimizers.Optimizer.apply is wrapped
 
 

@@ -1,0 +1,34 @@
+"""Probes run in processes of their own: one that dies or hangs is no answer, and the others still answer."""
+
+import os
+import subprocess
+import sys
+
+CODE = """
+import json, os, time
+from tfgpu import repairs
+from tfgpu.repairs import probing
+
+def row(name, probe):
+    return repairs.Repair(name, "", "", probe, lambda: None)
+
+rows = (row("there", lambda: True), row("gone", lambda: False), row("dies", lambda: os._exit(3)),
+        row("hangs", lambda: time.sleep(100)), row("raises", lambda: 1 / 0), row("last", probing.differs))
+repairs.all_repairs = lambda: rows
+print(json.dumps(probing.ask(timeout_s=20)))
+print(json.dumps(probing.ask(["gone"])))
+"""
+
+
+def test_each_probe_answers_for_itself():
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    every, one = done.stdout.splitlines()[-2:]
+    assert every == '{"there": true, "gone": false, "dies": null, "hangs": null, "raises": null, "last": true}'
+    assert one == '{"gone": false}'

@@ -1,0 +1,15 @@
+"""Gradient accumulation under replicas."""
+
+from tfgpu.optim import gradient_accumulation
+from tfgpu.repairs.optimizers import accumulation_fails
+from tfgpu.repairs.repair import Repair
+
+REPAIRS = (
+    Repair(
+        name="local-accumulation",
+        fault="accumulated gradients meet in every batch, or crash",
+        issue="https://github.com/keras-team/keras/issues/20582",
+        probe=accumulation_fails,
+        apply=gradient_accumulation.accumulate_on_each_replica,
+    ),
+)

@@ -1,0 +1,33 @@
+"""tf.functions that a step calls."""
+
+import tensorflow as tf
+
+from tfgpu.core import nested_functions
+from tfgpu.repairs import probing
+from tfgpu.repairs.repair import Repair
+
+
+def function_cannot_meet() -> bool:
+    """Whether a tf.function that a replica calls fails where replicas are to meet."""
+
+    @tf.function
+    def meet():
+        tf.distribute.get_replica_context().merge_call(lambda strategy: None)
+
+    strategy = probing.mirrored()
+    try:
+        tf.function(lambda: strategy.run(lambda: meet()))()
+    except RuntimeError:
+        return True
+    return False
+
+
+REPAIRS = (
+    Repair(
+        name="functions-within",
+        fault="a tf.function inside a step gets a graph of its own, in which replicas cannot meet",
+        issue="",
+        probe=function_cannot_meet,
+        apply=nested_functions.trace_functions_within_the_step,
+    ),
+)

@@ -1,0 +1,121 @@
+"""Asks which faults this version of Keras and TensorFlow has: `python -m tfgpu.repairs.probing [NAME ...]`.
+
+Prints one JSON object, `{"name of the repair": true, ...}`; null where a probe gave no answer. Each probe runs stock
+Keras in a process of its own, where no repair is in force: some faults end the process, and an iterator of tf.data may
+hang where it ends.
+"""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+TIMEOUT_S = 60.0
+"""Within which a probe answers; most take a second."""
+
+X = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0]], "float32")
+Y = np.array([[1.0], [0.0], [2.0]], "float32")
+
+
+def ask(
+    names: Sequence[str] | None = None, *, timeout_s: float = TIMEOUT_S, at_once: int = 2
+) -> dict[str, bool | None]:
+    """Runs probes, each in a fork of this process, which must not have used a device yet.
+
+    Args:
+        names: of repairs; None takes all.
+        timeout_s: for each probe, in seconds.
+        at_once: how many run side by side.
+
+    Returns:
+        Whether each fault is there; None where its probe died or took too long.
+    """
+    from tfgpu import repairs
+
+    waiting = [repair for repair in repairs.all_repairs() if names is None or repair.name in names]
+    found: dict[str, bool | None] = {repair.name: None for repair in waiting}
+    fork, running = multiprocessing.get_context("fork"), {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            repair = waiting.pop(0)
+            here, there = fork.Pipe(duplex=False)
+            process = fork.Process(target=_answer, args=(repair.probe, there), daemon=True)
+            process.start()
+            there.close()
+            running[repair.name] = process, here
+        name, (process, here) = next(iter(running.items()))
+        try:
+            found[name] = here.recv() if here.poll(timeout_s) else None
+        except EOFError:  # it has died
+            pass
+        process.kill()
+        process.join()
+        del running[name]
+    return found
+
+
+def _answer(probe, there: Connection) -> None:
+    warnings.simplefilter("ignore")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
+    there.send(bool(probe()))
+    there.close()
+
+
+def ask_apart(name: str) -> bool | None:
+    """Runs one probe in a process of its own, wherever this one stands; None where there is no answer."""
+    environment = {**os.environ, "TFGPU_REPAIR": "0", "CUDA_VISIBLE_DEVICES": "-1"}
+    environment.pop("TF_CONFIG", None)
+    command = [sys.executable, "-m", "tfgpu.repairs.probing", name]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * TIMEOUT_S)
+        return json.loads(done.stdout.splitlines()[-1])[name]
+    except (subprocess.TimeoutExpired, IndexError, ValueError, KeyError):
+        return None
+
+
+def mirrored() -> tf.distribute.Strategy:
+    """Two replicas on two logical CPU devices."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def differs(
+    *, rows=3, loss="mse", weights=None, layer=None, optimizer=None, compile_options=None, is_built=True
+) -> bool:
+    """Whether two replicas learn other weights than one device in an epoch of one batch, or crash."""
+
+    def train(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            layers = [keras.layers.Dense(2)] + ([layer()] if layer else []) + [keras.layers.Dense(1)]
+            model = keras.Sequential(([keras.Input((2,))] if is_built else []) + layers)
+            model.compile(keras.optimizers.SGD(0.1, **(optimizer or {})), loss, **(compile_options or {}))
+        data = [a[:rows] for a in (X, Y)]
+        model.fit(*data, sample_weight=weights, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    alone = train(tf.distribute.get_strategy())
+    try:
+        spread = train(mirrored())
+    except Exception:
+        return True
+    return max(float(np.abs(a - b).max()) for a, b in zip(alone, spread, strict=True)) > 1e-5
+
+
+def operations(function) -> set[str]:
+    """The kinds of operation in a function's graph."""
+    graph = tf.function(function, autograph=False).get_concrete_function().graph
+    return {operation.type for operation in graph.get_operations()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(ask(sys.argv[1:] or None)))

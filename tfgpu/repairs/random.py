@@ -1,0 +1,26 @@
+"""Draws of `keras.random` and of layers."""
+
+import keras
+import tensorflow as tf
+
+from tfgpu.core import rng
+from tfgpu.repairs import probing
+from tfgpu.repairs.repair import Repair
+
+
+def dropout_masks_repeat() -> bool:
+    """Whether two replicas drop the same positions of different rows."""
+    masks = probing.mirrored().run(lambda: keras.random.dropout(tf.ones([8, 16]), 0.5, seed=1))
+    first, second = masks.values
+    return bool(tf.reduce_all(first == second))
+
+
+REPAIRS = (
+    Repair(
+        name="draws-by-example",
+        fault="every replica draws the same dropout masks and noise",
+        issue="",
+        probe=dropout_masks_repeat,
+        apply=rng.draw_by_example,
+    ),
+)
