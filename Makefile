@@ -1,4 +1,4 @@
-# make train: install into .venv, then train on the embedded digits.   make test: install, then run the tests.
+# make train: install into .venv, then train on the embedded digits.   make test: install, then run the fast tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /proc/
 EXTRAS := dev$(if $(HAS_GPU),$(shell echo ,gpu))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test coverage lint audit docs doctor digits matrix bench bench-gpu clean
+.PHONY: help install train test test-all coverage lint audit docs docs-check doctor digits matrix bench bench-gpu clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -24,8 +24,11 @@ $(STAMP): setup.cfg pyproject.toml
 train: $(STAMP)  ## Train the default model (more: .venv/bin/tfgpu train --help)
 	$(BIN)/tfgpu train $(ARGS)
 
-test: $(STAMP)  ## Run the tests in two processes
-	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+test: $(STAMP)  ## Run the fast tests in two processes
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+
+test-all: $(STAMP)  ## Run the slow tests too (hours)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" $(ARGS)
 
 coverage: $(STAMP)  ## Which lines no test reaches; ARGS='-m ""' takes the slow ones too (hours)
 	$(BIN)/python -m pytest -q -n 2 --cov=tfgpu --cov-report=term-missing:skip-covered $(ARGS)
@@ -40,6 +43,9 @@ audit: $(STAMP)  ## Ask whether an installed version has a known fault (needs th
 docs: $(STAMP)  ## Make the site in build/site; warnings are errors (runs the notebooks that have not run yet)
 	$(BIN)/python docs/site/notebooks.py
 	NO_MKDOCS_2_WARNING=1 CUDA_VISIBLE_DEVICES= $(BIN)/mkdocs build --strict --quiet
+
+docs-check: $(STAMP)  ## Make the site, with notebooks that have not run as they stand
+	TFGPU_DOCS_WITHOUT_OUTPUT=1 NO_MKDOCS_2_WARNING=1 CUDA_VISIBLE_DEVICES= $(BIN)/mkdocs build --strict --quiet
 
 doctor: $(STAMP)  ## Look for what is missing on this machine
 	$(BIN)/tfgpu doctor

@@ -3,7 +3,8 @@
 What a change touches always comes first; a share of the rest follows, which the number of commits picks. The same
 commit always gets the same choice.
 
-    python .ci/turns.py share 12      # K/12: which twelfth of the matrix
+    python .ci/turns.py share 5       # K/5: which fifth of something
+    python .ci/turns.py matrix        # K/N: which part of the matrix
     python .ci/turns.py parts         # the long checks of this run, one a line
     python .ci/turns.py slow 300 PATH # slow tests there that take about 300 CPU seconds in all, one a line
     python .ci/turns.py keep FILE     # adds what `pytest --costs FILE` has measured to `costs.json`
@@ -20,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 COSTS = Path(__file__).with_name("costs.json")
-DEFAULT_COST_S = 40.0
+DEFAULT_COST_S = 25.0
 """CPU seconds of a slow test in a file that `costs.json` does not have."""
 # Multiples of the golden ratio spread evenly over a circle, at any stride: every turn comes, however many commits
 # lie between two runs.
@@ -39,12 +40,13 @@ RELATED = {
 # The long checks that take turns, and the paths whose change makes them run in any case.
 PARTS = {
     "keras": ("tfgpu/compat/", "tfgpu/core/", "tfgpu/repairs/", "tests/upstream/"),
-    "notebooks": ("notebooks/", "tests/test_notebooks.py"),
+    "versions": ("tfgpu/compat/", "setup.cfg"),
     "engines": ("tfgpu/launch/", "tests/launch/"),
     "libraries": ("tfgpu/interop/", "tests/interop/"),
     "fuzzing": ("tfgpu/redact/", "tfgpu/cluster/", "tests/security/"),
-    "containers": ("Dockerfile", "tests/containers/"),
 }
+# Where a change can make replicas differ from one device: a quarter of the matrix then, else a twelfth.
+EQUALITY = ("tfgpu/compat/", "tfgpu/core/", "tfgpu/repairs/", "tfgpu/optim/", "tfgpu/parallel/", "tests/matrix/")
 
 
 def commits() -> int:
@@ -206,6 +208,9 @@ def main(words: list[str]) -> None:
     match words:
         case ["share", count]:
             print(share(int(count), position(commits())))
+        case ["matrix"]:
+            touched = any(path.startswith(EQUALITY) for path in changed())
+            print(share(4 if touched else 12, position(commits())))
         case ["slow", budget_s, *paths]:
             print_slow(float(budget_s), paths)
         case ["parts"]:

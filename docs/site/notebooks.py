@@ -44,8 +44,8 @@ def run(path: Path, *, folder: Path) -> Path:
 
 
 def page(path: Path) -> tuple[str, dict[str, bytes]]:
-    """A notebook that has run, as Markdown, and its pictures by file name."""
-    notebook = nbformat.read(_result(path), as_version=4)
+    """A notebook as Markdown, with its output where it has run, and its pictures by file name."""
+    notebook = nbformat.read(path if path in missing() else _result(path), as_version=4)
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             output["text"] = NOISE.sub("", output.get("text", ""))
