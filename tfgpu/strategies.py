@@ -38,7 +38,7 @@ import tensorflow as tf
 from tfgpu import environment, rendezvous, repairs
 from tfgpu.cluster import Cluster
 from tfgpu.compat.worker_devices import have_started, worker_devices
-from tfgpu.core import data_order, step_context
+from tfgpu.core import collectives, data_order, replication
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, unknown
 from tfgpu.optim import gradient_compression
@@ -274,7 +274,7 @@ def describe(strategy: tf.distribute.Strategy) -> dict[str, Any]:
         names = [environment.accelerators()[0].name]
     else:
         names = [device_placement.short_name(name) for name in strategy.extended.worker_devices]
-    if step_context.spans_processes(strategy):
+    if replication.spans_processes(strategy):
         workers = strategy.num_replicas_in_sync // len(names)
     return {"kind": kind, "replicas": strategy.num_replicas_in_sync, "workers": workers, "devices": names}
 
@@ -305,7 +305,7 @@ def _kind(strategy: tf.distribute.Strategy) -> str:
     }
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return "default"
-    if step_context.plan_of(strategy) is not None:
+    if replication.local_training_of(strategy) is not None:
         return "averaging"
     return next((name for name, made in classes.items() if isinstance(strategy, made)), type(strategy).__name__)
 
@@ -365,7 +365,7 @@ def _compressing(
     strategy: tf.distribute.Strategy, reduce_dtype: str | None, top_k: float | None
 ) -> tf.distribute.Strategy:
     if reduce_dtype is not None:
-        step_context.reduce_gradients_in(strategy, reduce_dtype)
+        collectives.set_reduce_dtype(strategy, reduce_dtype)
     if top_k is not None:
         gradient_compression.send_largest(strategy, float(top_k))
     return strategy

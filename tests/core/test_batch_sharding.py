@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfgpu
-from tfgpu.core import batch_sharding
+from tfgpu.core import batch_sharding, step_context
 
 
 def all_pieces(batch, count):
@@ -99,7 +99,7 @@ def test_the_replicas_of_a_process_get_their_pieces_in_order(monkeypatch, on_hos
     monkeypatch.setattr(batch_sharding, "_on_host", lambda strategy: on_host)
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     data = tf.data.Dataset.range(11).batch(6)
-    with batch_sharding.places(True):
+    with step_context.scope(gives_row_ranges=True):
         batches = list(batch_sharding._Cutter(strategy).experimental_distribute_dataset(data))
     rows = [[piece.numpy().tolist() for piece in batch.data.values] for batch in batches]
     assert rows == [[[0, 1], [2, 3], [4], [5]], [[6, 7], [8], [9], [10]]]

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfgpu import repairs
-from tfgpu.core import step_context
+from tfgpu.core import batch_rows, step_context
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 # Rows of each replica: even, uneven, replicas without rows, one replica with all.
@@ -37,8 +37,8 @@ def spread(draw, values, split, *, run_eagerly=False, jit=False, static=False):
     def step(x):
         if not static and not run_eagerly:
             x = tf.raw_ops.PlaceholderWithDefault(input=x, shape=[None, *x.shape[1:]])
-        facts = step_context.begin(tf.shape(x)[0], jit=jit)
-        with step_context.stepping(facts), step_context.compiled(facts):
+        facts = batch_rows.begin_step(tf.shape(x)[0], jit=jit)
+        with step_context.scope(step=facts), step_context.xla_scope(facts):
             return draw(x)
 
     def run(x):
@@ -217,8 +217,8 @@ def test_rows_flattened_batch_first_are_by_example(static):
 def test_a_batch_size_known_beside_an_unknown_length_is_by_example():
     def draw(x):
         x = tf.raw_ops.PlaceholderWithDefault(input=x, shape=[x.shape[0], None])
-        facts = step_context.begin(tf.shape(x)[0]) if step_context.rows() is not None else None
-        with step_context.stepping(facts) if facts else contextlib.nullcontext():
+        facts = batch_rows.begin_step(tf.shape(x)[0]) if step_context.rows() is not None else None
+        with step_context.scope(step=facts) if facts else contextlib.nullcontext():
             return keras.random.dropout(x, 0.5, seed=1) + keras.random.uniform(keras.ops.shape(x), seed=1)
 
     same(spread(draw, rows(8, 3), (4, 4), static=True), alone(draw, rows(8, 3)))

@@ -14,8 +14,7 @@ import tensorflow as tf
 from keras import layers as L
 
 from tfgpu import repairs
-from tfgpu.core import data_order
-from tfgpu.repairs import aug_mix
+from tfgpu.core import data_order, trace_choices
 
 PICTURES = np.random.default_rng(1).uniform(0, 255, (5, 6, 6, 3)).astype("float32")
 LABELS = np.eye(5, dtype="float32")
@@ -88,11 +87,11 @@ def test_operations_are_picked_once():
 def test_picks_are_taken_in_order_and_made_where_there_is_none():
     made, numbers = [], itertools.count()
     for _ in range(2):
-        with aug_mix.picking(made):
-            assert [aug_mix.pick(lambda: next(numbers)) for _ in range(2)] == [0, 1]
-    with aug_mix.picking(made):
-        assert [aug_mix.pick(lambda: next(numbers)) for _ in range(3)] == [0, 1, 2]
-    assert aug_mix.pick(lambda: next(numbers)) == 3
+        with trace_choices.shared(made):
+            assert [trace_choices.choose(lambda: next(numbers)) for _ in range(2)] == [0, 1]
+    with trace_choices.shared(made):
+        assert [trace_choices.choose(lambda: next(numbers)) for _ in range(3)] == [0, 1, 2]
+    assert trace_choices.choose(lambda: next(numbers)) == 3
 
 
 def test_workers_without_a_seed_pick_by_the_number_that_they_agreed_on(monkeypatch):

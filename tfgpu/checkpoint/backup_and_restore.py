@@ -24,7 +24,7 @@ from keras.src.utils import file_utils
 
 from tfgpu.checkpoint import callback_hooks, data_position, training_state
 from tfgpu.compat.patch import wrap
-from tfgpu.core import broadcast, step_context
+from tfgpu.core import broadcast, replication
 from tfgpu.errors import InputError, MachineError
 from tfgpu.repairs import saving
 
@@ -147,7 +147,7 @@ def _as_the_chief_has_it(callback: BackupAndRestore, restore):
         MachineError: on the other workers, where the chief could not read its backup.
     """
     strategy = callback.model.distribute_strategy
-    if not step_context.spans_processes(strategy):
+    if not replication.spans_processes(strategy):
         restore()
         yield
         return

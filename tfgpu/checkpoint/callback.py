@@ -18,7 +18,7 @@ from tfgpu.checkpoint.extra_state import Remembered
 from tfgpu.checkpoint.fetching import fetch, wait_for_chief
 from tfgpu.checkpoint.preemption import Leaving
 from tfgpu.checkpoint.storage import Position, Snapshot
-from tfgpu.core import step_blocks, step_context
+from tfgpu.core import replication, step_blocks
 from tfgpu.errors import InputError
 from tfgpu.repairs import saving
 
@@ -163,7 +163,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._run.leaving is not None:
             raise InputError("Give `fit` one Checkpoint: two would say where to go on.")
         self._writes = saving.writes(self.model) if self._is_chief is None else self._is_chief
-        spans = step_context.spans_processes(self.model.distribute_strategy)
+        spans = replication.spans_processes(self.model.distribute_strategy)
         self._leaving = self._run.leaving = Leaving(spans=spans, go_on=self.go_on)
         self._run.exits.enter_context(self._leaving.listening(self._leave_on))
         self._run.exits.enter_context(self._writer)  # A `fit` that fails has written, too, before another one reads.

@@ -7,7 +7,7 @@ import tensorflow as tf
 from tfgpu.checkpoint import storage
 from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.storage import Damaged, Snapshot
-from tfgpu.core import broadcast, step_context
+from tfgpu.core import broadcast, replication
 from tfgpu.errors import InputError, MachineError
 
 _NOTHING, _FOUND, _FAILED = 0, 1, 2
@@ -28,7 +28,7 @@ def fetch(
         InputError: all are damaged.
         MachineError: none can be written; or, on another worker, the chief failed.
     """
-    if not step_context.spans_processes(strategy):
+    if not replication.spans_processes(strategy):
         return _look(directory, best, prepare)
     failed, read = None, None
     if strategy.extended.should_checkpoint:
@@ -51,7 +51,7 @@ def fetch(
 
 def wait_for_chief(strategy: tf.distribute.Strategy) -> None:
     """Returns on every worker when the chief has come here. On several workers, each must call it."""
-    if step_context.spans_processes(strategy):
+    if replication.spans_processes(strategy):
         broadcast.sum_from_chief(strategy, [1])
 
 

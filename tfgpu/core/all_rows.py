@@ -11,7 +11,6 @@ import enum
 import logging
 import math
 import random
-import threading
 from collections.abc import Callable, Iterator
 
 import keras
@@ -25,7 +24,7 @@ from keras.src.metrics.reduction_metrics import MeanMetricWrapper
 from tensorflow.python.eager import context as eager
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import layer_state, row_analysis, row_sums, step_context
+from tfgpu.core import layer_state, replication, row_analysis, row_sums, step_context
 
 _log = logging.getLogger(__name__)
 _ROWS = 6  # in parts of a third and two
@@ -35,7 +34,6 @@ _SMALL = 1 << 18  # up to which no axis is cut
 _MANY, _MOST = 64, 2048  # rows of the try with many, which has up to `_SMALL` numbers
 _CLOSE = 2e-5
 _SEED = 7_340_033
-_here = threading.local()
 _NOT_CLASSES = (-1, -100, 255, math.nan)  # labels that stand for "none"
 
 
@@ -58,7 +56,7 @@ def give_own_losses_all_rows() -> None:
 
         @wrap(tf.distribute.ReplicaContext, name)
         def meet(stock, self, *args, **kwargs):
-            if getattr(_here, "is_trying", False):
+            if step_context.current().is_trying:
                 raise _Meets
             return stock(self, *args, **kwargs)
 
@@ -79,7 +77,7 @@ def give_own_losses_all_rows() -> None:
         if _may_meet() and (sample_weight is not None or mask is not None):
             values = keras.ops.convert_to_tensor(values, dtype=kwargs.get("dtype"))
             if values.shape.rank == 0:
-                (values,) = row_sums.over_replicas([step_context.by_share(values)])
+                (values,) = row_sums.over_replicas([step_context.times_share(values)])
         return stock(values, sample_weight, mask, *args, **kwargs)
 
     @wrap(MeanMetricWrapper, "update_state")
@@ -137,8 +135,8 @@ def _name(function: Callable) -> str:
 def _may_meet() -> bool:
     return (
         step_context.step() is not None
-        and not step_context.is_alone()
-        and step_context.context().num_replicas_in_sync > 1
+        and not step_context.has_local_forward()
+        and replication.replica_context().num_replicas_in_sync > 1
     )
 
 
@@ -160,7 +158,7 @@ def _computed(needs: Needs, function: Callable, y_true, y_pred):
         return function(y_true, y_pred)
     rows = keras.tree.map_structure(_all_rows, (y_true, y_pred))
     with (
-        step_context.holding_all(step_context.rows().total),
+        step_context.as_one_device(step_context.rows().total),
         layer_state.assigning_alike(),
     ):  # what is within needs nothing of others
         values = function(*rows)
@@ -238,16 +236,13 @@ class _Trial:
 
     def _found(self) -> Needs | None:
         """None: nothing could be told."""
-        _here.is_trying = True
         try:
-            with tf.init_scope(), _kept_draws(), self._inside.kept():
+            with step_context.scope(is_trying=True), tf.init_scope(), _kept_draws(), self._inside.kept():
                 with tf.device("CPU:0"):  # the same on every worker
                     found = self._judged_all()
                 return found or self._judged_all()  # not every function runs on a CPU
         except _Meets:
             return Needs.ITS_ROWS
-        finally:
-            _here.is_trying = False
 
     def _judged_all(self) -> Needs | None:
         whole, cut = self._sizes(shorter=False), self._sizes(shorter=True)
@@ -276,7 +271,7 @@ class _Trial:
         count = int(rows[0].shape[0])
         random.seed(0)
         np.random.seed(0)
-        with step_context.holding_all(count), _Apart():
+        with step_context.as_one_device(count), _Apart():
             values = self._function(*keras.tree.pack_sequence_as(self._structure, rows))
             return np.asarray(keras.ops.convert_to_numpy(values), "float64")  # truths are numbers, too
 

@@ -5,9 +5,7 @@ by default it shares out files, not batches, where it finds files: the rows that
 one device.
 """
 
-import contextlib
 import functools
-import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +15,9 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import data_order, nested_functions, step_blocks, step_context
+from tfgpu.core import collectives, data_order, nested_functions, replication, step_blocks, step_context
 from tfgpu.errors import InputError
 from tfgpu.parallel import remote_devices
-
-_here = threading.local()
 
 
 class Piece(NamedTuple):
@@ -53,12 +49,12 @@ def cut_evenly() -> None:
             stock(self, Whole(), *args, **kwargs)
             self._distribute_strategy = distribute_strategy
             return
-        if not step_context.is_spread(distribute_strategy):
+        if not replication.is_replicated(distribute_strategy):
             return stock(self, distribute_strategy, *args, **kwargs)
         cutter = _Cutter(distribute_strategy)
         stock(self, cutter, *args, **kwargs)
         self._distribute_strategy = distribute_strategy
-        if not cutter.was_asked and step_context.spans_processes(
+        if not cutter.was_asked and replication.spans_processes(
             distribute_strategy
         ):  # the user has distributed the data
             _agree(distribute_strategy, -1, same_length=False)
@@ -68,18 +64,9 @@ def cut_evenly() -> None:
 
         @wrap(keras_trainer.TensorFlowTrainer, name)
         def method(stock, self, *args, name=name, **kwargs):
-            with places(name != "predict" or not self.jit_compile):  # XLA cannot drop a row that stands in
+            # XLA cannot drop a stand-in row.
+            with step_context.scope(gives_row_ranges=name != "predict" or not self.jit_compile):
                 return stock(self, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def places(wanted: bool):
-    """Whether the epoch iterators that are made inside tell each replica where its rows lie in the batch."""
-    before, _here.places = getattr(_here, "places", False), wanted
-    try:
-        yield
-    finally:
-        _here.places = before
 
 
 def piece_of_batch(batch, at, count: int, *, stand_in: bool = True) -> Piece:
@@ -140,6 +127,23 @@ def rows_of(data) -> tf.Tensor:
     return tf.constant(1)
 
 
+def with_stand_in_row(value):
+    """The tensor; in place of no rows a row of ones (zeros for whole numbers), which logarithms and norms can bear."""
+    if not tf.is_tensor(value) or isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or value.shape.rank == 0:
+        return value
+    if value.shape[0]:
+        return value
+
+    def one():
+        shape = tf.concat([[1], tf.shape(value)[1:]], 0)
+        return tf.ones(shape, value.dtype) if value.dtype.is_floating else tf.zeros(shape, value.dtype)
+
+    row = tf.cond(tf.shape(value)[0] > 0, lambda: value, one)  # passes the tensor on uncopied
+    if value.shape[0] is None:
+        row.set_shape(value.shape)
+    return row
+
+
 _UNEQUAL = "The parts of a batch must have equally many rows."
 
 
@@ -154,12 +158,12 @@ class _Cutter:
         self.was_asked = True
         policies = tf.data.experimental.AutoShardPolicy
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        if step_context.spans_processes(self._strategy):
+        if replication.spans_processes(self._strategy):
             own_cut = policy in (policies.AUTO, policies.DATA)
             _agree(self._strategy, int(dataset.cardinality()), same_length=own_cut)
             if not own_cut:
                 return self._strategy.experimental_distribute_dataset(dataset)
-        with_places = getattr(_here, "places", False)
+        with_places = step_context.current().gives_row_ranges
         if (
             _on_host(self._strategy) or remote_devices.connection() is not None
         ):  # TensorFlow's iterator stays in a process
@@ -239,7 +243,7 @@ def deal(strategy: tf.distribute.Strategy, batch, *, with_places: bool = True):
     batch = tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
 
     def piece(ctx):
-        at = step_context.piece_of(strategy, ctx.replica_id_in_sync_group)
+        at = replication.shard_index(strategy, ctx.replica_id_in_sync_group)
         found = piece_of_batch(batch, at, ctx.num_replicas_in_sync, stand_in=with_places)
         return found if with_places else found.data
 
@@ -249,8 +253,8 @@ def deal(strategy: tf.distribute.Strategy, batch, *, with_places: bool = True):
 def _cut(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, with_places: bool) -> Callable:
     """The function for tf.data from a batch of `dataset` to the pieces of this process's replicas, in their order."""
     devices, count = len(strategy.extended.worker_devices), strategy.num_replicas_in_sync
-    first = strategy.extended._id_in_cluster * devices if step_context.spans_processes(strategy) else 0
-    places = [step_context.piece_of(strategy, first + device) for device in range(devices)]
+    first = strategy.extended._id_in_cluster * devices if replication.spans_processes(strategy) else 0
+    places = [replication.shard_index(strategy, first + device) for device in range(devices)]
 
     @tf.autograph.experimental.do_not_convert
     def cut(*batch):
@@ -285,7 +289,7 @@ def _agree(strategy: tf.distribute.Strategy, length: int, *, same_length: bool) 
     digest = zlib.crc32(repr(on_all).encode()) & 0xFFFFF  # whose square can be summed up
     seed = data_order.seed_mark()
     mine = [1, length, length * length, digest, digest * digest, seed, seed * seed, *map(int, asked)]
-    count, total, squares, meeting, meeting_squares, seeds, seed_squares, *asking = step_context.sum_over_workers(
+    count, total, squares, meeting, meeting_squares, seeds, seed_squares, *asking = collectives.sum_over_workers(
         strategy, mine
     )
     if meeting * meeting != count * meeting_squares:

@@ -7,7 +7,7 @@ which each replica keeps a part.
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core import step_context
+from tfgpu.core import collectives, replication
 
 CHUNK = 1 << 24
 """Bytes that travel at once."""
@@ -16,7 +16,7 @@ CHUNK = 1 << 24
 def sum_from_chief(strategy: tf.distribute.Strategy, numbers) -> np.ndarray:
     """The chief's whole numbers, on every worker. Every worker must call it, with as many numbers."""
     numbers = np.asarray(numbers, "int64")
-    return step_context.sum_over_workers(strategy, numbers if strategy.extended.should_checkpoint else 0 * numbers)
+    return collectives.sum_over_workers(strategy, numbers if strategy.extended.should_checkpoint else 0 * numbers)
 
 
 def bytes_from_chief(strategy: tf.distribute.Strategy, content: bytes) -> bytes:
@@ -44,7 +44,7 @@ def of_all_workers(strategy: tf.distribute.Strategy, mine: np.ndarray) -> np.nda
         piece = content[begin : begin + CHUNK // count]
         words = np.zeros((count, -(-len(piece) // 4)), "int64")
         words[at] = as_words(piece)
-        words = step_context.sum_over_workers(strategy, words.ravel()).reshape(words.shape)
+        words = collectives.sum_over_workers(strategy, words.ravel()).reshape(words.shape)
         for worker, row in enumerate(words):
             parts[worker].append(from_words(row, len(piece)))
     found = b"".join(b"".join(worker) for worker in parts)
@@ -67,7 +67,7 @@ def parts(strategy: tf.distribute.Strategy, variable) -> np.ndarray:
     On several workers that is a collective: every worker must call it.
     """
     mine = to_bits(np.stack([np.array(part.numpy()) for part in variable.values]))
-    if not step_context.spans_processes(strategy):
+    if not replication.spans_processes(strategy):
         return mine
     return of_all_workers(strategy, mine).reshape(-1, *mine.shape[1:])
 

@@ -16,7 +16,7 @@ from tensorflow.python.eager import context as tf_context
 from tensorflow.python.framework import random_seed
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
+from tfgpu.core import collectives, replication
 from tfgpu.errors import InputError
 
 _MOST_NAMED = 8
@@ -35,7 +35,7 @@ def agree_on_orders() -> None:
     @wrap(tf.distribute.MultiWorkerMirroredStrategy, "__init__")
     def init(stock, self, *args, **kwargs):
         stock(self, *args, **kwargs)
-        if step_context.spans_processes(self) and not _is_seeded_on_all(self):
+        if replication.spans_processes(self) and not _is_seeded_on_all(self):
             _agreed[:] = [_from_chief(self, random.SystemRandom().randrange(2**31))]
             tf.random.set_seed(_agreed[0])
             # Data that shuffles itself, and Keras's shuffling of a PyDataset, use these; a script may have seeded them.
@@ -47,8 +47,8 @@ def agree_on_orders() -> None:
     @wrap(random_seed, "get_seed")
     def get_seed(stock, op_seed):
         seed, number = stock(op_seed)
-        ctx = step_context.context()
-        if op_seed is None and number is not None and ctx is not None and step_context.spans_processes(ctx.strategy):
+        ctx = replication.replica_context()
+        if op_seed is None and number is not None and ctx is not None and replication.spans_processes(ctx.strategy):
             # Workers trace the same operations, so `tf.random.normal` would draw the same numbers on each.
             number = (number + 7919 * ctx.strategy.extended._id_in_cluster) % (2**31 - 1)
         return seed, number
@@ -106,7 +106,7 @@ def _is_seeded_on_all(strategy: tf.distribute.Strategy) -> bool:
         InputError: it has on some workers only.
     """
     mine = int(tf_context.global_seed() is not None)
-    workers, seeded = step_context.sum_over_workers(strategy, [1, mine])
+    workers, seeded = collectives.sum_over_workers(strategy, [1, mine])
     if seeded not in (0, workers):
         lacking = [name for name, has in _by_worker(strategy, mine).items() if not has]
         more = ", ..." if len(lacking) > _MOST_NAMED else ""
@@ -119,8 +119,8 @@ def _is_seeded_on_all(strategy: tf.distribute.Strategy) -> bool:
 
 def _by_worker(strategy: tf.distribute.Strategy, number: int) -> dict[str, int]:
     """Each worker's number, by the worker's name. Every worker must call it."""
-    workers, mine = int(step_context.sum_over_workers(strategy, [1])[0]), strategy.extended._id_in_cluster
-    found = step_context.sum_over_workers(strategy, [number * (rank == mine) for rank in range(workers)])
+    workers, mine = int(collectives.sum_over_workers(strategy, [1])[0]), strategy.extended._id_in_cluster
+    found = collectives.sum_over_workers(strategy, [number * (rank == mine) for rank in range(workers)])
     chief = int("chief" in strategy.cluster_resolver.cluster_spec().jobs)
     names = ["chief"] * chief + [f"worker {rank}" for rank in range(workers - chief)]
     return {name: int(each) for name, each in zip(names, found, strict=True)}
@@ -129,12 +129,12 @@ def _by_worker(strategy: tf.distribute.Strategy, number: int) -> dict[str, int]:
 def _is_same_on_all(strategy: tf.distribute.Strategy, state) -> bool:
     """Whether all workers have an equal state."""
     mine = zlib.crc32(repr(state).encode()) % 2**20
-    count, total, squares = step_context.sum_over_workers(strategy, [1, mine, mine**2])
+    count, total, squares = collectives.sum_over_workers(strategy, [1, mine, mine**2])
     return total * total == count * squares
 
 
 def _from_chief(strategy: tf.distribute.Strategy, number: int) -> int:
-    return int(step_context.sum_over_workers(strategy, [number if strategy.extended.should_checkpoint else 0])[0])
+    return int(collectives.sum_over_workers(strategy, [number if strategy.extended.should_checkpoint else 0])[0])
 
 
 def _shuffled_anew(adapter) -> tf.data.Dataset:

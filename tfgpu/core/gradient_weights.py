@@ -13,14 +13,14 @@ def weigh(grads: list, scaled: bool) -> list:
     """
     facts = step_context.step()
     weigh = facts is not None and not (facts.loss_is_weighed or facts.loss_is_sum)
-    if step_context.is_apart():
+    if step_context.has_local_updates():
         weigh = facts.loss_is_sum
 
     def part(values: tf.Tensor) -> tf.Tensor:
-        if facts.apart:
+        if facts.local_updates:
             return tf.math.divide_no_nan(values, tf.cast(facts.share, values.dtype))
-        values = step_context.by_share(values)
-        return values * step_context.count(values.dtype) if scaled else values
+        values = step_context.times_share(values)
+        return values * step_context.num_replicas(values.dtype) if scaled else values
 
     def local(gradient):
         if gradient is None or not weigh:
@@ -40,7 +40,7 @@ def loss_scale_of(optimizer):
 
 
 def _without_stand_ins(grads: list) -> list:
-    if step_context.has_rows_for_sure():
+    if step_context.surely_has_rows():
         return grads
     kept = iter(_zero_without_rows([g for g in grads if g is not None]))
     return [None if g is None else next(kept) for g in grads]
@@ -49,7 +49,7 @@ def _without_stand_ins(grads: list) -> list:
 def _zero_without_rows(gradients: list) -> list:
     """Zeros where only a row that stands in was seen, as it may have brought infinities; else what came, uncopied."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    with step_context.uncompiled():
+    with step_context.outside_xla():
         values = tf.cond(step_context.has_rows(), lambda: values, lambda: [tf.zeros_like(v) for v in values])
     return [
         tf.IndexedSlices(v, g.indices, g.dense_shape) if isinstance(g, tf.IndexedSlices) else v

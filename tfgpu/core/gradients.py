@@ -18,7 +18,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import gradient_weights, row_sums, step_context
+from tfgpu.core import collectives, gradient_weights, replication, row_sums, step_context
 from tfgpu.errors import InputError
 from tfgpu.optim import gradient_accumulation, gradient_compression
 from tfgpu.parallel import device_placement
@@ -38,10 +38,10 @@ def meet_before_applying() -> None:
         facts = step_context.step()
         if facts is None:
             if self._distribute_strategy is None:
-                step_context.check_has_no_copies(self.trainable_variables)
+                replication.check_is_not_replicated(self.trainable_variables)
             return stock(self, data)
         # One multiplication of a scalar, where the gradients would need a pass each.
-        facts.loss_is_weighed = not facts.apart
+        facts.loss_is_weighed = not facts.local_updates
         try:
             return stock(self, data)
         finally:
@@ -53,7 +53,7 @@ def meet_before_applying() -> None:
         if facts is not None and _is_sum(facts, loss):
             facts.loss_is_sum = True
         elif facts is not None and facts.loss_is_weighed:
-            loss = step_context.by_share(loss)
+            loss = step_context.times_share(loss)
         return stock(self, loss)
 
     @wrap(LossScaleOptimizer, "scale_loss")
@@ -64,11 +64,11 @@ def meet_before_applying() -> None:
         if _is_sum(facts, loss):
             facts.loss_is_sum = True
             return stock(self, loss)
-        if facts.apart:
+        if facts.local_updates:
             return stock(self, loss)
         # Float16 gradients inside the network are as large as one device's, so they overflow when one device's would.
         facts.loss_is_divided = not facts.loss_is_weighed
-        loss = step_context.by_share(loss) if facts.loss_is_weighed else loss / step_context.count(loss.dtype)
+        loss = step_context.times_share(loss) if facts.loss_is_weighed else loss / step_context.num_replicas(loss.dtype)
         return stock(self, loss)
 
     @wrap(tf.GradientTape, "gradient")
@@ -99,7 +99,7 @@ def _meet_before(owner: type) -> None:
 
         @wrap(owner, "apply")
         def apply(stock, self, grads, trainable_variables=None):
-            if step_context.context() is None or step_context.have_met():
+            if replication.replica_context() is None or step_context.gradients_are_summed():
                 return stock(self, grads, trainable_variables)
             with _met(self, list(grads), trainable_variables) as (met, variables):
                 return stock(self, met, variables)
@@ -108,7 +108,7 @@ def _meet_before(owner: type) -> None:
 
         @wrap(owner, "apply_gradients")
         def apply_gradients(stock, self, grads_and_vars, *args, **kwargs):
-            if step_context.context() is None or step_context.have_met():
+            if replication.replica_context() is None or step_context.gradients_are_summed():
                 return stock(self, grads_and_vars, *args, **kwargs)
             grads, variables = map(list, zip(*grads_and_vars, strict=True))
             with _met(self, grads, variables) as (met, variables):
@@ -121,7 +121,7 @@ def _met(optimizer, grads: list, variables) -> Iterator[tuple]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     trained = [sharding.full_variable(v) for v in (inner._trainable_variables if variables is None else variables)]
     met = _meet(optimizer, grads, None if variables is None else trained)
-    with step_context.gradients_met(), device_placement.colocate_with_inputs():
+    with step_context.scope(gradients_are_summed=True), device_placement.colocate_with_inputs():
         if not any(map(sharding.is_sharded, trained)):
             yield met, variables
             return
@@ -137,13 +137,16 @@ def _meet(optimizer, grads: list, variables) -> list:
             are in a loop that does not average them.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if step_context.step() is None and step_context.plan_of(step_context.context().strategy) is not None:
+    if (
+        step_context.step() is None
+        and replication.local_training_of(replication.replica_context().strategy) is not None
+    ):
         raise InputError(
             "`averaging` needs `model.fit`, `Trainer` or `train_on_batch`: a hand-written `strategy.run` loop would "
             "apply what no replica averages. Use one of them, or `multi_worker` or `mirrored`."
         )
     for variable in _variables(inner, variables):
-        step_context.check_has_copies(variable)
+        replication.check_is_replicated(variable)
     count_on_every_replica(optimizer)
     count_on_every_replica(inner)
     found = _found(inner, grads, variables)
@@ -152,17 +155,17 @@ def _meet(optimizer, grads: list, variables) -> list:
     parts = summed if any(has_met) else gradient_weights.weigh(summed, isinstance(optimizer, LossScaleOptimizer))
     if step_context.step() is not None:
         step_context.step().loss_is_sum = step_context.step().loss_is_divided = False
-    if step_context.is_apart():
-        step_context.step().optimizers[id(optimizer)] = optimizer
+    if step_context.has_local_updates():
+        step_context.step().applied_optimizers[id(optimizer)] = optimizer
         met = parts
-    elif gradient_compression.top_k_of(step_context.context().strategy) is not None:
+    elif gradient_compression.top_k_of(replication.replica_context().strategy) is not None:
         met = gradient_compression.meet(optimizer, inner, parts, variables)
     elif parts and any(map(sharding.is_sharded, _variables(inner, variables))):
         met = sharding.reduce_gradients(inner, parts, _variables(inner, variables))
     elif inner.gradient_accumulation_steps and len(parts) > 0:
         met = gradient_accumulation.meet_at_update(optimizer, inner, parts, variables)
     else:
-        met = step_context.widened(step_context.all_reduce(step_context.narrowed(parts)), parts)
+        met = collectives.from_reduce_dtype(collectives.all_reduce(collectives.to_reduce_dtype(parts)), parts)
     for at, most in zip(found, row_sums.most([grads[at] for at in found]), strict=True):
         met[at] = most
     return met
@@ -179,7 +182,7 @@ def apply_on_every_replica() -> None:
 
     @wrap(TFOptimizer, "_backend_update_step")
     def backend_update_step(stock, self, grads, trainable_variables, learning_rate):
-        if not step_context.have_met():
+        if not step_context.gradients_are_summed():
             return stock(self, grads, trainable_variables, learning_rate)
         for gradient, variable in zip(grads, trainable_variables, strict=True):
             variable = variable.value if isinstance(variable, backend.Variable) else variable
@@ -187,7 +190,7 @@ def apply_on_every_replica() -> None:
 
     @wrap(LossScaleOptimizer, "_tf_apply")
     def tf_apply(stock, self, grads, trainable_variables=None):
-        if step_context.have_met():
+        if step_context.gradients_are_summed():
             return self._common_apply(grads, trainable_variables)
         return stock(self, grads, trainable_variables)
 
@@ -216,10 +219,10 @@ def _make_local(name: str) -> None:
 
     @wrap(TFOptimizer, name)
     def local(stock, self, *args):
-        return plain(self, *args) if step_context.have_met() else stock(self, *args)
+        return plain(self, *args) if step_context.gradients_are_summed() else stock(self, *args)
 
 
 def count_on_every_replica(optimizer) -> None:
     """`iterations` is made with ONLY_FIRST_REPLICA, whose assignment hides a merge_call; every replica counts alike."""
-    step_context.check_has_copies(optimizer._iterations)
+    replication.check_is_replicated(optimizer._iterations)
     optimizer._iterations.value._aggregation = tf.VariableAggregation.NONE

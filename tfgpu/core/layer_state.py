@@ -29,7 +29,6 @@ A statistic that is no mean and no sum cannot be told from one. The running sum 
 the sum from all replicas first: `sums.of_batch(sum(rows))`.
 """
 
-import contextlib
 import threading
 
 import tensorflow as tf
@@ -41,9 +40,7 @@ from keras.src.layers.rnn.rnn import RNN
 from keras.src.random.seed_generator import SeedGenerator
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
-
-_here = threading.local()
+from tfgpu.core import collectives, replication, step_context
 
 
 def assign_for_all() -> None:
@@ -51,17 +48,17 @@ def assign_for_all() -> None:
 
     @wrap(core.Variable, "_direct_assign")
     def direct_assign(stock, self, value):
-        if step_context.is_apart():
-            step_context.step().assigned[id(self)] = self
-        if step_context.context() is None and self.synchronization == "on_read" and _is_spread(self):
+        if step_context.has_local_updates():
+            step_context.step().assigned_variables[id(self)] = self
+        if replication.replica_context() is None and self.synchronization == "on_read" and _is_spread(self):
             # TensorFlow would sum the replicas' new values, on workers by a collective, for the caller to ignore.
             return self._value.assign(value, read_value=False)
-        if getattr(_here, "is_whole", False):
-            step_context.check_has_copies(self)
+        if step_context.current().assigns_alike:
+            replication.check_is_replicated(self)
             return _assign_here(self, value)
         if not _is_shared():
             return stock(self, value)
-        step_context.check_has_copies(self)
+        replication.check_is_replicated(self)
         if self.synchronization == "on_read":
             return stock(self, agreed(self, value))
         return _assign_here(self, agreed(self, value))
@@ -93,13 +90,13 @@ def agreed(variable, value: tf.Tensor) -> tf.Tensor:
         return value
     if not _has_average(variable):
         return _first(value)
-    return _kept_without_rows(variable, value) if step_context.is_alone() else _average(value)
+    return _kept_without_rows(variable, value) if step_context.has_local_forward() else _average(value)
 
 
 def put(variable, value: tf.Tensor) -> None:
     """Assigns a value to which the rule has been applied: to this replica's copy, or to a stateless scope."""
     if step_context.step() is None or in_stateless_scope():
-        with _own_values():
+        with step_context.scope(keeps_own_state=True):
             variable.assign(value)
     else:
         _assign_here(variable, value)
@@ -118,35 +115,18 @@ def _sum_what_is_added(name: str, sign: int) -> None:
 def _keep_own(owner: type, name: str) -> None:
     @wrap(owner, name)
     def call(stock, self, *args, **kwargs):
-        with _own_values():
+        with step_context.scope(keeps_own_state=True):
             return stock(self, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def _own_values():
-    before = getattr(_here, "keeps_own", False)
-    _here.keeps_own = True
-    try:
-        yield
-    finally:
-        _here.keeps_own = before
-
-
-@contextlib.contextmanager
 def assigning_alike():
     """For the length of the block every replica assigns what the others do, each to its own copy."""
-    before = getattr(_here, "is_whole", False)
-    _here.is_whole = True
-    try:
-        with _own_values():
-            yield
-    finally:
-        _here.is_whole = before
+    return step_context.scope(assigns_alike=True, keeps_own_state=True)
 
 
 def _is_shared() -> bool:
     """Whether this assignment is one that replicas make together, and where they can meet."""
-    if step_context.step() is None or step_context.have_met() or getattr(_here, "keeps_own", False):
+    if step_context.step() is None or step_context.gradients_are_summed() or step_context.current().keeps_own_state:
         return False
     # A replica's thread begins in this graph; in the graph of a branch, a loop or a function, merge_call fails.
     return getattr(threading.current_thread(), "graph", None) is tf.compat.v1.get_default_graph()
@@ -178,24 +158,24 @@ def _average(value: tf.Tensor) -> tf.Tensor:
     """The replicas' average by rows; in float64, so that equal values come back as they were."""
     local, total = step_context.rows().local, step_context.rows().total
     part = tf.math.multiply_no_nan(tf.cast(value, tf.float64), tf.cast(local, tf.float64))
-    (part,) = step_context.all_reduce([part])
+    (part,) = collectives.all_reduce([part])
     return tf.cast(part / tf.cast(total, tf.float64), value.dtype)
 
 
 def _sum(value: tf.Tensor) -> tf.Tensor:
-    (part,) = step_context.all_reduce([tf.where(step_context.has_rows(), value, tf.zeros_like(value))])
+    (part,) = collectives.all_reduce([tf.where(step_context.has_rows(), value, tf.zeros_like(value))])
     return part
 
 
 def _first(value: tf.Tensor) -> tf.Tensor:
     wide = tf.float64 if value.dtype.is_floating else tf.int64
-    is_first = step_context.context().replica_id_in_sync_group == 0
-    (part,) = step_context.all_reduce([tf.where(is_first, tf.cast(value, wide), tf.zeros_like(value, wide))])
+    is_first = replication.replica_context().replica_id_in_sync_group == 0
+    (part,) = collectives.all_reduce([tf.where(is_first, tf.cast(value, wide), tf.zeros_like(value, wide))])
     return tf.cast(part, value.dtype)
 
 
 def _kept_without_rows(variable, value: tf.Tensor) -> tf.Tensor:
-    if step_context.has_rows_for_sure():
+    if step_context.surely_has_rows():
         return value
     return tf.where(step_context.has_rows(), value, tf.cast(variable.value, value.dtype))
 

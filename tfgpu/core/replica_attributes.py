@@ -6,15 +6,13 @@ in a list: the first replica would find the last one's there.
 """
 
 import contextlib
-import threading
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from tfgpu.compat.patch import wrap
-
-_here = threading.local()
+from tfgpu.core import step_context
 
 
 def keep_attributes_apart() -> None:
@@ -26,19 +24,14 @@ def keep_attributes_apart() -> None:
             return stock(self, *args, **kwargs)
 
 
-@contextlib.contextmanager
 def of_model(model):
     """For the length of the block the attributes of the model's layers are this replica's, between its calls too."""
-    before, _here.models = getattr(_here, "models", ()), (model,)
-    try:
-        yield
-    finally:
-        _here.models = before
+    return step_context.scope(models=(model,))
 
 
 def _layers() -> list:
     called = global_state.get_global_attribute("current_call_ctx")
-    models = (*getattr(_here, "models", ()), *([called.entry_layer] if called is not None else ()))
+    models = (*step_context.current().models, *([called.entry_layer] if called is not None else ()))
     found = {id(layer): layer for model in models for layer in model._flatten_layers()}
     return list(found.values())
 

@@ -32,9 +32,7 @@ Layers that mix the rows of a batch draw for all of it: see `mixing`. Not mended
 plain number and whose shape is fixed may be folded into a constant by TensorFlow's kernels.
 """
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import keras
@@ -51,11 +49,9 @@ from tensorflow.python.distribute.values import PerReplica
 from tensorflow.python.framework import tensor_util
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_sharding, row_sums, step_context
+from tfgpu.core import batch_rows, batch_sharding, replication, row_sums, step_context, trace_choices
 from tfgpu.core.tensor_origin import CONSTANTS, DATA, WEIGHTS, origin_of
-from tfgpu.repairs import aug_mix
 
-_here = threading.local()
 _PHILOX = 1
 
 
@@ -85,14 +81,14 @@ def find_part(shape, *, follows_input: bool = False) -> Part | None:
         shape: of the replica's own draw: numbers, tensors or both, or one tensor.
         follows_input: the shape is that of a layer's input, so any multiple of the rows is by example.
     """
-    rows = step_context.rows_held()
-    if rows is None or getattr(_here, "shared", False):
+    rows = batch_rows.known_rows()
+    if rows is None or step_context.current().draws_alike:
         return None
     shape = tf.convert_to_tensor(shape, tf.int32) if _is_plain(shape) else tf.cast(tf.stack(shape), tf.int32)
     static = tensor_util.constant_value_as_shape(shape)
     if static.rank == 0:
         return None
-    follows_input = follows_input or getattr(_here, "follows_input", False)
+    follows_input = follows_input or step_context.current().draws_follow_input
     leading, held = static[0], _known(rows.local)
     if leading is not None and held is not None:
         if held == 0 or leading % held or not (leading == held or follows_input):
@@ -142,7 +138,7 @@ class Slice:
 
 def slicing(cut: Slice):
     """For the length of the block dropout draws a piece of what one device draws."""
-    return _holding(cut=cut)
+    return step_context.scope(draw_shard=cut)
 
 
 def _part_of_input(inputs: tf.Tensor, shape) -> Part | None:
@@ -211,12 +207,14 @@ def draw_by_example() -> None:
         @wrap(layer, "call")
         def call(stock, self, inputs, *args, **kwargs):
             origin = origin_of(inputs)
-            with _holding(**{"shared" if origin == WEIGHTS else "follows_input": origin != CONSTANTS}):
+            with step_context.scope(
+                **{"draws_alike" if origin == WEIGHTS else "draws_follow_input": origin != CONSTANTS}
+            ):
                 return stock(self, inputs, *args, **kwargs)
 
     @wrap(core.Variable, "_initialize_with_initializer")
     def initialize(stock, self, initializer):
-        with _holding(shared=True):
+        with step_context.scope(draws_alike=True):
             return stock(self, initializer)
 
 
@@ -225,7 +223,7 @@ def _wrap_run() -> None:
     def run(stock, self, fn, args=(), kwargs=None, options=None):
         given = tf.nest.flatten((args, kwargs or {}))
         is_distributed = [isinstance(v, PerReplica) for v in given]
-        if not step_context.is_spread(self) or not any(is_distributed):
+        if not replication.is_replicated(self) or not any(is_distributed):
             return stock(self, fn, args, kwargs, options)
         # As `run` does; afterwards autograph has nothing left to convert.
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx(), convert_by_default=False)
@@ -234,7 +232,7 @@ def _wrap_run() -> None:
         @tf.autograph.experimental.do_not_convert
         def with_rows(*args, **kwargs):
             held = [v for v, is_own in zip(tf.nest.flatten((args, kwargs)), is_distributed, strict=True) if is_own]
-            with step_context.holding(batch_sharding.rows_of(held)), aug_mix.picking(made):
+            with batch_rows.given(batch_sharding.rows_of(held)), trace_choices.shared(made):
                 return fn(*args, **kwargs)
 
         return stock(self, with_rows, args, kwargs, options)
@@ -261,12 +259,10 @@ def _wrap_sliced() -> None:
         if part is None:
             return stock(shape, mean, stddev, dtype, seed)
         dtype = _name(dtype)
-        if step_context.is_compiled():
+        if step_context.is_in_xla():
             numbers = take(lambda whole: stock(whole, 0.0, 1.0, dtype, seed), part)
         else:
-            numbers = draw(
-                lambda **at: raw.StatelessRandomNormalV2(dtype=dtype, **at), part, _seed(seed), dtype
-            )
+            numbers = draw(lambda **at: raw.StatelessRandomNormalV2(dtype=dtype, **at), part, _seed(seed), dtype)
         return numbers * tf.convert_to_tensor(stddev, dtype) + tf.convert_to_tensor(mean, dtype)
 
     @wrap(backend, "randint")
@@ -281,8 +277,8 @@ def _wrap_sliced() -> None:
 
     @wrap(backend, "dropout")
     def dropout(stock, inputs, rate, noise_shape=None, seed=None):
-        cut = getattr(_here, "cut", None)
-        if rate in (0.0, 1.0) or (step_context.rows_held() is None and cut is None):
+        cut = step_context.current().draw_shard
+        if rate in (0.0, 1.0) or (batch_rows.known_rows() is None and cut is None):
             return stock(inputs, rate, noise_shape, seed)
         inputs = tf.convert_to_tensor(inputs)
         shape = backend._get_concrete_noise_shape(inputs, noise_shape)
@@ -306,9 +302,7 @@ def _wrap_taken() -> None:
         if part is None:
             return stock(shape, mean, stddev, dtype, seed)
         numbers = take(lambda whole: stock(whole, 0.0, 1.0, dtype, seed), part)
-        return numbers * tf.convert_to_tensor(stddev, numbers.dtype) + tf.convert_to_tensor(
-            mean, numbers.dtype
-        )
+        return numbers * tf.convert_to_tensor(stddev, numbers.dtype) + tf.convert_to_tensor(mean, numbers.dtype)
 
     @wrap(backend, "gamma")
     def gamma(stock, shape, alpha, dtype=None, seed=None):
@@ -330,9 +324,7 @@ def _wrap_taken() -> None:
         part = find_part(shape)
         if part is None:
             return stock(shape, alpha, beta, dtype, seed)
-        return take(
-            lambda whole: stock(whole, spread_rows(alpha, part), spread_rows(beta, part), dtype, seed), part
-        )
+        return take(lambda whole: stock(whole, spread_rows(alpha, part), spread_rows(beta, part), dtype, seed), part)
 
     @wrap(backend, "categorical")
     def categorical(stock, logits, num_samples, dtype="int64", seed=None):
@@ -357,7 +349,7 @@ def _wrap_shuffle() -> None:
 
 def same_on_all_replicas():
     """For the length of the block every replica draws what one device draws for the shape that it asks for."""
-    return _holding(shared=True)
+    return step_context.scope(draws_alike=True)
 
 
 def _seed(seed) -> tf.Tensor:
@@ -378,13 +370,3 @@ def _known(rows: tf.Tensor) -> int | None:
 
 def _is_plain(shape) -> bool:
     return isinstance(shape, (tf.Tensor, tf.TensorShape)) or not any(tf.is_tensor(size) for size in shape)
-
-
-@contextlib.contextmanager
-def _holding(**state) -> Iterator[None]:
-    before = {name: getattr(_here, name, None) for name in state}
-    vars(_here).update(state)
-    try:
-        yield
-    finally:
-        vars(_here).update(before)

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfgpu.core import step_context
+from tfgpu.core import batch_rows, collectives, replication, step_context
 
 # Collectives take not every kind of number; these hold the same values.
 _EXACT = {
@@ -31,11 +31,11 @@ def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
     def add(*values):
         def gradient(*upstream):
             if not weigh_at_end:
-                return step_context.all_reduce(list(upstream))
-            parts = step_context.all_reduce([step_context.by_share(part) for part in upstream])
+                return collectives.all_reduce(list(upstream))
+            parts = collectives.all_reduce([step_context.times_share(part) for part in upstream])
             return [tf.math.divide_no_nan(part, tf.cast(facts.share, part.dtype)) for part in parts]
 
-        return step_context.all_reduce(list(values)), gradient
+        return collectives.all_reduce(list(values)), gradient
 
     return add(*values)
 
@@ -62,7 +62,7 @@ def of_batch(value: tf.Tensor) -> tf.Tensor:
     """
     if step_context.step() is None:
         return value
-    if step_context.is_alone():
+    if step_context.has_local_forward():
         return tf.math.divide_no_nan(value, tf.cast(step_context.share(), value.dtype))
     (total,) = over_replicas([tf.where(step_context.has_rows(), value, tf.zeros_like(value))])
     return total
@@ -70,13 +70,13 @@ def of_batch(value: tf.Tensor) -> tf.Tensor:
 
 def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """The largest of each value over the replicas that hold rows; no gradient goes through."""
-    if not values or step_context.is_apart():
+    if not values or step_context.has_local_updates():
         return values
-    ctx = step_context.context()
+    ctx = replication.replica_context()
     lowest = [tf.fill(tf.shape(v), v.dtype.min) for v in values]
     mine = [tf.where(step_context.has_rows(), v, low) for v, low in zip(values, lowest, strict=True)]
     place = tf.one_hot(tf.cast(ctx.replica_id_in_sync_group, tf.int32), ctx.num_replicas_in_sync)
-    tables = step_context.all_reduce([tf.tensordot(tf.cast(place, v.dtype), v, axes=0) for v in mine])
+    tables = collectives.all_reduce([tf.tensordot(tf.cast(place, v.dtype), v, axes=0) for v in mine])
     return [tf.reduce_max(table, 0) for table in tables]
 
 
@@ -88,21 +88,21 @@ def all_rows(rows: tf.Tensor) -> tf.Tensor:
     A row that stands in where a replica has none becomes a row of zeros, and is not in the table. A replica that meets
     no other has its own rows.
     """
-    if step_context.is_alone():
+    if step_context.has_local_forward():
         return rows
     dtype, rows = rows.dtype, tf.cast(rows, _EXACT.get(rows.dtype, rows.dtype))
     offset, count, total = _place(rows)
     around = tf.concat([[[offset, total - offset - count]], tf.zeros([rows.shape.rank - 1, 2], tf.int32)], 0)
     table = tf.pad(tf.where(step_context.has_rows(), rows, tf.zeros_like(rows)), around)
     table.set_shape([_known_total(rows), *rows.shape[1:]])
-    (table,) = over_replicas([table]) if rows.dtype.is_floating else step_context.all_reduce([table])
+    (table,) = over_replicas([table]) if rows.dtype.is_floating else collectives.all_reduce([table])
     table.set_shape([_known_total(rows), *rows.shape[1:]])
     return tf.cast(table, dtype)
 
 
 def own_rows(table: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
     """The part of a table of all replicas' rows that belongs to this replica's `rows`."""
-    if step_context.is_alone():
+    if step_context.has_local_forward():
         return table
     offset, count, _ = _place(rows)
     return table[offset : offset + count]
@@ -113,14 +113,14 @@ def _place(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
 
     A model may make several rows of each example, or a step may stand a row in where there is none.
     """
-    facts, count = step_context.rows_held(), tf.shape(rows)[0]
+    facts, count = batch_rows.known_rows(), tf.shape(rows)[0]
     an_example = tf.maximum(count // tf.maximum(facts.local, 1), 1)
     return facts.offset * an_example, count, facts.total * an_example
 
 
 def _known_total(rows: tf.Tensor) -> int | None:
     """The rows of the table, where they are known before the step runs: many such steps can run in one call."""
-    facts = step_context.rows_held()
+    facts = batch_rows.known_rows()
     local, total = tf.get_static_value(facts.local), tf.get_static_value(facts.total)
     if rows.shape[0] is None or local is None or total is None:
         return None

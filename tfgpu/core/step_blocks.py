@@ -10,7 +10,6 @@ result are the same.
 import contextlib
 import inspect
 import numbers
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -23,15 +22,13 @@ from keras.src.trainers.trainer import Trainer
 
 from tfgpu.checkpoint.preemption import Leaving
 from tfgpu.compat.patch import wrap
-from tfgpu.core import error_messages, iterator_end
+from tfgpu.core import error_messages, iterator_end, step_context
 from tfgpu.errors import InputError
 
 MOST_STEPS = 4096
 BLOCK_S = 0.2
 CALLBACKS = "callbacks: "
 """How `Run.set_by` begins where callbacks look at single batches; their classes follow."""
-
-_here = threading.local()
 
 
 class Pace:
@@ -151,7 +148,7 @@ def run_in_blocks() -> None:
 
 def current() -> Run | None:
     """The `fit` or `evaluate` that this thread is in, or None."""
-    return getattr(_here, "run", None)
+    return step_context.current().run
 
 
 def set_by(model, kind: str) -> str:
@@ -160,14 +157,9 @@ def set_by(model, kind: str) -> str:
     return f"{kind}_on_batch" if run is None or run.model is not model else run.set_by
 
 
-@contextlib.contextmanager
 def steps_a_call(count: int | None):
     """The blocks of every `fit` and `evaluate` inside have `count` steps; None leaves it to them."""
-    before, _here.steps = getattr(_here, "steps", None), count
-    try:
-        yield
-    finally:
-        _here.steps = before
+    return step_context.scope(steps_per_call=count)
 
 
 def needs_every_batch(callback, kind: str = "train") -> bool:
@@ -220,14 +212,11 @@ def _remember_what_runs() -> None:
             if kind is not None:
                 callbacks = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("callbacks")
                 asked, lookers = _asked(self, callbacks)
-                run = Run(self, kind, asked, getattr(_here, "steps", None), lookers=lookers)
+                run = Run(self, kind, asked, step_context.current().steps_per_call, lookers=lookers)
                 _take_over(run, current(), callbacks)
-            before, _here.run = current(), run
-            try:
-                with error_messages.explained(self), run.exits if run is not None else contextlib.nullcontext():
-                    return stock(self, *args, **kwargs)
-            finally:
-                _here.run = before
+            exits = run.exits if run is not None else contextlib.nullcontext()
+            with step_context.scope(run=run), error_messages.explained(self), exits:
+                return stock(self, *args, **kwargs)
 
 
 def _take_over(run: Run, outer: Run | None, callbacks) -> None:

@@ -7,7 +7,6 @@ https://github.com/keras-team/keras/issues/20585, https://github.com/keras-team/
 import contextlib
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable
 
@@ -18,20 +17,22 @@ from keras.src.trainers.trainer import Trainer
 
 from tfgpu.compat.patch import wrap
 from tfgpu.core import (
+    batch_rows,
     batch_sharding,
+    collectives,
     nested_functions,
     profiling_hooks,
     replica_attributes,
+    replication,
     step_blocks,
     step_context,
+    trace_choices,
     traffic,
     xla_trial,
 )
 from tfgpu.optim import local_sgd
-from tfgpu.repairs import aug_mix, layers
 
 _log = logging.getLogger(__name__)
-_here = threading.local()
 
 
 class Steps:
@@ -56,7 +57,7 @@ class Steps:
     def __init__(self, model, step_function: Callable):
         self._model = model
         self._strategy = model.distribute_strategy
-        self._is_spread = step_context.is_spread(self._strategy)
+        self._is_spread = replication.is_replicated(self._strategy)
         self.pace = step_blocks.Pace()
         self.logs = self._layout = None
         # TensorFlow keeps a collective's shape for the length of a call: one that varies allows one step a call.
@@ -68,7 +69,7 @@ class Steps:
         stock = keras_trainer.TensorFlowTrainer
         names = "train_step", "test_step", "compute_metrics", "get_metrics_result"
         self.logs_are_results = all(_function(getattr(model, name)) is getattr(stock, name) for name in names)
-        plan = step_context.plan_of(self._strategy) if self._is_spread else None
+        plan = replication.local_training_of(self._strategy) if self._is_spread else None
         is_training = _function(step_function) is _function(model.train_step)
         self._kind = "train" if is_training else "test"
         self.averager = local_sgd.Averager(model, plan) if plan is not None and is_training else None
@@ -126,13 +127,13 @@ class Steps:
         if self._is_trying():
             tree.map_structure(lambda value: value.numpy(), self.logs)  # a GPU may still be at work
         self._before = jit, block.done, time.perf_counter() - began
-        spans = step_context.spans_processes(self._strategy)
+        spans = replication.spans_processes(self._strategy)
         self._note(*earlier, self._hear(agreed)) if spans else self._note(*self._before)
         return self.logs
 
     def _hear(self, agreed: tf.Tensor) -> float:
         """Takes in what the workers agree on: whether they leave, and how long the block before took."""
-        if not step_context.spans_processes(self._strategy):
+        if not replication.spans_processes(self._strategy):
             return 0.0
         seconds, wish = agreed.numpy()
         run = step_blocks.current()
@@ -294,7 +295,7 @@ class Steps:
 
     def _only_step(self, data, jit: bool, guarded: bool = False):
         step = self._compiled_step() if jit else self._step
-        with aug_mix.picking(self._picks), _recording(self._model, self.logs_are_results) as results:
+        with trace_choices.shared(self._picks), _recording(self._model, self.logs_are_results) as results:
             logs = self.guard.run(step, data) if guarded else step(data)
             logs = tree.map_structure(tf.convert_to_tensor, logs)
         return self._part(logs, results, lambda leaf: leaf)
@@ -304,22 +305,24 @@ class Steps:
             data, local, *place = data
         else:
             local, place = batch_sharding.rows_of(data), None
-            data = data if tf.get_static_value(local) else tree.map_structure(layers.with_a_row, data)
-        facts = step_context.begin(local, place, jit=jit, apart=apart, alone=apart and self.averager.is_alone)
+            data = data if tf.get_static_value(local) else tree.map_structure(batch_sharding.with_stand_in_row, data)
+        facts = batch_rows.begin_step(
+            local, place, jit=jit, local_updates=apart, local_forward=apart and self.averager.is_alone
+        )
         with (
             traffic.metering() as self._sent[apart],
             replica_attributes.of_model(self._model),
-            step_context.stepping(facts),
-            step_context.compiled(facts),
-            aug_mix.picking(self._picks),
+            step_context.scope(step=facts),
+            step_context.xla_scope(facts),
+            trace_choices.shared(self._picks),
             _recording(self._model, self.logs_are_results) as results,
         ):
-            step = self._step if step_context.has_rows_for_sure() else self._step_on_a_stand_in
+            step = self._step if step_context.surely_has_rows() else self._step_on_a_stand_in
             logs = self.guard.run(step, data) if guarded else step(data)
-            self._varies |= facts.varies
+            self._varies |= facts.has_varying_shapes
             if apart:
                 self.averager.note(facts)
-            return self._part(logs, results, lambda leaf: step_context.by_share(tf.cast(leaf, tf.float32)))
+            return self._part(logs, results, lambda leaf: step_context.times_share(tf.cast(leaf, tf.float32)))
 
     def _part(self, logs, results: dict, value_of: Callable) -> list[tf.Tensor]:
         """The values in the logs that are no results of metrics: those are read anew where they are needed."""
@@ -348,12 +351,12 @@ class Steps:
         metrics = self._model.metrics if self.logs_are_results else metrics
         variables = [v for metric in metrics for v in metric.variables]
         mine = [_contribution(v) for v in variables] + list(parts)
-        if step_context.spans_processes(self._strategy):
-            mine.append(told / step_context.count())
+        if replication.spans_processes(self._strategy):
+            mine.append(told / step_context.num_replicas())
         with traffic.metering() as self._sent[None]:
-            summed = step_context.all_reduce(mine)
+            summed = collectives.all_reduce(mine)
         state = [(v, tf.cast(value, v.dtype)) for v, value in zip(variables, summed, strict=False)]
-        if step_context.spans_processes(self._strategy):
+        if replication.spans_processes(self._strategy):
             told = summed.pop()
         return self._logs(summed[len(variables) :], state), told
 
@@ -363,10 +366,10 @@ class Steps:
         An empty batch is a mean of nothing, and oneDNN ends the process at an empty pooling gradient.
         """
         variables = [v for metric in self._model.metrics for v in metric.variables]
-        with step_context.uncompiled():
+        with step_context.outside_xla():
             before = [tf.identity(v.value) for v in variables]
         logs = self._step(data)
-        with step_context.uncompiled():
+        with step_context.outside_xla():
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(tf.where(step_context.has_rows(), variable.value, value))
         return logs
@@ -382,7 +385,7 @@ def run_many_steps_in_one_call() -> None:
         if (
             strategy is None
             or isinstance(strategy, tf.distribute.OneDeviceStrategy)
-            or step_context.is_spread(strategy)
+            or replication.is_replicated(strategy)
         ):
             return Steps(self, step_function)
         return stock(self, step_function)
@@ -393,7 +396,7 @@ def read_results_once() -> None:
 
     @wrap(Trainer, "get_metrics_result")
     def metrics_result(stock, self):
-        return {} if getattr(_here, "unread", None) is self else stock(self)
+        return {} if step_context.current().unread_model is self else stock(self)
 
     @wrap(Trainer, "_get_metrics_result_or_logs")
     def results_or_logs(stock, self, logs):
@@ -449,8 +452,8 @@ def _contribution(variable) -> tf.Tensor:
     if variable.aggregation == "sum":
         return value
     if variable.aggregation == "mean":
-        return value / step_context.count(value.dtype)
-    return value * tf.cast(step_context.context().replica_id_in_sync_group == 0, value.dtype)
+        return value / step_context.num_replicas(value.dtype)
+    return value * tf.cast(replication.replica_context().replica_id_in_sync_group == 0, value.dtype)
 
 
 @contextlib.contextmanager
@@ -461,12 +464,9 @@ def _recording(model, are_results: bool):
     """
     for metric in () if are_results else model.metrics:
         _record_results(type(metric))
-    before = getattr(_here, "results", None), getattr(_here, "unread", None)
-    _here.results, _here.unread = {}, model if are_results else None
-    try:
-        yield _here.results
-    finally:
-        _here.results, _here.unread = before
+    results = {}
+    with step_context.scope(results=results, unread_model=model if are_results else None):
+        yield results
 
 
 def _record_results(cls: type) -> None:
@@ -477,7 +477,7 @@ def _record_results(cls: type) -> None:
     @wrap(cls, "result")
     def result(stock, self, *args, **kwargs):
         out = stock(self, *args, **kwargs)
-        results = getattr(_here, "results", None)
+        results = step_context.current().results
         if results is not None and not args and not kwargs:
             results.update({id(t): (t, self, at) for at, t in enumerate(tree.flatten(out))})
         return out

@@ -1,12 +1,11 @@
 """How many bytes a replica hands to collectives, added up while a step is traced."""
 
 import contextlib
-import threading
 from dataclasses import dataclass
 
 import tensorflow as tf
 
-_here = threading.local()
+from tfgpu.core import step_context
 
 
 @dataclass
@@ -27,16 +26,14 @@ class Sent:
 @contextlib.contextmanager
 def metering():
     """Notes what this replica's thread hands to collectives within the block."""
-    before, _here.sent = getattr(_here, "sent", None), Sent()
-    try:
-        yield _here.sent
-    finally:
-        _here.sent = before
+    sent = Sent()
+    with step_context.scope(sent=sent):
+        yield sent
 
 
 def note(values: list, *, part: float = 1.0) -> None:
     """Adds tensors, or the values and indices of slices, that are handed over once in `1 / part` steps."""
-    sent = getattr(_here, "sent", None)
+    sent = step_context.current().sent
     if sent is None:
         return
     for value in tf.nest.flatten([value for value in values if value is not None], expand_composites=True):

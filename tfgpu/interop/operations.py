@@ -82,7 +82,7 @@ class CustomOp:
     def _why_not(self, tensors: Sequence[tf.Tensor]) -> str:
         if self._operations is None:
             return f"there is no library {self.library}"
-        if step_context.is_compiled():
+        if step_context.is_in_xla():
             return "XLA compiles this function, and knows no kernels but its own"
         kind = _kind(tensors[0])
         return "" if kind in self.devices else f"the library has no kernel for a {kind}"

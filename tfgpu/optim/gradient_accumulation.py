@@ -9,7 +9,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_utils
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import gradient_weights, step_context, traffic
+from tfgpu.core import collectives, gradient_weights, replication, step_context, traffic
 from tfgpu.errors import MachineError
 from tfgpu.parallel.sharded_variable import shard_info
 
@@ -28,7 +28,7 @@ def accumulate_on_each_replica() -> None:
 
     @wrap(TFOptimizer, "add_variable_from_reference")
     def add_variable_from_reference(stock, self, reference_variable, name=None, initializer="zeros"):
-        spread = step_context.is_spread(self._distribution_strategy)
+        spread = replication.is_replicated(self._distribution_strategy)
         part = shard_info(reference_variable)
         if part is not None and part.sharding.over_replicas:
             return stock(self, reference_variable, name=name, initializer=initializer)
@@ -55,7 +55,7 @@ def accumulate_on_each_replica() -> None:
 def _total(optimizer, accumulator) -> tf.Tensor:
     """The sum over replicas of what waits for the next update, read from outside the replicas."""
     strategy = accumulator.distribute_strategy
-    if not (step_context.spans_processes(strategy) and tf.executing_eagerly()):
+    if not (replication.spans_processes(strategy) and tf.executing_eagerly()):
         return type(accumulator)._get_cross_replica(accumulator)
     if int(optimizer._iterations.numpy()) % optimizer.gradient_accumulation_steps == 0:
         return tf.zeros(accumulator.shape, accumulator.dtype)
@@ -88,7 +88,7 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
     scale, is_finite = gradient_weights.loss_scale_of(optimizer), tf.constant(True)
     if isinstance(optimizer, LossScaleOptimizer):
         bad = [tf.reduce_any(~tf.math.is_finite(part)) for part in parts]
-        (count,) = step_context.sum_small([tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)])
+        (count,) = collectives.sum_small([tf.cast(tf.reduce_any(tf.stack(bad)), tf.float32)])
         is_finite = count < 0.5
 
     def take(*parts):
@@ -97,7 +97,7 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
         with tf.control_dependencies(taken):
             for total in sums:
                 total.assign(tf.zeros(total.shape, total.dtype))
-        return step_context.narrowed(taken)
+        return collectives.to_reduce_dtype(taken)
 
     def across(strategy, is_finite, *parts):
         is_update = (inner._iterations.value + 1) % inner.gradient_accumulation_steps == 0
@@ -115,9 +115,9 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
         met = tf.cond(is_finite & is_update, meet, lambda: on_each(parts))
         return [distribute_utils.regroup(value) for value in met]
 
-    traffic.note(step_context.narrowed(parts), part=1 / inner.gradient_accumulation_steps)
-    with step_context.uncompiled():
-        met = step_context.context().merge_call(across, args=(is_finite, *parts))
+    traffic.note(collectives.to_reduce_dtype(parts), part=1 / inner.gradient_accumulation_steps)
+    with step_context.outside_xla():
+        met = replication.replica_context().merge_call(across, args=(is_finite, *parts))
         met[0] += tf.where(is_finite, tf.zeros([], met[0].dtype), float("inf"))  # what one saw, all skip
     out = list(grads)
     for at, value in zip(places, met, strict=True):

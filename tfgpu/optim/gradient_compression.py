@@ -13,7 +13,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core import broadcast, gradient_weights, step_context
+from tfgpu.core import broadcast, collectives, gradient_weights, replication
 from tfgpu.errors import InputError
 
 
@@ -45,7 +45,7 @@ def meet(optimizer, inner, grads: list, variables) -> list:
             "residual accumulates already. Leave one of them out, or use `reduce_dtype`."
         )
     places = [at for at, g in enumerate(grads) if tf.is_tensor(g) and g.dtype.is_floating]
-    out = step_context.all_reduce([None if at in places else g for at, g in enumerate(grads)])
+    out = collectives.all_reduce([None if at in places else g for at, g in enumerate(grads)])
     if not places:
         return out
     parts = [grads[at] for at in places]
@@ -92,7 +92,10 @@ def _summed(flat: tf.Tensor, sizes: list[int], residual: tf.Variable) -> tf.Tens
     Numbers that are not finite are seen by all, and leave the residuals as they were: such a step is skipped, or ends
     the run.
     """
-    top_k, replicas = top_k_of(step_context.context().strategy), step_context.context().num_replicas_in_sync
+    top_k, replicas = (
+        top_k_of(replication.replica_context().strategy),
+        replication.replica_context().num_replicas_in_sync,
+    )
     is_finite = tf.reduce_all(tf.math.is_finite(flat))
     waiting = tf.identity(residual)
     flat += waiting
@@ -105,7 +108,7 @@ def _summed(flat: tf.Tensor, sizes: list[int], residual: tf.Variable) -> tf.Tens
     places = tf.concat(places, 0)
     values = tf.gather(flat, places)
     values = tf.where(is_finite, values, tf.fill(tf.shape(values), float("nan")))
-    (sent,) = step_context.all_reduce([tf.IndexedSlices(values, places, tf.shape(flat))])
+    (sent,) = collectives.all_reduce([tf.IndexedSlices(values, places, tf.shape(flat))])
     total, where = tf.zeros_like(flat), tf.split(sent.indices, replicas)
     for theirs, at in zip(tf.split(sent.values, replicas), where, strict=True):  # in one order: equal to the bit
         total = tf.tensor_scatter_nd_add(total, at[:, None], theirs)
@@ -118,7 +121,7 @@ def _residual(inner, key: tuple[str, ...], size: int) -> tf.Variable:
     """This optimizer's residual for these weights: each replica has its own."""
     if not hasattr(inner, "_tfgpu_residuals"):
         inner._tfgpu_residuals = {}
-    found, strategy = inner._tfgpu_residuals, step_context.context().strategy
+    found, strategy = inner._tfgpu_residuals, replication.replica_context().strategy
 
     def make():
         found[key] = tf.Variable(tf.zeros([size]), trainable=False, aggregation=tf.VariableAggregation.NONE)
@@ -127,5 +130,5 @@ def _residual(inner, key: tuple[str, ...], size: int) -> tf.Variable:
             broadcast.put_parts(strategy, found[key], kept[len(found) - 1], "sum")
 
     if key not in found:
-        step_context.run_outside(strategy, make)
+        replication.run_cross_replica(strategy, make)
     return found[key]

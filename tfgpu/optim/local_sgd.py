@@ -23,8 +23,9 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.saving import saving_lib
 from keras.src.trainers.trainer import Trainer
 
+from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
-from tfgpu.core import gradients, layer_state, nested_functions, step_context, traffic
+from tfgpu.core import collectives, gradients, layer_state, nested_functions, replication, step_context, traffic
 from tfgpu.errors import InputError, MachineError
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Plan:
 
 def average_in(strategy: tf.distribute.Strategy, plan: Plan) -> tf.distribute.Strategy:
     """Lets the replicas of a strategy train apart, and returns the strategy."""
-    strategy._tfgpu_plan = plan
+    slots.of(strategy).local_training = plan
     _settle_before_reading()
     return strategy
 
@@ -69,7 +70,7 @@ def settle(model) -> None:
         MachineError: the other workers did not come within `PATIENCE_S`.
     """
     averager = averager_of(model)
-    if averager is not None and averager.since and step_context.context() is None:
+    if averager is not None and averager.since and replication.replica_context() is None:
         averager.settle()
 
 
@@ -133,10 +134,10 @@ class Averager:
     def note(self, facts: step_context.Step) -> None:
         """Takes in, within a replica, what a step that was traced updates."""
         self._rows.assign_add(tf.cast(facts.rows.local, tf.float32))
-        self._optimizers.update(facts.optimizers)
-        if facts.alone:
+        self._optimizers.update(facts.applied_optimizers)
+        if facts.local_forward:
             own = {id(v) for metric in self._model.metrics for v in metric.variables}
-            self._assigned.update({key: v for key, v in facts.assigned.items() if key not in own})
+            self._assigned.update({key: v for key, v in facts.assigned_variables.items() if key not in own})
 
     def begin(self, since: tf.Tensor) -> None:
         """Before a step, outside the replicas: keeps the weights that the outer optimizer starts from."""
@@ -222,7 +223,7 @@ class Averager:
         rows = tf.identity(self._rows)
         values = [tf.identity(tf.cast(v.value, _wide(v.dtype))) for v in variables]
         parts = [tf.math.multiply_no_nan(value, tf.cast(rows, value.dtype)) for value in values]
-        *sums, total = step_context.all_reduce([*parts, rows], options)
+        *sums, total = collectives.all_reduce([*parts, rows], options)
         return [
             tf.where(total > 0, tf.math.divide_no_nan(part, tf.cast(total, part.dtype)), value)
             for part, value in zip(sums, values, strict=True)
@@ -235,10 +236,10 @@ class Averager:
         most = [v for o in scaled for v in (o._iterations, o.inner_optimizer._iterations)]
         if not scaled:
             return []
-        context = step_context.context()
+        context = replication.replica_context()
         place = tf.one_hot(tf.cast(context.replica_id_in_sync_group, tf.int32), context.num_replicas_in_sync)
         mine = tf.stack([tf.cast(v.value, tf.float32) for v in lowest + most])
-        (table,) = step_context.all_reduce([tf.tensordot(place, mine, axes=0)], options)
+        (table,) = collectives.all_reduce([tf.tensordot(place, mine, axes=0)], options)
         count = len(lowest)
         values = tf.concat([tf.reduce_min(table[:, :count], 0), tf.reduce_max(table[:, count:], 0)], 0)
         return list(zip(lowest + most, tf.unstack(values), strict=True))
@@ -254,7 +255,7 @@ class Averager:
             start = tf.identity(anchor)
             changes[at] = start - tf.cast(means[at], start.dtype)
             layer_state.put_own(variable, start)
-        with step_context.gradients_met():
+        with step_context.scope(gradients_are_summed=True):
             self.outer.apply([changes[at] for at in sorted(changes)], [trained[at] for at in sorted(changes)])
         for at, variable in enumerate(trained):
             if at not in changes:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfgpu.checkpoint import training_state
-from tfgpu.core import layer_state, step_blocks, step_context
+from tfgpu.core import collectives, layer_state, replication, step_blocks, step_context
 from tfgpu.errors import InputError
 
 
@@ -35,14 +35,14 @@ class Guard:
     def run(self, step: Callable, data):
         """Runs a step on this replica's data, and undoes it on all where it has gone wrong on one; returns its logs."""
         variables = training_state.changing(self._model)
-        with step_context.uncompiled():
+        with step_context.outside_xla():
             before = [tf.identity(layer_state.own(variable)) for variable in variables]
         logs = step(data)
-        with step_context.uncompiled():
+        with step_context.outside_xla():
             is_bad = [_is_new(value, layer_state.own(v)) for v, value in zip(variables, before, strict=True)]
             bad = tf.cast(tf.reduce_any(tf.stack([found for found in is_bad if found is not None])), tf.float32)
-            if step_context.context() is not None and step_context.context().num_replicas_in_sync > 1:
-                (bad,) = step_context.sum_small([bad])
+            if replication.replica_context() is not None and replication.replica_context().num_replicas_in_sync > 1:
+                (bad,) = collectives.sum_small([bad])
 
             def undo():
                 for variable, value in zip(variables, before, strict=True):
@@ -68,7 +68,8 @@ def begin(model) -> Guard:
         )
     strategy = model.distribute_strategy
     is_together = (
-        not isinstance(strategy, tf.distribute.ParameterServerStrategy) and step_context.plan_of(strategy) is None
+        not isinstance(strategy, tf.distribute.ParameterServerStrategy)
+        and replication.local_training_of(strategy) is None
     )
     if not is_together or not hasattr(model.train_function, "guard"):
         raise InputError(

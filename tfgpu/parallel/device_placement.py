@@ -24,7 +24,7 @@ from tensorflow.python.distribute import device_util
 from tensorflow.python.eager import backprop
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
+from tfgpu.core import replication
 from tfgpu.parallel import remote_devices
 
 
@@ -37,7 +37,7 @@ class DevicePlacement:
     @property
     def local_device(self) -> str:
         """This replica's device; outside of replicas the first one's."""
-        context = step_context.context()
+        context = replication.replica_context()
         number = tf.get_static_value(context.replica_id_in_sync_group) if context is not None else 0
         return self.devices[number % len(self.devices)]  # of several workers each has as many
 
@@ -79,7 +79,7 @@ def variable_scope(place: DevicePlacement):
     """A block in which variables that are made have a copy on each device of the home, in the scope of a strategy."""
 
     def make(next_creator: Callable, **how):
-        if tf.distribute.has_strategy() and step_context.is_spread(tf.distribute.get_strategy()):
+        if tf.distribute.has_strategy() and replication.is_replicated(tf.distribute.get_strategy()):
             how.setdefault("colocate_with", _Devices(place.devices))  # the innermost block counts
         return next_creator(**how)
 
@@ -197,7 +197,7 @@ def colocate_with_inputs() -> Iterator[None]:
 
     Nothing is changed where all that a replica has lives on one device.
     """
-    if tf.executing_eagerly() or not is_placed(step_context.context().strategy):
+    if tf.executing_eagerly() or not is_placed(replication.replica_context().strategy):
         yield
         return
     graph = tf.compat.v1.get_default_graph()

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tfgpu import strategies
-from tfgpu.core import step_context
+from tfgpu.core import replication
 from tfgpu.errors import InputError
 from tfgpu.parallel import connection, device_placement, model_graph, placement
 from tfgpu.parallel.mesh import Mesh
@@ -159,7 +159,7 @@ def _strategy(model: keras.Model, mesh: Mesh) -> tf.distribute.Strategy:
     placement.check_can_place(model)
     first = _home(mesh, 0)
     found = model.distribute_strategy
-    if not step_context.is_spread(found):
+    if not replication.is_replicated(found):
         return strategies.mirrored([mesh.device(data=at) for at in range(mesh.data)])
     if device_placement.on_devices(found.extended.worker_devices) != first:
         raise InputError(

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tfgpu import strategies
-from tfgpu.core import step_context
+from tfgpu.core import replication
 from tfgpu.core.error_messages import in_units
 from tfgpu.errors import InputError
 from tfgpu.parallel import balance, connection, costs, device_placement, model_graph, sharded_variable
@@ -195,11 +195,11 @@ def check_can_place(model: keras.Model) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
         raise InputError("The model has trained already, or its optimizer was built. Place it before `compile`.")
-    if getattr(model, "compiled", False) and not step_context.is_spread(model.distribute_strategy):
+    if getattr(model, "compiled", False) and not replication.is_replicated(model.distribute_strategy):
         raise InputError("The model was compiled outside of any replicas. Place it before `compile`.")
     if (
-        step_context.spans_processes(model.distribute_strategy)
-        or step_context.plan_of(model.distribute_strategy) is not None
+        replication.spans_processes(model.distribute_strategy)
+        or replication.local_training_of(model.distribute_strategy) is not None
     ):
         raise InputError(
             "The model was made for several workers, or for replicas that train apart. Make it outside of any "
@@ -214,4 +214,4 @@ def _strategy_of(model: keras.Model, devices: tuple[str, ...]) -> tf.distribute.
     """The strategy of a model's replicas; a new one where it has none."""
     check_can_place(model)
     found = model.distribute_strategy
-    return found if step_context.is_spread(found) else strategies.mirrored(devices)
+    return found if replication.is_replicated(found) else strategies.mirrored(devices)

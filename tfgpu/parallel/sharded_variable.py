@@ -23,7 +23,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.utils import summary_utils
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
+from tfgpu.core import collectives, replication
 from tfgpu.errors import InputError
 
 _WHOLE_NORM = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
@@ -355,9 +355,9 @@ def _squares(optimizer, grads: Sequence, variables: Sequence, scale) -> dict:
         squares.setdefault(_outermost(variable), []).append(tf.reduce_sum(tf.square(values)))
     totals = {key: tf.cast(tf.add_n(found), tf.float32) for key, found in squares.items()}
     over = {_outermost(v) for v in variables if shard_info(v) is not None and shard_info(v).sharding.over_replicas}
-    if over and step_context.context() is not None:
+    if over and replication.replica_context() is not None:
         keys = [key for key in totals if key in over]
-        (met,) = step_context.sum_small([tf.stack([totals[key] for key in keys])])
+        (met,) = collectives.sum_small([tf.stack([totals[key] for key in keys])])
         totals |= dict(zip(keys, tf.unstack(met, len(keys)), strict=True))
     return totals
 

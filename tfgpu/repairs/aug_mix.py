@@ -1,47 +1,14 @@
-"""Picks of Python's `random` while a step is traced: one device makes them once, so replicas make them once together.
+"""AugMix: all traces of a step, on all replicas, pick the same operations."""
 
-The first replica's trace picks, the others' take the same, in the same order. A second trace of the same step, as for
-a loop around it, takes them too.
-"""
-
-import contextlib
-import itertools
 import random
-import threading
-from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
 from tfgpu.compat.patch import replace
-from tfgpu.core import data_order
+from tfgpu.core import data_order, trace_choices
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
-
-_here = threading.local()
-
-
-@contextlib.contextmanager
-def picking(made: list):
-    """For the length of the block this thread takes the picks of `made`, in order, and adds those that it lacks."""
-    before = getattr(_here, "picks", None)
-    _here.picks = made, itertools.count()
-    try:
-        yield
-    finally:
-        _here.picks = before
-
-
-def pick(make: Callable):
-    """What `make()` returned to the first who came to this place of the step; outside a step, what it returns now."""
-    found = getattr(_here, "picks", None)
-    if found is None:
-        return make()
-    made, places = found
-    at = next(places)
-    if at == len(made):
-        made.append(make())
-    return made[at]
 
 
 def pick_alike() -> None:
@@ -58,7 +25,7 @@ class _Random:
     """What AugMix uses of the module `random`."""
 
     def choice(self, options: list):
-        return pick(lambda: (data_order.agreed_random() or random).choice(options))
+        return trace_choices.choose(lambda: (data_order.agreed_random() or random).choice(options))
 
 
 def picks_differ() -> bool:

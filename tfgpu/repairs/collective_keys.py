@@ -7,7 +7,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute
 from tfgpu.compat.collectives import TwoLevelAllReduce
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
+from tfgpu.core import replication
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -33,7 +33,7 @@ def give_each_strategy_its_own_keys() -> None:
 
 def add_within_first(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
     """Lets a strategy of several processes, each with several devices, sum in two levels."""
-    if step_context.spans_processes(strategy) and len(strategy.extended.worker_devices) > 1:
+    if replication.spans_processes(strategy) and len(strategy.extended.worker_devices) > 1:
         distribute.set_cross_device_ops(strategy, TwoLevelAllReduce(strategy))
 
 

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import rng, row_sums, step_context
+from tfgpu.core import batch_rows, collectives, replication, rng, row_sums, step_context
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -22,7 +22,7 @@ def mix_the_whole_batch() -> None:
         @wrap(f"keras.layers.{name}.call")
         def call(stock, self, data, training=True):
             pictures = data["images"] if isinstance(data, dict) else data
-            if step_context.rows_held() is None or len(pictures.shape) != 4:
+            if batch_rows.known_rows() is None or len(pictures.shape) != 4:
                 return stock(self, data, training=training)
             with rng.same_on_all_replicas():
                 if not training:
@@ -33,9 +33,9 @@ def mix_the_whole_batch() -> None:
     @wrap("Equalization.custom_histogram_fixed_width")
     def histogram(stock, self, *args, **kwargs):
         found = stock(self, *args, **kwargs)
-        if step_context.rows_held() is None:
+        if batch_rows.known_rows() is None:
             return found
-        (total,) = step_context.sum_small([found * step_context.has_rows(found.dtype)])
+        (total,) = collectives.sum_small([found * step_context.has_rows(found.dtype)])
         return tf.ensure_shape(total, found.shape)
 
 
@@ -44,7 +44,9 @@ def _whole(rows) -> tf.Tensor:
     table = row_sums.all_rows(rows)
     if rows.shape[0] is not None and table.shape[0] is None:
         # The elastic transform bends all pictures as the first where it does not know how many there are.
-        table = tf.ensure_shape(table, [rows.shape[0] * step_context.context().num_replicas_in_sync, *rows.shape[1:]])
+        table = tf.ensure_shape(
+            table, [rows.shape[0] * replication.replica_context().num_replicas_in_sync, *rows.shape[1:]]
+        )
     return table
 
 

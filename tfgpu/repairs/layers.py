@@ -7,7 +7,7 @@ from keras import ops
 from tfgpu.compat import layers
 from tfgpu.compat.keras import nn
 from tfgpu.compat.patch import wrap
-from tfgpu.core import layer_state, replica_attributes, row_sums, step_context
+from tfgpu.core import batch_sharding, layer_state, replica_attributes, replication, row_sums, step_context
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -17,13 +17,13 @@ def make_variables_once() -> None:
 
     @wrap("Variable.initialize")
     def initialize(stock, self, value):
-        ctx = step_context.context()
+        ctx = replication.replica_context()
         eager = tf.executing_eagerly() and not tf.inside_function()
         if ctx is None or isinstance(value, tf.Variable) or (eager and step_context.step() is None):
             return stock(self, value)
         if tf.is_tensor(value) and (known := tf.get_static_value(value)) is not None:
             value = known  # a number that Keras made a tensor of, in a graph that is not there outside
-        step_context.run_outside(ctx.strategy, lambda: stock(self, value))
+        replication.run_cross_replica(ctx.strategy, lambda: stock(self, value))
 
 
 def stand_in_where_no_rows_are() -> None:
@@ -35,27 +35,10 @@ def stand_in_where_no_rows_are() -> None:
 
         @wrap(f"nn.{name}")
         def call(stock, inputs, *args, **kwargs):
-            is_sure = step_context.context() is None or step_context.step() is not None or bool(inputs.shape[0])
+            is_sure = replication.replica_context() is None or step_context.step() is not None or bool(inputs.shape[0])
             if is_sure:
                 return stock(inputs, *args, **kwargs)
-            return stock(with_a_row(inputs), *args, **kwargs)[: tf.shape(inputs)[0]]
-
-
-def with_a_row(value):
-    """A tensor of at least one row: of ones (0 for whole numbers), which logarithms and norms can bear."""
-    if not tf.is_tensor(value) or isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or value.shape.rank == 0:
-        return value
-    if value.shape[0]:
-        return value
-
-    def one():
-        shape = tf.concat([[1], tf.shape(value)[1:]], 0)
-        return tf.ones(shape, value.dtype) if value.dtype.is_floating else tf.zeros(shape, value.dtype)
-
-    row = tf.cond(tf.shape(value)[0] > 0, lambda: value, one)  # passes the tensor on uncopied
-    if value.shape[0] is None:
-        row.set_shape(value.shape)
-    return row
+            return stock(batch_sharding.with_stand_in_row(inputs), *args, **kwargs)[: tf.shape(inputs)[0]]
 
 
 def normalise_by_global_batch() -> None:
@@ -68,13 +51,13 @@ def normalise_by_global_batch() -> None:
 
     @wrap("nn.compute_moments_sync")
     def compute_moments_sync(stock, x, axes, keepdims):
-        if step_context.context() is None:
+        if replication.replica_context() is None:
             return stock(x, axes, keepdims)
         return _moments(x, axes, keepdims)
 
     @wrap("BatchNormalization.moments")
     def moments(stock, self, inputs, mask):
-        if step_context.context() is None:
+        if replication.replica_context() is None:
             return stock(self, inputs, mask)
         if mask is None:
             return nn.moments(inputs, layers.reduction_axes(self), synchronized=True)
@@ -101,10 +84,10 @@ def _moments(x: tf.Tensor, axes, keepdims: bool, weights: tf.Tensor | None = Non
 
 def _gather(value: tf.Tensor) -> tf.Tensor:
     """What every replica has, stacked in replica order; as an all-reduce, whose gradient TensorFlow has everywhere."""
-    ctx = step_context.context()
+    ctx = replication.replica_context()
     place = tf.one_hot(tf.cast(ctx.replica_id_in_sync_group, tf.int32), ctx.num_replicas_in_sync, dtype=value.dtype)
     mine = tf.tensordot(place, value, axes=0)
-    return mine if step_context.is_alone() else row_sums.over_replicas([mine])[0]
+    return mine if step_context.has_local_forward() else row_sums.over_replicas([mine])[0]
 
 
 def attributes_are_shared() -> bool:

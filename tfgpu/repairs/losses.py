@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfgpu.compat import targets
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
+from tfgpu.core import batch_rows, collectives, replication, step_context
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -32,7 +32,7 @@ def keep_losses_local() -> None:
         def scale(stock, value, by=by):
             if step_context.step() is not None:
                 return value
-            share = step_context.share_of_rows()
+            share = batch_rows.known_share()
             return stock(value) if share is None else by(value, tf.cast(share, value.dtype))
 
 
@@ -47,13 +47,13 @@ def keep_own_means_local() -> None:
         if step_context.step() is None:
             return loss
         if global_batch_size is None:
-            return loss * step_context.count(loss.dtype)
+            return loss * step_context.num_replicas(loss.dtype)
         return tf.math.divide_no_nan(loss, tf.cast(step_context.share(), loss.dtype))
 
     @wrap("tf.nn.scale_regularization_loss")
     def scale_regularization_loss(stock, regularization_loss):
         loss = stock(regularization_loss)
-        return loss if step_context.step() is None else loss * step_context.count(loss.dtype)
+        return loss if step_context.step() is None else loss * step_context.num_replicas(loss.dtype)
 
 
 def make_divisors_global() -> None:
@@ -62,7 +62,7 @@ def make_divisors_global() -> None:
     @wrap("loss_module.apply_mask")
     def apply_mask(stock, sample_weight, mask, dtype, reduction):
         weight = stock(sample_weight, mask, dtype, reduction)
-        if mask is None or not step_context.can_meet() or reduction not in ("mean", "sum_over_batch_size"):
+        if mask is None or not batch_rows.can_communicate() or reduction not in ("mean", "sum_over_batch_size"):
             return weight
         valid = tf.reduce_sum(tf.cast(mask, dtype))
         return weight * _as_local_part(valid)
@@ -70,7 +70,7 @@ def make_divisors_global() -> None:
     @wrap("loss_module.reduce_values")
     def reduce_values(stock, values, sample_weight=None, reduction="sum_over_batch_size"):
         loss = stock(values, sample_weight, reduction)
-        if step_context.context() is None or reduction in (None, "none"):
+        if replication.replica_context() is None or reduction in (None, "none"):
             return loss
         if tuple(values.shape) == (0,):  # stock returns the empty vector, where the other replicas have a scalar
             loss = tf.reduce_sum(values)
@@ -78,7 +78,7 @@ def make_divisors_global() -> None:
                 loss = targets.owner("loss_module").scale_loss_for_distribution(loss)  # as they do: they may meet there
         if values.shape.rank == 0:  # one number is no sum over rows: Keras leaves it as it is
             return loss
-        if reduction == "mean_with_sample_weight" and sample_weight is not None and step_context.can_meet():
+        if reduction == "mean_with_sample_weight" and sample_weight is not None and batch_rows.can_communicate():
             return loss * _as_local_part(tf.cast(tf.reduce_sum(sample_weight), loss.dtype))
         if reduction == "sum" and step_context.step() is not None:
             return tf.math.divide_no_nan(loss, tf.cast(step_context.share(), loss.dtype))
@@ -113,11 +113,11 @@ def _is_constant(weight) -> bool:
 
 def _as_local_part(divisor: tf.Tensor) -> tf.Tensor:
     """The factor that turns a mean over this replica's `divisor` into its part of the mean over everybody's."""
-    if step_context.is_alone():
+    if step_context.has_local_forward():
         return tf.ones([], divisor.dtype)
-    share = tf.cast(step_context.share_of_rows(), divisor.dtype)
+    share = tf.cast(batch_rows.known_share(), divisor.dtype)
     divisor = tf.where(share > 0, divisor, tf.zeros_like(divisor))
-    (total,) = step_context.sum_small([divisor])
+    (total,) = collectives.sum_small([divisor])
     return tf.math.divide_no_nan(divisor, total * share)
 
 

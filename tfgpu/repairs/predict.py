@@ -6,8 +6,8 @@ import tensorflow as tf
 from tfgpu.compat import slots
 from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_sharding, step_context
-from tfgpu.repairs import layers, probing
+from tfgpu.core import batch_sharding, replication
+from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
 
@@ -19,7 +19,7 @@ def split_batches_to_predict() -> None:
 
     @wrap("TensorFlowTrainer.predict_on_batch")
     def predict_on_batch(stock, self, x):
-        if not step_context.is_spread(self.distribute_strategy):
+        if not replication.is_replicated(self.distribute_strategy):
             return stock(self, x)
         return stock(self, batch_sharding.deal(self.distribute_strategy, x, with_places=not self.jit_compile))
 
@@ -45,10 +45,10 @@ def _stand_in_to_predict(cls: type) -> None:
             local, data = data[0].local, (data[0].data,)  # of `predict_on_batch`
         elif isinstance(data, batch_sharding.Piece):
             local, data = data.local, data.data
-        elif step_context.context() is None or self.jit_compile:
+        elif replication.replica_context() is None or self.jit_compile:
             return stock(self, data)
         else:
-            local, data = batch_sharding.rows_of(data), tf.nest.map_structure(layers.with_a_row, data)
+            local, data = batch_sharding.rows_of(data), tf.nest.map_structure(batch_sharding.with_stand_in_row, data)
         found = stock(self, data)
         if tf.get_static_value(local):
             return found

@@ -20,14 +20,14 @@ import tensorflow as tf
 from tfgpu.compat import distribute, saving, slots
 from tfgpu.compat.keras import file_utils
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
+from tfgpu.core import replication
 from tfgpu.repairs.repair import Repair
 
 
 def writes(model) -> bool:
     """Whether this process writes the model's files: all do, but the workers of a cluster which are not its chief."""
     strategy = getattr(model, "distribute_strategy", None) or tf.distribute.get_strategy()
-    return not step_context.spans_processes(strategy) or strategy.extended.should_checkpoint
+    return not replication.spans_processes(strategy) or strategy.extended.should_checkpoint
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute, slots, variables
 from tfgpu.compat import keras as private_keras
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
+from tfgpu.core import replication
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -24,9 +24,9 @@ def share_seed_state() -> None:
 
     @wrap("SeedGenerator.next")
     def next_seed(stock, self, ordered=True):
-        ctx = step_context.context()
+        ctx = replication.replica_context()
         if ctx is not None and not _is_of(ctx.strategy, variables.held(self.state)):
-            step_context.run_outside(ctx.strategy, lambda: _mirror(self.state))
+            replication.run_cross_replica(ctx.strategy, lambda: _mirror(self.state))
         return stock(self, ordered)
 
     @wrap("MirroredReplicaThread.__init__")

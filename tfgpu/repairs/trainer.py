@@ -15,7 +15,7 @@ from tfgpu.compat import distribute, optimizers, training
 from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import NoneTensorSpec
-from tfgpu.core import batch_sharding, step_blocks, step_context, step_loop
+from tfgpu.core import batch_sharding, replication, step_blocks, step_loop
 from tfgpu.errors import InputError
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
@@ -33,13 +33,13 @@ def compile_in_scope() -> None:
     @wrap("Trainer.compile")
     def compile_model(stock, self, *args, **kwargs):
         own, here = training.strategy_of(self), tf.distribute.get_strategy()
-        if own is None and step_context.is_spread(here):
+        if own is None and replication.is_replicated(here):
             raise InputError("The model was made outside `strategy.scope()`. Make it inside, where you compile it.")
         with _scope_of(self):
             stock(self, *args, **kwargs)
         inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        if step_context.is_spread(own) and inner is not None:
-            step_context.check_has_copies(optimizers.iterations(inner))
+        if replication.is_replicated(own) and inner is not None:
+            replication.check_is_replicated(optimizers.iterations(inner))
 
 
 def build_from_spec() -> None:

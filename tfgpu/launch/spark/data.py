@@ -75,13 +75,13 @@ class SparkData:
         """
         import tensorflow as tf
 
-        from tfgpu.core import step_context
+        from tfgpu.core import replication
 
         reader = _Reader(self, (features, label, weight))
         numbers = tf.data.Dataset.range(self.steps)
         if seed is not None:
             numbers = numbers.shuffle(self.steps, seed=seed, reshuffle_each_iteration=True)
-        if strategy is None or not step_context.spans_processes(strategy):
+        if strategy is None or not replication.spans_processes(strategy):
             if self.deal.workers > 1:
                 raise InputError(
                     f"This job has {self.deal.workers} workers: give `batches` the strategy of the model, which must "

@@ -2,7 +2,7 @@
 
 Batch b is rows b * global_batch to (b + 1) * global_batch in the data frame's order, whatever the number of workers.
 Its pieces, one a replica, are equal but for one row, the longer ones first. Device d of worker w trains on piece
-d * workers + w, as everywhere in tfgpu (`core.step_context.piece_of`).
+d * workers + w, as everywhere in tfgpu (`core.replication.shard_index`).
 """
 
 from dataclasses import dataclass

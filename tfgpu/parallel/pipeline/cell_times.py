@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core import step_context
+from tfgpu.core import replication
 
 
 class CellClock:
@@ -31,7 +31,7 @@ class CellClock:
         """Whether stamps are wanted here: of several replicas the first one's."""
         if self.note is None:
             return False
-        context = step_context.context()
+        context = replication.replica_context()
         return context is None or tf.get_static_value(context.replica_id_in_sync_group) == 0
 
     def stamp(self, values: Sequence, *about) -> tf.Tensor:

@@ -19,7 +19,7 @@ from keras.src import backend
 from keras.src.backend.common import global_state
 from tensorflow.python.eager import record
 
-from tfgpu.core import layer_state, logits, step_context
+from tfgpu.core import collectives, layer_state, logits, replication
 from tfgpu.parallel import device_placement, model_graph
 from tfgpu.parallel.pipeline import cell_times, sections
 from tfgpu.parallel.pipeline.micro_batches import MicroBatches
@@ -30,7 +30,7 @@ def install(model: keras.Model, plan: sections.PipelineProgram) -> None:
     """Lets a functional model train by a plan. What runs without `training=True`, or in no replica, runs as it did."""
 
     def run(values: dict, operation_fn: Callable) -> None:
-        in_parts = step_context.context() is not None  # elsewhere no draw knows which rows it is for
+        in_parts = replication.replica_context() is not None  # elsewhere no draw knows which rows it is for
         for part in plan.parts:
             if part.whole or len(part.stages) == 1 or not in_parts:
                 for calls in part.stages.values():
@@ -361,4 +361,4 @@ def _added(grown, gradient):
 def _closed(grown):
     if not isinstance(grown, list):
         return grown
-    return step_context.added(grown)
+    return collectives.added(grown)

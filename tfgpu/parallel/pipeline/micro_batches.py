@@ -7,7 +7,7 @@ from dataclasses import replace
 import tensorflow as tf
 from keras.src import backend
 
-from tfgpu.core import step_context
+from tfgpu.core import batch_rows, step_context
 
 
 class MicroBatches:
@@ -53,11 +53,11 @@ class MicroBatches:
     def standing_in(self, micro: int):
         """Random draws in the block are those of the micro-batch's rows of the whole batch."""
         begin, length = self.bounds(micro)
-        rows, facts = step_context.rows_held(), step_context.step()
+        rows, facts = batch_rows.known_rows(), step_context.step()
         offset, total = (rows.offset, rows.total) if rows is not None else (0, self._rows)
-        mine = step_context.Rows(_scalar(length), _scalar(offset + begin), _scalar(total))
+        mine = step_context.RowRange(_scalar(length), _scalar(offset + begin), _scalar(total))
         facts = step_context.Step(mine, tf.constant(1.0)) if facts is None else replace(facts, rows=mine)
-        with step_context.stepping(facts):
+        with step_context.scope(step=facts):
             yield
 
 

@@ -252,7 +252,7 @@ def call_state_restored(around: dict):
 
 def _after(arrived: list[tf.Tensor], value: tf.Tensor) -> tf.Tensor:
     """A copy of `value` that cannot be had before what has arrived."""
-    if not arrived or not step_context.is_compiled():
+    if not arrived or not step_context.is_in_xla():
         return tf.identity(value)
     # Of a number or NaN: 0 in both cases, which XLA does not find out.
     flag = tf.cast(tf.reduce_max(tf.reshape(arrived[0], [-1])[:1]), tf.bool)

@@ -24,7 +24,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope, in_sta
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import gradient_weights, layer_state, step_context
+from tfgpu.core import collectives, gradient_weights, layer_state, replication, step_context
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, model_graph, sharded_variable
 from tfgpu.parallel.rematerialization import remat
@@ -53,7 +53,9 @@ class GatheredVariable(backend.Variable):
         found = get_stateless_scope().get_current_value(self) if in_stateless_scope() else None
         if found is None:
             return (
-                _together([self], {id(self)})[0] if step_context.context() is not None else _outside(self._tfgpu_shard)
+                _together([self], {id(self)})[0]
+                if replication.replica_context() is not None
+                else _outside(self._tfgpu_shard)
             )
         getattr(_here, "reads", set()).add(id(self))
         return found
@@ -77,7 +79,7 @@ class GatheredVariable(backend.Variable):
         return sharded_variable.ShardedVariable(self.shards).numpy()
 
     def assign(self, value):
-        if step_context.context() is not None:
+        if replication.replica_context() is not None:
             raise InputError(
                 f"{self.path!r} lies in pieces on the replicas, and a layer assigns it within a step. Shard the model "
                 "with stage=2, which leaves it whole."
@@ -210,7 +212,7 @@ def _gather_for(unit: keras.layers.Layer, variables: Sequence[GatheredVariable],
     recomputed = remat.remat(within)
 
     def call(*args, **kwargs):
-        if in_symbolic_scope() or step_context.context() is None:
+        if in_symbolic_scope() or replication.replica_context() is None:
             return stock(*args, **kwargs)
         if any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in tree.flatten((args, kwargs))):
             return stock(*args, **kwargs)  # cannot be recomputed: what it reads is gathered there and then, and stays
@@ -275,7 +277,7 @@ def _scattered(grads: list, found: Sequence) -> list:
 def _outside(shard) -> tf.Tensor:
     """The whole, outside of replicas."""
     strategy = shard._value.distribute_strategy
-    if step_context.spans_processes(strategy):
+    if replication.spans_processes(strategy):
         return tf.convert_to_tensor(sharded_variable.ShardedVariable([shard]).numpy())
     sizes, pieces = sharding.full_shape(shard), [tf.convert_to_tensor(piece) for piece in shard._value.values]
 
@@ -304,7 +306,7 @@ class _Regularizer:
         self._stock, self._variable = variable.regularizer, variable
 
     def __call__(self, piece) -> tf.Tensor:
-        if step_context.context() is None:
+        if replication.replica_context() is None:
             return self._stock(self._variable)
         if not isinstance(self._stock, _ADDS_UP):
             return remat.remat(lambda _: self._stock(self._variable))(tf.convert_to_tensor(piece))
@@ -324,10 +326,10 @@ def _summed(regularizer: Callable, piece: tf.Tensor) -> tf.Tensor:
             own = tf.convert_to_tensor(regularizer(given))
 
         def gradient(upstream):
-            (total,) = step_context.sum_small(gradient_weights.weigh([upstream], False))
+            (total,) = collectives.sum_small(gradient_weights.weigh([upstream], False))
             return tape.gradient(own, given) * tf.cast(total, given.dtype)
 
-        (total,) = step_context.sum_small([own])
+        (total,) = collectives.sum_small([own])
         return total, gradient
 
     return add(piece)

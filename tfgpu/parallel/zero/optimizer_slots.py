@@ -10,7 +10,7 @@ from keras.src.callbacks import swap_ema_weights
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_context
+from tfgpu.core import replication, step_context
 from tfgpu.errors import InputError
 from tfgpu.parallel import sharded_variable
 from tfgpu.parallel.zero import elementwise
@@ -40,7 +40,7 @@ def install() -> None:
 
     @wrap(TFOptimizer, "_overwrite_model_variables_with_average_value")
     def overwrite(stock, self, trainable_variables):
-        if step_context.have_met() or not any(map(is_sharded, trainable_variables)):
+        if step_context.gradients_are_summed() or not any(map(is_sharded, trainable_variables)):
             return stock(self, trainable_variables)
         for variable, average in _averages(self):
             variable.assign(average.numpy())
@@ -108,7 +108,9 @@ def _fill(shards: Sequence) -> None:
 
 def _outside(shards: Sequence, run: Callable) -> None:
     """Runs something as if outside of any step."""
-    run() if step_context.context() is None else step_context.run_outside(shards[0]._value.distribute_strategy, run)
+    run() if replication.replica_context() is None else replication.run_cross_replica(
+        shards[0]._value.distribute_strategy, run
+    )
 
 
 def _fill_slots(optimizer, shards: Sequence) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfgpu.core import step_context
+from tfgpu.core import replication
 from tfgpu.errors import InputError
 from tfgpu.optim import gradient_compression
 from tfgpu.parallel import device_placement, model_graph
@@ -115,13 +115,13 @@ def _layers(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def _check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    if not step_context.is_spread(strategy):
+    if not replication.is_replicated(strategy):
         raise InputError(
             "`parallel.shard` spreads the optimizer over replicas, and this model has none. Make it in the scope of "
             "`tfgpu.strategy('mirrored')` or `tfgpu.strategy('multi_worker')`; to offload from one device, of "
             "`tfgpu.strategy('mirrored', devices=['GPU:0'])`."
         )
-    if step_context.plan_of(strategy) is not None:
+    if replication.local_training_of(strategy) is not None:
         raise InputError("Replicas that train apart (`averaging`) each need a whole optimizer. Use `mirrored`.")
     if gradient_compression.top_k_of(strategy) is not None:
         raise InputError("Top-k gradients and a sharded optimizer do not fit together. Leave one of them out.")
@@ -134,6 +134,6 @@ def _check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
         raise InputError("The model has trained already, or its optimizer was built. Shard it before `compile`.")
     for variable in model.trainable_variables:
         if strategy is model.distribute_strategy:
-            step_context.check_has_copies(variable)
+            replication.check_is_replicated(variable)
         if getattr(variable, "overwrite_with_gradient", False):
             raise InputError(f"{variable.path!r} (float8) is overwritten by its gradient. Use another dtype policy.")

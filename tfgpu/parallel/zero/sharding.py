@@ -24,9 +24,9 @@ import tensorflow as tf
 from keras.src import backend
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-from tfgpu.core import broadcast, gradient_weights, layer_state, step_context, traffic
+from tfgpu.core import broadcast, collectives, gradient_weights, layer_state, replication, step_context, traffic
 from tfgpu.parallel import device_placement, sharded_variable
-from tfgpu.parallel.zero import collectives
+from tfgpu.parallel.zero import shard_collectives
 
 BUCKET_BYTES = 32 << 20
 """Of gradients that travel in one collective, so that the first can leave while others are computed."""
@@ -154,7 +154,9 @@ def reduce_pieces(grads: list, shards: Sequence, scatter: bool) -> list:
     whole = [at for at, is_whole in enumerate(meets_whole) if is_whole]
     sent = [found[at] for at in whole]
     for at, total in zip(
-        whole, step_context.widened(step_context.all_reduce(step_context.narrowed(sent)), sent), strict=True
+        whole,
+        collectives.from_reduce_dtype(collectives.all_reduce(collectives.to_reduce_dtype(sent)), sent),
+        strict=True,
     ):
         found[at] = _piece(total, shards[at])
     rest = [at for at, g in enumerate(found) if g is not None and at not in set(whole)]
@@ -203,7 +205,7 @@ def _piece(total, shard):
     # Slices stay slices, of single numbers: Keras squares each before it adds those of one row.
     size, width = shard.shape[0], int(np.prod(full_shape(shard)[1:]))
     places = tf.cast(total.indices, tf.int64)[:, None] * width + tf.range(width, dtype=tf.int64)
-    places = tf.reshape(places, [-1]) - tf.cast(collectives.replica_id(), tf.int64) * size
+    places = tf.reshape(places, [-1]) - tf.cast(shard_collectives.replica_id(), tf.int64) * size
     is_own, values = (places >= 0) & (places < size), tf.reshape(total.values, [-1])
     return tf.IndexedSlices(
         tf.where(is_own, values, tf.zeros_like(values)),
@@ -214,7 +216,7 @@ def _piece(total, shard):
 
 def _rows(value, shard) -> tf.Tensor:
     """A tensor as large as the variable, as the pieces of all replicas."""
-    length, count = int(np.prod(full_shape(shard))), step_context.context().num_replicas_in_sync
+    length, count = int(np.prod(full_shape(shard))), replication.replica_context().num_replicas_in_sync
     flat, size = tf.reshape(tf.convert_to_tensor(value), [length]), shard.shape[0]
     if count * size > length:
         flat = tf.pad(flat, [[0, count * size - length]])
@@ -223,7 +225,7 @@ def _rows(value, shard) -> tf.Tensor:
 
 def local_piece(value, shard) -> tf.Tensor:
     """This replica's piece of a tensor as large as the variable."""
-    return _rows(value, shard)[collectives.replica_id()]
+    return _rows(value, shard)[shard_collectives.replica_id()]
 
 
 def _device(shard) -> str:
@@ -238,7 +240,7 @@ def _at_home(piece, shard):
 
 def _buckets(places: Sequence[int], values: Sequence, shards: Sequence) -> list[list[int]]:
     """Places of what can travel together: of one dtype, on one device, up to a number of bytes."""
-    found, open_ones, count = [], {}, step_context.context().num_replicas_in_sync
+    found, open_ones, count = [], {}, replication.replica_context().num_replicas_in_sync
     for at in places:
         key = values[at].dtype, _device(shards[at])
         bucket, size = open_ones.get(key, (None, 0))
@@ -255,8 +257,8 @@ def _scattered(bucket: Sequence[int], grads: Sequence, shards: Sequence) -> list
     """The sums of this replica's pieces."""
     with tf.device(_device(shards[bucket[0]])):
         packed = tf.concat([_rows(grads[at], shards[at]) for at in bucket], 1)
-        (narrow,) = step_context.narrowed([packed])
-        (total,) = step_context.widened([collectives.reduce_scatter(narrow)], [packed])
+        (narrow,) = collectives.to_reduce_dtype([packed])
+        (total,) = collectives.from_reduce_dtype([shard_collectives.reduce_scatter(narrow)], [packed])
         return tf.split(total, [shards[at].shape[0] for at in bucket])
 
 
@@ -279,7 +281,7 @@ def all_gather(pieces: Sequence, shards: Sequence) -> list[tf.Tensor]:
         with tf.device(pieces[bucket[0]].device):
             packed = tf.concat([tf.convert_to_tensor(pieces[at]) for at in bucket], 0)
         device = _device(shards[bucket[0]])
-        rows = collectives.all_gather(packed, device)
+        rows = shard_collectives.all_gather(packed, device)
         with tf.device(device):
             for at, found in zip(bucket, tf.split(rows, [shards[at].shape[0] for at in bucket], 1), strict=True):
                 sizes = full_shape(shards[at])
@@ -301,15 +303,15 @@ def _gather_at_update(optimizer, shards: Sequence) -> None:
     for dtype in dict.fromkeys(shard.dtype for shard in shards):
         size = sum(shard.shape[0] for shard in shards if shard.dtype == dtype)
         traffic.note([tf.TensorSpec([size], dtype)], part=1 / optimizer.gradient_accumulation_steps)
-    with step_context.uncompiled():
-        step_context.context().merge_call(across)
+    with step_context.outside_xla():
+        replication.replica_context().merge_call(across)
 
 
 def _finite_for_all(pieces: list) -> tuple[list, tf.Tensor]:
     """The pieces, one with infinities where any replica has some: what one saw, all skip."""
     values = [p.values if isinstance(p, tf.IndexedSlices) else p for p in pieces if p is not None]
     bad = tf.reduce_any(tf.stack([tf.reduce_any(~tf.math.is_finite(value)) for value in values]))
-    (count,) = step_context.sum_small([tf.cast(bad, tf.float32)])
+    (count,) = collectives.sum_small([tf.cast(bad, tf.float32)])
     first = next(at for at, piece in enumerate(pieces) if piece is not None)
     piece = pieces[first]
     more = tf.where(count < 0.5, tf.zeros([], piece.dtype), tf.constant(float("inf"), piece.dtype))

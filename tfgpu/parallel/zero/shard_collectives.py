@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.ops import collective_ops
 
-from tfgpu.core import step_context, traffic
+from tfgpu.core import collectives, replication, step_context, traffic
 
 
 def reduce_scatter(rows: tf.Tensor) -> tf.Tensor:
@@ -17,15 +17,15 @@ def reduce_scatter(rows: tf.Tensor) -> tf.Tensor:
     Args:
         rows: [replicas, ...], of one static shape on all.
     """
-    context = step_context.context()
+    context = replication.replica_context()
     if context.num_replicas_in_sync == 1:
         return rows[0]
     traffic.note([rows])
-    with step_context.uncompiled():
-        if not step_context.spans_processes(context.strategy):
+    with step_context.outside_xla():
+        if not replication.spans_processes(context.strategy):
             return context.merge_call(_sum_rows, args=(rows,))
         if tf.executing_eagerly():  # where raw collectives of several devices would wait for each other
-            (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [rows], step_context.options())
+            (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [rows], collectives.communication_options())
             return total[replica_id()]
         return tf.reduce_sum(_collective(collective_ops.all_to_all_v2, rows), 0)
 
@@ -37,19 +37,19 @@ def all_gather(row: tf.Tensor, device: str) -> tf.Tensor:
         row: this replica's, of one static shape on all.
         device: where this replica wants them.
     """
-    context = step_context.context()
+    context = replication.replica_context()
     if context.num_replicas_in_sync == 1:
         return row[None]
     traffic.note([row])
-    with step_context.uncompiled():
-        if not step_context.spans_processes(context.strategy):
+    with step_context.outside_xla():
+        if not replication.spans_processes(context.strategy):
             with tf.device(device):
                 place = tf.zeros([])  # tells where
             return context.merge_call(_stack_rows, args=(row, place))
         if tf.executing_eagerly():
             is_own = tf.range(context.num_replicas_in_sync) == replica_id()
             placed = tf.where(tf.reshape(is_own, [-1, *[1] * row.shape.rank]), row[None], tf.zeros([], row.dtype))
-            (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [placed], step_context.options())
+            (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [placed], collectives.communication_options())
             return total
         with tf.device(device):
             found = _collective(collective_ops.all_gather_v2, tf.identity(row)[None])
@@ -58,7 +58,7 @@ def all_gather(row: tf.Tensor, device: str) -> tf.Tensor:
 
 def replica_id():
     """This replica's number among all."""
-    number = step_context.context().replica_id_in_sync_group
+    number = replication.replica_context().replica_id_in_sync_group
     known = tf.get_static_value(number)
     return number if known is None else int(known)
 
@@ -85,10 +85,10 @@ def _stack_rows(strategy, column, places):
 
 def _collective(function, value: tf.Tensor) -> tf.Tensor:
     """One collective of TensorFlow's, in the order of all others of this replica's device."""
-    strategy = step_context.context().strategy
+    strategy = replication.replica_context().strategy
     launchers = strategy.extended._cross_device_ops._launchers
     launcher = launchers[replica_id() % len(launchers)]
-    options = launcher._options.merge(step_context.options())
+    options = launcher._options.merge(collectives.communication_options())
     with tf.device(launcher._device):
         return function(
             value,

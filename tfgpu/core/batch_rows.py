@@ -1,0 +1,106 @@
+"""Which rows of the global batch a replica holds: told by the data, or by a small collective between the replicas."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfgpu.core import collectives, step_context
+from tfgpu.core.replication import replica_context, shard_index
+from tfgpu.core.step_context import RowRange, Step
+
+
+@dataclass
+class GivenRows:
+    """The rows that a hand-written `strategy.run` gave to this replica.
+
+    Attributes:
+        local: their number, int32 scalar.
+        graph: the graph in which the replica began; None where it runs eagerly.
+        range: which rows of the global batch they are, once the replicas have told each other.
+    """
+
+    local: tf.Tensor
+    graph: tf.Graph | None
+    range: RowRange | None = None
+
+
+def begin_step(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = None, **facts: bool) -> Step:
+    """The facts of the step that this replica begins.
+
+    Args:
+        local: rows of this replica, int32 scalar.
+        place: rows of the batch before them, and rows of the whole batch; None where the data does not tell: the
+            replicas then tell each other in a small collective.
+        facts: `jit`, `local_updates` and `local_forward` of `Step`.
+    """
+    offset, total = _exchanged_place(local) if place is None else place
+    return Step(RowRange(local, offset, total), _share_of(local, total), **facts)
+
+
+@contextlib.contextmanager
+def given(local: tf.Tensor) -> Iterator[None]:
+    """For the length of the block this replica, outside a step, holds `local` rows of a batch."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    with step_context.scope(given_rows=GivenRows(local, graph)):
+        yield
+
+
+def known_rows() -> RowRange | None:
+    """Which rows this replica holds: the step's, else those that a hand-written `strategy.run` was given.
+
+    In a hand-written loop the replicas tell each other at the first question, in the graph in which they began, outside
+    any condition or loop in it. A tf.function that is called within a replica cannot ask, and gets None.
+    """
+    found = step_context.current().given_rows
+    if step_context.step() is not None or found is None or replica_context() is None or not _is_within(found.graph):
+        return step_context.rows()
+    if found.range is None:
+        with contextlib.nullcontext() if found.graph is None else found.graph.as_default():
+            found.range = RowRange(found.local, *_exchanged_place(found.local))
+    return found.range
+
+
+def known_share() -> tf.Tensor | None:
+    """This replica's fraction of the global batch (float32 scalar), by `known_rows`; None where that is None."""
+    found = known_rows()
+    if step_context.step() is not None or found is None:
+        return step_context.share()
+    return _share_of(found.local, found.total)
+
+
+def can_communicate() -> bool:
+    """Whether replicas can run a collective here.
+
+    True in a step, and in a hand-written `strategy.run` outside any condition, loop or tf.function in it.
+    """
+    found = step_context.current().given_rows
+    if step_context.step() is not None or found is None or replica_context() is None:
+        return step_context.step() is not None
+    return found.graph is (None if tf.executing_eagerly() else tf.compat.v1.get_default_graph())
+
+
+def _is_within(graph: tf.Graph | None) -> bool:
+    """Whether the default graph is `graph`, or a condition or loop in it; `graph` is None for eager execution."""
+    if tf.executing_eagerly():
+        return graph is None
+    found = tf.compat.v1.get_default_graph()
+    while found is not None and found is not graph and getattr(found, "is_control_flow_graph", False):
+        found = found.outer_graph
+    return found is graph
+
+
+def _share_of(local: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+    return tf.math.divide_no_nan(tf.cast(local, tf.float32), tf.cast(total, tf.float32))
+
+
+def _exchanged_place(local: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Rows of the batch before this replica's, and rows of the batch: each replica tells the others its number."""
+    replica = replica_context()
+    if replica.num_replicas_in_sync == 1:
+        return tf.constant(0), local
+    at = shard_index(replica.strategy, tf.cast(replica.replica_id_in_sync_group, tf.int32))
+    mine = tf.one_hot(at, replica.num_replicas_in_sync) * tf.cast(local, tf.float32)
+    counts = tf.cast(collectives.sum_small([mine])[0], tf.int32)
+    return tf.where(local > 0, tf.reduce_sum(counts[:at]), 0), tf.reduce_sum(counts)

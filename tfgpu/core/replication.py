@@ -1,0 +1,78 @@
+"""Strategies of which each replica holds a copy of the model, and variables that have a copy on each replica."""
+
+from collections.abc import Callable, Iterable
+
+import keras
+import tensorflow as tf
+
+from tfgpu.compat import distribute, slots, variables
+from tfgpu.errors import InputError
+
+
+def is_replicated(strategy: tf.distribute.Strategy | None) -> bool:
+    """Whether the strategy keeps a copy of the model on each replica, and sums gradients in collectives."""
+    return isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy))
+
+
+def spans_processes(strategy: tf.distribute.Strategy) -> bool:
+    """Whether the replicas are in several processes."""
+    return is_replicated(strategy) and distribute.is_multi_worker(strategy)
+
+
+def replica_context() -> tf.distribute.ReplicaContext | None:
+    """The replica context inside a replica of a replicated strategy, one of a single replica included; else None."""
+    found = tf.distribute.get_replica_context()
+    return found if found is not None and is_replicated(found.strategy) else None
+
+
+def shard_index(strategy: tf.distribute.Strategy, replica):
+    """Which shard of the global batch replica number `replica` gets, from 0.
+
+    A distributed dataset cuts a batch into one shard per replica and deals them to the workers in turn: with W workers,
+    device d of worker w holds shard d * W + w.
+    """
+    devices = len(strategy.extended.worker_devices)
+    return replica % devices * (strategy.num_replicas_in_sync // devices) + replica // devices
+
+
+def local_training_of(strategy: tf.distribute.Strategy):
+    """How the replicas train on copies of their own (`step_loop.LocalTraining`), or None where they train together."""
+    return slots.get(strategy, "local_training")
+
+
+def run_cross_replica(strategy: tf.distribute.Strategy, make: Callable[[], None]) -> None:
+    """Runs `make` in cross-replica context and outside any graph, in the strategy's scope.
+
+    A variable created inside a replica would get that replica's copy only; here it gets all of them at once.
+    """
+    with tf.init_scope(), distribute.cross_replica_mode(strategy), strategy.scope():
+        make()
+
+
+def check_is_replicated(variable: keras.Variable | tf.Variable) -> None:
+    """Refuses to let all replicas change one shared variable.
+
+    Raises:
+        InputError: a Keras variable that was made outside the strategy's scope.
+    """
+    if isinstance(variable, keras.Variable) and not variables.has_copies(variable):
+        raise InputError(
+            f"The variable {variable.path!r} was made outside `strategy.scope()`: all replicas would change one copy. "
+            "Make its layer, metric or optimizer inside the scope (or, for a layer that shall not train, set "
+            "`trainable = False`)."
+        )
+
+
+def check_is_not_replicated(trained: Iterable[keras.Variable]) -> None:
+    """Refuses to train replicated variables in a model that has no strategy.
+
+    Raises:
+        InputError: a variable of a model that was made in a strategy's scope, or placed on several devices.
+    """
+    for variable in trained:
+        if variables.has_copies(variable):
+            raise InputError(
+                f"The variable {variable.path!r} is of a model that was made in a strategy's scope, or spread over "
+                "devices, and the model that trains it here is not. Make that one in the same scope, or spread it: "
+                "first the whole model, then `parallel.place` and the like."
+            )
