@@ -193,31 +193,17 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not circle({module_of(path): imported_modules(path, known) for path in FILES})
 
 
-def house() -> list[set[str]]:
-    """The rows of CONTRIBUTING.md's table, each with the parts of tfgpu that it names."""
-    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("\n## The house\n")[2].partition("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("| ") and "`" in line]
-    words = [re.findall(r"`(\w+)(?:\.py|/)?`", line) for line in lines]
-    assert sum(map(len, words)) == len({word for row in words for word in row}), "a part stands there twice"
-    return [set(row) for row in words]
+def rooms() -> list[str]:
+    """The parts of tfgpu that the table of docs/design.md names, in its first column."""
+    text = (PACKAGE.parent / "docs" / "design.md").read_text().partition("\n## The rooms\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return re.findall(r"`(\w+)(?:\.py|/)?`", " ".join(cells))
 
 
-def named(name: str, rows: list[set[str]]) -> int:
-    """The row that names a part; a part of a part (`redact_places`) stands where the whole does."""
-    found = [at for at, row in enumerate(rows) if name in row or name.partition("_")[0] in row]
-    assert found, f"{name} has no row in the table of CONTRIBUTING.md"
-    return found[0]
+def test_the_map_names_every_part_once():
+    named, parts = rooms(), {part(path) for path in FILES} - {"__init__", "__main__"}
+    assert len(named) == len(set(named)) and set(named) == parts
 
-
-def test_contributing_names_every_part_in_its_row():
-    rows, parts = house(), {part(path) for path in FILES} - {"__init__", "__main__"}
-    assert len(rows) > 3
-    for name in parts:
-        at = named(name, rows)
-        below = {other for other in ALLOWED.get(name, set()) & parts if named(other, rows) > at}
-        assert not below, f"{name} may import {', '.join(sorted(below))}, which stand in rows below its own"
-    gone = set().union(*rows) - parts
-    assert not gone, f"there is no {', '.join(sorted(gone))} any more"
 
 
 def private_names(path: Path) -> set[str]:
