@@ -24,7 +24,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 import tensorflow as tf
 
 ROOM = 50 * 2**20
-"""Bytes by which a module may let a process grow."""
+"""Bytes by which tests may let a process grow before garbage is collected."""
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("no deadline")
 tf.config.set_logical_device_configuration(
@@ -123,14 +123,20 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def memory():
+    """The bytes of this process when garbage was last collected."""
+    return {"then": psutil.Process().memory_info().rss}
+
+
 @pytest.fixture(scope="module", autouse=True)
-def memory_is_given_back():
-    """Models and graphs of a large module do not stay in memory until the last one's end."""
-    before = psutil.Process().memory_info().rss
+def memory_is_given_back(memory):
+    """Models and graphs of many modules do not stay in memory until the last one's end."""
     yield
-    if psutil.Process().memory_info().rss - before > ROOM and "keras" in sys.modules:
+    if psutil.Process().memory_info().rss - memory["then"] > ROOM and "keras" in sys.modules:
         sys.modules["keras"].backend.clear_session()  # collects garbage, too
         ctypes.CDLL(None).malloc_trim(0)
+        memory["then"] = psutil.Process().memory_info().rss
 
 
 @pytest.fixture
