@@ -72,7 +72,7 @@ def alone(chosen):
             yield pytest.param(page, block, id=f"{page.name}-{number}", marks=pytest.mark.slow)
 
 
-def run(words: list[str], script: str, *, page: Path, folder: Path, timeout: float = 240) -> str:
+def run(words: list[str], script: str, *, page: Path, folder: Path, timeout: float = 300) -> str:
     """Runs a script, beside the files that its page has, and returns what it printed."""
     for block in filter(FILE.match, blocks(page, "python")):
         (folder / FILE.match(block)[1]).write_text(block)

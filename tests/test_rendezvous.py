@@ -61,7 +61,7 @@ def start(jobs: dict[str, list[str]], task: tuple[str, int], code: str = JOIN, *
     )
 
 
-def answers(processes: list[subprocess.Popen], *, within_s: float = 90) -> list[dict]:
+def answers(processes: list[subprocess.Popen], *, within_s: float = 300) -> list[dict]:
     try:
         said = [process.communicate(timeout=within_s) for process in processes]
     finally:

@@ -413,7 +413,7 @@ def test_two_fits_at_once_are_refused_and_a_copy_is_not():
 def test_gpus_that_are_lost_under_way(tmp_path, nvml):
     environ = {**os.environ, "LD_LIBRARY_PATH": str(nvml), "CUDA_VISIBLE_DEVICES": "0,1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
-        [sys.executable, "-c", GPUS, tmp_path], env=environ, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", GPUS, tmp_path], env=environ, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = table.read(tmp_path / "monitor-epochs-worker0.csv")
@@ -451,7 +451,7 @@ print([thread.is_alive() for thread in left])
 def test_stock_keras_without_the_repairs(tmp_path):
     environ = {**os.environ, "TFGPU_REPAIR": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, tmp_path], env=environ, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", ALONE, tmp_path], env=environ, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines() == ["[(2, None), (2, None)]", "[False]"]

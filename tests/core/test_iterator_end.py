@@ -259,6 +259,6 @@ def test_a_process_ends_whose_iterator_is_left_to_the_last():
         "[next(left) for _ in range(1000)]\n"
         "print('done', flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]
     assert "Traceback" not in done.stderr and "Fatal" not in done.stderr

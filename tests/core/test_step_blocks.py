@@ -276,7 +276,7 @@ def test_a_model_with_auto_is_read_by_stock_keras(tmp_path):
         "print(m.steps_per_execution)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "m.keras")]
-    out = subprocess.run(command, env={**os.environ, "TFGPU_REPAIR": "0"}, capture_output=True, text=True, timeout=120)
+    out = subprocess.run(command, env={**os.environ, "TFGPU_REPAIR": "0"}, capture_output=True, text=True, timeout=300)
     assert out.stdout.split()[-1:] == ["1"], out.stderr[-2000:]
 
 

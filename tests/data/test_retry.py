@@ -168,7 +168,7 @@ def test_two_workers_read_files_on_of_which_one_fails(together, tmp_path):
     files = sorted(map(str, tmp_path.glob("*.txt")))
     answers = together(WORKER, {"worker": 2}, "multi_worker", *files)
     command = [sys.executable, "-c", WORKER, "mirrored", *files]
-    one = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout)
+    one = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout)
     assert answers["worker0"][2] == answers["worker1"][2] == 0
     for found in answers.values():
         np.testing.assert_allclose(found[0], one[0], rtol=1e-6)

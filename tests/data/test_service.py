@@ -38,7 +38,7 @@ def serving():
     finally:
         workers = psutil.Process(process.pid).children() if process.poll() is None else []
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=300)
         _, left = psutil.wait_procs(workers, timeout=20)
         assert not left
 

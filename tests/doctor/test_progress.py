@@ -61,7 +61,7 @@ def started(tmp_path, facts, found, clean):
 
 
 def ended(process: subprocess.Popen) -> tuple[str, str]:
-    return process.communicate(timeout=60)
+    return process.communicate(timeout=300)
 
 
 def titles(stream, last: str) -> list[str]:

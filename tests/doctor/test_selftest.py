@@ -131,7 +131,7 @@ def test_the_network_between_two_processes(addresses, clean):
         command = [sys.executable, "-c", code]
         running.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
     try:
-        first, second = (json.loads(process.communicate(timeout=60)[0]) for process in running)
+        first, second = (json.loads(process.communicate(timeout=300)[0]) for process in running)
     finally:
         for process in running:
             process.kill()

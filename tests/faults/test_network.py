@@ -80,7 +80,7 @@ class Network:
 
     @staticmethod
     def _ip(words: str) -> None:
-        subprocess.run([IP, *words.split()], check=True, capture_output=True, text=True, timeout=10)
+        subprocess.run([IP, *words.split()], check=True, capture_output=True, text=True, timeout=300)
 
     @staticmethod
     def _until_it_answers(command: list[str]) -> None:

@@ -84,7 +84,7 @@ class Launch:
             os.close(terminal)
         return self
 
-    def wait_for(self, count: int, name: str = "up*", seconds: float = 60) -> list[Path]:
+    def wait_for(self, count: int, name: str = "up*", seconds: float = 300) -> list[Path]:
         """Waits until so many files of that name lie in the folder: the scripts make them."""
         end = time.monotonic() + seconds
         while len(found := sorted(self.folder.glob(name))) < count:
@@ -92,7 +92,7 @@ class Launch:
             time.sleep(0.02)
         return found
 
-    def finish(self, seconds: float = 60) -> tuple[int, str, str]:
+    def finish(self, seconds: float = 300) -> tuple[int, str, str]:
         """Waits for the launcher's end: its exit code, stdout and stderr."""
         out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err
@@ -115,7 +115,7 @@ class Launch:
                     found[int(path.name)] = words.replace(b"\0", b" ").decode(errors="replace")
         return found
 
-    def gone_after(self, seconds: float = 30) -> float:
+    def gone_after(self, seconds: float = 120) -> float:
         """Waits until nothing is left; returns the seconds that took."""
         began = time.monotonic()
         while left := self.left():

@@ -36,7 +36,7 @@ print("replicas", strategy.num_replicas_in_sync)
 K8S = ["--name", "a", "--image", "i", "--claim", "c", "--gpus-per-worker", "0"]
 
 
-def tfgpu(*words: str, cwd: Path, timeout: float = 280, **environ: str) -> subprocess.CompletedProcess:
+def tfgpu(*words: str, cwd: Path, timeout: float = 300, **environ: str) -> subprocess.CompletedProcess:
     kept = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", "FORCE_COLOR")}
     return subprocess.run(
         [sys.executable, "-m", "tfgpu", *words],

@@ -10,7 +10,7 @@ import pytest
 from tfgpu.launch import heartbeat
 
 
-def wait_for(condition, within_s: float = 20) -> bool:
+def wait_for(condition, within_s: float = 300) -> bool:
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         if condition():

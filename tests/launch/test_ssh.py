@@ -44,7 +44,7 @@ def test_a_bad_exit_on_one_node_ends_the_others_and_starts_all_again(launch, opt
     code, _, err = launch.run(script, max_restarts=1, options=options)
     assert code == 0, err
     assert "worker 1 on node2: exit code 9" in err and "1 of 1 restarts used" in err
-    launch.gone_after(5)
+    launch.gone_after()
 
 
 @pytest.mark.processes
@@ -63,7 +63,7 @@ def test_signals_reach_the_nodes(launch, options, number, code):
     launch.wait_for(2)
     launch.process.send_signal(number)
     assert launch.finish()[0] == code
-    launch.gone_after(5)
+    launch.gone_after()
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_node_whose_connection_is_lost_is_named_and_all_end(launch, options):
     os.kill(clients[0], signal.SIGKILL)
     code, _, err = launch.finish()
     assert code == 1 and "The connection to the supervisor on node2 was lost" in err
-    launch.gone_after(15)
+    launch.gone_after()
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_what_keeps_a_node_away_is_named(launch, options, changes, words):
     code, _, err = launch.run("up()", options={**options, **changes})
     assert code == 1 and "No supervisor could be started on " in err and words in err
     assert not list(launch.folder.glob("up-*"))
-    launch.gone_after(5)
+    launch.gone_after()
 
 
 @pytest.mark.parametrize(

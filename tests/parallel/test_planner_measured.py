@@ -289,7 +289,7 @@ def test_the_command_builds_a_model_by_its_name(tmp_path):
         env={**os.environ, "COLUMNS": "120"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "mlp: 884 parameters, batches of 16, float32, adamw" in done.stdout

@@ -45,7 +45,7 @@ class Group:
 
     def end(self, name, how=signal.SIGKILL):
         self.running[name].send_signal(how)
-        return self.running[name].wait(timeout=120)
+        return self.running[name].wait(timeout=300)
 
     def wait(self, name, timeout=480):
         return self.running[name].wait(timeout=timeout)

@@ -45,7 +45,7 @@ def test_a_server_leaves_when_it_is_asked_to_and_was_watched(group, tmp_path):
             assert processes.running["ps0"].poll() is None, processes.said("ps0")
             time.sleep(0.05)
         assert processes.end("ps0", signal.SIGTERM) == 75
-    assert processes.wait("worker0", timeout=120) == 0
+    assert processes.wait("worker0", timeout=300) == 0
     for name in ("ps0", "worker1"):  # The chief is worker 0.
         rows = table.last(tmp_path / f"monitor-{name}.csv", 1)
         assert rows[0]["memory_bytes"] > 2**26 and rows[0]["step_time_s"] is None

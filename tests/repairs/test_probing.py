@@ -26,7 +26,7 @@ def test_each_probe_answers_for_itself():
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     every, one = done.stdout.splitlines()[-2:]

@@ -240,7 +240,7 @@ def test_a_try_that_is_killed_does_not_fit(tmp_path):
     killer = threading.Thread(target=kill_a_try)
     killer.start()
     tried = child(log=tmp_path / "log").attempt(64, 1258)
-    killer.join(60)
+    killer.join(300)
     assert not tried.fits and tried.reason.startswith("The process was killed by SIGKILL")
 
 
@@ -272,7 +272,7 @@ def test_a_search_that_is_killed_leaves_no_process():
         tries = waited(lambda: tries_of(psutil.Process(search.pid)))
     finally:
         search.kill()
-        search.wait(20)
+        search.wait(300)
     assert waited(lambda: not any(one.is_running() and one.status() != "zombie" for one in tries))
 
 

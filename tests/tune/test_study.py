@@ -109,13 +109,13 @@ def test_a_study_that_is_killed_goes_on_and_equals_one_that_never_stopped(tmp_pa
             time.sleep(0.01)
     finally:
         os.kill(killed.pid, signal.SIGKILL)
-        killed.wait(20)
+        killed.wait(300)
     kept = [json.loads(line) for line in (tmp_path / "study/journal.log").read_text().splitlines()]
     assert kept
     resumed = command("--resume", "--output", "study", "--trials", 4)
-    done = subprocess.run(resumed, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=250)
+    done = subprocess.run(resumed, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = subprocess.run(command(*words, "--output", "whole"), cwd=tmp_path, env=environ(), timeout=250)
+    done = subprocess.run(command(*words, "--output", "whole"), cwd=tmp_path, env=environ(), timeout=300)
     assert done.returncode == 0
 
     def trials(name):
@@ -151,7 +151,7 @@ def test_a_study_goes_on_without_the_folders_of_its_trials(tmp_path):
         env=environ(),
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "trials/0000, trials/0001 are gone" in done.stdout

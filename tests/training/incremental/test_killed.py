@@ -25,7 +25,7 @@ Y = np.arange(24) % 3
 def run(folder, how, replicas, where=None):
     command = [sys.executable, str(SCRIPT), str(folder), how, str(replicas), *([where] if where else [])]
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     signals = {None: 0, "SIGKILL": -signal.SIGKILL, "SIGTERM": 75}
     assert done.returncode == signals[where and where.split(":")[0]], (where, done.stderr[-3000:])
 
