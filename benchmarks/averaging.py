@@ -40,7 +40,7 @@ def train(way: str, devices: int, seeds: int, epochs: int) -> list[dict]:
     import keras
 
     import tfgpu
-    from tfgpu.optim import averaging_strategy
+    from tfgpu.asynchronous import averaging
 
     tfgpu.environment.set_logical_devices(devices)
     options, rate = dict(WAYS[way]), 0.05
@@ -59,7 +59,7 @@ def train(way: str, devices: int, seeds: int, epochs: int) -> list[dict]:
         model.fit(data.train, epochs=epochs, verbose=0)
         carried = _carried() - before
         accuracy = model.evaluate(data.test, verbose=0, return_dict=True)["accuracy"]
-        sent = averaging_strategy.traffic(model)
+        sent = averaging.traffic(model)
         rows.append({"accuracy": accuracy, "rounds": sent.rounds, "steps": sent.steps, "bytes": sent.bytes})
         rows[-1]["carried"] = carried
     return rows

@@ -31,17 +31,17 @@ ALLOWED = {
     "optim": {"compat", "core", "repairs"},
     "checkpoint": {"compat", "core", "repairs", "packing"},
     "parallel": {"compat", "core", "repairs", "cluster", "environment", "rendezvous", "strategies"},
-    "parameter_server": {"compat", "core", "repairs", "parallel", "cluster", "rendezvous", "callbacks"},
-    "strategies": {"cluster", "environment", "rendezvous", *ENGINE},
+    "parameter_server": {"compat", "core", "repairs", "parallel"},
+    "strategies": {"cluster", "environment", "rendezvous", "callbacks", *ENGINE},
     "data": {"cluster"},
     "launch": {"cluster", "environment", *ENGINE},
     "models": {"precision", *ENGINE},
-    "training": {"data", "strategies", "precision", "packing", *ENGINE},
+    "training": {"data", "precision", "packing", *ENGINE},
     "callbacks": {"cluster", "environment", "training", "launch", "packing", "sensors", *ENGINE},
     "run": {"cluster", "launch", "rendezvous", *ENGINE},
     "serving": {"models", *ENGINE},
 }
-ALLOWED["asynchronous"] = {"checkpoint", "optim", "parameter_server"}
+ALLOWED["asynchronous"] = {"checkpoint", "optim", "parameter_server", "strategies"}
 ALLOWED["interop"] = {"cluster", "environment", "data", *ENGINE}
 ALLOWED["recipes"] = {*ALLOWED}
 ALLOWED["measure"] = {*ALLOWED}
@@ -57,7 +57,6 @@ UPWARD = {
     "core/step_blocks.py": {"checkpoint"},
     "core/step_loop.py": {"optim", "repairs"},
     "core/xla_trial.py": {"parallel"},
-    "optim/averaging_strategy.py": {"cluster", "strategies"},
     "optim/gradient_accumulation.py": {"parallel"},
     "optim/nonfinite_steps.py": {"checkpoint"},
     "optim/parameter_groups.py": {"parallel"},

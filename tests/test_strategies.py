@@ -1,4 +1,3 @@
-
 import keras
 import pytest
 import tensorflow as tf
@@ -6,6 +5,8 @@ import tensorflow as tf
 from tfgpu import strategies
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.strategies.communication import ALL_REDUCE
+from tfgpu.strategies.factory import KINDS
 
 WORKER = Cluster(workers=("127.0.0.1:1", "127.0.0.1:2"), rank=1, task_index=1)
 PS = dict(workers=("c:1", "w:1"), parameter_servers=("p:1",), has_chief=True)
@@ -161,8 +162,8 @@ def test_a_malformed_tf_config_is_named(monkeypatch):
 
 
 def test_the_choices_are_the_ones_that_the_errors_list():
-    assert "reduction_to_one_device" in str(unknown("all-reduce", "x", strategies.ALL_REDUCE))
-    assert strategies.KINDS[0] == "auto"
+    assert "reduction_to_one_device" in str(unknown("all-reduce", "x", ALL_REDUCE))
+    assert KINDS[0] == "auto"
 
 
 ALL_REDUCE_SCRIPT = """

@@ -131,7 +131,7 @@ def test_what_cannot_be_replaced_stays(tmp_path, monkeypatch):
 REMOVES = """
 import os, shutil, signal, sys
 from pathlib import Path
-from tfgpu.callbacks import snapshot
+from tfgpu.checkpoint import storage
 unlink, times = os.unlink, int(sys.argv[2])
 def dies(*arguments, **options):
     global times
@@ -141,7 +141,7 @@ def dies(*arguments, **options):
     unlink(*arguments, **options)
 os.unlink = dies
 folder = Path(sys.argv[1])
-snapshot.prune(folder, folder / "epoch-0003", keep=1, best=None)
+storage.prune(folder, folder / "epoch-0003", keep=1, best=None)
 """
 
 
@@ -163,12 +163,13 @@ FULL = """
 import resource, signal, sys
 from pathlib import Path
 import numpy as np
-from tfgpu.callbacks import Writer, snapshot
+from tfgpu.callbacks import Writer
+from tfgpu.checkpoint import storage
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = Path(sys.argv[1])
 def write(epoch, writer):
-    files = snapshot.encode(snapshot.Position(epoch), {"w": np.zeros(40_000, "float32")}, None)
-    writer.put(folder / f"epoch-{epoch:04d}", lambda: snapshot.write(folder / f"epoch-{epoch:04d}", *files))
+    files = storage.encode(storage.Position(epoch), {"w": np.zeros(40_000, "float32")}, None)
+    writer.put(folder / f"epoch-{epoch:04d}", lambda: storage.write(folder / f"epoch-{epoch:04d}", *files))
 with Writer() as writer:
     write(1, writer)
     writer.wait()

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu import strategies
+from tfgpu.asynchronous import averaging
 from tfgpu.errors import InputError
-from tfgpu.optim import averaging_strategy
 
 
 def trained(rows, steps, top_k, **options):
@@ -49,7 +49,7 @@ def test_what_waits_is_sent_when_it_is_the_largest():
 def test_all_of_it_is_synchronous_training():
     found, model = trained(ROWS, 3, 1)
     assert found == [-12, -6, -9, 0]
-    assert averaging_strategy.traffic(model).is_whole
+    assert averaging.traffic(model).is_whole
 
 
 def test_two_numbers_of_four():
@@ -109,7 +109,7 @@ def test_a_wrong_part_is_refused(options, words):
 
 def test_without_the_repairs_it_is_refused(monkeypatch):
     monkeypatch.setenv("TFGPU_REPAIR", "0")
-    with pytest.raises(InputError, match="`top_k` needs the repairs"):
+    with pytest.raises(InputError, match="`top_k` needs the Keras repairs, which TFGPU_REPAIR=0 switches off"):
         strategies.mirrored(2, top_k=0.1)
 
 
@@ -118,8 +118,8 @@ import json, sys
 import keras, numpy as np, tensorflow as tf
 import tfgpu
 from tfgpu.asynchronous import averaging
-from tfgpu.repairs import replica
-replica._PACK_BYTES = int(sys.argv[2])
+from tfgpu.core import step_context
+step_context._PACK_BYTES = int(sys.argv[2])
 strategy = tfgpu.strategy("multi_worker", top_k=float(sys.argv[1]))
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])

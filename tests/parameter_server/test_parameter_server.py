@@ -7,7 +7,7 @@ import pytest
 from tfgpu import strategies
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError
-from tfgpu.parameter_server import strategy as module
+from tfgpu.parameter_server import worker_data
 
 PS = dict(workers=("localhost:1", "localhost:2"), parameter_servers=("localhost:3",), has_chief=True)
 CHIEF = Cluster(**PS, rank=0, task_type="chief")
@@ -23,7 +23,7 @@ CHIEF = Cluster(**PS, rank=0, task_type="chief")
 )
 def test_what_cannot_be_is_refused(options, words):
     with pytest.raises(InputError, match=words):
-        module.parameter_server(**{"cluster": CHIEF, **options})
+        strategies.parameter_server(**{"cluster": CHIEF, **options})
 
 
 def test_the_options_belong_to_parameter_servers():
@@ -39,9 +39,9 @@ def test_an_evaluator_gets_the_strategy_of_its_own_devices():
 
 def test_data_for_workers_is_checked():
     with pytest.raises(InputError, match="`batches` must be a whole number from 1. Received: 0"):
-        module.on_workers(lambda index, count: None, batches=0)
+        worker_data.on_workers(lambda index, count: None, batches=0)
     with pytest.raises(InputError, match="`make` must return a tf.data.Dataset. Received: NoneType"):
-        module.on_workers(lambda index, count: None, batches=1)
+        worker_data.on_workers(lambda index, count: None, batches=1)
 
 
 # Every task runs this; only the chief comes past `strategy`.
@@ -49,7 +49,8 @@ HEAD = """
 import json, os, sys
 import keras, numpy as np, tensorflow as tf
 import tfgpu
-from tfgpu.repairs import closures, parts, tables
+from tfgpu.parallel import sharded_variable
+from tfgpu.parameter_server import embeddings
 
 def say(**facts):
     print(json.dumps(facts, default=lambda v: np.asarray(v).tolist()), flush=True)
@@ -94,7 +95,7 @@ def compare(make, x=X, weights=None, **options):
     with strategy.scope():
         many = build(make(), **options)
     spread = train(many)
-    pairs = zip(parts.whole(one.weights), parts.whole(many.weights), strict=True)
+    pairs = zip(sharded_variable.whole(one.weights), sharded_variable.whole(many.weights), strict=True)
     return {
         "weights": max(float(np.abs(a.numpy() - b.numpy()).max()) for a, b in pairs),
         "logs": max(abs(a - b) for name in alone for a, b in zip(alone[name], spread[name], strict=True)),
@@ -115,7 +116,7 @@ found = {
     "three steps a call": compare(sgd, steps_per_execution=3),
     "whole table": compare(lambda: keras.optimizers.Adam(0.05), x=T, table=11),
 }
-tables.set_partitioner(strategy, tf.distribute.experimental.partitioners.FixedShardsPartitioner(2))
+embeddings.set_partitioner(strategy, tf.distribute.experimental.partitioners.FixedShardsPartitioner(2))
 found["cut table"] = compare(lambda: keras.optimizers.Adam(0.05, global_clipnorm=1.0), x=T, table=11)
 with strategy.scope():
     model = build(sgd(), table=11)

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from tfgpu import strategies
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError
-from tfgpu.parameter_server import strategy as module
 from tfgpu.rendezvous import peers
 from tfgpu.sensors import table, view
 
@@ -22,13 +22,13 @@ CHIEF = Cluster(**PS, rank=0, task_type="chief")
 def test_a_peer_that_does_not_answer_is_named(monkeypatch):
     monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "0.3")
     with pytest.raises(MachineError, match=r"parameter server 0 \(localhost:3\) did not answer: not started"):
-        module.parameter_server(cluster=CHIEF)
+        strategies.parameter_server(cluster=CHIEF)
 
 
 def test_a_timeout_that_is_no_number_is_named(monkeypatch):
     monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "soon")
     with pytest.raises(InputError, match="TFGPU_STARTUP_TIMEOUT must be a number of seconds.*Received: 'soon'"):
-        module.parameter_server(cluster=CHIEF)
+        strategies.parameter_server(cluster=CHIEF)
 
 
 @pytest.mark.processes

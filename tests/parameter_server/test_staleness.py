@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from tfgpu import strategies
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError
-from tfgpu.parameter_server import strategy as module
 
 COUNT, SLOW, WAIT_S = 24, 9, 2.0
 SCRIPT = (
@@ -144,5 +144,5 @@ PS = dict(workers=("localhost:1", "localhost:2"), parameter_servers=("localhost:
 def test_what_is_no_whole_number_is_refused(value):
     words = rf"`max_staleness` must be a whole number from 0, or None for no bound. Received: {value!r}"
     with pytest.raises(InputError) as caught:
-        module.parameter_server(max_staleness=value, cluster=Cluster(**PS, rank=0, task_type="chief"))
+        strategies.parameter_server(max_staleness=value, cluster=Cluster(**PS, rank=0, task_type="chief"))
     assert words in str(caught.value)

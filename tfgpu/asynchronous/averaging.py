@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import keras
 
 from tfgpu.errors import InputError
-from tfgpu.optim.averaging_strategy import averaging
 from tfgpu.optim.local_sgd import settle
+from tfgpu.strategies.averaging import averaging
 
 __all__ = ["Traffic", "averaging", "settle", "traffic"]
 

@@ -9,6 +9,41 @@ from tfgpu.errors import InputError
 Make = Callable[[tf.Tensor, int], tf.data.Dataset]
 
 
+def on_workers(make: Make, *, batches: int) -> tf.data.Dataset:
+    """Makes data for `fit` that the workers read themselves, for when reading on the chief limits the speed.
+
+    Each worker reads its own data over and over. A closure takes the next batches of the worker that runs it, and an
+    epoch ends after `batches` of all workers together. So the number of steps in an epoch is exact, but a fast worker
+    reads more of its own data than a slow one, and a closure that runs again after a worker died takes other batches. A
+    worker that comes back starts its data from the beginning. To see each example once per epoch, give `fit` a plain
+    data set.
+
+    Args:
+        make: from a worker's index (int64 scalar tensor) and the number of workers to its data set of batches, such as
+            `lambda index, count: files.shard(count, index)...batch(32)`. Workers must be able to read the files. The
+            chief calls it too, with index 0, for the shapes.
+        batches: steps in an epoch.
+
+    Returns:
+        What to give `fit` as `x`, unchanged. Under other strategies it is the data of one worker of one.
+
+    Raises:
+        InputError: `batches` is not a whole number of at least 1, or `make` returns no data set.
+
+    Example:
+        >>> def make(index, count):
+        ...     return tf.data.Dataset.range(100).shard(count, index).batch(10)
+        >>> len(list(on_workers(make, batches=4)))
+        4
+    """
+    if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+        raise InputError(f"`batches` must be a whole number from 1. Received: {batches!r}.")
+    found = make(tf.constant(0, tf.int64), 1)
+    if not isinstance(found, tf.data.Dataset):
+        raise InputError(f"`make` must return a tf.data.Dataset. Received: {type(found).__name__}.")
+    return tag(found.repeat().take(batches), make, batches)
+
+
 class WorkerData:
     """Stands where Keras asks the strategy to distribute a data set; its iterators go on where the last one ended.
 

@@ -10,9 +10,10 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu import strategies
+from tfgpu.asynchronous import averaging
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError
-from tfgpu.optim import averaging_strategy
+from tfgpu.optim import local_sgd
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(50, 6)).astype("float32")
@@ -61,7 +62,7 @@ def test_between_two_averagings_replicas_have_weights_of_their_own():
     model.fit(batches([1, 4], [2, 3], [0, 1], [5, 7]), verbose=0, callbacks=[look])
     assert seen == [[19, 16], [17, 13], [14.5, 14.5], [9.5, 7.5]]
     assert copies(model.variables[0]) == [8.5, 8.5]  # an epoch's end averages
-    assert averaging_strategy.traffic(model).rounds == 2
+    assert averaging.traffic(model).rounds == 2
 
 
 def test_the_outer_optimizer_gets_the_change_of_the_average():
@@ -91,7 +92,7 @@ def test_synchronous_updates_come_first():
     look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: seen.append(copies(model.variables[0])))
     model.fit(batches([1, 4], [2, 3], [0, 1], [5, 7]), verbose=0, callbacks=[look])
     assert seen == [[17.5, 17.5], [15, 15], [15, 14], [8.5, 8.5]]
-    assert averaging_strategy.traffic(model).rounds == 1
+    assert averaging.traffic(model).rounds == 1
 
 
 def test_blocks_end_where_synchronous_training_ends():
@@ -99,7 +100,7 @@ def test_blocks_end_where_synchronous_training_ends():
     model = line(strategy, lambda: keras.optimizers.Adam(1.0), weight=20.0)
     data = tf.data.Dataset.from_tensors(np.array([[1], [4]], "float32")).map(lambda x: (x, x)).repeat(6)
     tfgpu.Trainer(model, steps_per_call=6).fit(data, verbose=0)
-    assert averaging_strategy.traffic(model).rounds == 2
+    assert averaging.traffic(model).rounds == 2
 
 
 def test_an_update_is_several_batches_with_accumulation():
@@ -108,7 +109,7 @@ def test_an_update_is_several_batches_with_accumulation():
     model.fit(batches([1, 4], [1, 4], [1, 3], [1, 3], [1, 3], [1, 3]), verbose=0)
     # One synchronous update by 2.5, then two apart by 1 and 3.
     assert copies(model.variables[0]) == pytest.approx([20 - 2.5 - 4] * 2, abs=1e-5)
-    assert averaging_strategy.traffic(model).rounds == 1
+    assert averaging.traffic(model).rounds == 1
 
 
 def test_adam_states_are_each_replica_s_own_until_the_epoch_s_end():
@@ -163,7 +164,7 @@ def test_rounds_and_bytes():
     strategy = tfgpu.strategy("averaging", 4, every=2)
     model = deep(strategy, lambda: keras.optimizers.SGD(0.1))
     model.fit(X, Y, batch_size=12, epochs=2, shuffle=False, verbose=0)
-    found = averaging_strategy.traffic(model)
+    found = averaging.traffic(model)
     # 5 steps an epoch: 2 averagings and one at the end. 99 trainable numbers, 16 moving moments, the rows: float32.
     assert (found.steps, found.rounds, found.is_whole) == (10, 6, True)
     calls = (found.bytes - found.rounds * 4 * (99 + 16 + 1)) / 16  # loss, its count, accuracy, its count
@@ -173,11 +174,11 @@ def test_rounds_and_bytes():
 def test_synchronous_training_tells_its_bytes_too():
     model = line(strategies.mirrored(2), lambda: keras.optimizers.SGD(1.0))
     with pytest.raises(InputError, match="not been trained"):
-        averaging_strategy.traffic(model)
+        averaging.traffic(model)
     data = tf.data.Dataset.from_tensors((X[:, :1], X[:, :1])).repeat(4)
     tfgpu.Trainer(model, steps_per_call=2).fit(data, verbose=0)
     # The first step is a call of its own, as it shows the logs' layout: 3 calls with the loss's sum and count.
-    found = averaging_strategy.traffic(model)
+    found = averaging.traffic(model)
     assert (found.steps, found.rounds) == (4, 0) and found.bytes in (4 * 4 + 2 * 8, 4 * 4 + 3 * 8)
 
 
@@ -318,9 +319,7 @@ def test_a_model_that_is_not_built_is_refused_with_an_outer_optimizer():
     model.built = False
     with warnings.catch_warnings(), pytest.raises(InputError, match="Give it a keras.Input"):
         warnings.simplefilter("ignore")
-        averaging_strategy.fixes.Averager(
-            model, averaging_strategy.fixes.Plan(2, outer=lambda: keras.optimizers.SGD(0.7))
-        )
+        local_sgd.Averager(model, local_sgd.Plan(2, outer=lambda: keras.optimizers.SGD(0.7)))
 
 
 def test_it_is_described_by_its_name():

@@ -1,0 +1,89 @@
+"""How the replicas sum their gradients: which all-reduce, in which dtype, and how much of them."""
+
+import numbers
+
+import tensorflow as tf
+
+from tfgpu import repairs
+from tfgpu.core import collectives
+from tfgpu.environment import Device
+from tfgpu.errors import InputError, unknown
+from tfgpu.optim import gradient_compression
+from tfgpu.parallel import remote_devices
+from tfgpu.strategies.devices import join_names
+
+ALL_REDUCE = ("auto", "nccl", "ring", "hierarchical", "hierarchical_copy", "reduction_to_one_device")
+REDUCE_DTYPES = ("float16", "bfloat16")
+
+
+def choose_cross_device_ops(all_reduce: str, chosen: tuple[Device, ...]) -> tf.distribute.CrossDeviceOps | None:
+    """Chooses the all-reduce of `mirrored` by name; None leaves the choice to TensorFlow."""
+    if all_reduce not in ALL_REDUCE:
+        raise unknown("all-reduce", all_reduce, ALL_REDUCE)
+    if all_reduce in ("ring", "hierarchical"):
+        raise InputError(f"all_reduce={all_reduce!r} applies to `multi_worker`. With `mirrored` use 'auto' or 'nccl'.")
+    if remote_devices.connection() is not None:
+        if all_reduce not in ("auto", "reduction_to_one_device"):
+            raise InputError(f"all_reduce={all_reduce!r} does not work with `tfgpu.parallel.connect`. Use 'auto'.")
+        return tf.distribute.ReductionToOneDevice()
+    if all_reduce == "nccl":
+        _need_physical_gpus(chosen)
+        return tf.distribute.NcclAllReduce()
+    if all_reduce == "hierarchical_copy":
+        # TensorFlow pairs the devices: with 3 of them, 2.21 silently returns the sum of 2.
+        if len(chosen) % 2:
+            raise InputError(
+                "all_reduce='hierarchical_copy' needs an even number of devices: TensorFlow leaves an odd "
+                f"one out of the sum. Received: {join_names(chosen)}. Use 'auto'."
+            )
+        return tf.distribute.HierarchicalCopyAllReduce()
+    return tf.distribute.ReductionToOneDevice() if all_reduce == "reduction_to_one_device" else None
+
+
+def choose_implementation(
+    all_reduce: str, chosen: tuple[Device, ...]
+) -> tf.distribute.experimental.CommunicationImplementation:
+    """Chooses the all-reduce of `multi_worker` by name."""
+    choices = tf.distribute.experimental.CommunicationImplementation
+    if all_reduce not in ALL_REDUCE:
+        raise unknown("all-reduce", all_reduce, ALL_REDUCE)
+    if all_reduce not in ("auto", "ring", "nccl", "hierarchical"):
+        raise InputError(
+            f"all_reduce={all_reduce!r} applies to `mirrored`. With `multi_worker` use 'auto' or 'hierarchical'."
+        )
+    if all_reduce == "nccl":
+        _need_physical_gpus(chosen)
+    return {"ring": choices.RING, "nccl": choices.NCCL}.get(all_reduce, choices.AUTO)
+
+
+def check_compression(reduce_dtype: str | None, top_k: float | None) -> None:
+    """Raises `InputError` for values that are invalid, exclude each other, or need the repairs."""
+    if reduce_dtype is not None and reduce_dtype not in REDUCE_DTYPES:
+        raise unknown("reduce_dtype", reduce_dtype, REDUCE_DTYPES)
+    is_number = isinstance(top_k, numbers.Real) and not isinstance(top_k, bool)
+    if top_k is not None and not (is_number and 0 < top_k <= 1):
+        raise InputError(f"`top_k` must be a number above 0 and up to 1, such as 0.01. Received: {top_k!r}.")
+    if reduce_dtype is not None and top_k is not None:
+        raise InputError(f"`top_k` and `reduce_dtype` exclude each other. Received: {top_k}, {reduce_dtype!r}.")
+    for name, value in (("reduce_dtype", reduce_dtype), ("top_k", top_k)):
+        if value is not None and not repairs.is_enabled():
+            raise InputError(f"`{name}` needs the Keras repairs, which TFGPU_REPAIR=0 switches off. Unset it.")
+
+
+def compress(strategy: tf.distribute.Strategy, reduce_dtype: str | None, top_k: float | None) -> tf.distribute.Strategy:
+    """Makes the replicas of a strategy compress the gradients that they send; returns the strategy."""
+    if reduce_dtype is not None:
+        collectives.set_reduce_dtype(strategy, reduce_dtype)
+    if top_k is not None:
+        gradient_compression.send_largest(strategy, float(top_k))
+    return strategy
+
+
+def _need_physical_gpus(chosen: tuple[Device, ...]) -> None:
+    if any(device.kind != "GPU" for device in chosen):
+        raise InputError(f"all_reduce='nccl' works between GPUs only. Found: {join_names(chosen)}. Use 'auto'.")
+    if len({device.physical for device in chosen}) < len(chosen):
+        raise InputError(
+            "all_reduce='nccl' needs one physical GPU for each replica. "
+            f"Found logical devices: {join_names(chosen)}. Use 'auto'."
+        )

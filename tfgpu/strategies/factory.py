@@ -1,0 +1,124 @@
+"""`tfgpu.strategy`: makes the strategy of a name, or the one that the cluster and the devices call for."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import tensorflow as tf
+
+from tfgpu import environment
+from tfgpu.cluster import Cluster
+from tfgpu.errors import InputError, unknown
+from tfgpu.strategies.averaging import Outer, averaging
+from tfgpu.strategies.devices import Devices
+from tfgpu.strategies.mirrored import mirrored
+from tfgpu.strategies.multi_worker import multi_worker
+from tfgpu.strategies.one_device import one_device
+from tfgpu.strategies.parameter_server import Partitioner, parameter_server
+
+_COMMUNICATION = frozenset({"all_reduce", "reduce_dtype", "top_k"})
+_FACTORIES: dict[str, tuple[Callable[..., tf.distribute.Strategy], frozenset[str]]] = {
+    "one_device": (one_device, frozenset({"devices"})),
+    "mirrored": (mirrored, _COMMUNICATION | {"devices"}),
+    "multi_worker": (multi_worker, _COMMUNICATION | {"devices", "bytes_per_pack"}),
+    "parameter_server": (parameter_server, frozenset({"max_staleness", "partitioner", "watch"})),
+    "averaging": (averaging, frozenset({"devices", "all_reduce", "bytes_per_pack", "every", "after", "outer"})),
+}
+"""Each strategy's factory and the options that apply to it."""
+_OF_CLUSTERS = ("multi_worker", "parameter_server", "averaging")
+KINDS = ("auto", *_FACTORIES)
+
+_log = logging.getLogger(__name__)
+
+
+def strategy(
+    kind: str = "auto",
+    devices: Devices = None,
+    *,
+    all_reduce: str = "auto",
+    bytes_per_pack: int = 0,
+    reduce_dtype: str | None = None,
+    top_k: float | None = None,
+    max_staleness: int | None = None,
+    partitioner: Partitioner = "auto",
+    watch: str | Path | None = None,
+    every: int | None = None,
+    after: int | None = None,
+    outer: Outer = None,
+    cluster: Cluster | None = None,
+) -> tf.distribute.Strategy:
+    """Makes the strategy of a name; `"auto"` chooses by the cluster and the devices.
+
+    `auto` is `parameter_server` if the cluster has parameter servers, `multi_worker` if it has several workers, else
+    `mirrored` for several devices and `one_device` for one. An evaluator process gets the strategy of its own devices.
+    `auto` uses several logical CPU devices only if `devices` asks for them.
+
+    Args:
+        kind: `"auto"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"parameter_server"` or `"averaging"`.
+        devices: `None`, all GPUs, or the CPU if there is none; a number, the first so many GPUs, or
+            logical CPU devices if there is no GPU; or names such as `["GPU:0", "GPU:1"]`.
+        all_reduce: how replicas sum their gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical"`,
+            `"hierarchical_copy"` or `"reduction_to_one_device"`. The table in `tfgpu.strategies` says which applies
+            where.
+        bytes_per_pack: bytes of gradients in one collective, for `multi_worker`; 0 puts all into one. Several can start
+            while the backward pass still computes the rest.
+        reduce_dtype: `"float16"` or `"bfloat16"`: gradients travel in it, half the bytes, for slow networks. Each
+            replica's part is rounded before the sum, so the result is no longer that of one device: by about 1e-3
+            (float16) or 1e-2 (bfloat16) of a gradient. Float16 overflows above 65,504: use it with loss scaling.
+        top_k: the fraction of each weight's gradient that a replica sends, above 0 and up to 1, such as 0.01: its
+            largest numbers and their positions; the rest waits for the next steps (`docs/averaging.md`). The result is
+            no longer that of one device.
+        max_staleness, partitioner, watch: as for `tfgpu.strategies.parameter_server`.
+        every, after, outer: as for `tfgpu.strategies.averaging`.
+        cluster: the facts of the cluster; `None` reads them from the environment.
+
+    Returns:
+        A `tf.distribute.Strategy`. In a worker or a parameter server of `parameter_server` it does not return: the
+        process serves until the chief is gone, and ends.
+
+    Raises:
+        InputError: an unknown name, more devices than exist, or an option that does not apply.
+        MachineError: `multi_worker` after TensorFlow has started its devices.
+    """
+    if kind not in KINDS:
+        raise unknown("strategy", kind, KINDS)
+    cluster = Cluster.from_environment() if cluster is None else cluster
+    is_evaluator = cluster.task_type == "evaluator"
+    if kind == "auto" or (kind == "parameter_server" and is_evaluator):
+        kind = _choose(devices, cluster)
+    options = {
+        "devices": devices,
+        "all_reduce": None if all_reduce == "auto" else all_reduce,
+        "bytes_per_pack": bytes_per_pack or None,
+        "reduce_dtype": reduce_dtype,
+        "top_k": top_k,
+        "every": every,
+        "after": after,
+        "outer": outer,
+    }
+    if not is_evaluator:  # it runs the script of the training, and ignores what is meant for the coordinator
+        options |= {"max_staleness": max_staleness, "watch": watch}
+    given = {name: value for name, value in options.items() if value is not None}
+    if not is_evaluator and partitioner != "auto":  # None is a choice: do not partition
+        given["partitioner"] = partitioner
+    make, applicable = _FACTORIES[kind]
+    for name in given:
+        if name not in applicable:
+            raise InputError(_does_not_apply(kind, name, given[name]))
+    if kind == "mirrored" and cluster.is_multi_worker:
+        _log.warning("The cluster has %d workers, but 'mirrored' trains in each by itself.", cluster.size)
+    return make(**given, **({"cluster": cluster} if kind in _OF_CLUSTERS else {}))
+
+
+def _choose(devices: Devices, cluster: Cluster) -> str:
+    if cluster.parameter_servers and cluster.task_type != "evaluator":
+        return "parameter_server"
+    if cluster.is_multi_worker:
+        return "multi_worker"
+    chosen = environment.devices("GPU") if devices is None else environment.select(devices)
+    return "mirrored" if len(chosen) > 1 else "one_device"
+
+
+def _does_not_apply(kind: str, name: str, value: object) -> str:
+    others = " or ".join(f"`{other}`" for other, (_, applicable) in _FACTORIES.items() if name in applicable)
+    return f"`{name}` does not apply to `{kind}`. Received: {value!r}. Leave it out, or use {others}."

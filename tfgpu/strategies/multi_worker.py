@@ -1,0 +1,97 @@
+"""Several workers (processes), with a replica on each device of each."""
+
+import tensorflow as tf
+
+from tfgpu import environment, rendezvous, repairs
+from tfgpu.cluster import Cluster
+from tfgpu.compat.worker_devices import have_started, worker_devices
+from tfgpu.core import data_order
+from tfgpu.environment import Device
+from tfgpu.errors import InputError, MachineError
+from tfgpu.repairs import collective_keys
+from tfgpu.strategies.cluster_resolver import describe_task, make_resolver
+from tfgpu.strategies.communication import check_compression, choose_implementation, compress
+from tfgpu.strategies.devices import Devices, join_names
+
+
+def multi_worker(
+    devices: Devices = None,
+    *,
+    all_reduce: str = "auto",
+    bytes_per_pack: int = 0,
+    reduce_dtype: str | None = None,
+    top_k: float | None = None,
+    cluster: Cluster | None = None,
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Makes the strategy that keeps a copy of the model on every GPU of every worker; waits for all workers.
+
+    The workers meet first (`tfgpu.rendezvous`), so that an error names one that is missing or differs. Call it before
+    anything else that starts TensorFlow's devices. All workers must use the same number of devices.
+
+    Args:
+        devices: `None`, all GPUs of each worker, or its first CPU device; or the first so many GPUs (logical CPU
+            devices if there is no GPU), by number or name.
+        all_reduce: `"auto"`, `"ring"`, `"nccl"` (GPUs only), or `"hierarchical"`: each worker sums on its first
+            device, and only those devices communicate, for workers of several devices on a slow network.
+        bytes_per_pack, reduce_dtype, top_k: as for `strategy`.
+        cluster: the facts of the cluster; `None` reads them from the environment.
+
+    Raises:
+        InputError: no cluster, a task that does not train, or an option that does not work on the devices.
+        MachineError: a worker did not answer, TensorFlow has started its devices, or the process has joined another
+            cluster.
+    """
+    cluster = Cluster.from_environment() if cluster is None else cluster
+    if not cluster.workers or cluster.rank < 0:
+        raise InputError(
+            f"`multi_worker` needs this process to be a worker of a cluster. Found: {describe_task(cluster)}. "
+            "Set TF_CONFIG in each worker, or use `mirrored` or `one_device`."
+        )
+    check_compression(reduce_dtype, top_k)
+    chosen = _worker_devices(devices)
+    gpus = tuple(device for device in chosen if device.kind == "GPU")
+    options = tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=_check_bytes(bytes_per_pack), implementation=choose_implementation(all_reduce, chosen)
+    )
+    jobs = {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
+    found = make_resolver(cluster, jobs, gpus=len(gpus))
+    if not have_started():  # Otherwise it has joined this cluster before, or TensorFlow refuses below.
+        # `tfgpu run` has met the others once, at the start. Meet again here: TensorFlow would wait for a worker whose
+        # script has not come this far for an hour, silently, while it keeps Python from running.
+        rendezvous.join(cluster, again=True, facts=data_order.facts())
+    repairs.repair_keras()
+    try:
+        with worker_devices([device.name for device in chosen]):
+            made = tf.distribute.MultiWorkerMirroredStrategy(found, communication_options=options)
+    except (RuntimeError, ValueError) as error:
+        # TensorFlow's messages for "the devices have started" and "another cluster is configured".
+        if "at program startup" not in str(error) and "already configured" not in str(error):
+            raise
+        raise MachineError(
+            "`multi_worker` must be made before any other TensorFlow operation, for one cluster a process. "
+            "Move `tfgpu.strategy(...)` above the first tensor, dataset or model; in a notebook, restart the "
+            f"kernel first. ({error})"
+        ) from None
+    if all_reduce == "hierarchical":
+        collective_keys.add_within_first(made)
+    return compress(made, reduce_dtype, top_k)
+
+
+def _worker_devices(devices: Devices) -> tuple[Device, ...]:
+    if devices is None:
+        # One replica if there is no GPU: as in `auto`, several logical CPU devices must be asked for.
+        return environment.devices("GPU") or environment.devices("CPU")[:1]
+    chosen = environment.select(devices)
+    if chosen == environment.devices(chosen[0].kind)[: len(chosen)]:
+        return chosen
+    raise InputError(
+        "`multi_worker` uses the first GPUs of each worker, or its first logical CPU devices. Received: "
+        f"{join_names(chosen)}. Name them from 0 on, in order; choose other GPUs with "
+        "`tfgpu.environment.set_visible_devices`."
+    )
+
+
+def _check_bytes(bytes_per_pack: int) -> int:
+    if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, int) or bytes_per_pack < 0:
+        raise InputError(f"`bytes_per_pack` must be a whole number of at least 0. Received: {bytes_per_pack!r}.")
+    return bytes_per_pack

@@ -1,0 +1,24 @@
+"""One device: variables and computation stay on it."""
+
+import tensorflow as tf
+
+from tfgpu import environment, repairs
+from tfgpu.errors import InputError
+from tfgpu.parallel import device_placement
+from tfgpu.strategies.devices import Devices, join_names
+
+
+def one_device(devices: Devices = None) -> tf.distribute.OneDeviceStrategy:
+    """Makes the strategy that keeps variables and computation on one device.
+
+    Args:
+        devices: 1, or a name such as `"GPU:1"`; `None` is the first GPU, or the CPU if there is none.
+
+    Raises:
+        InputError: the device does not exist, or several were given.
+    """
+    chosen = environment.accelerators()[:1] if devices is None else environment.select(devices)
+    if len(chosen) > 1:
+        raise InputError(f"`one_device` takes one device. Received: {join_names(chosen)}. Use `mirrored`.")
+    repairs.repair_keras()
+    return tf.distribute.OneDeviceStrategy(device_placement.full_name(chosen[0].name))
