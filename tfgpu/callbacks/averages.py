@@ -7,10 +7,10 @@ import keras
 import numpy as np
 
 from tfgpu import repairs
+from tfgpu.core import training_state
 from tfgpu.errors import InputError
-from tfgpu.optim import batch_norm_statistics, local_sgd
+from tfgpu.optim import batch_norm_statistics
 from tfgpu.parallel import sharded_variable
-from tfgpu.parameter_server import coordinator
 
 _log = logging.getLogger(__name__)
 
@@ -131,8 +131,7 @@ class StochasticWeightAverage(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if epoch < self._start or (epoch - self._start) % self._every:
             return
-        coordinator.settle(self.model)
-        local_sgd.settle(self.model)
+        training_state.settle(self.model)
         found = [np.asarray(variable.numpy(), np.float32) for variable in self._variables()]
         self.averaged += 1
         self._mean = [m + (w - m) / self.averaged for m, w in zip(self._mean or found, found, strict=True)]
@@ -160,4 +159,3 @@ class StochasticWeightAverage(keras.callbacks.Callback):
         finally:
             if counter is not None:
                 counter.next = before
-

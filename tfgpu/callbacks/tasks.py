@@ -11,11 +11,12 @@ import keras
 import numpy as np
 
 from tfgpu import repairs
-from tfgpu.checkpoint import storage, training_state
+from tfgpu.checkpoint import storage
 from tfgpu.checkpoint.callback import Checkpoint
 from tfgpu.checkpoint.extra_state import Remembered
 from tfgpu.checkpoint.fetching import fetch, wait_for_chief
 from tfgpu.checkpoint.storage import Damaged, Position, Snapshot
+from tfgpu.core import training_state
 from tfgpu.errors import InputError, MachineError
 from tfgpu.optim import parameter_groups
 from tfgpu.repairs import saving
@@ -166,8 +167,8 @@ class Tasks:
     def _save(self, model: keras.Model) -> None:
         at = self.done
         writes = saving.writes(model)
-        places = training_state.places(model)
-        arrays = training_state.copied(model, wanted=writes)
+        places = training_state.trained_weights(model)
+        arrays = training_state.copy_state(model, wanted=writes)
         random = training_state.random_states()
         if writes:
             setting = {"trainable": _trainable(model), "rate": _rate(model), "places": places}
@@ -200,10 +201,10 @@ class Tasks:
         _put_rate(model, setting["rate"])
         training_state.build_optimizer(model, setting["places"])
         _put_trainable(model, setting["trainable"])
-        training_state.put(model, read.arrays, str(read.position.directory))
+        training_state.restore_state(model, read.arrays, str(read.position.directory))
         self._remembered.put(read, model)
         self._rows = [dict(row) for row in read.position.history]
-        training_state.put_random_states(read.memory["random"])
+        training_state.restore_random_states(read.memory["random"])
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, Any]:

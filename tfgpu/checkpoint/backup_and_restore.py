@@ -22,9 +22,9 @@ from keras.src import backend
 from keras.src.callbacks.backup_and_restore import BackupAndRestore
 from keras.src.utils import file_utils
 
-from tfgpu.checkpoint import callback_hooks, data_position, training_state
+from tfgpu.checkpoint import callback_hooks, data_position
 from tfgpu.compat.patch import wrap
-from tfgpu.core import broadcast, replication
+from tfgpu.core import broadcast, replication, training_state
 from tfgpu.errors import InputError, MachineError
 from tfgpu.repairs import saving
 
@@ -70,7 +70,7 @@ def _note_the_position() -> None:
         if not hasattr(self, "_done") or file_utils.is_remote_path(self.backup_dir):
             return stock(self)
         position = data_position.Position(self._current_epoch, self._done, self._first_epoch)
-        state = {"metrics": self.model.metrics_variables, "draws": training_state.draws(self.model)}
+        state = {"metrics": self.model.metrics_variables, "draws": list(training_state.draws(self.model).values())}
         values = {name: [backend.convert_to_numpy(v) for v in variables] for name, variables in state.items()}
         if not saving.writes(self.model):
             self.model.save_weights(self._weights_path)  # reads what the chief's reads
@@ -104,7 +104,7 @@ def _take_up_the_position() -> None:
         if note is None:  # no backup, or one of stock Keras
             return
         position, state = note
-        _assign(training_state.draws(self.model), state["draws"])
+        _assign(list(training_state.draws(self.model).values()), state["draws"])
         self._metrics = state["metrics"]
         _log.info("Resuming epoch %d after %d of its batches.", position.epoch + 1, position.done)
         data_position.take_up(self.model, position)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from tfgpu import repairs
-from tfgpu.checkpoint import callback_hooks, data_position, storage, training_state
+from tfgpu.checkpoint import callback_hooks, data_position, storage
 from tfgpu.checkpoint.background_writer import Writer
 from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.callback_state import Memories
@@ -18,7 +18,7 @@ from tfgpu.checkpoint.extra_state import Remembered
 from tfgpu.checkpoint.fetching import fetch, wait_for_chief
 from tfgpu.checkpoint.preemption import Leaving
 from tfgpu.checkpoint.storage import Position, Snapshot
-from tfgpu.core import replication, step_blocks
+from tfgpu.core import replication, step_blocks, training_state
 from tfgpu.errors import InputError
 from tfgpu.repairs import saving
 
@@ -146,7 +146,7 @@ class Checkpoint(keras.callbacks.Callback):
             data_position.build(model)
             # The metrics' variables may come with the first step; `on_epoch_begin` fills them.
             arrays = {name: value for name, value in read.arrays.items() if not name.startswith("metrics/")}
-            training_state.put(model, arrays, str(position.directory))
+            training_state.restore_state(model, arrays, str(position.directory))
             self._remembered.put(read, model)
             self._rows = [dict(row) for row in position.history]
             self._rows_at = position.epoch - len(self._rows)
@@ -185,7 +185,7 @@ class Checkpoint(keras.callbacks.Callback):
             if self.warns_when_over:
                 _log.warning("%s: this run is over; raise `epochs` to go on.", position.directory)
             data_position.begin_at(self.model, epochs)
-            training_state.put_random_states(read.memory["random"])
+            training_state.restore_random_states(read.memory["random"])
             return
         self._first, self._data_epoch = position.first, position.data_epoch
         if (position.done or self._source.is_stream) and self._source.may_differ:
@@ -198,8 +198,8 @@ class Checkpoint(keras.callbacks.Callback):
             self.model,
             data_position.Position(position.epoch, position.done, first, position.logs),
             data_position.Moments(
-                lambda: training_state.put_random_states(read.memory["random_at_epoch"]),
-                lambda: training_state.put_random_states(read.memory["random"]),
+                lambda: training_state.restore_random_states(read.memory["random_at_epoch"]),
+                lambda: training_state.restore_random_states(read.memory["random"]),
             ),
         )
 
@@ -212,7 +212,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         resumed = data_position.position_of(self.model)
         if self._read is not None and resumed is not None and resumed.epoch == epoch:
-            training_state.put_metrics(self.model, self._read.arrays)
+            training_state.restore_metrics(self.model, self._read.arrays)
             self._random = self._read.memory["random_at_epoch"]
         else:
             self._begin_epoch(epoch)
@@ -262,7 +262,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._save(callbacks, self._position(), metrics=True)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._draws = training_state.copied_draws(self.model), training_state.random_states()
+        self._draws = training_state.copy_draws(self.model), training_state.random_states()
 
     def after_test_batch(self, callbacks: keras.callbacks.CallbackList) -> None:
         """Leaves in the middle of a validation, where that is wished."""
@@ -303,7 +303,7 @@ class Checkpoint(keras.callbacks.Callback):
             return
         self._saved = position.name
         callback_hooks.settle(callbacks)
-        arrays = training_state.copied(self.model, metrics=metrics, wanted=self._writes)
+        arrays = training_state.copy_state(self.model, metrics=metrics, wanted=self._writes)
         if not self._writes:
             return
         memory = {

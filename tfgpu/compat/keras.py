@@ -68,6 +68,7 @@ __all__ = [
     "global_seed_generator",
     "in_stateless_scope",
     "in_symbolic_scope",
+    "make_global_seed_generator",
     "name_scope",
     "nn",
     "operation_with_training",
@@ -120,6 +121,11 @@ def set_attribute(name: str, value: object) -> None:
 def call_context() -> object | None:
     """What Keras knows of the outermost layer that is being called in this thread, or None."""
     return global_state.get_global_attribute("current_call_ctx")
+
+
+def make_global_seed_generator() -> SeedGenerator:
+    """Keras's global seed generator, made where nothing has asked for it yet."""
+    return seed_generator.global_seed_generator()
 
 
 def global_seed_generator() -> SeedGenerator | None:

@@ -29,6 +29,11 @@ def accumulator(optimizer: keras.optimizers.Optimizer, variable: keras.Variable)
     return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
 
 
+def accumulators(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Variable]:
+    """The sums of gradients since the last update, of the variables that have one; empty without accumulation."""
+    return [total for total in getattr(optimizer, "_accumulated_gradients", None) or [] if total is not None]
+
+
 def index(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> int:
     """Which of the trained variables one is."""
     return optimizer._get_variable_index(variable)

@@ -13,7 +13,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core import broadcast, collectives, gradient_weights, replication
+from tfgpu.core import broadcast, collectives, gradient_weights, replication, training_state
 from tfgpu.errors import InputError
 
 
@@ -62,23 +62,43 @@ def meet(optimizer, inner, grads: list, variables) -> list:
     return out
 
 
+class ResidualState(training_state.StateProvider):
+    """The residuals of all replicas in a checkpoint, as `residual/OPTIMIZER/0000`: float32 [replicas, numbers]."""
+
+    def arrays(self, model) -> dict[str, np.ndarray]:
+        strategy = model.distribute_strategy
+        return {
+            f"residual/{name}/{at:04d}": broadcast.parts(strategy, residual)
+            for name, optimizer in training_state.optimizers(model).items()
+            for at, residual in enumerate(residuals(optimizer))
+        }
+
+    def put_arrays(self, model, arrays: dict[str, np.ndarray]) -> None:
+        for name, optimizer in training_state.optimizers(model).items():
+            saved = [arrays[key] for key in sorted(arrays) if key.startswith(f"residual/{name}/")]
+            restore_residuals(model.distribute_strategy, optimizer, saved)
+
+
+training_state.register(ResidualState())
+
+
 def residuals(optimizer) -> list[tf.Variable]:
-    """What each replica has not sent yet, in the order in which it was made."""
+    """What each replica has not sent yet, in the order in which the residuals were made."""
     return list(getattr(_inner(optimizer), "_tfgpu_residuals", {}).values())
 
 
-def take_up(strategy: tf.distribute.Strategy, optimizer, parts: list[np.ndarray]) -> None:
-    """Gives an optimizer the residuals that `sharing.parts` found; those that are not made yet get theirs then.
+def restore_residuals(strategy: tf.distribute.Strategy, optimizer, saved: list[np.ndarray]) -> None:
+    """Restores an optimizer's residuals; one that is not made yet gets its value when it is made.
 
     Args:
         strategy: the model's.
         optimizer: with or without loss scaling.
-        parts: float32 [replicas, numbers] for each residual; none: they begin anew.
+        saved: float32 [replicas, numbers] for each residual; those that are missing start from zero.
     """
     inner = _inner(optimizer)
-    inner._tfgpu_kept = list(parts)
+    inner._tfgpu_kept = list(saved)
     for at, residual in enumerate(residuals(optimizer)):
-        found = parts[at] if at < len(parts) else np.zeros((strategy.num_replicas_in_sync, *residual.shape), "float32")
+        found = saved[at] if at < len(saved) else np.zeros((strategy.num_replicas_in_sync, *residual.shape), "float32")
         broadcast.put_parts(strategy, residual, found, "sum")
 
 

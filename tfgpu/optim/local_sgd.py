@@ -25,7 +25,16 @@ from keras.src.trainers.trainer import Trainer
 
 from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, gradients, layer_state, nested_functions, replication, step_context, traffic
+from tfgpu.core import (
+    collectives,
+    gradients,
+    layer_state,
+    nested_functions,
+    replication,
+    step_context,
+    traffic,
+    training_state,
+)
 from tfgpu.errors import InputError, MachineError
 
 _log = logging.getLogger(__name__)
@@ -72,6 +81,22 @@ def settle(model) -> None:
     averager = averager_of(model)
     if averager is not None and averager.since and replication.replica_context() is None:
         averager.settle()
+
+
+class AveragingState(training_state.StateProvider):
+    """Averages the replicas before a checkpoint reads them, and saves the outer optimizer's variables as `outer`."""
+
+    def settle(self, model) -> None:
+        settle(model)
+
+    def variables(self, model) -> dict:
+        averager = averager_of(model)
+        if averager is None or averager.outer is None:
+            return {}
+        return training_state.name_group("outer", averager.outer.variables)
+
+
+training_state.register(AveragingState())
 
 
 class Averager:

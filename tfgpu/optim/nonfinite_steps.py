@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfgpu.checkpoint import training_state
-from tfgpu.core import collectives, layer_state, replication, step_blocks, step_context
+from tfgpu.core import collectives, layer_state, replication, step_blocks, step_context, training_state
 from tfgpu.errors import InputError
 
 
@@ -34,7 +33,7 @@ class Guard:
 
     def run(self, step: Callable, data):
         """Runs a step on this replica's data, and undoes it on all where it has gone wrong on one; returns its logs."""
-        variables = training_state.changing(self._model)
+        variables = training_state.changed_by_a_step(self._model)
         with step_context.outside_xla():
             before = [tf.identity(layer_state.own(variable)) for variable in variables]
         logs = step(data)
@@ -75,7 +74,7 @@ def begin(model) -> Guard:
         raise InputError(
             "SkipNaN needs replicas that train together: one device, `mirrored` or `multi_worker`. Take StopOnNaN here."
         )
-    for name, optimizer in training_state.others(model).items():
+    for name, optimizer in training_state.other_optimizers(model).items():
         if not optimizer.built:
             name = name.removeprefix("optimizer.")
             raise InputError(f"SkipNaN needs the state of `{name}`. Call `model.{name}.build(variables)` before `fit`.")

@@ -22,7 +22,7 @@ from keras.src.trainers.trainer import Trainer
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_sharding, nested_functions, step_blocks
+from tfgpu.core import batch_sharding, nested_functions, step_blocks, training_state
 from tfgpu.errors import InputError, MachineError
 from tfgpu.parallel import remote_devices
 from tfgpu.parameter_server import worker_data
@@ -101,14 +101,16 @@ def train_by_coordinator() -> None:
                     function.stop()
 
 
-def settle(model) -> None:
-    """Waits for the steps that are scheduled, so that weights and metrics hold them all and nothing else.
+class ScheduledSteps(training_state.StateProvider):
+    """Waits for the scheduled steps before a checkpoint reads the model."""
 
-    What reads a model's state in the middle of an epoch, as a checkpoint does, calls this first.
-    """
-    for function in _closures_of(model):
-        if function.is_out:
-            function.join()
+    def settle(self, model) -> None:
+        for function in _closures_of(model):
+            if function.is_out:
+                function.join()
+
+
+training_state.register(ScheduledSteps())
 
 
 def _closures_of(model) -> list[Closures]:

@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu import strategies
-from tfgpu.checkpoint import data_position, training_state
+from tfgpu.checkpoint import data_position
+from tfgpu.core import training_state
 from tfgpu.errors import InputError
 from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import tracing
@@ -120,7 +121,7 @@ def learning_rate(
     _check(model, lowest, highest, steps)
     batches = _batches(data)
     data_position.build(model)
-    state, random = training_state.copied(model), training_state.random_states()
+    state, random = training_state.copy_state(model), training_state.random_states()
     epoch = getattr(getattr(batches, "tfgpu_epochs", None), "next", None)
     optimizer = parameter_groups.inner_of(model.optimizer)
     schedule = parameter_groups.schedule_of(optimizer)
@@ -135,8 +136,8 @@ def learning_rate(
         if schedule is not None:
             model.optimizer.learning_rate = schedule
             tracing.trace_anew(model)
-        training_state.put(model, state, "the state before the range test")
-        training_state.put_random_states(random)
+        training_state.restore_state(model, state, "the state before the range test")
+        training_state.restore_random_states(random)
         model.reset_metrics()
         model.stop_training = False
         if epoch is not None:

@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from tfgpu.checkpoint import training_state
+from tfgpu.core import training_state
 from tfgpu.errors import InputError
 from tfgpu.parallel.pipeline import execution
 from tfgpu.parallel.pipeline.schedule import Cell, bound
@@ -145,7 +145,7 @@ def _events(model: keras.Model, plan, batch, steps: int) -> list[list[tuple]]:
     if not model.optimizer.built:  # its variables must be there, to be put back
         with model.distribute_strategy.scope():
             model.optimizer.build(model.trainable_variables)
-    before = training_state.copied(model, metrics=True)
+    before = training_state.copy_state(model, metrics=True)
     kept = model.train_function
     plan.watch.note = lambda *event: noted.append(event)
     model.train_function = None
@@ -158,9 +158,9 @@ def _events(model: keras.Model, plan, batch, steps: int) -> list[list[tuple]]:
         plan.watch.note = None
         model.train_function = kept
         state = {name: value for name, value in before.items() if not name.startswith("metrics/")}
-        training_state.put(model, state, "the state before the picture")
+        training_state.restore_state(model, state, "the state before the picture")
         model.reset_metrics()  # those that the first step has made too
-        training_state.put_metrics(model, before)
+        training_state.restore_metrics(model, before)
     return found[1:]
 
 

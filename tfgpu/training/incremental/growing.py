@@ -2,7 +2,7 @@
 
 import keras
 
-from tfgpu.checkpoint import training_state
+from tfgpu.core import training_state
 from tfgpu.errors import InputError
 from tfgpu.optim import parameter_groups
 from tfgpu.parallel import sharded_variable
@@ -118,7 +118,7 @@ def _take_over(model: keras.Model, grown: keras.Model) -> None:
     for before, after in zip(old, new, strict=True):
         after.assign(parameter_groups.grown(before.numpy(), after.numpy()))
         after.trainable = before.trainable
-    for before, after in zip(training_state.draws(model), training_state.draws(grown), strict=True):
+    for before, after in zip(training_state.draws(model).values(), training_state.draws(grown).values(), strict=True):
         after.assign(before.numpy())
     if model.compiled and model.optimizer is not None:
         twin = {id(before): after for before, after in zip(model.weights, grown.weights, strict=True)}

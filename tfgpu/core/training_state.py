@@ -1,0 +1,329 @@
+"""All that training changes: as variables, and as arrays that are copied at one moment and restored on any devices.
+
+| group | what |
+|---|---|
+| `weights` | the model's weights |
+| `draws` | its seed generators, then Keras's global one |
+| `optimizer` | its variables: slots, iterations, learning rate, loss scale, averages, accumulated gradients |
+| `optimizer.NAME` | those of an optimizer in the model's attribute `NAME`, as a GAN has; and which weights it updates |
+| `metrics` | the metrics, in the middle of an epoch |
+
+The names do not depend on the number of devices. A feature that keeps state of its own registers a `StateProvider`
+when it is imported: gradient compression adds `residual/...`, local SGD `outer`.
+
+A variable with a value of its own on each replica (a metric, an accumulated gradient) is saved with all its values:
+splitting their sum again would round differently. On several workers that is a collective. The name of such an array
+ends in `@` and how one device's value follows from the replicas': `sum`, `mean`, or else the first.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import keras as private_keras
+from tfgpu.compat import optimizers as private_optimizers
+from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
+from tfgpu.compat.variables import has_copies, held
+from tfgpu.core import broadcast
+from tfgpu.errors import InputError
+from tfgpu.parallel import sharded_variable
+from tfgpu.parallel.zero import sharding
+
+_REPLICAS = "@"
+_GLOBAL_DRAWS = "draws/global"
+_TRAINED = "/places"
+
+
+class StateProvider:
+    """What a feature adds to the state of a training. Each method may be overridden; by default it adds nothing.
+
+    `register` adds one. On several workers every method is called on every worker, in the same order, so it may use
+    collectives.
+    """
+
+    def settle(self, model) -> None:
+        """Completes what is under way, so that the model's variables hold one state: called before they are read."""
+
+    def variables(self, model) -> dict:
+        """The variables of the feature, by names such as `group/0000`: they are saved and restored as weights are."""
+        return {}
+
+    def arrays(self, model) -> dict[str, np.ndarray]:
+        """State that is not in variables which every replica has alike, by names such as `group/...`."""
+        return {}
+
+    def put_arrays(self, model, arrays: dict[str, np.ndarray]) -> None:
+        """Restores what `arrays` returned, on any number of replicas.
+
+        Args:
+            model: the compiled and built model.
+            arrays: all arrays of a checkpoint by name; those of this feature may be missing, which resets its state.
+        """
+
+
+_providers: list[StateProvider] = []
+
+
+def register(provider: StateProvider) -> None:
+    """Adds a feature's state to what `settle`, `variables` and checkpoints cover, from now on in this process."""
+    _providers.append(provider)
+
+
+def settle(model) -> None:
+    """Completes what is under way, so that weights, optimizer and metrics hold one state.
+
+    Waits for the steps that a parameter server's workers still run, and averages replicas that train independently. On
+    several workers, each must call this.
+    """
+    for provider in _providers:
+        provider.settle(model)
+
+
+def variables(model, *, metrics: bool, merge: Callable[[Sequence], list] = sharded_variable.merged) -> dict:
+    """Everything that training changes, by name.
+
+    Args:
+        model: the compiled and built model.
+        metrics: with the metrics.
+        merge: what to make of variables that lie in shards; `list` leaves the shards as they are.
+    """
+    found = name_group("weights", merge(model.weights)) | draws(model)
+    if model.optimizer is not None:
+        if not model.optimizer.built:
+            with model.distribute_strategy.scope():
+                model.optimizer.build(model.trainable_variables)
+        found |= name_group("optimizer", merge(model.optimizer.variables))
+    for name, optimizer in other_optimizers(model).items():
+        if optimizer.built:  # otherwise it has changed nothing yet
+            found |= name_group(name, merge(optimizer.variables))
+    for provider in _providers:
+        found |= provider.variables(model)
+    return found | (name_group("metrics", model.metrics_variables) if metrics else {})
+
+
+def changed_by_a_step(model) -> list:
+    """The variables that a training step may change, without Keras's global seed generator."""
+    return [v for name, v in variables(model, metrics=True, merge=list).items() if name != _GLOBAL_DRAWS]
+
+
+def draws(model) -> dict:
+    """The states of the model's random draws, which neither `.keras` nor `.weights.h5` files hold."""
+    known = {id(v) for v in (*model.weights, *model.metrics_variables)}
+    found = name_group("draws", [v for v in model.variables if id(v) not in known])
+    shared = private_keras.global_seed_generator()
+    return found | ({_GLOBAL_DRAWS: shared.state} if shared is not None else {})
+
+
+def optimizers(model) -> dict[str, BaseOptimizer]:
+    """The model's optimizer and its other ones, by the names of their groups."""
+    own = {} if model.optimizer is None else {"optimizer": model.optimizer}
+    return own | other_optimizers(model)
+
+
+def other_optimizers(model) -> dict[str, BaseOptimizer]:
+    """Optimizers in attributes of the model (also in lists and dicts) beside its own, by the names of their groups."""
+    found, known = {}, [model.optimizer, getattr(model.optimizer, "inner_optimizer", None)]
+
+    def look(name: str, value) -> None:
+        if isinstance(value, BaseOptimizer) and not any(value is other for other in known):
+            found[f"optimizer.{name}"] = value
+            known.extend([value, getattr(value, "inner_optimizer", None)])
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                look(f"{name}.{key}".replace("/", "."), value[key])
+        elif isinstance(value, (list, tuple)):
+            for at, item in enumerate(value):
+                look(f"{name}.{at}", item)
+
+    for name, value in sorted(vars(model).items(), key=lambda item: (item[0].startswith("_"), item[0])):
+        if not name.startswith("_self_"):  # TensorFlow's own list of the attributes
+            look(name, value)
+    return found
+
+
+def name_group(name: str, variables: Sequence) -> dict:
+    """Names the variables of a group.
+
+    Example:
+        >>> name_group("weights", ["kernel", "bias"])
+        {'weights/0000': 'kernel', 'weights/0001': 'bias'}
+    """
+    return {f"{name}/{at:04d}": variable for at, variable in enumerate(variables)}
+
+
+def copy_state(model, *, metrics: bool = False, wanted: bool = True) -> dict[str, np.ndarray]:
+    """Copies the state of a training as it is now, after `settle`.
+
+    Args:
+        model: the compiled and built model. On several workers, each must call this.
+        metrics: with the metrics, as in the middle of an epoch.
+        wanted: whether this worker keeps the arrays; one that does not only takes part in collectives.
+
+    Returns:
+        Arrays by name; empty if not `wanted`. bfloat16 and similar types are integers of the same bits.
+    """
+    settle(model)
+    pending = _pending_sums(model)
+    found = {}
+    for name, variable in variables(model, metrics=metrics).items():
+        if not _differs_by_replica(variable):
+            if wanted or getattr(variable, "is_over_replicas", False):
+                found[name] = broadcast.to_bits(np.array(variable.numpy()))
+        elif id(variable) in pending and not pending[id(variable)]:
+            found[name] = np.zeros(variable.shape, _dtype(variable)) if wanted else None
+        else:
+            values = broadcast.parts(model.distribute_strategy, held(variable))
+            found[f"{name}{_REPLICAS}{variable.aggregation}"] = values
+    for name, optimizer in other_optimizers(model).items():
+        if optimizer.built:
+            found[name + _TRAINED] = _trained_weights(model, optimizer)
+    for provider in _providers:
+        found |= provider.arrays(model)
+    return found if wanted else {}
+
+
+def restore_state(model, arrays: dict[str, np.ndarray], source: str) -> None:
+    """Restores the state that `copy_state` copied, on any number of replicas.
+
+    Args:
+        model: the compiled and built model.
+        arrays: all of its arrays; those of groups that this training does not have are ignored.
+        source: where they come from, for the error message.
+
+    Raises:
+        InputError: they belong to another model or optimizer.
+    """
+    has_metrics = any(name.startswith("metrics/") for name in arrays)
+    if _GLOBAL_DRAWS in arrays:
+        private_keras.make_global_seed_generator()  # otherwise Keras makes it at the first draw
+    _build_others(model, arrays, source)
+    for provider in _providers:
+        provider.put_arrays(model, arrays)
+    arrays = {name: value for name, value in arrays.items() if not name.endswith(_TRAINED)}
+    known = variables(model, metrics=has_metrics)
+    if _GLOBAL_DRAWS not in arrays:
+        known.pop(_GLOBAL_DRAWS, None)
+    groups = {name.split("/")[0] for name in known}
+    arrays = {name: v for name, v in arrays.items() if name.split("/")[0] in groups or name.startswith("optimizer")}
+    given = {name.partition(_REPLICAS)[0]: value for name, value in arrays.items()}
+    kinds = _kinds(arrays)
+    if known.keys() != given.keys():
+        raise InputError(
+            f"{source} has {len(given)} arrays, this model with its optimizer has {len(known)}. "
+            "Resume with the model, the optimizer and the metrics of the run, or choose another directory."
+        )
+    for name, variable in known.items():
+        shape = given[name].shape[1 if name in kinds else 0 :]
+        if tuple(variable.shape) != shape:
+            raise InputError(
+                f"{source} has {shape} for {variable.path}, this model has {tuple(variable.shape)}. "
+                "Resume with the model, the optimizer and the metrics of the run, or choose another directory."
+            )
+    for name, variable in known.items():
+        value = broadcast.from_bits(given[name], _dtype(variable))
+        if name in kinds:
+            _put_replicas(model, variable, value, kinds[name])
+        else:
+            variable.assign(value)
+
+
+def restore_metrics(model, arrays: dict[str, np.ndarray]) -> None:
+    """Restores the metrics alone: Keras resets them at the beginning of an epoch."""
+    kinds = _kinds(arrays)
+    for name, variable in name_group("metrics", model.metrics_variables).items():
+        if name in kinds:
+            value = broadcast.from_bits(arrays[f"{name}{_REPLICAS}{kinds[name]}"], _dtype(variable))
+            _put_replicas(model, variable, value, kinds[name])
+        elif name in arrays:
+            variable.assign(broadcast.from_bits(arrays[name], _dtype(variable)))
+
+
+def trained_weights(model) -> np.ndarray | None:
+    """The positions of the weights that the model's optimizer updates; None while it is not built."""
+    optimizer = model.optimizer
+    return _trained_weights(model, optimizer) if optimizer is not None and optimizer.built else None
+
+
+def build_optimizer(model, trained: np.ndarray | None) -> None:
+    """Builds the model's optimizer for the weights that `trained_weights` returned, whichever are trainable now."""
+    if trained is not None and model.optimizer is not None and not model.optimizer.built:
+        weights = model.weights
+        if (trained >= 0).all() and (trained < len(weights)).all():  # otherwise `restore_state` raises
+            with model.distribute_strategy.scope():
+                model.optimizer.build([weights[at] for at in trained])
+
+
+def copy_draws(model) -> dict[str, np.ndarray]:
+    """Copies the states of the random draws alone, without a collective."""
+    return {name: np.array(v.numpy()) for name, v in draws(model).items()}
+
+
+def random_states() -> dict:
+    """The states of Python's and NumPy's global random generators, as plain values and arrays."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    python = [version, np.array(numbers, "uint64"), gauss]
+    return {"python": python, "numpy": [kind, np.array(keys), int(position), int(has_gauss), float(cached)]}
+
+
+def restore_random_states(states: dict) -> None:
+    """Restores what `random_states` returned."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(int(number) for number in numbers), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+
+
+def _dtype(variable) -> np.dtype:
+    return np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+
+
+def _trained_weights(model, optimizer) -> np.ndarray:
+    """The positions of the weights that an optimizer updates; -1 for a variable that is not among the weights."""
+    numbers = {id(variable): at for at, variable in enumerate(model.weights)}
+    trained = map(sharding.full_variable, private_optimizers.trained(optimizer))
+    return np.array([numbers.get(id(variable), -1) for variable in trained], "int64")
+
+
+def _build_others(model, arrays: dict[str, np.ndarray], source: str) -> None:
+    """Builds optimizers that would otherwise be built by their first step."""
+    for name, optimizer in other_optimizers(model).items():
+        trained = arrays.get(name + _TRAINED)
+        if optimizer.built or trained is None:
+            continue
+        weights = model.weights
+        if (trained < 0).any() or (trained >= len(weights)).any():
+            raise InputError(
+                f"{source} has the state of `{name.removeprefix('optimizer.')}`, which updates other weights than "
+                "the model's. Build it before `fit`: optimizer.build(variables)."
+            )
+        with model.distribute_strategy.scope():
+            optimizer.build([weights[at] for at in trained])
+
+
+def _differs_by_replica(variable) -> bool:
+    return has_copies(variable) and held(variable).synchronization == tf.VariableSynchronization.ON_READ
+
+
+def _pending_sums(model) -> dict[int, bool]:
+    """Whether each gradient accumulator holds gradients since the last update, by its `id`."""
+    optimizer = model.optimizer
+    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+    sums = private_optimizers.accumulators(inner)
+    if not sums:
+        return {}
+    is_pending = int(private_optimizers.iterations(inner).numpy()) % inner.gradient_accumulation_steps != 0
+    return {id(total): is_pending for total in sums}
+
+
+def _kinds(arrays) -> dict[str, str]:
+    """How one device's value follows from the replicas', by the names of the arrays that hold replicas' values."""
+    return {name: kind for name, mark, kind in (name.partition(_REPLICAS) for name in arrays) if mark}
+
+
+def _put_replicas(model, variable, parts: np.ndarray, kind: str) -> None:
+    if _differs_by_replica(variable):
+        broadcast.put_parts(model.distribute_strategy, held(variable), parts, kind)
+    else:
+        variable.assign(broadcast.as_one(parts, kind))
