@@ -19,7 +19,6 @@ PENDING = {  # files that are not converted yet
     "checkpoint/callback_hooks.py",
     "checkpoint/callback_state.py",
     "checkpoint/data_position.py",
-    "checkpoint/training_state.py",
     "core/all_rows.py",
     "core/batch_sharding.py",
     "core/broadcast.py",
