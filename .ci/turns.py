@@ -41,9 +41,9 @@ RELATED = {
 PARTS = {
     "keras": ("tfgpu/compat/", "tfgpu/core/", "tfgpu/repairs/", "tests/upstream/"),
     "versions": ("tfgpu/compat/", "setup.cfg"),
+    "fuzzing": ("tfgpu/redact/", "tfgpu/cluster/", "tests/security/"),
     "engines": ("tfgpu/launch/", "tests/launch/"),
     "libraries": ("tfgpu/interop/", "tests/interop/"),
-    "fuzzing": ("tfgpu/redact/", "tfgpu/cluster/", "tests/security/"),
 }
 # Where a change can make replicas differ from one device: a quarter of the matrix then, else a twelfth.
 EQUALITY = ("tfgpu/compat/", "tfgpu/core/", "tfgpu/repairs/", "tfgpu/optim/", "tfgpu/parallel/", "tests/matrix/")
