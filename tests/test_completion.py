@@ -11,7 +11,7 @@ import typer
 from tfgpu import cli, models
 from tfgpu.callbacks import tracking
 from tfgpu.cli import completion
-from tfgpu.data.stages import STAGES
+from tfgpu.data.augmentation.stages import STAGES
 from tfgpu.models import parts
 from tfgpu.parallel.pipeline.schedule import SCHEDULES
 from tfgpu.parallel.planning import hardware

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.data import augment
+from tfgpu.data.augmentation import augment
+from tfgpu.data.augmentation.stages import MIXING, STAGES, parse_stages
 from tfgpu.data.position import Numbers
-from tfgpu.data.stages import MIXING, STAGES, parse_stages
 from tfgpu.errors import InputError
 
 

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.data import mixing, pipeline
+from tfgpu.data import pipeline
+from tfgpu.data.augmentation import mixing
 from tfgpu.data.position import Numbers
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfgpu.data import attention_mask, bucket, pack
-from tfgpu.data.sequences import _best_fit
+from tfgpu.data.text.sequences import _best_fit
 from tfgpu.errors import InputError
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=30)

@@ -1,6 +1,6 @@
 import pytest
 
-from tfgpu.data.stages import mixes, parse_stages
+from tfgpu.data.augmentation.stages import mixes, parse_stages
 from tfgpu.errors import InputError
 
 

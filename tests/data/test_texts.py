@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfgpu.data import pipeline, texts
+from tfgpu.data import pipeline
 from tfgpu.data.decoding import Reading
+from tfgpu.data.text import texts
 from tfgpu.errors import InputError
 
 

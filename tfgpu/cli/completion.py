@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tfgpu.data.stages import STAGES
+from tfgpu.data.augmentation.stages import STAGES
 from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
 

@@ -1,4 +1,5 @@
 # The public names, each with the module that holds it: type checkers read this file, and so does `__init__.py`.
+from tfgpu.data.augmentation.stages import parse_stages as parse_stages
 from tfgpu.data.batches import Data as Data
 from tfgpu.data.batches import Info as Info
 from tfgpu.data.batches import pipeline as pipeline
@@ -6,11 +7,10 @@ from tfgpu.data.feed import Feed as Feed
 from tfgpu.data.manifest import check_shards as check_shards
 from tfgpu.data.names import parse_source as parse_source
 from tfgpu.data.retry import retry as retry
-from tfgpu.data.sequences import Sequences as Sequences
-from tfgpu.data.sequences import attention_mask as attention_mask
-from tfgpu.data.sequences import bucket as bucket
-from tfgpu.data.sequences import pack as pack
-from tfgpu.data.stages import parse_stages as parse_stages
-from tfgpu.data.tokens import collated as collated
-from tfgpu.data.tokens import tokenised as tokenised
+from tfgpu.data.text.sequences import Sequences as Sequences
+from tfgpu.data.text.sequences import attention_mask as attention_mask
+from tfgpu.data.text.sequences import bucket as bucket
+from tfgpu.data.text.sequences import pack as pack
+from tfgpu.data.text.tokens import collated as collated
+from tfgpu.data.text.tokens import tokenised as tokenised
 from tfgpu.data.writer import write_shards as write_shards

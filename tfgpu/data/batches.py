@@ -10,12 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.cluster import Cluster
-from tfgpu.data import augment as augmentation
 from tfgpu.data import balance as balancing
 from tfgpu.data import cache as caching
 from tfgpu.data import position, shards, sources, splits
 from tfgpu.data import service as remote
-from tfgpu.data import stages as augmentations
+from tfgpu.data.augmentation import augment as augmentation
+from tfgpu.data.augmentation import stages as augmentations
 from tfgpu.data.decoding import Reading, check_length, check_size
 from tfgpu.data.examples import Examples
 from tfgpu.data.feed import Feed, batches
@@ -126,11 +126,11 @@ def pipeline(
     Args:
         source: `"digits"`, `"tfds:NAME"`, a folder of images by class, `.tfrecord` files, `.csv` or `.parquet` files
             (`"iris.csv#species"` names the label's column), `"text:PATH"` or `"corpus:PATH"` (see
-            `tfgpu.data.texts`), `"module:function"`, arrays `(x, y)`, a
+            `tfgpu.data.text.texts`), `"module:function"`, arrays `(x, y)`, a
             `tf.data.Dataset` of `(x, y)` examples, a function that yields them, a Hugging Face data set, or a dict
             of such parts.
         global_batch: examples in a batch over all replicas together; a strategy gives each replica its part.
-        augment: training stages, `"flip"` or `("rotate", {"degrees": 10})` (see `tfgpu.data.augment`), or
+        augment: training stages, `"flip"` or `("rotate", {"degrees": 10})` (see `tfgpu.data.augmentation.augment`), or
             `"auto"`: a careful choice by data set, recorded in `info.augment`; `"none"` or `()` changes nothing.
         seed: decides the order and the augmentation of every epoch.
         split_seed: decides which examples are in which part.

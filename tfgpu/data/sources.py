@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.data import columns, folders, prepared, records, spool, tables, texts
+from tfgpu.data import columns, folders, prepared, records, spool, tables
 from tfgpu.data.decoding import Reading, check_unsized
 from tfgpu.data.examples import Examples, from_arrays
 from tfgpu.data.names import parse_source
 from tfgpu.data.splits import PARTS
+from tfgpu.data.text import texts
 from tfgpu.errors import InputError, unknown
 
 _CHUNK = 256

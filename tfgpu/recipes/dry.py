@@ -18,7 +18,7 @@ from tfgpu.callbacks.progress import line
 from tfgpu.data.examples import Examples
 from tfgpu.data.names import parse_source
 from tfgpu.data.prepared import shape_of as shape_of_tfds
-from tfgpu.data.texts import LENGTH, VOCABULARY
+from tfgpu.data.text.texts import LENGTH, VOCABULARY
 from tfgpu.errors import InputError
 from tfgpu.recipes import facts, runner
 from tfgpu.recipes.recipe import Recipe

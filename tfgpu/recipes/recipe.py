@@ -20,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from tfgpu.data.augmentation.stages import parse_stages
 from tfgpu.data.names import parse_source
-from tfgpu.data.stages import parse_stages
 from tfgpu.errors import InputError, unknown
 from tfgpu.recipes import agreement
 from tfgpu.recipes.reading import FACTS, parse_value, read, read_facts

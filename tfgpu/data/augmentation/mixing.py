@@ -12,7 +12,7 @@ features", 2019, arXiv:1905.04899.
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.data import geometry
+from tfgpu.data.augmentation import geometry
 
 _STEPS = 4096  # of the table of a distribution's quantiles
 

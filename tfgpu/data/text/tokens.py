@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfgpu.data import position
 from tfgpu.data.columns import LABELS, has_columns
 from tfgpu.data.feed import Feed, by_rows, rows_of
-from tfgpu.data.sequences import NEXT, Sequences
+from tfgpu.data.text.sequences import NEXT, Sequences
 from tfgpu.errors import InputError, unknown
 
 IDS, MASK = "input_ids", "attention_mask"

@@ -5,7 +5,7 @@ from typing import Any
 
 from tfgpu.errors import InputError, unknown
 
-#: Every augmentation stage with its options and their defaults; `tfgpu.data.augment` says what they do.
+#: Every augmentation stage with its options and their defaults; `tfgpu.data.augmentation.augment` says what they do.
 STAGES: Mapping[str, Mapping[str, object]] = {
     "flip": {"horizontal": True, "vertical": False},
     "crop": {"padding": 4, "fill": "constant"},

@@ -9,7 +9,7 @@ import math
 
 import tensorflow as tf
 
-from tfgpu.data import colour, geometry
+from tfgpu.data.augmentation import color, geometry
 
 _GREATEST = 30.0
 _MOVES = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
@@ -61,18 +61,18 @@ def _change(images, choice, sign, strength, fill):
 
 def _recolour(name, images, factor, strength):
     if name == "autocontrast":
-        return colour.stretch(images)
+        return color.stretch(images)
     if name == "equalize":
-        return colour.equalize(images)
+        return color.equalize(images)
     if name == "solarize":
-        return colour.solarize(images, 1.0 - strength)
+        return color.solarize(images, 1.0 - strength)
     if name == "posterize":
-        return colour.posterize(images, 8 - round(4 * strength))
+        return color.posterize(images, 8 - round(4 * strength))
     blends = {
-        "saturation": colour.saturate,
-        "contrast": colour.contrast,
-        "brightness": colour.brighten,
-        "sharpness": colour.sharpen,
+        "saturation": color.saturate,
+        "contrast": color.contrast,
+        "brightness": color.brighten,
+        "sharpness": color.sharpen,
     }
     return blends[name](images, factor) if name in blends else images
 

@@ -15,8 +15,8 @@ Stages (options and defaults; all fractions are of the image's side unless said 
 | `hue` | turns the colour circle by up to this fraction of it; three colours | `fraction=0.05` |
 | `noise` | adds normal noise | `stddev=0.05` |
 | `cutout` | blanks one square (DeVries and Taylor 2017, arXiv:1708.04552) | `fraction=0.25` |
-| `randaugment` | a few of fourteen changes (see `tfgpu.data.randaugment`) | `num_ops=2, magnitude=9, fill="constant"` |
-| `mixup` | blends two examples and their labels (see `tfgpu.data.mixing`) | `alpha=0.2, probability=1` |
+| `randaugment` | a few of fourteen changes (see `randaugment.py`) | `num_ops=2, magnitude=9, fill="constant"` |
+| `mixup` | blends two examples and their labels (see `mixing.py`) | `alpha=0.2, probability=1` |
 | `cutmix` | puts a box of another example in, and its label's share | `alpha=1, probability=1` |
 
 `fill` is what comes in at the border: `constant` (0), `reflect` or `nearest`. Values may leave [0, 1]; `hue` and
@@ -27,9 +27,9 @@ import math
 
 import tensorflow as tf
 
-from tfgpu.data import colour, geometry, mixing, randaugment
+from tfgpu.data.augmentation import color, geometry, mixing, randaugment
+from tfgpu.data.augmentation.stages import COLOUR, MIXING
 from tfgpu.data.position import Numbers
-from tfgpu.data.stages import COLOUR, MIXING
 from tfgpu.errors import InputError
 
 
@@ -103,7 +103,7 @@ def apply(images: tf.Tensor, labels: tf.Tensor, stages: tuple[tuple[str, dict], 
         Images and labels of the same shapes.
 
     Example:
-        >>> from tfgpu.data.stages import parse_stages
+        >>> from tfgpu.data.augmentation.stages import parse_stages
         >>> zero = tf.constant(0, tf.int64)
         >>> numbers = Numbers(seed=0, epoch=zero, start=zero, count=2)
         >>> images, labels = apply(tf.ones([2, 8, 8, 1]), tf.constant([3, 7]), parse_stages(["flip"]), numbers)
@@ -147,19 +147,19 @@ def _factor(options, numbers, stream):
 
 
 def _brightness(images, options, numbers, stream):
-    return colour.brighten(images, _factor(options, numbers, stream))
+    return color.brighten(images, _factor(options, numbers, stream))
 
 
 def _contrast(images, options, numbers, stream):
-    return colour.contrast(images, _factor(options, numbers, stream))
+    return color.contrast(images, _factor(options, numbers, stream))
 
 
 def _saturation(images, options, numbers, stream):
-    return colour.saturate(images, _factor(options, numbers, stream))
+    return color.saturate(images, _factor(options, numbers, stream))
 
 
 def _hue(images, options, numbers, stream):
-    return colour.turn_hue(images, _factor(options, numbers, stream) - 1.0)
+    return color.turn_hue(images, _factor(options, numbers, stream) - 1.0)
 
 
 def _noise(images, options, numbers, stream):

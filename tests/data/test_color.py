@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.data import colour, randaugment
+from tfgpu.data.augmentation import color, randaugment
 from tfgpu.data.position import Numbers
 
 
@@ -20,36 +20,36 @@ def test_sharpness_by_hand():
     for factor, middle in ((0.0, 5.0), (1.0, 13.0), (2.0, 21.0)):
         expected = np.zeros([3, 3])
         expected[1, 1] = middle
-        np.testing.assert_allclose(values(colour.sharpen(image, tf.constant([factor]))), expected, atol=1e-5)
+        np.testing.assert_allclose(values(color.sharpen(image, tf.constant([factor]))), expected, atol=1e-5)
     small = plane([1, 2], [3, 4])
-    assert np.array_equal(colour.sharpen(small, tf.constant([0.0])), small)
+    assert np.array_equal(color.sharpen(small, tf.constant([0.0])), small)
 
 
 def test_solarize_posterize_and_stretch_by_hand():
-    np.testing.assert_allclose(values(colour.solarize(plane([0.2, 0.6, 1.0]), 0.6)), [[0.2, 0.4, 0.0]], atol=1e-6)
+    np.testing.assert_allclose(values(color.solarize(plane([0.2, 0.6, 1.0]), 0.6)), [[0.2, 0.4, 0.0]], atol=1e-6)
     # 8 - 3 bits: whole multiples of 32.
-    got = values(colour.posterize(plane([31 / 255, 32 / 255, 1.0]), 3)) * 255
+    got = values(color.posterize(plane([31 / 255, 32 / 255, 1.0]), 3)) * 255
     np.testing.assert_allclose(got, [[0, 32, 224]], atol=1e-4)
-    np.testing.assert_allclose(values(colour.stretch(plane([0.2, 0.3, 0.7]))), [[0, 0.2, 1]], atol=1e-6)
-    assert np.array_equal(values(colour.stretch(plane([0.3, 0.3]))), np.float32([[0.3, 0.3]]))
+    np.testing.assert_allclose(values(color.stretch(plane([0.2, 0.3, 0.7]))), [[0, 0.2, 1]], atol=1e-6)
+    assert np.array_equal(values(color.stretch(plane([0.3, 0.3]))), np.float32([[0.3, 0.3]]))
 
 
 def test_equalize_by_hand():
     # 1020 pixels; 255 of the brightest value: the step is (1020 - 255) // 255 = 3. Value 10 has 255 pixels
     # before it, 20 has 510, 30 has 765: (1 + 255) // 3 = 85, 170, 255; nothing is before 0: 1 // 3 = 0.
     image = tf.constant(np.repeat([0, 10, 20, 30], 255).reshape(1, 30, 34, 1).astype(np.float32) / 255)
-    got = np.round(values(colour.equalize(image)) * 255).astype(int)
+    got = np.round(values(color.equalize(image)) * 255).astype(int)
     assert np.unique(got).tolist() == [0, 85, 170, 255]
     flat = plane([0.5, 0.5])
-    np.testing.assert_allclose(colour.equalize(flat), np.round(flat * 255) / 255, atol=1e-6)
+    np.testing.assert_allclose(color.equalize(flat), np.round(flat * 255) / 255, atol=1e-6)
 
 
 def test_equalize_knows_each_image_and_channel_apart():
     images = tf.random.stateless_uniform([3, 9, 9, 2], seed=[1, 2])
-    whole = colour.equalize(images).numpy()
+    whole = color.equalize(images).numpy()
     for i in range(3):
         for c in range(2):
-            alone = colour.equalize(images[i : i + 1, ..., c : c + 1]).numpy()
+            alone = color.equalize(images[i : i + 1, ..., c : c + 1]).numpy()
             assert np.array_equal(whole[i : i + 1, ..., c : c + 1], alone)
 
 

@@ -1,0 +1,1 @@
+"""Augmentation of images: what each stage does, and how stages become one function of a batch."""

@@ -1,0 +1,1 @@
+"""Text as bytes or tokens, and sequences of unequal length as batches."""
