@@ -26,7 +26,7 @@ from tfgpu.data.names import parse_source
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
 from tfgpu.measure.rates import Rate, alternate, check
-from tfgpu.recipes import facts, runner
+from tfgpu.recipes import building, facts, runner
 from tfgpu.recipes.recipe import Recipe
 
 _WORTH = 1.1  # A setting that gives less than a tenth more is not recommended.
@@ -121,11 +121,11 @@ def measure_input(
     if cluster.is_multi_worker:
         raise InputError("The input is measured in one process. Received: a cluster. Unset TF_CONFIG.")
     with contextlib.ExitStack() as held:
-        held.enter_context(runner.prepare(what))
+        held.enter_context(building.prepare(what))
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="tfgpu-input-"))
         progress("opening the data")
         examples = open_source(what.data, _reading(what, what.cache))
-        job = runner.build(what, cluster, source=examples)
+        job = building.build(what, cluster, source=examples)
         sample = None if examples.load is None else _sample(examples)
         variants = _variants(what, examples, sample, job.data, cluster)
         progress(f"the input alone, and {len(variants)} settings of it")
@@ -169,7 +169,7 @@ def _variants(
 
     def add(name, note="", source=examples, **changes):
         changed = what.model_copy(update={"cache": "auto", "cache_directory": None, **changes})
-        found[name] = runner.open_data(changed, cluster, source=source), note
+        found[name] = building.open_data(changed, cluster, source=source), note
 
     cores = os.cpu_count() or 1
     if sample is not None:
@@ -212,7 +212,7 @@ def _cold_disk(what: Recipe, sample: Examples, cluster: Cluster, folder: str) ->
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         changed = what.model_copy(update={"cache": "auto", "cache_directory": None, "validation": 0.0, "test": 0.0})
-        data = runner.open_data(changed, cluster, source=stored)
+        data = building.open_data(changed, cluster, source=stored)
         begun = time.perf_counter()
         for _ in data.train:
             pass
@@ -263,14 +263,14 @@ class _Clock(keras.callbacks.Callback):
         self.seconds.append(time.perf_counter() - self._begun)
 
 
-def _fit(job: runner.Job, dataset: tf.data.Dataset, epochs: int) -> list[float]:
+def _fit(job: building.Job, dataset: tf.data.Dataset, epochs: int) -> list[float]:
     """Trains for some epochs after one that does not count; returns the seconds of each."""
     clock = _Clock()
     job.trainer.fit(dataset, epochs=epochs + 1, callbacks=[clock], shuffle=False, verbose=0)
     return clock.seconds[1:]
 
 
-def _model_rate(job: runner.Job, seconds: float, repeats: int) -> tuple[Rate, int]:
+def _model_rate(job: building.Job, seconds: float, repeats: int) -> tuple[Rate, int]:
     """Trains on one batch over and over; returns the rate and the steps of an epoch that takes `seconds`."""
     batch = job.data.peek()
     ready = tf.data.Dataset.from_tensors(batch)
@@ -282,7 +282,7 @@ def _model_rate(job: runner.Job, seconds: float, repeats: int) -> tuple[Rate, in
     return Rate(tuple(count / s for s in _fit(job, ready.repeat(steps).with_options(options), repeats))), steps
 
 
-def _together(job: runner.Job, steps: int, repeats: int) -> Rate:
+def _together(job: building.Job, steps: int, repeats: int) -> Rate:
     info = job.data.info
     steps = min(steps, info.steps_per_epoch)
     count = min(steps * info.global_batch, info.epoch_examples)
@@ -312,7 +312,7 @@ def _clearly_better(trial: Trial, base: Rate) -> bool:
     return trial.ratio >= _WORTH and min(trial.rate.values) > max(base.values)
 
 
-def _about(job: runner.Job) -> dict[str, object]:
+def _about(job: building.Job) -> dict[str, object]:
     info, spread = job.data.info, strategies.describe(job.strategy)
     return {
         "strategy": spread["kind"],

@@ -20,7 +20,7 @@ from tfgpu.data.names import parse_source
 from tfgpu.data.prepared import shape_of as shape_of_tfds
 from tfgpu.data.text.texts import LENGTH, VOCABULARY
 from tfgpu.errors import InputError
-from tfgpu.recipes import facts, runner
+from tfgpu.recipes import building, facts, runner
 from tfgpu.recipes.recipe import Recipe
 
 UPDATES = 2
@@ -59,11 +59,11 @@ def run(what: Recipe) -> list[str]:
     if cluster.is_multi_worker:
         raise InputError("A dry run takes one process. Received: a cluster. Unset TF_CONFIG.")
     with contextlib.ExitStack() as held:
-        held.enter_context(runner.prepare(what))
+        held.enter_context(building.prepare(what))
         small = _small(what) if known else what
         source = None if known is None else made_up(known, small.global_batch, small.accumulate)
         begun = time.perf_counter()
-        job = runner.build(small, cluster, source=source)
+        job = building.build(small, cluster, source=source)
         built_s = time.perf_counter() - begun
         logs = _train(job)
         return _lines(what, job, logs, is_real=known is None, built_s=built_s)
@@ -133,7 +133,7 @@ def _small(what: Recipe) -> Recipe:
     return what.model_copy(update=changes)
 
 
-def _train(job: runner.Job) -> dict[str, float]:
+def _train(job: building.Job) -> dict[str, float]:
     history = job.trainer.fit(
         job.data.train.take(UPDATES * job.recipe.accumulate),
         validation_data=job.data.validation.take(1),
@@ -145,7 +145,7 @@ def _train(job: runner.Job) -> dict[str, float]:
     return {name: values[-1] for name, values in history.history.items()}
 
 
-def _lines(what: Recipe, job: runner.Job, logs: dict[str, float], *, is_real: bool, built_s: float) -> list[str]:
+def _lines(what: Recipe, job: building.Job, logs: dict[str, float], *, is_real: bool, built_s: float) -> list[str]:
     info, model = job.data.info, job.model
     about = facts.collect(what, strategy=job.strategy, model=model, info=info, started=facts.now())
     batch, steps = job.recipe.global_batch, min(UPDATES * what.accumulate, info.steps_per_epoch)

@@ -4,7 +4,6 @@ Importing this module starts no TensorFlow. Names that only Keras or a package c
 `module:function`) are checked by the runner, still before anything is written.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -23,7 +22,7 @@ from pydantic import (
 from tfgpu.data.augmentation.stages import parse_stages
 from tfgpu.data.names import parse_source
 from tfgpu.errors import InputError, unknown
-from tfgpu.recipes import agreement
+from tfgpu.recipes import agreement, values
 from tfgpu.recipes.reading import FACTS, parse_value, read, read_facts
 from tfgpu.recipes.trust import refuse_code
 
@@ -40,57 +39,14 @@ SETTINGS_OF_THEIR_OWN = {  # Optimizer arguments that a recipe has a word of its
 }
 
 
-def _stages(value: Any) -> Any:
-    """Turns `"flip,rotate"` or `["flip", "rotate: {degrees: 5}"]` into a tuple; `"none"` is the empty one."""
-    stages: list[Any] = []
-    for part in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(part, str) and ":" not in part:
-            stages += [name.strip() for name in part.split(",") if name.strip()]
-        else:
-            stages.append(parse_value(part) if isinstance(part, str) else part)
-    if not isinstance(value, str | list | tuple) or not all(map(_is_stage, stages)):
-        raise ValueError("should be a list of names, with options in braces, such as [flip, rotate: {degrees: 5}]")
-    return () if stages == ["none"] else tuple(stages)
-
-
-def _is_stage(stage: Any) -> bool:
-    if isinstance(stage, dict):
-        return len(stage) == 1 and all(isinstance(k, str) and isinstance(v, dict) for k, v in stage.items())
-    return isinstance(stage, str)
-
-
-def _devices(value: Any) -> Any:
-    """Turns `"2"` into 2 and `"GPU:0,GPU:1"` into two names."""
-    if value is None or isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    if isinstance(value, str) and value.strip().isdigit() and int(value) >= 1:
-        return int(value)
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
-    names = tuple(str(part).strip() for part in parts)
-    if names and all(re.fullmatch(r"\S*[A-Za-z]+:\d+", name) for name in names):
-        return names
-    raise ValueError("should be a number of devices, at least 1, or names such as GPU:0,GPU:1")
-
-
-def _size(value: Any) -> Any:
-    """Turns `64`, `"64x48"` or `[64, 48]` into (height, width)."""
-    if value is None:
-        return None
-    text = "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    match = re.fullmatch(r"([1-9]\d*)(?:[xX]([1-9]\d*))?", text)
-    if not match:
-        raise ValueError("should be a number of pixels, or HEIGHTxWIDTH such as 64x48")
-    return int(match[1]), int(match[2] or match[1])
-
-
 def _field(default: Any, panel: str, description: str, *, flag: str | None = None, **bounds: Any) -> Any:
     extra = {"panel": panel} | ({"flag": flag} if flag else {})
     return Field(default, description=description, json_schema_extra=extra, **bounds)
 
 
-Stages = Annotated[tuple[str | dict[str, dict[str, Any]], ...], BeforeValidator(_stages)]
-Devices = Annotated[int | tuple[str, ...] | None, BeforeValidator(_devices)]
-Size = Annotated[tuple[int, int] | None, BeforeValidator(_size)]
+Stages = Annotated[tuple[str | dict[str, dict[str, Any]], ...], BeforeValidator(values.stages)]
+Devices = Annotated[int | tuple[str, ...] | None, BeforeValidator(values.devices)]
+Size = Annotated[tuple[int, int] | None, BeforeValidator(values.size)]
 Options = dict[str, Any]
 
 

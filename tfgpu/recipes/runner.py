@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 from rich.console import Console
 
-from tfgpu import environment, models, precision, rendezvous, strategies
+from tfgpu import precision
 from tfgpu.callbacks import tracking
 from tfgpu.callbacks.events_file import EventsFile
 from tfgpu.callbacks.files import replace_text
@@ -24,9 +23,8 @@ from tfgpu.callbacks.progress import Progress
 from tfgpu.checkpoint.background_writer import Writer
 from tfgpu.checkpoint.callback import Checkpoint
 from tfgpu.cluster import Cluster
-from tfgpu.data import Data, pipeline
 from tfgpu.errors import InputError, Preempted
-from tfgpu.recipes import compiling, directory, endings, facts, monitored, recipe
+from tfgpu.recipes import building, compiling, directory, endings, facts, monitored, recipe
 from tfgpu.recipes.confusion import confusion
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.report import render
@@ -40,8 +38,6 @@ from tfgpu.recipes.watch import (
     terminable,
     unstarted,
 )
-from tfgpu.rendezvous.facts import of_settings
-from tfgpu.training import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -63,20 +59,6 @@ class Result:
     history: tuple[Mapping[str, float], ...]
     run_directory: Path | None
     facts: Mapping[str, Any] = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Job:
-    """All parts of a run, built and checked."""
-
-    recipe: Recipe
-    cluster: Cluster
-    strategy: tf.distribute.Strategy
-    data: Data
-    model: keras.Model
-    schedule_callbacks: tuple[keras.callbacks.Callback, ...]
-    ending_callbacks: tuple[keras.callbacks.Callback, ...]
-    trainer: Any
 
 
 def run(
@@ -125,8 +107,8 @@ def run(
         tracking.check(track)
     with contextlib.ExitStack() as held:
         with unstarted():
-            held.enter_context(prepare(what))
-            job = build(what, cluster)
+            held.enter_context(building.prepare(what))
+            job = building.build(what, cluster)
             about = facts.collect(what, strategy=job.strategy, model=job.model, info=job.data.info, started=started)
         console = Console(highlight=False, soft_wrap=True) if show and cluster.is_chief else None
         if console:
@@ -186,115 +168,8 @@ def check(
     return cluster
 
 
-def prepare(what: Recipe) -> precision.Precision:
-    """Prepares devices and seeds, and sets the precision; a context manager that restores the precision."""
-    if what.virtual_devices and what.virtual_devices != len(environment.devices("CPU")):
-        environment.set_logical_devices(what.virtual_devices)
-    environment.set_seed(what.seed)
-    return precision.use(what.precision)
-
-
-def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
-    """Makes the strategy, opens the data, and builds and compiles the model, in this order.
-
-    Args:
-        what: the recipe.
-        cluster: the facts of the cluster.
-        source: what to open in place of the source that the recipe names.
-
-    Raises:
-        InputError: something in the recipe cannot work.
-    """
-    # The strategy comes first: workers must meet before anything else starts TensorFlow's devices.
-    if cluster.is_multi_worker and what.strategy in ("auto", "multi_worker"):
-        rendezvous.join(cluster, facts={**of_settings(what.model_dump()), "script": "tfgpu train"})
-    strategy = strategy_of(what, cluster)
-    replicas = strategy.num_replicas_in_sync
-    if what.global_batch < replicas:
-        raise InputError(
-            "`global_batch` must be at least the number of replicas. "
-            f"Received: global_batch={what.global_batch}, replicas={replicas}. "
-            f"Use {replicas} or more, or fewer devices."
-        )
-    data = open_data(what, cluster, source=source)
-    _check_parts(data, what)
-    compiling.check_monitors(what, labels=data.info.labels)
-    schedule = compiling.schedule(what, steps_per_epoch=data.info.steps_per_epoch)
-    with strategy.scope():
-        model = models.build(
-            what.model,
-            input_shape=data.info.input_shape,
-            classes=data.info.classes,
-            options=what.builder_options,
-        )
-        _check_outputs(model, what, data)
-        compiling.compile_model(model, what, learning_rate=schedule.learning_rate, labels=data.info.labels)
-    trainer = Trainer(model) if what.path == "loop" else model
-    return Job(what, cluster, strategy, data, model, schedule.callbacks, endings.callbacks(what, data), trainer)
-
-
-def strategy_of(what: Recipe, cluster: Cluster) -> tf.distribute.Strategy:
-    """Makes the strategy that a recipe asks for.
-
-    Raises:
-        InputError: there are no such devices.
-    """
-    chosen = what.devices
-    if what.virtual_devices and chosen is None and what.strategy != "one_device":
-        chosen = tuple(f"CPU:{number}" for number in range(what.virtual_devices))
-    return strategies.strategy(what.strategy, chosen, cluster=cluster)
-
-
-def open_data(what: Recipe, cluster: Cluster, *, source=None) -> Data:
-    """Opens the recipe's data, or another source as the recipe says.
-
-    Raises:
-        InputError: something about it cannot work.
-    """
-    return pipeline(
-        what.data if source is None else source,
-        global_batch=what.global_batch,
-        augment="auto" if what.augment == ("auto",) else what.augment,
-        seed=what.seed,
-        split_seed=what.split_seed,
-        validation=what.validation,
-        test=what.test,
-        image_size=what.image_size,
-        length=what.length,
-        label_smoothing=what.label_smoothing,
-        skip_corrupt=what.skip_corrupt,
-        balance=None if what.balance == "none" else what.balance,
-        **{name: getattr(what, name) for name in recipe.INPUT},
-        cluster=cluster,
-    )
-
-
-def _check_parts(data: Data, what: Recipe) -> None:
-    for name, part in (("validation", data.validation), ("test", data.test)):
-        if part is None:
-            raise InputError(
-                f"{what.data} leaves no {name} examples. Received: {name}={getattr(what, name)}. Give a larger share."
-            )
-    if what.classes not in (None, data.info.classes):
-        raise InputError(
-            f"`classes` must be the number of classes in {what.data}. Received: classes={what.classes}, found "
-            f"{data.info.classes}. Use --classes {data.info.classes}, or leave it out."
-        )
-
-
-def _check_outputs(model: keras.Model, what: Recipe, data: Data) -> None:
-    """A model of the user's own may have any number of outputs; a wrong one fails late, or learns nonsense."""
-    shape = getattr(model, "output_shape", None) if model.built else None
-    classes = data.info.classes
-    if isinstance(shape, tuple) and shape and shape[-1] != classes:
-        raise InputError(
-            f"The model {what.model!r} must have an output for each class. Received: {shape[-1]} outputs, "
-            f"{classes} classes in {what.data}. Take the number from the function's argument `classes`."
-        )
-
-
 def _train(
-    job: Job,
+    job: building.Job,
     path: Path | None,
     shared: Path | None,
     about: Mapping[str, Any],
@@ -338,14 +213,14 @@ def _train(
             progress.close()
 
 
-def _monitor(job: Job, path: Path | None) -> list[Monitor]:
+def _monitor(job: building.Job, path: Path | None) -> list[Monitor]:
     """Watches each worker's machine; one that was given no directory has nowhere to write."""
     if not job.recipe.watch_machine or path is None:
         return []
     return [Monitor(path / directory.MONITOR, tensorboard=path / directory.LOGS, worker=job.cluster.rank)]
 
 
-def _fit(job: Job, first: int, callbacks: list[keras.callbacks.Callback]) -> None:
+def _fit(job: building.Job, first: int, callbacks: list[keras.callbacks.Callback]) -> None:
     job.data.seek(first)
     job.trainer.fit(
         job.data.train,
@@ -358,7 +233,7 @@ def _fit(job: Job, first: int, callbacks: list[keras.callbacks.Callback]) -> Non
     )
 
 
-def _finish(job: Job, path: Path | None, about: dict[str, Any], rows: list[dict[str, float]]) -> Result:
+def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: list[dict[str, float]]) -> Result:
     """Tests the trained model, and writes the model, the report and the last facts."""
     tested = job.trainer.evaluate(job.data.test, verbose=0, return_dict=True)
     accuracy, loss = float(tested["accuracy"]), float(tested["loss"])
@@ -398,7 +273,7 @@ def _tracker(track: str | None, project: str, what: Recipe, path: Path | None) -
     )
 
 
-def _checkpoint(job: Job, path: Path | None, writer: Writer, *, resume: bool) -> Checkpoint:
+def _checkpoint(job: building.Job, path: Path | None, writer: Writer, *, resume: bool) -> Checkpoint:
     """The callback that every worker needs; one that knows no directory only takes part in what the chief reads."""
     checkpoint = Checkpoint(
         (path or Path()) / directory.CHECKPOINTS,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfgpu.errors import InputError, MachineError
+from tfgpu.recipes import building, runner
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.tune.trial import Line, serve
@@ -37,17 +38,17 @@ def run(task: Mapping[str, Any], line: Line) -> dict[str, Any]:
 def about(what: Recipe) -> dict[str, Any]:
     """Says how many replicas share a batch, and how many examples there are to train on (None: only the data knows)."""
     from tfgpu import environment
-    from tfgpu.recipes import dry, runner
+    from tfgpu.recipes import dry
 
     known = dry.shape_of(what)
     cluster = runner.check(what, None, resume=False, overwrite=False, is_dry=known is not None)
-    with runner.prepare(what):
-        replicas = runner.strategy_of(what, cluster).num_replicas_in_sync
+    with building.prepare(what):
+        replicas = building.strategy_of(what, cluster).num_replicas_in_sync
         examples, missing = None, ""
         # Opened, and not decoded into memory.
         kept = {"cache": "auto", "cache_directory": None, "memory_bytes": 0, "global_batch": 1}
         try:
-            examples = runner.open_data(what.model_copy(update=kept), cluster).info.train_examples
+            examples = building.open_data(what.model_copy(update=kept), cluster).info.train_examples
         except (InputError, MachineError) as error:
             if known is None:
                 raise
@@ -90,18 +91,18 @@ def measure(what: Recipe, rounds: int) -> dict[str, Any]:
         Examples a second by round, and the peaks of memory.
     """
     from tfgpu.callbacks.memory import peaks
-    from tfgpu.recipes import dry, runner
+    from tfgpu.recipes import dry
 
     known = dry.shape_of(what)
     cluster = runner.check(what, None, resume=False, overwrite=False, is_dry=known is not None)
-    with runner.prepare(what):
+    with building.prepare(what):
         made, source = what, None
         if known is not None:
             made = what.model_copy(
                 update={"cache": "auto", "cache_directory": None, "image_size": None, "length": None}
             )
             source = dry.made_up(known, what.global_batch, what.accumulate)
-        job = runner.build(made, cluster, source=source)
+        job = building.build(made, cluster, source=source)
         batch = job.data.train.take(1).cache().repeat()
         assert job.data.validation is not None  # The runner has checked it.
         steps = what.accumulate

@@ -1,7 +1,7 @@
 """The learning-rate range test of a recipe: its model on its data, built as a run builds them."""
 
 from tfgpu.errors import InputError
-from tfgpu.recipes import runner
+from tfgpu.recipes import building, runner
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.tune.range_test import RangeTest, learning_rate
 
@@ -19,6 +19,6 @@ def of_recipe(what: Recipe, *, lowest: float = 1e-6, highest: float = 1.0, steps
     cluster = runner.check(what, None, resume=False, overwrite=False)
     if cluster.is_multi_worker:
         raise InputError("A range test of a recipe takes one process. Received: a cluster. Unset TF_CONFIG.")
-    with runner.prepare(what):
-        job = runner.build(what, cluster)
+    with building.prepare(what):
+        job = building.build(what, cluster)
         return learning_rate(job.model, job.data, lowest=lowest, highest=highest, steps=steps)

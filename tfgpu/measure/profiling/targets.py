@@ -9,7 +9,7 @@ from tfgpu.errors import InputError, no_script
 from tfgpu.measure.profiling import commands, trace, verdict, writing
 from tfgpu.measure.profiling.session import Session, profile
 from tfgpu.measure.profiling.verdict import Report
-from tfgpu.recipes import runner
+from tfgpu.recipes import building, runner
 from tfgpu.recipes.recipe import Recipe
 
 _EPOCHS = 10_000  # Enough for any window; the profile ends them.
@@ -63,8 +63,8 @@ def profile_recipe(what: Recipe, name: str, folder: str | Path = "profile", **wi
         raise InputError(
             "A recipe is profiled in one process. Received: a cluster. Unset TF_CONFIG, or profile a script."
         )
-    with runner.prepare(what):
-        job = runner.build(what, cluster)
+    with building.prepare(what):
+        job = building.build(what, cluster)
         with profile(folder, ends=True, **window) as session:
             session.batch = what.global_batch
             job.trainer.fit(job.data.train, epochs=_EPOCHS, shuffle=False, verbose=0)

@@ -1,0 +1,49 @@
+"""Settings of a recipe as YAML and the command line write them, turned into what the recipe holds."""
+
+import re
+from typing import Any
+
+from tfgpu.recipes.reading import parse_value
+
+
+def stages(value: Any) -> Any:
+    """Turns `"flip,rotate"` or `["flip", "rotate: {degrees: 5}"]` into a tuple; `"none"` is the empty one."""
+    stages: list[Any] = []
+    for part in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(part, str) and ":" not in part:
+            stages += [name.strip() for name in part.split(",") if name.strip()]
+        else:
+            stages.append(parse_value(part) if isinstance(part, str) else part)
+    if not isinstance(value, str | list | tuple) or not all(map(_is_stage, stages)):
+        raise ValueError("should be a list of names, with options in braces, such as [flip, rotate: {degrees: 5}]")
+    return () if stages == ["none"] else tuple(stages)
+
+
+def _is_stage(stage: Any) -> bool:
+    if isinstance(stage, dict):
+        return len(stage) == 1 and all(isinstance(k, str) and isinstance(v, dict) for k, v in stage.items())
+    return isinstance(stage, str)
+
+
+def devices(value: Any) -> Any:
+    """Turns `"2"` into 2 and `"GPU:0,GPU:1"` into two names."""
+    if value is None or isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    if isinstance(value, str) and value.strip().isdigit() and int(value) >= 1:
+        return int(value)
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
+    names = tuple(str(part).strip() for part in parts)
+    if names and all(re.fullmatch(r"\S*[A-Za-z]+:\d+", name) for name in names):
+        return names
+    raise ValueError("should be a number of devices, at least 1, or names such as GPU:0,GPU:1")
+
+
+def size(value: Any) -> Any:
+    """Turns `64`, `"64x48"` or `[64, 48]` into (height, width)."""
+    if value is None:
+        return None
+    text = "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    match = re.fullmatch(r"([1-9]\d*)(?:[xX]([1-9]\d*))?", text)
+    if not match:
+        raise ValueError("should be a number of pixels, or HEIGHTxWIDTH such as 64x48")
+    return int(match[1]), int(match[2] or match[1])
