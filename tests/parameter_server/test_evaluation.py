@@ -1,6 +1,7 @@
 """The side-car evaluator: each new checkpoint once, by itself, with the numbers of the training's own evaluation."""
 
 import json
+import shutil
 import threading
 
 import keras
@@ -77,6 +78,48 @@ def train_on(folder):
     checkpoint = tfgpu.callbacks.Checkpoint(folder, keep=10)
     checkpoint.restore(model)
     model.fit(X, Y, batch_size=8, initial_epoch=1, epochs=2, callbacks=[checkpoint], verbose=0)
+
+
+def damage(checkpoint):
+    path = checkpoint / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_once(tmp_path, caplog):
+    train(tmp_path, epochs=2)
+    damage(tmp_path / "epoch-0002")
+    rows = evaluate_checkpoints(build(), batches(), tmp_path, poll_s=0.01, patience_s=0.5)
+    assert [row["epoch"] for row in rows] == [1]
+    assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 1
+    assert caplog.text.count("epoch-0002 is damaged") == 1
+
+
+def test_a_checkpoint_that_replaces_a_damaged_one_is_evaluated(tmp_path):
+    train(tmp_path / "whole", epochs=2)
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    damage(tmp_path / "run/epoch-0002")
+
+    def replace(epoch, found):
+        if epoch == 1:
+            shutil.rmtree(tmp_path / "run/epoch-0002")
+            shutil.copytree(tmp_path / "whole/epoch-0002", tmp_path / "run/epoch-0002")
+
+    rows = evaluate_checkpoints(build(), batches(), tmp_path / "run", last_epoch=2, poll_s=0.01, on_result=replace)
+    assert [row["epoch"] for row in rows] == [1, 2]
+
+
+def test_a_damaged_first_checkpoint_does_not_end_the_evaluator(tmp_path):
+    train(tmp_path, epochs=1)
+    damage(tmp_path / "epoch-0001")
+    assert evaluate_checkpoints(build(), batches(), tmp_path, poll_s=0.01, patience_s=0.2) == []
+
+
+def test_a_line_of_results_that_was_cut_short_does_no_harm(tmp_path):
+    train(tmp_path, epochs=1)
+    (tmp_path / "evaluations.jsonl").write_text('{"checkpoint": "epoch-0001", "epo')
+    for found in ([1], []):
+        rows = evaluate_checkpoints(build(), batches(), tmp_path, last_epoch=1, poll_s=0.01, patience_s=20)
+        assert [row["epoch"] for row in rows] == found
 
 
 def test_without_new_checkpoints_it_ends_after_its_patience(tmp_path):

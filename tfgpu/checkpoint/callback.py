@@ -15,7 +15,7 @@ from tfgpu.checkpoint.background_writer import Writer
 from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.callback_state import Memories
 from tfgpu.checkpoint.extra_state import Remembered
-from tfgpu.checkpoint.fetching import fetch, wait_for_chief
+from tfgpu.checkpoint.fetching import fetch, load, wait_for_chief
 from tfgpu.checkpoint.preemption import Leaving
 from tfgpu.checkpoint.storage import Position, Snapshot
 from tfgpu.core import replication, step_blocks, training_state
@@ -143,10 +143,7 @@ class Checkpoint(keras.callbacks.Callback):
         read = self._read = fetch(model.distribute_strategy, self._directory, best=best, prepare=prepare)
         if read is not None:
             position = read.position
-            data_position.build(model)
-            # The metrics' variables may come with the first step; `on_epoch_begin` fills them.
-            arrays = {name: value for name, value in read.arrays.items() if not name.startswith("metrics/")}
-            training_state.restore_state(model, arrays, str(position.directory))
+            load(read, model)  # without the metrics: `on_epoch_begin` fills them
             self._remembered.put(read, model)
             self._rows = [dict(row) for row in position.history]
             self._rows_at = position.epoch - len(self._rows)

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import keras
 import tensorflow as tf
 
-from tfgpu.checkpoint import storage
+from tfgpu.checkpoint import data_position, storage, training_state
 from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.storage import Damaged, Snapshot
 from tfgpu.core import broadcast, replication
@@ -47,6 +48,19 @@ def fetch(
     parts = (*read.files, read.position.directory.name.encode()) if read else (b"", b"", b"")
     content, text, name = (broadcast.bytes_from_chief(strategy, part) for part in parts)
     return read or storage.decode(content, text, directory / name.decode())
+
+
+def load(read: Snapshot, model: keras.Model) -> None:
+    """Gives a model and its optimizer the state of a checkpoint, except for the metrics.
+
+    The metrics' variables may not exist before the first step.
+
+    Raises:
+        InputError: the checkpoint belongs to another model or optimizer.
+    """
+    data_position.build(model)
+    arrays = {name: value for name, value in read.arrays.items() if not name.startswith("metrics/")}
+    training_state.put(model, arrays, str(read.position.directory))
 
 
 def wait_for_chief(strategy: tf.distribute.Strategy) -> None:
