@@ -195,6 +195,27 @@ def _cut(address: str) -> None:
     with contextlib.suppress(OSError, psutil.Error):
         there = {found[4][0] for found in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)}
         for each in psutil.Process().net_connections("tcp"):
-            if each.raddr and each.raddr.port == int(port) and each.raddr.ip.removeprefix("::ffff:") in there:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.fd)) as mine:
+            if _is_at(each.raddr, there, int(port)):
+                _shut_down(each.fd, there, int(port))
+
+
+def _shut_down(number: int, there: set[str], port: int) -> None:
+    """Shuts down the socket with this file descriptor, if it is still connected to that peer.
+
+    gRPC may have closed it since it was listed, and another file or socket may have its number. A duplicate cannot
+    change under us, so the check is made on a duplicate.
+    """
+    with contextlib.suppress(OSError):
+        copy = os.dup(number)
+        try:
+            with socket.socket(fileno=copy) as mine:
+                copy = None
+                if _is_at(mine.getpeername(), there, port):
                     mine.shutdown(socket.SHUT_RDWR)
+        finally:
+            if copy is not None:  # not a socket
+                os.close(copy)
+
+
+def _is_at(peer: tuple, there: set[str], port: int) -> bool:
+    return isinstance(peer, tuple) and peer[1:2] == (port,) and peer[0].removeprefix("::ffff:") in there
