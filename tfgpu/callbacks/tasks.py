@@ -14,7 +14,7 @@ from tfgpu import repairs
 from tfgpu.checkpoint import storage
 from tfgpu.checkpoint.callback import Checkpoint
 from tfgpu.checkpoint.extra_state import Remembered
-from tfgpu.checkpoint.fetching import fetch, wait_for_chief
+from tfgpu.checkpoint.fetching import fail_together, fetch
 from tfgpu.checkpoint.storage import Damaged, Position, Snapshot
 from tfgpu.core import training_state
 from tfgpu.errors import InputError, MachineError
@@ -170,7 +170,10 @@ class Tasks:
         places = training_state.trained_weights(model)
         arrays = training_state.copy_state(model, wanted=writes)
         random = training_state.random_states()
-        if writes:
+
+        def save() -> None:
+            if not writes:
+                return
             setting = {"trainable": _trainable(model), "rate": _rate(model), "places": places}
             memory = {"callbacks": {}, "random": random, "random_at_epoch": random, _SETTING: setting}
             memory |= self._remembered.take()
@@ -179,9 +182,10 @@ class Tasks:
             except OSError as error:
                 raise MachineError(
                     f"{self._begun} cannot be written: {error}. Make room, give write access, or choose another "
-                    "directory. Started again, the script goes on from the last state that was saved."
+                    "directory. Restart the script to resume from the last saved state."
                 ) from error
-        wait_for_chief(model.distribute_strategy)
+
+        fail_together(model.distribute_strategy, save, f"Saving to {self._begun}")
 
     def _write(self, position: Position, arrays: dict[str, Any], memory: dict[str, Any]) -> None:
         # A folder of this task is from before what was saved of its beginning was damaged: another course of events.

@@ -15,7 +15,7 @@ from tfgpu.checkpoint.background_writer import Writer
 from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.callback_state import Memories
 from tfgpu.checkpoint.extra_state import Remembered
-from tfgpu.checkpoint.fetching import fetch, load, wait_for_chief
+from tfgpu.checkpoint.fetching import fail_together, fetch, load
 from tfgpu.checkpoint.preemption import Leaving
 from tfgpu.checkpoint.storage import Position, Snapshot
 from tfgpu.core import replication, step_blocks, training_state
@@ -133,7 +133,7 @@ class Checkpoint(keras.callbacks.Callback):
             InputError: the checkpoint belongs to another model or optimizer, or all checkpoints are damaged.
             MachineError: an earlier write has failed; or, on another worker, the chief could not read.
         """
-        self._writer.wait()
+        self._finish_writing(model)
         read = self._load(model, self._best if best else None)
         if read is not None and self._data is not None:
             self._data.seek(read.position.epoch)
@@ -287,7 +287,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._read = None
-        self._writer.wait()
+        self._finish_writing(self.model)
 
     def _position(self, **facts) -> Position:
         facts = {"epoch": self._rows_at + len(self._rows), "done": self._done, **facts}
@@ -300,16 +300,21 @@ class Checkpoint(keras.callbacks.Callback):
             return
         self._saved = position.name
         callback_hooks.settle(callbacks)
-        arrays = training_state.copy_state(self.model, metrics=metrics, wanted=self._writes)
-        if not self._writes:
-            return
+        arrays = training_state.copied(self.model, metrics=metrics, wanted=self._writes)
+
+        def save() -> None:
+            if self._writes:
+                self._hand_over(position, {**arrays, **(draws or {})}, random)
+
+        fail_together(self.model.distribute_strategy, save, f"Saving {self._directory / position.name}")
+
+    def _hand_over(self, position: Position, arrays: dict[str, np.ndarray], random) -> None:
         memory = {
             "callbacks": self._memories.take(),
             "random": random or training_state.random_states(),
             "random_at_epoch": self._random,
             **self._remembered.take(),
         }
-        arrays.update(draws or {})
         self._writer.put(self._directory / position.name, lambda: self._write(position, arrays, memory))
 
     def _write(self, position: Position, arrays: dict[str, np.ndarray], memory: dict[str, Any]) -> None:
@@ -325,9 +330,12 @@ class Checkpoint(keras.callbacks.Callback):
         Raises:
             Preempted: always.
         """
-        self._writer.wait()
-        wait_for_chief(self.model.distribute_strategy)
+        self._finish_writing(self.model)
         raise self._leaving.leave(f"The training is saved in {self._directory / self._saved}.")
+
+    def _finish_writing(self, model: keras.Model) -> None:
+        """Returns when everything is written. On several workers, each must call it."""
+        fail_together(model.distribute_strategy, self._writer.wait, f"Writing to {self._directory}")
 
 
 def _row(logs: dict[str, Any] | None) -> dict[str, Any]:

@@ -70,4 +70,7 @@ def _plain(name: str, state: Any) -> Any:
     try:
         return callback_state.plain(state)
     except callback_state.Unknown as error:
-        raise InputError(f"The state of {name!r} has a {error}. Give numbers, text, arrays, lists and dicts.") from None
+        raise InputError(
+            f"The state of {name!r} contains a value of type `{error}`, which cannot be saved. Give numbers, text, "
+            "arrays, lists or dicts."
+        ) from None

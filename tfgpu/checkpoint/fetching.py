@@ -1,6 +1,8 @@
-"""One worker reads a checkpoint, and all get it: their disks may hold others, or none."""
+"""What workers do together about checkpoints: one reads and all get it; what fails on one fails on all."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -11,39 +13,33 @@ from tfgpu.checkpoint.storage import Damaged, Snapshot
 from tfgpu.core import broadcast, replication
 from tfgpu.errors import InputError, MachineError
 
-_NOTHING, _FOUND, _FAILED = 0, 1, 2
+_Result = TypeVar("_Result")
 
 
 def fetch(
     strategy: tf.distribute.Strategy, directory: Path, *, best: Best | None = None, prepare: bool = False
 ) -> Snapshot | None:
-    """The newest whole checkpoint of the chief, or of the only process. On several workers, each must call it.
+    """Returns the chief's newest undamaged checkpoint, on every worker. On several workers, each must call it.
+
+    The workers' own disks may hold other checkpoints, or none.
 
     Args:
         strategy: of the model that gets it.
         directory: where the checkpoints are.
-        best: take the best epoch's in place of the newest.
-        prepare: remove what a killed process left, and find out whether checkpoints can be written.
+        best: take the checkpoint of the best epoch instead of the newest.
+        prepare: remove what a killed process left, and check that checkpoints can be written.
 
     Raises:
-        InputError: all are damaged.
-        MachineError: none can be written; or, on another worker, the chief failed.
+        InputError: all checkpoints are damaged.
+        MachineError: the directory cannot be written; or, on the other workers, the chief failed.
     """
+    is_chief = not replication.spans_processes(strategy) or strategy.extended.should_checkpoint
+    look = (lambda: _look(directory, best, prepare)) if is_chief else (lambda: None)
+    read = fail_together(strategy, look, f"Using the checkpoints in {directory}")
     if not replication.spans_processes(strategy):
-        return _look(directory, best, prepare)
-    failed, read = None, None
-    if strategy.extended.should_checkpoint:
-        try:
-            read = _look(directory, best, prepare)
-        except (InputError, MachineError) as error:
-            failed = error
-    state = _FAILED if failed else _FOUND if read else _NOTHING
-    (state,) = broadcast.sum_from_chief(strategy, [state])
-    if failed is not None:
-        raise failed
-    if state == _FAILED:
-        raise MachineError(f"The chief worker cannot use the checkpoints in {directory}: see its error.")
-    if state == _NOTHING:
+        return read
+    (is_there,) = broadcast.sum_from_chief(strategy, [read is not None])
+    if not is_there:
         return None
     parts = (*read.files, read.position.directory.name.encode()) if read else (b"", b"", b"")
     content, text, name = (broadcast.bytes_from_chief(strategy, part) for part in parts)
@@ -63,10 +59,32 @@ def load(read: Snapshot, model: keras.Model) -> None:
     training_state.put(model, arrays, str(read.position.directory))
 
 
-def wait_for_chief(strategy: tf.distribute.Strategy) -> None:
-    """Returns on every worker when the chief has come here. On several workers, each must call it."""
-    if replication.spans_processes(strategy):
-        broadcast.sum_from_chief(strategy, [1])
+def fail_together(strategy: tf.distribute.Strategy, act: Callable[[], _Result], what: str) -> _Result:
+    """Runs `act` on this worker; if it fails on one worker, it fails on all. On several workers, each must call it.
+
+    Otherwise the others would wait in their next collective for one that has left. Returns when all are done.
+
+    Args:
+        strategy: of the model that is trained.
+        act: what this worker does.
+        what: names it, for the error on the workers that did not fail themselves.
+
+    Raises:
+        MachineError: it failed on another worker. A worker where it failed raises its own error.
+    """
+    if not replication.spans_processes(strategy):
+        return act()
+    failed, result = None, None
+    try:
+        result = act()
+    except Exception as error:
+        failed = error
+    (count,) = replication.sum_over_workers(strategy, [failed is not None])
+    if failed is not None:
+        raise failed
+    if count:
+        raise MachineError(f"{what} failed on another worker. See that worker's error.")
+    return result
 
 
 def _look(directory: Path, best: Best | None, prepare: bool) -> Snapshot | None:
