@@ -1,8 +1,8 @@
 """Batches that other processes decode and augment, through TensorFlow's tf.data service.
 
-`tfgpu data serve` starts a dispatcher and its workers. A worker that is quick makes more batches than one that is slow.
-Each batch has its number, and the training process puts them back in order: so the batches are those that it would have
-made itself, whatever the number of workers, and whatever dies. A batch that does not come is made here.
+`tfgpu data serve` starts a dispatcher and its workers. Fast workers make more batches than slow ones. Each batch is
+numbered, and the training process puts the batches back in order. So they equal those that it would have made itself,
+whatever the number of workers, and whatever dies. If a batch does not arrive, the training process makes it.
 
 Source: A. Audibert et al., "tf.data service: A Case for Disaggregating ML Input Data Processing", 2023.
 """
@@ -27,22 +27,22 @@ from tfgpu.data.position import Counter
 from tfgpu.errors import InputError, MachineError
 
 PATIENCE_S = 30.0
-"""How long to wait for any batch before one is made here."""
+"""Seconds to wait for any batch before this process makes the next one itself."""
 AHEAD = 64
-"""Batches that may wait for an earlier one; then that one is made here."""
+"""Batches that may wait for an earlier one before this process makes that one itself."""
 
 _log = logging.getLogger(__name__)
 
 
 def address(service: str, *, name: str = "service") -> str:
-    """Completes the dispatcher's address, and looks whether it answers.
+    """Completes the dispatcher's address, and checks that it answers.
 
     Args:
         service: `"grpc://HOST:PORT"`, or `"HOST:PORT"`.
-        name: what an error calls it.
+        name: the argument's name in errors.
 
     Raises:
-        InputError: it is no address, or nobody answers there.
+        InputError: it is not an address, or nothing answers there.
     """
     host, _, port = str(service).removeprefix("grpc://").rpartition(":")
     if not host or not port.isdigit():
@@ -57,11 +57,11 @@ def address(service: str, *, name: str = "service") -> str:
 
 
 def check(examples: Examples) -> None:
-    """Raises `InputError` where there is nothing that other processes could do."""
+    """Raises `InputError` if the examples are already decoded, which leaves nothing for other processes to do."""
     if examples.load is None:
         raise InputError(
-            f"{examples.name}: its examples are kept in {examples.cache}, so that nothing is left for a service to "
-            "decode. Leave `service` out, or use cache='none'."
+            f"{examples.name}: its decoded examples are kept in {examples.cache}, so a service has nothing to decode. "
+            "Leave out `service`, or use cache='none'."
         )
 
 
@@ -90,7 +90,7 @@ class Epoch:
         return -(-int(self.indices.shape[0]) // self.global_batch)
 
     def batch(self, step: tf.Tensor) -> tf.data.Dataset:
-        """The data set of one batch; its examples are decoded at once."""
+        """The data set of one batch, whose examples are decoded in parallel."""
         start = step * self.global_batch
         index = self.indices[start : start + self.global_batch]
         labels = tf.gather(tf.constant(self.examples.labels), index)
@@ -100,7 +100,7 @@ class Epoch:
         return whole.map(lambda x: self.change(tf.constant(self.number, tf.int64), start, to_model(x), labels))
 
     def numbered(self) -> tf.data.Dataset:
-        """All batches with their numbers, in whatever order they are ready."""
+        """All batches with their numbers, in the order in which they are ready."""
 
         def one(step):
             return self.batch(step).map(lambda *batch: (step, batch))
@@ -110,10 +110,10 @@ class Epoch:
         )
 
     def make(self, step: int):
-        """Makes a batch here.
+        """Makes a batch in this process.
 
         Raises:
-            tf.errors.InvalidArgumentError: a corrupt example, by its name.
+            tf.errors.InvalidArgumentError: an example is corrupt; the message names it.
         """
         try:
             return self.batch(tf.constant(step, tf.int64)).get_single_element()
@@ -141,7 +141,7 @@ def batches(
     feed: Feed,
     service: str,
 ) -> tf.data.Dataset:
-    """What `feed.batches` makes, made by a service; the arguments are its own, but for the counter of epochs."""
+    """Like `feed.batches`, but made by a service. The arguments are the same, plus the counter of epochs."""
 
     def epoch(number: int) -> Epoch:
         with tf.device("CPU:0"):
@@ -155,13 +155,13 @@ def batches(
 
 
 def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahead: int = AHEAD) -> Iterator:
-    """Gives the batches of an epoch in their order, each once.
+    """Yields the batches of an epoch in order, each once.
 
     Args:
         epoch: what the batches are.
         service: the dispatcher's address.
-        patience_s: seconds to wait for any batch before the next one is made here.
-        ahead: batches that may wait for an earlier one before that one is made here.
+        patience_s: seconds to wait for any batch before this process makes the next one itself.
+        ahead: batches that may wait for an earlier one before this process makes that one itself.
     """
     arrived: queue.Queue = queue.Queue(maxsize=2)
     stop = threading.Event()
@@ -176,8 +176,8 @@ def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahea
                 try:
                     number, batch = arrived.get(timeout=patience)
                 except queue.Empty:
-                    _log.warning("No batch came from %s in %g s: one is made here.", service, patience)
-                    patience = min(1.0, patience)  # until one comes: the next ones will hardly be quicker
+                    _log.warning("No batch came from %s in %g s. This process makes the next one.", service, patience)
+                    patience = min(1.0, patience)  # until one comes: the next ones are unlikely to be faster
                 else:
                     patience, is_open = patience_s, number is not None
                     if is_open and number >= step:
@@ -192,19 +192,25 @@ def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahea
     finally:
         stop.set()
         if here:
-            _log.info("%d of %d batches did not come in time from %s and were made here.", here, epoch.steps, service)
+            _log.info("%d of %d batches did not arrive in time from %s, so this process made them.", here, epoch.steps, service)
 
 
 def _fetch(epoch: Epoch, service: str, arrived: queue.Queue, stop: threading.Event) -> None:
-    """Puts what comes from the service into the queue, and (None, None) at the end, however that came."""
+    """Puts the service's batches into the queue, then (None, None), also after an error of any kind."""
     policy = tf.data.experimental.service.ShardingPolicy.DYNAMIC
     try:
         distribute = tf.data.experimental.service.distribute(processing_mode=policy, service=service)
         for number, batch in epoch.numbered().apply(distribute):
             if not _put(arrived, (int(number), batch), stop):
                 return
-    except tf.errors.OpError as error:
-        _log.warning("%s failed: %s. The rest of the epoch is made here.", service, str(error).splitlines()[0][:300])
+    except Exception as error:  # the reader would wait for a thread that is gone
+        told = next(iter(str(error).splitlines()), "")[:300]
+        _log.warning(
+            "tf.data service %s: %s: %s. This process makes the rest of the epoch.",
+            service,
+            type(error).__name__,
+            told,
+        )
     _put(arrived, (None, None), stop)
 
 
@@ -219,18 +225,18 @@ def _put(arrived: queue.Queue, item: tuple, stop: threading.Event) -> bool:
 
 
 def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str | None = None, say=print) -> None:
-    """Runs a dispatcher and its workers until the process is ended; a worker that dies is started again.
+    """Runs a dispatcher and its workers until the process ends; restarts workers that die.
 
     Args:
         workers: processes that make batches.
-        port: of the dispatcher; 0 takes a free one.
-        host: this machine's name, as the others reach it.
-        join: the address of a dispatcher that runs elsewhere: only workers are started here.
-        say: is told the dispatcher's address once all is ready.
+        port: of the dispatcher; 0 picks a free one.
+        host: the name under which the other machines reach this one.
+        join: the address of a dispatcher that runs elsewhere; then only workers are started.
+        say: called with the dispatcher's address when everything is ready.
 
     Raises:
-        InputError: a number or a host that cannot be, or nobody answers at `join`.
-        MachineError: the port is taken, or workers end at once.
+        InputError: a number or the host is invalid, or nothing answers at `join`.
+        MachineError: the port is taken, or workers exit at once.
     """
     if workers < 1 or not 0 <= port < 65536:
         raise InputError(f"`workers` must be 1 or more, `port` from 0 to 65535. Received: {workers}, {port}.")
@@ -247,7 +253,7 @@ def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str
             dispatcher = tf.data.experimental.service.DispatchServer(config)
         except tf.errors.OpError as error:
             raise MachineError(
-                f"No dispatcher can be started on port {port}: {error.message}. Give another."
+                f"Cannot start a dispatcher on port {port}: {error.message}. Choose another port."
             ) from error
         place = f"{host}:{dispatcher.target.rpartition(':')[2]}"
     else:
@@ -263,8 +269,8 @@ def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str
                     continue
                 quick = quick + 1 if time.monotonic() - began < 10 else 0
                 if quick > 3:
-                    raise MachineError(f"The workers end at once, with exit code {process.returncode}.")
-                _log.warning("A worker ended with exit code %d; another one is started.", process.returncode)
+                    raise MachineError(f"The workers exit at once, with code {process.returncode}.")
+                _log.warning("A worker exited with code %d; starting another one.", process.returncode)
                 running[at], began = _worker(place, host), time.monotonic()
     except KeyboardInterrupt:
         pass
@@ -275,13 +281,13 @@ def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str
 
 
 def _worker(dispatcher: str, host: str) -> subprocess.Popen:
-    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}  # it decodes on the processor, and must not take a GPU's memory
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}  # it decodes on the CPU, and must not take a GPU's memory
     command = [sys.executable, "-m", "tfgpu.data.service", dispatcher, host, str(os.getpid())]
     return subprocess.Popen(command, env={**os.environ, **hidden}, start_new_session=True)
 
 
 def _work(dispatcher: str, host: str, parent: int) -> None:
-    """A worker's life: it ends with the process that started it."""
+    """Runs a worker until the process that started it ends."""
     config = tf.data.experimental.service.WorkerConfig(dispatcher_address=dispatcher, worker_address=f"{host}:%port%")
     worker = tf.data.experimental.service.WorkerServer(config)
     while os.getppid() == parent:
