@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfgpu.checkpoint import data_position, storage, training_state
 from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.storage import Damaged, Snapshot
-from tfgpu.core import broadcast, replication
+from tfgpu.core import broadcast, collectives, replication
 from tfgpu.errors import InputError, MachineError
 
 _Result = TypeVar("_Result")
@@ -79,7 +79,7 @@ def fail_together(strategy: tf.distribute.Strategy, act: Callable[[], _Result], 
         result = act()
     except Exception as error:
         failed = error
-    (count,) = replication.sum_over_workers(strategy, [failed is not None])
+    (count,) = collectives.sum_over_workers(strategy, [failed is not None])
     if failed is not None:
         raise failed
     if count:

@@ -192,7 +192,9 @@ def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahea
     finally:
         stop.set()
         if here:
-            _log.info("%d of %d batches did not arrive in time from %s, so this process made them.", here, epoch.steps, service)
+            _log.info(
+                "%d of %d batches did not arrive from %s in time; this process made them.", here, epoch.steps, service
+            )
 
 
 def _fetch(epoch: Epoch, service: str, arrived: queue.Queue, stop: threading.Event) -> None:
