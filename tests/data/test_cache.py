@@ -98,6 +98,24 @@ def test_a_damaged_cache_is_written_again(photos, tmp_path, caplog):
     assert caplog.text.count("written again") == 2
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_one_changed_byte_is_noticed(photos, tmp_path, caplog, place):
+    expected = opened(photos, tmp_path)
+    path = next(tmp_path.glob("*.examples"))
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    assert np.array_equal(opened(photos, tmp_path), expected)
+    assert "is damaged; it is written again" in caplog.text
+
+
+def test_values_and_index_are_flushed_to_the_disk(photos, tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (flushed.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    opened(photos, tmp_path)
+    assert [Path(name).suffix for name in flushed if name != str(tmp_path)] == [".examples", ".npz"]
+
+
 def test_skipped_examples_are_remembered(photos, tmp_path):
     (photos / "a" / "002.png").write_bytes(b"text")
     for _ in range(2):
@@ -108,8 +126,8 @@ def test_skipped_examples_are_remembered(photos, tmp_path):
 
 def test_two_that_want_one_cache_at_once_write_it_once(photos, tmp_path, monkeypatch):
     writes = []
-    replaced = os.replace
-    monkeypatch.setattr(cache.os, "replace", lambda a, b: (writes.append(b.suffix), replaced(a, b)))
+    renamed = os.rename
+    monkeypatch.setattr(os, "rename", lambda a, b: (writes.append(b.suffix), renamed(a, b)))
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(lambda _: opened(photos, tmp_path), range(2))
     assert np.array_equal(one, two) and sorted(writes) == [".examples", ".npz"]

@@ -1,9 +1,13 @@
 """Decoded examples in a file: written once, and mapped into memory by every run that reads the same files.
 
-A cache is two files, `NAME-KEY.examples` (the values, one example after the other) and `NAME-KEY.npz` (labels,
-shape, parts). KEY stands for the source's files (path, size, time of change), the reading's settings and
-TensorFlow's version, so a changed source gets a new cache and never an old one's examples. Both are written aside and
-renamed, the second last: without it there is no cache. Processes that want the same cache wait for the first one's.
+A cache is two files: `NAME-KEY.examples` (the values, one example after the other) and its index, `NAME-KEY.npz`
+(labels, shape, parts, a checksum of each block of values). KEY is a hash of the source's files (path, size, time of
+change), the settings of the reading and TensorFlow's version, so a changed source gets a new cache. Both files are
+replaced whole, the index last: without it there is no cache. Processes that want the same cache wait for the first one
+to write it.
+
+Opening a cache reads it once and compares the checksums, which also brings it into the page cache. A damaged cache is
+written again.
 """
 
 import contextlib
@@ -17,21 +21,23 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
+from tfgpu import atomic
 from tfgpu.data.examples import Examples
 from tfgpu.errors import InputError, MachineError, unknown
 
 CHOICES = ("auto", "memory", "disk", "none")
-_FORMAT = 1  # Part of the key: raise it when the files' content changes its meaning.
+_FORMAT = 2  # Part of the key: raise it when the meaning of the files changes.
 _DAMAGED = (OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, OverflowError, MemoryError)
 _DAMAGED += (zipfile.BadZipFile, zlib.error)
-"""What NumPy raises at a file that is none of its own."""
-_ROWS = 64  # examples that are decoded together for writing
+"""What NumPy raises for a file that it did not write."""
+_ROWS = 64  # examples that are decoded together for writing, and have a checksum together
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +61,8 @@ class Place:
 
     Args:
         name: the source's name.
-        directory: the folder, made if needed.
-        stem: the file names without their ends.
+        directory: the folder, which exists.
+        stem: the file names without their suffixes.
     """
 
     name: str
@@ -108,20 +114,26 @@ def made(directory: str | Path) -> Path:
 
 
 def find(where: Place) -> Examples | None:
-    """Opens a cache, or returns None where there is no whole one."""
+    """Opens a cache; returns None if there is none, or if it is damaged."""
+    return _open(where, verify=True)
+
+
+def _open(where: Place, *, verify: bool) -> Examples | None:
     try:
         with np.load(where.facts, allow_pickle=False) as facts:
             kept = {name: facts[name] for name in facts.files}
         dtype, shape = np.dtype(str(kept["dtype"])), tuple(kept["shape"].tolist())
         labels = kept["labels"]
         class_names, skipped = (tuple(kept[name].tolist()) for name in ("class_names", "skipped"))
-        # TensorFlow maps the file as it is: what is no number must not come out of it.
+        # TensorFlow maps the file as it is, so it must hold numbers only.
         if dtype.hasobject or dtype.kind in "SUMm" or min(shape, default=0) < 0:
             return None
-        whole = where.examples.stat().st_size == len(labels) * dtype.itemsize * math.prod(shape)
+        size = dtype.itemsize * math.prod(shape)
+        if where.examples.stat().st_size != len(labels) * size:
+            return None
+        if verify and not np.array_equal(kept["checksums"], _checksums(where.examples, _ROWS * size)):
+            return None
     except _DAMAGED:
-        return None
-    if not whole:
         return None
     path = str(where.examples.absolute())
 
@@ -148,14 +160,14 @@ def write(where: Place, examples: Examples) -> Examples:
 
     Raises:
         MachineError: the disk has no room for them.
-        tf.errors.OpError: a corrupt example; there is no cache then.
+        tf.errors.OpError: an example is corrupt; then no cache is left.
     """
     with _alone(where):
         found = find(where)
         if found is not None:
             return found
         if where.facts.exists():
-            _log.warning("%s or what belongs to it is damaged; it is written again.", where.facts)
+            _log.warning("The cache %s is damaged; it is written again.", where.facts.with_suffix(""))
         loaded = tf.data.Dataset.range(len(examples.labels)).map(
             examples.load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
@@ -168,14 +180,18 @@ def write(where: Place, examples: Examples) -> Examples:
                 f"Free: {free / 2**30:.1f} GiB. Give another, or cache='none'."
             )
         _log.info("%s: writing %.1f GiB of decoded examples to %s.", where.name, size / 2**30, where.examples)
-        with _aside(where.examples) as aside, open(aside, "wb") as file:
+        checksums = []
+        with atomic.replacing(where.examples) as aside, open(aside, "wb") as file:
             for rows in loaded.batch(_ROWS).as_numpy_iterator():
-                file.write(rows.tobytes())
+                content = rows.tobytes()
+                checksums.append(zlib.crc32(content))
+                file.write(content)
         own = {f"own/{name}": indices for name, indices in examples.own.items()}
         copies = {} if examples.copies is None else {"copies": examples.copies}
-        with _aside(where.facts) as aside, open(aside, "wb") as file:
+        with atomic.replacing(where.facts) as aside, open(aside, "wb") as file:
             np.savez(
                 file,
+                checksums=np.array(checksums, np.uint32),
                 labels=examples.labels,
                 shape=np.array(examples.shape, np.int64),
                 dtype=np.array(np.dtype(dtype).str),
@@ -184,7 +200,7 @@ def write(where: Place, examples: Examples) -> Examples:
                 **own,
                 **copies,
             )
-    return find(where)
+    return _open(where, verify=False)
 
 
 def remove(where: Place) -> None:
@@ -195,19 +211,18 @@ def remove(where: Place) -> None:
 
 @contextlib.contextmanager
 def _alone(where: Place):
-    """Holds the cache's lock, which ends with the process; goes on without it where the disk has no locks."""
+    """Holds the cache's lock, which ends with the process; does without it if the file system has no locks."""
     with open(where.lock, "w") as lock:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-@contextlib.contextmanager
-def _aside(path: Path):
-    """Gives a path to write to, which becomes `path` when all went well."""
-    aside = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    try:
-        yield aside
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+def _checksums(path: Path, size: int) -> np.ndarray:
+    """The CRC-32 of each block of so many bytes; several threads read."""
+    with open(path, "rb") as file, ThreadPoolExecutor() as threads:
+
+        def checksum(at: int) -> int:
+            return zlib.crc32(os.pread(file.fileno(), size, at))
+
+        return np.fromiter(threads.map(checksum, range(0, path.stat().st_size, max(size, 1))), np.uint32)
