@@ -300,7 +300,7 @@ class Checkpoint(keras.callbacks.Callback):
             return
         self._saved = position.name
         callback_hooks.settle(callbacks)
-        arrays = training_state.copied(self.model, metrics=metrics, wanted=self._writes)
+        arrays = training_state.copy_state(self.model, metrics=metrics, wanted=self._writes)
 
         def save() -> None:
             if self._writes:

@@ -7,10 +7,10 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from tfgpu.checkpoint import data_position, storage, training_state
+from tfgpu.checkpoint import data_position, storage
 from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.storage import Damaged, Snapshot
-from tfgpu.core import broadcast, collectives, replication
+from tfgpu.core import broadcast, collectives, replication, training_state
 from tfgpu.errors import InputError, MachineError
 
 _Result = TypeVar("_Result")
@@ -56,7 +56,7 @@ def load(read: Snapshot, model: keras.Model) -> None:
     """
     data_position.build(model)
     arrays = {name: value for name, value in read.arrays.items() if not name.startswith("metrics/")}
-    training_state.put(model, arrays, str(read.position.directory))
+    training_state.restore_state(model, arrays, str(read.position.directory))
 
 
 def fail_together(strategy: tf.distribute.Strategy, act: Callable[[], _Result], what: str) -> _Result:
