@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfgpu.checkpoint.callback_state import Memories, Unknown, plain
+from tfgpu.checkpoint.callback_state import CallbackStates, Unknown, plain
 
 
 class Mine(keras.callbacks.Callback):
@@ -16,15 +16,15 @@ class Mine(keras.callbacks.Callback):
 
 def test_only_what_has_changed_is_taken_and_a_setting_stays():
     first, second = Mine(3), Mine(4)
-    memories = Memories([first, second, keras.callbacks.ProgbarLogger()])
-    assert memories.take() == {}
+    states = CallbackStates([first, second, keras.callbacks.ProgbarLogger()])
+    assert states.take() == {}
     second.seen.append({"loss": np.float32(1.5), 2: (True, None)})
-    taken = memories.take()
+    taken = states.take()
     assert taken == {"Mine/1": {"seen": [{"loss": np.float32(1.5), 2: (True, None)}]}}
     second.seen[0]["loss"] = 9.0
     assert taken["Mine/1"]["seen"][0]["loss"] == 1.5
     again = [Mine(7), Mine(8)]
-    Memories(again).put(taken)
+    CallbackStates(again).put(taken)
     assert again[0].seen == [] and again[1].seen == [{"loss": 1.5, 2: (True, None)}]
     assert [each.limit for each in again] == [7, 8] and again[1].seen is not taken["Mine/1"]["seen"]
 
@@ -32,10 +32,10 @@ def test_only_what_has_changed_is_taken_and_a_setting_stays():
 def test_data_that_a_callback_holds_is_not_copied():
     mine = Mine(3)
     mine.data = {"x": np.zeros(1 << 22, "float64")}
-    memories = Memories([mine])
-    assert memories.take() == {}
+    states = CallbackStates([mine])
+    assert states.take() == {}
     mine.data = {"x": np.ones(2)}
-    assert memories.take()["Mine/0"]["data"]["x"].tolist() == [1, 1]
+    assert states.take()["Mine/0"]["data"]["x"].tolist() == [1, 1]
 
 
 def test_the_sign_of_keras_s_min_delta_changes_once_a_process():
@@ -45,20 +45,20 @@ def test_the_sign_of_keras_s_min_delta_changes_once_a_process():
         plateau.set_model(keras.Sequential([keras.layers.Dense(1)]))
         plateau.model.compile(keras.optimizers.SGD(1.0), "mse")
         plateau.on_train_begin()
-        memories = Memories([plateau])
+        states = CallbackStates([plateau])
         if found:
-            memories.put(found[0])
+            states.put(found[0])
         for epoch, loss in enumerate(seen):
             plateau.on_epoch_end(epoch, {"loss": loss})
-        found.append(memories.take())
+        found.append(states.take())
     assert found[0] == {"ReduceLROnPlateau/0": {"best": 3.0}}
     assert found[1] == {"ReduceLROnPlateau/0": {"best": 3.0}}
     assert float(plateau.model.optimizer.learning_rate) == pytest.approx(0.01)
 
 
 def test_a_callback_that_is_gone_is_named(caplog):
-    Memories([]).put({"Mine/0": {"seen": [1]}})
-    assert "the memory of a callback Mine/0" in caplog.text
+    CallbackStates([]).put({"Mine/0": {"seen": [1]}})
+    assert "the state of a callback Mine/0" in caplog.text
 
 
 def test_kinds_of_values():

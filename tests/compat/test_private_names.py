@@ -15,10 +15,6 @@ OTHERS = {"_asdict", "_exit", "_fields", "_getframe", "_jsc", "_make", "_replace
 FORMATS = {"tensorflow.core.framework", "tensorflow.core.protobuf", "tensorflow.core.util", "tensorflow.core.profiler"}
 
 PENDING = {  # files that are not converted yet
-    "checkpoint/backup_and_restore.py",
-    "checkpoint/callback_hooks.py",
-    "checkpoint/callback_state.py",
-    "checkpoint/data_position.py",
     "core/all_rows.py",
     "core/batch_sharding.py",
     "core/broadcast.py",
@@ -37,11 +33,9 @@ PENDING = {  # files that are not converted yet
     "core/step_context.py",
     "core/step_loop.py",
     "core/xla_trial.py",
-    "optim/batch_norm_statistics.py",
     "optim/gradient_accumulation.py",
     "optim/gradient_compression.py",
     "optim/local_sgd.py",
-    "optim/parameter_groups.py",
     "parallel/device_placement.py",
     "parallel/model_graph.py",
     "parallel/pipeline/execution.py",
@@ -64,7 +58,6 @@ PENDING = {  # files that are not converted yet
     "parameter_server/remote_steps.py",
     "parameter_server/repairs.py",
     "parameter_server/worker_data.py",
-    "training/optimizers.py",
 }
 
 

@@ -155,7 +155,7 @@ class StochasticWeightAverage(keras.callbacks.Callback):
         if counter is not None:
             counter.next = 0  # whichever epoch the training ended with
         try:
-            batch_norm_statistics.renew(self.model, getattr(self._data, "train", self._data))
+            batch_norm_statistics.recompute(self.model, getattr(self._data, "train", self._data))
         finally:
             if counter is not None:
                 counter.next = before

@@ -13,7 +13,7 @@ from tfgpu import repairs
 from tfgpu.checkpoint import callback_hooks, data_position, storage
 from tfgpu.checkpoint.background_writer import Writer
 from tfgpu.checkpoint.best import Best
-from tfgpu.checkpoint.callback_state import Memories
+from tfgpu.checkpoint.callback_state import CallbackStates
 from tfgpu.checkpoint.extra_state import Remembered
 from tfgpu.checkpoint.fetching import fail_together, fetch, load
 from tfgpu.checkpoint.preemption import Leaving
@@ -191,10 +191,10 @@ class Checkpoint(keras.callbacks.Callback):
         if self._source.is_stream:
             self._seek(position.first)
         first = position.epoch if self._seeks else position.first
-        data_position.take_up(
+        data_position.resume_at(
             self.model,
-            data_position.Position(position.epoch, position.done, first, position.logs),
-            data_position.Moments(
+            data_position.DataPosition(position.epoch, position.done, first, position.logs),
+            data_position.SkipHooks(
                 lambda: training_state.restore_random_states(read.memory["random_at_epoch"]),
                 lambda: training_state.restore_random_states(read.memory["random"]),
             ),
@@ -202,9 +202,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def after_train_begin(self, callbacks: keras.callbacks.CallbackList) -> None:
         """Takes up what the callbacks remember, when all of them have begun."""
-        self._memories = Memories(callbacks.callbacks)
+        self._callback_states = CallbackStates(callbacks.callbacks)
         if self._read is not None and self._resumes:
-            self._memories.put(self._read.memory["callbacks"])
+            self._callback_states.put(self._read.memory["callbacks"])
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         resumed = data_position.position_of(self.model)
@@ -310,7 +310,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _hand_over(self, position: Position, arrays: dict[str, np.ndarray], random) -> None:
         memory = {
-            "callbacks": self._memories.take(),
+            "callbacks": self._callback_states.take(),
             "random": random or training_state.random_states(),
             "random_at_epoch": self._random,
             **self._remembered.take(),

@@ -1,45 +1,45 @@
-"""Moments of a run at which all callbacks have had their turn: what one of them saves then is what all are at.
+"""Callback hooks that run after every callback's own: what a callback saves there is up to date for all of them.
 
-A callback takes part by having a method of one of these names.
+A callback takes part by defining a method of one of these names.
 
-| method | when |
+| method | called when |
 |---|---|
-| `after_train_begin(callbacks)` | every `on_train_begin` is done |
-| `after_train_batch(callbacks, batch)` | every `on_train_batch_end` is done; `batch` is the last step that ran |
-| `after_epoch(callbacks, epoch)` | every `on_epoch_end` is done, `History`'s too |
-| `after_test_batch(callbacks)` | every `on_test_batch_end` is done |
+| `after_train_begin(callbacks)` | every `on_train_begin` has run |
+| `after_train_batch(callbacks, batch)` | every `on_train_batch_end` has run; `batch` is the last step that ran |
+| `after_epoch(callbacks, epoch)` | every `on_epoch_end` has run, including that of `History` |
+| `after_test_batch(callbacks)` | every `on_test_batch_end` has run |
 
 `callbacks` is Keras's `CallbackList`.
 """
 
-from keras.src.callbacks.callback_list import CallbackList
-
+from tfgpu.compat import training
+from tfgpu.compat.keras import CallbackList
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_blocks
 
 
-def tell_when_all_are_done() -> None:
-    """Calls the methods above."""
+def call_after_all() -> None:
+    """Makes Keras call the methods above."""
 
-    @wrap(CallbackList, "on_train_begin")
+    @wrap("CallbackList.on_train_begin")
     def on_train_begin(stock, self, logs=None):
         stock(self, logs)
         for callback in _with(self, "after_train_begin"):
             callback.after_train_begin(self)
 
-    @wrap(CallbackList, "on_train_batch_end")
+    @wrap("CallbackList.on_train_batch_end")
     def on_train_batch_end(stock, self, batch, logs=None):
         stock(self, batch, logs)
         for callback in _with(self, "after_train_batch"):
             callback.after_train_batch(self, step_blocks.last_step(batch))
 
-    @wrap(CallbackList, "on_epoch_end")
+    @wrap("CallbackList.on_epoch_end")
     def on_epoch_end(stock, self, epoch, logs=None):
         stock(self, epoch, logs)
         for callback in _with(self, "after_epoch"):
             callback.after_epoch(self, epoch)
 
-    @wrap(CallbackList, "on_test_batch_end")
+    @wrap("CallbackList.on_test_batch_end")
     def on_test_batch_end(stock, self, batch, logs=None):
         stock(self, batch, logs)
         for callback in _with(self, "after_test_batch"):
@@ -51,5 +51,5 @@ def _with(callbacks: CallbackList, name: str) -> list:
 
 
 def settle(callbacks: CallbackList) -> None:
-    """Waits for callbacks that Keras calls in other threads, as it does where none of them looks at batches."""
-    callbacks._flush_futures()
+    """Waits for hooks that Keras runs in other threads, as it does if no callback needs every batch."""
+    training.wait_for_callbacks(callbacks)

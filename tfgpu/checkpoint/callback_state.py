@@ -1,9 +1,9 @@
-"""What callbacks remember from epoch to epoch: what EarlyStopping waits for, the best of ModelCheckpoint, History.
+"""The state of callbacks: the patience of EarlyStopping, the best value of ModelCheckpoint, History.
 
-Keras keeps it in plain attributes and has no way to save it. Here every attribute that has changed since the training
-began, and that is made of numbers, text, arrays, lists and dicts, is a callback's memory. An attribute that never
-changes is a setting, and stays what the resumed script says. So is one that a Keras callback names after its argument:
-`min_delta` changes its sign in the first epoch of every process.
+Keras keeps it in plain attributes and cannot save it. Here a callback's state is every attribute that has changed since
+the training began and that consists of numbers, text, arrays, lists and dicts. An attribute that never changes is a
+setting: the resumed script decides it. So is an attribute that a Keras callback names after an argument: `min_delta`
+changes its sign in the first epoch of every process.
 """
 
 import inspect
@@ -11,25 +11,25 @@ import logging
 import math
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.callbacks import ProgbarLogger
 
 _log = logging.getLogger(__name__)
 
-_NOT_MEMORY = {"params", "_model", "model", "validation_data"}
+_SET_BY_FIT = {"params", "_model", "model", "validation_data"}
 _LARGE = 1 << 24  # bytes
 
 
 class Unknown(TypeError):
-    """A value of a kind that is not saved."""
+    """A value of a type that cannot be saved."""
 
 
-class Memories:
-    """The memories of the callbacks of one run of `fit`.
+class CallbackStates:
+    """The states of the callbacks of one `fit`.
 
     Args:
-        callbacks: the callbacks as the training begins, before any memory is put back.
+        callbacks: the callbacks as the training begins, before any state is restored.
     """
 
     def __init__(self, callbacks: list):
@@ -38,7 +38,7 @@ class Memories:
         self._settings = {name: self._attributes(name) for name in self._callbacks}
 
     def take(self) -> dict[str, dict[str, Any]]:
-        """What has changed, by callback and attribute: plain values and arrays, none shared with the callbacks."""
+        """Copies what has changed, by callback and attribute."""
         found = {}
         for name in self._callbacks:
             before, now = self._settings[name], self._attributes(name)
@@ -47,11 +47,11 @@ class Memories:
                 found[name] = changed
         return found
 
-    def put(self, memory: dict[str, dict[str, Any]]) -> None:
-        """Puts memories back; one whose callback is gone is named, a callback without one begins anew."""
-        for name, attributes in memory.items():
+    def put(self, states: dict[str, dict[str, Any]]) -> None:
+        """Restores states. Warns of a state whose callback is gone; a callback without a state starts fresh."""
+        for name, attributes in states.items():
             if name not in self._callbacks:
-                _log.warning("The checkpoint has the memory of a callback %s, which this run has not.", name)
+                _log.warning("The checkpoint has the state of a callback %s, which this run does not have.", name)
                 continue
             vars(self._callbacks[name]).update({key: plain(value) for key, value in attributes.items()})
 
@@ -68,23 +68,23 @@ class Memories:
 
 
 def _named(callbacks: list):
-    """Callbacks by class and number, such as `EarlyStopping/0`."""
+    """Names each callback by its class and number, such as `EarlyStopping/0`."""
     counts: dict[str, int] = {}
     for callback in callbacks:
         kind = type(callback).__name__
-        if getattr(callback, "has_memory", True) and not isinstance(callback, ProgbarLogger):
+        if getattr(callback, "has_memory", True) and not isinstance(callback, keras.callbacks.ProgbarLogger):
             yield f"{kind}/{counts.setdefault(kind, 0)}", callback
             counts[kind] += 1
 
 
 def _settings_of(cls: type) -> set[str]:
-    """Attributes that are no memory: the arguments of Keras's own classes, and what `fit` sets."""
-    keras_s = [base for base in cls.__mro__ if base.__module__.startswith("keras.")]
-    return _NOT_MEMORY.union(*(inspect.signature(base.__init__).parameters for base in keras_s))
+    """Attributes that are not state: the arguments of Keras's own classes, and what `fit` sets."""
+    stock = [base for base in cls.__mro__ if base.__module__.startswith("keras.")]
+    return _SET_BY_FIT.union(*(inspect.signature(base.__init__).parameters for base in stock))
 
 
 def _large(callback) -> dict[str, Any]:
-    """Arrays that a callback begins with and that are too large to copy, such as data: settings, while they stay."""
+    """Attributes that are too large to copy, such as data; they are settings unless they are replaced."""
     found = {}
     for name, value in vars(callback).items():
         if _bytes_of(value) > _LARGE:
@@ -100,14 +100,14 @@ def _bytes_of(value) -> int:
 
 
 def plain(value):
-    """A copy of a value, made of None, bool, int, float, str, NumPy arrays and scalars, lists, tuples and dicts.
+    """Copies a value that consists of None, bool, int, float, str, NumPy arrays and scalars, lists, tuples and dicts.
 
     Raises:
-        Unknown: it holds something else.
+        Unknown: it contains something else.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufV":  # V: bfloat16 and its like
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufV":  # V: bfloat16 and similar
         return value.copy()
     if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
         return plain(np.array(value.numpy()))

@@ -1,9 +1,9 @@
-"""Where a resumed `fit` goes on: at an epoch and a batch, in data that is read again up to there.
+"""The data position: the epoch and batch at which a resumed `fit` continues. It skips the batches up to there.
 
-What the resumed run repeats exactly is what the data repeats: datasets in a fixed order; `Dataset.shuffle` with a seed;
-shuffled arrays, where `keras.utils.set_random_seed` was called with the same seed. Data that is drawn anew in every
-process cannot be taken up where it was left: the run then goes on with as many batches as were missing. With
-`steps_per_epoch` one stream feeds all epochs, so all batches that were trained are read again and passed over.
+The resumed run sees the same batches if the data repeats them: datasets in a fixed order, `Dataset.shuffle` with a
+seed, and shuffled arrays after `keras.utils.set_random_seed` with the same seed. Data that is drawn anew in every
+process cannot be resumed: the run then trains on as many batches as were missing. With `steps_per_epoch` one stream
+feeds all epochs, so a resumed run reads and skips all batches that were trained on.
 """
 
 import contextlib
@@ -11,27 +11,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as keras_trainer
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
-from keras.src.trainers.trainer import Trainer
 
+from tfgpu.compat import slots, training
+from tfgpu.compat.keras import ArrayDataAdapter, GeneratorDataAdapter, PyDatasetAdapter, TFDatasetAdapter
 from tfgpu.compat.patch import wrap
 from tfgpu.core import data_order, error_messages, step_blocks
 from tfgpu.repairs import trainer
 
 
 @dataclass(frozen=True)
-class Position:
-    """Where a backup was made.
+class DataPosition:
+    """Where a resumed `fit` continues.
 
     Attributes:
-        epoch: the epoch to go on with, from 0.
-        done: batches of it that are trained.
+        epoch: the epoch to continue, from 0.
+        done: batches of that epoch that were trained on.
         first: the epoch with which the run began, before any interruption.
-        logs: what the epoch's steps have logged, where it was interrupted in its validation.
+        logs: the training logs of the epoch if it was interrupted in its validation.
     """
 
     epoch: int
@@ -41,12 +37,12 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Moments:
-    """What a resumed run calls while it passes over what is trained.
+class SkipHooks:
+    """What a resumed run calls while it skips batches.
 
     Attributes:
-        at_epoch: the data of the epochs before is passed over, none of the position's own epoch.
-        at_position: the next batch is the first to train on.
+        at_epoch: called when the epochs before the position's are skipped.
+        at_position: called before the first batch to train on.
     """
 
     at_epoch: Callable[[], None] = lambda: None
@@ -54,13 +50,13 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """What is known of the data that the running `fit` trains on.
 
     Attributes:
-        counter: the epochs' counter of a `tfgpu.data` data set, or None.
-        is_stream: one stream feeds all epochs.
-        may_differ: why it may come in another order in another process, as the end of a sentence; or None.
+        counter: the epoch counter of a `tfgpu.data` dataset, or None.
+        is_stream: whether one stream feeds all epochs.
+        may_differ: why another process may read it in another order, as the end of a sentence; or None.
     """
 
     counter: object | None
@@ -68,21 +64,21 @@ class Source:
     may_differ: str | None
 
 
-def pass_over_what_is_trained() -> None:
-    """Lets `fit` begin where `take_up` says."""
+def skip_trained_batches() -> None:
+    """Makes `fit` begin where `resume_at` says."""
 
-    @wrap(keras_trainer.TensorFlowTrainer, "fit")
+    @wrap("TensorFlowTrainer.fit")
     def fit(stock, self, *args, **kwargs):
         with resumable(self), error_messages.explained(self):
             return stock(self, *args, **kwargs)
 
-    @wrap(keras_trainer.TensorFlowTrainer, "_maybe_symbolic_build")
+    @wrap("TensorFlowTrainer.maybe_symbolic_build")
     def maybe_symbolic_build(stock, self, iterator=None, data_batch=None):
-        if getattr(self, "_training_data", iterator) is None:  # the first data that `fit` makes is what it trains on
-            self._training_data = iterator
+        if slots.get(self, "training_data", iterator) is None:  # `fit` makes the iterator of its training data first
+            slots.of(self).training_data = iterator
         return stock(self, iterator, data_batch)
 
-    @wrap(Trainer, "_get_metrics_result_or_logs")
+    @wrap("Trainer.get_metrics_result_or_logs")
     def results_or_logs(stock, self, logs):
         position, run = position_of(self), step_blocks.current()
         has_no_batch_left = not logs and position is not None  # of the interrupted epoch
@@ -94,21 +90,21 @@ def pass_over_what_is_trained() -> None:
             run.logs = found
         return found
 
-    @wrap(keras_trainer.TFEpochIterator, "_enumerate_iterator")
+    @wrap("TFEpochIterator.enumerate_iterator")
     def enumerate_iterator(stock, self):
         position = take_position(self)
         if position is None:
             yield from stock(self)
             return
-        on_the_way, arrived = vars(self).pop("_on_the_way", Moments()), False
+        hooks, arrived = vars(slots.of(self)).pop("skip_hooks", SkipHooks()), False
         for _ in range(position.first, position.epoch):
-            _pass_over_an_epoch(self, lambda: stock(self))
-        on_the_way.at_epoch()
+            _skip_epoch(self, lambda: stock(self))
+        hooks.at_epoch()
         for begin, end, iterator in stock(self):
             trained = min(max(position.done - begin, 0), end - begin + 1)
-            draw(iterator, trained)
+            skip_batches(iterator, trained)
             if not arrived and position.done <= end + 1:
-                on_the_way.at_position()
+                hooks.at_position()
                 arrived = True
             if isinstance(iterator, step_blocks.Block):
                 begin, iterator = begin + trained, iterator.after(trained)
@@ -117,15 +113,15 @@ def pass_over_what_is_trained() -> None:
                 yield begin, end, iterator
 
 
-def _pass_over_an_epoch(data, enumerate_epoch) -> None:
-    """Does with the data what an epoch does, so that the next one finds its order or its place in the stream."""
+def _skip_epoch(data, enumerate_epoch) -> None:
+    """Reads what an epoch reads, so that the next one gets its own order, or its place in the stream."""
     if data.steps_per_epoch:
         with data.catch_stop_iteration():
             for begin, end, iterator in enumerate_epoch():
-                draw(iterator, end - begin + 1)
+                skip_batches(iterator, end - begin + 1)
     elif data.num_batches:
         for begin, _, iterator in enumerate_epoch():
-            # Making the iterator is enough for a seeded shuffle; a PyDataset is shuffled when it is first read.
+            # Creating the iterator is enough for a seeded shuffle; a PyDataset is shuffled when it is first read.
             if begin == 0:
                 start_shuffle(data, iterator)
     else:
@@ -134,16 +130,16 @@ def _pass_over_an_epoch(data, enumerate_epoch) -> None:
 
 
 def start_shuffle(data, iterator) -> None:
-    """Reads a batch where nothing else makes the data draw the order of a pass."""
+    """Reads a batch of data that draws its order only when it is read."""
     if isinstance(data.data_adapter, PyDatasetAdapter):
-        draw(iterator, 1)
+        skip_batches(iterator, 1)
 
 
-def draw(iterator, count: int) -> None:
-    """Takes `count` batches that nobody trains on.
+def skip_batches(iterator, count: int) -> None:
+    """Reads `count` batches without training on them.
 
     Raises:
-        tf.errors.OutOfRangeError: there were fewer.
+        tf.errors.OutOfRangeError: the data has fewer.
     """
     iterator = step_blocks.single_batches(iterator)
     for _ in range(count):
@@ -153,74 +149,76 @@ def draw(iterator, count: int) -> None:
             raise tf.errors.OutOfRangeError(None, None, "The data has ended.") from None
 
 
-def position_of(model) -> Position | None:
-    """Where the run goes on that `BackupAndRestore` has just restored, or None in a new one."""
-    return getattr(model, "_resumed_at", None)
+def position_of(model) -> DataPosition | None:
+    """The position at which the running `fit` was resumed; None if it was not."""
+    return slots.get(model, "resumed_at")
 
 
-def take_position(data) -> Position | None:
-    """Where to go on in data that a resumed run is about to read; it is told once."""
-    return vars(data).pop("_resume_at", None)
+def take_position(data) -> DataPosition | None:
+    """The position at which to continue in data that a resumed `fit` is about to read; returned once."""
+    return vars(slots.of(data)).pop("resume_at", None)
 
 
-def take_up(model, position: Position, on_the_way: Moments | None = None) -> None:
-    """Lets the running `fit` go on from a position, with the state that the model was given.
+def resume_at(model, position: DataPosition, hooks: SkipHooks | None = None) -> None:
+    """Makes the running `fit` continue from a position; the caller has restored the model's state.
 
     Args:
         model: in a `fit` that is calling `on_train_begin`.
-        position: where to go on.
-        on_the_way: what to call meanwhile.
+        position: where to continue.
+        hooks: what to call meanwhile.
     """
-    model._resumed_at, model._initial_epoch = position, position.epoch
-    data = getattr(model, "_training_data", None)
+    slots.of(model).resumed_at = position
+    begin_at(model, position.epoch)
+    data = slots.get(model, "training_data")
     if data is not None:
-        trainer.build_now(model, data)  # without a strategy the metrics' variables come with the first step only
-        data._resume_at = position
-        data._on_the_way = on_the_way or Moments()
+        trainer.build_now(model, data)  # without a strategy, only the first step creates the metrics' variables
+        slots.of(data).resume_at = position
+        slots.of(data).skip_hooks = hooks or SkipHooks()
 
 
-def begin_at(model, epoch: int) -> None:
-    """Lets the running `fit`, which is calling `on_train_begin`, begin with an epoch; from 0."""
-    model._initial_epoch = epoch
+def begin_at(model, epoch: int | None) -> None:
+    """Makes the running `fit`, which is calling `on_train_begin`, begin with an epoch, from 0."""
+    training.resume_from(model, epoch)
 
 
 def build(model) -> None:
-    """Makes all variables that the running `fit` would make with its first step."""
-    data = getattr(model, "_training_data", None)
+    """Creates all variables that the running `fit` would create in its first step."""
+    data = slots.get(model, "training_data")
     if data is not None:
         trainer.build_now(model, data)
 
 
-def source_of(model) -> Source:
-    """The running `fit`'s data."""
-    data = getattr(model, "_training_data", None)
+def source_of(model) -> DataSource:
+    """What is known of the data of the running `fit`."""
+    data = slots.get(model, "training_data")
     if data is None:
-        return Source(None, False, None)
+        return DataSource(None, False, None)
     adapter, why = data.data_adapter, None
     found = adapter.get_tf_dataset() if isinstance(adapter, TFDatasetAdapter) else None
     counter = getattr(found, "tfgpu_epochs", None)
     if isinstance(adapter, GeneratorDataAdapter):
-        why = "a generator is read again from its beginning, and must give the same batches in every process"
+        why = "a generator starts from its beginning, and must yield the same batches in every process"
     elif counter is None and not data_order.is_seeded() and not _is_in_order(adapter):
-        why = "no seed is set; call keras.utils.set_random_seed at the script's beginning"
-    return Source(counter, bool(data.steps_per_epoch), why)
+        why = "no seed is set; call keras.utils.set_random_seed at the beginning of the script"
+    return DataSource(counter, bool(data.steps_per_epoch), why)
 
 
 def _is_in_order(adapter) -> bool:
-    return isinstance(adapter, ArrayDataAdapter) and not adapter._shuffle
+    return isinstance(adapter, ArrayDataAdapter) and not training.shuffles(adapter)
 
 
 @contextlib.contextmanager
 def resumable(model):
-    """A run of `fit` or `Trainer`: within it `BackupAndRestore` finds the data that the run reads."""
+    """Around a `fit`: inside, `source_of` and `resume_at` find the data that it trains on."""
     forget_position(model)
-    model._training_data = None
+    slots.of(model).training_data = None
     try:
         yield
     finally:
-        del model._training_data
+        del slots.of(model).training_data
 
 
 def forget_position(model) -> None:
-    # Stock Keras lets an `_initial_epoch` that was restored stand, and the next `fit` skips as many epochs.
-    model._initial_epoch = model._resumed_at = None
+    """Forgets where an earlier `fit` was resumed: stock Keras keeps the epoch, and the next `fit` skips as many."""
+    slots.of(model).resumed_at = None
+    begin_at(model, None)

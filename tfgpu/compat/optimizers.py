@@ -44,6 +44,11 @@ def overwrites(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) 
     return optimizer._overwrite_variable_with_gradient(variable)
 
 
+def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
+    """Whether weight decay applies to a variable: `exclude_from_weight_decay` has not excluded it."""
+    return optimizer._use_weight_decay(variable)
+
+
 def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
     """The strategy in whose scope an optimizer was made."""
     return optimizer._distribution_strategy

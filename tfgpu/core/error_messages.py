@@ -9,6 +9,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from tfgpu import errors
+from tfgpu.compat import slots
 from tfgpu.errors import InputError, MachineError, OutOfMemory
 from tfgpu.parallel import remote_devices
 
@@ -77,7 +78,7 @@ def _sizes(model) -> str:
     if optimizer is not None and optimizer.built:
         parts.append(f"the optimizer's {in_units(_size(optimizer.variables))}")
     told = " and ".join(parts) + " on each replica"
-    data = getattr(model, "_training_data", None)
+    data = slots.get(model, "training_data")
     rows = getattr(getattr(data, "data_adapter", None), "batch_size", None)
     if rows:
         told += f"; a batch has {rows} rows over {model.distribute_strategy.num_replicas_in_sync} replica(s)"

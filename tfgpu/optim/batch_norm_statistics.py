@@ -1,6 +1,6 @@
-"""The running statistics of BatchNormalization, taken anew by a pass over data, as averaged weights need.
+"""Recomputes the running statistics of BatchNormalization in a pass over data, as averaged weights need.
 
-The pass is an `evaluate` of a model around the model, so that replicas and workers take part as in any other step.
+The pass is an `evaluate` of a model that wraps the model, so replicas and workers take part as in any other step.
 """
 
 import contextlib
@@ -8,23 +8,24 @@ import contextlib
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import layers as private_layers
 from tfgpu.core import step_context
 
 
 def layers_of(model: keras.Model) -> list:
     """The layers whose running statistics training changes, at any depth."""
-    found = model._flatten_layers(include_self=False, recursive=True)
+    found = private_layers.layers_within(model, include_self=False)
     return [layer for layer in found if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
 
 
-def renew(model: keras.Model, data) -> None:
-    """Sets the running mean and variance of every BatchNormalization to the averages over the batches, by their rows.
+def recompute(model: keras.Model, data) -> None:
+    """Sets the running statistics of every BatchNormalization to the averages over the batches, weighted by rows.
 
-    The weights stay as they are. Layers compute as in training, so dropout draws, and a layer's own state moves.
+    The weights do not change. Layers compute as in training, so dropout draws, and a layer's own state changes.
 
     Args:
         model: the built model.
-        data: what `evaluate` takes: a data set of the training batches, or such.
+        data: what `evaluate` takes, such as a dataset of the training batches.
     """
     layers = layers_of(model)
     if not layers:
@@ -32,18 +33,18 @@ def renew(model: keras.Model, data) -> None:
     with model.distribute_strategy.scope():
         around = _Pass(model)
         around.compile(jit_compile=False)
-    with _keeping(layers, around.kept):
+    with _momentum_of(layers, around.kept):
         around.evaluate(data, verbose=0)
 
 
 class _Pass(keras.Model):
-    """Runs the model as training does, and changes nothing but running statistics.
+    """Runs the model as in training, and changes nothing but running statistics.
 
     Args:
         model: the model.
 
     Attributes:
-        kept: the share of the running statistics that the running step keeps; the rest comes from its batch.
+        kept: the fraction of the running statistics that a step keeps; the rest comes from its batch.
     """
 
     def __init__(self, model: keras.Model):
@@ -69,12 +70,12 @@ class _Pass(keras.Model):
 
 
 @contextlib.contextmanager
-def _keeping(layers: list, share: keras.Variable):
-    """Within it the layers find the share in the place of their momentum."""
+def _momentum_of(layers: list, share: keras.Variable):
+    """Replaces the momentum of the layers in the block."""
     before = [(layer, name, getattr(layer, name)) for layer in layers for name in _momenta(layer)]
     try:
         for layer, name, _ in before:
-            object.__setattr__(layer, name, share)  # Keras would take the variable for one of the layer's
+            object.__setattr__(layer, name, share)  # past Keras, which would make the variable one of the layer's
         yield
     finally:
         for layer, name, value in before:

@@ -1,8 +1,8 @@
-"""Optimizers with a learning rate of its own for some variables, and their state in another optimizer.
+"""Parameter groups: optimizers with a learning rate per group of variables, and moving state between optimizers.
 
-Keras calls `update_step(gradient, variable, learning_rate)` for each variable, so a subclass of any optimizer can hand
-on another rate. Scaling gradients would not do: Adam divides by their size. Clipping, accumulation, float16's scale and
-averages stand outside of it, and stay what they are; weight decay is multiplied by the rate in Keras.
+Keras calls `update_step(gradient, variable, learning_rate)` for each variable, so a subclass of any optimizer can pass
+on another rate. Scaling the gradients would not work: Adam divides by their magnitude. Clipping, accumulation, loss
+scaling and averages happen outside `update_step` and are unaffected; Keras multiplies weight decay by the rate.
 """
 
 import contextvars
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import keras
 import numpy as np
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from keras.src.optimizers.multi_optimizer import MultiOptimizer
 
+from tfgpu.compat import optimizers
+from tfgpu.compat.keras import LossScaleOptimizer, MultiOptimizer
 from tfgpu.errors import InputError
 from tfgpu.parallel import sharded_variable
 from tfgpu.parallel.zero import sharding
@@ -21,11 +21,11 @@ from tfgpu.parallel.zero import sharding
 _decaying = contextvars.ContextVar("decaying", default=1.0)
 
 
-class Rates:
+class ParameterGroups:
     """Multiplies an optimizer's learning rate by a factor, for the variables whose paths are in `factors`.
 
-    A model that is loaded or cloned may have other paths: `saved_factors` are those of the variables that the optimizer
-    in the configuration was built on, in order.
+    A model that is loaded or cloned may have other paths: `saved_factors` holds the factors of the variables that the
+    optimizer in the configuration was built on, in order.
     """
 
     factors: Mapping[str, float] = {}
@@ -39,15 +39,15 @@ class Rates:
             self.factors = {**self.factors, **dict(zip(paths, saved.values(), strict=True))}
         elif saved and not saved.keys() >= set(paths):
             raise InputError(
-                f"The optimizer has learning rates for {len(saved)} weights, and is built on {len(paths)} others. "
-                "Make it with `incremental.discriminative` for this model."
+                f"The optimizer has learning rates for {len(saved)} weights, but is built on {len(paths)} other ones. "
+                "Create it with `incremental.discriminative` for this model."
             )
         self._factor_at = tuple(float(self.factors.get(path, 1.0)) for path in paths)
         self._paths = tuple(paths)
 
     def factor_of(self, variable) -> float:
         """What the learning rate of a variable is multiplied by."""
-        return self._factor_at[self._get_variable_index(variable)]
+        return self._factor_at[optimizers.index(self, variable)]
 
     @property
     def learning_rate(self):
@@ -57,7 +57,7 @@ class Rates:
 
     @learning_rate.setter
     def learning_rate(self, value):
-        super(Rates, type(self)).learning_rate.fset(self, value)
+        super(ParameterGroups, type(self)).learning_rate.fset(self, value)
 
     def update_step(self, gradient, variable, learning_rate):
         factor = self.factor_of(variable)
@@ -95,13 +95,13 @@ class Rates:
 
 
 keras.saving.register_keras_serializable("tfgpu", "Discriminative")(
-    type("Discriminative", (Rates, keras.optimizers.Optimizer), {"__module__": __name__})
-)  # what a file is read by; `from_config` makes the class that it names
+    type("Discriminative", (ParameterGroups, keras.optimizers.Optimizer), {"__module__": __name__})
+)  # the class that files name; `from_config` makes the right subclass
 
 
 @functools.cache
 def _class_of(kind: type) -> type:
-    made = type(f"Discriminative{kind.__name__}", (Rates, kind), {"kind": kind, "__module__": __name__})
+    made = type(f"Discriminative{kind.__name__}", (ParameterGroups, kind), {"kind": kind, "__module__": __name__})
     return keras.saving.register_keras_serializable("tfgpu", "Discriminative")(made)
 
 
@@ -116,25 +116,25 @@ def _stock_config(optimizer) -> dict:
     return {name: value for name, value in optimizer.get_config().items() if name not in own}
 
 
-def anew(optimizer):
-    """The same optimizer, not built; to be built on any of the variables that its factors are for."""
+def unbuilt_copy(optimizer):
+    """A copy of an optimizer that is not built; it can be built on any of the variables that its factors are for."""
     if isinstance(optimizer, LossScaleOptimizer):
         options = {name: value for name, value in optimizer.get_config().items() if name != "inner_optimizer"}
-        return LossScaleOptimizer(anew(optimizer.inner_optimizer), **options)
-    if isinstance(optimizer, Rates):
+        return LossScaleOptimizer(unbuilt_copy(optimizer.inner_optimizer), **options)
+    if isinstance(optimizer, ParameterGroups):
         return _with_factors(optimizer.kind, _stock_config(optimizer), optimizer.factors)
     return type(optimizer).from_config(optimizer.get_config())
 
 
 def with_factors(optimizer, factors: Mapping[str, float]):
-    """An optimizer that does what `optimizer` does, with rates of its own for some variables; its state goes along.
+    """Makes an optimizer like `optimizer`, with other learning rates for some variables; copies its state.
 
     Args:
-        optimizer: a Keras optimizer, which is left as it is.
+        optimizer: a Keras optimizer; it is not changed.
         factors: what the learning rate is multiplied by, by the variables' paths.
 
     Raises:
-        InputError: it deals the variables to several optimizers already.
+        InputError: it distributes the variables to several optimizers already.
     """
     if isinstance(optimizer, LossScaleOptimizer):
         inner = with_factors(optimizer.inner_optimizer, factors)
@@ -142,17 +142,17 @@ def with_factors(optimizer, factors: Mapping[str, float]):
         made = LossScaleOptimizer(inner, **options)
     elif isinstance(optimizer, MultiOptimizer):
         raise InputError(
-            "A MultiOptimizer has an optimizer for each group of weights: give each a learning rate of its own."
+            "A MultiOptimizer has an optimizer for each group of weights: set the learning rate of each of them."
         )
-    elif isinstance(optimizer, Rates):
+    elif isinstance(optimizer, ParameterGroups):
         made = _with_factors(optimizer.kind, _stock_config(optimizer), factors)
     else:
         made = _with_factors(type(optimizer), optimizer.get_config(), factors)
     trained = built_on(optimizer)
-    keep_exclusions(optimizer, made, list(zip(trained, trained, strict=True)))
+    copy_exclusions(optimizer, made, list(zip(trained, trained, strict=True)))
     if trained:
         made.build(trained)
-        carry(optimizer, made)
+        copy_state(optimizer, made)
     return made
 
 
@@ -162,56 +162,49 @@ def inner_of(optimizer):
 
 
 def schedule_of(optimizer):
-    """The schedule, or the function, that an optimizer takes its rate from; None where that is a variable."""
-    rate = inner_of(optimizer)._learning_rate
+    """The schedule or function that sets an optimizer's learning rate; None if the rate is a variable."""
+    rate = optimizers.learning_rate(inner_of(optimizer))
     return None if isinstance(rate, keras.Variable) else rate
 
 
 def built_on(optimizer) -> list:
-    """The variables that an optimizer has slots for; empty where it has none yet."""
-    return list(inner_of(optimizer)._trainable_variables) if optimizer.built else []
+    """The variables that an optimizer has slots for; empty if it is not built."""
+    return list(optimizers.trained(inner_of(optimizer))) if optimizer.built else []
 
 
-def keep_exclusions(old, new, pairs: Sequence[tuple]) -> None:
-    """Leaves out of weight decay what another optimizer leaves out: Keras does not say it in the configuration.
+def copy_exclusions(old, new, pairs: Sequence[tuple]) -> None:
+    """Excludes from weight decay in `new` what is excluded in `old`: Keras does not keep it in the configuration.
 
     Args:
         old: an optimizer.
         new: one that is not built yet.
-        pairs: variables of the old one, each with the one that stands for it in the new one.
+        pairs: each variable of `old` with the one that takes its place in `new`.
     """
-    old, new = inner_of(old), inner_of(new)
-    if not hasattr(old, "_exclude_from_weight_decay"):
-        return
-    new._exclude_from_weight_decay = set(old._exclude_from_weight_decay)
-    new._exclude_from_weight_decay_pattern = old._exclude_from_weight_decay_pattern
-    for before, after in pairs:
-        if old._var_key(before) in old._exclude_from_weight_decay:
-            new._exclude_from_weight_decay.add(new._var_key(after))
+    optimizers.copy_decay_exclusions(inner_of(old), inner_of(new), list(pairs))
 
 
-def carry(old, new) -> None:
-    """Gives a built optimizer the state of another of its kind, built on as many variables in the same order.
+def copy_state(old, new) -> None:
+    """Copies the state of an optimizer to another of its kind, built on as many variables in the same order.
 
-    Where a variable has grown, what is new of a slot stays as the optimizer begins it; of a moving average, it is the
-    weight itself.
+    If a variable has grown, the new part of its slots keeps its initial value; the new part of its moving average is
+    the weight itself.
     """
     for before, after in zip(_whole(old), _whole(new), strict=True):
         after.assign(grown(before.numpy(), after.numpy()))
     inner = inner_of(new)
     if inner.use_ema:
-        ends = zip(inner_of(old)._trainable_variables, inner._trainable_variables, strict=True)
-        averages = inner._model_variables_moving_average
+        ends = zip(optimizers.trained(inner_of(old)), optimizers.trained(inner), strict=True)
+        averages = optimizers.averages(inner)
         for (before, after), average in zip(ends, averages, strict=True):
             if average is not None and tuple(before.shape) != tuple(after.shape):
                 known = tuple(slice(0, size) for size in before.shape)
                 average.assign(grown(average.numpy()[known], after.numpy()))
 
 
-def carry_known(old, new) -> None:
-    """The same where the new optimizer has other variables: what both have slots for goes along, by variable.
+def copy_common_state(old, new) -> None:
+    """Copies the slots of the variables that both optimizers train, and what is not a slot.
 
-    Both are of one kind. What is not a slot (iterations, rate, loss scale) goes along too.
+    Both are of one kind. What is not a slot: iterations, learning rate, loss scale.
     """
     slots_old, rest_old = _slots(old)
     slots_new, rest_new = _slots(new)
@@ -224,13 +217,13 @@ def carry_known(old, new) -> None:
 
 
 def _slots(optimizer) -> tuple[dict, list]:
-    """The slots by the id of their variable, in order, and what belongs to none.
+    """The slots by the id of their variable, in order, and the variables that are not slots.
 
-    Keras keeps one list of slots after the other, and in some optimizers pairs: which slot is whose shows where they
-    are made, so a slot is found by asking for each of the optimizer's lists.
+    `optimizer.variables` does not tell which slot belongs to which variable: some optimizers create slots list by list,
+    some in pairs. The optimizer's own lists do.
     """
     inner = inner_of(optimizer)
-    trained = list(inner._trainable_variables)
+    trained = list(optimizers.trained(inner))
     slots: dict[int, list] = {id(v): [] for v in trained}
     taken = set()
     for name, value in sorted(vars(inner).items()):
@@ -249,7 +242,7 @@ def _whole(optimizer) -> Sequence:
 
 
 def grown(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """`after` with `before` in its corner; both have as many axes."""
+    """`after` with `before` in its corner; both have the same number of axes."""
     made = np.array(after)
     made[tuple(slice(0, size) for size in before.shape)] = before
     return made

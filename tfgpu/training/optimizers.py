@@ -10,6 +10,7 @@ from types import MappingProxyType
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import optimizers as private_optimizers
 from tfgpu.errors import InputError
 
 
@@ -102,7 +103,7 @@ class LARS(keras.optimizers.Optimizer):
 
     def update_step(self, gradient, variable, learning_rate):
         """Updates one variable by its gradient."""
-        ops, at = keras.ops, self._get_variable_index(variable)
+        ops, at = keras.ops, private_optimizers.index(self, variable)
         velocity = self._velocities[at]
         # An embedding's gradient comes row by row, a row as often as it was looked up: a norm needs the whole.
         gradient = ops.cast(tf.convert_to_tensor(gradient), variable.dtype)
@@ -132,7 +133,7 @@ class LARS(keras.optimizers.Optimizer):
 
     def _is_scaled(self, variable) -> bool:
         named = any(word in getattr(variable, "path", variable.name) for word in self.exclude)
-        return len(variable.shape) > 1 and not named and self._use_weight_decay(variable)
+        return len(variable.shape) > 1 and not named and private_optimizers.uses_weight_decay(self, variable)
 
     def _apply_weight_decay(self, variables):
         """Nothing: the decay is a part of the gradient, which the ratio sees."""

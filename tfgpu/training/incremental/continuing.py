@@ -78,7 +78,7 @@ def _begin_anew(model: keras.Model, config: dict) -> None:
     trained = parameter_groups.built_on(old)
     with model.distribute_strategy.scope():
         new = type(old).from_config(config)
-        parameter_groups.keep_exclusions(old, new, list(zip(trained, trained, strict=True)))
+        parameter_groups.copy_exclusions(old, new, list(zip(trained, trained, strict=True)))
         if trained:
             new.build(trained)
     model.optimizer = new

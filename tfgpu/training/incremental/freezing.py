@@ -116,12 +116,12 @@ def _fit_optimizer(model: keras.Model) -> None:
     if not known or known == learning or (learning <= known and not averages):
         return
     with model.distribute_strategy.scope():
-        new = parameter_groups.anew(old)
+        new = parameter_groups.unbuilt_copy(old)
         trained = parameter_groups.built_on(old)
-        parameter_groups.keep_exclusions(old, new, list(zip(trained, trained, strict=True)))
+        parameter_groups.copy_exclusions(old, new, list(zip(trained, trained, strict=True)))
         wanted = learning if averages else learning | known
         new.build([v for v in model.weights if id(v) in wanted])
-        parameter_groups.carry_known(old, new)
+        parameter_groups.copy_common_state(old, new)
     model.optimizer = new
 
 

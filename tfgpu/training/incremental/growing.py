@@ -126,10 +126,10 @@ def _take_over(model: keras.Model, grown: keras.Model) -> None:
         if any(id(v) not in twin for v in trained):
             raise InputError("The optimizer is sharded, or trains what is not the model's. Grow first, then shard.")
         anew = type(optimizer).from_config(optimizer.get_config())
-        parameter_groups.keep_exclusions(optimizer, anew, [(v, twin[id(v)]) for v in trained])
+        parameter_groups.copy_exclusions(optimizer, anew, [(v, twin[id(v)]) for v in trained])
         if trained:
             anew.build([twin[id(v)] for v in trained])
-            parameter_groups.carry(optimizer, anew)
+            parameter_groups.copy_state(optimizer, anew)
         grown.optimizer = anew
 
 
