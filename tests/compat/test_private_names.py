@@ -52,12 +52,6 @@ PENDING = {  # files that are not converted yet
     "parallel/zero/optimizer_slots.py",
     "parallel/zero/sharded_optimizer.py",
     "parallel/zero/sharding.py",
-    "parameter_server/coordinator.py",
-    "parameter_server/embeddings.py",
-    "parameter_server/exact_counts.py",
-    "parameter_server/remote_steps.py",
-    "parameter_server/repairs.py",
-    "parameter_server/worker_data.py",
 }
 
 

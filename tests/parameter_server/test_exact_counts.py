@@ -5,17 +5,17 @@ import numpy as np
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.parameter_server.exact_counts import Ledger, count_in_ledger, counting
+from tfgpu.parameter_server.exact_counts import MetricState, count_per_closure, counting
 
 
 def count(metric, *batches):
-    """What a closure's ledger holds of a metric after these batches."""
-    count_in_ledger(type(metric))
+    """What a closure has counted of a metric after these batches."""
+    count_per_closure(type(metric))
     state = [tf.zeros(v.shape, v.dtype) for v in metric.variables]
-    with counting(Ledger(metric.variables, state)) as ledger:
+    with counting(MetricState(metric.variables, state)) as counted:
         for batch in batches:
             metric.update_state(*batch)
-        return [np.asarray(v) for v in ledger.values()], float(metric.result())
+        return [np.asarray(v) for v in counted.values()], float(metric.result())
 
 
 def test_the_parts_of_two_closures_make_one_device_s_metric():

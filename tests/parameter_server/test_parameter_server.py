@@ -319,13 +319,13 @@ REFUSALS = {
     "jit": "XLA cannot reach variables on a parameter server",
     "accumulation": "`gradient_accumulation_steps=2`",
     "average": "`ema_overwrite_frequency=2`",
-    "callback": "Looks looks at single batches",
-    "backup": "BackupAndRestore looks at single batches",
+    "callback": "Looks needs every batch",
+    "backup": "BackupAndRestore needs every batch",
     "float16": "Use the policy 'mixed_bfloat16'",
     "callbacks": "best.keras log.csv logs metrics.csv run 2 epochs",
     "evaluated there": "Data that workers read cannot be evaluated",
-    "predicted there": "can be used by `fit` alone",
-    "weights there": "`class_weight` does not reach data that workers read",
+    "predicted there": "Only `fit` can use data that workers read",
+    "weights there": "`class_weight` cannot be applied to data that workers read",
 }
 
 

@@ -52,6 +52,11 @@ def raw_embeddings(layer: keras.layers.Embedding) -> keras.Variable:
     return layer._embeddings
 
 
+def set_raw_embeddings(layer: keras.layers.Embedding, table: object) -> None:
+    """Replaces the table of an embedding layer."""
+    layer._embeddings = table
+
+
 def attention_rank(layer: keras.layers.Layer) -> int:
     """Along how many axes an attention layer attends."""
     return len(layer._attention_axes)

@@ -1,5 +1,7 @@
 """What a model, its data adapters and its epoch iterator hold during `fit`."""
 
+import inspect
+
 import keras
 import tensorflow as tf
 
@@ -49,6 +51,16 @@ def dataset_of(iterator: EpochIterator) -> object:
     return iterator._distributed_dataset
 
 
+def set_dataset(iterator: EpochIterator, dataset: object) -> None:
+    """Replaces the dataset that an epoch iterator reads."""
+    iterator._distributed_dataset = dataset
+
+
+def set_iterator_strategy(iterator: EpochIterator, strategy: tf.distribute.Strategy) -> None:
+    """Sets the strategy for which an epoch iterator reads."""
+    iterator._distribute_strategy = strategy
+
+
 def batches_known(iterator: EpochIterator) -> int | None:
     """The number of batches of an epoch, where the data tells."""
     return iterator._num_batches
@@ -77,6 +89,20 @@ def arrays_of(adapter: ArrayDataAdapter) -> object:
 def shuffles(adapter: ArrayDataAdapter) -> bool | str:
     """The argument `shuffle` of `fit`."""
     return adapter._shuffle
+
+
+def concatenate(batches: list):
+    """The results of several batches as one: tensors, ragged and sparse ones along their first axis."""
+    from keras.src.backend.tensorflow import trainer
+
+    return trainer.concat(batches)
+
+
+def trainer_source() -> str:
+    """The source of Keras's TensorFlow trainer."""
+    from keras.src.backend.tensorflow import trainer
+
+    return inspect.getsource(trainer)
 
 
 def wait_for_callbacks(callbacks: CallbackList) -> None:

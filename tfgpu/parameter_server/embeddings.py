@@ -1,74 +1,79 @@
-"""Embedding tables on parameter servers: looked up where they lie, and cut by rows over several servers.
+"""Embedding tables on parameter servers: rows are gathered on the server, and large tables are split among servers.
 
-Stock Keras reads the whole table and gathers from the copy, so every step moves all of it over the network. And it
-cannot use TensorFlow's `ShardedVariable`, so a table must fit on one server. Here a step moves the rows that it needs.
+Stock Keras reads the whole table and gathers from the copy, so every step moves all of it over the network. It cannot
+use TensorFlow's `ShardedVariable` either, so a table must fit on one server. Here a step moves only the rows it needs.
 """
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import backend
 
+from tfgpu.compat import layers as private_layers
+from tfgpu.compat import slots, variables
+from tfgpu.compat.keras import in_stateless_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.errors import InputError
 from tfgpu.parallel import sharded_variable
 
-_ADDS_UP = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+_SEPARABLE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
 def set_partitioner(strategy: tf.distribute.Strategy, partitioner) -> None:
-    """Lets tables that are made under the strategy be cut by rows.
+    """Splits tables that are created under the strategy by rows.
 
     Args:
         partitioner: as in `tf.distribute.experimental.partitioners`.
     """
-    strategy._tfgpu_partitioner = partitioner
+    slots.of(strategy).partitioner = partitioner
 
 
 def is_on_servers(variable) -> bool:
-    """Whether a Keras variable lies on a parameter server."""
-    value = getattr(variable, "_value", None)
+    """Whether a Keras variable is on a parameter server."""
+    value = variables.held(variable)
     return value is not None and "/job:ps/" in (getattr(value, "device", None) or "")
 
 
 def look_up_on_servers() -> None:
-    """Gathers rows where the table lies, and cuts tables where the strategy has a partitioner."""
-    owner = keras.layers.Embedding
+    """Gathers rows on the server of the table, and splits tables if the strategy has a partitioner."""
 
-    @wrap(owner, "build")
+    @wrap("keras.layers.Embedding.build")
     def build(stock, self, input_shape=None):
-        count = 1 if self.built else _shards_of(self)
+        count = 1 if self.built else _count_shards(self)
         if count == 1:
             return stock(self, input_shape)
-        self._embeddings = _cut(self, count)
+        private_layers.set_raw_embeddings(self, _split(self, count))
         self.built = True
 
-    @wrap(owner, "call")
+    @wrap("keras.layers.Embedding.call")
     def call(stock, self, inputs):
-        table = None if self.quantization_mode or self.lora_enabled else self._embeddings
+        table = None if self.quantization_mode or self.lora_enabled else private_layers.raw_embeddings(self)
         shards = table.shards if isinstance(table, sharded_variable.ShardedVariable) else [table]
         is_dense = isinstance(inputs, tf.Tensor)
-        if table is None or not is_dense or backend.in_stateless_scope() or not is_on_servers(shards[0]):
+        if table is None or not is_dense or in_stateless_scope() or not is_on_servers(shards[0]):
             return stock(self, inputs)
         ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
         return tf.cast(_rows(shards, ids), self.compute_dtype)
 
-    @wrap(owner, "enable_lora")
+    @wrap("keras.layers.Embedding.enable_lora")
     def enable_lora(stock, self, *args, **kwargs):
-        if isinstance(getattr(self, "_embeddings", None), sharded_variable.ShardedVariable):
-            raise InputError(f"LoRA does not fit the table {self.name!r}, which is cut over parameter servers.")
+        if _is_split(self):
+            raise InputError(f"LoRA does not work with the table {self.name!r}, which is split among servers.")
         return stock(self, *args, **kwargs)
 
-    @wrap(owner, "load_own_variables")
+    @wrap("keras.layers.Embedding.load_own_variables")
     def load_own_variables(stock, self, store):
-        if not isinstance(getattr(self, "_embeddings", None), sharded_variable.ShardedVariable):
+        if not _is_split(self):
             return stock(self, store)
-        self._embeddings.assign(np.asarray(store["0"]))
+        private_layers.raw_embeddings(self).assign(np.asarray(store["0"]))
 
 
-def _shards_of(layer) -> int:
-    strategy = tf.distribute.get_strategy()
-    partitioner = getattr(strategy, "_tfgpu_partitioner", None)
+def _is_split(layer) -> bool:
+    return layer.built and isinstance(private_layers.raw_embeddings(layer), sharded_variable.ShardedVariable)
+
+
+def _count_shards(layer) -> int:
+    """How many shards the strategy's partitioner asks for; 1 keeps the table whole."""
+    partitioner = slots.get(tf.distribute.get_strategy(), "partitioner")
     if partitioner is None:
         return 1
     shape = tf.TensorShape([layer.input_dim, layer.output_dim])
@@ -79,20 +84,20 @@ def _shards_of(layer) -> int:
     regularizer = layer.embeddings_regularizer
     refused = {
         "embeddings_constraint": layer.embeddings_constraint is not None,
-        "embeddings_regularizer": regularizer is not None and not isinstance(regularizer, _ADDS_UP),
+        "embeddings_regularizer": regularizer is not None and not isinstance(regularizer, _SEPARABLE),
         "lora_rank": bool(layer.lora_rank),
         "quantization": bool(layer.quantization_mode),
     }
     for name in [name for name, is_there in refused.items() if is_there]:
         raise InputError(
-            f"`{name}` of the table {layer.name!r} looks at the whole table, which the partitioner cuts into {count}. "
-            "Leave one of the two out."
+            f"`{name}` of the table {layer.name!r} needs the whole table, but the partitioner splits it into {count} "
+            "shards. Leave one of the two out."
         )
     return count
 
 
-def _cut(layer, count: int) -> sharded_variable.ShardedVariable:
-    """The table's shards: their first values are drawn as one table, as on one device."""
+def _split(layer, count: int) -> sharded_variable.ShardedVariable:
+    """Creates the shards of a table; their initial values are drawn as one table, as on one device."""
     rows, width = layer.input_dim, layer.output_dim
     with tf.init_scope():
         drawn = np.asarray(layer.embeddings_initializer((rows, width), dtype=layer.variable_dtype))
@@ -111,7 +116,7 @@ def _cut(layer, count: int) -> sharded_variable.ShardedVariable:
 
 
 def _rows(shards: list, ids: tf.Tensor) -> tf.Tensor:
-    """Rows of the table, gathered on the servers that hold them; negative numbers count from the end, as in Keras."""
+    """Gathers rows on the servers that hold them; negative ids count from the end, as in Keras."""
     ends = np.cumsum([shard.shape[0] for shard in shards])
     ids = tf.where(ids < 0, ids + tf.constant(ends[-1], ids.dtype), ids)
     if len(shards) == 1:

@@ -1,12 +1,13 @@
-"""Counts that no worker loses: additions in one operation on the server, and metrics counted within a closure."""
+"""Exact counts: variables are incremented in one operation on the server, and metrics are counted per closure."""
 
 import contextlib
 import threading
 
+import keras
 import tensorflow as tf
-from keras.src import backend
-from keras.src.backend.tensorflow import core
 
+from tfgpu.compat import slots, variables
+from tfgpu.compat.keras import StatelessScope, in_stateless_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.parameter_server import embeddings
 
@@ -14,34 +15,42 @@ _here = threading.local()
 
 
 def count_exactly() -> None:
-    """Adds to a variable on a parameter server in one operation there; Keras reads, adds here, and assigns.
+    """Increments a variable on a parameter server in one operation there; Keras reads, adds on the worker, and assigns.
 
-    Between Keras's read and its assignment another worker's count is lost: 348 of 501 iterations were left.
+    Between Keras's read and its assignment, counts of other workers are lost: of 501 iterations, 348 remained.
     """
     for name in ("assign_add", "assign_sub"):
 
-        @wrap(core.Variable, name)
+        @wrap(f"Variable.{name}")
         def assign(stock, self, value, name=name):
-            if backend.in_stateless_scope() or not embeddings.is_on_servers(self):
+            if in_stateless_scope() or not embeddings.is_on_servers(self):
                 return stock(self, value)
-            value = tf.cast(backend.convert_to_tensor(value), self._value.dtype)
-            getattr(self._value, name)(tf.broadcast_to(value, self._value.shape))
+            target = variables.held(self)
+            value = tf.cast(keras.ops.convert_to_tensor(value), target.dtype)
+            getattr(target, name)(tf.broadcast_to(value, target.shape))
             return value
 
 
-class Ledger:
-    """What the metrics count within a closure: tensors in the place of their variables."""
+class MetricState:
+    """The state of the metrics within a closure: tensors in place of their variables.
 
-    def __init__(self, variables: list, state: list):
-        self._variables = variables
-        self._state = {id(v): value for v, value in zip(variables, state, strict=True)}
+    Args:
+        metric_variables: the variables of all metrics.
+        state: their values at the beginning.
+    """
+
+    def __init__(self, metric_variables: list, state: list):
+        self._variables = metric_variables
+        self._state = {id(v): value for v, value in zip(metric_variables, state, strict=True)}
         self._is_open = False
 
     def values(self) -> list:
+        """The values as counted so far."""
         return [self._state[id(v)] for v in self._variables]
 
     @contextlib.contextmanager
     def open(self, metric):
+        """In the block, a metric reads and writes this state."""
         own = [v for v in metric.variables if id(v) in self._state]
         if self._is_open or not own:
             yield
@@ -49,7 +58,7 @@ class Ledger:
         self._is_open = True
         try:
             mapping = [(v, self._state[id(v)]) for v in own]
-            with backend.StatelessScope(state_mapping=mapping, initialize_variables=False) as scope:
+            with StatelessScope(state_mapping=mapping, initialize_variables=False) as scope:
                 yield
             self._state.update({id(v): scope.get_current_value(v) for v in own})
         finally:
@@ -57,22 +66,24 @@ class Ledger:
 
 
 @contextlib.contextmanager
-def counting(ledger: Ledger):
-    before, _here.ledger = getattr(_here, "ledger", None), ledger
+def counting(state: MetricState):
+    """In the block, this thread's metrics count into `state`."""
+    before, _here.state = getattr(_here, "state", None), state
     try:
-        yield ledger
+        yield state
     finally:
-        _here.ledger = before
+        _here.state = before
 
 
-def count_in_ledger(cls: type) -> None:
-    if "_counts_in_ledger" in cls.__dict__:
+def count_per_closure(cls: type) -> None:
+    """Makes a class of metrics count into the state of `counting`."""
+    if slots.get(cls, "counts_per_closure", False):
         return
-    cls._counts_in_ledger = True
+    slots.of(cls).counts_per_closure = True
     for name in ("update_state", "result", "reset_state"):
 
         @wrap(cls, name)
         def method(stock, self, *args, **kwargs):
-            ledger = getattr(_here, "ledger", None)
-            with contextlib.nullcontext() if ledger is None else ledger.open(self):
+            state = getattr(_here, "state", None)
+            with contextlib.nullcontext() if state is None else state.open(self):
                 return stock(self, *args, **kwargs)

@@ -1,11 +1,9 @@
 """`fit` under parameter servers."""
 
-import inspect
-
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as keras_trainer
 
+from tfgpu.compat import training
 from tfgpu.parameter_server import coordinator, embeddings, exact_counts
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
@@ -26,7 +24,7 @@ def look_up_reads_the_table() -> bool:
 
 def no_coordinator_in_fit() -> bool:
     """Whether Keras's trainer, which a real cluster takes seconds to try, knows of no coordinator."""
-    return "coordinator" not in inspect.getsource(keras_trainer).lower()
+    return "coordinator" not in training.trainer_source().lower()
 
 
 REPAIRS = (

@@ -1,9 +1,10 @@
-"""Data that workers read themselves, where the chief's reading and its network would bound the speed."""
+"""Data that the workers read themselves, for when reading on the chief or its network limits the speed."""
 
 from collections.abc import Callable
 
 import tensorflow as tf
 
+from tfgpu.compat import slots
 from tfgpu.errors import InputError
 
 Make = Callable[[tf.Tensor, int], tf.data.Dataset]
@@ -45,13 +46,13 @@ def on_workers(make: Make, *, batches: int) -> tf.data.Dataset:
 
 
 class WorkerData:
-    """Stands where Keras asks the strategy to distribute a data set; its iterators go on where the last one ended.
+    """The distributed dataset of such data; each iterator continues where the previous one ended.
 
     Args:
-        make: the data set of batches of worker number `index` of `count`.
-        spec: of a batch.
-        batches: of an epoch, of all workers together.
-        workers: how many there are.
+        make: makes the dataset of batches of worker number `index` of `count`.
+        spec: the spec of a batch.
+        batches: batches per epoch, of all workers together.
+        workers: the number of workers.
     """
 
     def __init__(self, make: Make, spec, batches: int, workers: int):
@@ -63,7 +64,7 @@ class WorkerData:
         return WorkerIterator(self, self._batches)
 
     def on_workers(self, coordinator):
-        """The iterators on the workers, which are made once: an epoch begins where the one before has ended."""
+        """The iterators on the workers, created once: an epoch begins where the previous one ended."""
         if self._remote is None:
 
             def read():
@@ -75,7 +76,7 @@ class WorkerData:
 
 
 class WorkerIterator:
-    """An epoch's worth of batches that lie on the workers."""
+    """The batches of one epoch, which the workers hold."""
 
     def __init__(self, data: WorkerData, left: int):
         self._data, self._left = data, left
@@ -85,17 +86,17 @@ class WorkerIterator:
         return self
 
     def __next__(self):
-        raise InputError("Data that workers read can be used by `fit` alone. Give `predict` data that the chief reads.")
+        raise InputError("Only `fit` can use data that workers read. Give `predict` data that the chief reads.")
 
     def take(self, count: int, is_training: bool) -> range:
-        """Takes at most so many batches off what is left.
+        """Takes at most `count` of the batches that are left.
 
         Raises:
-            InputError: it is not to train.
+            InputError: they are not for training.
         """
         if not is_training:
             raise InputError(
-                "Data that workers read cannot be evaluated: how often each example comes is not fixed. "
+                "Data that workers read cannot be evaluated: how often each example occurs is not fixed. "
                 "Give `validation_data` and `evaluate` data that the chief reads."
             )
         count = min(count, self._left)
@@ -104,17 +105,17 @@ class WorkerIterator:
 
 
 def tag(dataset: tf.data.Dataset, make: Make, batches: int) -> tf.data.Dataset:
-    """Lets `fit` read `make` on the workers where it is given `dataset`, which is one worker's, for its spec."""
-    dataset._tfgpu_on_workers = make, batches
+    """Makes `fit` read `make` on the workers if it is given `dataset`, the data of one worker of one."""
+    slots.of(dataset).on_workers = make, batches
     return dataset
 
 
 def of(dataset, workers: int) -> WorkerData | None:
-    """What a data set stands for that `tag` has tagged; kept with it, so that all epochs share it."""
-    tagged = getattr(dataset, "_tfgpu_on_workers", None)
+    """The worker data of a dataset that `tag` has tagged, kept with it so that all epochs share it; else None."""
+    tagged = slots.get(dataset, "on_workers")
     if tagged is None:
         return None
-    if not hasattr(dataset, "_tfgpu_worker_data"):
+    if slots.get(dataset, "worker_data") is None:
         make, batches = tagged
-        dataset._tfgpu_worker_data = WorkerData(make, dataset.element_spec, batches, workers)
-    return dataset._tfgpu_worker_data
+        slots.of(dataset).worker_data = WorkerData(make, dataset.element_spec, batches, workers)
+    return slots.of(dataset).worker_data

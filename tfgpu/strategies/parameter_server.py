@@ -85,7 +85,7 @@ def parameter_server(
     _wait_for_peers(cluster)  # their servers start now
     repairs.repair_keras()
     strategy = tf.distribute.ParameterServerStrategy(make_resolver(cluster, {job: jobs[job] for job in _JOBS}))
-    remote_steps.set_settings(strategy, remote_steps.Settings(max_staleness))
+    remote_steps.set_max_staleness(strategy, max_staleness)
     embeddings.set_partitioner(strategy, partitioner)
     return strategy
 
