@@ -140,8 +140,8 @@ def _refuse(model, jit_compile) -> None:
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise InputError(
-            "Asynchronous workers cannot share a dynamic loss scale (`mixed_float16`). Use the policy 'mixed_bfloat16', "
-            "or `loss_scale_factor` of the optimizer."
+            "Asynchronous workers cannot share a dynamic loss scale (`mixed_float16`). Use the policy "
+            "'mixed_bfloat16', or `loss_scale_factor` of the optimizer."
         )
     for name in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
         if getattr(inner, name, None):
