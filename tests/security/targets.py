@@ -30,8 +30,7 @@ DICTIONARY = {
     + ['"kind": "float_list"', '"dtype": "object"', '"shape": [8, 10000000000]', '"labels": "eJw="'],
     "redact": ["api_key=abc", '{"token": "', "--password ", "Authorization: Bearer ", "https://a:b@c/", "eyJhbGciOi.J"]
     + ["-----BEGIN PRIVATE KEY-----", "a@b.example", 'args: "--token ', "<removed>", "a: b= ", "/home/ada", '\\"']
-    + ["user,password\nada,x1\n", "| a | token |\n|---|---|\n| b | c |\n", "redis://:a/b@c/", "%22pwd%22%3A%22a%5C%22b"]
-    + ["CREATE USER a IDENTIFIED BY 'b''c'", "insert into a (b, pwd) values (1, 'c')", "unzip -P a b", "git log\n"],
+    + ["redis://:a/b@c/", "- --token\n- ", "key=1a2b3c4d", "hf_abcdefghijkl", "wandb login ", "\\n", "'\"'\"'"],
 }
 
 

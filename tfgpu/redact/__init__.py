@@ -1,15 +1,12 @@
-"""Takes secrets out of texts that others will read: tokens, keys, passwords, credentials in URLs, the user's name.
+"""Removes secrets from text that others will read: reports, logs in a bundle, settings that a tracker gets.
 
-It removes too much rather than too little: what follows a name such as `api_key` (`names.py`, `values.py`), what stands
-apart from one (`places.py`, `tables.py`), what has the form of a known token or is a password in an address, in SQL or
-to commands such as `curl -u` (`forms.py`, `addresses.py`, `sql.py`, `commands.py`), long strings that look random
-(`randoms.py`), and the values of this process's own secret variables wherever they stand. Texts within texts (JSON in
-JSON) are looked through too (`cleaner.py`).
+Removes what is assigned to a secret name (`names.py`, `assignments.py`), tokens of known forms and credentials in URLs
+(`forms.py`), and the values of this process's secret environment variables. docs/security.md lists what stays.
 """
 
 from tfgpu.redact.cleaner import Cleaner
+from tfgpu.redact.forms import REMOVED
 from tfgpu.redact.names import is_secret
 from tfgpu.redact.terminal import printable
-from tfgpu.redact.values import REMOVED
 
 __all__ = ["REMOVED", "Cleaner", "is_secret", "printable"]

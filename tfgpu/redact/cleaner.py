@@ -1,4 +1,4 @@
-"""The cleaner: what is removed in which order, counted, and what is put in its place."""
+"""The cleaner: applies all rules to a text or to facts, and counts what it removed."""
 
 import getpass
 import json
@@ -8,27 +8,27 @@ import shlex
 import socket
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from tfgpu.redact import forms, places, randoms, tables, terminal, values
+from tfgpu.redact import assignments
+from tfgpu.redact.forms import FORMS, REMOVED
 from tfgpu.redact.names import is_secret
-from tfgpu.redact.values import REMOVED
 
-_SHORTEST_KNOWN = 4
-"""Characters from which the value of a secret variable is looked for in all texts; a shorter one stands everywhere."""
+_SHORTEST_VALUE = 4
+"""Shorter values of secret variables are not searched for: they occur everywhere."""
 _SHORTEST_NAME = 3
-_LITERAL = re.compile(r"\"(?:[^\"\\\n]++|\\[^\n])*+(?P<end>\"?)")
-_DEEPEST = 5
-"""How many texts within texts are unquoted; deeper ones are looked through as they stand."""
+_COLOR = re.compile(r"\x1b\[[\d;]*+m")
+_EMAIL = re.compile(r"(?<![A-Za-z0-9._%+\-])[A-Za-z0-9._%+\-]++@[A-Za-z0-9\-]+(?:\.[A-Za-z0-9\-]+)+")
 
 
 class Cleaner:
-    """Removes secrets from texts, and counts what it has removed.
+    """Removes secrets and counts them.
 
     Args:
-        environ: the variables whose secret values are looked for everywhere.
+        environ: environment variables; the values of those with secret names are removed wherever they occur.
         user: the user's name; `None` asks the system.
-        home: the user's folder; `None` asks the system.
+        home: the home directory; `None` asks the system.
         host: this machine's name; `None` asks the system.
 
     Example:
@@ -48,89 +48,79 @@ class Cleaner:
         host: str | None = None,
     ):
         self.removed: Counter[str] = Counter()
-        secret = (value for name, value in environ.items() if is_secret(name) and not _is_folder(name, value))
-        found = [value for value in secret if len(value) >= _SHORTEST_KNOWN]
-        self._known = sorted({form for value in found for form in _written(value)}, key=len, reverse=True)
+        secret = [value for name, value in environ.items() if is_secret(name) and not _is_folder(name, value)]
+        written = {form for value in secret if len(value) >= _SHORTEST_VALUE for form in _written(value)}
+        self._values = sorted(written, key=len, reverse=True)
         user, host = user or _user(), socket.gethostname() if host is None else host
-        self._places = [(home or os.path.expanduser("~")).rstrip("/")]
+        self._home = (home or os.path.expanduser("~")).rstrip("/")
         self._names = {user: "<user>", host: "<host>", host.partition(".")[0]: "<host>"}
 
-    def clean(self, text: str) -> str:
-        """The text without secrets, and without the names of the user, the user's folder and this machine."""
-        text = self._replaced("e-mail address", forms.EMAIL, REMOVED, self.hide(text))
-        for find in (randoms.mixed, randoms.hexadecimal):
-            text = self._cut("long random string", text, ((*span, "") for span in find(text)))
-        for folder in self._places:
-            if len(folder) > 1:
-                text = self._replaced("home folder", rf"{re.escape(folder)}(?![\w\-])", "~", text)
-        for name, shown in self._names.items():
-            if len(name) >= _SHORTEST_NAME and name not in ("root", "localhost"):
-                text = self._replaced(f"name of the {shown[1:-1]}", rf"(?<!\w){re.escape(name)}(?!\w)", shown, text)
-        return text
-
     def hide(self, text: str) -> str:
-        """The text without secrets (and a terminal's colours) alone, for those who may know user, paths and machines.
+        """The text without secrets and terminal colors.
 
         Example:
             >>> Cleaner({}).hide("train.py --data /home/ada/x --api-key abc --host ada@box.example.org")
             'train.py --data /home/ada/x --api-key <removed> --host ada@box.example.org'
         """
-        return self._hidden(text, _DEEPEST)
-
-    def _hidden(self, text: str, depth: int) -> str:
-        for value in self._known:
-            text = self._replaced("value of a secret variable", re.escape(value), REMOVED, text)
-        text = terminal.without_colours(text)  # In them a name begins with a number: `36mpwd`.
-        if depth:
-            text = _LITERAL.sub(lambda literal: self._within(literal, depth - 1), text)
-        text = self._replaced("private key", forms.PRIVATE_KEY, REMOVED, text)
-        # Before the other forms, which may take what stands between cells.
-        text = self._cut("cell of a secret column", text, ((*span, "") for span in sorted(tables.secrets(text))))
-        for kind, form in forms.FORMS.items():
+        for value in self._values:
+            text = self._replaced("value of a secret variable", re.compile(re.escape(value)), REMOVED, text)
+        text = _COLOR.sub("", text)
+        for kind, form in FORMS.items():
             text = self._replaced(kind, form, f"{REMOVED}@" if kind == "credentials in a URL" else REMOVED, text)
-        text = self._cut("value of a secret name", text, ((*span, "") for span in sorted(places.secrets(text))))
-        return self._cut("value of a secret name", text, values.behind_names(text))
+        return "".join(self._without_assigned(text))
 
-    def _within(self, literal: re.Match, depth: int) -> str:
-        """The quoted text, with what is secret in what it stands for removed: JSON in JSON, lines of a log as `\\n`."""
-        if "\\" not in literal[0]:
-            return literal[0]
-        try:
-            inner = json.loads(literal[0] if literal["end"] else f'{literal[0]}"')
-        except ValueError:
-            return literal[0]
-        cleaned = self._hidden(inner, depth)
-        return literal[0] if cleaned == inner else f'{json.dumps(cleaned)[:-1]}{literal["end"]}'
+    def clean(self, text: str) -> str:
+        """The text without secrets, e-mail addresses, the user's name, the home directory and this machine's name."""
+        text = self._replaced("e-mail address", _EMAIL, REMOVED, self.hide(text))
+        if len(self._home) > 1:
+            text = self._replaced("home directory", re.compile(rf"{re.escape(self._home)}(?![\w\-])"), "~", text)
+        for name, shown in self._names.items():
+            if len(name) >= _SHORTEST_NAME and name not in ("root", "localhost"):
+                form = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+                text = self._replaced(f"name of the {shown[1:-1]}", form, shown, text)
+        return text
 
-    def _replaced(self, kind: str, form: str, instead: str, text: str) -> str:
-        """Puts `instead` for what has the form; what a named group of it has taken stays in front."""
+    def facts(self, value: Any, name: str = "") -> Any:
+        """Facts, as JSON or YAML has them, with every text cleaned and the values of secret names removed.
 
-        def put(match: re.Match) -> str:
-            return f"{match[match.lastgroup] if match.lastgroup else ''}{instead}"
+        Example:
+            >>> Cleaner({}).facts({"epochs": 3, "api_key": 12345, "url": "https://me:pw@host"})
+            {'epochs': 3, 'api_key': '<removed>', 'url': 'https://<removed>@host'}
+        """
+        if isinstance(value, Mapping):
+            return {self.clean(str(key)): self.facts(each, str(key)) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.facts(each, name) for each in value]
+        if value is None or isinstance(value, bool):
+            return value
+        if is_secret(name):
+            self.removed["value of a secret name"] += 1
+            return REMOVED
+        return value if isinstance(value, int | float) else self.clean(str(value))
 
-        text, count = re.subn(form, put, text, flags=re.DOTALL)
+    def _replaced(self, kind: str, form: re.Pattern, instead: str, text: str) -> str:
+        text, count = form.subn(instead, text)
         self.removed[kind] += count
         return text
 
-    def _cut(self, kind: str, text: str, secrets: Iterable[values.Secret]) -> str:
-        """Removes each of the secrets, which are in order; of one that begins within another, nothing is left."""
-        kept, done = [], 0
-        for first, last, before in secrets:
-            if first >= done:
-                self.removed[kind] += 1
-                kept += [text[done:first], values.kept_around(text[first:last], before)]
-                done = last
-        return "".join([*kept, text[done:]])
+    def _without_assigned(self, text: str) -> Iterator[str]:
+        done = 0
+        for first, last in assignments.secrets(text):
+            self.removed["value of a secret name"] += 1
+            yield text[done:first] + REMOVED
+            done = last
+        yield text[done:]
 
 
 def _written(value: str) -> set[str]:
-    """The value as itself, as JSON and Python write it between quotes, and as an address has it."""
-    quoted = {json.dumps(value)[1:-1], repr(value)[1:-1], urllib.parse.quote(value, ""), urllib.parse.quote_plus(value)}
-    return {value, *quoted, urllib.parse.quote(value), shlex.quote(value)}
+    """The value as it is, and as JSON, Python, a URL and a shell write it."""
+    code = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
+    urls = {urllib.parse.quote(value), urllib.parse.quote(value, ""), urllib.parse.quote_plus(value)}
+    return {value, shlex.quote(value), *code, *urls}
 
 
 def _is_folder(name: str, value: str) -> bool:
-    """Whether a variable is the shell's own, of where it is and was; `pwd` is a password elsewhere."""
+    """Whether this is the shell's own variable for a directory; elsewhere `pwd` means password."""
     return name in ("PWD", "OLDPWD") and value.startswith("/")
 
 

@@ -1,19 +1,11 @@
-"""What a text does to the terminal that shows it."""
-
-import re
-
-_COLOUR = re.compile(r"\x1b\[[\d;]*+m")
+"""Characters that change how a terminal shows a text."""
 
 
 def printable(text: str) -> str:
-    """The text with a replacement for each character that would steer a terminal or turn the writing round.
+    """Replaces every character that would control a terminal or reverse the direction of writing.
 
     Example:
         >>> printable("red \x1b[31mname")
         'red \ufffd[31mname'
     """
     return "".join(each if each.isprintable() else "\ufffd" for each in text)
-
-
-def without_colours(text: str) -> str:
-    return _COLOUR.sub("", text)
