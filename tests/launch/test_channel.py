@@ -1,5 +1,6 @@
-"""The line between a launching program and its tasks."""
+"""The connections between a launching program and its Spark tasks."""
 
+import os
 import socket
 import threading
 import time
@@ -7,88 +8,112 @@ import time
 import pytest
 
 from tfgpu.errors import MachineError
-from tfgpu.launch.functions.child import Ended
-from tfgpu.launch.spark.channel import GONE, STOP, Desk, connected, follow
+from tfgpu.launch.spark.channel import GONE, Desk, SparkLink, connected, relay
 
 
-class Child:
-    """Stands for a worker's process: hands out what it is given, then nothing."""
+class Worker:
+    """Stands for a task's `Relay`: hands out what it is given, and notes what is sent to it."""
 
-    def __init__(self, *news):
-        self._news, self.stopped = list(news), threading.Event()
+    def __init__(self, *messages):
+        self._pipe = os.pipe()
+        self.asked, self.closed = [], threading.Event()
+        self._messages = []
+        for each in messages:
+            self.tell(each)
 
-    def news(self, wait_s):
-        return self._news.pop(0) if self._news else ([], None)
+    def tell(self, messages):
+        self._messages.append(messages)
+        os.write(self._pipe[1], b"!")
 
-    def stop(self):
-        self.stopped.set()
+    def fileno(self):
+        return self._pipe[0]
 
+    def receive(self):
+        os.read(self._pipe[0], 1)
+        return self._messages.pop(0)
 
-def test_reports_and_the_end_arrive_with_the_rank():
-    ended = Ended(1, 0)
-    child = Child(([{"loss": 1.0}], None), ([], ended))
-    with Desk("localhost") as desk, connected(desk.address, desk.key, 1) as line:
-        follow(line, child)
-        assert [desk.news.get(timeout=30) for _ in range(2)] == [(1, {"loss": 1.0}), (1, ended)]
-    assert child.stopped.is_set()
+    def send(self, do, facts):
+        self.asked.append((do, facts))
+        if do == "end":
+            self.tell(None)
 
-
-def test_a_stop_reaches_the_task():
-    child = Child()
-    with Desk("localhost") as desk, connected(desk.address, desk.key, 0) as line:
-        thread = threading.Thread(target=follow, args=(line, child))
-        thread.start()
-        while not desk._lines:
-            pass
-        desk.stop()
-        thread.join(30)
-    assert child.stopped.is_set() and STOP == "stop"
+    def close(self):
+        self.closed.set()
 
 
-def test_a_task_that_is_gone_is_noted():
-    with Desk("localhost") as desk:
-        connected(desk.address, desk.key, 3).close()
-        assert desk.news.get(timeout=30) == (3, GONE)
+@pytest.fixture
+def links():
+    made = [SparkLink(rank) for rank in range(5)]
+    yield made
+    for link in made:
+        link.close()
 
 
-def test_a_program_that_is_gone_ends_the_process():
-    child = Child()
-    with Desk("localhost") as desk:
+def served(link):
+    while not link.is_served:
+        time.sleep(0.01)
+
+
+def test_messages_arrive_at_the_link_of_their_rank(links):
+    worker = Worker([({"event": "hello"}, b"")], [({"event": "output"}, b"x"), ({"event": "exit"}, b"")], None)
+    with Desk("localhost", links) as desk, connected(desk.address, desk.key, 1) as line:
+        relay(line, worker)
+        assert links[1].receive() == [({"event": "hello"}, b"")]
+        assert [data for _, data in links[1].receive()] == [b"x", b""]
+    assert worker.closed.is_set()
+    assert links[1].receive() is None and links[1].last_words() == (GONE,)
+
+
+def test_what_is_sent_reaches_the_task_even_before_it_connects(links):
+    worker = Worker()
+    with Desk("localhost", links) as desk:
+        links[0].send("reserve", count=1)
+        with connected(desk.address, desk.key, 0) as line:
+            thread = threading.Thread(target=relay, args=(line, worker))
+            thread.start()
+            served(links[0])
+            links[0].send("end", grace_s=0)
+            thread.join(30)
+    assert worker.asked == [("reserve", {"count": 1}), ("end", {"grace_s": 0})] and worker.closed.is_set()
+
+
+def test_a_program_that_is_gone_ends_the_worker(links):
+    worker = Worker()
+    with Desk("localhost", links) as desk:
         line = connected(desk.address, desk.key, 0)
-        while not desk._lines:
-            pass
-    follow(line, child)
-    assert child.stopped.is_set()
+        served(links[0])
+    relay(line, worker)
+    assert worker.closed.is_set()
 
 
-def test_a_desk_waits_until_its_tasks_are_gone():
-    with Desk("localhost") as desk:
+def test_a_desk_waits_until_its_tasks_are_gone(links):
+    with Desk("localhost", links) as desk:
         with connected(desk.address, desk.key, 0):
-            while not desk._lines:
-                pass
+            served(links[0])
             began = time.monotonic()
             desk.wait(0.5)
-            assert time.monotonic() - began >= 0.5 and desk._lines
-        desk.wait(30)
-        assert time.monotonic() - began < 20 and not desk._lines
+            assert time.monotonic() - began >= 0.5 and links[0].is_served
+        desk.wait(300)
+        assert not links[0].is_served
 
 
-def test_strangers_are_not_heard_and_keep_nobody_waiting():
-    with Desk("localhost") as desk, socket.create_connection(("localhost", desk.address[1])):
+def test_strangers_are_not_heard_and_keep_nobody_waiting(links):
+    with Desk("localhost", links) as desk, socket.create_connection(("localhost", desk.address[1])):
         with pytest.raises(Exception, match="digest"):
             connected(desk.address, b"another key", 0)
+        assert not links[0].is_served
         with connected(desk.address, desk.key, 2) as line:
-            line.send({"loss": 2.0})
-            assert desk.news.get(timeout=30) == (2, {"loss": 2.0})
+            line.send([({"event": "hello"}, b"")])
+            assert links[2].receive() == [({"event": "hello"}, b"")]
 
 
-def test_a_desk_that_cannot_be_reached():
-    with Desk("localhost") as desk:
+def test_a_desk_that_cannot_be_reached(links):
+    with Desk("localhost", links) as desk:
         address = desk.address
     with pytest.raises(MachineError, match="Worker 4 cannot reach the Spark driver.*driver_port"):
         connected(address, desk.key, 4)
 
 
-def test_a_port_that_is_taken():
+def test_a_port_that_is_taken(links):
     with socket.create_server(("", 0)) as taken, pytest.raises(MachineError, match="Give another `driver_port`"):
-        Desk("localhost", taken.getsockname()[1])
+        Desk("localhost", links, taken.getsockname()[1])

@@ -1,3 +1,5 @@
+"""Heartbeats, and the watch that times them out."""
+
 import os
 import signal
 import subprocess
@@ -69,6 +71,53 @@ def test_a_folder_that_is_gone_is_said_once_and_ends_nothing(tmp_path, caplog):
     folder.mkdir()
     assert wait_for(heart.exists)
     end.set()
-    assert [record.message for record in caplog.records if "sign of life" in record.message] == [
-        f"The sign of life {heart} cannot be given: [Errno 2] No such file or directory: '{heart}'."
+    assert [record.message for record in caplog.records if "heartbeat" in record.message] == [
+        f"The heartbeat file {heart} cannot be written: [Errno 2] No such file or directory: '{heart}'."
     ]
+
+
+class Clock:
+    """Stands for the clock of `heartbeat.Watch`."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
+
+    def look(self, watch, seconds: float, every_s: float = heartbeat.LOOK_S) -> bool:
+        """Looks every so often, for that time; returns the last answer."""
+        late = False
+        for _ in range(int(seconds / every_s)):
+            self.now += every_s
+            late = watch.is_late()
+        return late
+
+
+def at(file: Path, seconds: float) -> None:
+    file.touch()
+    os.utime(file, (seconds, seconds))
+
+
+def test_a_heartbeat_that_stops_is_late_after_its_timeout(tmp_path, monkeypatch):
+    clock, file = Clock(monkeypatch), tmp_path / "heart"
+    watch = heartbeat.Watch(file, 3.0)
+    assert not clock.look(watch, 100)  # There was no first heartbeat yet.
+    at(file, 1000)
+    assert not clock.look(watch, 3.0) and watch.quiet_s == 2.5
+    assert clock.look(watch, 0.5)
+    at(file, 1)  # The clock was set: any change is a heartbeat.
+    assert not clock.look(watch, 3.0)
+    assert clock.look(watch, 0.5)
+
+
+def test_without_a_timeout_no_heartbeat_is_late(tmp_path, monkeypatch):
+    clock, file = Clock(monkeypatch), tmp_path / "heart"
+    watch = heartbeat.Watch(file, 0)
+    at(file, 1000)
+    assert not clock.look(watch, 1000) and watch.quiet_s == 999.5
+
+
+def test_a_supervisor_that_was_suspended_blames_nobody(tmp_path, monkeypatch):
+    clock, file = Clock(monkeypatch), tmp_path / "heart"
+    watch = heartbeat.Watch(file, 60.0)
+    at(file, 1000)
+    assert not clock.look(watch, 7200, every_s=3600) and watch.quiet_s == 1.0

@@ -222,7 +222,7 @@ def test_a_stopped_process_is_named_and_the_group_ends(launch):
     files = launch.wait_for(2)
     os.kill(int(files[1].read_text()), signal.SIGSTOP)
     code, _, err = launch.finish()
-    assert code == 124 and "worker 1: gave no sign of life for 2 s" in err
+    assert code == 124 and "worker 1: no heartbeat for 2 s" in err
     launch.gone_after()
 
 

@@ -1,4 +1,4 @@
-"""The launcher's small parts: frames, ports, restarts, the screen, GPUs, the family tree of processes."""
+"""The launcher's small parts: frames, ports, the screen, GPUs, the process tree."""
 
 import itertools
 import os
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tfgpu.launch import frames, machine, processes
 from tfgpu.launch.ports import Ports
-from tfgpu.launch.restarts import Restarts
 from tfgpu.launch.screen import Screen, default_folder
 
 # Messages
@@ -64,21 +63,6 @@ def test_a_port_in_use_is_not_given(monkeypatch):
         monkeypatch.setattr("tfgpu.launch.ports._candidates", lambda: [ports.numbers[0]])
         with pytest.raises(RuntimeError, match="no 1 free TCP ports"):
             Ports(1)
-
-
-# Restarts
-
-
-def test_waits_double_up_to_a_limit_and_the_budget_ends():
-    restarts = Restarts(most=7)
-    assert [restarts.after(1) for _ in range(8)] == [1, 2, 4, 8, 16, 30, 30, None]
-
-
-@pytest.mark.parametrize(("code", "expected"), [(0, None), (2, None), (75, 0.0), (1, 1.0), (124, 1.0), (-9, 1.0)])
-def test_which_ends_are_followed_by_a_start(code, expected):
-    restarts = Restarts(most=1)
-    assert restarts.after(code) == expected
-    assert restarts.made == (expected == 1.0)
 
 
 # The screen
@@ -236,14 +220,16 @@ def test_ends_in_words():
 
 
 @pytest.mark.processes
-def test_a_supervisor_that_hears_nothing_for_too_long_ends_its_processes():
-    command = [sys.executable, "-m", "tfgpu.launch.remote"]
+def test_a_supervisor_that_hears_nothing_for_too_long_ends_its_processes(tmp_path):
+    (tmp_path / "given").mkdir()
+    command = [sys.executable, "-m", "tfgpu.launch.remote", "--grace=0", tmp_path / "given"]
     node = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     task = {"id": 0, "command": ["sleep", "300"], "environment": {}}
     node.stdin.write(frames.encode({"do": "start", "tasks": [task], "lost_s": 1.0}))
     node.stdin.flush()
     try:
         assert node.wait(30) == 0  # Its standard input is open all the time.
+        assert not (tmp_path / "given").exists()
     finally:
         node.kill()
         node.communicate()

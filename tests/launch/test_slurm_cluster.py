@@ -110,7 +110,7 @@ def test_to_leave_without_saving_spends_a_restart(cluster, tmp_path):
         subprocess.run(["scancel", "--signal=TERM", run.id], check=True)
     assert run.wait() == 143
     assert (run.facts()["JobState"], run.facts()["Restarts"]) == ("FAILED", "1")
-    assert "all 1 are spent" in run.log()
+    assert "all 1 are used" in run.log()
 
 
 def test_scancel_ends_it_for_good_and_leaves_nothing(cluster, tmp_path):

@@ -43,7 +43,7 @@ GOOD = Record(0, 20.0)
 )
 def test_endings(records, step_code, code, rank, asked):
     found = ending(records, step_code)
-    assert (found.code, found.rank, found.asked) == (code, rank, asked)
+    assert (found.code, found.member, found.asked) == (code, rank, asked)
 
 
 def test_with_parameter_servers_the_chief_decides():

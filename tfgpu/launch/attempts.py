@@ -1,34 +1,36 @@
-"""A job from its first attempt to its last: the group is started again as a whole, on fresh ports."""
+"""A job that `tfgpu launch` runs here or over ssh, with its output and its signals on the terminal."""
 
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from tfgpu.errors import InputError
 from tfgpu.launch import layout
-from tfgpu.launch.group import Ending, Group, Member, Plan
+from tfgpu.launch.group import Group, Member, Plan
 from tfgpu.launch.job import Job
 from tfgpu.launch.link import Link
+from tfgpu.launch.plan import planned
 from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT, Restarts
 from tfgpu.launch.screen import Screen
 from tfgpu.launch.signals import Signals
+from tfgpu.launch.supervisor import Ending, supervise
 
 GRACE_S = 30.0
 """Seconds that processes have to save, when they are asked to end while all is well."""
+ANSWER_S = 60.0
+"""Seconds for the nodes to answer."""
 RUNNER = (sys.executable, "-m", "tfgpu.run")
+_SAVED = "What a Checkpoint has saved stays, and the same command goes on from it"
 
 
-def supervise(
+def run(
     job: Job,
     connect: Callable[[], Sequence[Link]],
     nodes: Sequence[str],
     *,
     runner: Sequence[str],
     grace_s: float,
-    environ: dict[str, str],
+    environ: Mapping[str, str],
     directory: str | None = None,
 ) -> int:
     """Runs a job until it is done, or until no restart is left for it.
@@ -48,35 +50,96 @@ def supervise(
     tasks = layout.tasks(job, len(nodes))
     members = [_member(job, task) for task in tasks]
     screen = Screen([member.name for member in members], job.logs)
-    restarts = Restarts(job.max_restarts)
-    attempt = 0
+
+    def plan(attempt: int) -> Plan:
+        return planned(
+            job, tasks, attempt, lambda _: [*runner, job.script, *job.arguments], environ=environ, directory=directory
+        )
+
     try:
         with Signals() as signals:
+            terminal = Terminal(job, members, connect, plan, screen, signals, grace_s)
             _introduce(screen, job, members, nodes)
-            while True:
-                attempt += 1
-                began_at = time.monotonic()
-                screen.begin(attempt)
-                plan = _plan(job, tasks, nodes, attempt, runner, environ, directory)
-                ending = _attempt(
-                    members, connect, plan, screen, signals, restarts, grace_s=grace_s, silence_s=job.silence_s
-                )
-                if ending.asked and ending.code not in (0, PREEMPTED):
-                    screen.say(f"Ended. {_SAVED}.")
-                    return 128 + signals.first  # whichever came first, the signal or a process's own end
-                wait = None if ending.asked else restarts.after(ending.code, time.monotonic() - began_at)
-                if wait is None:
-                    _explain(screen, ending.code, ending.asked, restarts)
-                    return ending.code
-                screen.say(f"Attempt {attempt + 1} starts in {wait:g} s ({restarts}).")
-                signals.wait(wait)
-                if signals.first is not None:
-                    return 128 + signals.first
-    except BrokenPipeError:  # Whoever read our output has enough, as after `| head`.
+            return terminal.exit_code(supervise(terminal, terminal.restarts))
+    except BrokenPipeError:  # The reader of our output has left, as after `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE
     finally:
         screen.close()
+
+
+class Terminal:
+    """The engine of `tfgpu launch` on this machine and over ssh.
+
+    Args:
+        job: what to run.
+        members: its processes.
+        connect: starts a supervisor on each node.
+        plan: makes the plan of an attempt.
+        screen: where output goes.
+        signals: Ctrl-C and the like.
+        grace_s: seconds for processes that are asked to end while all is well.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        members: Sequence[Member],
+        connect: Callable[[], Sequence[Link]],
+        plan: Callable[[int], Plan],
+        screen: Screen,
+        signals: Signals,
+        grace_s: float,
+    ):
+        self.restarts = Restarts(job.max_restarts)
+        self._members, self._connect, self._plan = members, connect, plan
+        self._screen, self._signals = screen, signals
+        self._limits = {"grace_s": grace_s, "silence_s": job.silence_s, "answer_s": ANSWER_S}
+        self._attempt = 0
+
+    def run(self, attempt: int) -> Ending:
+        """Runs the group once."""
+        self._attempt = attempt
+        self._screen.begin(attempt)
+        links = self._connect()
+        try:
+            plan = self._plan(attempt)
+            return Group(self._members, links, plan, self._screen, self._signals, self.restarts, **self._limits).run()
+        finally:
+            for link in links:
+                link.close()
+
+    def may_restart(self, ending: Ending) -> bool:
+        """A group that was asked to end stays ended."""
+        return not ending.asked
+
+    def restart(self, ending: Ending, wait_s: float | None) -> bool:
+        """Waits for the next attempt, or until a signal comes."""
+        if wait_s is None:
+            self._explain(ending.code)
+            return False
+        self._screen.say(f"Attempt {self._attempt + 1} starts in {wait_s:g} s ({self.restarts}).")
+        self._signals.wait(wait_s)
+        return self._signals.first is None
+
+    def exit_code(self, ending: Ending) -> int:
+        """Returns the launch's exit code, after the last attempt."""
+        if self._signals.first is None or ending.code == 0 or (ending.asked and ending.code == PREEMPTED):
+            return ending.code
+        if ending.asked:
+            self._screen.say(f"Ended. {_SAVED}.")
+        return 128 + self._signals.first  # Whichever came first, the signal or a process's own end.
+
+    def _explain(self, code: int) -> None:
+        """Says why there is no further attempt, where one might have been expected."""
+        if code == WRONG_INPUT:
+            if self.restarts.most:
+                words = "is wrong input, which another start cannot mend"
+                self._screen.say(f"Exit code {WRONG_INPUT} {words}.", error=True)
+        elif self.restarts.most:
+            self._screen.say(f"All restarts are used ({self.restarts.most}).", error=True)
+        else:
+            self._screen.say(f"{_SAVED}; --max-restarts N does so by itself.", error=True)
 
 
 def _member(job: Job, task: layout.Task) -> Member:
@@ -88,84 +151,9 @@ def _member(job: Job, task: layout.Task) -> Member:
     return Member(task.name, task.node, counted=task.kind == "chief", may_return=task.kind == "worker")
 
 
-def _attempt(
-    members: Sequence[Member],
-    connect: Callable[[], Sequence[Link]],
-    plan: Plan,
-    screen: Screen,
-    signals: Signals,
-    restarts: Restarts,
-    **limits: float,
-) -> Ending:
-    links = connect()
-    try:
-        return Group(members, links, plan, screen, signals, restarts, **limits).run()
-    finally:
-        for link in links:
-            link.close()
-
-
-def _plan(
-    job: Job,
-    tasks: Sequence[layout.Task],
-    nodes: Sequence[str],
-    attempt: int,
-    runner: Sequence[str],
-    environ: dict[str, str],
-    directory: str | None,
-) -> Plan:
-    """Makes the function that decides what to start, once the nodes have said what they have."""
-    common = {
-        "PYTHONUNBUFFERED": "1",
-        "TFGPU_ATTEMPT": str(attempt),
-        "TFGPU_STARTUP_TIMEOUT": f"{job.startup_timeout_s:g}",
-    }
-
-    def plan(facts: Sequence[dict[str, Any]], ports: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        places = [
-            layout.Place(name, each["address"], each["cpus"], tuple(each["gpus"]))
-            for name, each in zip(nodes, facts, strict=True)
-        ]
-        _check_addresses(places)
-        left = [iter(each) for each in ports]
-        own = {task: next(left[task.node]) for task in tasks}
-        found = layout.environments(job, tasks, places, own, environ)
-        command = [*runner, job.script, *job.arguments]
-        return [
-            {"command": command, "directory": directory, "environment": {**common, **found[task]}} for task in tasks
-        ]
-
-    return plan
-
-
-def _check_addresses(places: Sequence[layout.Place]) -> None:
-    local = [place for place in places if place.address == "::1" or place.address.startswith("127.")]
-    if local and len(local) < len(places):
-        others = next(place.name for place in places if place not in local)
-        raise InputError(
-            f"{local[0].name} is reached at {local[0].address}, where {others} cannot reach it. "
-            "Name every node as the others know it, not as localhost."
-        )
-
-
 def _introduce(screen: Screen, job: Job, members: Sequence[Member], nodes: Sequence[str]) -> None:
     for number, node in enumerate(nodes):
         if node:
             screen.say(f"{node}: {', '.join(member.name for member in members if member.node == number)}")
     if job.logs:
         screen.say(f"Log files: {job.logs}")
-
-
-_SAVED = "What a Checkpoint has saved stays, and the same command goes on from it"
-
-
-def _explain(screen: Screen, code: int, asked: bool, restarts: Restarts) -> None:
-    """Says why there is no further attempt, where one might have been expected."""
-    if asked or code == 0 or (code == WRONG_INPUT and not restarts.most):
-        return
-    if not restarts.most:
-        screen.say(f"{_SAVED}; --max-restarts N does so by itself.", error=True)
-    elif code == WRONG_INPUT:
-        screen.say(f"Exit code {WRONG_INPUT} is wrong input, which another start cannot mend.", error=True)
-    else:
-        screen.say(f"All restarts are used ({restarts.most}).", error=True)

@@ -1,24 +1,33 @@
 """One process of a group, as the supervisor of its node sees it."""
 
-import contextlib
 import os
 import signal
 import subprocess
 from pathlib import Path
 
-from tfgpu.launch import processes
+from tfgpu.launch import heartbeat, processes
+from tfgpu.launch.functions.reports import REPORTS
+
+STDOUT, STDERR, REPORT, RESULT = 1, 2, 3, 4
+"""The streams of a process: what it prints, what it reports, and what its function returned."""
 
 
 class Child:
-    """A process with pipes, and a file that it may touch as a sign of life.
+    """A process with pipes and a heartbeat file.
 
     Args:
         id: the launcher's number for it.
         command: program and arguments.
         environment: variables besides this process's own.
-        heart: the file. TFGPU_HEARTBEAT names it.
+        heart: the heartbeat file, which TFGPU_HEARTBEAT names.
         directory: where it runs; None: here.
-        silence_s: seconds without a sign of life, once there was one, after which it counts as silent; 0: never.
+        silence_s: the heartbeat timeout in seconds; 0: none.
+        reports: whether it gets a pipe for its reports.
+
+    Attributes:
+        code: its exit code, negative for a signal; None while it runs.
+        streams: the number of the stream by the file descriptor of its pipe.
+        watch: its heartbeat.
     """
 
     def __init__(
@@ -29,38 +38,49 @@ class Child:
         heart: Path,
         directory: str | None = None,
         silence_s: float = 0.0,
+        reports: bool = False,
     ):
-        self.id, self.code, self.streams = id, None, {}
+        self.id, self.code = id, None
+        self.streams: dict[int, int] = {}
+        self.watch = heartbeat.Watch(heart, silence_s)
         self._command, self._directory = command, directory
-        self._environment = {**environment, "TFGPU_HEARTBEAT": str(heart)}
-        self._heart, self._silence_s = heart, silence_s
-        self._beat_at, self._reported = None, False
-        self.quiet_s = 0.0  # since the last sign of life; 0 before the first
+        self._environment = {**environment, heartbeat.HEARTBEAT: str(heart)}
+        self._reports = reports
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Starts it in a session of its own, so that no terminal's Ctrl-C reaches it before the launcher's word.
+        """Starts it in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone.
 
         Raises:
             OSError: there is no such program or directory.
         """
-        self._heart.unlink(missing_ok=True)  # Of one that ran in its place before.
+        self.watch.path.unlink(missing_ok=True)  # Left by one that ran in its place.
         supervisor = os.getpid()
-        self._process = subprocess.Popen(
-            self._command,
-            env={**os.environ, **self._environment},
-            cwd=self._directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            # Safe, since the supervisor has one thread.
-            preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, supervisor),
-        )
-        for number, stream in ((1, self._process.stdout), (2, self._process.stderr)):
-            os.set_blocking(stream.fileno(), False)
-            self.streams[stream.fileno()] = number
+        reports, reporting = os.pipe() if self._reports else (-1, -1)
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                env={**os.environ, **self._environment, **({REPORTS: str(reporting)} if self._reports else {})},
+                cwd=self._directory,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=(reporting,) if self._reports else (),
+                # Safe, since the supervisor has one thread.
+                preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, supervisor),
+            )
+            self.streams = {self._process.stdout.fileno(): STDOUT, self._process.stderr.fileno(): STDERR}
+        except BaseException:
+            for end in (reports, reporting) if self._reports else ():
+                os.close(end)
+            raise
+        if self._reports:
+            os.close(reporting)
+            self.streams[reports] = REPORT
+        for pipe in self.streams:
+            os.set_blocking(pipe, False)
 
     @property
     def pid(self) -> int:
@@ -74,32 +94,15 @@ class Child:
         """Notes its exit code, which the supervisor has collected for all its children."""
         self.code = self._process.returncode = code
 
-    def close(self, stream: int) -> None:
-        """Closes a pipe that has come to its end."""
-        number = self.streams.pop(stream)
-        (self._process.stdout if number == 1 else self._process.stderr).close()
+    def close(self, pipe: int) -> None:
+        """Closes a pipe at its end."""
+        stream = self.streams.pop(pipe)
+        if stream == REPORT:
+            os.close(pipe)
+        else:
+            (self._process.stdout if stream == STDOUT else self._process.stderr).close()
 
     def send(self, number: int) -> None:
         """Signals the process alone: its helpers (of a data loader, say) must live while it saves."""
         if self.runs:
             processes.send(self.pid, number)
-
-    def is_silent(self, passed_s: float) -> bool:
-        """Looks for a new sign of life; says once that there has been none for too long.
-
-        The file's time is compared with what it was, not with a clock: a clock may be set while a run lasts.
-
-        Args:
-            passed_s: seconds since the last look.
-        """
-        beat_at = None
-        with contextlib.suppress(OSError):
-            beat_at = self._heart.stat().st_mtime_ns
-        if beat_at is None or beat_at != self._beat_at:
-            self._beat_at, self.quiet_s = beat_at, 0.0
-            return False
-        self.quiet_s += passed_s
-        if not self._silence_s or self.quiet_s < self._silence_s or self._reported:
-            return False
-        self._reported = True
-        return True

@@ -1,10 +1,14 @@
-"""The end of a worker's process under an engine, at once when its script is done."""
+"""`python -m tfgpu.launch.ending SCRIPT ARGS`: `python -m tfgpu.run`, in a process that ends when its script is done.
+
+The interpreter would first destroy its objects, which can block for ever.
+"""
 
 import atexit
 import contextlib
 import gc
 import io
 import os
+import runpy
 import sys
 import threading
 from collections.abc import Callable
@@ -12,7 +16,7 @@ from typing import NoReturn
 
 _FLUSH_S = 10.0
 _LOST_OUTPUT = 120
-"""Exit code of an interpreter that could not write its standard output to the end."""
+"""Exit code of an interpreter that could not flush its standard output."""
 
 
 def end_with(main: Callable[[], object]) -> NoReturn:
@@ -38,10 +42,10 @@ def end_with(main: Callable[[], object]) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process as the interpreter would, but without taking its objects apart.
+    """Ends this process as the interpreter would, but without destroying its objects.
 
-    tf.data's threads that call Python functions meanwhile are lost there, and a data set that is taken apart waits
-    for them for ever. Python's open files are written to their end; what a `__del__` or C++ would write is not.
+    tf.data's threads cannot call Python functions at that stage, and destroying a dataset waits for them for ever.
+    Python's open files are flushed; what a `__del__` or C++ would write is lost.
     """
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -51,9 +55,9 @@ def leave(code: int) -> NoReturn:
                 stream.flush()
     except (OSError, ValueError) as error:
         with contextlib.suppress(Exception):
-            print(f"The output could not be written to its end: {error}", file=sys.stderr)
+            print(f"The output could not be flushed: {error}", file=sys.stderr)
         code = code or _LOST_OUTPUT
-    # Another thread may hold a file for ever, in a write that waits.
+    # Another thread may hold a file for ever, in a write that blocks.
     flushing = threading.Thread(target=_flush_files, daemon=True)
     flushing.start()
     flushing.join(_FLUSH_S)
@@ -82,3 +86,7 @@ def _close_compressed(file: io.IOBase) -> None:
 def _flush_buffers(file: io.IOBase) -> None:
     if isinstance(file, (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)):
         file.flush()
+
+
+if __name__ == "__main__":
+    end_with(lambda: runpy.run_module("tfgpu.run", run_name="__main__", alter_sys=True))

@@ -1,10 +1,11 @@
-"""A supervised group: all processes of one attempt, from their start to the end of the last one, on whatever nodes.
+"""One attempt of a group: its processes on all nodes, from the first start to the last exit.
 
-The first bad exit ends the group: SIGTERM, a grace, SIGKILL. So does a process that gives no sign of life any more, a
-node that is lost, and a signal to the launcher.
+The first failure ends the group: SIGTERM, a grace period, SIGKILL. So does a heartbeat timeout, a lost node, and a
+signal to the launcher.
 """
 
 import functools
+import math
 import selectors
 import signal
 import time
@@ -14,18 +15,19 @@ from typing import Any
 
 from tfgpu.launch import processes
 from tfgpu.launch.link import Link
-from tfgpu.launch.restarts import PREEMPTED, SILENT, WRONG_INPUT, Restarts
+from tfgpu.launch.restarts import HEARTBEAT_TIMEOUT, PREEMPTED, WRONG_INPUT, Restarts
 from tfgpu.launch.screen import Screen
 from tfgpu.launch.signals import Signals
+from tfgpu.launch.supervisor import Ending
 
 FAILURE_GRACE_S = 0.5
-"""Seconds between SIGTERM and SIGKILL after a failure: the others wait for the dead one, and cannot save."""
+"""Seconds between SIGTERM and SIGKILL after a failure: the others are blocked in a collective and cannot save."""
 UNKILLABLE_S = 10.0
-"""Seconds after the grace until a supervisor that has not ended its processes is given up."""
+"""Seconds after the grace period until a node that has not ended its processes is given up."""
 PING_S = 5.0
 _WORDS = 4
 LOST_S = 60.0
-"""Seconds without a word from the launcher after which the supervisor of another machine ends its processes."""
+"""Seconds without a message from the launcher after which the supervisor of another machine ends its processes."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +49,8 @@ class Member:
     may_finish: bool = False
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How an attempt ended.
-
-    Attributes:
-        code: the exit code of the launch, unless another attempt follows.
-        asked: whether the launcher itself was asked to end, by a signal.
-    """
-
-    code: int
-    asked: bool = False
-
-
 Plan = Callable[[Sequence[dict[str, Any]], Sequence[Sequence[int]]], Sequence[dict[str, Any]]]
-"""From the facts of each node and its ports to what each member needs: `command`, `environment`, `directory`."""
+"""Maps the facts and ports of the nodes to each member's `command`, `environment`, `directory` and `reports`."""
 
 
 class Group:
@@ -73,9 +62,9 @@ class Group:
         plan: what to start, once the nodes have answered.
         screen: where output goes.
         signals: Ctrl-C and the like.
-        restarts: what is left, for members that return alone.
+        restarts: the restart policy, for members that return alone.
         grace_s: seconds for processes that are asked to end while all is well.
-        silence_s: seconds without a sign of life.
+        silence_s: the heartbeat timeout in seconds; 0: none.
         answer_s: seconds for the nodes to answer.
     """
 
@@ -90,7 +79,7 @@ class Group:
         *,
         grace_s: float,
         silence_s: float,
-        answer_s: float = 60.0,
+        answer_s: float = math.inf,
     ):
         self._members, self._links, self._plan = members, links, plan
         self._screen, self._signals, self._restarts = screen, signals, restarts
@@ -99,26 +88,39 @@ class Group:
         self._codes: dict[int, int] = {}
         self._specs: Sequence[dict[str, Any]] = ()
         self._returns: dict[int, float] = {}  # Members that are to start again alone, and when.
-        self._quiet: dict[int, float] = {}  # Members without a sign of life, and since when.
+        self._started_at: dict[int, float] = {}
+        self._quiet: dict[int, float] = {}  # Members without a heartbeat, and since when.
         self._news: list[tuple[int, int, str]] = []  # Member, code, words: of ends that nobody asked for.
         self._killed = self._may_save = False
         self._code: int | None = None  # Set: the group has been told to end, and this is why.
+        self._guilty: int | None = None
         self._done_at = 0.0
         self._give_up_at, self._begun_at, self._pinged_at = 0.0, time.monotonic(), 0.0
 
     def run(self) -> Ending:
-        """Starts the processes and returns when none is left."""
+        """Starts the processes, and returns when none is left."""
         self._selector.register(self._signals.woken, selectors.EVENT_READ, self._signals.empty)
         for link in self._links:
             self._selector.register(link.messages, selectors.EVENT_READ, functools.partial(self._receive, link))
-            self._selector.register(link.complaints, selectors.EVENT_READ, functools.partial(self._complain, link))
+            if link.complaints is not None:
+                self._selector.register(link.complaints, selectors.EVENT_READ, functools.partial(self._complain, link))
+        self._serve()
+        self._selector.close()
+        return self._ending()
+
+    def stop(self) -> None:
+        """Ends the processes after an error of the launcher's own."""
+        self._code = 1 if self._code is None else self._code
+        self._end(self._grace_s)
+        self._serve()
+        self._selector.close()
+
+    def _serve(self) -> None:
         while not all(link.ended for link in self._links):
             for key, _ in self._selector.select(0.5):
                 key.data()
             self._judge()
             self._tend()
-        self._selector.close()
-        return self._ending()
 
     # What comes
 
@@ -142,7 +144,7 @@ class Group:
                 self._screen.say(f"{_where(link)}: {line}")
 
     def _on_hello(self, link: Link, _: bytes, **facts: Any) -> None:
-        link.facts = facts
+        link.facts = {"name": link.node, **facts}
         node = self._links.index(link)
         link.send("reserve", count=sum(member.node == node for member in self._members))
 
@@ -168,8 +170,8 @@ class Group:
             self._screen.say(f"The supervisor on {_where(link)} was told to end ({name}); all end.", error=True)
             self._end(self._grace_s)
 
-    def _on_silent(self, _: Link, data: bytes, id: int) -> None:
-        self._news.append((id, SILENT, f"gave no sign of life for {self._silence_s:g} s"))
+    def _on_late(self, _: Link, data: bytes, id: int) -> None:
+        self._news.append((id, HEARTBEAT_TIMEOUT, f"no heartbeat for {self._silence_s:g} s"))
 
     def _on_quiet(self, _: Link, data: bytes, id: int, seconds: float) -> None:
         self._quiet.pop(id, None)
@@ -193,6 +195,7 @@ class Group:
             link.send("start", tasks=tasks, lost_s=LOST_S if link.pings else None)
 
     def _task(self, id: int) -> dict[str, Any]:
+        self._started_at[id] = time.monotonic()
         return {"id": id, "silence_s": self._silence_s, **self._specs[id]}
 
     def _judge(self) -> None:
@@ -221,11 +224,12 @@ class Group:
         self._end(self._grace_s if open_ids else 0.0)
 
     def _replace(self) -> bool:
-        """Lets members return that may; says whether that was all that had happened."""
+        """Schedules the return of members that may return alone; returns whether nothing else had happened."""
         left = []
         for id, code, words in self._news:
-            member = self._members[id]
-            wait = self._restarts.after(code) if member.may_return and id in self._codes else None
+            member, wait = self._members[id], None
+            if member.may_return and id in self._codes:
+                wait = self._restarts.after(code, time.monotonic() - self._started_at[id])
             if wait is None:
                 left.append((id, code, words))
                 continue
@@ -253,7 +257,7 @@ class Group:
         self._end(self._grace_s, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _blame(self, id: int, code: int, words: str) -> None:
-        self._code = processes.as_exit_code(code)
+        self._code, self._guilty = processes.as_exit_code(code), id
         name, path = self._members[id].name, self._screen.path(id)
         link = self._links[self._members[id].node]
         where = f" on {link.node}" if link.node else ""
@@ -267,7 +271,7 @@ class Group:
             self._screen.say(f"Before that, {', '.join(before)} had ended with exit code 0.", error=True)
         for other, since in self._quiet.items():
             if other != id:
-                words = f"had given no sign of life for {time.monotonic() - since:.0f} s"
+                words = f"had sent no heartbeat for {time.monotonic() - since:.0f} s"
                 self._screen.say(f"Before that, {self._members[other].name} {words}.", error=True)
         lines = self._screen.last(id)
         if lines:
@@ -279,8 +283,10 @@ class Group:
         link.ended = True
         self._screen.say(_loss(link), error=True)
         if self._code is None:
-            self._code = 1
-            self._end(FAILURE_GRACE_S)
+            self._code = link.loss_code
+            node = self._links.index(link)
+            self._guilty = next((id for id, member in enumerate(self._members) if member.node == node), None)
+            self._end(self._grace_s if self._code == PREEMPTED else FAILURE_GRACE_S)
 
     def _end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
         self._give_up_at = time.monotonic() + grace_s + UNKILLABLE_S
@@ -305,15 +311,15 @@ class Group:
             for link in self._links:
                 if not link.ended:
                     link.ended = True
-                    self._screen.say(f"{_where(link)} has not ended its processes; it is left to itself.", error=True)
+                    self._screen.say(f"{_where(link)} has not ended its processes; it is given up.", error=True)
 
     def _ending(self) -> Ending:
         asked = self._signals.first is not None
         if self._may_save:
             counted = [self._codes.get(id) for id, member in enumerate(self._members) if member.counted]
             if all(code in (0, PREEMPTED) for code in counted):
-                return Ending(max(counted), asked)
-        return Ending(self._code, asked)
+                return Ending(max(counted), asked=asked)
+        return Ending(self._code, self._guilty, asked)
 
 
 def _where(link: Link) -> str:
@@ -321,8 +327,7 @@ def _where(link: Link) -> str:
 
 
 def _loss(link: Link) -> str:
-    words = "; ".join(link.last_words()[-_WORDS:]) or "nothing was said"
+    words = "; ".join(link.last_words()[-_WORDS:]) or "no message"
     if link.begun:
         return f"The connection to the supervisor on {_where(link)} was lost ({words})."
-    hint = f" See that `ssh {link.node} true` works without a question." if link.node else ""
-    return f"No supervisor could be started on {_where(link)}: {words}.{hint}"
+    return f"No supervisor could be started on {_where(link)}: {words}.{link.hint}"

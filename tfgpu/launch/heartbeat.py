@@ -1,29 +1,32 @@
-"""A sign of life: while the process runs, a file is touched every second; a stopped process touches nothing.
+"""Heartbeats: a process touches a file every second, and its supervisor watches the file for a timeout.
 
-A supervisor names the file in TFGPU_HEARTBEAT and looks at its time. It tells a process that lives from one that is
-stopped (SIGSTOP) or whose machine hangs, not one that trains from one that waits.
+The supervisor names the file in TFGPU_HEARTBEAT. Heartbeats stop when the process is stopped (SIGSTOP) or its machine
+hangs; a process that waits for its peers still sends them.
 """
 
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 
 HEARTBEAT = "TFGPU_HEARTBEAT"
 PERIOD_S = 1.0
+LOOK_S = 0.5
+"""Seconds between two looks at a heartbeat."""
 _log = logging.getLogger(__name__)
 
 
 def beat(path: str | os.PathLike | None = None, *, period_s: float = PERIOD_S) -> threading.Event | None:
-    """Starts to touch a file, from a thread that ends with the process.
+    """Starts the heartbeat, in a thread that ends with the process.
 
     Args:
-        path: the file, made where it is missing; its folder must be there. `None` takes TFGPU_HEARTBEAT, and does
-            nothing where that is not set.
-        period_s: seconds between two touches.
+        path: the file, created if missing; its directory must exist. None takes TFGPU_HEARTBEAT, and does nothing
+            where that is not set.
+        period_s: seconds between two heartbeats.
 
     Returns:
-        What ends it when set; None where there is nothing to touch.
+        An event that stops the heartbeat; None where there is none.
 
     Example:
         >>> import tempfile
@@ -49,11 +52,45 @@ def beat(path: str | os.PathLike | None = None, *, period_s: float = PERIOD_S) -
 
 
 def _touch(file: Path, *, say: bool) -> bool:
-    """Touches once; a disk that is full or gone is said once, and is no reason to end a training."""
+    """Touches the file once. A full or missing disk is logged once, and ends no training."""
     try:
         file.touch()
     except OSError as error:
         if say:
-            _log.warning("The sign of life %s cannot be given: %s.", file, error)
+            _log.warning("The heartbeat file %s cannot be written: %s.", file, error)
         return False
     return True
+
+
+class Watch:
+    """Watches the heartbeat file of one process.
+
+    Only changes of the file's time count, not its distance from a clock, which may be set during a run. Between two
+    looks at most a second counts: a supervisor that was suspended itself saw no heartbeats of others.
+
+    Args:
+        path: the file.
+        timeout_s: seconds without a heartbeat after the first one; 0: no timeout.
+
+    Attributes:
+        quiet_s: seconds since the last heartbeat; 0 before the first.
+    """
+
+    def __init__(self, path: Path, timeout_s: float):
+        self.path, self.quiet_s = path, 0.0
+        self._timeout_s, self._seen = timeout_s, None
+        self._looked_at = time.monotonic()
+
+    def is_late(self) -> bool:
+        """Looks at the file. Call it every `LOOK_S`."""
+        now = time.monotonic()
+        passed_s, self._looked_at = min(now - self._looked_at, 2 * LOOK_S), now
+        try:
+            seen = self.path.stat().st_mtime_ns
+        except OSError:
+            seen = None
+        if seen is None or seen != self._seen:
+            self._seen, self.quiet_s = seen, 0.0
+        else:
+            self.quiet_s += passed_s
+        return 0 < self._timeout_s <= self.quiet_s

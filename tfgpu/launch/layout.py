@@ -74,13 +74,20 @@ def tasks(job: Job, nodes: int = 1) -> list[Task]:
 
 
 def environments(
-    job: Job, tasks: Sequence[Task], places: Sequence[Place], ports: Mapping[Task, int], environ: Mapping[str, str]
+    job: Job,
+    tasks: Sequence[Task],
+    places: Sequence[Place],
+    ports: Mapping[Task, int],
+    environ: Mapping[str, str],
+    *,
+    is_engine: bool = False,
 ) -> dict[Task, dict[str, str]]:
     """Gives each task the variables that tell it who it is and what it may use.
 
     Args:
         ports: the TCP port of each task, on its node.
-        environ: the user's own variables; numbers of threads that stand there are left alone.
+        environ: the user's own variables; a number of threads that is set there is kept.
+        is_engine: whether a single task gets a TF_CONFIG too: its engine's variables may describe another cluster.
 
     Raises:
         InputError: a node has fewer GPUs than its workers would need.
@@ -94,7 +101,7 @@ def environments(
         threads = {name: share for name, share in shares.items() if name not in environ}
         for task in here:
             found[task] = threads | graphics.get(task, _no_gpu(place)) | job.environment
-            if len(tasks) > 1:
+            if len(tasks) > 1 or is_engine:
                 place_in_it = {"cluster": addresses, "task": {"type": task.kind, "index": task.index}}
                 found[task]["TF_CONFIG"] = json.dumps(place_in_it)
     return found

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfgpu.launch import frames
@@ -18,11 +18,21 @@ class Link:
     Args:
         node: as the user calls it; `""` for this machine.
         command: starts the supervisor, with its messages on standard input and output.
-        pings: whether to give signs of life, where the connection may be lost without a word.
+        pings: whether to send pings, where the connection may be lost without an error.
+        environment: variables of the supervisor; None: this process's own.
+
+    Attributes:
+        loss_code: the exit code of an attempt whose connection is lost.
+        hint: what to try where no connection could be made.
     """
 
-    def __init__(self, node: str, command: Sequence[str], *, pings: bool = False):
+    loss_code = 1
+
+    def __init__(
+        self, node: str, command: Sequence[str], *, pings: bool = False, environment: Mapping[str, str] | None = None
+    ):
         self.node, self.pings = node, pings
+        self.hint = f" See that `ssh {node} true` works without a question." if node else ""
         self.ended = False
         self.facts: dict[str, Any] | None = None
         self.ports: list[int] | None = None
@@ -30,6 +40,7 @@ class Link:
         self._reader = frames.Reader(marked=True)
         self._process = subprocess.Popen(
             command,
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -39,7 +50,7 @@ class Link:
         self.messages, self.complaints = self._process.stdout.fileno(), self._process.stderr.fileno()
 
     def send(self, do: str, **facts: Any) -> None:
-        with contextlib.suppress(OSError):  # One that has gone is seen by the end of its messages.
+        with contextlib.suppress(OSError):  # A lost supervisor is noticed by the end of its messages.
             self._process.stdin.write(frames.encode({"do": do, **facts}))
 
     def receive(self) -> list[tuple[dict[str, Any], bytes]] | None:
@@ -57,7 +68,7 @@ class Link:
         return lines
 
     def last_words(self, patience_s: float = 2.0) -> list[str]:
-        """What stood on standard error before the connection ended."""
+        """The last lines on standard error before the connection ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
         os.set_blocking(self.complaints, False)
@@ -72,7 +83,7 @@ class Link:
         return self._reader.begun
 
     def close(self, patience_s: float = 5.0) -> int:
-        """Lets go of the supervisor, which then ends what it has; returns its exit code, or that of ssh."""
+        """Closes the connection, upon which the supervisor ends; returns its exit code, or that of ssh."""
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             with contextlib.suppress(OSError):
                 pipe.close()

@@ -30,8 +30,8 @@ def launch(job: Job, *, grace_s: float = attempts.GRACE_S, runner: Sequence[str]
         runner: the command before the script; the default repairs Keras before it runs the script.
 
     Returns:
-        The exit code: 0 done; that of the process that failed first (128+n for signal n; 124 for one that gave no sign
-        of life); 130 after Ctrl-C.
+        The exit code: 0 done; that of the process that failed first (128+n for signal n; 124 for a
+        heartbeat timeout); 130 after Ctrl-C.
 
     Raises:
         InputError: there is no such script, TF_CONFIG is set already, or the GPUs do not suffice.
@@ -42,7 +42,7 @@ def launch(job: Job, *, grace_s: float = attempts.GRACE_S, runner: Sequence[str]
         tfgpu.errors.InputError: There is no script 'train.py'. Give the path of a Python file.
     """
     check(job)
-    return attempts.supervise(
+    return attempts.run(
         job,
         lambda: [Link("", SUPERVISOR)],
         [""],

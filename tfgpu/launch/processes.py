@@ -1,4 +1,4 @@
-"""What Linux can tell and do about processes: who descends from whom, and that a child dies with its parent."""
+"""Process trees: descendants, orphans, and children that die with their parent."""
 
 import contextlib
 import ctypes
@@ -6,13 +6,15 @@ import os
 import signal
 import time
 
+import psutil
+
 _DEATH_SIGNAL = 1
 _SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent dies, so that none gets out of sight.
+    """Makes this process the parent of every descendant whose own parent dies.
 
     Source: PR_SET_CHILD_SUBREAPER in prctl(2).
     """
@@ -24,7 +26,7 @@ def die_with_parent(number: int, parent: int) -> None:
 
     Args:
         number: the signal.
-        parent: the parent's process id; if that one has gone already, the signal comes now.
+        parent: the parent's process id; if the parent has ended already, the signal comes now.
 
     Source: PR_SET_PDEATHSIG in prctl(2).
     """
@@ -34,32 +36,21 @@ def die_with_parent(number: int, parent: int) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Lists the processes that descend from `root` and still run (zombies do not), in no particular order."""
-    children: dict[int, list[int]] = {}
-    dead = set()
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        with contextlib.suppress(OSError, IndexError):  # It has ended since.
-            with open(f"/proc/{name}/stat", "rb") as file:
-                # The name stands in parentheses and may hold any character.
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-            children.setdefault(int(parent), []).append(int(name))
-            if state in (b"Z", b"X"):
-                dead.add(int(name))
-    found, todo = [], [root]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return [pid for pid in found if pid not in dead]
+    """Lists the running processes that descend from `root`, in no particular order; zombies do not run."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(root).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                    found.append(process.pid)
+    return found
 
 
 def kill_descendants(limit_s: float = 5.0) -> int:
-    """Kills all that descends from this process, until none is left.
+    """Kills all descendants of this process, until none is left.
 
     Args:
-        limit_s: seconds after which it gives up on processes that the kernel does not let go.
+        limit_s: seconds after which it gives up.
 
     Returns:
         How many there were.
@@ -91,7 +82,7 @@ def reap() -> dict[int, int]:
 
 
 def send(pid: int, number: int) -> None:
-    """Sends a signal; a process that has ended needs none."""
+    """Sends a signal; does nothing where the process has ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 

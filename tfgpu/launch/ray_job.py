@@ -1,28 +1,25 @@
-"""Training on a Ray cluster: one actor a worker, in a placement group, TensorFlow in a process of the actor.
+"""Training on a Ray cluster: one actor per worker, in a placement group; TensorFlow runs in a process of the actor.
 
 Source: https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html
 """
 
 import contextlib
-import logging
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError, unknown
-from tfgpu.launch.functions import child
-from tfgpu.launch.functions.child import Ended, Work
 from tfgpu.launch.functions.group import Progress, run_until_done, work_of
+from tfgpu.launch.functions.links import EngineLink
+from tfgpu.launch.functions.relay import Message, Relay, Work
 from tfgpu.launch.job import Job
 from tfgpu.launch.restarts import PREEMPTED
 
 PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
-_LOST = 1
-"""Exit code that stands for a worker whose actor is gone."""
 _WAIT_S = 1.0
-
-_log = logging.getLogger(__name__)
+_CLOSE_S = 10.0
 
 
 def ray_job(
@@ -46,8 +43,8 @@ def ray_job(
 
     Joins the cluster that `RAY_ADDRESS` names, or starts one on this machine, unless `ray.init` was called before.
     Every worker runs `train` in a process of its own with its TF_CONFIG, so that `tfgpu.strategy()` finds the others.
-    The first worker that ends badly, or whose actor dies, ends the group (SIGTERM, grace, SIGKILL). The group starts
-    again, and `train` goes on from its checkpoint, if it keeps one. Nothing is left behind, whatever happens here.
+    The first worker that fails, or whose actor dies, ends the group (SIGTERM, grace period, SIGKILL). The group is
+    restarted, and `train` resumes from its checkpoint, if it keeps one. No process outlives this call.
 
     Args:
         train: a function, the path of a script that all machines see, or a `Job`.
@@ -58,9 +55,9 @@ def ray_job(
         placement: `"SPREAD"` over the machines, `"PACK"` onto few, or one of these with `"STRICT_"` before it.
         max_restarts: how often the group starts again after a failure. A preemption spends none.
         startup_timeout_s: seconds to wait for the resources, for the actors, and for workers to find each other.
-        silence_s: seconds without a sign of life after which a worker counts as stopped.
-        grace_s: seconds between SIGTERM and SIGKILL.
-        logs: folder for a log file of each worker, on its machine; they also go to Ray's logs.
+        silence_s: the heartbeat timeout in seconds; 0: none.
+        grace_s: seconds that workers have to save when they are asked to end while all is well.
+        logs: folder for a log file of each worker, on its machine; the output also goes to Ray's logs.
         environment: variables that every worker gets.
         runtime_env: Ray's own, such as `{"working_dir": "."}`, for the actors.
         on_progress: called here with what the chief reports by `tfgpu.callbacks.Report()` or `tfgpu.launch.report`,
@@ -98,37 +95,44 @@ def ray_job(
         gpus = work.job.gpus_per_worker
         if gpus is None:
             gpus = int(ray.cluster_resources().get("GPU", 0)) // work.job.workers
+        work = dataclasses.replace(work, job=dataclasses.replace(work.job, gpus_per_worker=gpus))
         bundle = {"CPU": cpus_per_worker, **({"GPU": gpus} if gpus else {})}
-        return run_until_done(
-            work, lambda work: _attempt(ray, work, bundle, placement, dict(runtime_env or {}), on_progress)
-        )
+        options = {"num_cpus": cpus_per_worker, "num_gpus": gpus, "runtime_env": dict(runtime_env or {})}
+        return run_until_done(work, lambda _: _connected(ray, work, bundle, placement, options), on_progress)
 
 
 class Worker:
-    """The actor of one worker; Ray runs its methods in threads, so that `stop` need not wait for `news`."""
+    """The actor of one worker. Ray runs its methods in threads, so that `send` need not wait for `receive`."""
 
-    def __init__(self):
-        self._child: child.Child | None = None
-
-    def address(self) -> str:
-        """`host:port` under which the others reach this worker's process."""
+    def start(self, work: Work, rank: int) -> list[Message]:
+        """Starts the worker's supervisor."""
         import ray
 
-        host = ray.util.get_node_ip_address()
-        return f"[{host}]:{child.free_port()}" if ":" in host else f"{host}:{child.free_port()}"
+        self._relay = Relay(work, rank, ray.util.get_node_ip_address())
+        return []
 
-    def start(self, work: Work, cluster: Cluster, gpus: int) -> None:
-        """Starts the process; without GPUs of its own it sees none."""
-        self._child = child.Child(work, cluster, environment={} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+    def receive(self) -> list[Message] | None:
+        """Waits for messages to the launching program; None: the supervisor has ended."""
+        return self._relay.receive()
 
-    def news(self) -> tuple[list[dict], Ended | None]:
-        """Reports, and how the process ended where it has; returns at the latest after some seconds."""
-        return self._child.news(wait_s=5.0)
+    def send(self, do: str, facts: Mapping[str, Any]) -> None:
+        """Passes a message of the launching program."""
+        self._relay.send(do, facts)
 
-    def stop(self) -> None:
-        """Ends the process."""
-        if self._child is not None:
-            self._child.stop()
+    def close(self) -> None:
+        """Ends the supervisor."""
+        self._relay.close()
+
+
+class RayLink(EngineLink):
+    """The connection to a worker's supervisor by the methods of its actor."""
+
+    def __init__(self, rank: int, actor: Any):
+        super().__init__(rank)
+        self.actor = actor
+
+    def send(self, do: str, **facts: Any) -> None:
+        self.actor.send.remote(do, facts)
 
 
 def _ray():
@@ -153,8 +157,9 @@ def _joined(ray):
         ray.shutdown()
 
 
-def _attempt(ray, work: Work, bundle: dict, placement: str, runtime_env: dict, on_progress: Progress | None) -> Ended:
-    """Starts the group once; returns how the chief ended, or the worker that ended badly first."""
+@contextlib.contextmanager
+def _connected(ray, work: Work, bundle: dict, placement: str, options: dict) -> Iterator[list[RayLink]]:
+    """Starts an actor for each worker, with its supervisor; ends them all."""
     count, timeout_s = work.job.workers, work.job.startup_timeout_s
     group = ray.util.placement_group([bundle] * count, strategy=placement)
     actors = []
@@ -163,93 +168,56 @@ def _attempt(ray, work: Work, bundle: dict, placement: str, runtime_env: dict, o
             raise _no_room(ray, bundle, count, placement, timeout_s)
         where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for rank in range(count):
-            options = ray.remote(Worker).options(
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
-                max_concurrency=4,
-                runtime_env=runtime_env,
-                scheduling_strategy=where(group, placement_group_bundle_index=rank),
+            place = where(group, placement_group_bundle_index=rank)
+            actor = ray.remote(Worker).options(max_concurrency=4, scheduling_strategy=place, **options)
+            actors.append(actor.remote())
+        starts = [actor.start.remote(work, rank) for rank, actor in enumerate(actors)]
+        if ray.wait(starts, num_returns=count, timeout=timeout_s)[1]:
+            raise MachineError(
+                f"Ray gave the resources, but its actors did not start within startup_timeout_s={timeout_s:g}. A new "
+                "`runtime_env` may take longer to set up: give it more time, or look at Ray's logs."
             )
-            actors.append(options.remote())
-        return _run(ray, actors, work, bundle.get("GPU", 0), on_progress)
-    finally:
-        _end(ray, actors, work.grace_s)
-        ray.util.remove_placement_group(group)
-
-
-def _run(ray, actors: list, work: Work, gpus: int, on_progress: Progress | None) -> Ended:
-    timeout_s = work.job.startup_timeout_s
-    try:
-        addresses = tuple(_answers(ray, [actor.address.remote() for actor in actors], timeout_s))
-        clusters = [Cluster(workers=addresses, rank=rank, task_index=rank, source="Ray") for rank in range(len(actors))]
-        starts = [a.start.remote(work, cluster, gpus) for a, cluster in zip(actors, clusters, strict=True)]
-        _answers(ray, starts, timeout_s)
-    except ray.exceptions.GetTimeoutError as error:
-        raise MachineError(
-            f"Ray gave the resources, but its actors did not start within startup_timeout_s={timeout_s:g}. A new "
-            "`runtime_env` may take longer to set up: give it more time, or look at Ray's logs."
-        ) from error
-    except _Lost as error:
-        return error.ended
-    return _follow(ray, actors, work.start, on_progress)
-
-
-class _Lost(Exception):
-    """An actor died before its process was started."""
-
-    def __init__(self, ended: Ended):
-        super().__init__()
-        self.ended = ended
-
-
-def _answers(ray, calls: list, timeout_s: float) -> list:
-    """What the actors answer, each to its call."""
-    ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
-    found = []
-    for rank, call in enumerate(calls):
-        try:
-            found.append(ray.get(call, timeout=0))
-        except ray.exceptions.RayActorError as error:
-            raise _Lost(_lost(error, rank)) from error
-    return found
-
-
-def _follow(ray, actors: list, start: int, on_progress: Progress | None) -> Ended:
-    """Passes reports on until all workers are done, or one has ended badly."""
-    pending, chief = {actor.news.remote(): rank for rank, actor in enumerate(actors)}, None
-    while pending:
-        ready, _ = ray.wait(list(pending), timeout=_WAIT_S)
-        for call in ready:
-            rank = pending.pop(call)
-            try:
-                reports, ended = ray.get(call)
-            except ray.exceptions.RayActorError as error:
-                return _lost(error, rank)
-            for report in reports if on_progress is not None else ():
-                on_progress({"start": start, **report})
-            if ended is None:
-                pending[actors[rank].news.remote()] = rank
-            elif ended.code != 0:
-                return ended
-            elif rank == 0:
-                chief = ended
-    return chief
-
-
-def _lost(error, rank: int) -> Ended:
-    """How a worker ended whose actor died: Ray knows whether its machine was taken away on purpose."""
-    code = PREEMPTED if getattr(error, "preempted", False) else _LOST
-    return Ended(rank, code, lines=tuple(str(error).splitlines()))
-
-
-def _end(ray, actors: list, grace_s: float) -> None:
-    stops = [actor.stop.remote() for actor in actors]
-    try:
-        if stops:
-            ray.wait(stops, num_returns=len(stops), timeout=grace_s + 5)
+        links = [RayLink(rank, actor) for rank, actor in enumerate(actors)]
+        with _pumped(ray, dict(zip(starts, links, strict=True))):
+            yield links
+        ray.wait([actor.close.remote() for actor in actors], num_returns=count, timeout=_CLOSE_S)
     finally:
         for actor in actors:
             ray.kill(actor)
+        ray.util.remove_placement_group(group)
+
+
+@contextlib.contextmanager
+def _pumped(ray, calls: dict[Any, RayLink]) -> Iterator[None]:
+    """Brings the actors' messages to their links, in a thread.
+
+    Args:
+        calls: the first call of each link's actor, which is under way.
+    """
+    done = threading.Event()
+
+    def pump() -> None:
+        while calls and not done.is_set():
+            for call in ray.wait(list(calls), timeout=_WAIT_S)[0]:
+                link = calls.pop(call)
+                try:
+                    messages = ray.get(call)
+                except ray.exceptions.RayError as error:
+                    # Ray knows whether a machine was taken away on purpose.
+                    code = PREEMPTED if getattr(error, "preempted", False) else 1
+                    link.lose(str(error).splitlines(), code)
+                    continue
+                link.put(messages)
+                if messages is not None:
+                    calls[link.actor.receive.remote()] = link
+
+    thread = threading.Thread(target=pump, name="tfgpu-ray", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _no_room(ray, bundle: dict, count: int, placement: str, timeout_s: float) -> MachineError:

@@ -1,14 +1,15 @@
-"""The supervisor of one node: `python -m tfgpu.launch.remote`, started by the launcher here or through ssh.
+"""The supervisor of one node: `python -m tfgpu.launch.remote`, started here, through ssh, by a Ray actor or Spark task.
 
-It starts processes, sends their output to the launcher, and lives as long as its standard input is open. Whatever ends
-it, or the launcher, or the connection between them, its processes and all that they have started end too:
+It starts processes, watches their heartbeats and exits, and sends their output to the launcher. When the supervisor,
+the launcher or the connection between them ends, its processes and all that they have started end too:
 
 - the launcher is gone: standard input closes; the supervisor ends its processes;
-- the supervisor is gone: the guard, its parent, adopts what descends from it, and kills that;
+- the supervisor is gone: the guard, its parent, adopts its descendants and kills them;
 - the guard is gone: the kernel signals the supervisor, which ends its processes;
-- both at once: the kernel kills the processes that they had started.
+- both are gone: the kernel kills the processes that they had started.
 """
 
+import argparse
 import contextlib
 import functools
 import os
@@ -19,19 +20,19 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tfgpu.launch import frames, machine, processes
 from tfgpu.launch.child import Child
+from tfgpu.launch.heartbeat import LOOK_S
 from tfgpu.launch.ports import Ports
 
 LOST_GRACE_S = 5.0
 """Seconds that processes have to save and leave when the launcher is gone."""
-TICK_S = 0.5
-"""Seconds between two looks at signs of life."""
 QUIET_S = 5.0
-"""Seconds without a sign of life after which the launcher hears of it: should others fail now, this may be why."""
+"""Seconds without a heartbeat after which the launcher is told: if others fail now, this may be why."""
 _CROWDED = 2**20
 _CHUNK = 2**16
 _MOST_PIECES = 64
@@ -43,12 +44,15 @@ class Node:
     Args:
         incoming: file descriptor that the launcher's messages come from.
         outgoing: file descriptor for messages to the launcher.
-        hearts: folder for the files that processes touch.
+        folders: directories to remove at the end; the first takes the heartbeat files.
+        grace_s: seconds that processes have to save and leave when the launcher is gone.
     """
 
-    def __init__(self, incoming: int, outgoing: int, hearts: str):
-        self._incoming, self._outgoing, self._hearts = incoming, outgoing, hearts
+    def __init__(self, incoming: int, outgoing: int, folders: Sequence[str], *, grace_s: float = LOST_GRACE_S):
+        self._incoming, self._outgoing, self._folders = incoming, outgoing, folders
+        self._grace_s = grace_s
         self._children: dict[int, Child] = {}
+        self._late: set[int] = set()  # Those whose heartbeat timeout was told.
         self._reader = frames.Reader(marked=False)
         self._pending = bytearray(frames.MARK + b"\n")
         self._selector = selectors.DefaultSelector()
@@ -56,7 +60,7 @@ class Node:
         self._kill_at: float | None = None  # Set: the processes have been told to end.
         self._connected, self._crowded = True, False
         self._heard, self._leaves = 0, False
-        self._lost_s, self._heard_at, self._looked_at = None, time.monotonic(), time.monotonic()
+        self._lost_s, self._heard_at = None, time.monotonic()
 
     def run(self) -> None:
         """Serves the launcher until the processes have ended."""
@@ -77,7 +81,7 @@ class Node:
         self._finish()
 
     def _patience(self) -> float:
-        return TICK_S if self._kill_at is None else min(TICK_S, max(0.01, self._kill_at - time.monotonic()))
+        return LOOK_S if self._kill_at is None else min(LOOK_S, max(0.01, self._kill_at - time.monotonic()))
 
     # The launcher
 
@@ -98,7 +102,7 @@ class Node:
         """The launcher is gone: nobody else will end the processes."""
         self._connected = False
         self._pending.clear()
-        self._do_end(LOST_GRACE_S)
+        self._do_end(self._grace_s)
 
     def _say(self, event: str, data: bytes = b"", **facts: Any) -> None:
         if self._connected:
@@ -144,13 +148,14 @@ class Node:
         for task in tasks:
             if self._kill_at is not None:
                 return
-            child = Child(heart=Path(self._hearts) / f"{task['id']}", **task)
+            child = Child(heart=Path(self._folders[0]) / f"{task['id']}", **task)
             try:
                 child.start()
             except OSError as error:
                 self._say("refused", id=child.id, why=f"{error.strerror}: {error.filename or task['command'][0]}")
                 continue
             self._children[child.id] = child
+            self._late.discard(child.id)
             for stream in child.streams:
                 self._follow(child, stream)
 
@@ -175,7 +180,7 @@ class Node:
         self._selector.register(stream, selectors.EVENT_READ, functools.partial(self._read, child, stream))
 
     def _read(self, child: Child, stream: int) -> bool:
-        """Hands on a piece of output; says whether there may be more at once."""
+        """Forwards a piece of output; returns whether there may be more at once."""
         try:
             piece = os.read(stream, _CHUNK)
         except BlockingIOError:
@@ -204,19 +209,23 @@ class Node:
 
     def _look(self) -> None:
         now = time.monotonic()
-        passed, self._looked_at = now - self._looked_at, now
         if self._kill_at is not None and now >= self._kill_at:
             for child in self._children.values():
                 child.send(signal.SIGKILL)
         for child in self._children.values():
-            was_quiet = child.quiet_s >= QUIET_S
-            # A supervisor that did not run for a while (a suspended machine) saw nobody's life.
-            if child.runs and child.is_silent(min(passed, 2 * TICK_S)):
-                self._say("silent", id=child.id)
-            if was_quiet != (child.quiet_s >= QUIET_S):
-                self._say("quiet", id=child.id, seconds=child.quiet_s)
+            if child.runs:
+                self._look_at(child)
         if self._lost_s and now - self._heard_at > self._lost_s and self._connected:
             self._lose()
+
+    def _look_at(self, child: Child) -> None:
+        """Tells the launcher once of a heartbeat timeout, and of heartbeats that stop and go on."""
+        watch, was_quiet = child.watch, child.watch.quiet_s >= QUIET_S
+        if watch.is_late() and child.id not in self._late:
+            self._late.add(child.id)
+            self._say("late", id=child.id)
+        if was_quiet != (watch.quiet_s >= QUIET_S):
+            self._say("quiet", id=child.id, seconds=watch.quiet_s)
 
     # Its own end
 
@@ -236,13 +245,13 @@ class Node:
 
     def _finish(self) -> None:
         left = processes.kill_descendants()
-        shutil.rmtree(self._hearts, ignore_errors=True)
+        _remove(self._folders)
         for child in self._children.values():
             self._drain(child)
         self._say("ended", left=left)
         deadline = time.monotonic() + LOST_GRACE_S
         while self._pending and time.monotonic() < deadline:
-            self._selector.select(TICK_S)
+            self._selector.select(LOOK_S)
             self._send()
 
     def _forget(self, file: int) -> None:
@@ -266,29 +275,39 @@ def _empty(woken: socket.socket) -> None:
             pass
 
 
-def _guard(supervisor: int, hearts: str) -> int:
-    """Waits for the supervisor's end; then nothing that it had started is left."""
+def _guard(supervisor: int, folders: Sequence[str]) -> int:
+    """Waits for the supervisor's end, and ends what it left."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     _, status = os.waitpid(supervisor, 0)
     processes.kill_descendants()
-    shutil.rmtree(hearts, ignore_errors=True)
+    _remove(folders)
     return os.waitstatus_to_exitcode(status)
 
 
-def main() -> int:
+def _remove(folders: Sequence[str]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the guard and, as its child, the supervisor."""
+    parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.remote")
+    parser.add_argument("--grace", type=float, default=LOST_GRACE_S, help="seconds to save in if the launcher is gone")
+    parser.add_argument("folders", nargs="*", help="directories to remove at the end")
+    given = parser.parse_args(words)
     processes.adopt_orphans()
-    hearts, guard = tempfile.mkdtemp(prefix="tfgpu-launch-"), os.getpid()
+    folders, guard = [tempfile.mkdtemp(prefix="tfgpu-launch-"), *given.folders], os.getpid()
     supervisor = os.fork()
     if supervisor:
-        return processes.as_exit_code(_guard(supervisor, hearts))
+        return processes.as_exit_code(_guard(supervisor, folders))
     processes.adopt_orphans()
     incoming, outgoing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # Whatever prints must not stand between the messages.
-    node = Node(incoming, outgoing, hearts)
+    node = Node(incoming, outgoing, folders, grace_s=given.grace)
     processes.die_with_parent(signal.SIGTERM, guard)
     node.run()
     return 0

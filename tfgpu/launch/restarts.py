@@ -1,4 +1,4 @@
-"""Whether a group of processes that has ended is started again: a budget that a preemption does not spend."""
+"""The restart policy: how many restarts a group gets, and the back-off before each."""
 
 from dataclasses import dataclass, field
 
@@ -7,27 +7,30 @@ from tfgpu.errors import Preempted
 PREEMPTED = Preempted.EXIT_CODE
 """Exit code of a process that was asked to leave and has saved (EX_TEMPFAIL: try again later)."""
 WRONG_INPUT = 2
-"""Exit code of the command line for what another start cannot mend."""
+"""Exit code of the command line for wrong input, which no restart repairs."""
+HEARTBEAT_TIMEOUT = 124
+"""Exit code of a process that was killed after a heartbeat timeout (as `timeout` has it)."""
 BRIEF_S = 5.0
-"""A preemption within so many seconds of the start is followed by a wait: again and again, it would be a hot loop."""
-GOOD_S = 600.0
-"""What ran for so many seconds was well: its failure is the first in a row."""
-SILENT = 124
-"""Exit code that stands for a process which gave no sign of life (as `timeout` has it)."""
+"""A preemption within this time of the start is followed by a wait, to avoid a hot loop."""
+PROGRESS_S = 600.0
+"""An attempt that ran this long made progress: the back-off starts over."""
 
 
 @dataclass
 class Restarts:
-    """Counts what is left.
+    """The restart policy of a group, and how much of it is used.
+
+    A failure uses one restart, a preemption none. The back-off doubles from failure to failure, and starts over after
+    an attempt of ten minutes.
 
     Args:
         most: restarts after failures.
-        first_wait_s: seconds before the first restart; each further one doubles it.
-        longest_wait_s: no wait is longer.
+        first_wait_s: the first back-off in seconds.
+        longest_wait_s: the longest back-off.
 
     Example:
         >>> restarts = Restarts(most=1)
-        >>> restarts.after(75), restarts.after(1), restarts.after(1)
+        >>> restarts.after(75, ran_s=60), restarts.after(1, ran_s=60), restarts.after(1, ran_s=60)
         (0.0, 1.0, None)
         >>> restarts = Restarts(most=9)
         >>> [restarts.after(1, ran_s=seconds) for seconds in (3, 3, 3, 700, 3)]
@@ -43,19 +46,22 @@ class Restarts:
     def __str__(self) -> str:
         return f"{self.made} of {self.most} restarts used"
 
-    def after(self, code: int, ran_s: float | None = None) -> float | None:
-        """Seconds to wait before the next start, or None where there is to be none.
+    def after(self, code: int, ran_s: float) -> float | None:
+        """Decides on a restart.
 
         Args:
-            code: the exit code of the process that ended first: 0 done, 75 preempted, 2 wrong input, others failed.
-            ran_s: seconds that it ran, where that is known: after ten good minutes the waits begin anew.
+            code: exit code of the process that ended first: 0 done, 75 preempted, 2 wrong input, others failed.
+            ran_s: seconds that the attempt ran.
+
+        Returns:
+            Seconds to wait before the next attempt; None: there is none.
         """
         if code == PREEMPTED:
-            return 0.0 if ran_s is None or ran_s >= BRIEF_S else self.first_wait_s
+            return 0.0 if ran_s >= BRIEF_S else self.first_wait_s
         if code in (0, WRONG_INPUT) or self.made >= self.most:
             return None
-        if ran_s is not None and ran_s >= GOOD_S:
+        if ran_s >= PROGRESS_S:
             self.in_a_row = 0
-        wait = min(self.first_wait_s * 2**self.in_a_row, self.longest_wait_s)
+        wait_s = min(self.first_wait_s * 2**self.in_a_row, self.longest_wait_s)
         self.made, self.in_a_row = self.made + 1, self.in_a_row + 1
-        return wait
+        return wait_s

@@ -1,4 +1,4 @@
-"""What the processes say: on the screen each line with its process's name before it, in a file each as it came."""
+"""The output of processes: on the screen with the process's name before each line, in a log file unchanged."""
 
 import collections
 import datetime
@@ -40,18 +40,19 @@ def coloured(stream: int, environ: Mapping[str, str]) -> bool:
 
 
 class Screen:
-    """Writes what processes say.
+    """Shows and logs what processes print.
 
     Args:
         names: of the processes, such as `"worker 0"`.
-        folder: for the log files, made where it is missing; None writes none. Files that are there are appended to.
+        folder: for the log files, created if missing; None writes none. Existing files are appended to.
+        stderr_only: whether everything goes to stderr, where stdout is not ours.
 
     Raises:
         InputError: the folder cannot be written to.
     """
 
-    def __init__(self, names: Sequence[str], folder: Path | None):
-        self._names = list(names)
+    def __init__(self, names: Sequence[str], folder: Path | None, *, stderr_only: bool = False):
+        self._names, self._stderr_only = list(names), stderr_only
         self._width = max(map(len, [*names, "launch"]))
         self._colours = {stream: coloured(stream, os.environ) for stream in (1, 2)}
         self._files = _open_files(names, folder)
@@ -76,7 +77,7 @@ class Screen:
                 self._log(id, f"===== attempt {attempt}, {datetime.datetime.now():%Y-%m-%d %H:%M:%S} =====\n".encode())
 
     def output(self, id: int, stream: int, data: bytes) -> None:
-        """Takes a piece of what a process said."""
+        """Takes a piece of a process's output."""
         # Two streams share a file: neither goes on in the middle of the other's line.
         cut = b"\n" if self._open.get(id, stream) != stream else b""
         self._log(id, cut + data)
@@ -86,12 +87,12 @@ class Screen:
         self._show(id, stream, self._lines[id, stream].feed(data))
 
     def finish(self, id: int) -> None:
-        """A process has ended: shows what it left without an end of line."""
+        """Shows the last line of a process that has ended, if it has no end of line."""
         for stream in (1, 2):
             self._show(id, stream, self._lines[id, stream].rest())
 
     def say(self, text: str, *, error: bool = False) -> None:
-        """Writes the launcher's own words, on stderr."""
+        """Writes a message of the launcher, to stderr."""
         for line in text.splitlines():
             self._write(2, "launch", _RED if error else 1, line)
 
@@ -109,7 +110,7 @@ class Screen:
         prefix = f"{name:<{self._width}}|"
         if self._colours[stream]:
             prefix = f"\033[{colour}m{prefix}\033[0m"
-        out = sys.stdout if stream == 1 else sys.stderr
+        out = sys.stdout if stream == 1 and not self._stderr_only else sys.stderr
         encoding = out.encoding or "utf-8"
         out.write(f"{prefix} {line}\n".encode(encoding, "replace").decode(encoding))
         out.flush()

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as events of a loop: they are counted, and wake whoever waits."""
+"""Ctrl-C and SIGTERM as events of a loop."""
 
 import contextlib
 import signal
@@ -10,7 +10,9 @@ _SAME_S = 0.3
 
 
 class Signals:
-    """Takes SIGINT, SIGTERM and SIGHUP while it is open; what was ignored before (by `nohup`, say) stays so.
+    """Takes SIGINT, SIGTERM and SIGHUP while it is open; signals that were ignored (by `nohup`, say) stay ignored.
+
+    Before `with`, it takes none.
 
     Attributes:
         first: the first signal that came, or None.
@@ -37,17 +39,21 @@ class Signals:
     def __exit__(self, *_) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the sockets."""
         self._waker.close()
         self.woken.close()
 
     def wait(self, seconds: float) -> None:
-        """Waits so long, or until a signal comes."""
+        """Waits for that time, or until a signal comes."""
         end = time.monotonic() + seconds
         while self.first is None and time.monotonic() < end:
             time.sleep(min(0.05, max(0.0, end - time.monotonic())))
 
     def empty(self) -> None:
-        """Takes note of what has woken the waiter."""
+        """Reads the bytes that woke the loop."""
         with contextlib.suppress(BlockingIOError):
             while self.woken.recv(64):
                 pass

@@ -1,12 +1,12 @@
-"""What the batch file runs, on the job's first node: the group of tasks, again and again until it has ended for good.
+"""What the batch file runs, on the job's first node: attempt after attempt of the group, each one an `srun`.
 
-| the group ended | and then |
+| the attempt ended | and then |
 |---|---|
 | all with 0 | the job is done |
-| asked to leave and saved (75), or preempted | `scontrol requeue`; no restart is spent |
+| asked to leave and saved (75), or preempted | `scontrol requeue`; uses no restart |
 | wrong input (2) | the job fails at once |
-| another code | started again in the same allocation, up to `--max-restarts`; counted across requeues |
-| a node does not answer | `scontrol requeue`; no restart is spent |
+| another code | a restart in the same allocation, up to `--max-restarts`; counted across requeues |
+| a node does not answer | `scontrol requeue`; uses no restart |
 | the job is being ended (`scancel`, the time limit, an administrator's requeue) | nothing: Slurm decides |
 
 Sources: https://slurm.schedmd.com/sbatch.html (--signal, --requeue), https://slurm.schedmd.com/preempt.html
@@ -25,29 +25,14 @@ from pathlib import Path
 
 from tfgpu.launch import slurm_task
 from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT, Restarts
+from tfgpu.launch.screen import LAST_LINES
 from tfgpu.launch.slurm_task import Record
+from tfgpu.launch.supervisor import Ending, supervise
 
 KILLED = 128 + signal.SIGKILL
-TERMINATED = 128 + signal.SIGTERM
-LAST_LINES = 20
 CONTROLLER_S = 60.0
 SERVERS_END_S = 5
 NODES_ANSWER_S = 90.0
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a group ended.
-
-    Args:
-        code: its exit code.
-        rank: the task that decided it; None: srun itself.
-        asked: whether it was asked to leave.
-    """
-
-    code: int
-    rank: int | None = None
-    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,18 +45,18 @@ class Facts:
 
 
 def ending(records: Sequence[Record | None], step_code: int, *, chief_ends: bool = False) -> Ending:
-    """Says how a group ended, from the records of its tasks and srun's exit code.
+    """Tells how an attempt ended, from the records of its tasks and srun's exit code.
 
     Args:
         records: by rank; None for a task that left none (its node is lost, or it was killed together with its script).
-        step_code: what srun answered: 0 where every task ended well or was asked to leave.
-        chief_ends: whether task 0 is the chief of parameter servers, which never end of themselves.
+        step_code: srun's exit code: 0 where every task ended well or was asked to leave.
+        chief_ends: whether task 0 is the chief of parameter servers, which never end on their own.
 
     Example:
         >>> ending([Record(137, 20.0, asked=10.1), Record(3, 10.0)], 137)
-        Ending(code=3, rank=1, asked=False)
+        Ending(code=3, member=1, asked=False)
         >>> ending([Record(75, 12.0, asked=10.0), Record(75, 11.0, asked=10.0)], 0)
-        Ending(code=75, rank=1, asked=True)
+        Ending(code=75, member=1, asked=True)
     """
     present = [(rank, record) for rank, record in enumerate(records) if record is not None]
     failed = sorted((record.ended, rank) for rank, record in present if record.code and record.asked is None)
@@ -93,16 +78,15 @@ def ending(records: Sequence[Record | None], step_code: int, *, chief_ends: bool
     return Ending(step_code)
 
 
-class Supervisor:
-    """Runs a script's tasks in the allocation of this process.
+class Allocated:
+    """The engine that runs a script's tasks in the Slurm allocation of this process.
 
     Args:
         command: the script and its arguments.
         folder: where the tasks' logs and records go, in a folder of this job's own; all nodes must see it.
-        max_restarts: how often the group is started again after a failure.
-        grace_s: seconds for a task to save in once it has been asked to leave.
-        silence_s: seconds without a heartbeat after which a task counts as stopped; 0: never.
-        first_wait_s: seconds before the first restart.
+        max_restarts: restarts after failures.
+        grace_s: seconds that a task has to save once it has been asked to leave.
+        silence_s: the heartbeat timeout in seconds; 0: none.
     """
 
     def __init__(
@@ -113,66 +97,70 @@ class Supervisor:
         max_restarts: int = 0,
         grace_s: float = 60.0,
         silence_s: float = 60.0,
-        first_wait_s: float = 1.0,
     ):
         self.command = list(command)
         self.grace_s = grace_s
         self.silence_s = silence_s
-        self.restarts = Restarts(most=max_restarts, first_wait_s=first_wait_s)
+        self.restarts = Restarts(most=max_restarts)
         self.tasks = int(os.environ["SLURM_NTASKS"])
         self.has_servers = os.environ.get("TFGPU_PARAMETER_SERVERS", "0") not in ("", "0")
         self.job = os.environ["SLURM_JOB_ID"]
         self.folder = folder / f"job-{self.job}"
         self.requeues = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.told_to_end = False
-        self._spent = self.folder / "restarts"
+        self._used = self.folder / "restarts"
+        self._left: list[Record | None] = []
 
-    def run(self) -> int:
-        """Runs the group until it has ended for good; returns the job's exit code."""
+    def supervise(self) -> int:
+        """Runs attempts until the job has ended for good, or is requeued; returns the job's exit code."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.restarts.made = int(self._spent.read_text()) if self._spent.exists() else 0
+        self.restarts.made = int(self._used.read_text()) if self._used.exists() else 0
         signal.signal(signal.SIGTERM, self._end)
-        while True:
-            records = self._new_folder()
-            code = self._run_step(records)
-            left = [slurm_task.read(records / f"{rank}.json") for rank in range(self.tasks)]
-            end = ending(left, code, chief_ends=self.has_servers)
-            wait_s = self._decide(end, left)
-            if wait_s is None:
-                return end.code
-            say(f"starting again in {wait_s:g} s, restart {self.restarts.made} of {self.restarts.most}.")
-            time.sleep(wait_s)
-            if self.told_to_end:
-                return TERMINATED
-
-    def _decide(self, end: Ending, left: Sequence[Record | None]) -> float | None:
-        """Seconds until the next start in this allocation; None where there is none."""
-        if end.code == 0:
+        begun = len(list(self.folder.glob("records/*")))  # by this job before it was requeued
+        ending = supervise(self, self.restarts, first=begun + 1)
+        if ending.code == 0:
             say("done.")
-            return None
-        self._explain(end, recorded=end.rank is None or left[end.rank] is not None)
+        return ending.code
+
+    def run(self, attempt: int) -> Ending:
+        """Runs the group once, as a step."""
+        records = self.folder / "records" / str(attempt)
+        records.mkdir(parents=True)
+        code = self._run_step(records, attempt)
+        self._left = [slurm_task.read(records / f"{rank}.json") for rank in range(self.tasks)]
+        return ending(self._left, code, chief_ends=self.has_servers)
+
+    def may_restart(self, end: Ending) -> bool:
+        """Requeues the job where that is the cure; leaves all to Slurm where it ends the job."""
+        self._explain(end, recorded=end.member is None or self._left[end.member] is not None)
         facts = job_facts(self.job)
         # A job may have been started anew elsewhere, when this node was cut off.
         replaced = facts.requeues not in (None, self.requeues)
         if self.told_to_end or replaced or facts.state != "RUNNING":
             say(f"Slurm is ending this job ({facts.state}): nothing is started here.")
-            return None
+            return False
         if end.code == PREEMPTED or (end.asked and facts.preempted):
             self._requeue("asked to leave")
-            return None
-        if None in left and not nodes_answer():
+            return False
+        if None in self._left and not nodes_answer():
             self._requeue("a node does not answer")
-            return None
-        wait_s = self.restarts.after(end.code)
+            return False
+        return True
+
+    def restart(self, end: Ending, wait_s: float | None) -> bool:
+        """Waits for the next attempt in this allocation."""
         self._remember()
         if wait_s is None:
             say(f"no restart: {_reason(end.code, self.restarts.most)}.")
-        elif end.asked:  # Its time is up: the next start needs an allocation of its own.
+            return False
+        if end.asked:  # Its time is up: the next attempt needs an allocation of its own.
             self._requeue("asked to leave without saving")
-            return None
-        return wait_s
+            return False
+        say(f"starting again in {wait_s:g} s, restart {self.restarts.made} of {self.restarts.most}.")
+        self._wait(wait_s)
+        return not self.told_to_end
 
-    def _run_step(self, records: Path) -> int:
+    def _run_step(self, records: Path, attempt: int) -> int:
         logs = str(self.folder).replace("%", "%%")
         program = [sys.executable, "-m", "tfgpu.launch.slurm_task", f"--records={records}"]
         program += [f"--grace={self.grace_s:g}", f"--silence={self.silence_s:g}", *self.command]
@@ -182,39 +170,31 @@ class Supervisor:
         options += ["--open-mode=append", f"--output={logs}/task-%t.log"]
         # In a session of its own: what ends this process would make srun kill tasks that still save.
         command = ["srun", *options, *program]
-        environment = step_environment(os.environ) | {"TFGPU_ATTEMPT": str(int(records.name) + 1)}
+        environment = step_environment(os.environ) | {"TFGPU_ATTEMPT": str(attempt)}
         return subprocess.run(command, env=environment, start_new_session=True).returncode
 
     def _remember(self) -> None:
-        aside = self._spent.with_suffix(".part")
+        aside = self._used.with_suffix(".part")
         aside.write_text(str(self.restarts.made))
-        aside.replace(self._spent)
+        aside.replace(self._used)
 
     def _end(self, *_: object) -> None:
         self.told_to_end = True
 
-    def _new_folder(self) -> Path:
-        for number in range(10**6):
-            folder = self.folder / "records" / str(number)
-            if not folder.exists():
-                folder.mkdir(parents=True)
-                return folder
-        raise AssertionError("a million starts")
-
     def _explain(self, end: Ending, *, recorded: bool) -> None:
-        if end.rank is None:
+        if end.member is None:
             say(f"srun ended with exit code {end.code}.")
             return
-        log = self.folder / f"task-{end.rank}.log"
+        log = self.folder / f"task-{end.member}.log"
         if end.code == PREEMPTED:
-            say(f"task {end.rank} was asked to leave and has saved.")
+            say(f"task {end.member} was asked to leave and has saved.")
             return
         how = (
             f"ended first, with exit code {end.code}"
             if recorded
             else "was lost: killed from outside, or its node is down"
         )
-        say(f"task {end.rank} {how}. The last lines of {log}:")
+        say(f"task {end.member} {how}. The last lines of {log}:")
         for line in tail(log):
             print(f"    {line}", flush=True)
 
@@ -225,9 +205,13 @@ class Supervisor:
             say(f"{why}, but Slurm would not requeue the job: {done.stderr.strip()}. Submit its batch file again.")
             return
         say(f"{why}: requeued.")
-        deadline = time.monotonic() + CONTROLLER_S
+        self._wait(CONTROLLER_S)
+
+    def _wait(self, seconds: float) -> None:
+        """Waits for that time, or until Slurm ends this process."""
+        deadline = time.monotonic() + seconds
         while not self.told_to_end and time.monotonic() < deadline:
-            time.sleep(0.2)
+            time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
 
 
 def step_environment(environ: dict[str, str]) -> dict[str, str]:
@@ -283,22 +267,22 @@ def say(message: str) -> None:
 def _reason(code: int, most: int) -> str:
     if code == WRONG_INPUT:
         return "wrong input, which a restart cannot mend"
-    return f"all {most} are spent" if most else "--max-restarts is 0"
+    return f"all {most} are used" if most else "--max-restarts is 0"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the supervisor with the command line's options."""
+    """Supervises the job with the command line's options."""
     parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.slurm_job")
     parser.add_argument("--logs", type=Path, required=True, help="folder that all nodes see")
-    parser.add_argument("--max-restarts", type=int, default=0, help="starts after failures")
+    parser.add_argument("--max-restarts", type=int, default=0, help="restarts after failures")
     parser.add_argument("--grace", type=float, default=60.0, help="seconds to save in")
-    parser.add_argument("--silence", type=float, default=60.0, help="seconds without a heartbeat")
+    parser.add_argument("--silence", type=float, default=60.0, help="heartbeat timeout in seconds")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS")
     given = parser.parse_args(words)
-    supervisor = Supervisor(
+    engine = Allocated(
         given.command, given.logs, max_restarts=given.max_restarts, grace_s=given.grace, silence_s=given.silence
     )
-    return supervisor.run()
+    return engine.supervise()
 
 
 if __name__ == "__main__":

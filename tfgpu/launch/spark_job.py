@@ -1,11 +1,10 @@
-"""Training on data that Spark holds: a barrier stage with a task a worker, TensorFlow in a process of the task.
+"""Training on data in Spark: a barrier stage with one task per worker; TensorFlow runs in a process of the task.
 
 Source: https://spark.apache.org/docs/latest/api/python/reference/api/pyspark.BarrierTaskContext.html
 """
 
-import logging
+import contextlib
 import os
-import queue
 import shutil
 import tempfile
 import time
@@ -15,21 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError
-from tfgpu.launch.functions import child
-from tfgpu.launch.functions.child import Ended, Work
 from tfgpu.launch.functions.group import Progress, run_until_done, work_of
+from tfgpu.launch.functions.relay import Relay, Work
 from tfgpu.launch.spark import channel
 from tfgpu.launch.spark import data as spark_data
 from tfgpu.launch.spark.dealing import Deal
 from tfgpu.launch.spark.frame import dealt, ordered, to_frame
 
-_LOST = 1
-"""Exit code that stands for a worker whose task is gone."""
 _LOOK_S = 0.2
-
-_log = logging.getLogger(__name__)
+_LINES = 20
+"""How many lines of Spark's own error are shown."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Errand:
         work: what the worker's process is to do.
         deal: which rows are whose.
         desk: host and port of the driver's `Desk`.
-        key: lets the task in there.
+        key: lets the task connect there.
     """
 
     work: Work
@@ -72,8 +67,8 @@ def spark_job(
     Each worker is a task of one barrier stage. Spark deals it its rows of every batch, by a shuffle; the task keeps
     them in an Arrow file on its disk, and runs `train(data, *arguments)` in a process of its own with its TF_CONFIG,
     where `data.batches(...)` is what `model.fit` trains on. The batches are those that one device would read from the
-    data frame in its order, whatever the number of workers and partitions. The first worker that ends badly ends the
-    group (SIGTERM, grace, SIGKILL). The group starts again, and `train` goes on from its checkpoint, if it keeps one.
+    data frame in its order, whatever the number of workers and partitions. The first worker that fails ends the group
+    (SIGTERM, grace period, SIGKILL). The group is restarted, and `train` resumes from its checkpoint, if it keeps one.
 
     Args:
         train: a function of a `SparkData` and of `arguments`.
@@ -86,8 +81,8 @@ def spark_job(
             None keeps the data frame's order.
         max_restarts: how often the group starts again after a failure. A preemption spends none.
         startup_timeout_s: seconds to wait for task slots, and for workers to find each other.
-        silence_s: seconds without a sign of life after which a worker counts as stopped.
-        grace_s: seconds between SIGTERM and SIGKILL.
+        silence_s: the heartbeat timeout in seconds; 0: none.
+        grace_s: seconds that workers have to save when they are asked to end while all is well.
         driver_port: where this program listens for its tasks; 0 takes a free port.
         logs: folder for a log file of each worker, on its machine; they also go to the executors' stderr.
         environment: variables that every worker gets.
@@ -114,7 +109,7 @@ def spark_job(
         train,
         arguments,
         workers=workers,
-        gpus_per_worker=gpus_per_worker,
+        gpus_per_worker=gpus_per_worker or None,  # None: all that Spark gives to the task
         max_restarts=max_restarts,
         startup_timeout_s=startup_timeout_s,
         silence_s=silence_s,
@@ -128,7 +123,7 @@ def spark_job(
         deal = Deal(sum(counts.values()), global_batch, workers, max(gpus_per_worker, 1))
         _check(deal)
         shares = dealt(rows, counts, deal)
-        return run_until_done(work, lambda work: _attempt(shares, work, deal, driver_port, on_progress))
+        return run_until_done(work, lambda attempt: _connected(shares, work, deal, driver_port, attempt), on_progress)
 
 
 def pyspark_sql():
@@ -168,26 +163,27 @@ def _wait_for_slots(spark, workers: int, timeout_s: float) -> None:
         time.sleep(_LOOK_S)
 
 
-def _attempt(shares, work: Work, deal: Deal, port: int, on_progress: Progress | None) -> Ended:
-    """Runs the barrier stage once; returns how the chief ended, or the worker that ended badly first."""
+@contextlib.contextmanager
+def _connected(shares, work: Work, deal: Deal, port: int, attempt: int) -> Iterator[list[channel.SparkLink]]:
+    """Runs the barrier stage, whose tasks connect; ends it."""
     spark = shares.sparkSession
-    if work.start:
+    if attempt > 1:
         _wait_for_slots(spark, deal.workers, work.job.startup_timeout_s)
-    with channel.Desk(spark.conf.get("spark.driver.host", "localhost"), port) as desk:
-        errand = Errand(work, deal, desk.address, desk.key)
-        stage = _Stage(shares, errand)
+    links = [channel.SparkLink(rank) for rank in range(deal.workers)]
+    with channel.Desk(spark.conf.get("spark.driver.host", "localhost"), links, port) as desk:
+        stage = _Stage(shares, Errand(work, deal, desk.address, desk.key), links)
         try:
-            return _follow(desk, stage, deal.workers, work.start, on_progress)
+            yield links
         finally:
-            desk.stop()
             stage.end(work.grace_s)
-            desk.wait(work.grace_s + 5)  # Spark calls a stage done that it still ends the tasks of
+            desk.wait(work.grace_s + 5)  # Spark calls a stage done while its tasks are still being ended.
+        _check_python(stage.error)
 
 
 class _Stage:
     """The barrier stage, which a thread of the driver waits for."""
 
-    def __init__(self, shares, errand: Errand):
+    def __init__(self, shares, errand: Errand, links: Sequence[channel.SparkLink]):
         from pyspark import InheritableThread
 
         self._context = shares.sparkSession.sparkContext
@@ -199,15 +195,14 @@ class _Stage:
             self._context.setJobGroup(self._group, f"tfgpu: {errand.work.job.script}", interruptOnCancel=True)
             try:
                 tasks.collect()
-            except Exception as error:  # whatever py4j makes of it: the thread that waits tells
+            except Exception as error:  # of any class, by py4j
                 self.error = error
+            for link in links:
+                if not link.is_served:
+                    link.lose(_lines(self.error))
 
         self._thread = InheritableThread(target=run)
         self._thread.start()
-
-    @property
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
 
     def end(self, grace_s: float) -> None:
         """Waits for the tasks to end by themselves, then lets Spark kill them."""
@@ -217,34 +212,14 @@ class _Stage:
             self._thread.join()
 
 
-def _follow(desk: channel.Desk, stage: _Stage, workers: int, start: int, on_progress: Progress | None) -> Ended:
-    """Passes reports on until all workers are done, or one has ended badly."""
-    done: dict[int, Ended] = {}
-    while len(done) < workers:
-        try:
-            rank, message = desk.news.get(timeout=_LOOK_S)
-        except queue.Empty:
-            if stage.is_over:
-                return _failed(stage.error)
-            continue
-        if isinstance(message, dict):
-            if on_progress is not None:
-                on_progress({"start": start, **message})
-        elif isinstance(message, Ended):
-            done[rank] = message
-            if message.code != 0:
-                return message
-        elif rank not in done:
-            return Ended(rank, _LOST, lines=("Its Spark task is gone: the executor was lost, or the task killed.",))
-    return done[0]
+def _lines(error: Exception | None) -> list[str]:
+    """The lines of Spark's error that say something, without the JVM's stack."""
+    lines = [line for line in str(error or channel.GONE).splitlines() if line.strip() and not line.startswith("\tat ")]
+    return lines[:_LINES]
 
 
-def _failed(error: Exception | None) -> Ended:
-    """How the group ended where Spark says it.
-
-    Raises:
-        MachineError: the tasks could not start, and would not on another start.
-    """
+def _check_python(error: Exception | None) -> None:
+    """Raises `MachineError` where the executors' Python is not fit, which no restart repairs."""
     text = str(error)
     if "ModuleNotFoundError" in text or "PYTHON_VERSION_MISMATCH" in text:
         reason = next((line for line in text.splitlines() if "ModuleNotFoundError" in line or "MISMATCH" in line), "")
@@ -252,12 +227,10 @@ def _failed(error: Exception | None) -> Ended:
             f"The executors' Python lacks what this one has: {reason.strip()[:300]} Install tfgpu[spark] there, or set "
             "PYSPARK_PYTHON to the Python that has it before Spark starts."
         ) from error
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("\tat ")]
-    return Ended(0, _LOST, lines=tuple(lines[: child.LAST_LINES]))
 
 
 def run_task(errand: Errand, batches: Iterator) -> Iterator:
-    """The task of one worker: keeps its rows, finds the others, and follows its process to the end.
+    """The task of one worker: keeps its rows, and runs its supervisor to the end.
 
     Args:
         errand: what to do.
@@ -276,11 +249,11 @@ def run_task(errand: Errand, batches: Iterator) -> Iterator:
                 "each time that it is read. Write it to a table first, or take `DataFrame.checkpoint()`."
             )
         host = context.getTaskInfos()[rank].address.rpartition(":")[0] or context.getTaskInfos()[rank].address
-        addresses = context.allGather(f"{host}:{child.free_port()}")
-        cluster = Cluster(workers=tuple(addresses), rank=rank, task_index=rank, source="Spark")
         with channel.connected(errand.desk, errand.key, rank) as line:
             share = spark_data.SparkData(deal, rank, str(path))
-            channel.follow(line, child.Child(errand.work, cluster, share, _devices(context), [folder]))
+            channel.relay(
+                line, Relay(errand.work, rank, host, data=share, environment=_devices(context), folders=[folder])
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return iter(())

@@ -65,7 +65,7 @@ def launch(
     python, directory = python or sys.executable, directory or os.getcwd()
     carried = {name: value for name, value in os.environ.items() if _is_carried(name)}
     job = dataclasses.replace(job, environment={**carried, **job.environment})
-    return attempts.supervise(
+    return attempts.run(
         job,
         lambda: [Link(node, command(ssh, node, python, directory, os.environ), pings=True) for node in nodes],
         nodes,

@@ -1,23 +1,33 @@
-"""What engines have in common: the facts of a launch, and starting the whole group again until it is done."""
+"""A group that a Python program launches by `ray_job` or `spark_job`: its settings, reports, result and errors."""
 
+import contextlib
+import json
 import logging
 import os
 import pickle
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tfgpu.errors import InputError, MachineError
+from tfgpu.launch import layout
+from tfgpu.launch.child import REPORT, RESULT
 from tfgpu.launch.functions import pickled
-from tfgpu.launch.functions.child import Ended, Work, search_paths
+from tfgpu.launch.functions.links import EngineLink
+from tfgpu.launch.functions.relay import Work, search_paths
+from tfgpu.launch.group import Group, Member
 from tfgpu.launch.job import Job
-from tfgpu.launch.restarts import PREEMPTED, SILENT, WRONG_INPUT, Restarts
+from tfgpu.launch.plan import planned
+from tfgpu.launch.restarts import WRONG_INPUT, Restarts
+from tfgpu.launch.signals import Signals
+from tfgpu.launch.supervisor import Ending, supervise
 
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[dict], None]
+Connect = Callable[[int], AbstractContextManager[Sequence[EngineLink]]]
+"""Starts the workers' supervisors for an attempt, and ends them."""
 
 
 def work_of(
@@ -33,12 +43,12 @@ def work_of(
     logs: str | Path | None,
     environment: Mapping[str, str] | None,
 ) -> Work:
-    """Makes what travels to the workers.
+    """Makes the description that travels to the workers.
 
     Args:
         train: a function, the path of a script, or a whole `Job`, which brings its own settings.
         arguments, workers, gpus_per_worker, max_restarts, startup_timeout_s, silence_s, logs, environment: as in `Job`.
-        grace_s: seconds between SIGTERM and SIGKILL.
+        grace_s: seconds that workers have to save when they are asked to end while all is well.
 
     Raises:
         InputError: a setting is out of range, or a function cannot travel.
@@ -76,13 +86,13 @@ def work_of(
     return Work(Job(script, tuple(map(str, arguments)), **settings), None, search_paths(), grace_s)
 
 
-def run_until_done(work: Work, attempt: Callable[[Work], Ended]) -> object:
-    """Starts the group, and starts it again after a failure or a preemption, as far as the budget goes.
+def run_until_done(work: Work, connect: Connect, on_progress: Progress | None) -> object:
+    """Runs the group, and restarts it after a failure or a preemption, as far as the restart policy goes.
 
     Args:
         work: what the workers are to do.
-        attempt: starts the group with the work of this start, and returns how the chief ended, or the worker that
-            ended badly first. Nothing of the group is left when it returns.
+        connect: starts the workers' supervisors for an attempt.
+        on_progress: takes the chief's reports.
 
     Returns:
         What the chief's function returned; None for a script.
@@ -91,39 +101,126 @@ def run_until_done(work: Work, attempt: Callable[[Work], Ended]) -> object:
         InputError: a worker found wrong input.
         MachineError: a worker failed, and no restart is left.
     """
-    job, restarts = work.job, Restarts(work.job.max_restarts)
-    while True:
-        began_at = time.monotonic()
-        ended = attempt(work)
-        if ended.code == 0:
-            return None if ended.result is None else pickle.loads(ended.result)
-        wait_s = restarts.after(ended.code, time.monotonic() - began_at)
+    program = Program(work, connect, Transcript(on_progress))
+    ending = supervise(program, program.restarts)
+    if ending.code == 0:
+        return program.result()
+    raise program.error(ending)
+
+
+class Transcript:
+    """What happens in the group, for a program: in place of the `Screen` of a terminal.
+
+    Args:
+        on_progress: takes the chief's reports.
+
+    Attributes:
+        said: the launcher's messages of this attempt.
+        result: what the chief's function returned, pickled.
+    """
+
+    def __init__(self, on_progress: Progress | None):
+        self.on_progress = on_progress
+        self.said: list[str] = []
+        self.result: bytes | None = None
+        self._attempt = 1
+        self._report = b""  # The beginning of a line whose end has not come yet.
+        self._last: dict[int, list[str]] = {}
+
+    def begin(self, attempt: int) -> None:
+        """Forgets the attempt before."""
+        self.said, self.result, self._attempt, self._report, self._last = [], None, attempt, b"", {}
+
+    def output(self, id: int, stream: int, data: bytes) -> None:
+        """Takes a report, a result, or the last lines of a worker."""
+        if stream == REPORT:
+            *lines, self._report = (self._report + data).split(b"\n")
+            for line in lines:
+                self._tell(line)
+        elif stream == RESULT:
+            self.result = data if id == 0 else self.result
+        else:
+            self._last[id] = data.decode(errors="replace").splitlines()
+
+    def finish(self, id: int) -> None:
+        """Nothing of a worker's output is held back here."""
+
+    def say(self, text: str, *, error: bool = False) -> None:
+        """Keeps a message of the launcher, for the log or the error at the end."""
+        self.said.append(text)
+
+    def last(self, id: int) -> list[str]:
+        """The last lines of a worker that has ended."""
+        return self._last.get(id, [])
+
+    def path(self, id: int) -> None:
+        """Log files lie on the workers' machines."""
+
+    def _tell(self, line: bytes) -> None:
+        if self.on_progress is not None:
+            self.on_progress({"start": self._attempt - 1, **json.loads(line)})
+
+
+class Program:
+    """The engine of `ray_job` and `spark_job`.
+
+    Args:
+        work: what the workers are to do.
+        connect: starts the workers' supervisors for an attempt.
+        transcript: takes what happens.
+    """
+
+    def __init__(self, work: Work, connect: Connect, transcript: Transcript):
+        self.restarts = Restarts(work.job.max_restarts)
+        self._work, self._connect, self._transcript = work, connect, transcript
+        self._tasks = layout.tasks(work.job, work.job.workers)
+        self._attempt = 1
+
+    def run(self, attempt: int) -> Ending:
+        """Runs the group once."""
+        self._attempt = attempt
+        self._transcript.begin(attempt)
+        job, members = self._work.job, [Member(task.name, task.node) for task in self._tasks]
+        plan = planned(job, self._tasks, attempt, self._command, environ={}, is_engine=True)
+        # These signals are never taken: Ctrl-C stays a KeyboardInterrupt of the program.
+        with self._connect(attempt) as links, contextlib.closing(Signals()) as signals:
+            limits = {"grace_s": self._work.grace_s, "silence_s": job.silence_s}
+            group = Group(members, links, plan, self._transcript, signals, self.restarts, **limits)
+            try:
+                return group.run()
+            except BaseException:
+                self._transcript.on_progress = None
+                group.stop()
+                raise
+            finally:
+                for link in links:
+                    link.close()
+
+    def may_restart(self, ending: Ending) -> bool:
+        """Every failure is a case for the policy."""
+        return True
+
+    def restart(self, ending: Ending, wait_s: float | None) -> bool:
+        """Logs what happened, and waits."""
         if wait_s is None:
-            raise _error(job, ended)
-        _log.warning("%s The group starts again in %.0f s.", _what_happened(ended), wait_s)
+            return False
+        words = f"Attempt {self._attempt + 1} starts in {wait_s:g} s ({self.restarts})."
+        _log.warning("%s", "\n".join([*self._transcript.said, words]))
         time.sleep(wait_s)
-        work = replace(work, start=work.start + 1)
+        return True
 
+    def result(self) -> object:
+        """What the chief's function returned; None for a script."""
+        return None if self._transcript.result is None else pickle.loads(self._transcript.result)
 
-def _error(job: Job, ended: Ended) -> Exception:
-    lines = "\n".join(f"  {line}" for line in ended.lines) or "  (none)"
-    message = f"{_what_happened(ended)} Its last lines:\n{lines}"
-    if ended.code == WRONG_INPUT:
-        return InputError(message)
-    spent = f"All {job.max_restarts} restarts are spent." if job.max_restarts else "Restarts: `max_restarts=3`."
-    return MachineError(f"{message}\n{spent}")
+    def error(self, ending: Ending) -> Exception:
+        """The error of a group that has failed for good."""
+        message = "\n".join(self._transcript.said)
+        if ending.code == WRONG_INPUT:
+            return InputError(message)
+        used = f"All restarts are used ({self.restarts.most})." if self.restarts.most else "Restarts: `max_restarts=3`."
+        return MachineError(f"{message}\n{used}")
 
-
-def _what_happened(ended: Ended) -> str:
-    place = f" on {ended.host}" if ended.host else ""
-    return f"Worker {ended.rank}{place} {_meaning(ended.code)}."
-
-
-def _meaning(code: int) -> str:
-    if code == PREEMPTED:
-        return "was preempted (exit code 75)"
-    if code == SILENT:
-        return "gave no sign of life, and was ended"
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+    def _command(self, facts: Mapping[str, object]) -> list[str]:
+        runner = [facts["python"], "-u", "-m", "tfgpu.launch.ending"]
+        return [*runner, facts["script"], *self._work.job.arguments]

@@ -1,4 +1,4 @@
-"""A Python function as a worker's script: it travels by cloudpickle, and so does what it returns."""
+"""A Python function as a worker's script: cloudpickle carries it there, and its result back."""
 
 import os
 import pickle
@@ -47,16 +47,19 @@ def write(folder: Path, call: bytes, data: object = None) -> Path:
     return script
 
 
-def result_of(folder: Path) -> bytes | None:
-    """What the function returned, packed; None where it has not returned."""
-    path = folder / RESULT
-    return path.read_bytes() if path.exists() else None
+def result_of(folder: Path) -> bytes:
+    """Reads what the function returned, pickled.
+
+    Raises:
+        OSError: it has not returned.
+    """
+    return (folder / RESULT).read_bytes()
 
 
 def main(script: str) -> None:
     """Makes the call whose bytes lie beside `script`, and writes what it returns beside it.
 
-    Ends with exit code 2 where the function raises an `InputError`: another start cannot mend that.
+    Ends with exit code 2 where the function raises an `InputError`, which no restart repairs.
     """
     folder = Path(script).parent
     function, arguments = pickle.loads((folder / CALL).read_bytes())

@@ -1,11 +1,13 @@
-"""What a worker tells the program that launched it, while it trains."""
+"""Reports from a worker to the program that launched it, during the training."""
 
 import json
 import os
 from typing import Any
 
 from tfgpu.cluster import Cluster
-from tfgpu.launch.functions.pipes import REPORTS
+
+REPORTS = "TFGPU_REPORTS"
+"""Holds the file descriptor to which reports are written, one JSON object a line."""
 
 
 def report(values: dict[str, Any]) -> None:

@@ -1,38 +1,75 @@
-"""A line between the program that launched a Spark job and its tasks: reports and ends come in, a stop goes out.
+"""The connections between the program that launched a Spark job and its tasks.
 
-Spark itself hands back what a task made when the task is over, and stops tasks by killing them.
+Spark itself returns what a task made when the task is over, and stops tasks by killing them.
 """
 
 import contextlib
 import os
-import queue
 import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge, wait
+from typing import Any
 
 from tfgpu.errors import MachineError
+from tfgpu.launch.functions.links import EngineLink
 
-STOP, GONE = "stop", "gone"
-"""What a desk sends to end a task's process, and what it notes of a task whose line broke."""
+GONE = "Its Spark task is gone: the executor was lost, or the task killed."
 _LOOK_S = 0.05
 
 
+class SparkLink(EngineLink):
+    """The connection to a worker's supervisor by a socket of its task, once the task has started."""
+
+    def __init__(self, rank: int):
+        super().__init__(rank)
+        self._sending, self._line = threading.Lock(), None
+        self._early: list[tuple[str, dict[str, Any]]] = []
+
+    def serve(self, line: Connection) -> None:
+        """Takes the task's messages until its connection ends."""
+        try:
+            with self._sending:
+                self._line = line
+                for message in self._early:
+                    line.send(message)
+            while True:
+                self.put(line.recv())
+        except (OSError, EOFError):
+            self.lose([GONE])
+        finally:
+            with self._sending:
+                self._line = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the task is connected."""
+        return self._line is not None
+
+    def send(self, do: str, **facts: Any) -> None:
+        with self._sending, contextlib.suppress(OSError):  # A lost task is noticed by the end of its messages.
+            if self._line is None:
+                self._early.append((do, facts))
+            else:
+                self._line.send((do, facts))
+
+
 class Desk:
-    """The launching program's end.
+    """Where the tasks connect to the launching program.
 
     Args:
         host: name or address of this machine as the tasks reach it.
-        port: where to listen; 0 takes a free one.
+        links: the connection of each worker.
+        port: where to listen; 0 takes a free port.
 
     Attributes:
-        news: pairs `(rank, message)`; the message is a report, an `Ended`, or `GONE`.
-        address, key: what a task needs to connect. Without the key nobody gets a line.
+        address, key: what a task needs to connect. Without the key no connection is accepted.
     """
 
-    def __init__(self, host: str, port: int = 0):
+    def __init__(self, host: str, links: Sequence[SparkLink], port: int = 0):
         self.key = secrets.token_bytes(32)
         try:
             self._listener = socket.create_server(("", port))
@@ -41,9 +78,7 @@ class Desk:
                 f"Cannot listen on port {port} for the Spark tasks: {error.strerror}. Give another `driver_port`."
             ) from error
         self.address = (host, self._listener.getsockname()[1])
-        self.news: queue.Queue = queue.Queue()
-        self._lines: dict[int, Connection] = {}
-        self._callers: list[socket.socket] = []
+        self._links, self._callers = links, []
         threading.Thread(target=self._accept, name="tfgpu-desk", daemon=True).start()
 
     def __enter__(self):
@@ -58,16 +93,10 @@ class Desk:
                 caller.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
             caller.close()
 
-    def stop(self) -> None:
-        """Asks all tasks to end their processes."""
-        for line in list(self._lines.values()):
-            with contextlib.suppress(OSError):
-                line.send(STOP)
-
     def wait(self, seconds: float) -> None:
-        """Waits until all tasks are gone, or so long."""
+        """Waits until all tasks are gone, at most for that time."""
         end = time.monotonic() + seconds
-        while self._lines and time.monotonic() < end:
+        while any(link.is_served for link in self._links) and time.monotonic() < end:
             time.sleep(_LOOK_S)
 
     def _accept(self) -> None:
@@ -78,24 +107,17 @@ class Desk:
                 threading.Thread(target=self._listen, args=(caller,), daemon=True).start()
 
     def _listen(self, caller: socket.socket) -> None:
-        rank = None
         with (
             contextlib.suppress(OSError, EOFError, AuthenticationError),
             Connection(os.dup(caller.fileno())) as line,
         ):
             deliver_challenge(line, self.key)
             answer_challenge(line, self.key)
-            rank = line.recv()
-            self._lines[rank] = line
-            while True:
-                self.news.put((rank, line.recv()))
-        if rank is not None:
-            self._lines.pop(rank, None)
-            self.news.put((rank, GONE))
+            self._links[line.recv()].serve(line)
 
 
 def connected(address: tuple[str, int], key: bytes, rank: int) -> Connection:
-    """A task's end of the line.
+    """A task's end of its connection.
 
     Raises:
         MachineError: the launching program cannot be reached.
@@ -111,24 +133,24 @@ def connected(address: tuple[str, int], key: bytes, rank: int) -> Connection:
     return line
 
 
-def follow(line: Connection, child) -> None:
-    """Sends what happens to a task's process to the desk, until it has ended or the desk asks for that.
+def relay(line: Connection, worker) -> None:
+    """Passes messages between the launching program and a worker's `Relay`, until one of them ends.
 
     Args:
         line: of `connected`.
-        child: the `Child`; it is stopped on return.
+        worker: the `Relay`; it is closed on return.
     """
     try:
         while True:
-            reports, ended = child.news(wait_s=0.2)
-            for report in reports:
-                line.send(report)
-            if ended is not None:
-                line.send(ended)
-                return
-            if line.poll() and line.recv() == STOP:
-                return
-    except (OSError, EOFError):  # the launching program is gone
+            ready = wait([line, worker])
+            if worker in ready:
+                messages = worker.receive()
+                if messages is None:
+                    return
+                line.send(messages)
+            if line in ready:
+                worker.send(*line.recv())
+    except (OSError, EOFError):  # The launching program is gone.
         return
     finally:
-        child.stop()
+        worker.close()

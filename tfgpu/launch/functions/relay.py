@@ -1,0 +1,141 @@
+"""A worker under an engine's own process (a Ray actor, a Spark task): a node's supervisor, and its relay.
+
+TensorFlow runs in a process of its own, so that each attempt begins with a clean one, and a crash ends nothing else.
+The supervisor's messages go to the launching program; what the worker prints goes to a log here and to the engine's.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tfgpu.launch.child import RESULT, STDERR, STDOUT
+from tfgpu.launch.functions import pickled
+from tfgpu.launch.job import Job
+from tfgpu.launch.link import Link
+from tfgpu.launch.local import SUPERVISOR
+from tfgpu.launch.screen import Screen
+
+Message = tuple[dict[str, Any], bytes]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every worker is to do; it travels to all of them.
+
+    Args:
+        job: the launch.
+        call: the pickled function and its arguments, or None where `job.script` is a file.
+        paths: where the launching program finds modules, which may exist on the worker's machine too.
+        grace_s: seconds that workers have to save when they are asked to end while all is well.
+    """
+
+    job: Job
+    call: bytes | None = field(default=None, repr=False)
+    paths: tuple[str, ...] = ()
+    grace_s: float = 10.0
+
+
+def search_paths() -> tuple[str, ...]:
+    """Where this program finds modules besides Python's own and the installed ones."""
+    installed = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
+    found = [os.path.abspath(path or ".") for path in sys.path if os.path.exists(path or ".")]
+    return tuple(path for path in found if os.path.realpath(path) not in installed and "lib-dynload" not in path)
+
+
+class Relay:
+    """The supervisor of one worker, and the way of its messages to the launching program and back.
+
+    When the engine kills the process that owns this object, the supervisor kills the worker and removes its files.
+
+    Args:
+        work: what to do.
+        rank: which worker.
+        address: the address at which the other workers reach this machine.
+        data: the first argument of the function, or None.
+        environment: variables that the supervisor and the worker get besides this process's own.
+        folders: directories to remove at the end.
+
+    Raises:
+        InputError: the log file cannot be written.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        rank: int,
+        address: str,
+        *,
+        data: object = None,
+        environment: Mapping[str, str] | None = None,
+        folders: Sequence[Path] = (),
+    ):
+        logs = None if work.job.logs is None else Path(work.job.logs)
+        self._screen = Screen([f"worker {rank}"], logs, stderr_only=True)
+        self._folder = Path(tempfile.mkdtemp(prefix="tfgpu-worker-"))
+        script = work.job.script
+        if work.call is not None:
+            script = str(pickled.write(self._folder, work.call, data))
+        self._facts = {"name": socket.gethostname(), "address": address, "python": sys.executable, "script": script}
+        # The engine's process may find modules where a new Python would not look, such as those sent for the job.
+        paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *search_paths(), *work.paths]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
+            **(environment or {}),
+        }
+        command = [*SUPERVISOR, "--grace=0", str(self._folder), *map(str, folders)]
+        self._link = Link("", command, environment=environment)
+        self._sending = threading.Lock()  # An actor's methods may run in several threads.
+
+    def fileno(self) -> int:
+        """The file descriptor that messages come from."""
+        return self._link.messages
+
+    def receive(self) -> list[Message] | None:
+        """Waits for messages to the launching program; None: the supervisor has ended."""
+        messages = self._link.receive()
+        if messages is None:
+            sys.stderr.writelines(f"{line}\n" for line in self._link.last_words())
+            return None
+        return [each for message, data in messages for each in self._pass(message, data)]
+
+    def send(self, do: str, facts: Mapping[str, Any]) -> None:
+        """Passes a message of the launching program to the supervisor."""
+        with self._sending:
+            self._link.send(do, **facts)
+
+    def close(self) -> None:
+        """Ends the supervisor, and with it the worker."""
+        self._link.close()
+        self._screen.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _pass(self, message: dict[str, Any], data: bytes) -> list[Message]:
+        event = message["event"]
+        if event == "hello":
+            return [({**message, **self._facts}, b"")]
+        if event == "output" and message["stream"] in (STDOUT, STDERR):
+            self._screen.output(0, message["stream"], data)
+            return []
+        if event == "exit":
+            self._screen.finish(0)
+            return [*self._remains(message), (message, data)]
+        return [(message, data)]
+
+    def _remains(self, message: dict[str, Any]) -> list[Message]:
+        """What is left of a worker that has ended: its last lines, and what its function returned."""
+        found = [(STDERR, "".join(f"{line}\n" for line in self._screen.last(0)).encode())]
+        if message["code"] == 0:
+            with contextlib.suppress(OSError):  # A script returns nothing.
+                found.append((RESULT, pickled.result_of(self._folder)))
+        output = {"event": "output", "id": message["id"]}
+        return [({**output, "stream": stream, "bytes": len(data)}, data) for stream, data in found if data]
