@@ -10,9 +10,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(400)]
 @pytest.mark.parametrize(
     ("silence_s", "words"),
     [
-        (6, "worker 1: gave no sign of life for 6 s"),
+        (6, "worker 1: no heartbeat for 6 s"),
         # TensorFlow's own limit is 10 s: the other worker fails first, and is not to blame.
-        (60, "Before that, worker 1 had given no sign of life for"),
+        (60, "Before that, worker 1 had sent no heartbeat for"),
     ],
 )
 def test_a_stopped_worker_is_named_and_the_result_is_the_same(silence_s, words, tmp_path, launched, whole, same_bytes):

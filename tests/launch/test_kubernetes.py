@@ -52,7 +52,7 @@ def by_kind(objects: list[dict]) -> dict[str, dict]:
 
 
 def pods(objects: list[dict]) -> list[dict]:
-    """Every pod template in the objects."""
+    """Every pod template in the objects, of which there is at least one."""
     found = []
 
     def look(value):
@@ -66,6 +66,7 @@ def pods(objects: list[dict]) -> list[dict]:
                 look(each)
 
     look(objects)
+    assert found
     return found
 
 
@@ -255,6 +256,7 @@ def test_a_tfjob_leaves_the_cluster_to_its_operator(changes, roles, limit, polic
     assert {role: spec["replicas"] for role, spec in specs.items()} == roles
     assert {spec["restartPolicy"] for spec in specs.values()} == {policy}
     assert each["spec"]["runPolicy"]["backoffLimit"] == limit
+    assert len(pods([each])) == len(roles)
     for pod in pods([each]):
         (one,) = pod["spec"]["containers"]
         assert one["name"] == "tensorflow" and one["ports"][0]["name"] == "tfjob-port"

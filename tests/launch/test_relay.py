@@ -133,7 +133,7 @@ def test_a_script_that_has_ended_is_not_waited_for(tmp_path, monkeypatch):
     assert written == ["all of it"] * 4
 
 
-@pytest.mark.parametrize(("timeout_s", "code"), [(0, 4), (1, -9)])
+@pytest.mark.parametrize(("timeout_s", "code"), [(1, -9), pytest.param(0, 4, marks=pytest.mark.slow)])
 def test_a_heartbeat_timeout_is_told_where_there_is_one(tmp_path, timeout_s, code):
     script = tmp_path / "quiet.py"
     script.write_text("import os, pathlib, time\npathlib.Path(os.environ['TFGPU_HEARTBEAT']).touch()\ntime.sleep(4)\n")

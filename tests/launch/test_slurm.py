@@ -65,7 +65,7 @@ def test_the_whole_file(tmp_path, monkeypatch):
 export TFGPU_STARTUP_TIMEOUT=60
 export NCCL_DEBUG=INFO
 
-# Starts the tasks by srun, and again after a failure or a preemption.
+# Starts the tasks by srun, and restarts them after a failure or a preemption.
 exec {shlex.quote(sys.executable)} -m tfgpu.launch.slurm_job --logs=/shared/logs \\
     --max-restarts=4 --grace=90 --silence=30 \\
     train.py --epochs 3

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tfgpu.errors import InputError, MachineError
-from tfgpu.launch import slurm
+from tfgpu.launch import slurm, slurm_task
 
 sys.path.insert(0, str(Path(__file__).parent))
 import slurm_jobs
@@ -186,7 +186,10 @@ def test_one_that_does_not_leave_is_killed_after_its_grace(cluster, tmp_path):
     subprocess.run(["scancel", "--signal=TERM", run.id], check=True)
     run.until(lambda: "requeued" in run.log(), 60)
     subprocess.run(["scancel", run.id], check=True)
-    run.wait()
+    saved, deaf = (slurm_task.read(run.logs / f"job-{run.id}" / "records" / "1" / f"{rank}.json") for rank in range(2))
+    assert (saved.code, deaf.code) == (75, 137)
+    assert saved.ended - saved.asked < 3 <= deaf.ended - deaf.asked
+    assert run.wait() != 0 and run.facts()["JobState"] == "CANCELLED"
     run.until(lambda: not run.left_over(), 20)
 
 

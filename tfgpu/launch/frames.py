@@ -1,25 +1,25 @@
-"""Messages between the launcher and the supervisor of a node: a line of JSON each, with raw bytes behind it or none."""
+"""Messages between the launcher and the supervisor of a node: a line of JSON each, which raw bytes may follow."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
 MARK = b"tfgpu-node 1"
-"""The supervisor's first line. What a login shell writes before it is none of ours."""
+"""The supervisor's first line. A login shell may write other lines before it."""
 
 
 def encode(message: dict[str, Any], data: bytes = b"") -> bytes:
-    """Writes a message, with `data` behind it."""
+    """Encodes a message, followed by `data`."""
     if data:
         message = {**message, "bytes": len(data)}
     return json.dumps(message).encode() + b"\n" + data
 
 
 class Reader:
-    """Puts messages together again from whatever pieces arrive.
+    """Reassembles messages from the pieces that arrive.
 
     Args:
-        marked: whether the messages begin after a line that is `MARK`.
+        marked: whether the messages begin after the line `MARK`.
 
     Example:
         >>> reader = Reader(marked=False)
@@ -34,7 +34,7 @@ class Reader:
         self._header: dict[str, Any] | None = None
 
     def feed(self, piece: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Takes a piece and gives the messages that are complete with it."""
+        """Takes a piece, and yields the messages that it completes."""
         self._buffer += piece
         while True:
             if self._header is None:

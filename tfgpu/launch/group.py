@@ -37,9 +37,9 @@ class Member:
     Attributes:
         name: such as `"worker 0"`.
         node: the number of the link whose node runs it.
-        counted: whether the group is done when this and the other counted ones are. The others serve until then.
+        counted: whether the group waits for it to be done. Members that are not counted serve until then.
         may_return: whether it may be started again alone while the others go on.
-        may_finish: whether it gets time to come to its own end when the counted ones are done.
+        may_finish: whether it gets time to finish when the counted ones are done.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Group:
             self._judge()
             self._tend()
 
-    # What comes
+    # Messages
 
     def _receive(self, link: Link) -> None:
         messages = link.receive()
@@ -186,7 +186,7 @@ class Group:
         if left and self._code == 0:
             self._screen.say(f"{left} process(es) that the script had started on {_where(link)} still ran: killed.")
 
-    # What follows
+    # Decisions
 
     def _start(self) -> None:
         self._specs = self._plan([link.facts for link in self._links], [link.ports for link in self._links])
@@ -208,13 +208,13 @@ class Group:
         if self._signals.first is not None:
             self._heed(self._signals.first)
         elif self._news and not self._replace():
-            # Of those that came together, one that was killed is the cause, and an error of its peers the consequence.
+            # Of failures at the same time, a kill is the cause and an error of a peer its consequence.
             self._blame(*min(self._news, key=lambda news: news[1] > 0))
         elif all(self._codes.get(id) == 0 for id, member in enumerate(self._members) if member.counted):
             self._complete()
 
     def _complete(self) -> None:
-        """The counted members are done: those that may finish do, those that serve are ended."""
+        """The counted members are done: lets those finish that may, and ends those that serve."""
         self._done_at = self._done_at or time.monotonic()
         open_ids = [id for id in range(len(self._members)) if id not in self._codes]
         late = time.monotonic() - self._done_at > self._grace_s

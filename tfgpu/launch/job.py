@@ -1,4 +1,4 @@
-"""What a launch starts, whichever engine starts it: a script, how often, and what happens when a process ends."""
+"""What a launch starts, on any engine: a script, its processes, and the restart policy."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +15,13 @@ class Job:
         arguments: the script's own.
         workers: processes that train, the chief included.
         parameter_servers: processes that hold variables; 0 for synchronous training.
-        evaluator: whether one more process evaluates what the others save; it has a place in no cluster.
+        evaluator: whether one more process evaluates what the others save; it belongs to no cluster.
         gpus_per_worker: GPUs of each worker; None shares out what the machine has.
-        max_restarts: how often the group is started again after a failure. A preemption spends none.
-        startup_timeout_s: seconds until a process that has not answered is named.
-        silence_s: seconds without a sign of life after which a process counts as stopped; 0: never.
+        max_restarts: restarts of the group after failures. A preemption uses none.
+        startup_timeout_s: rendezvous timeout in seconds, after which a missing process is named.
+        silence_s: heartbeat timeout in seconds; 0: none.
         logs: folder for a log file of each process; None writes none.
-        environment: variables that every process gets besides.
+        environment: further variables of every process.
 
     Raises:
         InputError: a number is out of range.

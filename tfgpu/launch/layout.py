@@ -1,4 +1,4 @@
-"""Who runs where: the tasks of a job on its nodes, each with its TF_CONFIG and its share of CPUs and GPUs."""
+"""The tasks of a job on its nodes, each with its TF_CONFIG and its share of CPUs and GPUs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -45,11 +45,11 @@ class Place:
 
 
 def tasks(job: Job, nodes: int = 1) -> list[Task]:
-    """Spreads a job's tasks over nodes: neighbours stay together, the first nodes get one more.
+    """Spreads a job's tasks over nodes: neighbors stay together, the first nodes get one more.
 
-    With parameter servers there is a chief besides the workers: it hands out the steps, as TensorFlow's
-    ParameterServerStrategy wants it. Without them worker 0 is the chief. Nodes for which there is no worker get the
-    first parameter servers.
+    With parameter servers there is a chief besides the workers, which dispatches the steps, as TensorFlow's
+    ParameterServerStrategy requires. Without them worker 0 is the chief. Nodes without a worker get the first parameter
+    servers.
 
     Raises:
         InputError: there are more nodes than workers and parameter servers.
@@ -82,7 +82,7 @@ def environments(
     *,
     is_engine: bool = False,
 ) -> dict[Task, dict[str, str]]:
-    """Gives each task the variables that tell it who it is and what it may use.
+    """Returns each task's variables: its place in the cluster, and its CPUs and GPUs.
 
     Args:
         ports: the TCP port of each task, on its node.
@@ -111,7 +111,7 @@ def _addresses(tasks: Sequence[Task], places: Sequence[Place], ports: Mapping[Ta
     found: dict[str, list[str]] = {}
     for task in tasks:
         if task.kind == "evaluator":
-            continue  # It talks to nobody, so TensorFlow's guides leave it out.
+            continue  # It has no peers, and TensorFlow's guides leave it out.
         host = places[task.node].address
         shown = f"[{host}]" if ":" in host else host
         found.setdefault(task.kind, []).append(f"{shown}:{ports[task]}")
@@ -119,11 +119,11 @@ def _addresses(tasks: Sequence[Task], places: Sequence[Place], ports: Mapping[Ta
 
 
 def _threads(processes: int, cpus: int) -> dict[str, str]:
-    """A process's share of the CPUs. Alone, TensorFlow takes them all by itself."""
+    """A process's share of the CPUs; a single process takes them all by itself."""
     if processes == 1:
         return {}
     share = max(1, cpus // processes)
-    # Operations that wait for peers hold a thread of the second pool each, so that it never has only one.
+    # An operation that waits for peers occupies a thread of the second pool, which needs two at least.
     return {"TF_NUM_INTRAOP_THREADS": str(share), "TF_NUM_INTEROP_THREADS": str(max(2, share))}
 
 
@@ -150,7 +150,7 @@ def _gpu_shares(job: Job, workers: Sequence[Task], place: Place) -> dict[Task, d
 
 
 def _no_gpu(place: Place) -> dict[str, str]:
-    """Only workers get GPUs: a chief that hands out steps, a parameter server and an evaluator need none."""
+    """Only workers get GPUs: a chief that dispatches steps, a parameter server and an evaluator need none."""
     return {"CUDA_VISIBLE_DEVICES": ""} if place.gpus else {}
 
 

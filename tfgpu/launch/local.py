@@ -12,7 +12,7 @@ from tfgpu.launch.link import Link
 
 OURS = {
     "TF_CONFIG": "Use -n and --ps.",
-    "CUDA_VISIBLE_DEVICES": "Use --gpus-per-worker; what it is on the machine before the launch is shared out.",
+    "CUDA_VISIBLE_DEVICES": "Use --gpus-per-worker; its value before the launch is divided among the workers.",
     "TFGPU_ATTEMPT": "",
     "TFGPU_HEARTBEAT": "",
     "TFGPU_STARTUP_TIMEOUT": "Use --startup-timeout.",
@@ -22,7 +22,7 @@ SUPERVISOR = (sys.executable, "-m", "tfgpu.launch.remote")
 
 
 def launch(job: Job, *, grace_s: float = attempts.GRACE_S, runner: Sequence[str] = attempts.RUNNER) -> int:
-    """Starts a job's processes on this machine and stays until none of them is left.
+    """Runs a job's processes on this machine until none of them is left.
 
     Args:
         job: what to run.
@@ -53,7 +53,7 @@ def launch(job: Job, *, grace_s: float = attempts.GRACE_S, runner: Sequence[str]
 
 
 def check(job: Job, *, script: bool = True) -> None:
-    """Raises `InputError` for what can be seen before anything is started.
+    """Raises `InputError` for what can be seen before a process is started.
 
     Args:
         script: whether the script must lie on this machine.

@@ -1,4 +1,4 @@
-"""What one machine has for the processes that it is to run: CPUs and GPUs. Nothing here starts TensorFlow."""
+"""The CPUs and GPUs of this machine, without TensorFlow."""
 
 import os
 import re
@@ -11,7 +11,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cpus() -> int:
-    """Counts the CPUs that this process may use: its affinity, and its container's quota where there is one."""
+    """Counts the CPUs that this process may use, by its affinity and its container's quota."""
     available = len(os.sched_getaffinity(0))
     try:
         quota, period = _QUOTA.read_text().split()
@@ -21,12 +21,12 @@ def cpus() -> int:
 
 
 def gpus(environ: Mapping[str, str]) -> list[str]:
-    """Lists the GPUs as CUDA_VISIBLE_DEVICES names them: by UUID where nobody has named them yet.
+    """Lists the GPUs as CUDA_VISIBLE_DEVICES names them; by UUID where it is not set.
 
-    CUDA's numbers need not be the driver's, and a GPU that is lost has a number but cannot be used.
+    CUDA's numbers may differ from the driver's, and a lost GPU has a number but cannot be used.
 
     Args:
-        environ: where CUDA_VISIBLE_DEVICES stands, these are its entries; CUDA itself stops reading at a wrong one.
+        environ: where it has CUDA_VISIBLE_DEVICES, its entries count, up to the first invalid one, as for CUDA.
 
     Example:
         >>> gpus({"CUDA_VISIBLE_DEVICES": "2,GPU-8f2a,-1,3"})
@@ -44,7 +44,7 @@ def gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def _installed() -> list[str]:
-    """The GPUs that answer. Of those that are cut into slices CUDA takes one by the number, so then it is numbers."""
+    """The GPUs that answer, by UUID; by number where one has MIG slices, one of which CUDA takes by number."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

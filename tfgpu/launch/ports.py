@@ -1,8 +1,9 @@
 """Free TCP ports for processes that open them only seconds later.
 
-A port that the kernel chose (`bind` to 0) lies in the range from which it serves every outgoing connection, so it may
-be gone again before TensorFlow, which takes seconds to start, listens on it. These lie outside that range. A UDP socket
-of the same number, which nobody else wants and which does not stand in TensorFlow's way, keeps it from other launches.
+A port that the kernel chooses (`bind` to 0) lies in its ephemeral range, from which it also serves every outgoing
+connection: it may be taken before TensorFlow, which needs seconds to start, listens on it. These lie outside that
+range. A UDP socket of the same number reserves each among launches, without being in TensorFlow's way. Every attempt
+gets fresh ports, so that a port which another server takes all the same costs one restart.
 """
 
 import random
@@ -16,13 +17,13 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class Ports:
-    """Ports that stay reserved among launches until they are closed.
+    """Ports that stay reserved among launches until `close`.
 
     Args:
         count: how many.
 
     Raises:
-        MachineError: this machine has not so many free ports.
+        MachineError: this machine has too few free ports.
 
     Example:
         >>> with Ports(2) as ports:
@@ -44,7 +45,7 @@ class Ports:
                 self.numbers.append(number)
         if len(self.numbers) < count:
             self.close()
-            raise MachineError(f"This machine has no {count} free TCP ports from {_FIRST}. End what holds them.")
+            raise MachineError(f"This machine has no {count} free TCP ports from {_FIRST}. Free some.")
 
     def close(self) -> None:
         for mark in self._marks:
@@ -63,17 +64,17 @@ def _candidates() -> list[int]:
     except (OSError, ValueError):
         low, high = 32768, 60999
     outside = [port for port in range(_FIRST, _LAST + 1) if not low <= port <= high]
-    # Where a machine gives nearly all ports to outgoing connections, there is nothing better than these.
+    # Where nearly all ports are ephemeral, there is nothing better.
     return outside or list(range(_FIRST, 65536))
 
 
 def _mark(number: int) -> socket.socket | None:
-    """Returns the UDP socket that marks a port, or None where the port is in use."""
+    """Returns the UDP socket that reserves a port, or None where the port is in use."""
     mark = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         mark.bind(("", number))
         with socket.socket() as trial:
-            # As servers bind: a port whose last connections are still fading out counts as free.
+            # As servers bind: a port whose last connections are in TIME_WAIT counts as free.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(("", number))
     except OSError:

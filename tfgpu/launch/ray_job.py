@@ -53,7 +53,7 @@ def ray_job(
         cpus_per_worker: CPUs to reserve for each.
         gpus_per_worker: GPUs of each; None shares out what the cluster has.
         placement: `"SPREAD"` over the machines, `"PACK"` onto few, or one of these with `"STRICT_"` before it.
-        max_restarts: how often the group starts again after a failure. A preemption spends none.
+        max_restarts: restarts of the group after failures. A preemption uses none.
         startup_timeout_s: seconds to wait for the resources, for the actors, and for workers to find each other.
         silence_s: the heartbeat timeout in seconds; 0: none.
         grace_s: seconds that workers have to save when they are asked to end while all is well.
@@ -61,7 +61,7 @@ def ray_job(
         environment: variables that every worker gets.
         runtime_env: Ray's own, such as `{"working_dir": "."}`, for the actors.
         on_progress: called here with what the chief reports by `tfgpu.callbacks.Report()` or `tfgpu.launch.report`,
-            as it happens, with the number of the start under `"start"`, from 0.
+            as it happens, with the number of the attempt under `"start"`, from 0.
 
     Returns:
         What the chief's function returned; None for a script.

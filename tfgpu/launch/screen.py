@@ -13,7 +13,7 @@ from tfgpu.errors import InputError
 
 LAST_LINES = 20
 """How many lines of a process are shown again when it fails."""
-_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RED = 31
 _LONGEST_LINE = 2**16
 _BAR_EVERY_S = 1.0
@@ -29,8 +29,8 @@ def default_folder(script: str) -> Path:
     return folder
 
 
-def coloured(stream: int, environ: Mapping[str, str]) -> bool:
-    """Says whether a standard stream gets colours: NO_COLOR forbids, FORCE_COLOR asks, else a terminal does.
+def colored(stream: int, environ: Mapping[str, str]) -> bool:
+    """Tells whether a standard stream gets colors: NO_COLOR forbids, FORCE_COLOR asks, else a terminal does.
 
     Source: https://no-color.org, https://force-color.org
     """
@@ -54,7 +54,7 @@ class Screen:
     def __init__(self, names: Sequence[str], folder: Path | None, *, stderr_only: bool = False):
         self._names, self._stderr_only = list(names), stderr_only
         self._width = max(map(len, [*names, "launch"]))
-        self._colours = {stream: coloured(stream, os.environ) for stream in (1, 2)}
+        self._colors = {stream: colored(stream, os.environ) for stream in (1, 2)}
         self._files = _open_files(names, folder)
         self._paths = [str(folder / _file_name(name)) if folder else None for name in names]
         self._lines = {(id, stream): _Lines() for id in range(len(names)) for stream in (1, 2)}
@@ -101,15 +101,15 @@ class Screen:
             file.close()
 
     def _show(self, id: int, stream: int, lines: Sequence[str]) -> None:
-        colour = _COLOURS[id % len(_COLOURS)]
+        color = _COLORS[id % len(_COLORS)]
         for line in lines:
             self._last[id].append(line)
-            self._write(stream, self._names[id], colour, line)
+            self._write(stream, self._names[id], color, line)
 
-    def _write(self, stream: int, name: str, colour: int, line: str) -> None:
+    def _write(self, stream: int, name: str, color: int, line: str) -> None:
         prefix = f"{name:<{self._width}}|"
-        if self._colours[stream]:
-            prefix = f"\033[{colour}m{prefix}\033[0m"
+        if self._colors[stream]:
+            prefix = f"\033[{color}m{prefix}\033[0m"
         out = sys.stdout if stream == 1 and not self._stderr_only else sys.stderr
         encoding = out.encoding or "utf-8"
         out.write(f"{prefix} {line}\n".encode(encoding, "replace").decode(encoding))

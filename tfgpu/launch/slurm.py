@@ -1,4 +1,4 @@
-"""Slurm: writes the batch file of a job, submits it, and tells how to follow it.
+"""Slurm: writes the batch file of a job, submits it, and shows how to follow it.
 
 Example:
     >>> print(batch_file(Job("train.py", workers=2, logs=Path("/logs")), Allocation(nodes=2)))  # doctest: +ELLIPSIS
@@ -7,7 +7,7 @@ Example:
     #SBATCH --nodes=2
     ...
 
-The file runs `tfgpu.launch.slurm_job` on the job's first node, which starts one `tfgpu.launch.slurm_task` a task.
+The file runs `tfgpu.launch.slurm_job` on the job's first node, which starts one `tfgpu.launch.slurm_task` per task.
 Inside a task of an `srun` there is nothing to submit: `launch` runs the script there, as `tfgpu run` does.
 """
 
@@ -32,14 +32,14 @@ FINAL = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     *("REVOKED", "TIMEOUT"),
 }
-"""States that a job does not leave."""
+"""Final states of a job."""
 AWAY_S = 600.0
-"""How long the controller may be away while a job is waited for."""
+"""How long the controller may fail to answer while a job is waited for."""
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that Slurm has taken.
+    """A job that Slurm has accepted.
 
     Args:
         id: Slurm's number for it.
@@ -52,7 +52,7 @@ class Submitted:
     logs: Path
 
     def how_to_follow(self) -> str:
-        """Returns the lines that tell the user what to do next."""
+        """Returns what to tell the user."""
         log, first = self.logs / f"job-{self.id}.log", self.logs / f"job-{self.id}" / "task-0.log"
         return (
             f"Submitted job {self.id}.\n"
@@ -66,8 +66,8 @@ class Submitted:
         """Waits until the job has ended for good, requeues included.
 
         Args:
-            look_s: seconds between the first looks; they grow.
-            most_s: to so many.
+            look_s: seconds between the first polls; the interval grows.
+            most_s: the longest interval.
 
         Returns:
             The job's exit code; 128 + n where signal n ended it, 1 where Slurm did.
@@ -113,7 +113,7 @@ def batch_file(job: Job, allocation: Allocation) -> str:
     lines += ["", *(_export(name, value) for name, value in _variables(job).items())]
     program = [sys.executable, "-m", "tfgpu.launch.slurm_job", f"--logs={logs}"]
     options = [f"--max-restarts={job.max_restarts}", f"--grace={allocation.grace_s}", f"--silence={job.silence_s:g}"]
-    lines += ["", "# Starts the tasks by srun, and again after a failure or a preemption."]
+    lines += ["", "# Starts the tasks by srun, and restarts them after a failure or a preemption."]
     lines += [f"exec {shlex.join(program)} \\", f"    {shlex.join(options)} \\"]
     lines.append(f"    {shlex.join((job.script, *job.arguments))}")
     return "\n".join(lines) + "\n"
@@ -221,7 +221,7 @@ def _options(job: Job, allocation: Allocation, logs: Path) -> list[str]:
 
 
 def _directive(option: str) -> str:
-    """A line for sbatch, whose quoting is not the shell's."""
+    """A line for sbatch, whose quoting differs from the shell's."""
     name, equals, value = option.partition("=")
     if "\n" in value or ('"' in value and "'" in value):
         raise InputError(f"sbatch cannot read a value with both kinds of quotes or a new line. Received: {option!r}.")
@@ -232,7 +232,7 @@ def _directive(option: str) -> str:
 
 
 def _export(name: str, value: str) -> str:
-    """A secret does not stand in the file, which others may read and Slurm shows: it comes by sbatch's environment."""
+    """Exports a variable; a secret comes by sbatch's environment, since others may read the file and Slurm shows it."""
     if is_secret(name):
         return f": \"${{{name}?is a secret, which no batch file holds: export it before sbatch}}\"\nexport {name}"
     return f"export {name}={shlex.quote(value)}"
@@ -251,7 +251,7 @@ def _variables(job: Job) -> dict[str, str]:
 
 
 def _run_here(job: Job, allocation: Allocation) -> None:
-    """Becomes `tfgpu run`; what contradicts the `srun` around it is refused."""
+    """Becomes `tfgpu run`, unless the options contradict the `srun` around it."""
     wanted = {"SLURM_STEP_NUM_NODES": allocation.nodes, "SLURM_STEP_NUM_TASKS": _tasks(job)}
     for name, number in wanted.items():
         if os.environ.get(name, str(number)) != str(number):
@@ -264,6 +264,6 @@ def _run_here(job: Job, allocation: Allocation) -> None:
 
 
 def _show(id: str) -> tuple[dict[str, str], str]:
-    """What Slurm says of a job: its fields, or none and the complaint."""
+    """Slurm's fields of a job, or none and Slurm's error message."""
     done = subprocess.run(["scontrol", "--oneliner", "show", "job", id], capture_output=True, text=True)
     return dict(re.findall(r"(?:^| )(JobState|ExitCode)=(\S+)", done.stdout)), " ".join(done.stderr.split())

@@ -22,9 +22,9 @@ OWN = {
     "wait": "Use --wait without --sbatch.",
     "wrap": "Give the script.",
 }
-"""Options of sbatch that are not the user's to give, and what to do instead."""
+"""Options of sbatch that the launch sets itself, and what to use instead."""
 EARLY_S = 60
-"""Slurm may send its signal so many seconds early."""
+"""Slurm may send its signal this many seconds early."""
 _NAME = re.compile(r"[A-Za-z0-9_.@+-]+(?:,[A-Za-z0-9_.@+-]+)*")
 _OPTION = re.compile(r"--([a-z][a-z0-9-]*)(?:=([^\n]*))?")
 
@@ -43,7 +43,7 @@ class Allocation:
         options: further options of sbatch in their long form, such as `"--qos=high"` or `"--cpus-per-task=8"`.
 
     Raises:
-        InputError: a value is malformed, or an option is not the user's to give.
+        InputError: a value is malformed, or an option is one that the launch sets itself.
 
     Example:
         >>> Allocation(nodes=2, time="1:30")

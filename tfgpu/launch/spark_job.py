@@ -79,7 +79,7 @@ def spark_job(
         gpus_per_worker: GPUs of each: those that Spark gives to the task (`spark.task.resource.gpu.amount`).
         shuffle_seed: puts the rows into a random order first, the same in every epoch and for any number of workers;
             None keeps the data frame's order.
-        max_restarts: how often the group starts again after a failure. A preemption spends none.
+        max_restarts: restarts of the group after failures. A preemption uses none.
         startup_timeout_s: seconds to wait for task slots, and for workers to find each other.
         silence_s: the heartbeat timeout in seconds; 0: none.
         grace_s: seconds that workers have to save when they are asked to end while all is well.
@@ -87,7 +87,7 @@ def spark_job(
         logs: folder for a log file of each worker, on its machine; they also go to the executors' stderr.
         environment: variables that every worker gets.
         on_progress: called here with what the chief reports by `tfgpu.callbacks.Report()` or `tfgpu.launch.report`,
-            as it happens, with the number of the start under `"start"`, from 0.
+            as it happens, with the number of the attempt under `"start"`, from 0.
 
     Returns:
         What the chief's function returned.

@@ -1,7 +1,7 @@
 """The processes of a job on several machines, reached through ssh.
 
-A supervisor (`tfgpu.launch.remote`) runs on each and lives as long as the connection: when the launcher is gone, so are
-they. Variables travel inside the connection, never on a command line, where `ps` would show them.
+A supervisor (`tfgpu.launch.remote`) runs on each as long as the connection: they all end with the launcher.
+Variables travel inside the connection, never on a command line, where `ps` would show them.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ OPTIONS = (
     *("-o", "ServerAliveCountMax=3"),
     *("-o", "ControlMaster=no"),
 )
-"""No questions (there may be nobody to answer), and a lost network is noticed within 15 s."""
+"""No questions, since nobody may be there to answer; a lost network is noticed within 15 s."""
 CARRIED = re.compile(
     r"(TF|TFGPU|KERAS|XLA|NCCL|CUDA|OMP|MKL|HF|TFDS|WANDB|MLFLOW|AWS|GOOGLE)_\w+|PYTHON\w+|(LD_LIBRARY|)PATH"
 )
-"""The variables that every process gets as they are here."""
+"""The variables of this process that every process gets."""
 
 
 def launch(
@@ -41,7 +41,7 @@ def launch(
     grace_s: float = attempts.GRACE_S,
     runner: Sequence[str] = ("-m", "tfgpu.run"),
 ) -> int:
-    """Starts a job's processes on several machines and stays until none of them is left.
+    """Runs a job's processes on several machines until none of them is left.
 
     Every machine needs Python with tfgpu, and the script, at the same place as here.
 
@@ -80,7 +80,7 @@ def checked(nodes: Sequence[str]) -> list[str]:
     """Gives the nodes as ssh takes them.
 
     Raises:
-        InputError: there is none, one is no name, or one stands there twice.
+        InputError: there is none, one is malformed, or one is given twice.
     """
     names = [name.strip() for name in nodes]
     for name in names:
@@ -100,7 +100,7 @@ def command(ssh: str, node: str, python: str, directory: str, environ: Mapping[s
         >>> command("ssh -i key", "host1", "/opt/python", "/my work", {})[-2:]
         ['host1', "cd '/my work' && exec env /opt/python -m tfgpu.launch.remote"]
     """
-    # Only what the interpreter needs to find tfgpu. The rest follows when the connection stands.
+    # Only what the interpreter needs to find tfgpu; the rest follows through the connection.
     found = [f"{name}={shlex.quote(environ[name])}" for name in ("PYTHONPATH",) if environ.get(name)]
     start = " ".join([*found, shlex.quote(python), "-m", "tfgpu.launch.remote"])
     return [*shlex.split(ssh), *OPTIONS, "--", node, f"cd {shlex.quote(directory)} && exec env {start}"]
@@ -120,5 +120,5 @@ def reached(ssh: str, node: str, words: Sequence[str]) -> list[str]:
 
 
 def _is_carried(name: str) -> bool:
-    # A machine's GPUs are its own affair; the others say who a process is.
+    # GPUs differ from machine to machine; the launch sets the others itself.
     return bool(CARRIED.fullmatch(name)) and name not in ("CUDA_VISIBLE_DEVICES", *local.OURS)
