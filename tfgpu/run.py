@@ -1,7 +1,6 @@
 """Runs an unmodified script with the Keras repairs: `tfgpu run script.py` or `python -m tfgpu.run script.py`.
 
-As one process of a cluster it meets the others first (`tfgpu.rendezvous`), and gives a sign of life where
-TFGPU_HEARTBEAT asks for it.
+In a cluster the processes meet first (`tfgpu.rendezvous`). Where TFGPU_HEARTBEAT is set, it sends a heartbeat.
 """
 
 import os
@@ -23,12 +22,11 @@ OPTION = "--startup-timeout"
 def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s: float | None = None) -> None:
     """Runs a script as `python script.py` would, in this process, after `tfgpu.repair_keras()`.
 
-    In a cluster, TF_CONFIG is set from what the launcher left in the environment, and the script starts when all
-    processes have met.
+    In a cluster, TF_CONFIG is set from the launcher's variables, and the script starts when all processes have met.
 
     Args:
         script: the file to run.
-        arguments: what the script finds in `sys.argv[1:]`.
+        arguments: the script's `sys.argv[1:]`.
         startup_timeout_s: seconds to wait for the other processes, 0 for not at all; `None` takes
             TFGPU_STARTUP_TIMEOUT, or 60.
 
@@ -66,11 +64,11 @@ def main(words: Sequence[str]) -> int:
     """The command `python -m tfgpu.run`, which launchers start.
 
     Args:
-        words: `--startup-timeout SECONDS`, at will; the script; its arguments.
+        words: `--startup-timeout SECONDS`, optional; the script; its arguments.
 
     Returns:
-        The exit code: 2 for wrong input, which another start cannot mend, 1 for what it may mend. The script's own
-        exits and errors pass.
+        The exit code: 2 for wrong input, which no restart repairs, 1 for a failure that one may. The script's own exits
+        and errors pass.
     """
     words, timeout = list(words), None
     if words and words[0].split("=")[0] == OPTION:
@@ -89,7 +87,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _enter(cluster: Cluster) -> Cluster:
-    """Tells TensorFlow, and the script, what only another launcher's variables said."""
+    """Sets for TensorFlow and the script what only the launcher's variables contain."""
     if cluster.source not in ("none", "TF_CONFIG"):
         os.environ["TF_CONFIG"] = cluster.tf_config()
     if cluster.source == "Slurm":  # which leaves the variable out before the first requeue
@@ -115,7 +113,7 @@ def _meet_at_strategies(cluster: Cluster) -> None:
 
 
 def _tell(error: Exception) -> None:
-    """The error in one line where it was found before the script began, else with the script's lines."""
+    """Prints an error from before the script in one line, else with the script's traceback."""
     frames = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     if runpy.__file__ in frames or "<frozen runpy>" in frames:
         traceback.print_exception(error)

@@ -64,9 +64,7 @@ def launch_script(
     startup_timeout: Annotated[
         float, typer.Option(metavar="S", help="Seconds until a process that does not answer at the start is named.")
     ] = 60.0,
-    silence: Annotated[
-        float, typer.Option(metavar="S", help="Seconds without a sign of life until a process counts as stopped.")
-    ] = 60.0,
+    silence: Annotated[float, typer.Option(metavar="S", help="Heartbeat timeout in seconds; 0: none.")] = 60.0,
     grace: Annotated[
         float | None,
         typer.Option(

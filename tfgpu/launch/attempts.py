@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tfgpu.launch import layout
 from tfgpu.launch.group import Group, Member, Plan
@@ -68,6 +69,7 @@ def run(
         screen.close()
 
 
+@dataclass
 class Terminal:
     """The engine of `tfgpu launch` on this machine and over ssh.
 
@@ -79,32 +81,29 @@ class Terminal:
         screen: where output goes.
         signals: Ctrl-C and the like.
         grace_s: seconds for processes that are asked to end while all is well.
+        attempt: the number of the last attempt.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        members: Sequence[Member],
-        connect: Callable[[], Sequence[Link]],
-        plan: Callable[[int], Plan],
-        screen: Screen,
-        signals: Signals,
-        grace_s: float,
-    ):
-        self.restarts = Restarts(job.max_restarts)
-        self._members, self._connect, self._plan = members, connect, plan
-        self._screen, self._signals = screen, signals
-        self._limits = {"grace_s": grace_s, "silence_s": job.silence_s, "answer_s": ANSWER_S}
-        self._attempt = 0
+    job: Job
+    members: Sequence[Member]
+    connect: Callable[[], Sequence[Link]]
+    plan: Callable[[int], Plan]
+    screen: Screen
+    signals: Signals
+    grace_s: float
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        self.restarts = Restarts(self.job.max_restarts)
 
     def run(self, attempt: int) -> Ending:
         """Runs the group once."""
-        self._attempt = attempt
-        self._screen.begin(attempt)
-        links = self._connect()
+        self.attempt = attempt
+        self.screen.begin(attempt)
+        links, plan = self.connect(), self.plan(attempt)
+        limits = {"grace_s": self.grace_s, "silence_s": self.job.silence_s, "answer_s": ANSWER_S}
         try:
-            plan = self._plan(attempt)
-            return Group(self._members, links, plan, self._screen, self._signals, self.restarts, **self._limits).run()
+            return Group(self.members, links, plan, self.screen, self.signals, self.restarts, **limits).run()
         finally:
             for link in links:
                 link.close()
@@ -118,28 +117,28 @@ class Terminal:
         if wait_s is None:
             self._explain(ending.code)
             return False
-        self._screen.say(f"Attempt {self._attempt + 1} starts in {wait_s:g} s ({self.restarts}).")
-        self._signals.wait(wait_s)
-        return self._signals.first is None
+        self.screen.say(f"Attempt {self.attempt + 1} starts in {wait_s:g} s ({self.restarts}).")
+        self.signals.wait(wait_s)
+        return self.signals.first is None
 
     def exit_code(self, ending: Ending) -> int:
         """Returns the launch's exit code, after the last attempt."""
-        if self._signals.first is None or ending.code == 0 or (ending.asked and ending.code == PREEMPTED):
+        if self.signals.first is None or ending.code == 0 or (ending.asked and ending.code == PREEMPTED):
             return ending.code
         if ending.asked:
-            self._screen.say(f"Ended. {_SAVED}.")
-        return 128 + self._signals.first  # Whichever came first, the signal or a process's own end.
+            self.screen.say(f"Ended. {_SAVED}.")
+        return 128 + self.signals.first  # Whichever came first, the signal or a process's own end.
 
     def _explain(self, code: int) -> None:
         """Says why there is no further attempt, where one might have been expected."""
         if code == WRONG_INPUT:
             if self.restarts.most:
                 words = "is wrong input, which another start cannot mend"
-                self._screen.say(f"Exit code {WRONG_INPUT} {words}.", error=True)
+                self.screen.say(f"Exit code {WRONG_INPUT} {words}.", error=True)
         elif self.restarts.most:
-            self._screen.say(f"All restarts are used ({self.restarts.most}).", error=True)
+            self.screen.say(f"All restarts are used ({self.restarts.most}).", error=True)
         else:
-            self._screen.say(f"{_SAVED}; --max-restarts N does so by itself.", error=True)
+            self.screen.say(f"{_SAVED}; --max-restarts N does so by itself.", error=True)
 
 
 def _member(job: Job, task: layout.Task) -> Member:

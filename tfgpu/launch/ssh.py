@@ -100,23 +100,31 @@ def command(ssh: str, node: str, python: str, directory: str, environ: Mapping[s
         >>> command("ssh -i key", "host1", "/opt/python", "/my work", {})[-2:]
         ['host1', "cd '/my work' && exec env /opt/python -m tfgpu.launch.remote"]
     """
-    # Only what the interpreter needs to find tfgpu; the rest follows through the connection.
-    found = [f"{name}={shlex.quote(environ[name])}" for name in ("PYTHONPATH",) if environ.get(name)]
-    start = " ".join([*found, shlex.quote(python), "-m", "tfgpu.launch.remote"])
-    return [*shlex.split(ssh), *OPTIONS, "--", node, f"cd {shlex.quote(directory)} && exec env {start}"]
+    return reached(ssh, node, ["-m", "tfgpu.launch.remote"], python=python, directory=directory, environ=environ)
 
 
-def reached(ssh: str, node: str, words: Sequence[str]) -> list[str]:
-    """The command that runs this interpreter on a node, in this folder.
+def reached(
+    ssh: str,
+    node: str,
+    words: Sequence[str],
+    *,
+    python: str = sys.executable,
+    directory: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> list[str]:
+    """Writes the command that runs an interpreter on a node.
 
     Args:
         ssh: the command, with options.
         node: what ssh takes.
         words: the interpreter's arguments.
+        python: the interpreter.
+        directory: where it runs; None: the same path as here.
+        environ: where PYTHONPATH is taken from. Other variables follow through the connection.
     """
-    found = [f"PYTHONPATH={shlex.quote(value)}"] if (value := os.environ.get("PYTHONPATH")) else []
-    start = " ".join([*found, shlex.quote(sys.executable), *map(shlex.quote, words)])
-    return [*shlex.split(ssh), *OPTIONS, "--", node, f"cd {shlex.quote(os.getcwd())} && exec env {start}"]
+    found = [f"PYTHONPATH={shlex.quote(environ['PYTHONPATH'])}"] if environ.get("PYTHONPATH") else []
+    start = " ".join([*found, *map(shlex.quote, [python, *words])])
+    return [*shlex.split(ssh), *OPTIONS, "--", node, f"cd {shlex.quote(directory or os.getcwd())} && exec env {start}"]
 
 
 def _is_carried(name: str) -> bool:

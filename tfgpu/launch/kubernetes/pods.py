@@ -161,7 +161,7 @@ def _probe(job: Job) -> dict:
         "periodSeconds": PROBE_EVERY_S,
         "timeoutSeconds": PROBE_EVERY_S,
         "failureThreshold": PROBE_FAILURES,
-        # A process that gives no sign of life saves nothing either.
+        # A process without heartbeats saves nothing either.
         "terminationGracePeriodSeconds": 5,
     }
 
