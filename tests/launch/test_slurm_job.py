@@ -1,8 +1,10 @@
-"""How a group's ending is read from what its tasks left."""
+"""How an attempt's ending is read from its tasks' records, and what follows."""
+
+import os
 
 import pytest
 
-from tfgpu.launch import slurm_job, slurm_task
+from tfgpu.launch import restarts, slurm_job, slurm_task
 from tfgpu.launch.slurm_job import ending
 from tfgpu.launch.slurm_task import Record
 
@@ -105,3 +107,50 @@ def test_the_last_lines_of_a_log(tmp_path):
     assert slurm_job.tail(log) == []
     log.write_text("".join(f"line {n}\n" for n in range(10000)))
     assert slurm_job.tail(log) == [f"line {n}" for n in range(9980, 10000)]
+
+
+# Each attempt of two tasks, in which the second fails with the code that `codes` has for it.
+SRUN = """#!/bin/sh
+for word; do case $word in --records=*) records=${word#--records=};; esac; done
+echo "$TFGPU_ATTEMPT" >>attempts
+code=$(sed -n "${TFGPU_ATTEMPT}p" codes)
+echo '{"code": 0, "ended": 1.0}' >"$records/0.json"
+echo "{\\"code\\": $code, \\"ended\\": 2.0}" >"$records/1.json"
+exit "$code"
+"""
+
+
+@pytest.fixture
+def allocation(tmp_path, monkeypatch):
+    """An allocation of job 7 whose Slurm is two scripts, in a folder of its own."""
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho 'JobId=7 JobState=RUNNING Restarts=0'\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm_job.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(slurm_job.Allocated, "_wait", lambda self, seconds: None)
+
+    def supervise(*codes, most):
+        (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
+        return slurm_job.Allocated(["train.py"], tmp_path / "logs", max_restarts=most).supervise()
+
+    return supervise
+
+
+def test_attempts_follow_each_other_with_one_budget_across_requeues(allocation, tmp_path, capsys):
+    assert allocation(3, 4, 5, most=2) == 5
+    said = capsys.readouterr().out
+    assert "starting again in 1 s, restart 1 of 2." in said and "starting again in 2 s, restart 2 of 2." in said
+    assert "no restart: all 2 are used." in said
+    assert allocation(3, 4, 5, 6, most=2) == 6  # as after a requeue
+    assert allocation(3, 4, 5, 6, 0, most=2) == 0
+    assert (tmp_path / "attempts").read_text().split() == ["1", "2", "3", "4", "5"]
+
+
+def test_the_back_off_starts_over_after_progress(allocation, monkeypatch, capsys):
+    monkeypatch.setattr(restarts, "PROGRESS_S", 0.0)
+    assert allocation(3, 3, 3, 0, most=9) == 0
+    assert capsys.readouterr().out.count("starting again in 1 s") == 3
