@@ -32,7 +32,7 @@ REPAIRS = (
     Repair(
         name="resume-within-epoch",
         fault=(
-            "BackupAndRestore saves the batch and never reads it: the epoch begins again with the weights of its middle"
+            "BackupAndRestore saves the batch and never reads it: the epoch starts over with weights from its middle"
         ),
         issue="https://github.com/keras-team/keras-hub/issues/204",
         probe=resumed_epoch_repeats,

@@ -7,7 +7,7 @@ from tfgpu.repairs.repair import Repair
 REPAIRS = (
     Repair(
         name="local-accumulation",
-        fault="accumulated gradients meet in every batch, or crash",
+        fault="accumulated gradients are summed over replicas in every batch, or crash",
         issue="https://github.com/keras-team/keras/issues/20582",
         probe=accumulation_fails,
         apply=gradient_accumulation.accumulate_on_each_replica,

@@ -1,4 +1,4 @@
-"""Repairs of Keras 3 under `tf.distribute`: one function a fault, wrapped around the smallest function at fault.
+"""Repairs of Keras 3 under `tf.distribute`: one per fault, each wrapped around the smallest function at fault.
 
 The strategy factories call `repair_keras()`. With a `tf.distribute` strategy of your own call `tfgpu.repair_keras()`
 first. With no strategy, Keras computes what it always did. `TFGPU_REPAIR=0` in the environment leaves Keras alone.
@@ -55,7 +55,7 @@ def all_repairs() -> tuple[Repair, ...]:
 
 
 def repair_keras() -> tuple[str, ...]:
-    """Applies every repair, once a process.
+    """Applies every repair, once per process.
 
     A function that this version has changed is repaired only if the repair's probe still finds the fault. A probe runs
     in a process of its own, which takes some seconds.
@@ -87,7 +87,7 @@ def _apply(repair: Repair) -> bool:
 
     def is_needed() -> bool:
         answers.append(probing.ask_apart(repair.name))
-        return answers[-1] is not False  # without an answer the fault is taken to be there
+        return answers[-1] is not False  # with no answer, assume that the fault is there
 
     with patch.applying(is_needed):
         repair.apply()

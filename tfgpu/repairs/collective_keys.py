@@ -16,14 +16,14 @@ KEYS_A_STRATEGY = 100_000
 
 
 def give_each_strategy_its_own_keys() -> None:
-    """Numbers the collectives of a process's second strategy on from the first's.
+    """Gives each strategy of a process its own range of collective keys.
 
     TensorFlow names a collective by a group key and an instance key, and never forgets one. Every new strategy starts
     at the same numbers, so a second MirroredStrategy meets the first one's leftovers: "Shape mismatch in the collective
     instance", a wrong sum, or the death of the process. Notebooks, tests and searches make many strategies.
     """
     for cls in (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy):
-        numbers = itertools.count(1)  # 0 is what a strategy has that was made before this
+        numbers = itertools.count(1)  # 0 belongs to strategies made before this repair
 
         @wrap(cls, "__init__")
         def init(stock, self, *args, numbers=numbers, **kwargs):

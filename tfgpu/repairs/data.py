@@ -23,9 +23,7 @@ def order_depends_on_the_process() -> bool:
 REPAIRS = (
     Repair(
         name="even-pieces",
-        fault=(
-            "a short batch goes to the first replicas alone, and workers are dealt files, so other rows meet in a batch"
-        ),
+        fault=("a short batch goes to the first replicas alone; workers get files, so a batch holds other rows"),
         issue="https://github.com/tensorflow/tensorflow/issues/36846",
         probe=short_batch_is_dealt_unevenly,
         apply=batch_sharding.cut_evenly,

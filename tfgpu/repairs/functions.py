@@ -25,7 +25,7 @@ def function_cannot_meet() -> bool:
 REPAIRS = (
     Repair(
         name="functions-within",
-        fault="a tf.function inside a step gets a graph of its own, in which replicas cannot meet",
+        fault="a tf.function inside a step gets a graph of its own, in which replicas cannot run collectives",
         issue="",
         probe=function_cannot_meet,
         apply=nested_functions.trace_functions_within_the_step,

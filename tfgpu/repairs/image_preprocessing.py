@@ -10,11 +10,11 @@ from tfgpu.repairs.repair import Repair
 
 
 def mix_the_whole_batch() -> None:
-    """MixUp and CutMix pair the pictures of the whole batch; elastic transforms and equalization see all of it.
+    """MixUp and CutMix pair the images of the whole batch; elastic transforms and equalization see all of it.
 
-    Stock Keras pairs the pictures that a replica holds, and bends the first picture of each replica alike. Here the
-    rows of all replicas come together in one collective, each replica does the whole batch's work and keeps its rows:
-    of the pictures, and of what goes along with them in a dictionary (labels, masks, boxes). Equalization, which
+    Stock Keras pairs the images of one replica, and deforms the first image of every replica alike. Here the rows of
+    all replicas come together in one collective, each replica does the work of the whole batch and keeps its own
+    rows: of the images, and of what comes with them in a dictionary (labels, masks, boxes). Equalization, which
     RandAugment and AugMix use too, counts how often each brightness occurs in the whole batch.
     """
     for name in ("MixUp", "CutMix", "RandomElasticTransform"):
@@ -43,7 +43,7 @@ def _whole(rows) -> tf.Tensor:
     rows = tf.convert_to_tensor(rows)
     table = row_sums.all_rows(rows)
     if rows.shape[0] is not None and table.shape[0] is None:
-        # The elastic transform bends all pictures as the first where it does not know how many there are.
+        # With an unknown batch size the elastic transform deforms every image like the first.
         table = tf.ensure_shape(
             table, [rows.shape[0] * replication.replica_context().num_replicas_in_sync, *rows.shape[1:]]
         )

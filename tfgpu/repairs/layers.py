@@ -22,12 +22,12 @@ def make_variables_once() -> None:
         if ctx is None or isinstance(value, tf.Variable) or (eager and step_context.step() is None):
             return stock(self, value)
         if tf.is_tensor(value) and (known := tf.get_static_value(value)) is not None:
-            value = known  # a number that Keras made a tensor of, in a graph that is not there outside
+            value = known  # Keras made a tensor of a plain number, in a graph that does not exist outside
         replication.run_cross_replica(ctx.strategy, lambda: stock(self, value))
 
 
 def stand_in_where_no_rows_are() -> None:
-    """Pooling and convolution of no rows, in a hand-written loop: of one row that stands in, and is dropped again.
+    """In a hand-written loop, pools and convolves a placeholder row where a replica has no rows, and drops the result.
 
     A batch with fewer rows than replicas leaves some of them with none.
     """
@@ -42,7 +42,7 @@ def stand_in_where_no_rows_are() -> None:
 
 
 def normalise_by_global_batch() -> None:
-    """BatchNormalization takes its mean and variance over the global batch, as one device does, masks included.
+    """BatchNormalization takes mean and variance over the global batch, masks included, as one device does.
 
     Stock Keras takes them over each replica's rows unless `synchronized=True`, ignores that flag where a mask is
     given, and then finds the variance as E[x^2] - E[x]^2, which cancels where the mean is large. Here one collective

@@ -1,8 +1,8 @@
-"""Losses under replicas: each stays the mean over its replica's own rows, as written for one device.
+"""Losses under replicas: each stays the mean over the replica's own rows, as written for one device.
 
 The step then averages the gradients by each replica's share of the batch; a hand-written loop sums them, so there the
-loss takes its share itself. Only divisors that are not the number of rows need mending besides: valid positions of a
-mask, sums of weights, and sums that have no divisor at all.
+loss takes its share itself. Only divisors other than the row count need a repair as well: the valid positions of a
+mask, the sum of weights, and sums without a divisor.
 """
 
 import keras
@@ -17,7 +17,7 @@ from tfgpu.repairs.repair import Repair
 
 
 def keep_losses_local() -> None:
-    """Stops Keras from dividing a loss by the number of replicas: it counts by its replica's share of the batch.
+    """Weighs a loss by its replica's share of the batch; stock Keras divides it by the number of replicas.
 
     Stock Keras divides by the local rows and then by the replica count, which is right only where every replica has
     equally many rows: https://github.com/keras-team/keras/issues/19246, https://github.com/tensorflow/tensorflow/issues/36224
@@ -72,11 +72,13 @@ def make_divisors_global() -> None:
         loss = stock(values, sample_weight, reduction)
         if replication.replica_context() is None or reduction in (None, "none"):
             return loss
-        if tuple(values.shape) == (0,):  # stock returns the empty vector, where the other replicas have a scalar
+        if tuple(values.shape) == (0,):  # stock returns an empty vector; the other replicas have a scalar
             loss = tf.reduce_sum(values)
             if reduction != "sum":
-                loss = targets.owner("loss_module").scale_loss_for_distribution(loss)  # as they do: they may meet there
-        if values.shape.rank == 0:  # one number is no sum over rows: Keras leaves it as it is
+                loss = targets.owner("loss_module").scale_loss_for_distribution(
+                    loss
+                )  # as the others do: it may hold a collective
+        if values.shape.rank == 0:  # a scalar is not a sum over rows; Keras returns it unchanged
             return loss
         if reduction == "mean_with_sample_weight" and sample_weight is not None and batch_rows.can_communicate():
             return loss * _as_local_part(tf.cast(tf.reduce_sum(sample_weight), loss.dtype))

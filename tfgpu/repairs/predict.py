@@ -27,7 +27,7 @@ def split_batches_to_predict() -> None:
 
     @wrap("TensorFlowTrainer.make_predict_function")
     def make_predict_function(stock, self, force=False):
-        for cls in type(self).__mro__:  # a model may have a step of its own
+        for cls in type(self).__mro__:  # the model may define its own step
             if "predict_step" in vars(cls) and issubclass(cls, TensorFlowTrainer):
                 _stand_in_to_predict(cls)
         return stock(self, force)

@@ -54,7 +54,7 @@ def ask(
         name, (process, here) = next(iter(running.items()))
         try:
             found[name] = here.recv() if here.poll(timeout_s) else None
-        except EOFError:  # it has died
+        except EOFError:  # the probe's process died
             pass
         process.kill()
         process.join()

@@ -1,4 +1,4 @@
-"""One repair: a fault of Keras or TensorFlow under replicas, how to see it, and how it is mended."""
+"""One repair: a fault of Keras or TensorFlow under replicas, how to see it, and how it is repaired."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Repair:
-    """One upstream fault and what mends it.
+    """One upstream fault and its repair.
 
     Attributes:
         name: short name, shown by `tfgpu doctor`.

@@ -27,7 +27,7 @@ REPAIRS = (
     ),
     Repair(
         name="own-losses",
-        fault=("a loss or metric written by hand that is no mean over rows is computed from one replica's rows"),
+        fault=("a hand-written loss or metric that is not a mean over rows sees one replica's rows"),
         issue="",
         probe=own_dice_differs,
         apply=all_rows.give_own_losses_all_rows,

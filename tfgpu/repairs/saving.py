@@ -1,4 +1,4 @@
-"""Files of a training: only the chief writes them, and whoever opens one finds the old content or the new one, whole.
+"""Files of a training: only the chief writes them, and a reader finds the old content or the new one, complete.
 
 On the other workers a save reads what the chief's save reads, in the same order, and keeps nothing: to read a variable
 that is summed over replicas is a collective, in which every worker takes part. Nobody waits: a script may also say
@@ -32,7 +32,7 @@ def writes(model) -> bool:
 
 @contextlib.contextmanager
 def beside(path):
-    """Gives a path in the same folder, of the same ending; what is written there takes the place of `path` at the end.
+    """Yields a path in the same folder with the same suffix; at the end, the file there replaces `path`.
 
     An error, or the death of the process, leaves what was there before. Folders and remote files are left to Keras.
     """
@@ -87,7 +87,7 @@ def let_only_the_chief_write() -> None:
     def save_model(stock, model, filepath, *args, **kwargs):
         if writes(model):
             return stock(model, filepath, *args, **kwargs)
-        saving.check_serializable(model)  # a model that cannot be saved fails on all workers
+        saving.check_serializable(model)  # raises on every worker what the save would raise on the chief
         saving.read_all(model)
 
     @wrap("saving_lib.save_weights_only")
@@ -172,7 +172,7 @@ def every_worker_writes() -> bool:
 REPAIRS = (
     Repair(
         name="whole-files",
-        fault="a save empties the old file first: where it is cut short, both are lost",
+        fault="a save empties the old file first: if it is interrupted, both are lost",
         issue="",
         probe=failed_save_destroys,
         apply=write_whole_files,

@@ -61,7 +61,7 @@ def global_seeds_differ() -> bool:
     strategy = probing.mirrored()
     try:
         first, second = tf.function(lambda: strategy.run(lambda: keras.random.uniform([4])))().values
-    except ValueError:  # the second one is made while the first one's graph is
+    except ValueError:  # the second replica makes its generator inside the first one's graph
         return True
     return not bool(tf.reduce_all(first == second))
 

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def compile_in_scope() -> None:
-    """Compiles a model under the strategy that it was made under, so that the optimizer belongs to it too.
+    """Compiles a model under the strategy that it was made in, so that the optimizer belongs to the same one.
 
     Raises:
         InputError: by `compile`, where the model or the optimizer was made outside the strategy's scope.
@@ -54,10 +54,10 @@ def build_from_spec() -> None:
         try:
             with _scope_of(self):
                 return stock(self, None, data_batch)
-        except Exception as error:  # whatever a model of the user's raises
+        except Exception as error:  # a user's model may raise anything
             if iterator is None or type(self).train_step is TensorFlowTrainer.train_step:
                 raise
-            # The data may be laid out for a train step of the model's own, which builds what is left in its first run.
+            # The data may be meant for the model's own `train_step`, which builds the rest in its first run.
             _log.debug("The model was not built from the data's spec: %s", error)
 
 
