@@ -36,22 +36,6 @@ PENDING = {  # files that are not converted yet
     "optim/gradient_accumulation.py",
     "optim/gradient_compression.py",
     "optim/local_sgd.py",
-    "parallel/device_placement.py",
-    "parallel/model_graph.py",
-    "parallel/pipeline/execution.py",
-    "parallel/pipeline/micro_batches.py",
-    "parallel/rematerialization/remat.py",
-    "parallel/remote_devices.py",
-    "parallel/sharded_variable.py",
-    "parallel/tensor/axes.py",
-    "parallel/tensor/losses.py",
-    "parallel/tensor/parallel_layers.py",
-    "parallel/zero/collectives.py",
-    "parallel/zero/elementwise.py",
-    "parallel/zero/gathered_variable.py",
-    "parallel/zero/optimizer_slots.py",
-    "parallel/zero/sharded_optimizer.py",
-    "parallel/zero/sharding.py",
 }
 
 

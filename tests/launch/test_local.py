@@ -105,7 +105,7 @@ def test_a_killed_worker_ends_the_group_within_two_seconds_although_another_igno
     launch.start("if me == 'worker0': signal.signal(signal.SIGTERM, signal.SIG_IGN)\nup()\ntime.sleep(300)\n")
     files = launch.wait_for(2)
     os.kill(int(files[1].read_text()), signal.SIGKILL)
-    assert seconds_to_end(launch) < 20  # Measured: 1.1; the machine may be busy.
+    assert seconds_to_end(launch) < 20  # Measured: 1.1; the grace that worker 0 would have is 30.
     code, _, err = launch.finish()
     assert code == 137 and "worker 1: killed by SIGKILL" in err
     launch.gone_after()

@@ -43,9 +43,9 @@ def test_what_is_said_to_fit_fits(data, pipeline, tensor, count):
     if mesh.size == count:
         mesh.check(count)
         return
-    with pytest.raises(InputError, match=f"takes {mesh.size} devices; there are {count}. What fits: ") as told:
+    with pytest.raises(InputError, match=f"takes {mesh.size} devices; there are {count}. These fit: ") as told:
         mesh.check(count)
-    for fit in str(told.value).rpartition("What fits: ")[2].rstrip(".").split(" or "):
+    for fit in str(told.value).rpartition("These fit: ")[2].rstrip(".").split(" or "):
         sizes = {axis: getattr(mesh, axis) for axis in AXES}
         sizes |= {part.split("=")[0]: int(part.split("=")[1]) for part in fit.strip("()").split(", ")}
         assert math.prod(sizes.values()) == count
@@ -63,8 +63,8 @@ def test_names_are_made_alike():
         (lambda: Mesh(pipeline=2.0), "`pipeline` must be"),
         (lambda: Mesh(data=2, devices="GPU:0"), "must be names"),
         (lambda: Mesh(devices=["TPU:0"]), "A device's name is"),
-        (lambda: Mesh(data=2, devices=["GPU:0", "gpu:0"]), "Named twice: GPU:0"),
-        (lambda: Mesh(data=2, devices=names(3)), "takes 2 devices; there are 3. What fits: data=3."),
+        (lambda: Mesh(data=2, devices=["GPU:0", "gpu:0"]), "Listed twice: GPU:0"),
+        (lambda: Mesh(data=2, devices=names(3)), "takes 2 devices; there are 3. These fit: data=3."),
         (lambda: Mesh(data=2).device(), "has no devices yet"),
         (lambda: Mesh(data=2, devices=names(2)).device(data=2), "has data from 0 to 1. Received: data=2"),
         (lambda: Mesh(data=2, devices=names(2)).device(tensor=-1), "has tensor from 0 to 0"),

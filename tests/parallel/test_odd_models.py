@@ -124,8 +124,11 @@ def test_rows_that_are_counted_over_replicas():
 @pytest.mark.parametrize(("layer", "whole"), [(Centred, True), (Backwards, True), (Watched, False)])
 def test_only_what_mixes_rows_sees_the_whole_batch(layer, whole):
     model = pipeline(in_a_row(layers.Dropout(0.2), layer(name="middle")), 2, 3, cuts=["third"])
-    parts = execution.program_of(model).parts
-    found = [[call.name for calls in part.stages.values() for call in calls] for part in parts if part.whole]
+    found = [
+        [call.name for calls in section.stages.values() for call in calls]
+        for section in execution.program_of(model).sections
+        if section.needs_whole_batch
+    ]
     assert found == ([["middle"]] if whole else [])
 
 
@@ -140,7 +143,7 @@ class Refuses(layers.Layer):
 
 def test_rows_that_cannot_be_tried_are_told(caplog):
     pipeline(in_a_row(Refuses()), 2, 3, cuts=["third"])
-    assert "could not be tried" in caplog.text and "not these" in caplog.text and "`batch`" in caplog.text
+    assert "Could not try" in caplog.text and "not these" in caplog.text and "`batch`" in caplog.text
 
 
 def test_outside_of_replicas_a_call_is_one_devices():
@@ -200,7 +203,7 @@ def test_attention_that_returns_its_scores_stays_whole():
     inputs = keras.Input((6, 4))
     x, scores = layers.MultiHeadAttention(2, 4, name="attention")(inputs, inputs, return_attention_scores=True)
     model = keras.Model(inputs, [layers.Dense(4)(layers.Dense(4)(x)), scores])
-    with pytest.raises(tfgpu.InputError, match="'attention' cannot be cut by heads: it returns several tensors"):
+    with pytest.raises(tfgpu.InputError, match="'attention' cannot be split by heads: it returns several tensors"):
         tensor(model, devices=2, plan={"attention": "heads"})
 
 
@@ -241,11 +244,11 @@ def trained_around():
         (lambda path: placed().add(layers.Dense(2)), "Call `add` and `pop` before"),
         (lambda path: pipeline(in_a_row(), 2, 2).pop(), "Call `add` and `pop` before"),
         (saved_as_h5, "ends with .keras or .weights.h5"),
-        (lambda path: placed_around(), "or one within it, was placed before"),
+        (lambda path: placed_around(), "or a model within it, was placed before"),
         (lambda path: trained_around(), "the model that trains it here is not"),
         (
             lambda path: trained(recompute(in_a_row(layers.SpectralNormalization(layers.Dense(8))), "layers"), 1),
-            "learns, and its layer assigns it",
+            "is trainable, and its layer assigns it",
         ),
     ],
 )

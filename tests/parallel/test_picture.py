@@ -136,7 +136,7 @@ def test_a_picture_changes_nothing(tmp_path, how):
 @pytest.mark.parametrize(
     ("make", "path", "options", "message"),
     [
-        (mlp, "a.png", {}, "is no pipeline"),
+        (mlp, "a.png", {}, "is not a pipeline"),
         (lambda: pipeline(mlp(), 2, 3, cuts=["second"]), "a.png", {}, "is not compiled"),
         (staged, "a.pdf", {}, "`path` must end in .png, .svg, .html. Received: 'a.pdf'"),
         (staged, "a.png", {"steps": 0}, "`steps` must be a whole number"),

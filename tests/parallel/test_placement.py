@@ -199,11 +199,11 @@ def test_a_model_without_a_graph_and_layers_within_layers():
     [
         ({"furst": "CPU:0"}, "No layer .* is called 'furst'. There are first"),
         ({"first": "GPU:7"}, "GPU:7"),
-        ({"first": ("CPU:0", "CPU:1")}, "needs a device for each of the 2 replica|CPU:0, CPU:1"),
+        ({"first": ("CPU:0", "CPU:1")}, "needs one device for each of the 2 replica|CPU:0, CPU:1"),
         ({}, "names no layer"),
         ({3: "CPU:0"}, "A pattern is a string"),
-        ("CPU:0", "or as 'auto'"),
-        ({"first": "CPU:0", "last": ("CPU:1", "CPU:2")}, "'last' needs a device for each of the 1 replica"),
+        ("CPU:0", "or 'auto'; only"),
+        ({"first": "CPU:0", "last": ("CPU:1", "CPU:2")}, "'last' needs one device for each of the 1 replica"),
     ],
 )
 def test_bad_input(where, message):
@@ -211,7 +211,7 @@ def test_bad_input(where, message):
     if where == {"first": ("CPU:0", "CPU:1")}:
         with tfgpu.strategy("mirrored", devices=3).scope():
             model = make()
-        message = "needs a device for each of the 3 replica"
+        message = "needs one device for each of the 3 replica"
     with pytest.raises(tfgpu.InputError, match=message):
         place(model, where)
 

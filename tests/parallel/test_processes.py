@@ -126,7 +126,7 @@ def test_a_process_that_is_not_there_is_told():
 def test_bad_use(monkeypatch):
     cluster = tfgpu.Cluster(workers=("localhost:1", "localhost:2"))
     keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])  # TensorFlow has started
-    with pytest.raises(tfgpu.MachineError, match="comes too late"):
+    with pytest.raises(tfgpu.MachineError, match="came too late"):
         connect(cluster)
     servers = tfgpu.Cluster(
         workers=("localhost:1", "localhost:2"), parameter_servers=("localhost:3",), has_chief=True, task_type="chief"
@@ -237,7 +237,7 @@ class TestLaunched:
         [
             ("mesh", 2, "There is no process 3 for the device '3/CPU:0'. Found: 0 to 1. Start 4"),
             ("alone", 2, "Call `tfgpu.parallel.connect()` at the top of the script"),
-            ("late", 1, "comes too late: TensorFlow has started its devices"),
+            ("late", 1, "came too late: TensorFlow has started the devices"),
         ],
     )
     def test_wrong_use_ends_all(self, what, code, words, launch):

@@ -333,17 +333,17 @@ def staged():
         (mlp, ([],), "names no layer"),
         (mlp, (["thrid"],), "No layer of .* is called 'thrid'. There are third"),
         (mlp, ("auto",), "needs `memory`"),
-        (mlp, ("auto", {"memory": "much"}), "`memory` is a size such as '512MB'"),
-        (mlp, ("blocks", {"memory": "1MB"}), "the other ways take none"),
+        (mlp, ("auto", {"memory": "much"}), "A size of memory is a number with a unit"),
+        (mlp, ("blocks", {"memory": "1MB"}), "other values of `where` take none"),
         (mlp, ("layers", {"rows": 8}), "`rows` and `batch` are for"),
         (mlp, ("blocks", {"rows": 0}), "`rows` must be a whole number"),
-        (mlp, ("auto", {"memory": 2000, "rows": 64}), r"Nothing fits: 64 rows of .* Take \d+ row.s. at most"),
-        (own, ("blocks",), "has no graph that could be cut"),
+        (mlp, ("auto", {"memory": 2000, "rows": 64}), r"Nothing fits: 64 rows of .* Use \d+ row.s. at most"),
+        (own, ("blocks",), "has no graph to split"),
         (Own, ("layers",), "is not built"),
         (lambda: compiled(mlp), ("blocks",), "before `compile`"),
-        (lambda: recompute(mlp(), "blocks"), (["first"],), "given to `recompute` before"),
-        (lambda: recompute(mlp(), ["first"]), ("layers",), "given to `recompute` before"),
-        (staged, ("layers",), "in stages already"),
+        (lambda: recompute(mlp(), "blocks"), (["first"],), "already given to `recompute`"),
+        (lambda: recompute(mlp(), ["first"]), ("layers",), "already given to `recompute`"),
+        (staged, ("layers",), "is a pipeline"),
     ],
 )
 def test_bad_input(make, arguments, message):
@@ -354,5 +354,5 @@ def test_bad_input(make, arguments, message):
 
 @pytest.mark.parametrize("where", ["blocks", ["first"]])
 def test_a_pipeline_refuses_a_recomputed_model(where):
-    with pytest.raises(tfgpu.InputError, match="given to `recompute` before"):
+    with pytest.raises(tfgpu.InputError, match="already given to `recompute`"):
         pipeline(recompute(mlp(), where), 2, 2, cuts=["third"])

@@ -136,7 +136,7 @@ def test_what_cannot_be_recomputed_is_refused():
     with pytest.raises(InputError, match="dense tensors of floats. Received: RaggedTensor"):
         remat(lambda x: x)(tf.ragged.constant([[1.0], [2.0, 3.0]]))
     dense = keras.layers.Dense(2, activity_regularizer="l2")
-    with pytest.raises(InputError, match="adds a loss, but belongs to no layer"):
+    with pytest.raises(InputError, match="adds a loss but belongs to no layer"):
         remat(lambda x: dense(x))(X)
 
     class Fickle(keras.layers.Layer):

@@ -61,8 +61,8 @@ def test_by_hand():
     [
         (("1f2b", 2, 2), "1f1b"),
         (("1f1b", 4, 4, 2), "`interleaved` needs several stages a device"),
-        (("interleaved", 4, 3, 2), "Take 4 micro-batches"),
-        (("interleaved", 3, 4, 2), "stages and micro-batches that 2 devices divide"),
+        (("interleaved", 4, 3, 2), "Use 4 micro-batches"),
+        (("interleaved", 3, 4, 2), "multiples of 2, the number of devices"),
         (("interleaved", 2, 2, 2), "`interleaved` needs several stages"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.parallel import sharded_variable
+from tfgpu.parallel import shard_patches, sharded_variable
 
 ROWS = np.arange(10, dtype="float32").reshape(5, 2)
 
@@ -17,7 +17,7 @@ def cut(*ends, axis=0):
 
 @pytest.mark.parametrize(("pieces", "axis"), [(cut(2), 0), (cut(1, 2), 0), (cut(1, axis=1), 1)])
 def test_a_whole_is_read_and_written_as_one_variable(pieces, axis):
-    whole = sharded_variable.mark_shards(pieces, sharded_variable.AxisSharding(axis), "table")
+    whole = shard_patches.mark_shards(pieces, sharded_variable.AxisSharding(axis), "table")
     assert (tuple(whole.shape), whole.dtype, whole.path) == ((5, 2), "float32", "table")
     np.testing.assert_array_equal(np.asarray(whole), ROWS)
     np.testing.assert_array_equal(tf.convert_to_tensor(whole), ROWS)
@@ -29,7 +29,7 @@ def test_a_whole_is_read_and_written_as_one_variable(pieces, axis):
 
 def test_parts_and_their_slots_are_joined_in_the_order_of_the_uncut():
     pieces, bias = cut(2), keras.Variable([1.0])
-    sharded_variable.mark_shards(pieces, sharded_variable.AxisSharding(0), "table")
+    shard_patches.mark_shards(pieces, sharded_variable.AxisSharding(0), "table")
     optimizer = keras.optimizers.Adam()
     optimizer.build([*pieces, bias])
     found = sharded_variable.merged([*pieces, bias, *optimizer.variables[2:]])
@@ -40,13 +40,13 @@ def test_parts_and_their_slots_are_joined_in_the_order_of_the_uncut():
 
 def test_parts_of_parts_make_one_variable():
     inner = [keras.Variable(piece) for piece in np.split(ROWS, 5)]
-    left = sharded_variable.mark_shards(
+    left = shard_patches.mark_shards(
         inner[:2],
         sharded_variable.AxisSharding(0),
         "table/0",
         outer=(of := sharded_variable.ShardInfo((1,), sharded_variable.AxisSharding(0), "table")),
     )
-    right = sharded_variable.mark_shards(inner[2:], sharded_variable.AxisSharding(0), "table/1", outer=of)
+    right = shard_patches.mark_shards(inner[2:], sharded_variable.AxisSharding(0), "table/1", outer=of)
     assert (left.path, right.path) == ("table/0", "table/1")
     (whole,) = sharded_variable.merged(inner)
     assert whole.path == "table"
@@ -65,7 +65,7 @@ def test_clipnorm_takes_the_norm_of_all_parts(steps, sparse):
 
     gradient = np.full((5, 2), 3.0, "float32")
     one, pieces = keras.Variable(ROWS), cut(2)
-    sharded_variable.mark_shards(pieces, sharded_variable.AxisSharding(0), "table")
+    shard_patches.mark_shards(pieces, sharded_variable.AxisSharding(0), "table")
     trained([one], [tf.constant(gradient)])
     given = [tf.constant(gradient[:2]), tf.constant(gradient[2:])]
     if sparse and not steps:
@@ -79,6 +79,6 @@ def test_clipnorm_takes_the_norm_of_all_parts(steps, sparse):
 @pytest.mark.parametrize("kind", ["Adafactor", "Lamb", "Muon"])
 def test_an_optimizer_that_looks_at_whole_variables_is_refused(kind):
     pieces = cut(2)
-    sharded_variable.mark_shards(pieces, sharded_variable.AxisSharding(0), "table")
+    shard_patches.mark_shards(pieces, sharded_variable.AxisSharding(0), "table")
     with pytest.raises(tfgpu.InputError, match=f"{kind} looks at each variable as a whole"):
         getattr(keras.optimizers, kind)().build(pieces)

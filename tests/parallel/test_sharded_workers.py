@@ -8,7 +8,7 @@ SCRIPT = """
 import json, os, sys, tempfile
 import keras, numpy as np, tensorflow as tf
 import tfgpu
-from tfgpu.repairs import parts
+from tfgpu.parallel import sharded_variable
 
 path, devices, cases = sys.argv[1], int(sys.argv[2]), CASES
 cpu = tf.config.list_physical_devices("CPU")[0]
@@ -49,7 +49,7 @@ for name, case in cases.items():
     losses = fit(many, 5, tfgpu.callbacks.Checkpoint(folder))
     file = f"{path}/{name}.keras" if strategy.extended.should_checkpoint else f"{tempfile.mkdtemp()}/{name}.keras"
     many.save(file)
-    wholes = [v.numpy() for v in parts.whole(many.optimizer.variables)]
+    wholes = [v.numpy() for v in sharded_variable.merged(many.optimizer.variables)]
     own = [v for v in many.optimizer.variables if "velocity" in v.path]
     weights = many.get_weights()  # in pieces, all workers must ask
     found[name] = {

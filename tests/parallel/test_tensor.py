@@ -13,7 +13,7 @@ from spread_models import assert_equal, cnn, data_for, fit, made, masked, mlp, o
 import tfgpu
 from tfgpu.callbacks import Checkpoint
 from tfgpu.parallel import Mesh, apply, pipeline, tensor
-from tfgpu.parallel.tensor import losses, parallel_layers
+from tfgpu.parallel.tensor import collectives, losses
 
 
 def mesh(**sizes):
@@ -113,8 +113,8 @@ def test_a_pair_needs_one_sum_each_way():
             found == name or found.startswith(f"{name}_") and found[len(name) + 1 :].isdigit() for found in names
         )
 
-    assert count(parallel_layers.SUM) == pairs
-    assert count(parallel_layers.SUM_BACK) == 2  # into the second pair and the head; the first pair's input is the data
+    assert count(collectives.SUM) == pairs
+    assert count(collectives.SUM_BACK) == 2  # into the second pair and the head; the first pair's input is the data
     assert count(losses.CROSS_ENTROPY_SUM) == 2
 
 
@@ -194,7 +194,7 @@ def test_a_layer_of_two_graphs_stays_whole():
     shared, inputs = keras.layers.Dense(4, name="shared"), keras.Input((4,))
     inner = keras.Sequential([keras.Input((4,)), shared, keras.layers.Dense(4, name="last")], name="inner")
     model = keras.Model(inputs, keras.layers.Dense(4, name="end")(shared(inner(inputs))))
-    with pytest.raises(tfgpu.InputError, match="'shared' cannot be cut by its outputs: it is called several times"):
+    with pytest.raises(tfgpu.InputError, match="'shared' cannot be split by its outputs: it is called several times"):
         tensor(model, devices=2, plan={"shared": "column"})
 
 
@@ -280,28 +280,28 @@ class Subclassed(keras.Model):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: tensor(small(), devices=4), "6 outputs, which do not divide into 4 parts"),
+        (lambda: tensor(small(), devices=4), "6 outputs, which do not divide into 4 shards"),
         (
             lambda: tensor(small(), devices=2, plan={"b": "column"}),
-            "3 outputs, which do not divide into 2 parts .2 or 4",
+            "3 outputs, which do not divide into 2 shards .2 or 4",
         ),
         (lambda: tensor(small(), devices=2, plan={"c": "column"}), "No layer of .* is called 'c'"),
         (lambda: tensor(small(), devices=2, plan={"a": "columns"}), "column"),
-        (lambda: tensor(small(), devices=2, plan={"a": "heads"}), "a Dense of its kind cannot be cut by heads"),
+        (lambda: tensor(small(), devices=2, plan={"a": "heads"}), "a Dense like this cannot be split by heads"),
         (lambda: tensor(small(), devices=2, plan="all"), "`plan` is 'auto', or patterns"),
-        (lambda: tensor(small(activation="softmax"), devices=2), "looks at all outputs"),
+        (lambda: tensor(small(activation="softmax"), devices=2), "depends on all outputs"),
         (
             lambda: tensor(small(kernel_constraint="max_norm"), devices=2, plan={"a": "column"}),
             "the constraint MaxNorm",
         ),
         (lambda: tensor(Subclassed(), devices=2), "has no graph"),
-        (lambda: tensor(small(), devices=1), "nothing to cut for"),
+        (lambda: tensor(small(), devices=1), "needs two devices or more"),
         (lambda: tensor(small(), "data", devices=2), "is called 'tensor'"),
         (lambda: tensor(small(), mesh=mesh(pipeline=2, tensor=2)), "parallel.apply"),
-        (lambda: apply(small(), mesh(data=2), plan={"a": "column"}), "Give the mesh tensor=2"),
-        (lambda: apply(small(), mesh(data=2), cuts=["b"]), "`cuts` and `microbatches` are of a pipeline"),
+        (lambda: apply(small(), mesh(data=2), plan={"a": "column"}), "Give it tensor=2"),
+        (lambda: apply(small(), mesh(data=2), cuts=["b"]), "`cuts` and `microbatches` describe a pipeline"),
         (lambda: apply(small(), Mesh(data=3, tensor=5)), "takes 15 devices"),
-        (lambda: apply(small(), mesh(tensor=2), zero=1), "`zero` spreads the optimizer along `data`"),
+        (lambda: apply(small(), mesh(tensor=2), zero=1), "`zero` shards along `data`"),
     ],
 )
 def test_what_cannot_be_cut_is_said(call, words):

@@ -1,6 +1,6 @@
 """What TensorFlow's distribution strategies hold."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import tensorflow as tf
@@ -9,6 +9,7 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.distribute.values import DistributedVariable, Mirrored, PerReplica
 from tensorflow.python.eager import context as eager_context
+from tensorflow.python.ops import collective_ops
 
 __all__ = ["CollectiveAllReduce", "DistributedVariable", "Mirrored", "PerReplica"]
 
@@ -43,6 +44,19 @@ def set_cross_device_ops(strategy: tf.distribute.Strategy, operations: object) -
     strategy.extended._cross_device_ops = operations
 
 
+def keep_inputs_on(extended: object, host: str, default: str) -> None:
+    """Places what belongs to no replica of a mirrored strategy, such as the data, whatever devices its replicas have.
+
+    Args:
+        extended: the strategy's `extended`, when it is initialized.
+        host: the full name of the CPU device for the data.
+        default: the job, replica and task of everything else.
+    """
+    extended._input_workers_devices = ((host, extended._input_workers_devices[0][1]),)
+    extended._host_input_device = type(extended._host_input_device)(host)
+    extended._default_device = default
+
+
 def collective_keys(strategy: tf.distribute.Strategy):
     """The object that numbers a strategy's collectives."""
     return strategy.extended._collective_keys
@@ -51,6 +65,39 @@ def collective_keys(strategy: tf.distribute.Strategy):
 def collective_launcher(strategy: tf.distribute.Strategy, replica: int):
     """What launches the collectives of one local replica."""
     return strategy.extended._cross_device_ops._launchers[replica]
+
+
+def all_to_all(value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
+    """Row i of the result is row `r` of replica i's value, where `r` is the number of this replica.
+
+    Args:
+        value: [replicas, ...], of the same static shape on all replicas.
+        replica: this replica's number in its process.
+        options: `tf.distribute.experimental.CommunicationOptions`, or None.
+    """
+    return _launch(collective_ops.all_to_all_v2, value, replica, options)
+
+
+def all_gather(value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
+    """The values of all replicas, concatenated along the first axis; arguments as for `all_to_all`."""
+    return _launch(collective_ops.all_gather_v2, value, replica, options)
+
+
+def _launch(collective: Callable, value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
+    """Adds a collective in the order of all others of this replica's device."""
+    strategy = tf.distribute.get_strategy()
+    launcher = collective_launcher(strategy, replica)
+    options = launcher._options.merge(options)
+    with tf.device(launcher._device):
+        return collective(
+            value,
+            launcher._group_size,
+            launcher._group_key,
+            launcher._next_instance_key(),
+            communication_hint=options.implementation.value,
+            timeout=options.timeout_seconds,
+            ordering_token=launcher._get_ordering_token(),
+        )
 
 
 def is_worker_failure(error: Exception) -> bool:

@@ -42,6 +42,10 @@ def unlocked(layer: keras.layers.Layer) -> Iterator[tuple[Callable, Callable]]:
         layer._tracker.lock()
 
 
+KERNEL, EMBEDDINGS = "_kernel", "_embeddings"
+"""The attributes in which layers keep their kernel and their embedding table, without LoRA's addition."""
+
+
 def raw_kernel(layer: keras.layers.Layer) -> keras.Variable:
     """The kernel without LoRA's addition to it."""
     return layer._kernel
@@ -55,6 +59,11 @@ def raw_embeddings(layer: keras.layers.Embedding) -> keras.Variable:
 def set_raw_embeddings(layer: keras.layers.Embedding, table: object) -> None:
     """Replaces the table of an embedding layer."""
     layer._embeddings = table
+
+
+def attention_gate(layer: keras.layers.Layer) -> keras.layers.Layer | None:
+    """The projection that gates an attention layer's output, or None."""
+    return getattr(layer, "_gate_dense", None)
 
 
 def attention_rank(layer: keras.layers.Layer) -> int:

@@ -59,6 +59,12 @@ def track(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> No
     optimizer._track_variable(variable)
 
 
+def show_to_checkpoints(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
+    """Lets `tf.train.Checkpoint` find these variables where it looks for those that the optimizer trains."""
+    tracked = tf.__internal__.tracking.wrap(list(variables))
+    optimizer._track_trackable(tracked, "_trainable_variables", overwrite=True)
+
+
 def apply_in_common(optimizer: keras.optimizers.Optimizer, grads: list, variables: list | None):
     """`apply` of an optimizer that scales its loss, without the check for overflow."""
     return optimizer._common_apply(grads, variables)

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.eager import backprop, record
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import tf_method_target
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import kernels, op_def_registry, tensor_util
@@ -76,6 +77,30 @@ def autograph_status() -> AbstractContextManager:
 def without_recording() -> AbstractContextManager:
     """Hides the block's operations from every gradient tape."""
     return record.stop_recording()
+
+
+def surround_gradients(
+    around_operation: Callable[..., AbstractContextManager], around_sum: Callable[..., AbstractContextManager]
+) -> None:
+    """Makes gradient tapes compute in contexts of the caller's, in this process from now on.
+
+    Args:
+        around_operation: the context for the gradient of an operation. Takes the operation's type, its inputs and
+            outputs (None in the place of those that the tape does not keep), and the gradients of the outputs.
+        around_sum: the context in which the gradients of one tensor are added; takes them.
+    """
+    stock, space = backprop._gradient_function, backprop._default_vspace
+
+    def gradient_function(op_type, attributes, count, inputs, outputs, upstream, *rest):
+        with around_operation(op_type, inputs, outputs, upstream):
+            return stock(op_type, attributes, count, inputs, outputs, upstream, *rest)
+
+    def add(gradients):
+        with around_sum(gradients):
+            return space.aggregate_fn(gradients)
+
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(gradient_function)
+    pywrap_tfe.TFE_Py_RegisterVSpace(space._replace(aggregate_fn=add))
 
 
 def add_control_inputs(operation: tf.Operation, sources: list[tf.Operation]) -> None:

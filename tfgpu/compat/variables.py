@@ -1,7 +1,9 @@
 """What a Keras variable holds."""
 
 import keras
+import numpy as np
 import tensorflow as tf
+from keras.src import backend
 
 
 def held(variable: keras.Variable) -> tf.Variable | None:
@@ -60,3 +62,48 @@ def autocasts(variable: keras.Variable) -> bool:
 def rename(variable: keras.Variable, path: str) -> None:
     """Sets a variable's path, by which optimizers and files know it."""
     variable._path = path
+
+
+CHECKPOINT_KEY = "VARIABLE_VALUE"
+"""The key under which `tf.train.Checkpoint` keeps a variable's value."""
+
+
+class VirtualVariable(backend.Variable):
+    """A Keras variable that holds no value itself; a subclass says in three methods where the value is.
+
+    An existing variable becomes one by `variable.__class__ = Subclass`.
+    """
+
+    def read(self) -> tf.Tensor:
+        """The value, in the dtype in which it is kept."""
+        raise NotImplementedError
+
+    def write(self, value: np.ndarray) -> None:
+        """Replaces the value, outside replicas."""
+        raise NotImplementedError
+
+    def shared_name(self) -> str:
+        """The name under which TensorFlow knows the resource that is saved in its place."""
+        raise NotImplementedError
+
+    @property
+    def value(self) -> tf.Tensor:
+        return self._maybe_autocast(self.read())
+
+    def _direct_assign(self, value) -> None:
+        self.write(value.numpy())
+
+    @property
+    def _shared_name(self) -> str:
+        return self.shared_name()
+
+    def _serialize_to_tensors(self) -> dict:
+        return {CHECKPOINT_KEY: tf.constant(self.numpy())}
+
+    def _restore_from_tensors(self, restored_tensors: dict) -> None:
+        self.write(restored_tensors[CHECKPOINT_KEY].numpy())
+
+
+def shared_name(variable: keras.Variable) -> str:
+    """The name under which TensorFlow knows a variable's resource."""
+    return variable.value._shared_name

@@ -22,7 +22,7 @@ from tfgpu.core import collectives, gradient_weights, replication, row_sums, ste
 from tfgpu.errors import InputError
 from tfgpu.optim import gradient_accumulation, gradient_compression
 from tfgpu.parallel import device_placement
-from tfgpu.parallel.zero import sharding
+from tfgpu.parallel.zero import reduction, sharding, update
 
 
 def meet_before_applying() -> None:
@@ -125,7 +125,7 @@ def _met(optimizer, grads: list, variables) -> Iterator[tuple]:
         if not any(map(sharding.is_sharded, trained)):
             yield met, variables
             return
-        with sharding.sharded_update(optimizer, inner, met, trained) as pieces:
+        with update.sharded_update(optimizer, inner, met, trained) as pieces:
             yield pieces, None if variables is None else [sharding.shard_of(v) for v in trained]
 
 
@@ -161,7 +161,7 @@ def _meet(optimizer, grads: list, variables) -> list:
     elif gradient_compression.top_k_of(replication.replica_context().strategy) is not None:
         met = gradient_compression.meet(optimizer, inner, parts, variables)
     elif parts and any(map(sharding.is_sharded, _variables(inner, variables))):
-        met = sharding.reduce_gradients(inner, parts, _variables(inner, variables))
+        met = reduction.reduce_gradients(inner, parts, _variables(inner, variables))
     elif inner.gradient_accumulation_steps and len(parts) > 0:
         met = gradient_accumulation.meet_at_update(optimizer, inner, parts, variables)
     else:

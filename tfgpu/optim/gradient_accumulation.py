@@ -11,7 +11,7 @@ from tensorflow.python.distribute import distribute_utils
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, gradient_weights, replication, step_context, traffic
 from tfgpu.errors import MachineError
-from tfgpu.parallel.sharded_variable import shard_info
+from tfgpu.parallel.sharded_variable import set_shard_info, shard_info
 
 PATIENCE_S = 300.0
 """How long one worker waits for the others to save as well."""
@@ -47,7 +47,7 @@ def accumulate_on_each_replica() -> None:
             )
         variable.value._get_cross_replica = functools.partial(_total, self, variable.value)
         if part is not None:
-            variable._tfgpu_part = part.slot(name)
+            set_shard_info(variable, part.slot(name))
         self._track_variable(variable)
         return variable
 

@@ -1,4 +1,4 @@
-"""Models that do not fit on one device, spread over several, with what one device would have learned."""
+"""Spreads models that do not fit on one device over several, with the results of one device."""
 
 from tfgpu.lazy import on_first_use
 

@@ -1,4 +1,4 @@
-"""Cuts a row of costs into parts that are as equal as can be."""
+"""Splits a sequence of costs into consecutive parts that are as equal as possible."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from tfgpu.errors import InputError
 
 
 def cut(costs: Sequence[float], parts: int, places: Sequence[int] | None = None) -> list[int]:
-    """Cuts a row of costs into parts, none of them empty, of which the most expensive is as cheap as can be.
+    """Splits costs into consecutive parts so that the most expensive part is as cheap as possible. No part is empty.
 
     By dynamic programming over (place, parts): exact, in `parts * len(places)**2` steps.
 
     Args:
         costs: from 0, in order.
         parts: how many, from 1.
-        places: where a cut may be: the numbers of the costs that may begin a part; None allows all.
+        places: where a cut may be: the positions of the costs that may begin a part; None allows all.
 
     Returns:
-        Where the parts but the first begin, ascending.
+        Where the second and later parts begin, ascending.
 
     Raises:
         InputError: there are fewer places than cuts.
@@ -28,10 +28,10 @@ def cut(costs: Sequence[float], parts: int, places: Sequence[int] | None = None)
     """
     places = sorted({at for at in (range(len(costs)) if places is None else places) if 0 < at < len(costs)})
     if parts - 1 > len(places):
-        raise InputError(f"{parts} parts need {parts - 1} places to cut at; there are {len(places)}. Take fewer parts.")
+        raise InputError(f"{parts} parts need {parts - 1} places to cut at; there are {len(places)}. Use fewer parts.")
     ends = [0, *places, len(costs)]
     before = [0, *itertools.accumulate(costs)]
-    # best[k]: of what ends at ends[k], the lowest highest cost, and where its last part begins (number in `ends`).
+    # best[k]: of what ends at ends[k], the lowest maximum cost, and where its last part begins (a position in `ends`).
     best = {k: (before[end], 0) for k, end in enumerate(ends)}
     choices = []
     for part in range(2, parts + 1):

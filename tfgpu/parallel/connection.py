@@ -1,8 +1,8 @@
-"""The devices of several processes as those of one: one process runs the script, and the others lend it theirs.
+"""`parallel.connect`: one process runs the script on the devices of several; the others lend it theirs.
 
-One script for all, started by `tfgpu launch -n 2 train.py`, by a scheduler, or with a TF_CONFIG each:
+All processes start the same script, by `tfgpu launch -n 2 train.py`, by a scheduler, or with a TF_CONFIG each:
 
-    tfgpu.parallel.connect()  # at the top; the others stay here until process 0 is done
+    tfgpu.parallel.connect()  # at the top; all processes but 0 stay here until process 0 ends
     mesh = tfgpu.parallel.Mesh(pipeline=2, devices=["0/GPU:0", "1/GPU:0"])
     model = tfgpu.parallel.pipeline(build(), stages=2, microbatches=8, mesh=mesh)
 """
@@ -18,29 +18,27 @@ from tfgpu.errors import InputError, MachineError, Preempted
 from tfgpu.parallel import remote_devices
 from tfgpu.rendezvous import peers
 
-NONE_GIVEN = "{}"
-"""A TF_CONFIG that says: one process."""
+_ONE_PROCESS = "{}"  # as a TF_CONFIG
 
 
 def connect(cluster: Cluster | None = None) -> Cluster:
-    """Lends the devices of all processes to the first one, which returns and runs the script; the others end here.
+    """Lends the devices of all processes to process 0, where it returns; the other processes end in this call.
 
-    Stands at the top of the script, before anything that starts TensorFlow's devices, and after what sets them up
-    (`tfgpu.environment`). From here on the script is one process's: it alone reads data, trains, and writes files, and
-    TF_CONFIG says so to `tfgpu.strategy()`, `tfgpu.data` and all that is started from it. In one process nothing is
-    done, so that the same script runs with `"GPU:0"` and its like.
+    Call it at the top of the script: after `tfgpu.environment` has set up devices, and before anything starts them.
+    From there on, the script runs in process 0 alone, which reads data, trains and writes files. TF_CONFIG says so to
+    `tfgpu.strategy()`, `tfgpu.data` and child processes. In a cluster of one process it does nothing.
 
     Args:
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Returns:
-        The facts, in the first process. Of the devices of process 1, `"1/GPU:0"` is the first.
+        The facts, in process 0. The first device of process 1 is `"1/GPU:0"`.
 
     Raises:
         InputError: the cluster has parameter servers.
         MachineError: a process did not answer within `TFGPU_STARTUP_TIMEOUT` seconds (60), or TensorFlow has started
-            this one's devices.
-        SystemExit: in the others: 0 when the first one is gone, 75 where SIGTERM came before.
+            the devices of this one.
+        SystemExit: in the other processes: 0 when process 0 has ended, 75 if SIGTERM came before.
 
     Example:
         >>> connect().size
@@ -48,14 +46,12 @@ def connect(cluster: Cluster | None = None) -> Cluster:
     """
     cluster = Cluster.from_environment() if cluster is None else cluster
     if cluster.parameter_servers:
-        raise InputError(
-            "`connect` needs a cluster of workers alone. This one has parameter servers: leave out `--ps`."
-        )
+        raise InputError("`connect` needs a cluster of workers. This one has parameter servers: remove `--ps`.")
     if not cluster.is_multi_worker:
         return cluster
     if environment.is_initialized():
         raise MachineError(
-            "`tfgpu.parallel.connect()` comes too late: TensorFlow has started its devices in this process. Call it "
+            "`tfgpu.parallel.connect()` came too late: TensorFlow has started the devices of this process. Call it "
             "before the first model, strategy or tensor; in a notebook, restart the kernel first."
         )
     peers.fail_fast()
@@ -67,12 +63,12 @@ def connect(cluster: Cluster | None = None) -> Cluster:
         peers.wait_for(f"process {number}", address, until)
     repairs.repair_keras()
     remote_devices.connect(cluster.workers, peers.serves)
-    os.environ["TF_CONFIG"] = NONE_GIVEN
+    os.environ["TF_CONFIG"] = _ONE_PROCESS
     return cluster
 
 
 def check() -> None:
-    """Refuses to spread a model where several processes would each train one of their own.
+    """Refuses to spread a model where several processes would each train their own.
 
     Raises:
         InputError: as said.
@@ -81,13 +77,13 @@ def check() -> None:
     if cluster.is_multi_worker and remote_devices.connection() is None:
         raise InputError(
             f"This is one of {cluster.size} processes, and each would train a model of its own. Call "
-            "`tfgpu.parallel.connect()` at the top of the script to spread one over all of them, or set TF_CONFIG to "
-            "'{}' where they shall know nothing of each other."
+            "`tfgpu.parallel.connect()` at the top of the script to spread one model over all of them, or set "
+            "TF_CONFIG='{}' to make the processes independent."
         )
 
 
 def select(chosen: int | str | Iterable[str] | None) -> tuple[Device, ...]:
-    """The devices that someone asked for, of this process and of those that are connected; None for all.
+    """The devices that were asked for, of this process and of connected ones; None returns all.
 
     Raises:
         InputError: as for `environment.select`, or `check`.
@@ -99,7 +95,7 @@ def select(chosen: int | str | Iterable[str] | None) -> tuple[Device, ...]:
 
 def _serve(cluster: Cluster) -> None:
     asked: list[bool] = []
-    # The first process may have been asked too, and needs these devices to save what is on them.
+    # SIGTERM may have come to process 0 as well, which needs these devices to save what is on them.
     with peers.hearing_term(lambda: asked.append(True)):
         server = remote_devices.server(cluster.workers, cluster.rank)
         peers.stay_with(cluster.workers[0], f"process {cluster.rank}", is_asked_to_leave=lambda: bool(asked))

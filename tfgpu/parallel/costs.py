@@ -1,4 +1,4 @@
-"""What each layer of a model costs: the bytes of its variables and results, and the time of a step, measured."""
+"""Measures what each call of a model costs: bytes of variables and results, and the time of a step."""
 
 import time
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class Cost:
 
     Args:
         name: the layer's.
-        parameter_bytes: of its variables; 0 where an earlier call had them.
+        parameter_bytes: of its variables; 0 if an earlier call had them.
         activation_bytes: of its results, for the rows that were measured.
-        seconds: of one forward and backward pass; the least of a few.
+        seconds: of one forward and backward pass; the minimum of a few.
     """
 
     name: str
@@ -31,51 +31,51 @@ class Cost:
 
 
 def measure(model: keras.Model, batch=None, *, rows: int = 8) -> list[Cost]:
-    """Measures each call of a functional model, in the order in which Keras makes them; its state stays as it is.
+    """Measures each call of a functional model, in the order in which Keras runs them. The model does not change.
 
     Args:
         model: functional or Sequential, built.
-        batch: inputs as the model takes them; None makes zeros.
+        batch: inputs as the model takes them; None uses zeros.
         rows: of the zeros.
 
     Raises:
-        InputError: the model has no graph, or an input has a size that is not known, and no batch was given.
+        InputError: the model has no graph, or an input has an unknown size and no batch was given.
     """
     graph = model_graph.functional(model)
     given = tf.nest.flatten(batch) if batch is not None else [_zeros(tensor, rows) for tensor in graph.inputs]
-    values = {id(made): tf.convert_to_tensor(value) for made, value in zip(graph.inputs, given, strict=True)}
+    values = {id(symbolic): tf.convert_to_tensor(value) for symbolic, value in zip(graph.inputs, given, strict=True)}
     found, seen = [], set()
     for call in model_graph.calls(model):
-        seconds = _time_of(call, values)
+        seconds = _time(call, values)
         variables = [v for layer in call.layers for v in layer.variables if id(v) not in seen]
         seen.update(map(id, variables))
-        results = sum(_bytes(values[id(made)]) for made in call.makes)
+        results = sum(_bytes(values[id(tensor)]) for tensor in call.outputs)
         found.append(Cost(call.name, sum(map(_bytes, variables)), results, seconds))
     return found
 
 
-def _time_of(call: model_graph.Call, values: dict) -> float:
-    """Runs a call and its gradient; leaves its results among the values."""
-    needs = [values[id(tensor)] for tensor in call.needs]
+def _time(call: model_graph.Call, values: dict) -> float:
+    """Runs a call and its gradient; adds the call's results to the values."""
+    inputs = [values[id(tensor)] for tensor in call.inputs]
     weights = [v.value for layer in call.layers for v in layer.trainable_variables]
 
     @tf.function(autograph=False)
     def step(*given):
         with keras.StatelessScope(), tf.GradientTape() as tape:
             tape.watch([value for value in given if value.dtype.is_floating])
-            mine = dict(values) | {id(tensor): value for tensor, value in zip(call.needs, given, strict=True)}
-            model_graph.run([call], mine, model_graph.in_training)
-            results = [mine[id(made)] for made in call.makes]
+            own = dict(values) | {id(tensor): value for tensor, value in zip(call.inputs, given, strict=True)}
+            model_graph.run([call], own, model_graph.in_training)
+            results = [own[id(tensor)] for tensor in call.outputs]
         floats = [value for value in results if value.dtype.is_floating]
         gradients = tape.gradient(floats, [*given, *weights])
         return results, [value for value in gradients if value is not None]
 
-    results, _ = step(*needs)
-    values |= {id(made): value for made, value in zip(call.makes, results, strict=True)}
+    results, _ = step(*inputs)
+    values |= {id(tensor): value for tensor, value in zip(call.outputs, results, strict=True)}
     taken = []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()
-        tf.nest.map_structure(lambda value: tf.convert_to_tensor(value).numpy(), step(*needs)[1])
+        tf.nest.map_structure(lambda value: tf.convert_to_tensor(value).numpy(), step(*inputs)[1])
         taken.append(time.perf_counter() - begin)
     return min(taken)
 
@@ -87,5 +87,5 @@ def _bytes(value) -> int:
 def _zeros(tensor, rows: int) -> tf.Tensor:
     shape = (tensor.shape[0] or rows, *tensor.shape[1:])
     if None in shape:
-        raise InputError(f"The input {tensor.name!r} has a size that is not known: {tensor.shape}. Give a batch of it.")
+        raise InputError(f"The input {tensor.name!r} has an unknown size: {tensor.shape}. Give a `batch` of inputs.")
     return tf.zeros(shape, tensor.dtype)

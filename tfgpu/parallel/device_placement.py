@@ -1,14 +1,13 @@
-"""Variables and operations at home on chosen devices: what a model that is spread over devices is made of.
+"""Places variables and operations on chosen devices: the basis of models that are spread over devices.
 
-A home is a device for each replica. Three things are TensorFlow's to know where an operation runs, and it knows none:
+A placement lists one device per replica. TensorFlow leaves three things to do:
 
-- a variable that exists cannot be moved: `move` gives a Keras variable another `tf.Variable` of the same value there;
-- a gradient runs on the device that happens to be in force when it is taken, which is the first: `colocate_gradients`
-  lets it run where the operation runs whose gradient it is, and sums where their first part is;
-- an optimizer's arithmetic likewise: in `colocate_with_inputs` an operation runs where its first input is that is no
-  scalar.
+- an existing variable cannot be moved: `move_variable` gives a Keras variable a new `tf.Variable` of the same value;
+- a gradient runs on the device that is current when it is computed, which is the first one. `colocate_gradients` runs
+  it where the operation runs that it belongs to, and sums where their first term is;
+- so does an optimizer's arithmetic. In `colocate_with_inputs`, an operation runs where its first non-scalar input is.
 
-Source of the first two: what `tf.GradientTape.gradient` adds to a graph has no device (seen with TensorFlow 2.21).
+Source of the second: what `tf.GradientTape.gradient` adds to a graph has no device (seen in TensorFlow 2.21).
 """
 
 import contextlib
@@ -18,69 +17,71 @@ from dataclasses import dataclass
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import core
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.distribute import device_util
-from tensorflow.python.eager import backprop
 
+from tfgpu.compat import distribute, slots, training, variables
 from tfgpu.compat.patch import wrap
+from tfgpu.compat.tensorflow import surround_gradients
 from tfgpu.core import replication
 from tfgpu.parallel import remote_devices
 
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """Where something lives: the full names of devices, one for each replica of the model, in their order."""
+    """Where something is placed: the full names of one device per replica, in the replicas' order."""
 
     devices: tuple[str, ...]
 
     @property
     def local_device(self) -> str:
-        """This replica's device; outside of replicas the first one's."""
+        """This replica's device; outside replicas, the first one's."""
         context = replication.replica_context()
         number = tf.get_static_value(context.replica_id_in_sync_group) if context is not None else 0
-        return self.devices[number % len(self.devices)]  # of several workers each has as many
+        return self.devices[number % len(self.devices)]  # every worker lists its own replicas' devices
 
 
 def on_devices(devices: Iterable[str]) -> DevicePlacement:
-    """The home on devices of these names, such as `"GPU:0"`, `"1/GPU:0"` or `"/job:worker/task:1/device:GPU:0"`."""
-    return DevicePlacement(tuple(device_util.canonicalize(full_name(device)) for device in devices))
+    """The placement on devices with these names: `"GPU:0"`, `"1/GPU:0"` or `"/job:worker/task:1/device:GPU:0"`."""
+    return DevicePlacement(tuple(distribute.full_device_name(full_name(device)) for device in devices))
+
+
+def of_copies(variable: keras.Variable) -> DevicePlacement:
+    """The placement of a variable of which each replica has a copy."""
+    return on_devices(copy.device for copy in variables.held(variable).values)
 
 
 def full_name(device: str) -> str:
-    """A device's name as TensorFlow takes it, where it stands for this process (`"GPU:0"`) or another (`"1/GPU:0"`)."""
+    """TensorFlow's name of a device, from its name in this process (`"GPU:0"`) or in another one (`"1/GPU:0"`)."""
     if device.startswith("/"):
         return device
     process, _, name = device.rpartition("/")
-    is_far = process and remote_devices.connection() is not None
-    return f"/job:{remote_devices.JOB}/replica:0/task:{process}/device:{name}" if is_far else f"/device:{name}"
+    is_remote = process and remote_devices.connection() is not None
+    return f"/job:{remote_devices.JOB}/replica:0/task:{process}/device:{name}" if is_remote else f"/device:{name}"
 
 
 def short_name(device: str) -> str:
-    """What `full_name` makes a full name of."""
+    """The inverse of `full_name`."""
     found = tf.DeviceSpec.from_string(device)
     process = f"{found.task}/" if remote_devices.connection() is not None else ""
     return f"{process}{found.device_type}:{found.device_index}"
 
 
 @contextlib.contextmanager
-def scope(place: DevicePlacement) -> Iterator[None]:
-    """Runs what is made in the block at home; variables that are made there stay there.
+def scope(placement: DevicePlacement) -> Iterator[None]:
+    """Places the operations and the variables of the block.
 
-    In the scope of a strategy, a variable has a copy on each device of the home.
+    In a strategy's scope, a variable has a copy on each device of the placement.
     """
-
     colocate_gradients()
-    with tf.device(place.local_device), variable_scope(place):
+    with tf.device(placement.local_device), variable_scope(placement):
         yield
 
 
-def variable_scope(place: DevicePlacement):
-    """A block in which variables that are made have a copy on each device of the home, in the scope of a strategy."""
+def variable_scope(placement: DevicePlacement) -> contextlib.AbstractContextManager:
+    """Places the variables of the block: in a strategy's scope, each has a copy on each device of the placement."""
 
     def make(next_creator: Callable, **how):
         if tf.distribute.has_strategy() and replication.is_replicated(tf.distribute.get_strategy()):
-            how.setdefault("colocate_with", _Devices(place.devices))  # the innermost block counts
+            how.setdefault("colocate_with", _Devices(placement.devices))  # the innermost block counts
         return next_creator(**how)
 
     return tf.variable_creator_scope(make)
@@ -94,119 +95,121 @@ class _Devices:
 
 
 def attach(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Makes a model, whose variables are moved besides, one of a strategy's, as if it were made in its scope."""
-    model._distribute_strategy = strategy
-    strategy._tfgpu_has_homes = True
+    """Makes a model, whose variables are moved separately, one of a strategy's, as if made in its scope."""
+    training.set_strategy(model, strategy)
+    mark_placed(strategy)
+
+
+def mark_placed(strategy: tf.distribute.Strategy) -> None:
+    """Notes that the variables of one replica are on several devices."""
+    slots.of(strategy).is_placed = True
 
 
 def is_placed(strategy: tf.distribute.Strategy) -> bool:
-    """Whether the parts of a replica live on several devices."""
-    return getattr(strategy, "_tfgpu_has_homes", False)
+    """Whether the variables of one replica are on several devices."""
+    return slots.get(strategy, "is_placed", False)
 
 
-def move_variable(variable: keras.Variable, place: DevicePlacement, strategy: tf.distribute.Strategy) -> None:
-    """Gives a variable a home; its value stays.
+def move_variable(variable: keras.Variable, placement: DevicePlacement, strategy: tf.distribute.Strategy) -> None:
+    """Moves a variable to a placement; its value stays.
 
     Args:
-        variable: of a model or a metric; an optimizer that is built has lost sight of it.
-        place: where to.
-        strategy: the replicas that shall have a copy each.
+        variable: of a model or a metric; a built optimizer would keep the old one.
+        placement: where to.
+        strategy: the replicas, each of which gets a copy.
     """
-    value, trains, may_train = variable._value.numpy(), variable._trainable, variable._value.trainable
-    variable._value = None  # so that its memory is free before the new one takes any
-    variable._trainable = may_train  # of a layer that is frozen now, but may learn later
-    with strategy.scope(), scope(place):
-        variable._initialize(value)
-    variable._trainable = trains
+    held = variables.held(variable)
+    value, trains, may_train = held.numpy(), variables.trainable_flag(variable), held.trainable
+    del held
+    variables.set_held(variable, None)  # frees its memory before the new one takes any
+    variables.set_trainable_flag(variable, may_train)  # of a layer that is frozen now but may train later
+    with strategy.scope(), scope(placement):
+        variables.initialize(variable, value)
+    variables.set_trainable_flag(variable, trains)
 
 
-def run_on(layer: keras.layers.Layer, place: DevicePlacement, name: str = "call") -> None:
-    """Lets a method of one layer run at home."""
+def run_on(layer: keras.layers.Layer, placement: DevicePlacement, name: str = "call") -> None:
+    """Makes a method of one layer run on a placement."""
     stock = getattr(layer, name)
-    stock = getattr(stock, "tfgpu_stock", stock)
+    stock = getattr(stock, "unplaced", stock)
 
     @functools.wraps(stock)
     def method(*args, **kwargs):
-        with scope(place):
+        with scope(placement):
             return stock(*args, **kwargs)
 
-    method.tfgpu_stock = stock
+    method.unplaced = stock
     object.__setattr__(layer, name, method)
 
 
 def create_variables_on(
-    layer: keras.layers.Layer, place: DevicePlacement, strategy: tf.distribute.Strategy, name: str
+    layer: keras.layers.Layer, placement: DevicePlacement, strategy: tf.distribute.Strategy, name: str
 ) -> None:
-    """Lets a method of one layer, which makes variables outside of any step, make them at home."""
+    """Makes a method of one layer, which creates variables outside any step, create them on a placement."""
     stock = getattr(layer, name)
 
     @functools.wraps(stock)
     def method(*args, **kwargs):
-        with strategy.scope(), scope(place):
+        with strategy.scope(), scope(placement):
             return stock(*args, **kwargs)
 
     object.__setattr__(layer, name, method)
 
 
-def build_on(layer: keras.layers.Layer, place: DevicePlacement) -> None:
-    """Lets a layer that is not built make its variables at home, at once or when Keras comes to it."""
-    _wait_with_home()
+def build_on(layer: keras.layers.Layer, placement: DevicePlacement) -> None:
+    """Makes a layer that is not built create its variables on a placement, now or whenever Keras builds it."""
+    _defer_with_placement()
     stock = layer.build
 
     @functools.wraps(stock)
     def build(*args, **kwargs):
-        with scope(place):
+        with scope(placement):
             stock(*args, **kwargs)
         for variable in layer.variables:
-            if not hasattr(variable, "_tfgpu_home"):  # a layer within may have one of its own
-                variable._tfgpu_home = place
+            if slots.get(variable, "placement") is None:  # a layer within may have set its own
+                slots.of(variable).placement = placement
 
     object.__setattr__(layer, "build", build)
 
 
 @functools.cache
-def _wait_with_home() -> None:
-    @wrap(core.Variable, "_deferred_initialize")
+def _defer_with_placement() -> None:
+    @wrap("Variable.deferred_initialize")
     def deferred_initialize(stock, self):
-        place = getattr(self, "_tfgpu_home", None)
-        with scope(place) if place is not None else contextlib.nullcontext():
+        placement = slots.get(self, "placement")
+        with scope(placement) if placement is not None else contextlib.nullcontext():
             stock(self)
 
 
 @functools.cache
 def colocate_gradients() -> None:
-    """Lets gradients run where the operations run that they belong to, in this process from now on."""
-    stock, space = backprop._gradient_function, backprop._default_vspace
+    """Makes gradients run where the operations run that they belong to, in this process from now on."""
 
-    def gradient_function(op_name, attributes, count, inputs, outputs, upstream, *rest):
-        # Of an operation whose gradient needs none of its tensors (adding a bias), a tape knows no tensor.
-        with _device(_device_of_forward(op_name, inputs, outputs) or _first_device(upstream)):
-            return stock(op_name, attributes, count, inputs, outputs, upstream, *rest)
+    def around_operation(op_type, inputs, outputs, upstream):
+        # A tape keeps none of the tensors of some operations, such as adding a bias.
+        return _device(_device_of_forward(op_type, inputs, outputs) or _first_device(upstream))
 
-    def add(gradients):
-        with _device(_first_device(gradients)):
-            return space.aggregate_fn(gradients)
+    def around_sum(gradients):
+        return _device(_first_device(gradients))
 
-    pywrap_tfe.TFE_Py_RegisterGradientFunction(gradient_function)
-    pywrap_tfe.TFE_Py_RegisterVSpace(space._replace(aggregate_fn=add))
+    surround_gradients(around_operation, around_sum)
 
 
 @contextlib.contextmanager
 def colocate_with_inputs() -> Iterator[None]:
-    """In a graph, lets operations run where their first input is that is no scalar; variables are where they live.
+    """In a graph, runs the operations of the block where their first non-scalar input is.
 
-    Nothing is changed where all that a replica has lives on one device.
+    Changes nothing where all variables of a replica are on one device.
     """
     if tf.executing_eagerly() or not is_placed(replication.replica_context().strategy):
         yield
         return
-    graph = tf.compat.v1.get_default_graph()
 
     def choose(op) -> str:
         found = (_device_of(value) for value in op.inputs if value.dtype == tf.resource or value.shape.rank != 0)
         return next(filter(None, found), "")
 
-    with graph.device(choose):
+    with tf.compat.v1.get_default_graph().device(choose):
         yield
 
 
@@ -214,17 +217,17 @@ def _device(name: str | None):
     return tf.device(name) if name else contextlib.nullcontext()
 
 
-def _device_of_forward(kind: str, inputs, outputs) -> str | None:
-    """Where an operation ran of which a tape knows this; it keeps only the tensors that the gradient needs."""
+def _device_of_forward(op_type: str, inputs, outputs) -> str | None:
+    """Where an operation ran, from those of its tensors that a tape keeps."""
     known = [value for value in inputs or () if tf.is_tensor(value)]
     for value in outputs or ():
         if tf.is_tensor(value) and _device_of(value):
             return _device_of(value)
     for value in known:
-        if hasattr(value, "graph"):  # an eager tensor has none
+        if hasattr(value, "graph"):  # not an eager tensor
             for op in value.consumers():
-                mine = {id(one) for one in op.inputs}
-                if op.type == kind and op.device and all(id(one) in mine for one in known):
+                own = {id(one) for one in op.inputs}
+                if op.type == op_type and op.device and all(id(one) in own for one in known):
                     return op.device
     return _first_device(known)
 
@@ -234,7 +237,7 @@ def _first_device(values) -> str | None:
 
 
 def _device_of(value) -> str:
-    """The device of a tensor, or of the variable that it is read from; an empty name where none is known."""
+    """The device of a tensor, or of the variable that it is read from; an empty name where it is unknown."""
     while hasattr(value, "op"):
         if value.op.device:
             return value.op.device

@@ -1,9 +1,10 @@
-"""A model spread along all axes of a mesh at once: copies, stages, parts of layers, and sharded optimizer state.
+"""`parallel.apply`: a model spread along all axes of a mesh: replicas, pipeline stages, tensor shards, ZeRO.
 
 `pipeline`, `tensor` and `shard` are short forms of `apply`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -14,14 +15,16 @@ from rich.table import Table
 from tfgpu import strategies
 from tfgpu.core import replication
 from tfgpu.errors import InputError
-from tfgpu.parallel import connection, device_placement, model_graph, placement
+from tfgpu.parallel import connection, model_graph, placement
+from tfgpu.parallel.device_placement import DevicePlacement, on_devices
 from tfgpu.parallel.mesh import Mesh
 from tfgpu.parallel.pipeline import execution, row_mixing, stage_assignment
+from tfgpu.parallel.pipeline.sections import PipelineProgram
 from tfgpu.parallel.rematerialization import recomputed_layers
 from tfgpu.parallel.tensor import parallel_layers, partitioning
 from tfgpu.parallel.zero import sharded_optimizer
 
-_MICROBATCHES = 4  # a stage: idle for less than a fifth of the time
+_MICROBATCHES_PER_STAGE = 4  # devices wait for less than a fifth of the time
 
 
 def apply(
@@ -37,26 +40,25 @@ def apply(
     zero: int = 0,
     batch: Any = None,
 ) -> keras.Model:
-    """Spreads a model over a mesh, before it is compiled.
+    """Spreads a model over a mesh of devices. Call it before `compile`.
 
     Args:
-        model: functional or Sequential, built. One that is too large for the first device is best made under
-            `tf.device("CPU:0")`, outside of any strategy.
-        mesh: how many ways along `data`, `pipeline` and `tensor`. Without devices of its own it takes the GPUs, or the
-            logical CPU devices.
-        stages: of the pipeline; None takes as many as the mesh has along `pipeline`, or twice as many for the schedule
-            `"interleaved"`.
+        model: functional or Sequential, built. Build a model that is too large for the first device under
+            `tf.device("CPU:0")`, outside any strategy.
+        mesh: its sizes along `data`, `pipeline` and `tensor`. A mesh without devices uses the GPUs, or the logical CPU
+            devices.
+        stages: of the pipeline; None takes the size along `pipeline`, or twice that for the schedule `"interleaved"`.
         microbatches: of the pipeline; None takes 4 a stage.
         schedule, recompute, cuts, batch: of the pipeline; see `pipeline`.
-        plan: which layers lie in parts along `tensor`; see `tensor`.
-        zero: 1, 2 or 3 shards the optimizer's state, gradients and parameters along `data`; see `shard`. 0 does not. 3
-            takes a mesh that has `data` alone.
+        plan: which layers are split along `tensor`; see `tensor`.
+        zero: 1, 2 or 3 shards the optimizer's state, the gradients and the parameters along `data`; see `shard`. 0
+            shards nothing. 3 needs a mesh with the axis `data` alone.
 
     Returns:
-        The same model, to be compiled and fitted.
+        The same model, ready to be compiled and trained.
 
     Raises:
-        InputError: the mesh does not fit the devices or the model; the message says how.
+        InputError: the mesh does not fit the devices or the model.
 
     Example:
         >>> layers = [keras.layers.Dense(8, "relu", name="body"), keras.layers.Dense(1, name="head")]
@@ -64,84 +66,38 @@ def apply(
         >>> model = apply(model, Mesh(devices=["CPU:0"]))
         >>> model.compile("adam", "mse")
     """
-    if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
-        raise InputError(f"`zero` is 0, 1, 2 or 3. Received: {zero!r}.")
-    if zero and mesh.data == 1:
-        raise InputError(f"`zero` spreads the optimizer along `data`, which {mesh} has not. Give it data=2 or more.")
-    if zero == 3 and mesh.size > mesh.data:
-        raise InputError(
-            f"zero=3 spreads the parameters along `data` alone, and {mesh} has other axes. Take zero=2 there, or a "
-            "mesh of `data` alone."
-        )
+    _check_zero(zero, mesh)
     mesh = _with_devices(mesh)
-    model_graph.functional(model)  # an error where there is none
+    model_graph.functional(model)  # raises where there is no graph
     recomputed_layers.check_not_recomputed(model)
     strategy = _strategy(model, mesh)
-    cut = _cut(model, mesh, plan)
-    if stages is None and mesh.pipeline == 1 and (cuts is not None or microbatches is not None):
-        raise InputError(f"`cuts` and `microbatches` are of a pipeline, and {mesh} has none. Leave them out.")
-    stages = stages or mesh.pipeline * (2 if schedule == "interleaved" and mesh.pipeline > 1 else 1)
-    microbatches = microbatches or _MICROBATCHES * stages
-    stage_assignment.check_counts(stages=stages, microbatches=microbatches)
-    stage_assignment.check_schedule(schedule, recompute, stages, microbatches, mesh.pipeline)
-    is_staged = stages > 1 or mesh.pipeline > 1
-    stage_of = (
-        stage_assignment.assign_stages(model, stages, cuts, batch) if is_staged else [0] * len(model_graph.calls(model))
-    )
-    calls = model_graph.calls(model)
-    places = [_home(mesh, at) for at in range(stages)]
-    found = (
-        row_mixing.probe(model, strategies.mirrored([mesh.device()]), batch) if is_staged else row_mixing.RowMixing()
-    )
-    how = stage_assignment.make_program(
-        model, stage_of, places, mesh.pipeline, microbatches, schedule, recompute, found
-    )
-    stage_by_name = {call.name: stage for call, stage in zip(calls, stage_of, strict=True)}
-    for call, stage in zip(calls, stage_of, strict=True):
-        stage_by_name |= {layer.name: stage for layer in call.layers}
-
-    def stage(path: str) -> int:
-        return stage_by_name.get(path.partition("/")[0], 0)
-
-    apart = []
-    for path, segment in cut.segments:
-        segment.settle(_across(mesh, stage(path)), strategy)
-        apart += segment.layers
-    for path, layer in cut.embeddings:
-        parallel_layers.embed_by_rows(layer, _across(mesh, stage(path)), strategy)
-    if zero == 3:  # before the rest moves: no device takes a whole copy first
-        sharded_optimizer.shard_over(model, strategy, zero, place_of=lambda variable: _home(mesh, 0))
-    layers = model_graph.layers_within(model_graph.functional(model))
-    placement.place_layers(model, {path: _home(mesh, stage(path)) for path in layers}, strategy, apart)
-    if is_staged:
-        execution.install(model, how)
+    partitioned = _partition(model, mesh, plan)
+    pipeline = _Pipeline(stages, microbatches, schedule, recompute, cuts, batch).checked(mesh)
+    stage_of = pipeline.assign_stages(model, mesh)
+    program = pipeline.program(model, mesh, stage_of)
+    places = _Placements.of(model, mesh, stage_of)
+    split = _split_layers(partitioned, places, strategy)
+    if zero == 3:  # before the rest moves, so that no device holds a whole copy
+        sharded_optimizer.shard_over(model, strategy, zero, place_of=lambda variable: _placement(mesh, 0))
+    paths = model_graph.layers_within(model_graph.functional(model))
+    placement.place_layers(model, {path: places.at(path) for path in paths}, strategy, split)
+    if program is not None:
+        execution.install(model, program)
     if zero in (1, 2):
         sharded_optimizer.shard_over(model, strategy, zero)
     return model
 
 
-def _cut(model: keras.Model, mesh: Mesh, plan) -> partitioning.Partitioning:
-    """What lies in parts along `tensor`; prints the table."""
-    if mesh.tensor == 1:
-        if plan not in ("auto", None):
-            raise InputError(f"`plan` is of the axis `tensor`, which {mesh} has not. Give the mesh tensor=2 or more.")
-        return partitioning.Partitioning()
-    found = partitioning.partition(model, mesh.tensor, "auto" if plan is None else plan)
-    _show(found, mesh)
-    if not found.segments and not found.embeddings:
-        whys = "; ".join(f"{layer.path}: {layer.why}" for layer in found.layers[:3])
-        raise InputError(f"No layer of {model.name!r} can be cut into {mesh.tensor} parts ({whys}).")
-    for graph, calls in found.calls:
-        model_graph.replace_calls(graph, calls)
-    return found
-
-
-def _show(found: partitioning.Partitioning, mesh: Mesh) -> None:
-    table = Table("layer", "cut", "parameters", "each device", "")
-    for layer in found.layers:
-        each = layer.parameters / (mesh.tensor if layer.how else 1)
-        table.add_row(layer.path, layer.how or "whole", f"{layer.parameters:,}", f"{each:,.0f}", layer.why)
-    Console().print(table)
+def _check_zero(zero: int, mesh: Mesh) -> None:
+    if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
+        raise InputError(f"`zero` is 0, 1, 2 or 3. Received: {zero!r}.")
+    if zero and mesh.data == 1:
+        raise InputError(f"`zero` shards along `data`, where {mesh} has one device. Give it data=2 or more.")
+    if zero == 3 and mesh.size > mesh.data:
+        raise InputError(
+            f"zero=3 shards the parameters along `data`, and {mesh} has other axes. Use zero=2, or a mesh with the "
+            "axis `data` alone."
+        )
 
 
 def _with_devices(mesh: Mesh) -> Mesh:
@@ -155,25 +111,131 @@ def _with_devices(mesh: Mesh) -> Mesh:
 
 
 def _strategy(model: keras.Model, mesh: Mesh) -> tf.distribute.Strategy:
-    """A strategy of as many replicas as the mesh has along `data`: the model's own where it fits."""
+    """A strategy with a replica for each position along `data`: the model's own where it fits."""
     placement.check_can_place(model)
-    first = _home(mesh, 0)
     found = model.distribute_strategy
     if not replication.is_replicated(found):
         return strategies.mirrored([mesh.device(data=at) for at in range(mesh.data)])
-    if device_placement.on_devices(found.extended.worker_devices) != first:
+    first = _placement(mesh, 0)
+    if on_devices(found.extended.worker_devices) != first:
         raise InputError(
             f"The model was made for replicas on {', '.join(found.extended.worker_devices)}; the first stage is on "
-            f"{', '.join(first.devices)}. Make it outside of any strategy."
+            f"{', '.join(first.devices)}. Make the model outside any strategy."
         )
     return found
 
 
-def _home(mesh: Mesh, stage: int, tensor: int = 0) -> device_placement.DevicePlacement:
-    return device_placement.on_devices(
-        mesh.device(data=at, pipeline=stage % mesh.pipeline, tensor=tensor) for at in range(mesh.data)
-    )
+@dataclass(frozen=True)
+class _Pipeline:
+    """The arguments of `apply` that describe the pipeline."""
+
+    stages: int | None
+    microbatches: int | None
+    schedule: str
+    recompute: bool
+    cuts: Sequence[str] | None
+    batch: Any
+
+    def checked(self, mesh: Mesh) -> "_Pipeline":
+        """The same with the defaults for this mesh.
+
+        Raises:
+            InputError: the arguments do not fit together.
+        """
+        has_settings = self.cuts is not None or self.microbatches is not None
+        if self.stages is None and mesh.pipeline == 1 and has_settings:
+            raise InputError(f"`cuts` and `microbatches` describe a pipeline, and {mesh} has none. Remove them.")
+        stages = self.stages or mesh.pipeline * (2 if self.schedule == "interleaved" and mesh.pipeline > 1 else 1)
+        microbatches = self.microbatches or _MICROBATCHES_PER_STAGE * stages
+        stage_assignment.check_counts(stages=stages, microbatches=microbatches)
+        stage_assignment.check_schedule(self.schedule, self.recompute, stages, microbatches, mesh.pipeline)
+        return _Pipeline(stages, microbatches, self.schedule, self.recompute, self.cuts, self.batch)
+
+    def _is_staged(self, mesh: Mesh) -> bool:
+        return self.stages > 1 or mesh.pipeline > 1
+
+    def assign_stages(self, model: keras.Model, mesh: Mesh) -> list[int]:
+        """The stage of each of the model's calls."""
+        if self._is_staged(mesh):
+            return stage_assignment.assign_stages(model, self.stages, self.cuts, self.batch)
+        return [0] * len(model_graph.calls(model))
+
+    def program(self, model: keras.Model, mesh: Mesh, stage_of: list[int]) -> PipelineProgram | None:
+        """How the model runs in stages; None for a single stage."""
+        if not self._is_staged(mesh):
+            return None
+        return stage_assignment.make_program(
+            model,
+            stage_of,
+            [_placement(mesh, stage) for stage in range(self.stages)],
+            mesh.pipeline,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            found=row_mixing.probe(model, strategies.mirrored([mesh.device()]), self.batch),
+        )
 
 
-def _across(mesh: Mesh, stage: int) -> list[device_placement.DevicePlacement]:
-    return [_home(mesh, stage, at) for at in range(mesh.tensor)]
+@dataclass(frozen=True)
+class _Placements:
+    """Where a model's layers are placed: by the stage of the layer or operation that the model itself calls."""
+
+    mesh: Mesh
+    stages: Mapping[str, int]
+
+    @classmethod
+    def of(cls, model: keras.Model, mesh: Mesh, stage_of: list[int]) -> "_Placements":
+        staged = list(zip(model_graph.calls(model), stage_of, strict=True))
+        stages = {call.name: stage for call, stage in staged}
+        return cls(mesh, stages | {layer.name: stage for call, stage in staged for layer in call.layers})
+
+    def _stage(self, path: str) -> int:
+        return self.stages.get(path.partition("/")[0], 0)
+
+    def at(self, path: str) -> DevicePlacement:
+        """The placement of the layer with this path: the first device of each group along `tensor`."""
+        return _placement(self.mesh, self._stage(path))
+
+    def along_tensor(self, path: str) -> list[DevicePlacement]:
+        """The placement of each shard of the layer with this path."""
+        return [_placement(self.mesh, self._stage(path), at) for at in range(self.mesh.tensor)]
+
+
+def _placement(mesh: Mesh, stage: int, tensor: int = 0) -> DevicePlacement:
+    stage %= mesh.pipeline
+    return on_devices(mesh.device(data=at, pipeline=stage, tensor=tensor) for at in range(mesh.data))
+
+
+def _partition(model: keras.Model, mesh: Mesh, plan) -> partitioning.Partitioning:
+    """Which layers are split along `tensor`; prints the table, and makes the model run the split layers."""
+    if mesh.tensor == 1:
+        if plan not in ("auto", None):
+            raise InputError(f"`plan` needs the axis `tensor`, where {mesh} has one device. Give it tensor=2 or more.")
+        return partitioning.Partitioning()
+    found = partitioning.partition(model, mesh.tensor, "auto" if plan is None else plan)
+    _print_table(found, mesh)
+    if not found.segments and not found.embeddings:
+        reasons = "; ".join(f"{layer.path}: {layer.reason}" for layer in found.layers[:3])
+        raise InputError(f"No layer of {model.name!r} can be split into {mesh.tensor} shards ({reasons}).")
+    for graph, calls in found.calls:
+        model_graph.replace_calls(graph, calls)
+    return found
+
+
+def _print_table(found: partitioning.Partitioning, mesh: Mesh) -> None:
+    table = Table("layer", "split", "parameters", "each device", "")
+    for layer in found.layers:
+        each = layer.parameters / (mesh.tensor if layer.style else 1)
+        table.add_row(layer.path, layer.style or "whole", f"{layer.parameters:,}", f"{each:,.0f}", layer.reason)
+    Console().print(table)
+
+
+def _split_layers(found: partitioning.Partitioning, places: _Placements, strategy) -> list[keras.layers.Layer]:
+    """Splits the variables along `tensor`; returns the layers that run on several devices from now on."""
+    split = []
+    for path, segment in found.segments:
+        segment.split_variables(places.along_tensor(path), strategy)
+        split += segment.layers
+    for path, layer in found.embeddings:
+        parallel_layers.split_embedding(layer, places.along_tensor(path), strategy)
+    return split

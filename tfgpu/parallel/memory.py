@@ -1,4 +1,4 @@
-"""How many bytes a model and its optimizer keep on each device between steps."""
+"""`parallel.memory_by_device`: how many bytes a model and its optimizer keep on each device between steps."""
 
 import keras
 import numpy as np
@@ -9,15 +9,15 @@ from tfgpu.parallel.zero import sharding
 
 
 def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
-    """Counts every copy of every variable, on the device where it lies; on several workers, this worker's.
+    """Counts every copy of every variable on the device that holds it; on several workers, this worker's.
 
     Args:
-        model: built; with an optimizer that is built, its slots are counted too.
+        model: built. If its optimizer is built, the slots are counted as well.
 
     Returns:
-        By device, such as `"GPU:0"`, or `"1/GPU:0"` of several processes: `"weights"` (and random draws), `"optimizer"`
-        (slots, averages, gradients that wait, counters), `"pieces"` (of weights that the optimizer is updating), each
-        in bytes.
+        By device (`"GPU:0"`, or `"1/GPU:0"` of connected processes), in bytes: `"weights"` (and states of random
+        draws), `"optimizer"` (slots, averages, accumulated gradients, counters), and `"pieces"` (of weights that a
+        sharded optimizer is updating).
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])

@@ -1,6 +1,6 @@
-"""The axes along which a model is spread over devices, and which device stands where.
+"""`parallel.Mesh`: the axes along which a model is spread over devices, and the position of each device.
 
-No device is asked for here: a mesh for 64 GPUs can be made, and planned with, on a laptop.
+A mesh is a description: one for 64 GPUs can be made, and planned with, on a laptop.
 """
 
 import itertools
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from tfgpu.errors import InputError, unknown
 
 AXES = ("data", "pipeline", "tensor")
-"""From the outermost to the innermost: neighbours along `tensor` talk most, and are devices that lie side by side."""
+"""From the outermost to the innermost: neighbors along `tensor` communicate most, so they are adjacent devices."""
 
 _NAME = re.compile(r"(?:([0-9]+)/)?(CPU|GPU):([0-9]+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ways a model is spread along each axis.
+    """The sizes of the axes along which a model is spread, and the devices.
 
-    The devices are counted with `tensor` innermost, then `pipeline`, then `data`: with two of each, the devices 0 and 1
-    share the tensors of one stage, 2 and 3 those of the next, and 4 to 7 are the second copy of the model.
+    Devices are counted with `tensor` innermost, then `pipeline`, then `data`: with two of each, devices 0 and 1 share
+    the layers of one stage, 2 and 3 those of the next, and 4 to 7 are the second copy of the model.
 
     Args:
-        data: copies of the model, each of which learns from its part of the batch.
-        pipeline: stages that each copy is cut into.
-        tensor: parts that a stage's large layers are cut into.
-        devices: the names in that order, such as `("GPU:0", "GPU:1")`, with the number of the process before it on a
-            cluster (`"1/GPU:0"`); None takes what is there when the mesh is used.
+        data: copies of the model, each of which trains on its part of the batch.
+        pipeline: stages that each copy is split into.
+        tensor: shards that a stage's large layers are split into.
+        devices: names in that order, such as `("GPU:0", "GPU:1")`, in a cluster with the number of the process
+            (`"1/GPU:0"`); None takes the available devices when the mesh is used.
 
     Raises:
-        InputError: a size is no whole number from 1, the sizes do not multiply to the number of devices, or a name is
-            none or stands there twice.
+        InputError: a size is not a whole number from 1, the sizes do not multiply to the number of devices, or a name
+            is not a device's or is listed twice.
 
     Example:
         >>> mesh = Mesh(data=2, pipeline=2, devices=["GPU:0", "GPU:1", "GPU:2", "GPU:3"])
@@ -59,11 +59,11 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many devices it takes."""
+        """The number of devices that it needs."""
         return self.data * self.pipeline * self.tensor
 
     def check(self, count: int) -> None:
-        """Refuses a number of devices that the sizes do not multiply to, and names the sizes that would fit.
+        """Refuses a number of devices that the sizes do not multiply to, and suggests sizes that would fit.
 
         Raises:
             InputError: as said.
@@ -71,16 +71,16 @@ class Mesh:
         Example:
             >>> Mesh(data=3, pipeline=2).check(8)
             Traceback (most recent call last):
-            tfgpu.errors.InputError: Mesh(data=3, pipeline=2, tensor=1) takes 6 devices; there are 8. What fits: data=4.
+            tfgpu.errors.InputError: Mesh(data=3, pipeline=2, tensor=1) takes 6 devices; there are 8. These fit: data=4.
         """
         if self.size != count:
-            raise InputError(f"{self} takes {self.size} devices; there are {count}. What fits: {self._fitting(count)}.")
+            raise InputError(f"{self} takes {self.size} devices; there are {count}. These fit: {self._fitting(count)}.")
 
     def on(self, devices: Iterable[str]) -> "Mesh":
         """The same sizes on devices of these names.
 
         Raises:
-            InputError: their number does not fit, or this mesh has other devices already.
+            InputError: their number does not fit, or this mesh has other devices.
         """
         found = Mesh(self.data, self.pipeline, self.tensor, tuple(devices))
         if self.devices not in (None, found.devices):
@@ -88,13 +88,13 @@ class Mesh:
         return found
 
     def device(self, data: int = 0, pipeline: int = 0, tensor: int = 0) -> str:
-        """The name of the device at a place.
+        """The name of the device at a position.
 
         Args:
             data: which copy of the model, from 0; `pipeline` and `tensor` alike.
 
         Raises:
-            InputError: the mesh has no devices yet, or no such place.
+            InputError: the mesh has no devices yet, or no such position.
         """
         if self.devices is None:
             raise InputError(f"{self} has no devices yet. Give `devices=[...]`, or call `mesh.on(names)`.")
@@ -107,7 +107,7 @@ class Mesh:
         return self.devices[place]
 
     def along(self, axis: str) -> tuple[tuple[str, ...], ...]:
-        """The groups of devices that differ in one axis alone: each of them shares, sums or hands on something.
+        """The groups of devices that differ along one axis only.
 
         Args:
             axis: `"data"`, `"pipeline"` or `"tensor"`.
@@ -130,7 +130,7 @@ class Mesh:
         return f"Mesh({', '.join(f'{axis}={getattr(self, axis)}' for axis in AXES)})"
 
     def _fitting(self, count: int) -> str:
-        """The sizes that differ from these in one axis, or else all that multiply to a number of devices."""
+        """Sizes that multiply to a number of devices: those that differ along one axis, or else the closest ones."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         others = {axis: self.size // size for axis, size in sizes.items()}
         found = [f"{axis}={count // other}" for axis, other in others.items() if count % other == 0]
@@ -157,10 +157,10 @@ def _named(devices: Iterable[str]) -> tuple[str, ...]:
     for device in devices:
         match = _NAME.fullmatch(device) if isinstance(device, str) else None
         if match is None:
-            raise InputError(f"A device's name is 'GPU:0', or '1/GPU:0' of process 1. Received: {device!r}.")
+            raise InputError(f"A device's name is like 'GPU:0', or '1/GPU:0' in process 1. Received: {device!r}.")
         process, kind, number = match.groups()
         found.append(("" if process is None else f"{int(process)}/") + f"{kind.upper()}:{int(number)}")
     twice = sorted({name for name in found if found.count(name) > 1})
     if twice:
-        raise InputError(f"A device can stand at one place of a mesh. Named twice: {', '.join(twice)}.")
+        raise InputError(f"A device can be at one position of a mesh only. Listed twice: {', '.join(twice)}.")
     return tuple(found)

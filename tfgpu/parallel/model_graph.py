@@ -1,5 +1,7 @@
 """A model as a graph: which operation is called after which, on what; and the layers within layers."""
 
+import difflib
+import fnmatch
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -7,11 +9,16 @@ from dataclasses import dataclass, field
 
 import keras
 import numpy as np
-from keras.src import tree
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from keras.src.models.functional import Functional, operation_fn
-from keras.src.models.sequential import Sequential
 
+from tfgpu.compat import layers, slots
+from tfgpu.compat.keras import (
+    Functional,
+    Sequential,
+    in_symbolic_scope,
+    is_layer_with_graph,
+    operation_with_training,
+    tree,
+)
 from tfgpu.errors import InputError
 
 
@@ -21,13 +28,14 @@ class Call:
 
     Attributes:
         operation: a layer, or an operation of `keras.ops`.
-        needs: the symbolic tensors that go in, and `makes`, those that come out.
-        node: Keras's own record.
+        inputs: the symbolic tensors that the call takes.
+        outputs: the symbolic tensors that the call returns.
+        node: Keras's own record of the call.
     """
 
     operation: Callable
-    needs: tuple = field(repr=False)
-    makes: tuple = field(repr=False)
+    inputs: tuple = field(repr=False)
+    outputs: tuple = field(repr=False)
     node: object = field(repr=False)
 
     @property
@@ -36,123 +44,140 @@ class Call:
 
     @property
     def layers(self) -> tuple[keras.layers.Layer, ...]:
-        """The layer that is called, if it is one."""
+        """The layer that is called; empty for an operation that is not a layer."""
         return (self.operation,) if isinstance(self.operation, keras.layers.Layer) else ()
 
     @property
-    def has_arrays(self) -> bool:
-        """Whether arrays of numbers, which no operation of the model makes, go in."""
+    def has_array_arguments(self) -> bool:
+        """Whether the call takes arrays that no operation of the model computes."""
         given = tree.flatten((self.node.arguments.args, self.node.arguments.kwargs))
         return any(np.ndim(value) > 0 for value in given if not isinstance(value, (keras.KerasTensor, str)))
 
     def run(self, values: dict[int, object], operation_fn: Callable) -> None:
-        """Runs the call on tensors, and puts what comes out among them: see `run`."""
+        """Runs the call on tensors and adds its results to `values`: see `run`."""
         arguments, named = self.node.arguments.fill_in(values)
-        outputs = operation_fn(self.operation)(*arguments, **named)
-        for made, value in zip(self.makes, tree.flatten(outputs), strict=True):
-            values[id(made)] = value
+        results = operation_fn(self.operation)(*arguments, **named)
+        for symbolic, value in zip(self.outputs, tree.flatten(results), strict=True):
+            values[id(symbolic)] = value
 
 
 def is_functional(model: keras.layers.Layer) -> bool:
-    """Whether a model has a graph, as `functional` asks."""
-    return isinstance(model, Functional) or (isinstance(model, Sequential) and model._functional is not None)
+    """Whether a model has a graph, as `functional` requires."""
+    return is_layer_with_graph(model)
 
 
 def functional(model: keras.Model) -> Functional:
-    """The functional model that a model is, or that its calls go to.
+    """The functional model that a model is, or that a Sequential model calls.
 
     Raises:
-        InputError: the model has no graph: it is a subclassed one, or a Sequential that is not built.
+        InputError: the model has no graph: it is subclassed, or a Sequential model that is not built.
     """
-    if isinstance(model, Functional):
-        return model
+    graph = layers.graph_of(model)
+    if graph is not None:
+        return graph
     if isinstance(model, Sequential):
-        if model._functional is None:
-            raise InputError("A Sequential needs its input's shape first. Begin it with keras.Input(shape).")
-        return model._functional
+        raise InputError("A Sequential model needs its input shape first. Begin it with keras.Input(shape).")
     raise InputError(
-        f"{type(model).__name__} {model.name!r} has no graph that could be cut: its `call` is Python. Make it with "
-        "keras.Model(inputs, outputs), or take `parallel.place` with the names of its layers."
+        f"{type(model).__name__} {model.name!r} has no graph to split: its `call` is Python code. Build it with "
+        "keras.Model(inputs, outputs), or use `parallel.place` with the names of its layers."
     )
 
 
 def calls(model: keras.Model) -> list[Call]:
-    """All calls of a functional model, each after those whose results it needs, in the order in which Keras runs them.
+    """All calls of a functional model in the order in which Keras runs them, each after the calls that it depends on.
 
-    Where the model is to be run by other calls (`replace_calls`), those.
+    Returns the calls of `replace_calls` where it was used.
 
     Raises:
         InputError: as for `functional`.
     """
     graph = functional(model)
-    if hasattr(graph, "_tfgpu_calls"):
-        return list(graph._tfgpu_calls)
-    by_depth = graph._nodes_by_depth
-    nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+    replaced = slots.get(graph, "calls")
+    if replaced is not None:
+        return list(replaced)
     return [
         Call(node.operation, tuple(node.input_tensors), tuple(node.outputs), node)
-        for node in nodes
+        for node in layers.nodes_in_order(graph)
         if not node.is_input
     ]
 
 
+def inputs_of(chosen: Iterable[Call]) -> tuple:
+    """The symbolic tensors that a run of calls takes from outside it, each once."""
+    chosen = list(chosen)
+    own = {id(tensor) for call in chosen for tensor in call.outputs}
+    return tuple({id(tensor): tensor for call in chosen for tensor in call.inputs if id(tensor) not in own}.values())
+
+
 def layers_within(layer: keras.layers.Layer, prefix: str = "") -> dict[str, keras.layers.Layer]:
-    """All layers within one, by path (`"encoder/dense"`), each after the one that holds it."""
+    """All layers within a layer by path (`"encoder/dense"`), each after the layer that holds it."""
     found = {}
-    for inner in layer._flatten_layers(include_self=False, recursive=False):
+    for inner in layers.layers_within(layer, include_self=False, recursive=False):
         path = f"{prefix}{inner.name}"
         found[path] = inner
         found |= layers_within(inner, f"{path}/")
     return found
 
 
-def loss_owner(layers: Iterable[keras.layers.Layer]) -> keras.layers.Layer | None:
-    """One of some layers, or within them, that can hold what they add by `add_loss`; a functional model cannot."""
-    layers = list(layers)
-    inner = [within for layer in layers for within in layers_within(layer).values()]
-    return next((layer for layer in [*layers, *inner] if not isinstance(layer, keras.Model)), None)
+def check_patterns(model: keras.Model, patterns: Iterable[str]) -> None:
+    """Refuses a pattern that matches the path of no layer.
+
+    Raises:
+        InputError: as said; names layers with similar paths.
+    """
+    paths = list(layers_within(model))
+    for pattern in patterns:
+        if not fnmatch.filter(paths, pattern):
+            near = difflib.get_close_matches(pattern, paths, 3, 0.3) or paths[:3]
+            raise InputError(f"No layer of {model.name!r} is called {pattern!r}. There are {', '.join(near)}, ...")
+
+
+def loss_owner(candidates: Iterable[keras.layers.Layer]) -> keras.layers.Layer | None:
+    """One of these layers, or a layer within one, that can take `add_loss`; a functional model cannot."""
+    outer = list(candidates)
+    inner = [within for layer in outer for within in layers_within(layer).values()]
+    return next((layer for layer in [*outer, *inner] if not isinstance(layer, keras.Model)), None)
 
 
 def run(chosen: Sequence[Call], values: dict[int, object], operation_fn: Callable) -> None:
-    """Runs calls on tensors, and puts what comes out among them.
+    """Runs calls on tensors and adds their results to `values`.
 
     Args:
         chosen: some of `calls`, in their order.
         values: tensors by the `id` of the symbolic tensor that each stands for.
-        operation_fn: what makes of an operation the function that is called, as Keras has it.
+        operation_fn: turns an operation into the function to call, as in Keras.
     """
     for call in chosen:
         call.run(values, operation_fn)
 
 
 def replace_calls(model: keras.Model, chosen: Sequence[Call]) -> None:
-    """Lets a functional model run by these calls from now on: some of its own, some that stand for several of them.
+    """Makes a functional model run these calls in place of its own.
 
     Args:
         model: functional.
-        chosen: each after those whose results it needs; together they make what the model's own calls make for others.
+        chosen: calls of the model, or objects that stand for several of them, each after the calls that it depends on.
+            Together they compute what the model's own calls compute.
     """
     graph = functional(model)
-    stock = graph._run_through_graph
-    graph._tfgpu_calls = tuple(chosen)
+    stock = layers.graph_runner(graph)
+    slots.of(graph).calls = tuple(chosen)
 
-    def run_through_graph(inputs, operation_fn=lambda operation: operation, call_fn=None):
+    def run_graph(inputs, operation_fn=_as_it_is, call_fn=None):
         if in_symbolic_scope():
             return stock(inputs, operation_fn, call_fn)
-        values = {id(x): y for x, y in zip(graph.inputs, tree.flatten(inputs), strict=True)}
-        run(graph._tfgpu_calls, values, operation_fn)
-        return tree.pack_sequence_as(graph._outputs_struct, [values[id(tensor)] for tensor in graph.outputs])
+        return _run_graph_by(graph, inputs, lambda values: run(chosen, values, operation_fn))
 
-    object.__setattr__(graph, "_run_through_graph", run_through_graph)
+    layers.replace_graph_runner(graph, run_graph)
 
 
 def forbid_layer_changes(model: keras.Sequential) -> None:
-    """Refuses from now on to add layers to a model, or to take them away."""
+    """Makes `add` and `pop` of a Sequential model raise an error."""
 
     def refuse(*args, **kwargs):
         raise InputError(
-            f"{model.name!r} is spread over devices, and keeps its layers. Call `add` and `pop` before, or make a new "
-            "model of its layers from the file that `save` writes."
+            f"{model.name!r} is spread over devices, so its layers are fixed. Call `add` and `pop` before spreading "
+            "it, or build a new model from the layers of the file that `save` writes."
         )
 
     for name in ("add", "pop"):
@@ -160,43 +185,53 @@ def forbid_layer_changes(model: keras.Sequential) -> None:
 
 
 def in_training(operation: Callable) -> Callable:
-    """An operation as `fit` calls it: with `training=True`, where it takes that."""
-    return operation_fn(operation, training=True)
+    """An operation as `fit` calls it: with `training=True` if it takes that argument."""
+    return operation_with_training(operation, training=True)
 
 
 def override_run(model: keras.Model, run_calls: Callable, name: str) -> None:
-    """Lets a functional model run its calls in another way in training. What runs without `training=True` stays.
+    """Replaces how a functional model runs its calls in training. Runs without `training=True` stay as they are.
 
     Args:
         model: functional or Sequential.
-        run_calls: takes `values` and `operation_fn` as `run` does, and adds what the model's outputs stand for.
-        name: of the way, which `override_name` tells.
+        run_calls: takes `values` and `operation_fn` as `run` does, and adds the values of the model's outputs.
+        name: of the function in `tfgpu.parallel` that replaces the run; `override_name` returns it.
 
     Raises:
-        InputError: the model has another way already.
+        InputError: the run was replaced before.
     """
     graph = functional(model)
     if override_name(model):
-        raise InputError(f"{model.name!r} was given to `parallel.{override_name(model)}` before. Make it anew.")
-    stock_run, stock_call, here = graph._run_through_graph, graph.call, threading.local()
+        raise InputError(f"{model.name!r} was already given to `parallel.{override_name(model)}`. Build a new model.")
+    stock_run, stock_call, here = layers.graph_runner(graph), graph.call, threading.local()
 
     @functools.wraps(stock_call)
     def call(inputs, training=None, mask=None, **kwargs):
         here.training = training
         return stock_call(inputs, training=training, mask=mask, **kwargs)
 
-    def run_through_graph(inputs, operation_fn=lambda operation: operation, call_fn=None):
+    def run_graph(inputs, operation_fn=_as_it_is, call_fn=None):
         if in_symbolic_scope() or not getattr(here, "training", None):
             return stock_run(inputs, operation_fn, call_fn)
-        values = {id(x): y for x, y in zip(graph.inputs, tree.flatten(inputs), strict=True)}
-        run_calls(values, operation_fn)
-        return tree.pack_sequence_as(graph._outputs_struct, [values[id(tensor)] for tensor in graph.outputs])
+        return _run_graph_by(graph, inputs, lambda values: run_calls(values, operation_fn))
 
-    run_through_graph.tfgpu_name = name
+    slots.of(graph).override_name = name
     object.__setattr__(graph, "call", call)
-    object.__setattr__(graph, "_run_through_graph", run_through_graph)
+    layers.replace_graph_runner(graph, run_graph)
 
 
 def override_name(model: keras.Model) -> str | None:
-    """The name that `override_run` was given for a functional model, if it was."""
-    return getattr(functional(model)._run_through_graph, "tfgpu_name", None)
+    """The name that `override_run` was given for a functional model, or None."""
+    return slots.get(functional(model), "override_name")
+
+
+def _as_it_is(operation: Callable) -> Callable:
+    return operation
+
+
+def _run_graph_by(graph: Functional, inputs: object, add_values: Callable[[dict], None]) -> object:
+    """The outputs of a functional model whose calls are run by `add_values`."""
+    values = {id(symbolic): value for symbolic, value in zip(graph.inputs, tree.flatten(inputs), strict=True)}
+    add_values(values)
+    structure = layers.outputs_structure(graph)
+    return tree.pack_sequence_as(structure, [values[id(tensor)] for tensor in graph.outputs])

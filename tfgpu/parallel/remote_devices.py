@@ -1,7 +1,8 @@
-"""One process that drives the devices of several: TensorFlow's runtime sends what one of them makes to the next.
+"""One process that drives the devices of several processes; TensorFlow's runtime sends tensors between them.
 
-`tf.distribute.MirroredStrategy` refuses replicas in several processes, a server of TensorFlow's knows nothing of the
-devices that this process has set up, and a call that waits for a process that is stopped waits for ever.
+Three things are missing in TensorFlow: `tf.distribute.MirroredStrategy` refuses replicas in several processes, a
+TensorFlow server ignores the devices that this process has set up, and a call that waits for a stopped process waits
+forever.
 """
 
 import atexit
@@ -17,16 +18,16 @@ from dataclasses import dataclass, field
 
 import psutil
 import tensorflow as tf
-from tensorflow.python.distribute import mirrored_strategy
-from tensorflow.python.eager import context
 
+from tfgpu.compat import distribute
 from tfgpu.compat.patch import wrap
+from tfgpu.compat.tensorflow import eager_context
 from tfgpu.errors import MachineError
 
 JOB = "worker"
-"""What TensorFlow calls all processes; their numbers are its tasks."""
-LOOK_S = 1.0
-LOST_AFTER_S = 10.0
+"""TensorFlow's name for all processes; their numbers are its tasks."""
+CHECK_INTERVAL_S = 1.0
+HEARTBEAT_TIMEOUT_S = 10.0
 """Seconds without an answer after which a process counts as lost."""
 
 _log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ _OF_PEERS = (
     tf.errors.DeadlineExceededError,
     tf.errors.InternalError,
 )
-_OTHER_START = "context_id"  # what a server says that was started anew in the meantime
+_RESTARTED = "context_id"  # in the error of a server that was restarted in the meantime
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Connection:
     """The processes whose devices this one drives.
 
     Attributes:
-        addresses: of all, by their numbers; this one is 0.
-        serves: says whether TensorFlow's server answers at an address.
-        lost: the numbers of those that were stopped or out of reach for too long.
+        addresses: of all processes, by their numbers; this one is 0.
+        serves: whether a TensorFlow server answers at an address.
+        lost: the numbers of processes that did not answer for too long.
     """
 
     addresses: tuple[str, ...]
@@ -59,12 +60,12 @@ _made: list[Connection] = []
 
 
 def connection() -> Connection | None:
-    """What `connect` has made, or None."""
+    """The connection that `connect` made, or None."""
     return _made[0] if _made else None
 
 
 def names() -> tuple[str, ...]:
-    """All devices of the connected processes, such as `"0/CPU:0"`, in their order; none where none are connected."""
+    """The devices of all connected processes, such as `"0/CPU:0"`, in their order; empty without a connection."""
     if connection() is None:
         return ()
     found = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
@@ -73,9 +74,9 @@ def names() -> tuple[str, ...]:
 
 
 def server(addresses: Sequence[str], number: int) -> tf.distribute.Server:
-    """Starts TensorFlow's server with the devices of this process, as `tfgpu.environment` has set them up."""
-    config = context.context().config
-    # A stage that waits for another one must not hold up what that one needs.
+    """Starts a TensorFlow server with the devices of this process, as `tfgpu.environment` has set them up."""
+    config = eager_context.context().config
+    # A stage that waits for another stage must not block the operations that the other one needs.
     config.inter_op_parallelism_threads = config.inter_op_parallelism_threads or max(
         len(addresses) + 1, os.cpu_count() or 1
     )
@@ -84,41 +85,40 @@ def server(addresses: Sequence[str], number: int) -> tf.distribute.Server:
 
 
 def connect(addresses: Sequence[str], serves: Callable[[str], bool]) -> None:
-    """Lets this process, which is number 0, use the devices of all.
+    """Makes this process, which is number 0, use the devices of all processes.
 
     Raises:
-        MachineError: one of them has gone meanwhile.
+        MachineError: one of them has ended in the meantime.
     """
     made = Connection(tuple(addresses), serves)
     _made.append(made)
-    # Else an assignment to another process's variable (a metric's reset) counts as done when it is sent, and the step
-    # that is called next may run before it: 1006 of 1272 times in a loop of both.
+    # Otherwise an assignment to another process's variable (a metric's reset) counts as done when it is sent, and the
+    # next step may run before it: measured 1006 of 1272 times in a loop of both.
     os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "false"
     _allow_replicas_anywhere()
     threading.Thread(target=_watch, args=(made,), name="tfgpu-processes", daemon=True).start()
     spec = tf.train.ClusterSpec({JOB: list(addresses)})
     try:
         tf.config.experimental_connect_to_cluster(spec, job_name=JOB, task_index=0, protocol="grpc")
-        tf.config.list_logical_devices()  # starts this process's server, and asks the others for their devices
+        tf.config.list_logical_devices()  # starts this process's server, and queries the devices of the others
     except tf.errors.OpError as error:
-        raise _gone(made, ()) or error from None
+        raise _lost_error(made, ()) or error from None
 
 
 def explained(error: tf.errors.OpError, model) -> MachineError | None:
-    """The error to raise in place of TensorFlow's where a process of the connection is gone; else None."""
+    """The error to raise in place of TensorFlow's where a connected process is gone; else None."""
     made = connection()
-    is_of_peer = isinstance(error, _OF_PEERS) or _OTHER_START in error.message
-    gone = _gone(made, model.variables) if made is not None and is_of_peer else None
-    if gone is not None:
+    is_of_peer = isinstance(error, _OF_PEERS) or _RESTARTED in error.message
+    lost = _lost_error(made, model.variables) if made is not None and is_of_peer else None
+    if lost is not None:
         end_at_once_after_an_error()
-    return gone
+    return lost
 
 
 def end_at_once_after_an_error() -> None:
-    """Lets this process end at once where an error ends it.
+    """Makes this process end at once if an error ends it.
 
-    TensorFlow says goodbye to each server when the interpreter takes it apart, and may wait for ever for one that is
-    gone.
+    When the interpreter shuts down, TensorFlow notifies each server, and can wait forever for one that is gone.
     """
     atexit.register(_end_at_once)
 
@@ -130,19 +130,19 @@ def _end_at_once() -> None:
         os._exit(1)
 
 
-def _gone(made: Connection, variables) -> MachineError | None:
+def _lost_error(made: Connection, variables) -> MachineError | None:
     numbers = sorted({*made.lost, *(at for at in range(1, len(made.addresses)) if not made.serves(made.addresses[at]))})
     if not numbers:
         return None
     devices = {tf.DeviceSpec.from_string(copy.device) for v in variables for copy in _copies(v)}
-    told = []
+    described = []
     for number in numbers:
         own = sorted(f"{number}/{d.device_type}:{d.device_index}" for d in devices if d.task == number)
-        told.append(f"process {number} ({made.addresses[number]}{', ' + ', '.join(own) if own else ''})")
+        described.append(f"process {number} ({made.addresses[number]}{', ' + ', '.join(own) if own else ''})")
     return MachineError(
-        f"Lost: {'; '.join(told)}. It has ended, is stopped, or has lost its network, and what the model had on its "
-        "devices is lost with it. Start all processes again (`tfgpu launch --max-restarts 1` does so): the script goes "
-        "on from its newest checkpoint (tfgpu.callbacks.Checkpoint)."
+        f"Lost: {'; '.join(described)}. It has ended, is stopped, or has lost its network, and the variables on its "
+        "devices are lost. Restart all processes (`tfgpu launch --max-restarts 1` does): the script resumes from its "
+        "newest checkpoint (tfgpu.callbacks.Checkpoint)."
     )
 
 
@@ -152,44 +152,45 @@ def _copies(variable) -> Sequence:
 
 
 def _allow_replicas_anywhere() -> None:
-    """Lets a `MirroredStrategy` have replicas in several processes, all of which this one drives and feeds."""
+    """Allows a `MirroredStrategy` with replicas in several processes, all of which this one drives and feeds."""
 
-    @wrap(mirrored_strategy, "_is_device_list_single_worker")
+    @wrap("mirrored_strategy.is_device_list_single_worker")
     def is_single_worker(stock, devices):
-        return True  # as this process sees it: there is one
+        return True  # this process drives all devices
 
-    @wrap(mirrored_strategy.MirroredExtended, "_initialize_single_worker")
+    @wrap("MirroredExtended.initialize_single_worker")
     def initialize(stock, self, devices):
         stock(self, devices)
-        # What belongs to no replica, such as the data, stays here also where the first replica does not.
-        host = f"/job:{JOB}/replica:0/task:0/device:CPU:0"
-        self._input_workers_devices = ((host, self._input_workers_devices[0][1]),)
-        self._host_input_device = type(self._host_input_device)(host)
-        self._default_device = f"/job:{JOB}/replica:0/task:0"
+        # What belongs to no replica, such as the data, stays here even if the first replica is elsewhere.
+        here = f"/job:{JOB}/replica:0/task:0"
+        distribute.keep_inputs_on(self, f"{here}/device:CPU:0", here)
 
 
 def _watch(made: Connection) -> None:
-    """Breaks the connections to a process that no longer answers, so that calls which wait for it fail.
+    """Breaks the connections to a process that no longer answers, so that calls that wait for it fail.
 
-    gRPC notices by itself that a process has ended. Of one that is stopped, or whose machine has vanished, it waits for
-    the answer for ever, and so would the step.
+    gRPC notices that a process has ended. For one that is stopped, or whose machine is unreachable, gRPC waits forever,
+    and so would the step.
     """
     answered = dict.fromkeys(range(1, len(made.addresses)), time.monotonic())
     while True:
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_INTERVAL_S)
         for number, at in answered.items():
             if made.serves(made.addresses[number]):
                 answered[number] = time.monotonic()
-            elif time.monotonic() - at > LOST_AFTER_S:
+            elif time.monotonic() - at > HEARTBEAT_TIMEOUT_S:
                 if number not in made.lost:
                     _log.warning(
-                        "Process %d (%s) has not answered for %d s.", number, made.addresses[number], LOST_AFTER_S
+                        "Process %d (%s) has not answered for %d s.",
+                        number,
+                        made.addresses[number],
+                        HEARTBEAT_TIMEOUT_S,
                     )
                 made.lost.add(number)
-                _cut(made.addresses[number])
+                _disconnect(made.addresses[number])
 
 
-def _cut(address: str) -> None:
+def _disconnect(address: str) -> None:
     """Shuts down this process's connections to an address."""
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError, psutil.Error):

@@ -13,7 +13,7 @@ from tfgpu.compat import slots, variables
 from tfgpu.compat.keras import in_stateless_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.errors import InputError
-from tfgpu.parallel import sharded_variable
+from tfgpu.parallel import shard_patches, sharded_variable
 
 _SEPARABLE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
@@ -112,7 +112,7 @@ def _split(layer, count: int) -> sharded_variable.ShardedVariable:
             trainable=True,
         )
         shards.append(shard)
-    return sharded_variable.mark_shards(shards, sharded_variable.AxisSharding(0), f"{layer.path}/embeddings")
+    return shard_patches.mark_shards(shards, sharded_variable.AxisSharding(0), f"{layer.path}/embeddings")
 
 
 def _rows(shards: list, ids: tf.Tensor) -> tf.Tensor:

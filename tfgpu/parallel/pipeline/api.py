@@ -1,9 +1,9 @@
-"""A model in stages on devices of their own, which work on parts of the batch at the same time.
+"""`parallel.pipeline`: a model in stages on different devices, which work on different micro-batches at the same time.
 
-The batch is cut into micro-batches by rows. While the second stage works on the first of them, the first stage works
-on the second. The loss, the metrics and the update are those of the whole batch: see `parallel/pipeline/execution.py`.
+The batch is split into micro-batches by rows. While the second stage works on the first micro-batch, the first stage
+works on the second. The loss, the metrics and the update are those of the whole batch: see `execution.py`.
 
-A step's idle share is `(S - 1) / (M + S - 1)` with S stages that cost the same and M micro-batches (`schedule.bound`).
+With S stages of equal cost and M micro-batches, devices wait for `(S - 1) / (M + S - 1)` of a step (`schedule.bound`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,30 +29,31 @@ def pipeline(
     mesh: Mesh | None = None,
     batch: Any = None,
 ) -> keras.Model:
-    """Cuts a model into stages, each on a device of its own, before it is compiled.
+    """Splits a model into pipeline stages, each on a device of its own. Call it before `compile`.
 
     Args:
-        model: functional or Sequential, built. One that is too large for the first device is best made under
-            `tf.device("CPU:0")`, outside of any strategy.
-        stages: how many. A layer is in one stage, also where it is called several times.
-        microbatches: how many parts the batch of each replica is cut into; they differ by one row at most. More of
-            them leave the devices less idle, and each with less to compute at once.
+        model: functional or Sequential, built. Build a model that is too large for the first device under
+            `tf.device("CPU:0")`, outside any strategy.
+        stages: how many. A layer is in one stage, even if it is called several times.
+        microbatches: how many parts each replica's batch is split into; their rows differ by one at most. More
+            micro-batches leave the devices less idle, and each with less to compute at once.
         schedule: `"1f1b"`, `"gpipe"` or `"interleaved"` (several stages a device): see `schedule.training`.
-        recompute: keep only what the stages hand on, and run the forward pass again for the gradient. Without, which
-            `"gpipe"` alone can, all activations of all micro-batches are kept, and the forward pass runs once.
-        cuts: names of the layers that begin the stages but the first; None measures the layers and makes the most
-            expensive stage as cheap as can be.
-        devices: how many, or their names; None takes the first GPUs, or logical CPU devices: one a stage, or for
-            `"interleaved"` half as many as stages.
-        mesh: devices with an axis `data` besides: several copies of the pipeline, each on its rows of the batch.
-        batch: inputs to measure with, as the model takes them; None takes 8 rows of zeros.
+        recompute: keep only what the stages exchange, and run the forward pass again for the gradient. False, which
+            only `"gpipe"` supports, keeps all activations of all micro-batches and runs the forward pass once.
+        cuts: names of the layers that begin the second and later stages; None measures the layers, and makes the most
+            expensive stage as cheap as possible.
+        devices: how many, or their names. None uses the first GPUs, or logical CPU devices: one a stage, or half as
+            many as stages for `"interleaved"`.
+        mesh: devices with an axis `data` as well: several copies of the pipeline, each on its rows of the batch.
+        batch: inputs to measure with, as the model takes them; None uses 8 rows of zeros.
 
     Returns:
-        The same model, to be compiled and fitted. `evaluate` and `predict` run stage after stage on whole batches.
+        The same model, ready to be compiled and trained. `evaluate` and `predict` run stage after stage on whole
+        batches.
 
     Raises:
-        InputError: the model has no graph, a layer would be in two stages, there are fewer places to cut at than cuts,
-            no layer of a name, or a setting that does not fit the others; the message says which.
+        InputError: the model has no graph, a layer would be in two stages, there are fewer places to cut than cuts, no
+            layer has a name of `cuts`, or two settings do not fit together.
 
     Example:
         >>> layers = [keras.layers.Dense(8, name=f"dense_{at}") for at in range(4)]
@@ -79,6 +80,6 @@ def _mesh_of(mesh: Mesh | None, devices, stages: int, schedule: str) -> Mesh:
         chosen = connection.select(None)
         mesh = mesh.on(device.name for device in chosen[: mesh.size])
     if mesh.tensor > 1:
-        raise InputError(f"A pipeline has no axis `tensor`. Received: {mesh}.")
+        raise InputError(f"`pipeline` takes no mesh with an axis `tensor`. Received: {mesh}. Use `parallel.apply`.")
     connection.select(mesh.devices)
     return mesh

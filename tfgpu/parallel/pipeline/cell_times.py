@@ -1,9 +1,9 @@
-"""When each cell of a pipeline begins and ends, taken in the graph while someone looks on.
+"""Measures when each cell of a pipeline begins and ends, inside the graph of a training step.
 
-A stamp is an operation of Python that stands between a cell and what goes into it, or comes out. It reads a number of
-each, so that a GPU has computed them. It cannot be a stateful operation: TensorFlow runs those one after the other. One
-without a state, on which nothing depends but by control, TensorFlow takes out: so a draw of no random numbers, which is
-stateful and may run in any order, takes what it returns.
+A timestamp is a Python operation that depends on the cell's inputs or results, and reads one number of each, so that a
+GPU has computed them. TensorFlow would run stateful timestamps one after the other, so it is stateless; and it would
+remove a stateless operation whose result nothing uses, so the result is the shape of a random draw of no numbers, which
+is stateful but may run in any order.
 """
 
 import time
@@ -16,11 +16,11 @@ from tfgpu.core import replication
 
 
 class CellClock:
-    """Puts stamps into the steps that are traced while it is on.
+    """Adds timestamps to the steps that are traced while it is on.
 
     Attributes:
-        note: called with a cell, its device's number, whether it repeats a forward pass, whether it has ended, and the
-            time in seconds; None where nobody looks on.
+        note: called with the cell, the number of its device, whether it repeats a forward pass, whether it has ended,
+            and the time in seconds. None turns the clock off.
     """
 
     def __init__(self):
@@ -28,14 +28,14 @@ class CellClock:
 
     @property
     def is_on(self) -> bool:
-        """Whether stamps are wanted here: of several replicas the first one's."""
+        """Whether the current replica takes timestamps: only the first one does."""
         if self.note is None:
             return False
         context = replication.replica_context()
         return context is None or tf.get_static_value(context.replica_id_in_sync_group) == 0
 
     def stamp(self, values: Sequence, *about) -> tf.Tensor:
-        """An operation that notes the time once these values are there."""
+        """An operation that notes the time as soon as these values are computed."""
         note = self.note
 
         def take(*_):
@@ -48,7 +48,7 @@ class CellClock:
 
 
 def after(stamps: Sequence[tf.Tensor], results: list) -> list:
-    """The same results, the first of which waits for stamps, which would not run otherwise."""
+    """The same results, where the first one depends on the timestamps, so that TensorFlow runs them."""
     at = next((at for at, value in enumerate(results) if value is not None), None)
     if stamps and at is not None:
         with tf.control_dependencies(stamps):

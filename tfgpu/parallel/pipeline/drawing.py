@@ -1,4 +1,4 @@
-"""A picture of a pipeline at work: which stage computed which micro-batch when, as measured, and how long it waited."""
+"""`parallel.picture`: a measured picture of a pipeline, of when each stage computed each micro-batch and waited."""
 
 import statistics
 from dataclasses import dataclass
@@ -15,13 +15,14 @@ from tfgpu.core import training_state
 from tfgpu.errors import InputError
 from tfgpu.parallel.pipeline import execution
 from tfgpu.parallel.pipeline.schedule import Cell, bound
+from tfgpu.parallel.pipeline.sections import PipelineProgram
 
 KINDS = {
     "forward": ("#56b4e9", "black", ""),
     "forward again": ("#cce6f6", "black", "///"),
     "backward": ("#d55e00", "white", ""),
 }
-"""Face, text and hatch of each kind of cell: colours of Okabe and Ito, apart for colour-blind readers, also in grey."""
+"""Face color, text color and hatch of each kind of cell, in colors that color-blind readers can tell apart."""
 
 SUFFIXES = (".png", ".svg", ".html")
 _MOST_NUMBERS, _EDGE = 600, "#7a8a94"
@@ -33,10 +34,10 @@ class Measured:
 
     Args:
         cell: stage, micro-batch, and whether it is a backward pass.
-        device: its number, from 0.
-        again: a forward pass that is repeated for the gradient.
-        start: seconds since the step's first cell began.
-        end: when it was done.
+        device: the number of its device, from 0.
+        again: whether it is a forward pass that is repeated for the gradient.
+        start: seconds from the beginning of the step's first cell.
+        end: likewise.
     """
 
     cell: Cell
@@ -51,43 +52,43 @@ class Measured:
 
 
 def picture(model: keras.Model, batch: Any, path: str | Path, *, steps: int = 3) -> list[Measured]:
-    """Runs some steps of a pipeline, draws when its cells ran in one of them, and puts all back as it was.
+    """Runs some training steps of a pipeline, draws the cells of one of them, and restores the model's state.
 
     Args:
         model: from `parallel.pipeline`, compiled.
         batch: inputs and targets as `train_on_batch` takes them: `(x, y)` or `(x, y, sample_weight)`.
-        path: the file to write: `.png`, `.svg` or `.html` (one page that needs nothing else).
-        steps: how many to measure, after one that is not; the one whose length is the median is drawn.
+        path: the file to write: `.png`, `.svg` or `.html` (one self-contained page).
+        steps: how many steps to measure, after one that is not measured; the step of median length is drawn.
 
     Returns:
         The cells of that step, in the order of their starts; of several replicas, the first one's.
 
     Raises:
-        InputError: the model is no pipeline, is not compiled, or `path` has another ending.
+        InputError: the model is not a pipeline or not compiled, or `path` has another suffix.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)], name="sequential")
         >>> picture(model, (keras.ops.ones((4, 4)), keras.ops.ones((4, 8))), "schedule.png")
         Traceback (most recent call last):
-        tfgpu.errors.InputError: 'sequential' is no pipeline. Give a model that `parallel.pipeline` has cut.
+        tfgpu.errors.InputError: 'sequential' is not a pipeline. Give a model that `parallel.pipeline` returned.
     """
-    plan, path = _plan_of(model, path, steps), Path(path)
-    runs = [_cells(events) for events in _events(model, plan, batch, steps)]
+    program, path = _program_of(model, path, steps), Path(path)
+    runs = [_cells(events) for events in _events(model, program, batch, steps)]
     middle = statistics.median_low([max(one.end for one in cells) for cells in runs])
     cells = next(cells for cells in runs if max(one.end for one in cells) == middle)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _save(draw(cells, microbatches=plan.microbatches), path)
+    _save(draw(cells, microbatches=program.microbatches), path)
     return cells
 
 
 def idle(cells: list[Measured]) -> float:
-    """The part of the devices' time, from the first cell to the last, in which they wait."""
+    """The share of the devices' time, from the first cell to the last, in which they wait."""
     devices = len({one.device for one in cells})
     return 1 - sum(one.end - one.start for one in cells) / (devices * max(one.end for one in cells))
 
 
 def draw(cells: list[Measured], *, microbatches: int) -> Figure:
-    """Draws cells: time to the right, a row a device, micro-batches by number."""
+    """Draws cells: time on the x-axis, one row for each device, micro-batches by number."""
     devices = sorted({one.device for one in cells})
     stages = 1 + max(one.cell.stage for one in cells)
     scale, unit = (1e3, "ms") if max(one.end for one in cells) < 10 else (1, "s")
@@ -125,20 +126,20 @@ def _title(cells: list[Measured], stages: int, microbatches: int, devices: int) 
     )
 
 
-def _plan_of(model: keras.Model, path, steps: int):
-    plan = execution.program_of(model)
-    if plan is None:
-        raise InputError(f"{model.name!r} is no pipeline. Give a model that `parallel.pipeline` has cut.")
+def _program_of(model: keras.Model, path, steps: int) -> PipelineProgram:
+    program = execution.program_of(model)
+    if program is None:
+        raise InputError(f"{model.name!r} is not a pipeline. Give a model that `parallel.pipeline` returned.")
     if not getattr(model, "compiled", False):
-        raise InputError("The model is not compiled: there is no step to look at. Call `compile` first.")
+        raise InputError("The model is not compiled, so it has no training step. Call `compile` first.")
     if Path(path).suffix not in SUFFIXES:
         raise InputError(f"`path` must end in {', '.join(SUFFIXES)}. Received: {str(path)!r}.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(f"`steps` must be a whole number from 1. Received: {steps!r}.")
-    return plan
+    return program
 
 
-def _events(model: keras.Model, plan, batch, steps: int) -> list[list[tuple]]:
+def _events(model: keras.Model, program: PipelineProgram, batch, steps: int) -> list[list[tuple]]:
     """What was noted in each step: (cell, device, again, whether it ended, seconds). The model stays as it was."""
     noted: list[tuple] = []
     found: list[list[tuple]] = []
@@ -147,7 +148,7 @@ def _events(model: keras.Model, plan, batch, steps: int) -> list[list[tuple]]:
             model.optimizer.build(model.trainable_variables)
     before = training_state.copy_state(model, metrics=True)
     kept = model.train_function
-    plan.watch.note = lambda *event: noted.append(event)
+    program.clock.note = lambda *event: noted.append(event)
     model.train_function = None
     try:
         for _ in range(steps + 1):
@@ -155,7 +156,7 @@ def _events(model: keras.Model, plan, batch, steps: int) -> list[list[tuple]]:
             model.train_on_batch(*batch)
             found.append(list(noted))
     finally:
-        plan.watch.note = None
+        program.clock.note = None
         model.train_function = kept
         state = {name: value for name, value in before.items() if not name.startswith("metrics/")}
         training_state.restore_state(model, state, "the state before the picture")

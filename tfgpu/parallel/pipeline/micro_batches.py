@@ -1,72 +1,80 @@
-"""A batch in micro-batches by rows, and back."""
+"""Splits a batch into micro-batches by rows, and concatenates them again."""
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
 import tensorflow as tf
-from keras.src import backend
 
+from tfgpu.compat.keras import get_mask, set_mask
 from tfgpu.core import batch_rows, step_context
 
 
 class MicroBatches:
-    """A batch in micro-batches, by rows; they differ by one row at most.
+    """The micro-batches of a batch: consecutive rows, whose counts differ by one at most.
 
-    A micro-batch without rows, where the batch is too small for so many, gets one that stands in, and is left out.
+    A batch with fewer rows than micro-batches leaves some of them empty. An empty micro-batch computes on one row of
+    the batch as a placeholder, and its results are dropped.
+
+    Args:
+        rows: of the batch: a number, or an int32 scalar tensor.
+        count: how many micro-batches.
     """
 
     def __init__(self, rows, count: int):
         self._rows, self._count = rows, count
 
     def bounds(self, micro: int) -> tuple:
-        """Where a micro-batch begins, and how many rows it has: numbers, or int32 scalars."""
+        """The first row of a micro-batch and its number of rows: numbers, or int32 scalar tensors."""
         begin = micro * self._rows // self._count
         return begin, (micro + 1) * self._rows // self._count - begin
 
-    def cut(self, value, micro: int):
+    def slice(self, value, micro: int):
+        """A micro-batch's rows of `value`; one row for an empty micro-batch."""
         begin, length = self.bounds(micro)
         if isinstance(length, int) and length:
             return value[begin : begin + length]
         begin, length = tf.minimum(begin, self._rows - 1), tf.maximum(length, 1)
         return value[begin : begin + length]
 
-    def join(self, pieces: list) -> tf.Tensor:
+    def concat(self, pieces: list) -> tf.Tensor:
+        """The whole batch, from one tensor a micro-batch."""
         return tf.concat([piece[: self.bounds(micro)[1]] for micro, piece in enumerate(pieces)], 0)
 
-    def part(self, value, micro: int):
-        """A micro-batch's part of what belongs to the joined batch; zeros for a row that stands in."""
+    def slice_gradient(self, value, micro: int):
+        """A micro-batch's rows of the gradient of what `concat` returned; zeros for a placeholder row."""
         begin, length = self.bounds(micro)
         if isinstance(length, int) and length:
             return value[begin : begin + length]
-        mine = value[begin : begin + length]
-        return tf.concat([mine, tf.zeros_like(value[: 1 - tf.minimum(length, 1)])], 0)
+        own = value[begin : begin + length]
+        return tf.concat([own, tf.zeros_like(value[: 1 - tf.minimum(length, 1)])], 0)
 
-    def counted(self, micro: int, value: tf.Tensor) -> tf.Tensor:
-        """What a micro-batch adds to a count: nothing, where it has but a row that stands in."""
+    def zero_if_empty(self, micro: int, value: tf.Tensor) -> tf.Tensor:
+        """`value`, or zeros for an empty micro-batch."""
         return tf.where(tf.convert_to_tensor(self.bounds(micro)[1]) > 0, value, tf.zeros_like(value))
 
-    def share(self, micro: int, dtype) -> tf.Tensor:
+    def fraction(self, micro: int, dtype) -> tf.Tensor:
+        """A micro-batch's rows as a fraction of the batch's."""
         return tf.cast(self.bounds(micro)[1], dtype) / tf.cast(tf.maximum(self._rows, 1), dtype)
 
     @contextlib.contextmanager
-    def standing_in(self, micro: int):
-        """Random draws in the block are those of the micro-batch's rows of the whole batch."""
+    def row_scope(self, micro: int):
+        """Random draws in the block equal those of the micro-batch's rows in the whole batch."""
         begin, length = self.bounds(micro)
         rows, facts = batch_rows.known_rows(), step_context.step()
         offset, total = (rows.offset, rows.total) if rows is not None else (0, self._rows)
-        mine = step_context.RowRange(_scalar(length), _scalar(offset + begin), _scalar(total))
-        facts = step_context.Step(mine, tf.constant(1.0)) if facts is None else replace(facts, rows=mine)
+        own = step_context.RowRange(_scalar(length), _scalar(offset + begin), _scalar(total))
+        facts = step_context.Step(own, tf.constant(1.0)) if facts is None else replace(facts, rows=own)
         with step_context.scope(step=facts):
             yield
 
 
-def masked_like(value, change: Callable):
-    """What `change` makes of a tensor, with what it makes of the tensor's mask, if it has one."""
-    mask, made = backend.get_keras_mask(value), change(value)
+def map_with_mask(value, change: Callable):
+    """`change(value)`; if the tensor has a Keras mask, the result gets `change(mask)` as its mask."""
+    mask, changed = get_mask(value), change(value)
     if mask is not None:
-        backend.set_keras_mask(made, change(mask))
-    return made
+        set_mask(changed, change(mask))
+    return changed
 
 
 def _scalar(value) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Which calls of a model need all rows of a batch: each is tried on a few rows, whole and in two halves."""
+"""Finds the calls of a model that need all rows of a batch: each runs on a few rows, whole and in two halves."""
 
 import logging
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.pipeline import sections
-from tfgpu.parallel.pipeline.micro_batches import MicroBatches, masked_like
+from tfgpu.parallel.pipeline.micro_batches import MicroBatches, map_with_mask
 
 _ROWS, _SIZES = 4, (32, 8)
-_BOUNDS = {"float16": 3e-2, "bfloat16": 3e-2}
+_TOLERANCES = {"float16": 3e-2, "bfloat16": 3e-2}
 _WHOLE, _HALVES = MicroBatches(_ROWS, 1), MicroBatches(_ROWS, 2)
 
 _log = logging.getLogger(__name__)
@@ -21,36 +21,36 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RowMixing:
-    """What was found.
+    """What `probe` found.
 
     Attributes:
-        mixed: calls whose result for a row depends on the other rows, by the `id` of their node.
-        folded: symbolic tensors whose first axis has another number of rows than the batch, by `id`.
+        mixing: calls whose result for a row depends on other rows, by the `id` of their node.
+        other_rows: symbolic tensors whose first axis has another number of rows than the batch, by `id`.
     """
 
-    mixed: frozenset[int] = frozenset()
-    folded: frozenset[int] = frozenset()
+    mixing: frozenset[int] = frozenset()
+    other_rows: frozenset[int] = frozenset()
 
 
 def probe(model: keras.Model, strategy: tf.distribute.Strategy, batch=None) -> RowMixing:
-    """Runs each call of a functional model in training on four rows, and on two and two; its state stays as it is.
+    """Runs each call of a functional model in training on four rows, and on two and two. The model does not change.
 
     Args:
         model: functional or Sequential, built.
-        strategy: of one replica, which runs it.
-        batch: inputs as the model takes them, of which the first rows are taken; None draws numbers. Where the model
-            cannot run on those, a warning says so, and nothing is found.
+        strategy: of one replica, which runs the calls.
+        batch: inputs as the model takes them, of which the first rows are used; None draws random numbers. If the model
+            cannot run on the inputs, a warning says so, and nothing is found.
     """
     for inputs in _inputs(model_graph.functional(model), batch):
         try:
             return _Trial(model, inputs).run(strategy)
-        except Exception as error:  # of a layer's own code
-            why = error
+        except Exception as error:  # from a layer's own code
+            reason = error
     _log.warning(
-        "Whether the rows of %r depend on each other could not be tried (%s: %s). Give `batch`: some inputs.",
+        "Could not try whether rows of %r depend on each other (%s: %s). Give `batch`: some inputs.",
         model.name,
-        type(why).__name__,
-        " ".join(str(why).split())[:200],
+        type(reason).__name__,
+        " ".join(str(reason).split())[:200],
     )
     return RowMixing()
 
@@ -78,35 +78,35 @@ class _Trial:
         self._given = [_tensor(value, tensor.dtype) for value, tensor in zip(inputs, self._inputs, strict=True)]
         self._whole: dict = {}
         self._halves: tuple[dict, dict] = {}, {}
-        self._folded: set[int] = set()
+        self._other_rows: set[int] = set()
 
     def run(self, strategy: tf.distribute.Strategy) -> RowMixing:
-        # In a replica's graph, where rows draw as rows of the whole batch.
-        agree = tf.function(lambda given: strategy.run(self._all, (given,)), autograph=False)(self._given)
-        mixed = {id(call.node) for call, is_equal in zip(self._calls, agree, strict=True) if not is_equal}
-        return RowMixing(frozenset(mixed), frozenset(self._folded))
+        # In a replica's graph, where random draws are those of the rows of the whole batch.
+        agree = tf.function(lambda given: strategy.run(self._run_all, (given,)), autograph=False)(self._given)
+        mixing = {id(call.node) for call, is_equal in zip(self._calls, agree, strict=True) if not is_equal}
+        return RowMixing(frozenset(mixing), frozenset(self._other_rows))
 
     @tf.autograph.experimental.do_not_convert
-    def _all(self, given: list) -> list[tf.Tensor]:
+    def _run_all(self, given: list) -> list[tf.Tensor]:
         for tensor, value in zip(self._inputs, given, strict=True):
             self._whole[id(tensor)] = value
             self._halve(tensor)
         return [self._agrees(call) for call in self._calls]
 
     def _agrees(self, call: model_graph.Call) -> tf.Tensor:
-        """Whether a call makes of the halves what it makes of the whole."""
+        """Whether a call computes from the halves what it computes from the whole."""
         _run(call, self._whole, _WHOLE, 0)
-        made = [tensor for tensor in call.makes if sections.has_batch_axis(tensor)]
-        found = [tf.constant(all(id(tensor) in half for half in self._halves for tensor in call.needs))]
+        made = [tensor for tensor in call.outputs if sections.has_batch_axis(tensor)]
+        found = [tf.constant(all(id(tensor) in half for half in self._halves for tensor in call.inputs))]
         if tf.get_static_value(found[0]):
             for micro, half in enumerate(self._halves):
                 _run(call, half, _HALVES, micro)
-            found += [self._equal(tensor) for tensor in made]
+            found += [self._is_equal(tensor) for tensor in made]
         for tensor in made:
             self._halve(tensor)
         return tf.reduce_all(found)
 
-    def _equal(self, tensor) -> tf.Tensor:
+    def _is_equal(self, tensor) -> tf.Tensor:
         whole = self._whole[id(tensor)]
         if whole is None:
             return tf.constant(True)
@@ -116,28 +116,28 @@ class _Trial:
         if not whole.dtype.is_floating:
             return tf.reduce_all(tf.equal(whole, joined))
         size = tf.reduce_max(tf.where(tf.math.is_finite(whole), tf.abs(whole), 0))
-        is_close = tf.abs(whole - joined) <= size * _BOUNDS.get(whole.dtype.name, 1e-3)
+        is_close = tf.abs(whole - joined) <= size * _TOLERANCES.get(whole.dtype.name, 1e-3)
         return tf.reduce_all(is_close | (whole == joined) | (tf.math.is_nan(whole) & tf.math.is_nan(joined)))
 
     def _halve(self, tensor) -> None:
-        """Takes the halves of a value from the whole, so that what one call mixes is not laid to the next."""
+        """Takes the halves of a value from the whole, so that the next call is not blamed for mixing in this one."""
         value = self._whole[id(tensor)]
         rows = _ROWS if value is None else value.shape[0]
         if rows != _ROWS:
-            self._folded.add(id(tensor))
+            self._other_rows.add(id(tensor))
         for at, half in enumerate(self._halves):
             half.pop(id(tensor), None)
             if rows is not None and rows % 2 == 0:
-                half[id(tensor)] = _cut(value, at * rows // 2, rows // 2)
+                half[id(tensor)] = _rows_of(value, at * rows // 2, rows // 2)
 
 
 def _run(call: model_graph.Call, values: dict, pieces: MicroBatches, micro: int) -> None:
-    with keras.StatelessScope(), pieces.standing_in(micro):
+    with keras.StatelessScope(), pieces.row_scope(micro):
         call.run(values, model_graph.in_training)
 
 
-def _cut(value, begin: int, rows: int):
-    return None if value is None else masked_like(value, lambda whole: whole[begin : begin + rows])
+def _rows_of(value, begin: int, rows: int):
+    return None if value is None else map_with_mask(value, lambda whole: whole[begin : begin + rows])
 
 
 def _tensor(value, dtype: str):

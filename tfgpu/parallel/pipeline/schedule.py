@@ -1,4 +1,4 @@
-"""In which order the stages of a pipeline work on the micro-batches. Pure Python: no device, no model.
+"""The order in which the stages of a pipeline work on the micro-batches. Pure Python: no device, no model.
 
 Source: Huang et al., GPipe, 2019; Narayanan et al., PipeDream-Flush (1F1B) and the interleaved schedule, 2021.
 """
@@ -13,12 +13,12 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 class Cell(NamedTuple):
-    """One piece of work: a stage's forward or backward pass over one micro-batch.
+    """A stage's forward or backward pass over one micro-batch.
 
     Attributes:
-        stage: from 0.
-        micro: which micro-batch, from 0.
-        backward: the backward pass.
+        stage: its number, from 0.
+        micro: the number of the micro-batch, from 0.
+        backward: whether it is the backward pass.
     """
 
     stage: int
@@ -28,7 +28,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Timed:
-    """When a cell runs: start and end, in the unit of the costs."""
+    """When and where a cell runs: start and end are in the unit of the costs."""
 
     cell: Cell
     device: int
@@ -37,7 +37,7 @@ class Timed:
 
 
 def forward(stages: int, microbatches: int, devices: int | None = None) -> list[list[Cell]]:
-    """What each device does, in order, where no backward pass follows.
+    """The forward cells of each device, in order, for a schedule without backward passes.
 
     Example:
         >>> [[(cell.stage, cell.micro) for cell in row] for row in forward(2, 2)]
@@ -47,27 +47,28 @@ def forward(stages: int, microbatches: int, devices: int | None = None) -> list[
 
 
 def training(kind: str, stages: int, microbatches: int, devices: int | None = None) -> list[list[Cell]]:
-    """What each device does, in order, in forward and backward passes.
+    """The forward and backward cells of each device, in order.
 
     Args:
-        kind: `"gpipe"`: all forward passes, then all backward passes; every device keeps what all micro-batches need.
-            `"1f1b"`: a backward pass as soon as there is one, and never more micro-batches under way than stages
-            follow; what is kept does not grow with the micro-batches. `"interleaved"`: 1f1b where each device has
-            several stages, every `devices`-th, so that it waits less.
+        kind: `"gpipe"`: all forward passes, then all backward passes; each device keeps what all micro-batches need.
+            `"1f1b"`: a backward pass as soon as one is possible, and no more micro-batches in flight than there are
+            stages left; memory does not grow with the number of micro-batches. `"interleaved"`: 1f1b where each device
+            has several stages, every `devices`-th, so that it waits less.
         stages: how many.
         microbatches: how many.
         devices: how many; None is one a stage.
 
     Raises:
-        InputError: no such schedule; stages that devices do not divide; several stages a device without `interleaved`.
+        InputError: there is no such schedule, the devices do not divide the stages, or a device has several stages
+            without `interleaved`.
     """
     if kind not in SCHEDULES:
         raise unknown("schedule", kind, SCHEDULES)
     devices = devices or stages
     if (stages != devices) != (kind == "interleaved") and not (kind == "interleaved" and devices == 1):
         raise InputError(
-            f"{kind!r} with {stages} stages on {devices} devices: `interleaved` needs several stages a device, the "
-            "others one."
+            f"`interleaved` needs several stages a device, other schedules need one. Received: schedule={kind!r}, "
+            f"{stages} stages, {devices} devices."
         )
     if kind == "gpipe":
         back = [[cell._replace(backward=True) for cell in reversed(row)] for row in forward(stages, microbatches)]
@@ -79,7 +80,7 @@ def training(kind: str, stages: int, microbatches: int, devices: int | None = No
 
 
 def timed(rows: list[list[Cell]], cost: Callable[[Cell], float] = lambda cell: 1.0) -> list[Timed]:
-    """When each cell runs, where each device works through its row as soon as what a cell needs is there.
+    """When each cell runs, if each device runs its row in order and each cell as soon as its dependencies are done.
 
     Raises:
         InputError: the rows wait for each other.
@@ -98,12 +99,12 @@ def timed(rows: list[list[Cell]], cost: Callable[[Cell], float] = lambda cell: 1
                 at[device] += 1
                 moved = True
         if not moved:
-            raise InputError("The rows of this schedule wait for each other for ever.")
+            raise InputError("The rows of this schedule wait for each other forever.")
     return sorted(found, key=lambda one: (one.start, one.device))
 
 
 def needs(cell: Cell, stages: int, rows: list[list[Cell]] | None = None) -> list[Cell]:
-    """The cells that must be done before one can run."""
+    """The cells that must be done before a cell can run."""
     if not cell.backward:
         return [Cell(cell.stage - 1, cell.micro)] if cell.stage else []
     found = [Cell(cell.stage, cell.micro)]
@@ -111,18 +112,18 @@ def needs(cell: Cell, stages: int, rows: list[list[Cell]] | None = None) -> list
 
 
 def idle_share(cells: list[Timed], devices: int) -> float:
-    """The part of the devices' time in which they wait."""
+    """The share of the devices' time in which they wait."""
     span = max(one.end for one in cells) - min(one.start for one in cells)
     return 1 - sum(one.end - one.start for one in cells) / (span * devices)
 
 
 def bound(stages: int, microbatches: int) -> float:
-    """The idle share of `gpipe` and `1f1b` where all stages cost the same: `(S - 1) / (M + S - 1)`."""
+    """The idle share of `gpipe` and `1f1b` with stages of equal cost: `(S - 1) / (M + S - 1)`."""
     return (stages - 1) / (microbatches + stages - 1)
 
 
 def live(rows: list[list[Cell]]) -> list[int]:
-    """For each device, the most forward passes whose backward pass is still to come."""
+    """For each device, the largest number of forward passes that wait for their backward pass."""
     found = []
     for row in rows:
         now = most = 0
@@ -134,8 +135,8 @@ def live(rows: list[list[Cell]]) -> list[int]:
 
 
 def _by_group(stages: int, devices: int) -> Callable[[Cell], tuple]:
-    """Which of the cells that a device could run comes first: backward before forward, then by groups of `devices`
-    micro-batches, of which each stage of the device does all before its next stage does.
+    """The priority of the cells that a device could run: backward before forward, then by groups of `devices`
+    micro-batches; each stage of the device finishes a group before the device's next stage begins it.
     """
 
     def key(cell: Cell) -> tuple:
@@ -149,13 +150,14 @@ def _by_group(stages: int, devices: int) -> Callable[[Cell], tuple]:
 
 def _interleaved(stages: int, microbatches: int, devices: int) -> list[list[Cell]]:
     """The order of Narayanan et al. 2021: forward passes until the last device can send the first gradient back, then
-    one forward and one backward pass in turns.
+    one forward and one backward pass in turn.
     """
     chunks = stages // devices
     if stages % devices or microbatches % devices:
         raise InputError(
-            f"`interleaved` needs stages and micro-batches that {devices} devices divide. Received: {stages} and "
-            f"{microbatches}. Take {-(-microbatches // devices) * devices} micro-batches, or schedule='1f1b'."
+            f"`interleaved` needs numbers of stages and micro-batches that are multiples of {devices}, the number of "
+            f"devices. Received: {stages} stages, {microbatches} micro-batches. Use "
+            f"{-(-microbatches // devices) * devices} micro-batches, or schedule='1f1b'."
         )
     rows = []
     for device in range(devices):
@@ -175,28 +177,27 @@ def _interleaved(stages: int, microbatches: int, devices: int) -> list[list[Cell
 
 
 def _listed(stages: int, microbatches: int, devices: int | None, *, wanted, urgent, most=None) -> list[list[Cell]]:
-    """Lets every device take the most urgent cell that is ready, step by step, each cell a step long."""
+    """Simulates devices that take the most urgent ready cell in each time step; every cell takes one step."""
     devices = devices or stages
     if stages % devices:
-        raise InputError(f"{stages} stages cannot be dealt to {devices} devices: take a multiple of {devices}.")
+        raise InputError(f"{stages} stages do not divide among {devices} devices. Use a multiple of {devices} stages.")
     left = {Cell(s, m, back) for s in range(stages) for m in range(microbatches) for back in wanted}
     rows: list[list[Cell]] = [[] for _ in range(devices)]
     done: set[Cell] = set()
     while left:
         taken = []
+        possible = [cell for cell in left if all(need in done for need in needs(cell, stages))]
         for device in range(devices):
-            ready = [
-                cell
-                for cell in left
-                if cell.stage % devices == device and all(need in done for need in needs(cell, stages))
-            ]
-            ahead = sum(-1 if cell.backward else 1 for cell in rows[device])
-            if most is not None and ahead >= most[device]:
+            ready = [cell for cell in possible if cell.stage % devices == device]
+            in_flight = sum(-1 if cell.backward else 1 for cell in rows[device])
+            if most is not None and in_flight >= most[device]:
                 ready = [cell for cell in ready if cell.backward]
             if ready:
                 taken.append((device, min(ready, key=urgent)))
         if not taken:
-            raise InputError(f"No schedule for {stages} stages, {microbatches} micro-batches, {devices} devices.")
+            raise InputError(
+                f"There is no schedule for {stages} stages, {microbatches} micro-batches and {devices} devices."
+            )
         for device, cell in taken:
             rows[device].append(cell)
             left.remove(cell)

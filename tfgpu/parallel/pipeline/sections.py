@@ -1,107 +1,14 @@
-"""What a model in stages is cut into: sections that go through their stages, and layers that see the whole batch."""
+"""Splits a staged model into sections: runs of layers that take micro-batches, and layers that take the whole batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import keras
 
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, model_graph
 from tfgpu.parallel.pipeline.cell_times import CellClock
-
-
-@dataclass(frozen=True)
-class Section:
-    """Calls that follow each other: one that sees the whole batch, or a section of stages.
-
-    Attributes:
-        stages: the calls of each stage that it has, by the stage's number.
-        whole: it sees the whole batch.
-        takes: symbolic tensors from before, and `gives`, those that are needed after it.
-    """
-
-    stages: dict[int, tuple[model_graph.Call, ...]]
-    whole: bool
-    takes: tuple = field(default=(), repr=False)
-    gives: tuple = field(default=(), repr=False)
-
-
-@dataclass(frozen=True)
-class PipelineProgram:
-    """How a model is to be run.
-
-    Attributes:
-        parts: in order.
-        homes: of each stage.
-        microbatches: how many.
-        forward: the cells (`parallel.schedule.Cell`) in the order in which they are made, each after the number of
-            its device: forward passes alone.
-        again: the same for the gradient; where it has no forward passes, what stages hand on is kept for it.
-        recompute: a backward pass runs its forward pass anew; else all that the first pass has made is kept.
-        watch: takes the times of cells, where someone looks on.
-    """
-
-    parts: tuple[Section, ...]
-    homes: tuple[device_placement.DevicePlacement, ...]
-    microbatches: int
-    forward: tuple[tuple, ...]
-    again: tuple[tuple, ...]
-    recompute: bool = True
-    watch: CellClock = field(default_factory=CellClock, repr=False, compare=False)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether what the stages hand on in the first pass is kept."""
-        return all(cell.backward for _, cell in self.again)
-
-
-def split_into_sections(
-    calls: Sequence[tuple[model_graph.Call, int]], outputs: Sequence, mixes: Callable
-) -> tuple[Section, ...]:
-    """Groups calls into sections and what stands between them.
-
-    Args:
-        calls: each with its stage.
-        outputs: symbolic tensors that the model returns.
-        mixes: whether a call must see the whole batch.
-
-    Raises:
-        InputError: what a stage hands on has no axis of rows.
-    """
-    groups: list[tuple[bool, list]] = []
-    for call, stage in calls:
-        whole = mixes(call)
-        if whole or not groups or groups[-1][0]:
-            groups.append((whole, []))
-        groups[-1][1].append((call, stage))
-    found, later = [], {id(tensor) for tensor in outputs}
-    for whole, members in reversed(groups):
-        made = {id(tensor): tensor for call, _ in members for tensor in call.makes}
-        needed = {id(tensor): tensor for call, _ in members for tensor in call.needs if id(tensor) not in made}
-        stages: dict[int, list] = {}
-        for call, stage in members:
-            stages.setdefault(stage, []).append(call)
-        gives = tuple(tensor for key, tensor in made.items() if key in later)
-        ordered = {stage: tuple(stages[stage]) for stage in sorted(stages)}
-        found.append(Section(ordered, whole, tuple(needed.values()), gives))
-        later |= set(needed)
-    for part in found:
-        if not part.whole and len(part.stages) > 1:
-            _check_rows(part)
-    return tuple(reversed(found))
-
-
-def _check_rows(part: Section) -> None:
-    needed = {id(tensor) for calls in part.stages.values() for call in calls for tensor in call.needs}
-    given = {id(tensor) for tensor in part.gives}
-    for calls in part.stages.values():
-        for call in calls:
-            if not all(has_batch_axis(tensor) for tensor in call.makes if id(tensor) in needed or id(tensor) in given):
-                raise InputError(
-                    f"{call.name!r} makes {[tuple(t.shape) for t in call.makes]}, without an axis of rows, which "
-                    "cannot be cut into micro-batches. Let the first axis be the batch's, of any size, or take `place`."
-                )
-
 
 WHOLE_BATCH = (
     keras.layers.BatchNormalization,
@@ -113,11 +20,134 @@ WHOLE_BATCH = (
     keras.layers.AugMix,
     keras.layers.SpectralNormalization,
 )
-"""Layers whose result for a row depends on the others, or that assign a weight that learns."""
+"""Layers whose result for a row depends on other rows, or that assign a trainable weight."""
 
 
-def mixes_rows(call: model_graph.Call) -> bool:
-    """Whether a call, or a layer within, needs all rows of the batch."""
+@dataclass(frozen=True)
+class Section:
+    """Consecutive calls of a model.
+
+    Attributes:
+        stages: the section's calls by the number of their stage.
+        needs_whole_batch: the calls take all rows at once, not micro-batches.
+        inputs: symbolic tensors from before the section.
+        outputs: symbolic tensors that are needed after it.
+    """
+
+    stages: dict[int, tuple[model_graph.Call, ...]]
+    needs_whole_batch: bool
+    inputs: tuple = field(default=(), repr=False)
+    outputs: tuple = field(default=(), repr=False)
+
+    @property
+    def takes_micro_batches(self) -> bool:
+        """Whether there is something to overlap: several stages that take micro-batches."""
+        return not self.needs_whole_batch and len(self.stages) > 1
+
+    @property
+    def layers(self) -> list[keras.layers.Layer]:
+        return [layer for calls in self.stages.values() for call in calls for layer in call.layers]
+
+    @cached_property
+    def stage_inputs(self) -> dict[int, tuple]:
+        """By stage, the symbolic tensors that it takes from earlier stages or from before the section."""
+        return {stage: model_graph.inputs_of(calls) for stage, calls in self.stages.items()}
+
+    @cached_property
+    def stage_outputs(self) -> dict[int, tuple]:
+        """By stage, the symbolic tensors that later stages, or calls after the section, take."""
+        found = {}
+        for stage, calls in self.stages.items():
+            taken = {id(t) for other, inputs in self.stage_inputs.items() if other > stage for t in inputs}
+            taken |= {id(tensor) for tensor in self.outputs}
+            found[stage] = tuple(tensor for call in calls for tensor in call.outputs if id(tensor) in taken)
+        return found
+
+
+@dataclass(frozen=True)
+class PipelineProgram:
+    """How a staged model runs in training.
+
+    Attributes:
+        sections: in order.
+        placements: of each stage.
+        microbatches: how many.
+        forward_order: pairs of a device's number and a cell (`schedule.Cell`), in the order in which the forward pass
+            adds them to the graph.
+        backward_order: the same for the backward pass. Where it contains forward cells, those run again; otherwise what
+            the stages exchange is kept from the first forward pass.
+        recompute: the backward pass runs the forward pass again; otherwise all activations are kept.
+        clock: measures cells on request.
+    """
+
+    sections: tuple[Section, ...]
+    placements: tuple[device_placement.DevicePlacement, ...]
+    microbatches: int
+    forward_order: tuple[tuple, ...]
+    backward_order: tuple[tuple, ...]
+    recompute: bool = True
+    clock: CellClock = field(default_factory=CellClock, repr=False, compare=False)
+
+    @property
+    def keeps_boundaries(self) -> bool:
+        """Whether the tensors that stages exchange are kept from the first forward pass."""
+        return all(cell.backward for _, cell in self.backward_order)
+
+
+def split_into_sections(
+    staged: Sequence[tuple[model_graph.Call, int]], outputs: Sequence, needs_whole_batch: Callable
+) -> tuple[Section, ...]:
+    """Groups calls into sections.
+
+    Args:
+        staged: each call with the number of its stage, in order.
+        outputs: symbolic tensors that the model returns.
+        needs_whole_batch: whether a call must see all rows at once.
+
+    Raises:
+        InputError: a stage returns a tensor without a batch axis.
+    """
+    found, later = [], {id(tensor) for tensor in outputs}
+    for is_whole, members in reversed(_grouped(staged, needs_whole_batch)):
+        stages: dict[int, list] = {}
+        for call, stage in members:
+            stages.setdefault(stage, []).append(call)
+        calls = [call for call, _ in members]
+        inputs = model_graph.inputs_of(calls)
+        used_later = {id(t): t for call in calls for t in call.outputs if id(t) in later}
+        ordered = {stage: tuple(stages[stage]) for stage in sorted(stages)}
+        found.append(Section(ordered, is_whole, inputs, tuple(used_later.values())))
+        later |= {id(tensor) for tensor in inputs}
+    for section in found:
+        if section.takes_micro_batches:
+            _check_batch_axes(section)
+    return tuple(reversed(found))
+
+
+def _grouped(staged: Sequence[tuple[model_graph.Call, int]], needs_whole_batch: Callable) -> list[tuple[bool, list]]:
+    """Runs of calls that take micro-batches, and single calls that take the whole batch."""
+    groups: list[tuple[bool, list]] = []
+    for call, stage in staged:
+        is_whole = needs_whole_batch(call)
+        if is_whole or not groups or groups[-1][0]:
+            groups.append((is_whole, []))
+        groups[-1][1].append((call, stage))
+    return groups
+
+
+def _check_batch_axes(section: Section) -> None:
+    calls = [call for calls in section.stages.values() for call in calls]
+    used = {id(tensor) for call in calls for tensor in call.inputs} | {id(tensor) for tensor in section.outputs}
+    for call in calls:
+        if not all(has_batch_axis(tensor) for tensor in call.outputs if id(tensor) in used):
+            raise InputError(
+                f"{call.name!r} returns {[tuple(t.shape) for t in call.outputs]}, which has no batch axis to split "
+                "into micro-batches. Make the first axis the batch's, of any size, or use `parallel.place`."
+            )
+
+
+def is_known_to_mix_rows(call: model_graph.Call) -> bool:
+    """Whether a call is of a layer of `WHOLE_BATCH`, or of a layer that holds one."""
     each = (one for layer in call.layers for one in (layer, *model_graph.layers_within(layer).values()))
     return any(isinstance(one, WHOLE_BATCH) for one in each)
 

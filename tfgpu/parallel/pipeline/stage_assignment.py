@@ -1,4 +1,4 @@
-"""A model's stages: where it is cut, and in which order its cells run."""
+"""Assigns a model's calls to stages, and plans the order of its pipeline."""
 
 from collections.abc import Sequence
 
@@ -14,28 +14,19 @@ def assign_stages(model: keras.Model, stages: int, cuts: Sequence[str] | None, b
     """The stage of each of a model's calls, in their order.
 
     Args:
-        model: as `graphs.calls` takes it.
+        model: as `model_graph.calls` takes it.
         stages: how many.
-        cuts: names of the layers that begin the stages but the first; None measures the layers.
-        batch: inputs to measure with; None takes 8 rows of zeros.
+        cuts: names of the layers that begin the second and later stages; None measures the layers and balances them.
+        batch: inputs to measure with; None uses 8 rows of zeros.
 
     Raises:
-        InputError: an input has a fixed number of rows, there are fewer places to cut at than cuts, no layer of a
-            name, or a layer would be in two stages.
+        InputError: an input has a fixed number of rows; there are fewer places to cut than cuts; no layer has a name of
+            `cuts`; a layer would be in two stages.
     """
     for tensor in model_graph.functional(model).inputs:
-        if tensor.sparse or tensor.ragged:
-            raise InputError(
-                f"The input {tensor.name!r} is sparse or ragged, and a pipeline cuts batches by rows. Make it dense "
-                "before the model, or take `parallel.place`."
-            )
-        if not sections.has_batch_axis(tensor):
-            raise InputError(
-                f"The input {tensor.name!r} has the shape {tuple(tensor.shape)}, and a pipeline cuts batches by rows. "
-                "Make it without `batch_size`, so that the first axis is of any size."
-            )
+        _check_input(tensor)
     calls = model_graph.calls(model)
-    begins = [0, *(_measured(model, calls, stages, batch) if cuts is None else _named(calls, cuts, stages))]
+    begins = [0, *(_balanced(model, calls, stages, batch) if cuts is None else _named(calls, cuts, stages))]
     found = [sum(at >= begin for begin in begins) - 1 for at in range(len(calls))]
     _check_shared(calls, found)
     return found
@@ -44,58 +35,48 @@ def assign_stages(model: keras.Model, stages: int, cuts: Sequence[str] | None, b
 def make_program(
     model: keras.Model,
     stage_of: Sequence[int],
-    places: Sequence[device_placement.DevicePlacement],
+    placements: Sequence[device_placement.DevicePlacement],
     devices: int,
+    *,
     microbatches: int,
     schedule: str,
     recompute: bool,
     found: row_mixing.RowMixing,
 ) -> sections.PipelineProgram:
-    """How a model in stages is to be run.
+    """How a staged model runs in training.
 
     Args:
-        model: as `graphs.calls` takes it.
+        model: as `model_graph.calls` takes it.
         stage_of: the stage of each call.
-        places: the home of each stage.
+        placements: of each stage.
         devices: how many the stages of one replica share.
         microbatches, schedule, recompute: as for `pipeline`.
         found: which calls need all rows.
 
     Raises:
-        InputError: what a stage hands on has no axis of rows, or other rows than the batch; or the schedule does not
-            fit.
+        InputError: a stage returns a tensor without a batch axis, or with other rows than the batch; or the schedule
+            does not fit the stages.
     """
-    order = schedules.training(schedule, len(places), microbatches, devices)
-    placed = list(zip(model_graph.calls(model), stage_of, strict=True))
+    order = schedules.training(schedule, len(placements), microbatches, devices)
+    staged = list(zip(model_graph.calls(model), stage_of, strict=True))
 
-    def mixes(call) -> bool:
-        return sections.mixes_rows(call) or id(call.node) in found.mixed
+    def needs_whole_batch(call) -> bool:
+        return sections.is_known_to_mix_rows(call) or id(call.node) in found.mixing
 
-    parts = sections.split_into_sections(placed, model_graph.functional(model).outputs, mixes)
-    _check_folded(parts, found.folded)
+    split = sections.split_into_sections(staged, model_graph.functional(model).outputs, needs_whole_batch)
+    _check_rows(split, found.other_rows)
     return sections.PipelineProgram(
-        parts,
-        tuple(places),
+        split,
+        tuple(placements),
         microbatches,
-        forward=_in_order(schedules.forward(len(places), microbatches, devices)),
-        again=_in_order(order, backward_only=schedule == "gpipe"),
+        forward_order=_in_order(schedules.forward(len(placements), microbatches, devices)),
+        backward_order=_in_order(order, backward_only=schedule == "gpipe"),
         recompute=recompute,
     )
 
 
-def _check_folded(parts: Sequence[sections.Section], folded: frozenset[int]) -> None:
-    for part in parts:
-        for tensor in (*part.takes, *part.gives):
-            if id(tensor) in folded and not part.whole and len(part.stages) > 1:
-                raise InputError(
-                    f"{tensor.name!r} of the shape {tuple(tensor.shape)} has other rows than the batch, and is the "
-                    "model's output or meets a layer that needs all rows. Let a row be an example there, or take "
-                    "`place`."
-                )
-
-
 def check_schedule(schedule: str, recompute: bool, stages: int, microbatches: int, devices: int) -> None:
-    """Refuses what no schedule can do.
+    """Refuses a schedule that does not exist, or does not fit the other settings.
 
     Raises:
         InputError: as said.
@@ -104,14 +85,14 @@ def check_schedule(schedule: str, recompute: bool, stages: int, microbatches: in
         raise unknown("schedule", schedule, schedules.SCHEDULES)
     if not recompute and schedule != "gpipe":
         raise InputError(
-            f"{schedule!r} runs each forward pass again: the loss of the whole batch comes before the first gradient. "
-            "Leave recompute=True, or take schedule='gpipe'."
+            f"{schedule!r} runs each forward pass again, because the loss of the whole batch comes before the first "
+            "gradient. Use recompute=True, or schedule='gpipe'."
         )
     schedules.training(schedule, stages, microbatches, devices)
 
 
 def check_counts(**counts: int) -> None:
-    """Refuses what is no whole number from 1.
+    """Refuses numbers that are not whole numbers from 1.
 
     Raises:
         InputError: as said.
@@ -121,8 +102,32 @@ def check_counts(**counts: int) -> None:
             raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
 
 
-def _measured(model: keras.Model, calls, stages: int, batch) -> list[int]:
-    """Where the stages but the first begin: the most expensive stage is as cheap as can be."""
+def _check_input(tensor) -> None:
+    if tensor.sparse or tensor.ragged:
+        raise InputError(
+            f"The input {tensor.name!r} is sparse or ragged, and a pipeline splits batches by rows. Make it dense "
+            "before the model, or use `parallel.place`."
+        )
+    if not sections.has_batch_axis(tensor):
+        raise InputError(
+            f"The input {tensor.name!r} has the shape {tuple(tensor.shape)}, and a pipeline splits batches by rows. "
+            "Make it without `batch_size`, so that the first axis is of any size."
+        )
+
+
+def _check_rows(split: Sequence[sections.Section], other_rows: frozenset[int]) -> None:
+    for section in split:
+        for tensor in (*section.inputs, *section.outputs):
+            if id(tensor) in other_rows and section.takes_micro_batches:
+                raise InputError(
+                    f"{tensor.name!r} of the shape {tuple(tensor.shape)} has other rows than the batch, and is an "
+                    "output of the model or an input of a layer that needs all rows. Make each row an example there, "
+                    "or use `parallel.place`."
+                )
+
+
+def _balanced(model: keras.Model, calls, stages: int, batch) -> list[int]:
+    """Where the second and later stages begin, so that the most expensive stage is as cheap as possible."""
     if stages == 1:
         return []
     spans = _spans(calls)
@@ -130,7 +135,7 @@ def _measured(model: keras.Model, calls, stages: int, batch) -> list[int]:
     if stages - 1 > len(free):
         raise InputError(
             f"{model.name!r} can be cut at {len(free)} places, into {len(free) + 1} stages at most. Received: "
-            f"stages={stages}. Take fewer, or give layers that are called several times a layer of their own each."
+            f"stages={stages}. Use fewer stages, or give each call of a shared layer a layer of its own."
         )
     return balance.cut([cost.seconds for cost in costs.measure(model, batch)], stages, free)
 
@@ -140,7 +145,7 @@ def _named(calls, cuts: Sequence[str], stages: int) -> list[int]:
     missing = [name for name in cuts if name not in names]
     if missing:
         raise InputError(
-            f"No layer is called {missing[0]!r}. A stage may begin at: {', '.join(dict.fromkeys(names[1:]))}."
+            f"No layer is called {missing[0]!r}. A stage can begin at: {', '.join(dict.fromkeys(names[1:]))}."
         )
     begins = [names.index(name) for name in cuts]
     if len(begins) != stages - 1 or begins != sorted(set(begins)) or 0 in begins:
@@ -152,7 +157,7 @@ def _named(calls, cuts: Sequence[str], stages: int) -> list[int]:
 
 
 def _spans(calls) -> list[tuple[int, int]]:
-    """From the first to the last call of each layer that is called several times."""
+    """The first and the last call of each layer."""
     places: dict[int, list[int]] = {}
     for at, call in enumerate(calls):
         for layer in call.layers:
@@ -165,7 +170,7 @@ def _check_shared(calls, stage_of: Sequence[int]) -> None:
         if stage_of[first] != stage_of[last]:
             raise InputError(
                 f"The layer {calls[first].name!r} is called in the stages {stage_of[first]} and {stage_of[last]}, but "
-                "can be in one alone. Cut before its first or after its last call, or give each call its own layer."
+                "must be in one. Cut before its first or after its last call, or give each call its own layer."
             )
 
 

@@ -1,8 +1,8 @@
-"""What the tensor axis cuts of a Keras model: planned as `parallel.tensor` plans it, and nothing is changed.
+"""What the tensor axis splits of a Keras model: planned as `parallel.tensor` plans it, without changing the model.
 
-The first device of a group holds all that stays whole, so it is the one that needs most. It also sends most: forwards
-what goes into a segment to each other device, backwards the gradient of what comes out, and the others send as much
-back to it.
+The first device of a group holds everything that stays whole, so it needs the most memory. It also sends the most: in
+the forward pass the inputs of a segment to each other device, in the backward pass the gradient of its outputs; the
+others send as much back to it.
 """
 
 import math
@@ -18,16 +18,16 @@ from tfgpu.parallel.tensor import partitioning
 
 @dataclass
 class TensorSplit:
-    """What lies in parts.
+    """What is split.
 
     Attributes:
-        variables: the `id` of each that is cut.
-        kept: numbers of the calls of which each device makes its part, and keeps no more for the gradient.
+        variables: the `id` of each variable that is split.
+        kept: numbers of the calls whose results each device computes and keeps in part.
         flops: numbers of the calls whose operations the devices share.
-        sent: by the number of a call, bytes that go to each other device in a forward pass and in a backward pass, for
-            each example.
-        spans: first and last call of what cannot be in two stages.
-        loss_splits: whether the model's outputs are left in parts.
+        sent: by the number of a call, bytes that go to each other device in a forward and in a backward pass, for each
+            example.
+        spans: first and last call of what must be in one stage.
+        loss_splits: whether the model's outputs stay split.
     """
 
     variables: set[int] = field(default_factory=set)
@@ -37,45 +37,45 @@ class TensorSplit:
     spans: list[tuple[int, int]] = field(default_factory=list)
     loss_splits: bool = False
 
-    def send(self, at: int, size: float) -> None:
+    def add_sent(self, at: int, size: float) -> None:
         self.sent[at] = self.sent.get(at, 0.0) + size
 
 
 def split(model: keras.Model, calls: Sequence[model_graph.Call], ways: int) -> TensorSplit | None:
-    """Plans a model in so many parts; None where nothing of it can be cut.
+    """Plans a model that is split into so many shards; None where nothing of it can be split.
 
     Args:
         model: functional or Sequential, built.
         calls: the model's own.
-        ways: how many parts.
+        ways: how many shards.
     """
-    plan = partitioning.partition(model, ways)
-    if not plan.segments and not plan.embeddings:
+    planned = partitioning.partition(model, ways)
+    if not planned.segments and not planned.embeddings:
         return None
     found, number = TensorSplit(), {id(call.node): at for at, call in enumerate(calls)}
     by_name = {call.name: at for at, call in enumerate(calls)}
     outputs = {id(tensor) for tensor in model_graph.functional(model).outputs}
-    for path, segment in plan.segments:
-        cut = [one for one in segment.cuttings if one.axis is not None]
-        found.variables |= {id(getattr(one.layer, one.attribute)) for one in cut}
+    for path, segment in planned.segments:
+        variables = [one for one in segment.splits if one.axis is not None]
+        found.variables |= {id(getattr(one.layer, one.attribute)) for one in variables}
         places = [number[id(call.node)] for call in segment.inner if id(call.node) in number]
-        found.send(by_name[path.partition("/")[0]], _sent(segment))
-        if places:  # else within a model that the model calls, which is one call
+        found.add_sent(by_name[path.partition("/")[0]], _sent(segment))
+        if places:  # otherwise it is within a model that the model calls, which is one call
             found.flops.update(places)
-            found.kept.update(places[:-1] if segment.kind in ("pair", "row") else places)
+            found.kept.update(places[:-1] if segment.ends_row_parallel else places)
             found.spans.append((places[0], places[-1]))
-        found.loss_splits |= segment.kind == "column" and any(id(tensor) in outputs for tensor in segment.makes)
-    for path, layer in plan.embeddings:
+        found.loss_splits |= segment.kind == "column" and any(id(tensor) in outputs for tensor in segment.outputs)
+    for path, layer in planned.embeddings:
         found.variables.add(id(layer.embeddings))
         at = by_name[path.partition("/")[0]]
-        found.send(at, _bytes(calls[at].needs) + _bytes(calls[at].makes))
+        found.add_sent(at, _bytes(calls[at].inputs) + _bytes(calls[at].outputs))
     return found
 
 
 def _sent(segment) -> float:
-    """Logits in parts go nowhere; neither does the gradient of what is handed out in parts go to all."""
-    back = 0 if segment.kind == "column" else _bytes(segment.makes)
-    return _bytes(segment.needs) + back
+    """Bytes sent for a segment: split logits are not gathered, so their gradient is not sent either."""
+    back = 0 if segment.kind == "column" else _bytes(segment.outputs)
+    return _bytes(segment.inputs) + back
 
 
 def _bytes(tensors) -> float:

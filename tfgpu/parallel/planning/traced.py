@@ -134,7 +134,7 @@ def _described(
         model.dtype_policy.name,
         outputs=sum(_row_bytes(tensor) for tensor in model_graph.functional(model).outputs),
         segments=in_segments([block.kept_whole + block.kept_split for block in blocks]),
-        most_stages=1 if any(map(sections.mixes_rows, calls)) else len(blocks),
+        most_stages=1 if any(map(sections.is_known_to_mix_rows, calls)) else len(blocks),
         loss_splits=parts.loss_splits,
     )
 
@@ -240,8 +240,8 @@ def _places(model: keras.Model, calls: Sequence[model_graph.Call]) -> list[int]:
 
 def _crossing(model: keras.Model, calls: Sequence[model_graph.Call], at: int) -> list:
     """The tensors that calls from here on need of what was there before."""
-    own = {id(tensor) for call in calls[at:] for tensor in call.makes}
-    needed = {id(tensor): tensor for call in calls[at:] for tensor in call.needs}
+    own = {id(tensor) for call in calls[at:] for tensor in call.outputs}
+    needed = {id(tensor): tensor for call in calls[at:] for tensor in call.inputs}
     needed |= {id(tensor): tensor for tensor in model_graph.functional(model).outputs}
     return [tensor for key, tensor in needed.items() if key not in own]
 

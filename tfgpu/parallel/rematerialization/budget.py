@@ -1,138 +1,168 @@
-"""Which runs of calls are computed anew, so that what a step keeps stays within a budget and the time lost is least.
+"""Chooses which runs of calls to recompute, so that activations fit a memory budget and the least time is lost.
 
 Source: Chen et al., Training deep nets with sublinear memory cost, 2016; Jain et al., Checkmate, 2020.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from tfgpu.parallel.rematerialization.saved_tensors import SavedTensors
+from tfgpu.parallel.rematerialization.saved_tensors import SavedTensors, Tensors
 
-_MOST_PLACES, _MOST_CHOICES, _HALVINGS = 160, 48, 24
+_MAX_PLACES, _MAX_CHOICES, _HALVINGS = 160, 48, 24
 
 Segments = tuple[tuple[int, int, bool], ...]
-"""All calls as (begin, end, whether they are computed anew)."""
+"""All calls as (begin, end, whether they are recomputed)."""
 
 
-def cheapest(kept: SavedTensors, seconds: Sequence[float], budget: int) -> Segments | None:
-    """The parts that lose the least time of those whose peak stays within a budget; None where there are none.
+def cheapest(saved: SavedTensors, seconds: Sequence[float], budget: int) -> Segments | None:
+    """The segments whose peak fits the budget and that lose the least time; None where none fit.
 
-    By dynamic programming over the places to cut at: what is kept before a place, against the time that is lost.
+    By dynamic programming over the places to cut at: bytes kept before a place, against time lost.
 
     Args:
-        kept: what the calls keep.
+        saved: what the calls keep.
         seconds: that running each call again takes.
         budget: in bytes.
     """
-    whole = ((0, len(kept.calls), False),)
-    if kept.peak(whole) <= budget:
+    whole = ((0, len(saved.calls), False),)
+    if saved.peak(whole) <= budget:
         return whole
-    return _Search(kept).run(seconds, budget)
+    return _Search(saved).run(seconds, budget)
 
 
-def smallest(kept: SavedTensors, seconds: Sequence[float]) -> Segments:
-    """The parts with the lowest peak, within one part in a thousand or so, that lose the least time."""
-    search, nothing = _Search(kept), [0.0] * len(kept.calls)
-    high = kept.peak(((0, len(kept.calls), False),))
+def smallest(saved: SavedTensors, seconds: Sequence[float]) -> Segments:
+    """The segments with the lowest peak, to about one part in a thousand, that lose the least time."""
+    search, no_cost = _Search(saved), [0.0] * len(saved.calls)
+    high = saved.peak(((0, len(saved.calls), False),))
     low, best = 0, None
     for _ in range(_HALVINGS):
         middle = (low + high) // 2
-        found = search.run(nothing, middle)
+        found = search.run(no_cost, middle)
         if found is None:
             low = middle
         else:
-            best, high = found, min(middle, kept.peak(found))
+            best, high = found, min(middle, saved.peak(found))
         if high - low <= high // 1000:
             break
     if best is None:
-        return ((0, len(kept.calls), False),)
+        return ((0, len(saved.calls), False),)
     return search.run(seconds, high) or best
 
 
+class _Step(NamedTuple):
+    """A segment from one place to a later one.
+
+    Attributes:
+        end: the number of the later place.
+        is_recomputed: whether its calls run again.
+        kept: bytes that it keeps for the backward pass.
+        within: bytes that are kept while its backward pass runs.
+        shared: bytes of `kept` that a segment before it keeps already, if that one is not recomputed.
+    """
+
+    end: int
+    is_recomputed: bool
+    kept: int
+    within: int
+    shared: int
+
+
+class _Choice(NamedTuple):
+    """A way to reach a place: bytes kept so far, seconds lost so far, the last step and where it began."""
+
+    kept: int
+    lost: float
+    begin: int = 0
+    step: _Step | None = None
+    before: "_Choice | None" = None
+
+
 class _Search:
-    """The ways from one place to another, and what each keeps."""
+    """The places to cut at, and the segments between them."""
 
-    def __init__(self, kept: SavedTensors):
-        self._kept = kept
-        count = len(kept.calls)
-        crossing = [sum(kept.taken(at, count).values()) for at in range(count)]
-        chosen = sorted(range(1, count), key=lambda at: (crossing[at], at))[:_MOST_PLACES]
+    def __init__(self, saved: SavedTensors):
+        self._saved = saved
+        count = len(saved.calls)
+        crossing = [sum(saved.inputs_of(at, count).values()) for at in range(count)]
+        chosen = sorted(range(1, count), key=lambda at: (crossing[at], at))[:_MAX_PLACES]
         self._places = [0, *sorted(chosen), count]
-        self._ways = [list(self._from(number)) for number in range(len(self._places) - 1)]
+        self._steps = [list(self._steps_from(number)) for number in range(len(self._places) - 1)]
 
-    def _from(self, number: int):
-        """From a place: the place that follows, whether anew, bytes kept, bytes within, and bytes that a part without
-        recomputation before has kept already.
-        """
-        kept, places = self._kept, self._places
-        before = self._own(number - 1) if number else {}
-        taken, within, made = {}, {}, set()
-        for after in range(number + 1, len(places)):
-            for at in range(places[after - 1], places[after]):
-                taken |= {name: size for name, size in kept.inputs[at].items() if name not in made}
-                made |= kept.makes[at]
-                within |= kept.own[at]
-            if after == number + 1:
-                yield after, False, _sum(within), _sum(within), _both(within, before)
-            yield after, True, _sum(taken), _sum(taken | within), _both(taken, before)
+    def _steps_from(self, number: int):
+        saved, places = self._saved, self._places
+        before = self._kept_between(number - 1) if number else {}
+        inputs, within, made = {}, {}, set()
+        for end in range(number + 1, len(places)):
+            for at in range(places[end - 1], places[end]):
+                inputs |= {name: size for name, size in saved.inputs[at].items() if name not in made}
+                made |= saved.produced[at]
+                within |= saved.own[at]
+            if end == number + 1:
+                yield _Step(end, False, _sum(within), _sum(within), _shared(within, before))
+            yield _Step(end, True, _sum(inputs), _sum(inputs | within), _shared(inputs, before))
 
-    def _own(self, number: int) -> dict[str, int]:
+    def _kept_between(self, number: int) -> Tensors:
         """What the calls from one place to the next keep."""
         found = {}
-        for own in self._kept.own[self._places[number] : self._places[number + 1]]:
+        for own in self._saved.own[self._places[number] : self._places[number + 1]]:
             found |= own
         return found
 
     def run(self, seconds: Sequence[float], budget: int) -> Segments | None:
-        places = self._places
+        """The segments that fit the budget and lose the least time, or None."""
         before = [0.0]
         for each in seconds:
             before.append(before[-1] + each)
-        # For each place and whether the part before was kept: choices (bytes kept, seconds lost, the way here).
-        table: list[list[list]] = [[[], []] for _ in places]
-        table[0][0].append((0, 0.0, None))
-        for number, ways in enumerate(self._ways):
-            for plain in (0, 1):
-                choices = table[number][plain] = _undominated(table[number][plain])
-                for after, anew, keeps, within, again in ways:
-                    lost = before[places[after]] - before[places[number]] if anew else 0.0
-                    saved = again if plain else 0
-                    target = table[after][0 if anew else 1]
-                    for choice in choices:
-                        if choice[0] + within - saved > budget:
+        # For each place, choices whose last segment was recomputed (0), and whose last segment was kept (1).
+        table: list[list[list[_Choice]]] = [[[], []] for _ in self._places]
+        table[0][0].append(_Choice(0, 0.0))
+        for number, steps in enumerate(self._steps):
+            for was_kept in (0, 1):
+                choices = table[number][was_kept] = _undominated(table[number][was_kept])
+                for step in steps:
+                    lost = before[self._places[step.end]] - before[self._places[number]] if step.is_recomputed else 0.0
+                    shared = step.shared if was_kept else 0
+                    target = table[step.end][0 if step.is_recomputed else 1]
+                    for choice in choices:  # fewest bytes first
+                        if choice.kept + step.within - shared > budget:
                             break
-                        target.append((choice[0] + keeps - saved, choice[1] + lost, (number, after, anew, choice)))
-        outputs, last = self._kept.outputs, self._own(len(places) - 2)
-        ends = [choice for choice in table[-1][0] if choice[0] + _sum(outputs) <= budget]
-        ends += [choice for choice in table[-1][1] if choice[0] + _sum(outputs) - _both(outputs, last) <= budget]
-        if not ends:
-            return None
-        return self._way(min(ends, key=lambda choice: (choice[1], choice[0])))
+                        kept = choice.kept + step.kept - shared
+                        target.append(_Choice(kept, choice.lost + lost, number, step, choice))
+        ends = self._within_budget(table[-1], budget)
+        return self._segments(min(ends, key=lambda choice: (choice.lost, choice.kept))) if ends else None
 
-    def _way(self, choice) -> Segments:
-        """The parts that led to a choice; what is kept and lies side by side is one."""
+    def _within_budget(self, last: list[list[_Choice]], budget: int) -> list[_Choice]:
+        """The choices at the end that fit the budget together with the model's outputs."""
+        outputs, own = self._saved.outputs, self._kept_between(len(self._places) - 2)
+        size = _sum(outputs)
+        found = [choice for choice in last[0] if choice.kept + size <= budget]
+        return found + [choice for choice in last[1] if choice.kept + size - _shared(outputs, own) <= budget]
+
+    def _segments(self, choice: _Choice) -> Segments:
+        """The segments that led to a choice; neighbors that are kept are joined."""
         found: list[tuple[int, int, bool]] = []
-        while choice[2] is not None:
-            number, after, anew, choice = choice[2]
-            begin, end = self._places[number], self._places[after]
-            if not anew and found and not found[-1][2]:
+        while choice.step is not None:
+            begin, end, is_recomputed = self._places[choice.begin], self._places[choice.step.end], choice.step[1]
+            if not is_recomputed and found and not found[-1][2]:
                 end = found.pop()[1]
-            found.append((begin, end, anew))
+            found.append((begin, end, is_recomputed))
+            choice = choice.before
         return tuple(reversed(found))
 
 
-def _undominated(choices: list) -> list:
-    """Those that no other one beats in both bytes and seconds, fewest bytes first; of many, some."""
-    found: list = []
+def _undominated(choices: list[_Choice]) -> list[_Choice]:
+    """The choices that no other one beats in both bytes and seconds, fewest bytes first; of many, an even selection."""
+    found: list[_Choice] = []
     for choice in sorted(choices, key=lambda one: one[:2]):
-        if not found or choice[1] < found[-1][1]:
+        if not found or choice.lost < found[-1].lost:
             found.append(choice)
-    step = len(found) / _MOST_CHOICES
-    return found if step <= 1 else [found[int(at * step)] for at in range(_MOST_CHOICES - 1)] + found[-1:]
+    step = len(found) / _MAX_CHOICES
+    return found if step <= 1 else [found[int(at * step)] for at in range(_MAX_CHOICES - 1)] + found[-1:]
 
 
-def _both(one: dict[str, int], other: dict[str, int]) -> int:
+def _shared(one: Tensors, other: Tensors) -> int:
     return sum(size for name, size in one.items() if name in other)
 
 
-def _sum(tensors: dict[str, int]) -> int:
+def _sum(tensors: Tensors) -> int:
     return sum(tensors.values())

@@ -1,20 +1,20 @@
-"""Activations computed anew in the backward pass: less memory, and what a plain step would have learned.
+"""Rematerialization: recomputes activations in the backward pass, which saves memory and does not change the result.
 
-`remat(function)` runs a function and keeps only what went into it; the backward pass runs it again. Keras's own
-`remat` hands the function to `tf.recompute_grad`, which knows nothing of a layer's state: dropout draws another mask
-the second time, BatchNormalization counts a batch twice, and a layer within a layer forgets that it is training. Here
+`remat(function)` runs a function and keeps only its inputs; the backward pass runs it again. Keras's own `remat` hands
+the function to `tf.recompute_grad`, which does not know the state of layers: dropout draws another mask in the second
+run, BatchNormalization counts a batch twice, and a layer within a layer forgets that it is training. Here
 
-- what the first run assigns is gathered, brought together over replicas as `state` says, and assigned at its end; the
-  second run starts from the state that the first one found, takes over what that one assigned, and assigns nothing;
-- the second run has the call's `training`, masks and compute dtype;
-- what the function adds by `add_loss` comes out beside its outputs, so that it has a gradient;
-- nothing of the second run can start before the gradient has arrived: otherwise its results would lie there all along.
-  XLA takes no notice of control dependencies; there a number that depends on the gradient is added to the inputs, as
-  TensorFlow does (without: https://github.com/tensorflow/tensorflow/issues/36981).
+- assignments of the first run are recorded, combined over replicas as `core/layer_state.py` says, and made at its end.
+  The second run starts from the state that the first one read, takes over its assignments, and assigns nothing;
+- the second run has the `training` argument, the masks and the compute dtype of the call;
+- losses that the function adds by `add_loss` are returned beside its outputs, so that they have a gradient;
+- no operation of the second run can start before the upstream gradient is there; otherwise its activations would be
+  kept from the start. XLA ignores control dependencies, so there a number that depends on the gradient is added to the
+  inputs, as TensorFlow does (https://github.com/tensorflow/tensorflow/issues/36981).
 
-A gradient flows to the function's arguments, to variables, and to what an outer stateless scope puts in their place.
-A tensor that the function finds elsewhere, or leaves in an attribute for the loss to find, has none. Draws that have
-no Keras seed (`tf.random`, Python's `random` in AugMix) differ in the second run.
+Gradients flow to the function's arguments, to variables, and to the values that an outer stateless scope has for them.
+A tensor that the function reads from elsewhere, or leaves in an attribute, has none. Random draws without a Keras seed
+(`tf.random`; Python's `random` in AugMix) differ in the second run.
 """
 
 import contextlib
@@ -24,40 +24,50 @@ from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
-from keras.src import backend, tree
-from keras.src.backend.common import global_state
-from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from keras.src.backend.tensorflow import core
-from tensorflow.python.eager import record
 
+from tfgpu.compat import targets, variables
+from tfgpu.compat.keras import (
+    StatelessScope,
+    call_context,
+    get_attribute,
+    get_mask,
+    get_stateless_scope,
+    in_symbolic_scope,
+    replaced_attributes,
+    set_mask,
+    tree,
+)
 from tfgpu.compat.patch import wrap
+from tfgpu.compat.tensorflow import without_recording
 from tfgpu.core import layer_state, logits, step_context
 from tfgpu.errors import InputError
 
-CALL_STATE = ("current_call_ctx", "autocast_scope")
+_CALL_STATE = ("current_call_ctx", "autocast_scope")
 
 
 def repair_remat() -> None:
-    """Gives `keras.remat`, and with it `keras.RematScope`, a second run that equals the first."""
+    """Makes the second run of `keras.remat`, and so of `keras.RematScope`, equal the first."""
 
-    @wrap(core, "remat")
     def keras_remat(stock, f):
         return remat(f)
 
+    for module in ("core", "backend_ops"):  # the second has a name of its own for it in some versions
+        if hasattr(targets.owner(module), "remat"):
+            wrap(f"{module}.remat")(keras_remat)
+
 
 def remat(function: Callable) -> Callable:
-    """The same function, whose inner results are not kept for the backward pass but computed anew.
+    """The same function, whose intermediate results are not kept for the backward pass but recomputed.
 
     Args:
-        function: of tensors, in any structure, to tensors; a layer, or something that calls layers which are built.
+        function: takes and returns tensors in any structure; a layer, or something that calls layers that are built.
 
     Returns:
-        A function with the same arguments and results. The original is its `__wrapped__`.
+        A function with the same arguments and results. Its `__wrapped__` is the original.
 
     Raises:
-        InputError: when called, for ragged or sparse floats, or a loss that no layer in reach has added; when the
-            gradient is taken, if the second run assigns other variables than the first.
+        InputError: when called: a floating-point argument is ragged or sparse, or no layer can take a loss that was
+            added. When the gradient is taken: the second run assigns other variables than the first.
 
     Example:
         >>> layer = keras.layers.Dropout(0.5, seed=1)
@@ -71,13 +81,31 @@ def remat(function: Callable) -> Callable:
     def call(*args, **kwargs):
         if in_symbolic_scope():
             return function(*args, **kwargs)
-        return _call(function, (args, kwargs))
+        return _Call(function, (args, kwargs)).run()
 
     return functools.update_wrapper(call, function, updated=())
 
 
-class RecordingScope(keras.StatelessScope):
-    """Gathers what the first run assigns, and what it finds: for the second run, and to be assigned at its end."""
+def copied_call_state() -> dict[str, object]:
+    """What Keras knows of the running call, such as `training` and the autocast dtype; for `call_state`."""
+    return {name: copy.copy(get_attribute(name)) for name in _CALL_STATE}
+
+
+def call_state(copied: dict[str, object]) -> contextlib.AbstractContextManager:
+    """Runs the block with the call state that `copied_call_state` returned."""
+    return replaced_attributes(copied)
+
+
+class RecordingScope(StatelessScope):
+    """The first run: records what it reads and assigns, for the second run and for the assignments at the end.
+
+    Args:
+        given: values in the place of variables, by the variables' ids.
+
+    Attributes:
+        found: pairs of a variable that is not trainable and the value that was read.
+        assigned: pairs of a variable and the value that was assigned.
+    """
 
     def __init__(self, given: dict[int, tf.Tensor]):
         super().__init__(collect_losses=True, initialize_variables=False)
@@ -89,31 +117,31 @@ class RecordingScope(keras.StatelessScope):
         value = super().get_current_value(variable)
         if value is not None:
             return value
-        return _outside(self, variable) if variable.trainable else self._note(variable)
+        return _value_outside(self, variable) if variable.trainable else self._read(variable)
 
     def add_update(self, update):
         variable, value = update
         if variable.trainable:
             raise InputError(
-                f"{variable.path!r} learns, and its layer assigns it in its `call`: a second run would lose its "
-                "gradient. Make it with trainable=False if it is no weight; else leave the layer out of the "
-                "recomputation, or take `parallel.place` instead of stages."
+                f"{variable.path!r} is trainable, and its layer assigns it in `call`: a recomputed layer would lose "
+                "its gradient. Set trainable=False if it is not a weight. Otherwise exclude the layer from "
+                "recomputation, or use `parallel.place` in place of a pipeline."
             )
         if id(variable) not in self.state_mapping:
-            self._note(variable)
+            self._read(variable)
         value = self.agreed(variable, value)
         self.assigned.append((variable, value))
         super().add_update((variable, value))
 
     def agreed(self, variable, value):
-        """What is to be assigned where a value comes up."""
+        """The value to assign, the same on all replicas."""
         return layer_state.agreed(variable, value)
 
-    def _note(self, variable):
-        value = _outside(self, variable)
-        if value is None:  # not made yet
+    def _read(self, variable):
+        value = _value_outside(self, variable)
+        if value is None:  # not created yet
             return None
-        # Read where the scope began, since both branches of a condition may ask for it.
+        # Read in the graph in which the scope began, since both branches of a condition may ask for it.
         with contextlib.nullcontext() if self._graph is None else self._graph.as_default():
             value = tf.convert_to_tensor(value)
         self.found.append((variable, value))
@@ -121,8 +149,13 @@ class RecordingScope(keras.StatelessScope):
         return value
 
 
-class ReplayScope(keras.StatelessScope):
-    """Lets the second run find what the first one found; what it assigns becomes what the first one assigned."""
+class ReplayScope(StatelessScope):
+    """The second run: reads what the first one read; each assignment becomes the one that the first run made.
+
+    Args:
+        first: the scope of the first run.
+        given: values in the place of variables, by the variables' ids.
+    """
 
     def __init__(self, first: RecordingScope, given: dict[int, tf.Tensor]):
         super().__init__(collect_losses=True, initialize_variables=False)
@@ -133,127 +166,143 @@ class ReplayScope(keras.StatelessScope):
 
     def get_current_value(self, variable):
         value = super().get_current_value(variable)
-        return _outside(self, variable) if value is None else value
+        return _value_outside(self, variable) if value is None else value
 
     def add_update(self, update):
         variable, value = next(self._left, (None, None))
         if variable is not update[0]:
             raise InputError(
                 f"A recomputed function assigned {update[0].path!r} in its second run, but not in its first. "
-                "Let it do the same each time, or leave it out of the recomputation."
+                "Make it do the same in every run, or exclude it from recomputation."
             )
         super().add_update((variable, value))
 
 
-def _outside(scope, variable):
+def _value_outside(scope: StatelessScope, variable):
     """The variable's value around a scope."""
     outer = scope.original_scope
     value = outer.get_current_value(variable) if outer is not None else None
-    return variable._value if value is None else value
+    return variables.held(variable) if value is None else value
 
 
-def _call(function: Callable, arguments: tuple):
-    leaves, outer = tree.flatten(arguments), get_stateless_scope()
-    places = [at for at, leaf in enumerate(leaves) if is_differentiable(leaf)]
-    masks = [backend.get_keras_mask(leaves[at]) for at in places]
-    mapped = {key: v for key, v in outer.state_mapping.items() if is_differentiable(v)} if outer is not None else {}
-    around = {name: copy.copy(global_state.get_global_attribute(name)) for name in CALL_STATE}
-    made = {}
+class _Call:
+    """One call of a function whose intermediate results are recomputed.
 
-    def run(make_scope: Callable, given) -> tuple:
-        """One run: what the function returns, the losses that it adds, and the scope."""
-        values = list(leaves)
-        for at, value, mask in zip(places, given, masks, strict=False):
-            values[at] = value
-            if mask is not None:
-                backend.set_keras_mask(value, mask)
-        args, kwargs = tree.pack_sequence_as(arguments, values)
-        with make_scope(dict(zip(mapped, given[len(places) :], strict=True))) as scope:
-            return function(*args, **kwargs), scope.losses, scope
+    TensorFlow sees one operation with a gradient of its own. It takes the differentiable arguments and the
+    differentiable values of an outer stateless scope, and returns the outputs, the added losses, and the logits behind
+    outputs, which Keras's cross-entropies look for.
+    """
 
-    def results_of(outputs, losses) -> list[tf.Tensor]:
-        floats = list(filter(is_differentiable, tree.flatten(outputs)))
-        found = [one.logits for one in map(logits.behind, floats) if one is not None]
-        return [*floats, *losses, *found] or [tf.zeros([])]  # never none
+    def __init__(self, function: Callable, arguments: tuple):
+        self._function, self._arguments = function, arguments
+        self._leaves = tree.flatten(arguments)
+        self._positions = [at for at, leaf in enumerate(self._leaves) if is_differentiable(leaf)]
+        self._masks = [get_mask(self._leaves[at]) for at in self._positions]
+        outer = get_stateless_scope()
+        mapping = outer.state_mapping if outer is not None else {}
+        self._mapped = {key: value for key, value in mapping.items() if is_differentiable(value)}
+        self._call_state = copied_call_state()
 
-    @tf.custom_gradient
-    def block(*given):
-        with record.stop_recording():
-            made["outputs"], losses, first = run(RecordingScope, given)
-        made["first"] = first
+    def run(self) -> object:
+        """The function's results; its losses and assignments go to the layers."""
+        block = tf.custom_gradient(lambda *given: self._forward(given))
+        results = list(block(*(self._leaves[at] for at in self._positions), *self._mapped.values()))
+        outputs = tree.flatten(self._outputs)
+        count = sum(map(is_differentiable, outputs))
+        end = count + len(self._scope.losses)
+        floats, behind = iter(results[:count]), iter(results[end:])
+        outputs = [_like(first, next(floats), behind) if is_differentiable(first) else first for first in outputs]
+        for loss in results[count:end]:
+            _loss_owner(self._function).add_loss(loss)
+        for variable, value in {id(pair[0]): pair for pair in self._scope.assigned}.values():
+            layer_state.put(variable, value)
+        return tree.pack_sequence_as(self._outputs, outputs)
+
+    def _forward(self, given) -> tuple[list[tf.Tensor], Callable]:
+        """The first run: what the block returns, and the function that computes its gradient."""
+        with without_recording():
+            self._scope = RecordingScope(self._scope_values(given))
+            self._outputs = self._run_function(self._scope, given)
 
         def gradient(*upstream, variables=()):
-            arrived = tf.nest.flatten(upstream, expand_composites=True)
-            with call_state_restored(around), tf.control_dependencies(arrived), tf.GradientTape() as tape:
-                copies = [_after(arrived, value) for value in given]
-                tape.watch(copies)
-                outputs, losses, _ = run(functools.partial(ReplayScope, first), copies)
-            again = results_of(outputs, losses)
-            found = tape.gradient(again, [*copies, *variables], output_gradients=upstream)
-            return (found[: len(copies)], found[len(copies) :]) if variables else found
+            return self._gradient(given, upstream, variables)
 
-        return results_of(made["outputs"], losses), gradient
+        return _results(self._outputs, self._scope), gradient
 
-    results = list(block(*(leaves[at] for at in places), *mapped.values()))
-    firsts = tree.flatten(made["outputs"])
-    count, losses = sum(map(is_differentiable, firsts)), len(made["first"].losses)
-    floats, found = iter(results[:count]), iter(results[count + losses :])
-    outputs = [_like(leaf, next(floats), found) if is_differentiable(leaf) else leaf for leaf in firsts]
-    for loss in results[count : count + losses]:
-        _owner(function).add_loss(loss)
-    for variable, value in {id(pair[0]): pair for pair in made["first"].assigned}.values():
-        layer_state.put(variable, value)
-    return tree.pack_sequence_as(made["outputs"], outputs)
+    def _gradient(self, given, upstream, variables):
+        """Runs the function again on a tape, and differentiates that."""
+        arrived = tf.nest.flatten(upstream, expand_composites=True)
+        with call_state(self._call_state), tf.control_dependencies(arrived), tf.GradientTape() as tape:
+            copies = [_wait_for(arrived, value) for value in given]
+            tape.watch(copies)
+            scope = ReplayScope(self._scope, self._scope_values(copies))
+            outputs = self._run_function(scope, copies)
+        targets = _results(outputs, scope)
+        found = tape.gradient(targets, [*copies, *variables], output_gradients=upstream)
+        return (found[: len(copies)], found[len(copies) :]) if variables else found
+
+    def _run_function(self, scope: StatelessScope, given) -> object:
+        values = list(self._leaves)
+        for at, value, mask in zip(self._positions, given, self._masks, strict=False):
+            values[at] = value
+            if mask is not None:
+                set_mask(value, mask)
+        args, kwargs = tree.pack_sequence_as(self._arguments, values)
+        with scope:
+            return self._function(*args, **kwargs)
+
+    def _scope_values(self, given) -> dict[int, tf.Tensor]:
+        return dict(zip(self._mapped, given[len(self._positions) :], strict=True))
+
+
+def _results(outputs: object, scope: StatelessScope) -> list[tf.Tensor]:
+    """What the block returns: differentiable outputs, losses, and logits behind outputs; at least one tensor."""
+    floats = list(filter(is_differentiable, tree.flatten(outputs)))
+    behind = [found.logits for found in map(logits.behind, floats) if found is not None]
+    return [*floats, *scope.losses, *behind] or [tf.zeros([])]
 
 
 def is_differentiable(value) -> bool:
+    """Whether a value is a dense tensor of floating-point or complex numbers.
+
+    Raises:
+        InputError: it is a ragged or sparse tensor of such numbers, which cannot be recomputed.
+    """
     if not tf.is_tensor(value) or not (value.dtype.is_floating or value.dtype.is_complex):
         return False
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
         raise InputError(
-            f"Recomputation takes dense tensors of floats. Received: {type(value).__name__}. "
-            "Make it dense first, or leave the layer out of the recomputation."
+            f"Recomputation needs dense tensors of floats. Received: {type(value).__name__}. "
+            "Make it dense first, or exclude the layer from recomputation."
         )
     return True
 
 
-def _like(first: tf.Tensor, result: tf.Tensor, found: Iterator) -> tf.Tensor:
-    """The result with what Keras finds at the first one: its mask and its logits, of which `found` has the next."""
-    behind, mask = logits.behind(first), backend.get_keras_mask(first)
-    if behind is not None:
-        result = behind.of(next(found)).put(result)
+def _like(first: tf.Tensor, result: tf.Tensor, behind: Iterator) -> tf.Tensor:
+    """The result with the Keras mask and the logits of `first`; the next of `behind` are its logits."""
+    known, mask = logits.behind(first), get_mask(first)
+    if known is not None:
+        result = known.of(next(behind)).put(result)
     if mask is not None:
-        backend.set_keras_mask(result, mask)
+        set_mask(result, mask)
     return result
 
 
-def _owner(function: Callable) -> keras.layers.Layer:
-    """The layer that shall hold what the function adds by `add_loss`."""
-    context = global_state.get_global_attribute("current_call_ctx")
+def _loss_owner(function: Callable) -> keras.layers.Layer:
+    """The layer that takes what the function adds by `add_loss`."""
+    context = call_context()
     for found in (function, getattr(function, "__self__", None), context and context.entry_layer):
         if isinstance(found, keras.layers.Layer):
             return found
     raise InputError(
-        "The recomputed function adds a loss, but belongs to no layer. Call it within one, or recompute one."
+        "The recomputed function adds a loss but belongs to no layer. Call it in a layer, or recompute a layer."
     )
 
 
-@contextlib.contextmanager
-def call_state_restored(around: dict):
-    before = {name: global_state.get_global_attribute(name) for name in around}
-    for name, value in around.items():
-        global_state.set_global_attribute(name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            global_state.set_global_attribute(name, value)
-
-
-def _after(arrived: list[tf.Tensor], value: tf.Tensor) -> tf.Tensor:
-    """A copy of `value` that cannot be had before what has arrived."""
+def _wait_for(arrived: list[tf.Tensor], value: tf.Tensor) -> tf.Tensor:
+    """A copy of `value` that cannot be computed before the tensors in `arrived`."""
     if not arrived or not step_context.is_in_xla():
         return tf.identity(value)
-    # Of a number or NaN: 0 in both cases, which XLA does not find out.
+    # 0 for a number and for NaN, which XLA does not find out.
     flag = tf.cast(tf.reduce_max(tf.reshape(arrived[0], [-1])[:1]), tf.bool)
     return value + tf.cast(tf.where(flag == flag, 0.0, float("nan")), value.dtype)

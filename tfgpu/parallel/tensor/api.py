@@ -1,4 +1,4 @@
-"""Layers in parts on several devices, which work on the same rows at the same time: tensor parallelism."""
+"""`parallel.tensor`: layers that are split over several devices, which work on the same rows at the same time."""
 
 from collections.abc import Iterable, Mapping
 
@@ -17,27 +17,28 @@ def tensor(
     devices: int | str | Iterable[str] | None = None,
     mesh: Mesh | None = None,
 ) -> keras.Model:
-    """Cuts the large layers of a model into parts on several devices, before it is compiled. Prints the plan.
+    """Splits the large layers of a model over several devices, and prints the plan. Call it before `compile`.
 
-    Each device holds its part of a kernel and the optimizer's slots for it. Dense, EinsumDense and Conv are cut by
-    their outputs, and the next one by its inputs, so that the two need one sum over the devices forwards and one
-    backwards; attention is cut by heads, an embedding by rows, and a last layer that makes logits by columns, from
-    which the cross-entropy is taken without bringing them together. All else is on the first device of each group.
+    Each device holds its shard of a kernel, and of the optimizer slots for it. Dense, EinsumDense and Conv are split by
+    their outputs, and the next such layer by its inputs, so that the two need one sum over the devices in the forward
+    pass and one in the backward pass. Attention is split by heads, an embedding by rows, and a last layer that computes
+    logits by columns, from which the cross-entropy is computed without gathering them. Everything else is on the first
+    device of each group.
 
     Args:
-        model: functional or Sequential, built; functional models within it are looked into as well.
-        axis: the mesh's, along which the parts lie; there is one for it.
-        plan: `"auto"`, or by pattern of layers `"column"`, `"row"`, `"heads"`, `"vocabulary"`, or None for whole. The
-            first pattern counts; layers that none matches stay whole.
-        devices: how many, or their names; None takes all GPUs, or all logical CPU devices.
-        mesh: devices with an axis `data` besides: several copies, each on its rows of the batch.
+        model: functional or Sequential, built; functional models within it are searched as well.
+        axis: the mesh's axis along which layers are split: `"tensor"`, the only one.
+        plan: `"auto"`, or by pattern of layers `"column"`, `"row"`, `"heads"`, `"vocabulary"`, or None to leave a layer
+            whole. The first pattern that matches counts; layers that none matches stay whole.
+        devices: how many, or their names; None uses all GPUs, or all logical CPU devices.
+        mesh: devices with an axis `data` as well: several copies of the model, each on its rows of the batch.
 
     Returns:
-        The same model, to be compiled and fitted. What it saves is an ordinary model.
+        The same model, ready to be compiled and trained. What it saves is an ordinary model.
 
     Raises:
-        InputError: the model has no graph, nothing can be cut, or a layer not as asked: the message says why, and
-            which size would divide.
+        InputError: the model has no graph, nothing can be split, or a layer cannot be split as asked; the message gives
+            the reason, and a size that would divide.
 
     Example:
         >>> layers = [keras.layers.Dense(8, "relu", name="body"), keras.layers.Dense(1, name="head")]
@@ -47,14 +48,14 @@ def tensor(
     Source: Shoeybi et al., Megatron-LM, 2019.
     """
     if axis != "tensor":
-        raise InputError(f"The axis of a mesh that layers are cut along is called 'tensor'. Received: {axis!r}.")
+        raise InputError(f"The axis of a mesh along which layers are split is called 'tensor'. Received: {axis!r}.")
     if mesh is not None and devices is not None:
         raise InputError("Give `devices` or `mesh`, not both: a mesh has devices of its own.")
     if mesh is None:
         chosen = connection.select(devices)
         mesh = Mesh(tensor=len(chosen), devices=tuple(device.name for device in chosen))
     if mesh.tensor == 1:
-        raise InputError(f"There is nothing to cut for: {mesh}. Give two devices or more along `tensor`.")
+        raise InputError(f"`tensor` needs two devices or more along the axis `tensor`. Received: {mesh}.")
     if mesh.pipeline > 1:
-        raise InputError(f"{mesh} has stages too. Take `parallel.apply(model, mesh)`.")
+        raise InputError(f"`tensor` takes no mesh with stages. Received: {mesh}. Use `parallel.apply(model, mesh)`.")
     return hybrid.apply(model, mesh, plan=plan)

@@ -1,18 +1,21 @@
-"""Along which axis a layer's variables are cut when it lies in parts, and along which axis its activations then are."""
+"""The axes along which a layer's variables, and its activations, are split for tensor parallelism."""
 
 from dataclasses import dataclass
 
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import layers
+
 
 @dataclass(frozen=True)
 class VariableSplit:
-    """How one variable of a layer is cut.
+    """How one variable of a layer is split.
 
     Attributes:
-        layer: that holds it.
-        attribute: where; and `axis`, along which it is cut, or None for a bias that one term of a sum has.
+        layer: the layer that holds it.
+        attribute: the attribute of the layer that holds it.
+        axis: along which it is split; None for a bias that only the first term of a sum adds.
     """
 
     layer: keras.layers.Layer
@@ -21,13 +24,13 @@ class VariableSplit:
 
 
 def columns(layer: keras.layers.Layer) -> list[VariableSplit]:
-    """A layer cut by its outputs."""
+    """The splits of a column-parallel layer: by its outputs."""
     if isinstance(layer, keras.layers.Dense):
-        found = [VariableSplit(layer, "_kernel", 1)]
+        found = [VariableSplit(layer, layers.KERNEL, 1)]
     elif isinstance(layer, keras.layers.EinsumDense):
-        found = [VariableSplit(layer, "_kernel", _einsum(layer, "column")[0])]
+        found = [VariableSplit(layer, layers.KERNEL, _einsum(layer, "column")[0])]
     else:
-        found = [VariableSplit(layer, "_kernel", len(layer.kernel.shape) - 1)]
+        found = [VariableSplit(layer, layers.KERNEL, len(layer.kernel.shape) - 1)]
     if layer.bias is None:
         return found
     at = axis_of(layer, "column") if isinstance(layer, keras.layers.EinsumDense) else -1
@@ -35,28 +38,28 @@ def columns(layer: keras.layers.Layer) -> list[VariableSplit]:
 
 
 def rows(layer: keras.layers.Layer) -> list[VariableSplit]:
-    """A layer cut by its inputs; its bias stays whole."""
+    """The splits of a row-parallel layer: by its inputs. Its bias stays whole."""
     if isinstance(layer, keras.layers.Dense):
-        return [VariableSplit(layer, "_kernel", 0)]
+        return [VariableSplit(layer, layers.KERNEL, 0)]
     if isinstance(layer, keras.layers.EinsumDense):
-        return [VariableSplit(layer, "_kernel", _einsum(layer, "row")[0])]
-    return [VariableSplit(layer, "_kernel", len(layer.kernel.shape) - 2)]
+        return [VariableSplit(layer, layers.KERNEL, _einsum(layer, "row")[0])]
+    return [VariableSplit(layer, layers.KERNEL, len(layer.kernel.shape) - 2)]
 
 
 def heads(layer: keras.layers.MultiHeadAttention) -> list[VariableSplit]:
-    """Attention cut by its heads."""
+    """The splits of an attention layer by its heads."""
     found = []
-    for inner in (layer.query_dense, layer.key_dense, layer.value_dense, getattr(layer, "_gate_dense", None)):
+    for inner in (layer.query_dense, layer.key_dense, layer.value_dense, layers.attention_gate(layer)):
         if inner is not None:
-            found.append(VariableSplit(inner, "_kernel", len(inner.kernel.shape) - 2))
+            found.append(VariableSplit(inner, layers.KERNEL, len(inner.kernel.shape) - 2))
             found += [VariableSplit(inner, "bias", len(inner.bias.shape) - 2)] if inner.bias is not None else []
     last = layer.output_dense
-    found.append(VariableSplit(last, "_kernel", 0))
+    found.append(VariableSplit(last, layers.KERNEL, 0))
     return found + ([VariableSplit(last, "bias", None)] if last.bias is not None else [])
 
 
 def channels(layer: keras.layers.Layer) -> list[VariableSplit]:
-    """BatchNormalization between two layers that are cut, by its channels."""
+    """The splits of a BatchNormalization between two split layers, by its channels; none for other layers."""
     if not isinstance(layer, keras.layers.BatchNormalization):
         return []
     names = ["gamma"] * layer.scale + ["beta"] * layer.center + ["moving_mean", "moving_variance"]
@@ -64,9 +67,9 @@ def channels(layer: keras.layers.Layer) -> list[VariableSplit]:
 
 
 def axis_of(layer: keras.layers.Layer, how: str) -> int:
-    """The axis of activations that is cut, from the last: of the outputs for a column, of the inputs for a row."""
+    """The axis of activations that is split, from the last: of the outputs for a column, of the inputs for a row."""
     if isinstance(layer, keras.layers.MultiHeadAttention):
-        return -2 * len(layer._attention_axes) - 1  # of the scores: dropout's
+        return -2 * layers.attention_rank(layer) - 1  # the axis of the attention scores, for dropout
     if isinstance(layer, keras.layers.EinsumDense):
         return _einsum(layer, how)[1]
     if getattr(layer, "data_format", None) == "channels_first":
@@ -75,13 +78,13 @@ def axis_of(layer: keras.layers.Layer, how: str) -> int:
 
 
 def einsum_size(layer: keras.layers.EinsumDense, how: str) -> int | None:
-    """How many columns or rows there are; None where the equation has no axis that can be cut so."""
+    """The number of columns or rows; None where the equation has no axis that can be split so."""
     found = _einsum(layer, how)
     return None if found is None else layer.kernel.shape[found[0]]
 
 
 def _einsum(layer: keras.layers.EinsumDense, how: str) -> tuple[int, int] | None:
-    """The kernel's axis that is cut, and the activations' from the last."""
+    """The axis of the kernel that is split, and that of the activations, from the last."""
     inputs, result = layer.equation.replace(" ", "").split("->")
     given, kernel = inputs.split(",")
     made = [letter for letter in kernel if letter in result and letter not in given]
@@ -98,16 +101,16 @@ def _einsum(layer: keras.layers.EinsumDense, how: str) -> tuple[int, int] | None
 
 
 def term(layer: keras.layers.Layer, value: tf.Tensor) -> tf.Tensor:
-    """What a row-parallel layer makes of its part of the input: a term of the sum, without bias and activation."""
+    """What a row-parallel layer computes from its part of the input: a term of the sum, without bias and activation."""
     if isinstance(layer, keras.layers.Dense):
-        return keras.ops.matmul(value, layer._kernel)
+        return keras.ops.matmul(value, layers.raw_kernel(layer))
     if isinstance(layer, keras.layers.EinsumDense):
-        return keras.ops.einsum(layer.equation, value, layer._kernel)
-    return layer.convolution_op(value, tf.convert_to_tensor(layer._kernel))
+        return keras.ops.einsum(layer.equation, value, layers.raw_kernel(layer))
+    return layer.convolution_op(value, tf.convert_to_tensor(layers.raw_kernel(layer)))
 
 
 def finished(layer: keras.layers.Layer, total: tf.Tensor) -> tf.Tensor:
-    """What a row-parallel layer makes of the sum."""
+    """What a row-parallel layer computes from the sum: adds the bias and applies the activation."""
     bias = layer.bias
     if bias is not None:
         if getattr(layer, "data_format", None) == "channels_first":

@@ -1,4 +1,4 @@
-"""The cross-entropy of logits that lie in parts on several devices, without bringing them together.
+"""The cross-entropy of logits that are split over several devices, without gathering them.
 
 Source: Shoeybi et al., Megatron-LM, 2019, section 3.
 """
@@ -7,63 +7,62 @@ import functools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn
 
+from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
 from tfgpu.parallel import device_placement
 
 CROSS_ENTROPY_SUM = "cross_entropy_sum"
-"""What its sums over devices are called in a graph: of a number a row."""
+"""The name in a graph of its sums over devices, each of one number a row."""
 
 
-def remember_shards(
-    joined: tf.Tensor, logits: Sequence[tf.Tensor], places: Sequence[device_placement.DevicePlacement]
-) -> None:
-    """Lets a tensor know the parts along its last axis that it was joined from, and where they are."""
-    joined._tfgpu_side_by_side = tuple(logits), tuple(places)
+Placements = Sequence[device_placement.DevicePlacement]
+
+
+def remember_shards(joined: tf.Tensor, logits: Sequence[tf.Tensor], placements: Placements) -> None:
+    """Keeps with a tensor the shards along its last axis that it was joined from, and their devices."""
+    slots.of(joined).logits_shards = tuple(logits), tuple(placements)
 
 
 @functools.cache
 def install() -> None:
-    """Takes the cross-entropy of logits that lie in parts from the parts: a few numbers a row travel, no logits."""
+    """Computes the cross-entropy of split logits from the shards: a few numbers a row are sent, and no logits."""
 
-    @wrap(nn, "sparse_categorical_crossentropy")
+    @wrap("nn.sparse_categorical_crossentropy")
     def sparse(stock, target, output, from_logits=False, axis=-1):
-        found = getattr(output, "_tfgpu_side_by_side", None)
+        found = slots.get(output, "logits_shards")
         if found is None or not from_logits or axis not in (-1, output.shape.rank - 1):
             return stock(target, output, from_logits, axis)
         target = tf.cast(tf.convert_to_tensor(target), tf.int64)
         if target.shape.rank == output.shape.rank and target.shape[-1] == 1:
             target = tf.squeeze(target, -1)
         if target.shape.rank != output.shape.rank - 1:
-            return stock(target, output, from_logits, axis)  # which says what is wrong
+            return stock(target, output, from_logits, axis)  # raises the error
         return _cross_entropy(target, *found)
 
 
-def _cross_entropy(
-    target: tf.Tensor, logits: Sequence[tf.Tensor], places: Sequence[device_placement.DevicePlacement]
-) -> tf.Tensor:
-    """`log(sum(exp(logits))) - logits[target]` for each row; NaN where no part has the target."""
+def _cross_entropy(target: tf.Tensor, logits: Sequence[tf.Tensor], placements: Placements) -> tf.Tensor:
+    """`log(sum(exp(logits))) - logits[target]` for each row; NaN where no shard has the target."""
 
-    def at_home(function: Callable, *columns) -> list:
+    def on_each(function: Callable, *columns) -> list:
         found = []
-        for place, *row in zip(places, *columns, strict=True):
-            with device_placement.scope(place):
+        for placement, *row in zip(placements, *columns, strict=True):
+            with device_placement.scope(placement):
                 found.append(function(*row))
         return found
 
-    def own(at: int, part: tf.Tensor):
-        place = target - at * part.shape[-1]
-        is_here = (place >= 0) & (place < part.shape[-1])
-        value = tf.gather(part, tf.where(is_here, place, 0), batch_dims=part.shape.rank - 1)
+    def target_logit(at: int, shard: tf.Tensor):
+        place = target - at * shard.shape[-1]
+        is_here = (place >= 0) & (place < shard.shape[-1])
+        value = tf.gather(shard, tf.where(is_here, place, 0), batch_dims=shard.shape.rank - 1)
         return tf.where(is_here, value, 0), tf.cast(is_here, value.dtype)
 
-    tops = at_home(lambda part: tf.reduce_max(tf.stop_gradient(part), -1), logits)
-    with device_placement.scope(places[0]):
-        top = tf.reduce_max(tf.stack(tops), 0)
-    sums = at_home(lambda part: tf.reduce_sum(tf.exp(part - top[..., None]), -1), logits)
-    values, hits = zip(*at_home(own, range(len(places)), logits), strict=True)
-    with device_placement.scope(places[0]):
+    maxima = on_each(lambda shard: tf.reduce_max(tf.stop_gradient(shard), -1), logits)
+    with device_placement.scope(placements[0]):
+        top = tf.reduce_max(tf.stack(maxima), 0)
+    sums = on_each(lambda shard: tf.reduce_sum(tf.exp(shard - top[..., None]), -1), logits)
+    values, hits = zip(*on_each(target_logit, range(len(placements)), logits), strict=True)
+    with device_placement.scope(placements[0]):
         value = tf.add_n(values, name=CROSS_ENTROPY_SUM)
         value = tf.where(tf.add_n(hits) > 0, value, float("nan"))
         return tf.math.log(tf.add_n(sums, name=CROSS_ENTROPY_SUM)) + top - value

@@ -1,4 +1,4 @@
-"""Whether an optimizer can work on pieces of variables: found out by trying it on a small one, whole and in two."""
+"""Tests whether an optimizer works element by element, by training a small variable with it whole and in two pieces."""
 
 import threading
 from collections.abc import Callable
@@ -6,31 +6,29 @@ from collections.abc import Callable
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.optimizers.multi_optimizer import MultiOptimizer
+
+from tfgpu.compat.keras import MultiOptimizer
 
 
 def why_not_elementwise(optimizer) -> str:
-    """Why an optimizer cannot work on pieces, found out by trying; an empty string where it can."""
+    """Why an optimizer cannot work on pieces of variables; an empty string where it can."""
     if isinstance(optimizer, MultiOptimizer):
-        return "it deals the variables to several optimizers, which know nothing of pieces."
+        return "it divides the variables among several optimizers, which know nothing of pieces."
     found: dict = {}
 
-    def run():  # a thread of its own: no strategy, no graph, none of Keras's scopes
+    def run():  # in a thread of its own: without a strategy, a graph or Keras's scopes
         try:
             found["differs"] = _differs(type(optimizer), optimizer.get_config())
-        except Exception as error:  # whatever a class of the user's own raises
+        except Exception as error:  # whatever a user's class raises
             found["error"] = f"{type(error).__name__}: {error}"
 
     thread = threading.Thread(target=run, name="tfgpu-try-optimizer")
     thread.start()
     thread.join()
     if "error" in found:
-        return (
-            "it was tried on a small variable, as `from_config(get_config())` makes it, which failed with "
-            f"{found['error']}."
-        )
+        return f"a trial on a small variable, with `from_config(get_config())`, failed with {found['error']}."
     if found["differs"]:
-        return "what it does to a number depends on others of the same variable, or on the variable's shape."
+        return "its update of a number depends on other numbers of the variable, or on the variable's shape."
     return ""
 
 
@@ -41,10 +39,10 @@ def _differs(cls: type, config: dict) -> bool:
     draw = np.random.default_rng(0)
     value, steps = draw.normal(size=(4, 6)).astype("float32"), draw.normal(size=(3, 4, 6)).astype("float32")
 
-    def trained(cut: Callable) -> np.ndarray:
-        variable, optimizer = keras.Variable(cut(value), name="kernel"), cls.from_config(dict(config))
+    def trained(piece_of: Callable) -> np.ndarray:
+        variable, optimizer = keras.Variable(piece_of(value), name="kernel"), cls.from_config(dict(config))
         for gradient in steps:
-            optimizer.apply([tf.constant(cut(gradient))], [variable])
+            optimizer.apply([tf.constant(piece_of(gradient))], [variable])
         return variable.numpy().reshape(-1)
 
     pieces = [trained(lambda array, at=at: np.split(array.reshape(-1), 2)[at]) for at in range(2)]

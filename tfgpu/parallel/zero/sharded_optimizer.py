@@ -1,4 +1,4 @@
-"""Optimizer state, gradients and parameters over the replicas, instead of a copy of all on each (ZeRO)."""
+"""`parallel.shard`: optimizer state, gradients and parameters sharded over replicas (ZeRO)."""
 
 import logging
 from collections.abc import Callable
@@ -17,27 +17,27 @@ _log = logging.getLogger(__name__)
 
 
 def shard(model: keras.Model, stage: int = 1, *, offload: bool = False) -> keras.Model:
-    """Lets each data replica keep and update its own piece of every variable, before the model is compiled.
+    """Makes each replica keep and update its own piece of every variable. Call it before `compile`.
 
-    Of N replicas each holds 1/N of the optimizer's slots, of the averages that `use_ema` keeps and of the gradients
-    that accumulation keeps. What is learned is what one device learns; `.keras` files and checkpoints are one
-    device's, and open and resume on any number of replicas.
+    Of N replicas, each holds 1/N of the optimizer's slots, of the averages of `use_ema`, and of accumulated gradients.
+    Training gives what one device gives; `.keras` files and checkpoints are one device's, and load on any number of
+    replicas.
 
     Args:
-        model: made in the scope of `mirrored` or `multi_worker`, and built; one of `parallel.place` or
-            `parallel.pipeline` with several replicas too.
-        stage: 1 shards the optimizer's state; 2 besides sends each replica only the sums of its own pieces of the
-            gradients; 3 shards the parameters too: a layer gathers its own while it runs, and is recomputed in the
-            backward pass, where it gathers them anew.
-        offload: keep the pieces and the slots in the host's memory, and update them there. Slower, and no slot takes
-            any of the device's memory.
+        model: made in the scope of `mirrored` or `multi_worker`, and built; or one of `parallel.place` or
+            `parallel.pipeline` with several replicas.
+        stage: 1 shards the optimizer's state. 2 also sends each replica only the sums of its own pieces of the
+            gradients. 3 also shards the parameters: a layer gathers its own while it runs, and is recomputed in the
+            backward pass, where it gathers them again.
+        offload: keep pieces and slots in the host's memory and update them there. It is slower, and slots take no
+            device memory.
 
     Returns:
-        The same model, to be compiled and fitted.
+        The same model, ready to be compiled and trained.
 
     Raises:
         InputError: the model has no replicas, is not built, is compiled or sharded already, or trains in a way that
-            pieces do not fit. When the optimizer is built: it does not work element by element.
+            does not work on pieces. When the optimizer is built: it does not work element by element.
 
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
     (https://arxiv.org/abs/1910.02054).
@@ -64,30 +64,26 @@ def shard_over(
     offload: bool = False,
     place_of: Callable | None = None,
 ) -> keras.Model:
-    """As `shard`, for a model that a strategy is to take.
+    """As `shard`, for a model that becomes one of a strategy's.
 
     Args:
         model, stage, offload: as for `shard`.
         strategy: the replicas.
-        place_of: the home at which a variable is used, for a model that does not lie on the replicas yet (stage 3).
+        place_of: the placement at which a variable is used, for a model that is not on the replicas yet (stage 3).
 
     Raises:
         InputError: as for `shard`.
     """
     _check_stage(stage)
     _check(model, strategy)
-    how = sharding.ZeroConfig(stage, offload)
+    config = sharding.ZeroConfig(stage, offload)
     optimizer_slots.install()
     if stage < 3:
-        sharding.create_shards(model.trainable_variables, strategy, how)
+        sharding.create_shards(model.trainable_variables, strategy, config)
     else:
         _check_gathers(model)
-        gathered_variable.shard_parameters(model, place_of or _copies_of, strategy, how)
+        gathered_variable.shard_parameters(model, place_of or device_placement.of_copies, strategy, config)
     return model
-
-
-def _copies_of(variable) -> device_placement.DevicePlacement:
-    return device_placement.on_devices(copy.device for copy in variable._value.values)
 
 
 def _check_stage(stage: int) -> None:
@@ -98,11 +94,11 @@ def _check_stage(stage: int) -> None:
 
 
 def _check_gathers(model: keras.Model) -> None:
-    """Refuses what the parameters cannot be gathered for."""
+    """Refuses models for which parameters cannot be gathered (stage 3)."""
     if any(model_graph.is_functional(layer) and model_graph.override_name(layer) for layer in _layers(model)):
         raise InputError(
-            "The model is in stages, or recomputed in blocks, already: each micro-batch would gather the parameters "
-            "anew. Use stage=2 there; stage=3 recomputes each layer by itself."
+            "The model is a pipeline or is recomputed in blocks, so each micro-batch would gather the parameters. "
+            "Use stage=2; stage=3 recomputes each layer by itself."
         )
     recomputed_layers.check_not_recomputed(model)
     for layer in _layers(model):
@@ -117,21 +113,21 @@ def _layers(model: keras.Model) -> list[keras.layers.Layer]:
 def _check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     if not replication.is_replicated(strategy):
         raise InputError(
-            "`parallel.shard` spreads the optimizer over replicas, and this model has none. Make it in the scope of "
+            "`parallel.shard` shards over replicas, and this model has none. Make it in the scope of "
             "`tfgpu.strategy('mirrored')` or `tfgpu.strategy('multi_worker')`; to offload from one device, of "
             "`tfgpu.strategy('mirrored', devices=['GPU:0'])`."
         )
     if replication.local_training_of(strategy) is not None:
-        raise InputError("Replicas that train apart (`averaging`) each need a whole optimizer. Use `mirrored`.")
+        raise InputError("Replicas of `averaging` each need a whole optimizer. Use `mirrored` or `multi_worker`.")
     if gradient_compression.top_k_of(strategy) is not None:
-        raise InputError("Top-k gradients and a sharded optimizer do not fit together. Leave one of them out.")
+        raise InputError("`top_k` and a sharded optimizer cannot be combined. Remove one of them.")
     if not model.built or not model.trainable_variables:
         raise InputError(f"{model.name!r} has no trainable variables yet. Build it first: model.build(input_shape).")
     if any(map(sharding.is_sharded, model.trainable_variables)):
-        raise InputError(f"{model.name!r} was sharded before. Make it anew.")
+        raise InputError(f"{model.name!r} is sharded already. Build a new model.")
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
-        raise InputError("The model has trained already, or its optimizer was built. Shard it before `compile`.")
+        raise InputError("The model's optimizer is built already. Shard the model before `compile`.")
     for variable in model.trainable_variables:
         if strategy is model.distribute_strategy:
             replication.check_is_replicated(variable)

@@ -21,13 +21,13 @@ def ends_in(model: keras.Model) -> str:
     if not model_graph.is_functional(model):
         layers = getattr(model, "layers", [])
         return _function(layers[-1]) if layers else "linear"
-    made_by = {id(tensor): call for call in model_graph.calls(model) for tensor in call.makes}
+    made_by = {id(tensor): call for call in model_graph.calls(model) for tensor in call.outputs}
     call = made_by.get(id(model_graph.functional(model).outputs[0]))
     while call is not None:
         found = _function(call.operation)
         if found != "linear" or not _passes_on(call.operation):
             return found
-        call = made_by.get(id(call.needs[0])) if call.needs else None
+        call = made_by.get(id(call.inputs[0])) if call.inputs else None
     return "linear"
 
 

@@ -1,0 +1,106 @@
+"""Clips the gradients of sharded variables by the norms of the full variables.
+
+`clipnorm` clips each variable by its norm and needs the norm over all shards; `global_clipnorm` also needs the pieces
+of all replicas.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfgpu.compat import optimizers
+from tfgpu.compat.patch import wrap
+from tfgpu.core import collectives, replication
+from tfgpu.parallel.sharded_variable import has_shards, shard_info
+
+_here = threading.local()
+
+
+def install() -> None:
+    """Makes optimizers clip in this way; called once a process, by `shard_patches`."""
+
+    @wrap("BaseOptimizer.backend_apply_gradients")
+    def apply_gradients(stock, self, grads, trainable_variables):
+        is_known = getattr(_here, "factors", None) is not None
+        if is_known or not self.clipnorm or not has_shards(trainable_variables):
+            return stock(self, grads, trainable_variables)
+        with full_norm_clipping(self, grads, trainable_variables):
+            return stock(self, grads, trainable_variables)
+
+    @wrap("BaseOptimizer.clip_gradients")
+    def clip_gradients(stock, self, grads):
+        factors = getattr(_here, "factors", None)
+        if factors is None:
+            return stock(self, grads)
+        if self.global_clipnorm:  # Keras makes tensors of slices there
+            return [tf.convert_to_tensor(g) * tf.cast(f, g.dtype) for g, f in zip(grads, factors, strict=True)]
+        return [_scaled(gradient, factor) for gradient, factor in zip(grads, factors, strict=True)]
+
+
+@contextlib.contextmanager
+def full_norm_clipping(optimizer, grads: Sequence, variables: Sequence, scale=1.0) -> Iterator[None]:
+    """In the block, the optimizer clips the gradients of shards by the norms of the full variables.
+
+    The norms are computed before the block, outside the conditions of accumulation and float16, where replicas could
+    not communicate.
+
+    Args:
+        optimizer: not a `LossScaleOptimizer`, but the optimizer within it; built.
+        grads: none is None.
+        variables: one for each gradient; shards or not.
+        scale: what the gradients will be divided by before they are clipped.
+    """
+    if not (optimizer.clipnorm or optimizer.global_clipnorm):
+        yield
+        return
+    squares = _squared_norms(optimizer, grads, variables, scale)
+    if optimizer.clipnorm:
+        norms = {key: tf.sqrt(value) for key, value in squares.items()}
+        factors = {key: optimizer.clipnorm / tf.maximum(norm, optimizer.clipnorm) for key, norm in norms.items()}
+    else:
+        norm, most = tf.sqrt(tf.add_n(list(squares.values()))), optimizer.global_clipnorm
+        factors = dict.fromkeys(squares, most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm))
+    _here.factors = [factors[_outermost(variable)] for variable in variables]
+    try:
+        yield
+    finally:
+        _here.factors = None
+
+
+def _squared_norms(optimizer, grads: Sequence, variables: Sequence, scale) -> dict:
+    """The squared norm of each gradient that will be clipped, summed over the shards of a variable."""
+    squares: dict = {}
+    for gradient, variable in zip(grads, variables, strict=True):
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        values = values / tf.cast(scale, values.dtype)
+        if optimizer.gradient_accumulation_steps:
+            total = optimizers.accumulator(optimizer, variable)
+            values = (values + total) / optimizer.gradient_accumulation_steps
+        squares.setdefault(_outermost(variable), []).append(tf.reduce_sum(tf.square(values)))
+    totals = {key: tf.cast(tf.add_n(found), tf.float32) for key, found in squares.items()}
+    sharded = [variable for variable in variables if shard_info(variable) is not None]
+    over = {_outermost(variable) for variable in sharded if shard_info(variable).sharding.over_replicas}
+    if over and replication.replica_context() is not None:
+        keys = [key for key in totals if key in over]
+        (summed,) = collectives.sum_small([tf.stack([totals[key] for key in keys])])
+        totals |= dict(zip(keys, tf.unstack(summed, len(keys)), strict=True))
+    return totals
+
+
+def _scaled(gradient, factor: tf.Tensor):
+    factor = tf.cast(factor, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def _outermost(variable):
+    """Identifies the full variable that a variable belongs to, past shards of shards."""
+    info = shard_info(variable)
+    if info is None:
+        return id(variable)
+    while info.outer is not None:
+        info = info.outer
+    return info.of

@@ -1,0 +1,181 @@
+"""Makes Keras read, write, save and update shards as the one variable that they make.
+
+An optimizer whose update depends on the whole variable would see its shards, so it is refused.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import layers, variables
+from tfgpu.compat.patch import wrap
+from tfgpu.compat.variables import CHECKPOINT_KEY
+from tfgpu.errors import InputError
+from tfgpu.parallel import shard_clipping
+from tfgpu.parallel.sharded_variable import (
+    ShardedVariable,
+    ShardInfo,
+    Sharding,
+    has_shards,
+    merged,
+    set_shard_info,
+    shard_info,
+)
+
+_NOT_ELEMENTWISE = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
+
+
+def mark_shards(shards: Sequence, sharding: Sharding, path: str, outer: ShardInfo | None = None) -> ShardedVariable:
+    """Makes variables, in their order, the shards of one variable.
+
+    Args:
+        shards: the variables.
+        sharding: how they make the full variable.
+        path: of the full variable.
+        outer: where the full variable is a shard itself, what it knows.
+    """
+    install()
+    info = ShardInfo((object(),), sharding, path, outer)
+    for shard in shards:
+        set_shard_info(shard, info)
+    return ShardedVariable(list(shards))
+
+
+def save_merged(layer: keras.layers.Layer) -> None:
+    """Makes a layer whose class saves its variables by name save and load them as on one device."""
+    for name in ("save_own_variables", "load_own_variables"):
+        object.__setattr__(layer, name, functools.partial(getattr(keras.layers.Layer, name), layer))
+
+
+def check_optimizer(optimizer) -> None:
+    """Refuses an optimizer whose update of a number depends on other numbers of the variable.
+
+    Raises:
+        InputError: as said.
+    """
+    if isinstance(optimizer, _NOT_ELEMENTWISE):
+        raise InputError(
+            f"{type(optimizer).__name__} looks at each variable as a whole, and here a variable is sharded. Use an "
+            "optimizer that works element by element (Adam, AdamW, Lion, SGD, RMSprop, Adagrad, ...)."
+        )
+
+
+@functools.cache
+def install() -> None:
+    """Makes Keras read, write, save and clip shards as the full variable, in this process from now on."""
+    _merge_weights()
+    _merge_in_files()
+    _merge_in_checkpoints()
+    _merge_in_optimizers()
+    shard_clipping.install()
+
+
+def _merge_weights() -> None:
+    """For `get_weights`, `set_weights` and `summary`."""
+    for owner in ("keras.layers.Layer", "keras.Model"):  # a model's own may have been wrapped before, by `averaging`
+
+        @wrap(f"{owner}.get_weights")
+        def get_weights(stock, self):
+            if not has_shards(self.weights):
+                return stock(self)
+            return [variable.numpy() for variable in merged(self.weights)]
+
+    @wrap("keras.layers.Layer.set_weights")
+    def set_weights(stock, self, weights):
+        found = merged(self.weights)
+        if all(variables.held(variable) is not None for variable in found) or len(found) != len(weights):
+            return stock(self, weights)
+        for variable, value in zip(found, weights, strict=True):
+            if tuple(variable.shape) != tuple(np.shape(value)):
+                raise ValueError(
+                    f"Layer {self.name} weight shape {variable.shape} is not compatible with provided weight shape "
+                    f"{np.shape(value)}."
+                )
+            variable.assign(value)
+
+    for name in ("count_params", "weight_memory_size"):
+
+        @wrap(f"summary_utils.{name}")
+        def size(stock, weights):
+            return stock(merged(weights))
+
+
+def _merge_in_files() -> None:
+    """For `.keras` and `.weights.h5` files."""
+
+    @wrap("keras.layers.Layer.save_own_variables")
+    def save_layer(stock, self, store):
+        if not has_shards(layers.own_variables(self)):
+            return stock(self, store)
+        for at, variable in enumerate(merged(layers.own_variables(self))):
+            store[str(at)] = variable.numpy()
+
+    @wrap("keras.layers.Layer.load_own_variables")
+    def load_layer(stock, self, store):
+        own = layers.own_variables(self)
+        if not has_shards(own):
+            return stock(self, store)
+        own = merged(own)
+        if len(store.keys()) != len(own):
+            raise ValueError(f"Layer {self.name!r} has {len(own)} variables; the file has {len(store.keys())} for it.")
+        for at, variable in enumerate(own):
+            variable.assign(np.asarray(store[str(at)]))
+
+    @wrap("BaseOptimizer.save_own_variables")
+    def save_optimizer(stock, self, store):
+        for at, variable in enumerate(merged(self.variables)):
+            store[str(at)] = variable.numpy()
+
+    @wrap("BaseOptimizer.load_own_variables")
+    def load_optimizer(stock, self, store):
+        found = merged(self.variables)
+        if not has_shards(self.variables) or len(found) != len(store.keys()):
+            return stock(self, store)
+        for at, variable in enumerate(found):
+            variable.assign(np.asarray(store[str(at)]))
+
+
+def _merge_in_checkpoints() -> None:
+    """For `tf.train.Checkpoint`, which would take the first replica's piece."""
+
+    def is_over_replicas(variable) -> bool:
+        info = shard_info(variable)
+        return info is not None and info.sharding.over_replicas
+
+    @wrap("Variable.serialize_to_tensors")
+    def serialize(stock, self):
+        if not is_over_replicas(self):
+            return stock(self)
+        return {CHECKPOINT_KEY: tf.constant(ShardedVariable([self]).numpy())}
+
+    @wrap("Variable.restore_from_tensors")
+    def restore(stock, self, restored_tensors):
+        if not is_over_replicas(self):
+            return stock(self, restored_tensors)
+        ShardedVariable([self]).assign(restored_tensors[CHECKPOINT_KEY].numpy())
+
+
+def _merge_in_optimizers() -> None:
+    """Makes the slots of shards shards, and lets callers name full variables."""
+
+    @wrap("BaseOptimizer.add_variable_from_reference")
+    def add_variable(stock, self, reference_variable, name=None, initializer="zeros"):
+        made = stock(self, reference_variable, name=name, initializer=initializer)
+        info = shard_info(reference_variable)
+        if info is not None:
+            set_shard_info(made, info.slot(name or "var"))
+        return made
+
+    @wrap("BaseOptimizer.exclude_from_weight_decay")
+    def exclude_from_weight_decay(stock, self, var_list=None, var_names=None):
+        lists = [getattr(variable, "shards", [variable]) for variable in var_list or ()]
+        stock(self, [shard for found in lists for shard in found] or var_list, var_names)
+
+    @wrap("BaseOptimizer.build")
+    def build(stock, self, variables):
+        if has_shards(variables):
+            check_optimizer(self)
+        stock(self, variables)

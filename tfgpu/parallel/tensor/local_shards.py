@@ -1,0 +1,102 @@
+"""Variables of a layer whose calls run once on each device of a tensor-parallel group, with that device's shards.
+
+The calls run the layer's own code. Where it reads a variable that is split, it finds a `LocalShard`, which is the shard
+of the device that computes. Seeds are drawn once for all devices.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+
+from tfgpu.compat.patch import wrap
+from tfgpu.core import rng
+from tfgpu.parallel import sharded_variable
+
+_here = threading.local()
+
+
+@dataclass
+class _Computing:
+    """The device that computes: its number, the seeds that the first device drew, and how many it took of them."""
+
+    at: int
+    seeds: list
+    taken: int = 0
+
+
+@contextlib.contextmanager
+def computing(at: int, count: int, axis: int, seeds: list) -> Iterator[None]:
+    """Runs the block with the shards of one device.
+
+    Args:
+        at: the number of the device, of `count`.
+        count: how many devices there are.
+        axis: the axis of activations that is split, from the last.
+        seeds: the first device adds the seeds that it draws; the others take them.
+    """
+    before, _here.now = getattr(_here, "now", None), _Computing(at, seeds)
+    try:
+        with rng.slicing(rng.Slice(axis, at, count)):
+            yield
+    finally:
+        _here.now = before
+
+
+def _computing_device() -> int | None:
+    now = getattr(_here, "now", None)
+    return None if now is None else now.at
+
+
+@functools.cache
+def draw_seeds_once() -> None:
+    """Makes all devices of a group take the same seeds from Keras's seed generators."""
+
+    @wrap("SeedGenerator.next")
+    def next_seed(stock, self, ordered=True):
+        now = getattr(_here, "now", None)
+        if now is None:
+            return stock(self, ordered)
+        if now.at == 0:
+            now.seeds.append(stock(self, ordered))
+        now.taken += 1
+        return now.seeds[now.taken - 1]
+
+
+class LocalShard(sharded_variable.ShardedVariable):
+    """A layer's split variable: in `computing` the shard of the device that computes, elsewhere the whole."""
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        at = _computing_device()
+        if at is None:
+            return super().__tf_tensor__(dtype, name)
+        value = tf.convert_to_tensor(self.shards[at])
+        return tf.cast(value, dtype or value.dtype)
+
+    def assign(self, value) -> None:
+        at = _computing_device()
+        if at is None:
+            super().assign(value)
+        else:
+            self.shards[at].assign(value)
+
+
+class FirstTermBias:
+    """The bias of a layer whose devices compute terms of a sum: the first device adds it, the others add zeros."""
+
+    def __init__(self, variable: keras.Variable):
+        self._variable = variable
+
+    def __getattr__(self, name: str):
+        return getattr(self._variable, name)
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        if _computing_device():
+            value = tf.zeros(self.shape, self._variable.value.dtype)
+        else:
+            value = tf.convert_to_tensor(self._variable)
+        return tf.cast(value, dtype or value.dtype)

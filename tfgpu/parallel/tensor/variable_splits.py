@@ -1,0 +1,97 @@
+"""Replaces the variables of a layer by shards on several devices, in place."""
+
+import functools
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+
+from tfgpu.compat import keras as keras_private
+from tfgpu.compat import layers, variables
+from tfgpu.compat.patch import wrap
+from tfgpu.errors import InputError
+from tfgpu.parallel import device_placement, shard_patches, sharded_variable
+from tfgpu.parallel.tensor.axes import VariableSplit
+from tfgpu.parallel.tensor.local_shards import FirstTermBias, LocalShard
+
+
+def split_variables(
+    splits: Sequence[VariableSplit], placements: tuple[device_placement.DevicePlacement, ...], strategy
+) -> None:
+    """Replaces variables of one layer by their shards, at the same positions among the layer's variables.
+
+    Args:
+        splits: of the variables of one layer.
+        placements: of the shards.
+        strategy: the replicas, each of which has a copy of every shard.
+    """
+    _refuse_old_files()
+    layer = splits[0].layer
+    shards_of: dict[int, list] = {}
+    for split in splits:
+        variable = getattr(layer, split.attribute)
+        if split.axis is None:
+            object.__setattr__(layer, split.attribute, FirstTermBias(variable))
+            continue
+        may_train = any(variable is other for other in layers.own_trainable(layer))
+        shards = _create_shards(variable, split.axis, placements, strategy, may_train)
+        shards_of[id(variable)] = shards
+        shard_patches.mark_shards(shards, sharded_variable.AxisSharding(split.axis), variable.path)
+        object.__setattr__(layer, split.attribute, LocalShard(shards))
+    _replace(layer, shards_of)
+    shard_patches.save_merged(layer)
+    for name in ("enable_lora", "quantize"):
+        object.__setattr__(layer, name, functools.partial(_refuse, layer, name))
+
+
+def _create_shards(variable: keras.Variable, axis: int, placements, strategy, may_train: bool) -> list[keras.Variable]:
+    value = np.asarray(variables.held(variable).numpy())
+    variables.set_held(variable, None)  # frees its memory before the shards take any
+    found = []
+    for at, (placement, piece) in enumerate(zip(placements, np.split(value, len(placements), axis), strict=True)):
+        with strategy.scope(), device_placement.scope(placement):
+            shard = keras_private.Variable(
+                piece,
+                dtype=variable.dtype,
+                trainable=may_train,
+                autocast=variables.autocasts(variable),
+                aggregation=variable.aggregation,
+                synchronization=variable.synchronization,
+                name=f"{variable.name}_{at}",
+            )
+        variables.rename(shard, f"{variable.path}_{at}")
+        shard.regularizer, shard.constraint = variable.regularizer, variable.constraint
+        found.append(shard)
+    return found
+
+
+def _replace(layer: keras.layers.Layer, shards_of: dict[int, list]) -> None:
+    order = layers.own_variables(layer)
+    with layers.unlocked(layer) as (untrack, track):
+        for variable in order:
+            untrack(variable)
+        for variable in order:
+            trains = variable.trainable
+            for each in shards_of.get(id(variable), [variable]):
+                track(each)
+                each.trainable = trains
+    layer.input_spec = None
+
+
+@functools.cache
+def _refuse_old_files() -> None:
+    @wrap("hdf5_format.save_weights_to_hdf5_group")
+    def save(stock, group, model):
+        if sharded_variable.has_shards(model.weights):
+            raise InputError(
+                f"{model.name!r} has split layers, which a file of the old format (.h5) cannot hold. Save to a file "
+                "that ends with .keras or .weights.h5."
+            )
+        return stock(group, model)
+
+
+def _refuse(layer: keras.layers.Layer, name: str, *args, **kwargs) -> None:
+    raise InputError(
+        f"`{name}` changes the kernel of {layer.name!r}, which is split over devices. Call it on the model in the file "
+        "that `save` writes."
+    )
