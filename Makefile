@@ -8,7 +8,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /proc/
 EXTRAS := dev$(if $(HAS_GPU),$(shell echo ,gpu))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all coverage lint audit docs docs-check doctor digits matrix bench bench-gpu clean
+.PHONY: help install train test test-all coverage lint audit docs docs-check doctor digits matrix versions bench bench-gpu clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -55,6 +55,9 @@ digits: $(STAMP)  ## Accuracy of the default recipe over five seeds and splits
 
 matrix: $(STAMP)  ## Compare every option with one device, stock Keras beside tfgpu (hours)
 	$(BIN)/python tests/matrix/run.py --paths fit loop loop-mean sharded --folder build/matrix --json build/matrix.json --write docs/equivalence.md
+
+versions: $(STAMP)  ## Try the supported TensorFlow and Keras versions, each in an environment of its own (half an hour)
+	$(BIN)/python tests/versions/run.py --write docs/versions.md $(ARGS)
 
 # PyTorch and JAX, beside the package's environment, not in it. PyTorch's CPU build where an index has it
 # (PIP_EXTRA_INDEX_URL can name PyTorch's own), else what there is. A peer that cannot be had is a row that says so.

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import keras
 
+from tfgpu.compat import patch, targets
 from tfgpu.compat.keras import Functional, Sequential
 
 
@@ -112,3 +113,28 @@ def calls_given(layers: Sequence[keras.layers.Layer]) -> list:
 def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     """The axes over which a built BatchNormalization takes its moments."""
     return layer._reduction_axes
+
+
+def change_activity_regularizers(change: Callable[[Callable], Callable], *, by: str) -> None:
+    """Lets every layer call `change(regularizer)` where it would call its activity regularizer.
+
+    A layer holds its regularizer as a plain attribute, which becomes a property; what was set is what is kept.
+
+    Args:
+        change: takes a regularizer and returns what is called in its place; asked anew at each call.
+        by: the module that asks, for `patch.installed`.
+    """
+
+    def get(layer):
+        kept = vars(layer).get("activity_regularizer")
+        if kept is None or (changed := change(kept)) is kept:
+            return kept
+        changed.regularizer = kept
+        return changed
+
+    def put(layer, regularizer):  # a layer may hand its own on to one that it makes
+        vars(layer)["activity_regularizer"] = getattr(regularizer, "regularizer", regularizer)
+
+    owner = targets.owner("Layer")
+    owner.activity_regularizer = None
+    patch.replace("Layer.activity_regularizer", property(get, put), by=by)

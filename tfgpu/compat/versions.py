@@ -102,6 +102,17 @@ def check() -> None:
             warnings.warn(text, UserWarning, stacklevel=2)
 
 
+def is_at_most(library: str, minor: str) -> bool:
+    """Whether the installed version is of this minor version, or older.
+
+    Example:
+        >>> is_at_most("keras", "2.15")
+        False
+    """
+    found = installed(library)
+    return found is not None and found.release[:2] <= Version(minor).release
+
+
 def here(library: str) -> str:
     """A library and its installed version, as errors name it."""
     return f"{SUPPORTED[library].title} {installed(library) or '(not installed)'}"

@@ -11,6 +11,7 @@ import os
 import threading
 from functools import cache
 
+from tfgpu.compat import versions
 from tfgpu.repairs.repair import Repair
 
 __all__ = ["Repair", "all_repairs", "is_enabled", "repair_keras"]
@@ -20,6 +21,7 @@ MODULES = (
     "tfgpu.repairs.losses",
     "tfgpu.repairs.row_mixing",
     "tfgpu.repairs.layers",
+    "tfgpu.repairs.regularizers",
     "tfgpu.repairs.functions",
     "tfgpu.repairs.optimizers",
     "tfgpu.optim.repairs",
@@ -50,8 +52,9 @@ def is_enabled() -> bool:
 
 @cache
 def all_repairs() -> tuple[Repair, ...]:
-    """All repairs, in the order in which they are applied."""
-    return tuple(repair for name in MODULES for repair in importlib.import_module(name).REPAIRS)
+    """All repairs that the installed Keras may need, in the order in which they are applied."""
+    listed = [repair for name in MODULES for repair in importlib.import_module(name).REPAIRS]
+    return tuple(repair for repair in listed if repair.until is None or versions.is_at_most("keras", repair.until))
 
 
 def repair_keras() -> tuple[str, ...]:

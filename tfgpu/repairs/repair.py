@@ -15,6 +15,7 @@ class Repair:
         probe: tells whether this Keras has the fault. Takes about a second on a CPU with four logical devices, and runs
             in a process without repairs.
         apply: wraps the functions at fault by `compat.patch.wrap`. Called once a process.
+        until: the last minor version of Keras that has the fault; None while no version is known to be without it.
     """
 
     name: str
@@ -22,3 +23,4 @@ class Repair:
     issue: str
     probe: Callable[[], bool]
     apply: Callable[[], None]
+    until: str | None = None

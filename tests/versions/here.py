@@ -1,0 +1,29 @@
+"""What this environment is, and whether the package comes up in it: one JSON object on the last line."""
+
+import json
+import platform
+from importlib import metadata
+
+import keras
+import numpy
+import tensorflow as tf
+
+import tfgpu
+from tfgpu.compat import patch
+
+repairs = tfgpu.repair_keras()
+print(
+    json.dumps(
+        {
+            "versions": {
+                "TensorFlow": metadata.version("tensorflow"),
+                "Keras": keras.__version__,
+                "NumPy": numpy.__version__,
+                "Python": platform.python_version(),
+            },
+            "repairs": len(repairs),
+            "changed": sorted({found.target for found in patch.installed() if found.source == "changed"}),
+            "devices": len(tf.config.list_physical_devices("CPU")),
+        }
+    )
+)

@@ -1,0 +1,142 @@
+"""Tries tfgpu with the oldest, the newest and other versions of TensorFlow and Keras that it supports.
+
+    python tests/versions/run.py                              # every corner; prints what it found
+    python tests/versions/run.py --corners colab --check      # one; ends with 1 where something is not right
+    python tests/versions/run.py --write docs/versions.md     # the page, of all corners that were ever tried here
+
+Each corner has an environment of its own under `build/versions/`, made on first use. There: `import`, what `pip
+install tfgpu` would change, every probe (a process each, with a timeout), and a slice of the equivalence matrix.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from corners import CORNERS, FOLDER, ROOT, Corner, build, changed_by_pip, find_python
+
+# By what differs between versions: the loss and its divisors, layers, optimizers, data, files, XLA.
+CASES = """
+    last-of-1 arrays-shuffled class-weights-uneven mask-uneven activity-regularizer-uneven loss-Circle
+    own-train-step-uneven global_clipnorm-uneven accumulate-5 ema-accumulate batchnorm-mask dropout mixup-labels
+    own-state cnn-uneven SwapEMAWeights on-batch-uneven jit BackupAndRestore-within-shuffled
+    mixed_float16-accumulate save-keras
+""".split()
+TOPOLOGY = "mirrored-4"
+
+
+def ask(corner: Corner, *command: object, timeout: float) -> str:
+    """Runs Python in a corner with this tree's tfgpu; the last line of its output."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    line = [str(corner.interpreter), *map(str, command)]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    if done.returncode:
+        raise RuntimeError((done.stderr or done.stdout).strip()[-2000:])
+    return done.stdout.strip().rpartition("\n")[2]
+
+
+def attempt(corner: Corner, cases: list[str]) -> dict:
+    """What a corner gives; what fails is under `error`, and what comes after it is missing."""
+    python = find_python(corner.python)
+    if python is None:
+        return {"error": f"no Python {corner.python} here"}
+    found: dict = {}
+    try:
+        build(corner, python)
+        found |= json.loads(ask(corner, ROOT / "tests/versions/here.py", timeout=300))
+        found["pip changes"] = changed_by_pip(corner)
+        found["probes"] = json.loads(ask(corner, "-m", "tfgpu.repairs.probing", timeout=1200))
+        found["cells"] = matrix(corner, cases)
+    except (RuntimeError, subprocess.TimeoutExpired, json.JSONDecodeError) as error:
+        found["error"] = str(error)
+    return found
+
+
+def matrix(corner: Corner, cases: list[str]) -> dict[str, str]:
+    """Case -> `equal`, or what it is instead."""
+    written = corner.folder / "cells.json"
+    written.unlink(missing_ok=True)
+    options = ["--topologies", TOPOLOGY, "--paths", "fit", "--repairs", "tfgpu.repairs", "--json", written]
+    ask(corner, ROOT / "tests/matrix/run.py", *options, "--cases", *cases, timeout=1800)
+    columns = json.loads(written.read_text())["cells"]
+    cells = columns[f"fit tfgpu.repairs {TOPOLOGY}"]
+    return {name: " ".join(filter(None, (cell["status"], cell["message"]))) for name, cell in cells.items()}
+
+
+def faults(found: dict) -> list[str]:
+    """What is wrong with a corner, in sentences."""
+    said = [found["error"]] if "error" in found else []
+    said += [f"{target} has a source that was not tried" for target in found.get("changed", [])]
+    said += [f"pip install would change {name}" for name in found.get("pip changes", [])]
+    said += [f"the probe {name} gave no answer" for name, there in found.get("probes", {}).items() if there is None]
+    return said + [f"{name} {cell}" for name, cell in found.get("cells", {}).items() if cell != "equal"]
+
+
+def row(corner: Corner, found: dict) -> str:
+    """A line of the page's table."""
+    if "versions" not in found:
+        return f"| {corner.title} | | | | {corner.python} | **{found['error'].splitlines()[-1]}** | | | |"
+    versions = [found["versions"][name] for name in ("TensorFlow", "Keras", "NumPy", "Python")]
+    there = list(found.get("probes", {}).values())
+    equal = sum(cell == "equal" for cell in found.get("cells", {}).values())
+    return " | ".join(
+        [
+            f"| {corner.title}",
+            *versions,
+            f"{found['repairs']} repairs",
+            ", ".join(found.get("pip changes", ["?"])) or "nothing",
+            f"{there.count(True)} of {len(there)}" + (f", {there.count(None)} unanswered" if None in there else ""),
+            f"{equal} of {len(found.get('cells', {}))} |",
+        ]
+    )
+
+
+def page(results: dict[str, dict]) -> str:
+    """The Markdown of `docs/versions.md`."""
+    template = Path(__file__).with_name("page.md").read_text()
+    rows = "\n".join(row(corner, results[corner.name]) for corner in CORNERS if corner.name in results)
+    wrong = [f"- {c.title or c.name}: {said}" for c in CORNERS for said in faults(results.get(c.name, {}))]
+    notes = "\n".join(["Not as it should be:", "", *wrong]) if wrong else "Nothing differs."
+    return template.replace("{rows}", rows).replace("{notes}", notes)
+
+
+def share(text: str) -> tuple[int, int]:
+    """`2/3` as (2, 3)."""
+    part, parts = map(int, text.split("/"))
+    return part, parts
+
+
+def main() -> None:
+    names = [corner.name for corner in CORNERS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corners", nargs="*", choices=names, default=names)
+    parser.add_argument(
+        "--share", type=share, default=(1, 1), metavar="K/N", help="every N-th corner, from the K-th on"
+    )
+    parser.add_argument("--cases", nargs="*", default=CASES, help="of the matrix")
+    parser.add_argument("--check", action="store_true", help="end with 1 where something is not right")
+    parser.add_argument("--write", type=Path, help="the page to write")
+    options = parser.parse_args()
+    part, parts = options.share
+    wrong = False
+    for corner in [c for c in CORNERS if c.name in options.corners][part - 1 :: parts]:
+        began = time.monotonic()
+        found = attempt(corner, options.cases)
+        corner.folder.mkdir(parents=True, exist_ok=True)
+        (corner.folder / "result.json").write_text(json.dumps(found, indent=1))
+        print(f"{row(corner, found)} {time.monotonic() - began:.0f} s", flush=True)
+        for said in faults(found):
+            wrong = True
+            print(f"  {said}", flush=True)
+    if options.write:
+        kept = {path.parent.name: json.loads(path.read_text()) for path in FOLDER.glob("*/result.json")}
+        options.write.write_text(page(kept))
+    if options.check and wrong:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
