@@ -1,4 +1,8 @@
-"""One file to attach to a bug report: what the doctor found, versions, settings, logs; without secrets."""
+"""A .zip to attach to a bug report: named facts, and the texts that a report needs, without secrets.
+
+What is collected is listed: `FACTS`, `VARIABLES` and `FAMILIES`, `_TOOLS`, and a run's files where the user asks for
+them. A new fact is not in the bundle until it is named here.
+"""
 
 import json
 import os
@@ -6,34 +10,60 @@ import platform
 import shutil
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import yaml
+
+from tfgpu import atomic
 from tfgpu.doctor.check import Check
 from tfgpu.doctor.facts import asking
 from tfgpu.doctor.facts.software import installed
 from tfgpu.errors import InputError
+from tfgpu.recipes import reading
 from tfgpu.redact import REMOVED, Cleaner, is_secret
 
-RELEVANT = ("TF_", "TFGPU_", "KERAS_", "XLA_", "NCCL_", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "SLURM_", "KUBERNETES_")
-RELEVANT += ("LD_", "PYTHON", "VIRTUAL_ENV", "CONDA_", "PATH", "LANG", "HF_", "TFDS_", "OMPI_", "PMI")
-"""The beginnings of the names of variables that say something about a training."""
+FACTS: dict[str, tuple[str, ...] | None] = {
+    "python": ("version", "executable"),
+    "packages": None,
+    "tensorflow": ("version", "build", "gpus", "folder"),
+    "keras": ("version", "backend"),
+    "repairs": None,
+    "patches": None,
+    "driver": ("version", "cuda", "gpus", "links", "lost"),
+    "libraries": None,
+    "tools": ("ptxas", "version", "libdevice", "looked"),
+    "machine": (
+        *("cores", "all_cores", "quota", "threads", "memory_bytes", "free_bytes", "memory_limit_bytes", "container"),
+        *("pci_gpus", "devices", "kernel_driver", "shared_memory", "infiniband", "limits", "disk"),
+    ),
+    "cluster": (*("own", "names", "here", "own_addresses", "port", "reached", "clocks", "differs", "others"),),
+}
+"""The doctor's questions, and which fields of each answer are written; `None`: all, for answers by name."""
+VARIABLES = (
+    *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG"),
+    *("LC_ALL", "HF_HOME", "HF_HUB_OFFLINE", "TFDS_DATA_DIR", "KUBERNETES_SERVICE_HOST"),
+)
+FAMILIES = ("TF_", "TFGPU_", "KERAS_", "XLA_", "NCCL_", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "SLURM_", "OMPI_", "PMI")
+"""Environment variables that are written: these, and those whose names begin with one of these."""
 LEFT_OUT = "left-out.txt"
 _TAIL = 256 * 1024
 """Bytes of a log's end."""
 _MOST_LOGS = 16
 _TOOL_S = 20.0
+# All of `nvidia-smi -q` but the processes.
+_SECTIONS = "MEMORY,UTILIZATION,ECC,TEMPERATURE,POWER,CLOCK,COMPUTE,PERFORMANCE,PAGE_RETIREMENT"
 _TOOLS = {
-    "nvidia-smi.txt": ("nvidia-smi", "-q"),
+    "nvidia-smi.txt": ("nvidia-smi", "-q", "-d", _SECTIONS),
     "nvidia-smi-topology.txt": ("nvidia-smi", "topo", "-m"),
     "cpu.txt": ("lscpu",),
 }
-_RUN_FILES = ("config.yaml", "metrics.csv")
 
 
 class _Archive:
-    """The texts of a bundle, each cleaned, and a list of what was left out."""
+    """The cleaned texts of a bundle, and a list of what was left out."""
 
     def __init__(self, cleaner: Cleaner):
         self._cleaner = cleaner
@@ -41,8 +71,20 @@ class _Archive:
         self.left_out: list[str] = []
 
     def add(self, name: str, text: str) -> None:
+        """Adds a text, such as a log."""
         before = self._cleaner.removed.copy()
         self.texts[name] = self._cleaner.clean(text)
+        self._count(name, before)
+
+    def add_facts(self, name: str, facts: object) -> None:
+        """Adds facts as JSON or YAML, by the file's name; they keep their structure."""
+        before = self._cleaner.removed.copy()
+        found = self._cleaner.facts(facts)
+        is_json = name.endswith(".json")
+        self.texts[name] = json.dumps(found, indent=2) if is_json else yaml.safe_dump(found, sort_keys=False)
+        self._count(name, before)
+
+    def _count(self, name: str, before: Counter[str]) -> None:
         for kind, count in sorted((self._cleaner.removed - before).items()):
             self.left_out.append(f"{name}: {kind}, {count} time(s)")
 
@@ -59,25 +101,26 @@ def write(
     run: Path | None = None,
     cleaner: Cleaner | None = None,
 ) -> Path:
-    """Writes a .zip with all that a bug report needs.
+    """Writes the bundle.
 
     Args:
-        path: the file to write; it must not be there yet.
-        checks, facts: what the doctor found.
-        environ: the environment; only variables that concern training are written, secret ones without their value.
-        run: the folder of a run or of a launch's logs, whose settings, metrics and logs are added.
-        cleaner: what removes secrets; `None` makes one of `environ`.
+        path: the file to write, which must not exist.
+        checks: what the doctor found.
+        facts: what `gather` returned.
+        environ: environment variables; `VARIABLES` and `FAMILIES` say which are written; secret ones lose their values.
+        run: the directory of a run or of a launch's logs; adds its settings, metrics and logs.
+        cleaner: removes secrets; `None` makes one from `environ`.
 
     Returns:
         The path.
 
     Raises:
-        InputError: the file is there already, cannot be written, or `run` is no folder.
+        InputError: the file exists or cannot be written, or `run` is not a directory.
     """
     checked(path, run)
     archive = _Archive(cleaner or Cleaner(environ))
-    archive.add("doctor.json", json.dumps([asdict(check) for check in checks], indent=2))
-    archive.add("facts.json", json.dumps({**facts, "xid": {}}, indent=2, default=str))
+    archive.add_facts("doctor.json", [asdict(check) for check in checks])
+    archive.add_facts("facts.json", named(facts))
     archive.add("versions.txt", "\n".join(f"{name}=={version}" for name, version in sorted(installed().items())))
     archive.add("system.txt", _system())
     archive.add("environment.txt", _environment(environ, archive))
@@ -86,40 +129,54 @@ def write(
     _add_xids(archive, facts["xid"])
     if run is not None:
         _add_run(archive, run)
-    text = "What is not in this bundle, and how often something was removed from a file:\n"
+    text = "What is not in this bundle, and how often something was removed from each file:\n"
     archive.texts[LEFT_OUT] = text + "\n".join(f"- {line}" for line in archive.left_out or ["nothing"]) + "\n"
     _zip(path, archive.texts)
     return path
 
 
+def named(facts: Mapping[str, Mapping]) -> dict[str, dict]:
+    """The facts that `FACTS` names, with the reasons why others could not be read."""
+    return {
+        question: {
+            name: value for name, value in facts[question].items() if fields is None or name in (*fields, "error")
+        }
+        for question, fields in FACTS.items()
+        if question in facts
+    }
+
+
 def checked(path: Path, run: Path | None) -> Path:
-    """The path of a bundle that can be written.
+    """The path, if a bundle can be written there.
 
     Raises:
-        InputError: the file is there already, or `run` is no folder.
+        InputError: the file exists, its directory does not, or `run` is not a directory.
     """
     if path.exists():
-        raise InputError(f"{path} is there already. Remove it, or give --output another name.")
+        raise InputError(f"{path} exists. Remove it, or give --output another name.")
     if not path.absolute().parent.is_dir():
-        raise InputError(f"There is no folder {str(path.parent)!r}. Make it, or give --output another place.")
+        raise InputError(f"There is no folder {str(path.parent)!r}. Create it, or give --output another place.")
     if run is not None and not run.is_dir():
-        raise InputError(f"There is no folder {str(run)!r}. Give --run the folder of a run, or leave it out.")
+        raise InputError(f"There is no folder {str(run)!r}. Give --run the folder of a run, or omit it.")
     return path
 
 
 def default_path() -> Path:
-    """A new name in this folder."""
+    """A new name in the current directory."""
     return Path(time.strftime("tfgpu-doctor-%Y%m%d-%H%M%S.zip"))
 
 
 def _system() -> str:
     lines = [platform.platform(), f"Python {platform.python_version()} ({platform.python_implementation()})"]
-    release = Path("/etc/os-release")
-    return "\n".join(lines + (release.read_text(errors="replace").splitlines() if release.is_file() else []))
+    try:
+        release = platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:
+        release = ""
+    return "\n".join([*lines, release])
 
 
 def _environment(environ: Mapping[str, str], archive: _Archive) -> str:
-    kept = {name: value for name, value in environ.items() if name.startswith(RELEVANT)}
+    kept = {name: value for name, value in environ.items() if name in VARIABLES or name.startswith(FAMILIES)}
     for name in sorted(name for name in kept if is_secret(name)):
         kept[name] = REMOVED
         archive.omit("environment.txt", f"the value of {name}")
@@ -130,7 +187,7 @@ def _environment(environ: Mapping[str, str], archive: _Archive) -> str:
 def _add_tools(archive: _Archive, environ: Mapping[str, str]) -> None:
     for name, command in _TOOLS.items():
         if not shutil.which(command[0], path=environ.get("PATH")):
-            archive.omit(name, f"there is no {command[0]} here")
+            archive.omit(name, f"{command[0]} is not installed")
             continue
         ended = asking.run(command, environ=environ, seconds=_TOOL_S)
         if ended.code != 0:
@@ -151,8 +208,9 @@ def _add_xids(archive: _Archive, found: Mapping) -> None:
 
 
 def _add_run(archive: _Archive, run: Path) -> None:
+    _add_settings(archive, run / "config.yaml")
     logs = sorted({*run.glob("*.log"), *run.glob("logs/*.log"), *run.glob("*.out"), *run.glob("*.err")})
-    for path in [*(run / name for name in _RUN_FILES), *logs[:_MOST_LOGS]]:
+    for path in [run / "metrics.csv", *logs[:_MOST_LOGS]]:
         name = f"run/{path.relative_to(run)}"
         try:
             content = path.read_bytes()
@@ -161,23 +219,32 @@ def _add_run(archive: _Archive, run: Path) -> None:
             continue
         if len(content) > _TAIL:
             archive.omit(name, f"all but its last {_TAIL // 1024} KiB, of {len(content) // 1024} KiB")
-            # What is cut in two at the begin could be half of a secret.
+            # Without the first line, which may begin in the middle of a secret.
             content = content[-_TAIL:].partition(b"\n")[2]
         archive.add(name, content.decode(errors="replace"))
     for path in logs[_MOST_LOGS:]:
-        archive.omit(f"run/{path.relative_to(run)}", f"one log of more than {_MOST_LOGS}")
-    archive.omit("run/", "models, checkpoints, reports and TensorBoard's files")
+        archive.omit(f"run/{path.relative_to(run)}", f"only {_MOST_LOGS} logs are included")
+    archive.omit("run/", "models, checkpoints, reports and TensorBoard files")
+
+
+def _add_settings(archive: _Archive, path: Path) -> None:
+    """A run's settings, by their names: a secret one has no value."""
+    if not path.is_file():
+        archive.omit("run/config.yaml", "no such file")
+        return
+    try:
+        archive.add_facts("run/config.yaml", {**reading.read(path), reading.FACTS: reading.read_facts(path)})
+    except InputError:
+        archive.omit("run/config.yaml", "it is not a recipe")
 
 
 def _zip(path: Path, texts: Mapping[str, str]) -> None:
-    """Writes the file aside and renames it; only its owner may read it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Writes the file, which only its owner may read."""
     try:
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-                for name, text in texts.items():
-                    archive.writestr(f"tfgpu-doctor/{name}", text)
-        os.replace(aside, path)
+        with atomic.replacing(path) as aside:
+            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+                    for name, text in texts.items():
+                        archive.writestr(f"tfgpu-doctor/{name}", text)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise InputError(f"{path} cannot be written: {error.strerror}. Give --output another place.") from None
