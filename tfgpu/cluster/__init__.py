@@ -1,4 +1,4 @@
-"""Who am I, and who are my peers: the facts of a cluster, read once from the environment.
+"""The processes of a cluster, and this process's place among them, read once from the environment.
 
 Example:
     >>> text = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'

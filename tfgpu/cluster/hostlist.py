@@ -12,7 +12,7 @@ from tfgpu.errors import InputError
 
 EXAMPLE = "gpu[01-03,7],login2"
 MOST = 65536
-"""Slurm's own bound on the nodes of a system; a longer list is a slip of the pen."""
+"""Slurm's own bound on the nodes of a system; a longer list is a mistake."""
 _LITERAL = r"[A-Za-z0-9_.-]++"  # possessive: else a name of 40 letters before a bracket that never closes takes years
 _ELEMENT = re.compile(rf"(?:{_LITERAL}|\[[0-9,\s-]*\])++")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")

@@ -1,4 +1,4 @@
-"""Processes of one `mpirun`: its variables say who this process is, but not where the others are.
+"""Processes of one `mpirun`, whose variables give this process's rank, but not the addresses of the others.
 
 So the hosts come from TFGPU_HOSTS (as `mpirun -H` has them), from Slurm's allocation around the `mpirun`, or are this
 one machine, where all processes are on it.

@@ -1,1 +1,1 @@
-"""Runs a Python function as the processes of one cluster: how it travels, its process, its restarts, its reports."""
+"""Runs a Python function as the processes of one cluster: its transport, its process, its reports, its result."""

@@ -1,4 +1,4 @@
-"""What a cluster of Kubernetes must be told besides the launch itself."""
+"""What a launch on Kubernetes needs besides the job: image, storage, resources, names."""
 
 import re
 from collections.abc import Mapping
@@ -117,7 +117,7 @@ def _label_words() -> str:
 
 
 def _check_name(name: object) -> None:
-    # A Service wants a letter first (RFC 1035), where the other objects take a digit (RFC 1123).
+    # A Service's name must begin with a letter (RFC 1035); those of other objects may begin with a digit (RFC 1123).
     if _is_label(name) and name[0].isalpha():
         return
     mended = re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")[:LABEL_LENGTH].strip("-")

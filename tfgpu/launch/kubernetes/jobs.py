@@ -93,7 +93,7 @@ def _who(facts: Kubernetes, job: Job, pods: str) -> dict[str, str]:
 
 
 def _failure_policy(container: str) -> dict:
-    """Exit codes as the launchers know them; the first rule that fits counts."""
+    """The exit codes of every launcher; the first rule that matches counts."""
 
     def exits(code: int) -> dict:
         return {"onExitCodes": {"containerName": container, "operator": "In", "values": [code]}}
@@ -111,7 +111,7 @@ def _indexed_job(job: Job, facts: Kubernetes) -> list[dict]:
     service = _object("v1", "Service", facts)
     service["spec"] = {
         "clusterIP": "None",
-        # A worker is looked up while it starts, long before anything could call it ready.
+        # A worker is looked up while it starts, long before it could be ready.
         "publishNotReadyAddresses": True,
         "selector": {"batch.kubernetes.io/job-name": facts.name},
         "ports": [{"name": "tensorflow", "port": facts.port, "protocol": "TCP"}],
@@ -121,13 +121,13 @@ def _indexed_job(job: Job, facts: Kubernetes) -> list[dict]:
         "completionMode": "Indexed",
         "completions": job.workers,
         "parallelism": job.workers,
-        # Each restart of the group costs every index one failure: so the budget is the group's.
+        # Each restart of the group counts as one failure of every index, so this limits the group's restarts.
         "backoffLimitPerIndex": job.max_restarts,
         "maxFailedIndexes": 0,
-        # The next pod starts when the one before has ended: no two of them write.
+        # The next pod starts when the one before has ended, so that no two of them write.
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": _failure_policy(CONTAINER),
-        # The chief writes what is kept, so the job is done when the chief is.
+        # The chief writes all results, so the job is done when the chief is.
         "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
         "template": template(
             job,
@@ -141,7 +141,7 @@ def _indexed_job(job: Job, facts: Kubernetes) -> list[dict]:
 
 
 def _tfjob(job: Job, facts: Kubernetes) -> list[dict]:
-    # The operator sums up the restarts of all containers; each restart of the group is one of every process.
+    # The operator adds up the restarts of all containers; each restart of the group is one of every process.
     counts = {"Chief": int(job.parameter_servers > 0), "Worker": job.workers, "PS": job.parameter_servers}
     counts = {role: count for role, count in {**counts, "Evaluator": int(job.evaluator)}.items() if count}
     again = job.max_restarts > 0
@@ -178,7 +178,7 @@ def _trainjob(job: Job, facts: Kubernetes) -> list[dict]:
         "template": {
             "spec": {
                 "network": {"publishNotReadyAddresses": True},
-                # All pods are made anew when one fails for good; `FailJob` above is what another start cannot mend.
+                # All pods are recreated when one fails for good; `FailJob` above is for what no restart repairs.
                 "failurePolicy": {
                     "maxRestarts": job.max_restarts,
                     "rules": [

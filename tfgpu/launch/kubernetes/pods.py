@@ -14,7 +14,7 @@ HEARTBEAT = "/tmp/tfgpu-heartbeat"
 SCRIPTS = "/tmp/tfgpu-script"
 PROBE_EVERY_S = 10
 PROBE_FAILURES = 2
-# Without a shell or a tool of the image: how old is the file that `tfgpu.run` touches each second?
+# The age of the heartbeat file, without a shell or a tool of the image.
 PROBE = "import os, sys, time; sys.exit(time.time() - os.path.getmtime(sys.argv[1]) > float(sys.argv[2]))"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -41,8 +41,8 @@ def template(
     """
     spec = {
         **(pod or {}),
-        # Python is not process 1 then, for which Linux drops a TERM that nothing handles: before the checkpoint's
-        # handler stands, and where a script has none, TERM would do nothing until the KILL.
+        # Then Python is not process 1, for which Linux ignores a TERM without a handler: until the checkpoint installs
+        # one, and in a script without one, TERM would do nothing and the pod would wait for the KILL.
         "shareProcessNamespace": True,
         # A Service called "tfgpu" would set TFGPU_PORT.
         "enableServiceLinks": False,
@@ -113,13 +113,13 @@ def _container(job: Job, facts: Kubernetes, name: str, environment: dict[str, st
     return {
         "name": name,
         "image": facts.image,
-        # Without a shell in between, which would keep TERM to itself.
+        # Without a shell in between, which would not forward TERM.
         "command": ["python", "-m", "tfgpu.run", literal(script_path(job, facts))],
         "args": [literal(argument) for argument in job.arguments],
         "workingDir": facts.mount,
         "env": _environment(job, facts, environment),
         "ports": [{"name": PORT, "containerPort": facts.port, "protocol": "TCP"}],
-        # No limit on CPU: TensorFlow takes as many threads as the node has cores, and would be stalled in each period.
+        # No CPU limit: TensorFlow starts as many threads as the node has cores, and would be throttled in each period.
         "resources": {"requests": {"cpu": facts.cpu, **limits}, "limits": limits},
         **({"livenessProbe": _probe(job)} if job.silence_s else {}),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
@@ -143,7 +143,7 @@ def _environment(job: Job, facts: Kubernetes, environment: dict[str, str]) -> li
 
 
 def secrets_name(facts: Kubernetes) -> str:
-    """Returns the name of the Secret that holds the secret variables of a launch; its user makes it."""
+    """Returns the name of the Secret with the secret variables of a launch, which its user creates."""
     return f"{facts.name}-secrets"
 
 
@@ -167,7 +167,7 @@ def _probe(job: Job) -> dict:
 
 
 def _tolerations(job: Job) -> list[dict]:
-    """A node that is gone gives its pods up after half a minute, where Kubernetes waits for five."""
+    """Evicts the pods of an unreachable node after half a minute; Kubernetes waits for five minutes."""
     lost = [
         {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
         for state in ("not-ready", "unreachable")

@@ -1,11 +1,11 @@
-"""Manifests as YAML that every reader takes for the same: YAML 1.1 (PyYAML), 1.2 and Go's parser in between."""
+"""Manifests as YAML that every parser reads alike: YAML 1.1 (PyYAML), YAML 1.2 and Go's."""
 
 import re
 from collections.abc import Iterable, Mapping
 
 import yaml
 
-# Plain only what no version of YAML can take for anything but a string; "1e3", "0o17", "12:30" and "on" are quoted.
+# Unquoted is only what every version of YAML reads as a string; "1e3", "0o17", "12:30" and "on" are quoted.
 _PLAIN = re.compile(r"[A-Za-z/](?:[A-Za-z0-9 ._/-]*[A-Za-z0-9._/-])?")
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "nan", "inf", "infinity"}
 

@@ -1,1 +1,1 @@
-"""What `spark_job` is made of: who gets which rows, how they travel, and predictions over a DataFrame."""
+"""Spark: which worker gets which rows, how they get there, and predictions over a DataFrame."""

@@ -193,7 +193,7 @@ class _Table:
             self._starts.append(self._starts[-1] + self._file.get_batch(at).num_rows)
 
     def rows(self, first: int, count: int):
-        """So many rows from the one at place `first`, as an Arrow table."""
+        """Returns `count` rows from place `first`, as an Arrow table."""
         at, found, end = bisect.bisect_right(self._starts, first) - 1, [], first + count
         while at + 1 < len(self._starts) and self._starts[at] < end:
             start = self._starts[at]

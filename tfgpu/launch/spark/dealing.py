@@ -53,7 +53,7 @@ class Deal:
         return [device * self.workers + worker for device in range(self.devices)]
 
     def rows_of(self, worker: int, batches: int | None = None) -> int:
-        """How many rows a worker gets, of all batches or of the first so many."""
+        """How many rows a worker gets, of all batches or of the first `batches`."""
         batches = self.batches if batches is None else batches
         whole, own = min(batches, self.rows // self.global_batch), self.pieces_of(worker)
         count = whole * sum(self.piece(0, at)[1] for at in own) if whole else 0

@@ -154,7 +154,7 @@ def _depth(output_type: str) -> int:
 
 @functools.lru_cache(maxsize=2)
 def _model(name: str):
-    """The model, once a Python process: Spark keeps its Python workers for further tasks."""
+    """Loads the model once per Python process: Spark reuses its Python workers for further tasks."""
     from pyspark import SparkFiles, TaskContext
 
     gpus = TaskContext.get().resources().get("gpu")
@@ -165,7 +165,7 @@ def _model(name: str):
 
 
 def _sent(context, path: Path) -> str:
-    """Sends the file to all executors under a name of its content's: Spark takes each name once."""
+    """Sends the file to all executors, named by its content: Spark accepts each name once."""
     from pyspark import SparkFiles
 
     name = f"tfgpu-{hashlib.sha256(path.read_bytes()).hexdigest()[:24]}.keras"
