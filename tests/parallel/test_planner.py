@@ -293,9 +293,9 @@ def test_layouts_and_sizes_that_cannot_be_are_refused():
         Layout(zero=4)
     with pytest.raises(InputError, match="`data` must be"):
         Layout(data=1.5)
-    with pytest.raises(InputError, match="Take 16"):
+    with pytest.raises(InputError, match="Use 16"):
         predict(SMALL, Layout(data=8), batch=17)
-    with pytest.raises(InputError, match="a tensor axis that divides 8"):
+    with pytest.raises(InputError, match="a tensor axis of a size that divides 8"):
         predict(SMALL, Layout(tensor=3), batch=8)
     with pytest.raises(InputError, match="into 8 stages at most"):
         predict(SMALL, Layout(pipeline=9), batch=9)
@@ -384,8 +384,8 @@ def test_the_page_shows_what_the_commands_print(capsys):
         ([*SIZES, "--json", "/nowhere/file.json"], "cannot be written"),
         ([*SIZES, "--option", "depth=2"], "Add --model NAME"),
         ([*SIZES, "--mlp", "0"], "`mlp` must be a whole number from 1"),
-        ([*SIZES, "--devices", 10**20], "`devices` must be 1,000,000,000 at most"),
-        ([*SIZES, "--layers", 10**8], "`layers` must be 10,000 at most"),
+        ([*SIZES, "--devices", 10**20], "`devices` must be at most 1,000,000,000"),
+        ([*SIZES, "--layers", 10**8], "`layers` must be at most 10,000"),
     ],
 )
 def test_wrong_words_are_one_line(words, expected):

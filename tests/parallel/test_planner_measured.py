@@ -253,7 +253,7 @@ def test_what_is_one_pair_is_in_one_stage():
     assert kept == [(4 * 32, 4 * 8), (0, 4 * 16), (0, 0)]  # what relu makes in parts; the input; what relu makes
     assert cut.parameters == work.parameters
     assert work.along(3) is None
-    with pytest.raises(InputError, match="where `parallel.tensor` can cut a layer so"):
+    with pytest.raises(InputError, match="for which `parallel.tensor` can split a layer"):
         predict(build("mlp"), Layout(tensor=3), batch=6)
 
 
@@ -266,7 +266,7 @@ def test_a_loop_is_warned_of(caplog):
 
 def test_a_model_without_a_graph_or_sizes_is_refused():
     inputs = keras.Input((None, 8))
-    with pytest.raises(InputError, match="not known"):
+    with pytest.raises(InputError, match="unknown size"):
         plan(keras.Model(inputs, keras.layers.Dense(4)(inputs)), 2)
     with pytest.raises(InputError, match="a model has its own"):
         plan(build("mlp"), 2, precision="float32")

@@ -1,1 +1,1 @@
-"""Which layouts there are for a model and its devices, and what each needs: arithmetic, before anything runs."""
+"""Compares layouts of a model over devices by arithmetic, before anything runs."""

@@ -1,6 +1,6 @@
-"""What a layout needs on each device: memory, and bytes that it sends.
+"""Predicts what a layout needs on each device: memory, and bytes that it sends.
 
-The rules, with Ψ parameters on a device, of V bytes each, and D copies of the model:
+The rules, for Ψ parameters on a device, of V bytes each, and D copies of the model:
 
 | | plain | ZeRO 1 | ZeRO 2 | ZeRO 3 |
 |---|---|---|---|---|
@@ -10,8 +10,8 @@ The rules, with Ψ parameters on a device, of V bytes each, and D copies of the 
 | sent for the gradients, times (D - 1) / D | 2 V Ψ | 2 V Ψ | V Ψ | V Ψ |
 | sent for the parameters, times (D - 1) / D | - | V Ψ | V Ψ | 2 V Ψ |
 
-Keras keeps variables, gradients and slots in float32 under a mixed policy, and casts kernels where they are used; the
-casts count as activations. Activations grow while gradients do not exist yet: the peak is the most that lives at once.
+Under a mixed policy, Keras keeps variables, gradients and slots in float32 and casts kernels where they are used; the
+casts count as activations. Activations grow before gradients exist, so the peak is less than the sum of all maxima.
 
 Source: Rajbhandari et al., ZeRO, 2020; Narayanan et al., 2021; Korthikanti et al., 2022.
 """
@@ -37,20 +37,20 @@ SLOTS = {
     "ftrl": 2,
     "lamb": 2,
 }
-"""Numbers that Keras's optimizers keep for each parameter; `momentum` is SGD with one."""
+"""Numbers that Keras's optimizers keep for each parameter; `momentum` is SGD with momentum."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device that needs most of them.
+    """Bytes on the device that needs the most.
 
     Attributes:
         parameters: of its variables.
-        slots: of the optimizer, and the sums of accumulated gradients.
-        gradients: at their most.
-        activations: at their most, with the loss's.
-        peak: the most that lives at once: at most the sum of these.
-        stage: which stage of the pipeline that device holds.
+        slots: of the optimizer, and accumulated gradients.
+        gradients: their maximum.
+        activations: their maximum, including the loss's.
+        peak: the maximum of all together, at most the sum of these.
+        stage: the pipeline stage on that device.
     """
 
     parameters: float
@@ -78,7 +78,7 @@ def slots_of(optimizer: str | int) -> int:
     """Numbers that an optimizer keeps for each parameter.
 
     Raises:
-        InputError: a name that is not in `SLOTS`; give the number then.
+        InputError: the name is not in `SLOTS`; give the number instead.
 
     Example:
         >>> slots_of("adamw"), slots_of(3)
@@ -95,34 +95,34 @@ def slots_of(optimizer: str | int) -> int:
 
 
 def memory(work: Workload, stages: Sequence[Stage], layout: Layout, *, batch: int, slots: int) -> Memory:
-    """Bytes on the device of a layout that needs most.
+    """Bytes on the device of a layout that needs the most.
 
     Args:
         work: the model.
         stages: of `work.stages(layout.pipeline)`.
-        layout: how it is laid out.
-        batch: examples of a step, over all devices.
+        layout: how the model is laid out.
+        batch: examples in a step, over all devices.
         slots: numbers that the optimizer keeps for each parameter.
 
     Raises:
-        InputError: the layout's parts do not divide the batch.
+        InputError: the batch does not divide into the layout's parts.
     """
     if batch % layout.parts:
         raise InputError(
-            f"The batch must divide into {layout.parts} equal parts for {layout}. Received: {batch}. Take "
+            f"The batch must divide into {layout.parts} equal parts for {layout}. Received: {batch}. Use "
             f"{max(1, round(batch / layout.parts)) * layout.parts}."
         )
     rows, last, seen, found = batch // layout.parts, len(stages) - 1, set(), []
     for at, stage in enumerate(stages):
         key = stage.signature, at == last
-        if key not in seen:  # of equal stages the first keeps the most
+        if key not in seen:  # of equal stages, the first one keeps the most
             seen.add(key)
             found.append(of_stage(work, stage, layout, at, rows=rows, slots=slots))
     return max(found, key=lambda one: one.peak)
 
 
 def of_stage(work: Workload, stage: Stage, layout: Layout, at: int, *, rows: float, slots: int) -> Memory:
-    """Bytes on a device of one stage, with so many examples in a micro-batch; as for `memory`."""
+    """Bytes on a device of one stage, with `rows` examples in a micro-batch; other arguments are those of `memory`."""
     size, tensor, zero, copies = work.variable_bytes, layout.tensor, layout.zero, layout.data
     variables, trained = size * stage.sum.parameters(tensor), size * stage.sum.trainable(tensor)
     parameters, gradients = variables, trained
@@ -130,12 +130,12 @@ def of_stage(work: Workload, stage: Stage, layout: Layout, at: int, *, rows: flo
         parameters = min(variables, variables / copies + size * stage.largest_parameters(tensor))
     if zero >= 2:
         gradients = min(trained, trained / copies + size * stage.largest_trainable(tensor))
-    pieces = zero in (1, 2) and size >= 4  # that are updated; of 16-bit variables, the slots have a copy already
+    pieces = zero in (1, 2) and size >= 4  # being updated; for 16-bit variables, the slots include a copy
     kept_apart = (slots + (layout.accumulate > 1) + pieces) * trained / (copies if zero else 1)
     loss = _loss(work, layout, rows) if at == layout.pipeline - 1 else 0.0
     activations = _activations(stage, layout, at, rows)
     if layout.pipeline > 1:
-        # The loss is over when the gradients begin; then its gradient waits for the last micro-batch.
+        # The loss is computed before the gradients begin; its gradient is kept until the last micro-batch.
         peak = max(loss, activations + gradients + loss / 3)
     elif layout.recompute or zero >= 2:
         peak = max(activations + loss, activations + gradients)
@@ -145,7 +145,7 @@ def of_stage(work: Workload, stage: Stage, layout: Layout, at: int, *, rows: flo
 
 
 def _loss(work: Workload, layout: Layout, rows: float) -> float:
-    """Of logits; where the tensor axis cuts them, as in Megatron-LM, of a part."""
+    """Bytes of the loss: of a shard of the logits where the tensor axis splits them, as in Megatron-LM."""
     parts = layout.tensor if work.loss_splits else 1
     return work.loss * rows * (1 if layout.loss == "microbatch" else layout.microbatches) / parts
 
@@ -156,13 +156,13 @@ def _activations(stage: Stage, layout: Layout, at: int, rows: float) -> float:
         kept = under_way * stage.inputs(rows) + stage.largest_segment(rows, layout.tensor)
     else:
         kept = under_way * stage.sum.kept(rows, layout.tensor)
-    if layout.pipeline > 1 and layout.schedule == "gpipe":  # what the stage before has handed on, for all of them
+    if layout.pipeline > 1 and layout.schedule == "gpipe":  # what the previous stage sent, for all of them
         kept += layout.microbatches * rows * stage.sum.takes
     return kept
 
 
 def _walk(stage: Stage, layout: Layout, rows: float, size: int) -> float:
-    """The most that lives at once in a backward pass: what earlier blocks keep, and gradients of later ones."""
+    """The peak of a backward pass: what earlier blocks keep, and the gradients of later ones."""
     kept, gradients = stage.sum.kept(rows, layout.tensor), 0.0
     most = kept
     for block in reversed(stage.blocks):
@@ -173,17 +173,17 @@ def _walk(stage: Stage, layout: Layout, rows: float, size: int) -> float:
 
 
 def sent(work: Workload, stages: Sequence[Stage], layout: Layout, *, batch: int) -> Sent:
-    """Bytes that the device which sends most sends in a step; as for `memory`."""
+    """Bytes sent in a step by the device that sends the most; arguments are those of `memory`."""
     copies, tensor = layout.data, layout.tensor
     rows = batch / copies
     passes = layout.forwards + 1
     once = (copies - 1) / copies * work.variable_bytes
     trained = once * max(stage.sum.trainable(tensor) for stage in stages)
     variables = once * max(stage.sum.parameters(tensor) for stage in stages)
-    meetings = layout.accumulate if layout.zero else 1
-    data = (1 if layout.zero >= 2 else 2) * trained * meetings
+    reductions = layout.accumulate if layout.zero else 1
+    data = (1 if layout.zero >= 2 else 2) * trained * reductions
     if layout.zero == 3:
-        data += 2 * variables * meetings  # for a block's forward pass, and for its second one and the backward pass
+        data += 2 * variables * reductions  # gathered for the forward pass, and again for the backward pass
     elif layout.zero:
         data += trained
     reduced = max(stage.sum.reduces for stage in stages) * rows * passes

@@ -1,4 +1,4 @@
-"""Devices as a planner sees them: how much they hold, how fast they compute and talk. Figures of their makers."""
+"""Devices as the planner sees them: memory, compute and link speeds, from the makers' data sheets."""
 
 import re
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ _UNITS |= {f"{k}IB": 2 ** (10 * at) for at, k in enumerate("KMGT", start=1)}
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, and the links that it talks by.
+    """One accelerator and its links.
 
     Args:
         name: such as `"a100-80"`.
-        memory_bytes: what it holds.
-        flops: operations a second in 16-bit products, dense, at most.
-        flops_tf32: the same in float32 products with TF32; where there is none, in float32.
+        memory_bytes: its memory.
+        flops: peak operations per second in dense 16-bit products.
+        flops_tf32: the same with TF32, or in float32 where there is no TF32.
         flops_float32: the same in float32.
-        bandwidth: bytes a second, one way, to a device of the same host.
+        bandwidth: bytes per second, one way, to a device of the same host.
         host_bandwidth: the same to a device of another host.
-        source: where the figures stand.
-        link: what `bandwidth` is of, `"NVLink"` or `"PCIe"`.
+        source: where the figures come from.
+        link: the link that `bandwidth` is of, `"NVLink"` or `"PCIe"`.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Device:
     link: str = ""
 
     def flops_in(self, precision: str) -> float:
-        """Operations a second in a precision.
+        """Peak operations per second in a precision.
 
         Example:
             >>> DEVICES["a100-80"].flops_in("mixed_bfloat16")
@@ -53,14 +53,14 @@ def _device(name: str, memory_gib: int, tera: tuple, link: tuple[str, float], ho
     return Device(name, memory_gib * 2**30, *rates, link[1] * 1e9, host_gb * 1e9, source, link[0])
 
 
-_PCIE_3, _PCIE_4, _PCIE_5 = ("PCIe", 16), ("PCIe", 32), ("PCIe", 64)  # 16 lanes, one way, as the data sheets say it
+_PCIE_3, _PCIE_4, _PCIE_5 = ("PCIe", 16), ("PCIe", 32), ("PCIe", 64)  # 16 lanes, one way, as in the data sheets
 _NVLINK_1, _NVLINK_2, _NVLINK_3 = ("NVLink", 80), ("NVLink", 150), ("NVLink", 300)
 _NVLINK_4, _NVLINK_5 = ("NVLink", 450), ("NVLink", 900)
 _ALONE = "25 Gb/s a host assumed"
 _V100, _A100, _H100 = (125, 15.7, 15.7), (312, 156, 19.5), (989, 494, 67)
 _NVL = (835, 417, 60)
 
-# Dense rates, in tera operations a second: in 16 bits; in TF32, before Ampere in float32; in float32.
+# Dense peak rates in tera operations per second: 16-bit; TF32 (float32 before Ampere); float32.
 DEVICES = MappingProxyType(
     {
         device.name: device
@@ -100,8 +100,8 @@ DEVICES = MappingProxyType(
         )
     }
 )
-# What the driver calls them, after the maker's and the family's names. Nothing may follow: "A10-24Q" is a part of an
-# A10, "A100-SXM4-80GB MIG 1g.10gb" a slice of an A100, and "RTX 4090 D" another GPU.
+# The driver's names, without the maker's and the family's. They must match in full: "A10-24Q" is a part of an A10,
+# "A100-SXM4-80GB MIG 1g.10gb" a slice of an A100, and "RTX 4090 D" another GPU.
 _NAMES = {
     r"A100-SXM\d-(40|80)GB": "a100-{}",
     r"A100-PCIE-(40|80)GB": "a100-pcie-{}",
@@ -122,7 +122,7 @@ _NAMES = {
 
 
 def driven(name: str) -> Device | None:
-    """The device of the table that a driver calls so; `None` where there is none.
+    """The device of the table with this driver name; `None` if there is none.
 
     Example:
         >>> driven("NVIDIA A10G").name, driven("Tesla V100-SXM2-32GB").name, driven("NVIDIA GeForce RTX 4090 D")
@@ -136,10 +136,10 @@ def driven(name: str) -> Device | None:
 
 
 def known(name: str) -> Device:
-    """A device of the table.
+    """A device of the table, by name.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: there is no device of that name.
     """
     if name not in DEVICES:
         raise unknown("device", name, DEVICES)
@@ -147,10 +147,10 @@ def known(name: str) -> Device:
 
 
 def bytes_of(size: int | float | str) -> int:
-    """Bytes as a number or as text: `"80GB"` is 80 times ten to the ninth, `"80GiB"` 80 times two to the thirtieth.
+    """Parses a number of bytes: `"80GB"` is 80 * 10**9, `"80GiB"` is 80 * 2**30.
 
     Raises:
-        InputError: it says no size above 0.
+        InputError: it is not a size above 0.
 
     Example:
         >>> bytes_of("80GB"), bytes_of("1.5 GiB"), bytes_of(100)
@@ -164,7 +164,7 @@ def bytes_of(size: int | float | str) -> int:
 
 
 def shown(size: float) -> str:
-    """Bytes for a person.
+    """A number of bytes as text.
 
     Example:
         >>> shown(80e9), shown(1234567), shown(12)

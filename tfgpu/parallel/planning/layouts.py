@@ -1,4 +1,4 @@
-"""The ways to lay a model out over devices."""
+"""Layouts: the ways to spread a model over devices."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,26 +9,27 @@ from tfgpu.errors import InputError, unknown
 SCHEDULES = ("1f1b", "gpipe", "gpipe-kept")
 """`gpipe-kept` is `gpipe` with `recompute=False`."""
 LOSSES = ("batch", "microbatch")
-_MOST_PARTS = 16  # micro-batches a stage; the idle share is below 6% by then
+_MAX_PARTS = 16  # micro-batches per stage, where the idle share is below 6%
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay a model out.
+    """One way to spread a model over devices.
 
     Args:
-        data: copies of the model; `pipeline` and `tensor`: see `Mesh`.
-        zero: 0 keeps all on each copy; 1 spreads the optimizer's slots over the copies, 2 gradients too, 3 parameters
-            too.
-        accumulate: steps of `gradient_accumulation_steps`, each on its part of the batch.
-        microbatches: parts that the pipeline cuts each of these into.
+        data: copies of the model.
+        pipeline: stages; see `Mesh`.
+        tensor: shards of large layers; see `Mesh`.
+        zero: 1 shards the optimizer's slots over the copies, 2 also gradients, 3 also parameters; 0 shards nothing.
+        accumulate: `gradient_accumulation_steps`: parts of the batch, each of which is one step.
+        microbatches: parts that the pipeline splits each of these into.
         schedule: of the pipeline.
-        recompute: whether blocks keep their inputs alone.
+        recompute: whether blocks keep only their inputs.
         loss: `"batch"`: the loss of all micro-batches comes before the first gradient, as in `parallel.pipeline`.
-            `"microbatch"`: each micro-batch has its loss and gradient by itself, as in Megatron-LM.
+            `"microbatch"`: each micro-batch has a loss and a gradient of its own, as in Megatron-LM.
 
     Raises:
-        InputError: a number below 1, or a name that there is not.
+        InputError: a number is below 1, or a name is unknown.
 
     Example:
         >>> str(Layout(data=2, pipeline=4, microbatches=8))
@@ -62,22 +63,22 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """How many parts the batch is cut into; each of them must have as many rows."""
+        """The number of equal parts that the batch is split into."""
         return self.data * self.accumulate * self.microbatches
 
     @property
     def forwards(self) -> int:
-        """How often the forward pass runs in a step."""
+        """How many times the forward pass runs in a step."""
         again = self.pipeline > 1 and self.loss == "batch" and self.schedule != "gpipe-kept"
         return 1 + again + self.recompute
 
     @property
     def idle(self) -> float:
-        """The share of a step in which a device waits for others."""
+        """The share of a step in which a device waits for other stages."""
         return (self.pipeline - 1) / (self.microbatches + self.pipeline - 1)
 
     def under_way(self, stage: int) -> int:
-        """Of how many micro-batches a stage keeps the activations at once."""
+        """The number of micro-batches whose activations a stage keeps at once."""
         if self.pipeline == 1 or self.schedule == "gpipe":
             return 1
         if self.schedule == "gpipe-kept":
@@ -94,18 +95,18 @@ class Layout:
 
 
 def tensor_sizes(devices: int, per_host: int) -> list[int]:
-    """The sizes that a tensor axis can have: it stays within a host."""
+    """The possible sizes of the tensor axis, which stays within a host."""
     return [size for size in _divisors(devices) if size <= per_host]
 
 
 def candidates(devices: int, batch: int, *, stages: Mapping[int, int], loss: str) -> Iterator[Layout]:
     """All layouts that multiply to the devices and divide the model and the batch, each once.
 
-    ZeRO 2 stands without a pipeline alone: its stages hold the whole sum of their gradients to the step's end. ZeRO 3
-    stands by itself, and recomputes.
+    ZeRO 2 is combined with no pipeline, whose stages keep the full sum of their gradients until the step ends. ZeRO 3
+    is combined with nothing, and recomputes.
 
     Args:
-        stages: by the sizes of the tensor axis that the model can be cut for, into how many stages it can be cut then.
+        stages: for each possible size of the tensor axis, the largest number of stages.
         devices, batch, loss: as for `plan`.
     """
     for tensor, blocks in stages.items():
@@ -128,11 +129,11 @@ def _schedules(pipeline: int, loss: str) -> tuple[str, ...]:
 
 
 def _parts(rows: int, pipeline: int) -> Iterator[tuple[int, int]]:
-    """Steps to accumulate over, by twos, and micro-batches of each."""
+    """Steps to accumulate over, in powers of two, and micro-batches of each."""
     accumulate = 1
     while rows % accumulate == 0:
         left = rows // accumulate
-        found = [1] if pipeline == 1 else [at for at in _divisors(left) if pipeline <= at <= _MOST_PARTS * pipeline]
+        found = [1] if pipeline == 1 else [at for at in _divisors(left) if pipeline <= at <= _MAX_PARTS * pipeline]
         if pipeline > 1 and left < pipeline:
             found = [left]
         for microbatches in found:

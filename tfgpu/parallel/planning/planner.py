@@ -1,10 +1,10 @@
-"""Which ways there are to lay a model out over devices, what each needs, and how long a step of it takes.
+"""`parallel.plan`: the layouts of a model over devices, what each needs, and how long a step takes.
 
     import tfgpu
     sizes = tfgpu.parallel.Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=50257)
     best = tfgpu.parallel.plan(sizes, devices=8, memory="40GB", batch=64)[0]
 
-Pure arithmetic: no device is asked for, and for sizes no TensorFlow is started. The rules stand in `footprint.py` and
+Pure arithmetic: no device is used, and a `Transformer` needs no TensorFlow. The rules are in `footprint.py` and
 `timing.py`.
 """
 
@@ -18,27 +18,26 @@ from tfgpu.parallel.planning.hardware import Device
 from tfgpu.parallel.planning.layouts import Layout
 from tfgpu.parallel.planning.workload import Transformer, Workload
 
-_MOST = 10**9
-"""Devices, rows: a layout for more would take as long to find as there are numbers to divide by."""
+_MAX_COUNT = 10**9  # of devices and rows: the search tries their divisors
 
 if TYPE_CHECKING:
     import keras
 
 HEADROOM = 0.1
-"""The share of the memory that is left free: for TensorFlow's own use, workspaces, and what the rules do not know."""
+"""The share of memory left free: for TensorFlow itself, workspaces, and what the rules do not model."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, and what it needs.
+    """A layout and what it needs.
 
     Attributes:
         layout: how the model is laid out.
-        memory: bytes on the device that needs most.
+        memory: bytes on the device that needs the most.
         sent: bytes that a device sends in a step.
-        step_time_s: predicted.
-        examples_per_s: likewise, over all devices.
-        lacks_bytes: what is missing on a device; 0 where it fits.
+        step_time_s: the predicted time of a step, in seconds.
+        examples_per_s: the predicted examples per second, over all devices.
+        lacks_bytes: the memory that is missing on a device; 0 where the layout fits.
     """
 
     layout: Layout
@@ -70,30 +69,31 @@ def plan(
     headroom: float = HEADROOM,
     loss: str = "batch",
 ) -> list[Plan]:
-    """Predicts what each layout of a model over devices needs, the quickest that fits first.
+    """Predicts what each layout of a model over devices needs; the fastest that fits comes first.
 
     Args:
-        model: a `Transformer` (its sizes), or a functional Keras model, whose graph is traced but not run; along the
-            tensor axis it is cut as `parallel.tensor` cuts it.
+        model: a `Transformer` (sizes), or a functional Keras model, whose graph is traced but not run; the tensor axis
+            splits it as `parallel.tensor` does.
         devices: how many.
-        batch: examples of a step, over all devices; None is 8 a device.
-        memory: of a device, in bytes or as `"80GB"`; None is what `device` has.
-        optimizer: one of `footprint.SLOTS`, or how many numbers it keeps for each parameter.
-        precision: what a `Transformer` computes in (default `mixed_bfloat16`); a Keras model has its own.
-        device: of `hardware.DEVICES`, or one of your own.
-        per_host: devices of a host; the tensor axis stays within one.
-        flops: operations a second of a device at most, in place of the table's.
-        bandwidth: bytes a second between devices of a host, in place of the table's; `host_bandwidth` between hosts.
-        efficiency: what share of `flops` is reached.
-        headroom: the share of the memory that is left free.
-        loss: when the loss is taken: see `Layout`.
+        batch: examples in a step, over all devices; None is 8 per device.
+        memory: of a device, in bytes or as `"80GB"`; None takes that of `device`.
+        optimizer: one of `footprint.SLOTS`, or the number of values that it keeps for each parameter.
+        precision: that a `Transformer` computes in (default `mixed_bfloat16`); a Keras model has its own.
+        device: a name in `hardware.DEVICES`, or a `Device`.
+        per_host: devices of a host; the tensor axis stays within a host.
+        flops: peak operations per second of a device, in place of the table's.
+        bandwidth: bytes per second between devices of a host, in place of the table's.
+        host_bandwidth: bytes per second between hosts, in place of the table's.
+        efficiency: the share of `flops` that is reached.
+        headroom: the share of memory that is left free.
+        loss: when the loss is computed: see `Layout`.
 
     Returns:
-        Those that fit, by time; then those that do not, by what they lack. Of layouts that differ only in how the
-        batch is cut, the best.
+        Layouts that fit, by step time; then those that do not, by missing memory. Of layouts that differ only in how
+        the batch is split, the best one.
 
     Raises:
-        InputError: a setting has no meaning, or no layout divides the batch and the model.
+        InputError: a setting is invalid, or no layout divides the batch and the model.
 
     Example:
         >>> sizes = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=50257)
@@ -124,7 +124,7 @@ def plan(
             best[key] = one
     if not best:
         raise InputError(
-            f"No layout of {work.name!r} over {devices} devices divides a batch of {batch}. Take a batch that is a "
+            f"No layout of {work.name!r} over {devices} devices divides a batch of {batch}. Use a batch that is a "
             f"multiple of {devices}."
         )
     return sorted(best.values(), key=_order)
@@ -145,7 +145,7 @@ def predict(
     """Predicts what one layout needs; arguments are those of `plan`.
 
     Raises:
-        InputError: the layout's parts do not divide the batch, or its axes the model.
+        InputError: the layout does not divide the batch or the model.
 
     Example:
         >>> sizes = Transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=50257)
@@ -156,12 +156,12 @@ def predict(
     _check(batch=batch, per_host=per_host)
     cut = work.along(layout.tensor)
     if cut is None:
-        fit = "where `parallel.tensor` can cut a layer so" if work.cutter else f"that divides {work.heads}"
-        raise InputError(f"{work.name!r} can be cut along a tensor axis {fit}. Received: {layout}.")
+        sizes = "for which `parallel.tensor` can split a layer" if work.cutter else f"that divides {work.heads}"
+        raise InputError(f"{work.name!r} can be split along a tensor axis of a size {sizes}. Received: {layout}.")
     if layout.pipeline > cut.most_stages:
-        raise InputError(f"{work.name!r} can be cut into {cut.most_stages} stages at most. Received: {layout}.")
+        raise InputError(f"{work.name!r} can be split into {cut.most_stages} stages at most. Received: {layout}.")
     if not _can_train(work, layout):
-        raise InputError(f"`parallel.tensor` takes no model whose blocks are recomputed. Received: {layout}.")
+        raise InputError(f"`parallel.tensor` does not support recomputed blocks. Received: {layout}.")
     work = cut
     room = found.memory_bytes * (1 - headroom)
     settings = dict(batch=batch, slots=footprint.slots_of(optimizer), room=room, per_host=per_host)
@@ -169,7 +169,7 @@ def predict(
 
 
 def _can_train(work: Workload, layout: Layout) -> bool:
-    """Whether there is a way to train so: a model of layers is not recomputed where they lie in parts."""
+    """Whether tfgpu can train in a layout: a Keras model is not recomputed where it is split along `tensor`."""
     return work.cutter is None or not (layout.recompute and layout.tensor > 1)
 
 
@@ -182,7 +182,7 @@ def _predicted(work, stages, layout, device, *, batch, slots, room, per_host, ef
 
 
 def _order(one: Plan) -> tuple:
-    """What fits before what does not; then the quicker, in three digits; then the plainer, and what needs less."""
+    """Sorts what fits before what does not, then by time (to three digits), simplicity, and memory."""
     layout = one.layout
     plain = (layout.zero, layout.recompute, layout.pipeline, layout.tensor, layout.accumulate, layout.microbatches)
     return (one.lacks_bytes, float(f"{one.step_time_s:.3g}"), plain, one.memory.peak)
@@ -192,7 +192,9 @@ def _workload(model, precision: str | None) -> Workload:
     if isinstance(model, Transformer):
         return model.workload(precision or "mixed_bfloat16")
     if precision is not None:
-        raise InputError(f"`precision` is for sizes: a model has its own. Received: precision={precision!r}.")
+        raise InputError(
+            f"`precision` applies to a `Transformer` only; a model has its own. Received: precision={precision!r}."
+        )
     if isinstance(model, Workload):
         return model
     from tfgpu.parallel.planning import traced  # starts TensorFlow
@@ -218,12 +220,12 @@ def _check(**counts: int) -> None:
     for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
-        if value > _MOST:
-            raise InputError(f"`{name}` must be {_MOST:,} at most. Received: {value:,}.")
+        if value > _MAX_COUNT:
+            raise InputError(f"`{name}` must be at most {_MAX_COUNT:,}. Received: {value:,}.")
 
 
 def _check_share(efficiency: float, headroom: float) -> None:
     if not 0 < efficiency <= 1:
-        raise InputError(f"`efficiency` must be above 0, and 1 at most. Received: {efficiency!r}. Try 0.5.")
+        raise InputError(f"`efficiency` must be above 0 and at most 1. Received: {efficiency!r}. Try 0.5.")
     if not 0 <= headroom < 1:
-        raise InputError(f"`headroom` must be from 0 to below 1. Received: {headroom!r}. Try 0.1.")
+        raise InputError(f"`headroom` must be at least 0 and below 1. Received: {headroom!r}. Try 0.1.")

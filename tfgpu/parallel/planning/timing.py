@@ -1,4 +1,4 @@
-"""How long a step takes, by arithmetic: a bound to compare layouts by, not a measurement."""
+"""Predicts how long a step takes: an estimate to compare layouts by, not a measurement."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from tfgpu.parallel.planning.layouts import Layout
 from tfgpu.parallel.planning.workload import Stage, Workload
 
 EFFICIENCY = 0.5
-"""Of a device's most operations a second, while it computes.
+"""The share of a device's peak operations per second that is reached while it computes.
 
-On A100s 0.43 to 0.52 are published, waiting and sending included (Narayanan et al., 2021, table 1).
+Published for A100s: 0.43 to 0.52, including waiting and sending (Narayanan et al., 2021, table 1).
 """
 
 
@@ -19,8 +19,8 @@ def compute_s(
 ) -> float:
     """Seconds in which the devices compute, or wait for each other in the pipeline.
 
-    A backward pass takes twice a forward pass. All stages take as long as the slowest, so a step of the pipeline has
-    `M + S - 1` turns of it.
+    A backward pass takes twice as long as a forward pass. All stages take as long as the slowest one, so a step of the
+    pipeline takes `M + S - 1` times its time per micro-batch.
     """
     rows = batch / layout.parts
     slowest = max(stage.sum.operations(layout.tensor) for stage in stages) * rows
@@ -29,10 +29,10 @@ def compute_s(
 
 
 def sending_s(layout: Layout, bytes_sent: Sent, device: Device, *, per_host: int) -> float:
-    """Seconds in which the devices send; nothing of it is hidden behind the computation.
+    """Seconds in which the devices send, with no overlap with computation.
 
-    Neighbours along `tensor` lie side by side, then those along `pipeline`, then those along `data`: an axis that
-    reaches beyond a host has the links between hosts.
+    Neighbors along `tensor` are adjacent devices, then those along `pipeline`, then those along `data`. An axis that
+    spans more than one host uses the links between hosts.
     """
     reach = {"tensor": layout.tensor, "pipeline": layout.tensor * layout.pipeline, "data": layout.devices}
     return sum(

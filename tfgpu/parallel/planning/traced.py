@@ -1,11 +1,12 @@
-"""What a Keras model asks of the devices: found in the graph of a training step, which is traced but not run.
+"""Describes a Keras model for the planner from the graph of a training step, which is traced but not run.
 
-A tensor that the forward pass makes and the backward pass reads is kept in between; views of it (a reshape) are not
-counted again. Two traces, of few and of twice as many rows, tell what grows with the rows. What a loop keeps (an LSTM)
-has no size that a graph would know: a warning names such layers.
+A tensor that the forward pass computes and the backward pass reads is kept in between; views of it (a reshape) are not
+counted again. Two traces, the second with twice as many rows, show what grows with the rows. The graph does not say how
+much a loop (an LSTM) keeps: a warning names such layers.
 """
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Traced:
-    """Bytes kept and operations of each call, for so many rows; and bytes kept of the inputs."""
+    """Bytes kept and operations of each call, bytes kept of the inputs, and calls that keep unknown sizes."""
 
     kept: list[float] = field(default_factory=list)
     flops: list[float] = field(default_factory=list)
@@ -41,14 +42,14 @@ class _Traced:
 def workload(model: keras.Model) -> Workload:
     """Describes a functional Keras model for the planner.
 
-    Its blocks are the runs of layers between places where one tensor goes on; a model in which layers mix the rows of a
-    batch is not cut into stages.
+    Its blocks are the runs of layers between places that a single tensor crosses. A model with layers that mix the rows
+    of a batch is not split into stages.
 
     Args:
-        model: functional or Sequential, built; its inputs have known sizes but for the rows.
+        model: functional or Sequential, built; all sizes of its inputs but the rows are known.
 
     Raises:
-        InputError: the model has no graph, or an input has a size that is not known.
+        InputError: the model has no graph, or an input has an unknown size.
 
     Example:
         >>> layers = [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(4)]
@@ -59,7 +60,7 @@ def workload(model: keras.Model) -> Workload:
     calls = model_graph.calls(model)
     few, many = _trace(model, calls, _ROWS), _trace(model, calls, 2 * _ROWS)
     for name in sorted(many.unknown):
-        _log.warning("What the loop of %r keeps for its gradient is not known, and left out of the plan.", name)
+        _log.warning("The size of what the loop of %r keeps for its gradient is unknown and not in the plan.", name)
     costs, given = _costs(calls, few, many), (many.given - few.given) / _ROWS
 
     @functools.cache
@@ -72,7 +73,7 @@ def workload(model: keras.Model) -> Workload:
 
 @dataclass(frozen=True)
 class _Cost:
-    """What one call needs: bytes kept an example and whatever the rows, operations an example, its own variables."""
+    """What one call needs: bytes kept per example and per pass, operations per example, and its own variables."""
 
     kept: float
     casts: float
@@ -90,43 +91,28 @@ def _costs(calls: Sequence[model_graph.Call], few: _Traced, many: _Traced) -> li
 
 
 def _described(
-    model, calls, costs, given: float, parts: tensor_split.TensorSplit | None = None, ways: int = 1
+    model: keras.Model,
+    calls: Sequence[model_graph.Call],
+    costs: Sequence[_Cost],
+    given: float,
+    split: tensor_split.TensorSplit | None = None,
+    ways: int = 1,
 ) -> Workload:
-    """The model as blocks, of which the tensor axis cuts these parts; `given` are bytes kept of an example itself."""
-    parts = parts or tensor_split.TensorSplit()
+    """The model as blocks.
+
+    Args:
+        model, calls, costs: what is described.
+        given: bytes kept of each example itself.
+        split: what the tensor axis splits; None splits nothing.
+        ways: the size of the tensor axis.
+    """
+    split = split or tensor_split.TensorSplit()
     size = next((_bytes(v) // max(1, math.prod(v.shape)) for v in model.trainable_variables), 4)
-    free = [at for at in _places(model, calls) if not any(first < at <= last for first, last in parts.spans)]
-    begins = [0, *free]
-    blocks = []
-    for begin, end in zip(begins, [*free, len(calls)], strict=True):
-        inner = range(begin, end)
-        owned = [v for at in inner for v in costs[at].variables]
-
-        def count(trains: bool, splits: bool, owned=owned) -> int:
-            mine = [v for v in owned if v.trainable == trains and (id(v) in parts.variables) == splits]
-            return sum(map(_bytes, mine)) // size
-
-        def total(name: str, among, inner=inner) -> float:
-            return sum(getattr(costs[at], name) for at in inner if at in among)
-
-        blocks.append(
-            Block(
-                calls[begin].name,
-                split=count(True, True),
-                whole=count(True, False),
-                frozen=count(False, False),
-                frozen_split=count(False, True),
-                kept_split=total("kept", parts.kept),
-                kept_whole=total("kept", set(inner) - parts.kept) + (0 if begin else given),
-                casts=total("casts", inner),
-                casts_whole=total("casts", set(inner) - parts.flops) if ways > 1 else 0,
-                takes=sum(_row_bytes(tensor) for tensor in _crossing(model, calls, begin)),
-                flops=total("flops", inner),
-                flops_whole=total("flops", set(inner) - parts.flops) if ways > 1 else 0,
-                # Counted as an all-reduce, which sends twice (ways - 1) / ways of it, forwards and backwards.
-                reduces=sum(parts.sent.get(at, 0.0) for at in inner) * ways / 4,
-            )
-        )
+    free = [at for at in _places(model, calls) if not any(first < at <= last for first, last in split.spans)]
+    blocks = [
+        _block(model, calls, costs, range(begin, end), given if begin == 0 else 0, split, ways, size)
+        for begin, end in itertools.pairwise([0, *free, len(calls)])
+    ]
     return Workload(
         model.name,
         tuple(blocks),
@@ -135,7 +121,36 @@ def _described(
         outputs=sum(_row_bytes(tensor) for tensor in model_graph.functional(model).outputs),
         segments=in_segments([block.kept_whole + block.kept_split for block in blocks]),
         most_stages=1 if any(map(sections.is_known_to_mix_rows, calls)) else len(blocks),
-        loss_splits=parts.loss_splits,
+        loss_splits=split.loss_splits,
+    )
+
+
+def _block(model, calls, costs, inner: range, given: float, split: tensor_split.TensorSplit, ways: int, size) -> Block:
+    """One block: the calls at the positions `inner`, with parameters of `size` bytes."""
+    owned = [variable for at in inner for variable in costs[at].variables]
+
+    def count(trains: bool, is_split: bool) -> int:
+        mine = [v for v in owned if v.trainable == trains and (id(v) in split.variables) == is_split]
+        return sum(map(_bytes, mine)) // size
+
+    def total(name: str, among) -> float:
+        return sum(getattr(costs[at], name) for at in inner if at in among)
+
+    return Block(
+        calls[inner[0]].name,
+        split=count(True, True),
+        whole=count(True, False),
+        frozen=count(False, False),
+        frozen_split=count(False, True),
+        kept_split=total("kept", split.kept),
+        kept_whole=total("kept", set(inner) - split.kept) + given,
+        casts=total("casts", inner),
+        casts_whole=total("casts", set(inner) - split.flops) if ways > 1 else 0,
+        takes=sum(_row_bytes(tensor) for tensor in _crossing(model, calls, inner[0])),
+        flops=total("flops", inner),
+        flops_whole=total("flops", set(inner) - split.flops) if ways > 1 else 0,
+        # As for an all-reduce, which sends 2 (ways - 1) / ways of it in the forward and the backward pass.
+        reduces=sum(split.sent.get(at, 0.0) for at in inner) * ways / 4,
     )
 
 
@@ -194,7 +209,7 @@ def _call_of(number: int, ends: Sequence[int]) -> int:
 
 
 def _flops(operation: tf.Operation) -> float:
-    """Operations of one node: those of a product, one a number for all else."""
+    """Operations of one node: those of a product; for other nodes, one for each number of the result."""
     made = operation.outputs[0].shape if operation.outputs else tf.TensorShape(None)
     if not made.is_fully_defined() or operation.type in _FREE | _VIEWS | {"Placeholder"}:
         return 0
@@ -218,7 +233,7 @@ def _flops(operation: tf.Operation) -> float:
 
 
 def _variables(calls: Sequence[model_graph.Call]) -> list[list]:
-    """The variables of each call that no earlier call has."""
+    """The variables of each call, except those of earlier calls."""
     seen, found = set(), []
     for call in calls:
         mine = [v for v in getattr(call.operation, "variables", ()) if id(v) not in seen]
@@ -228,7 +243,7 @@ def _variables(calls: Sequence[model_graph.Call]) -> list[list]:
 
 
 def _places(model: keras.Model, calls: Sequence[model_graph.Call]) -> list[int]:
-    """Before which calls the model can be cut: one tensor goes on, and no layer stands on both sides."""
+    """The calls before which the model can be cut: one tensor crosses, and no layer is on both sides."""
     last = {id(call.operation): at for at, call in enumerate(calls)}
     reach, places = 0, []
     for at, call in enumerate(calls):
@@ -239,7 +254,7 @@ def _places(model: keras.Model, calls: Sequence[model_graph.Call]) -> list[int]:
 
 
 def _crossing(model: keras.Model, calls: Sequence[model_graph.Call], at: int) -> list:
-    """The tensors that calls from here on need of what was there before."""
+    """The tensors that calls from a position on take from earlier ones."""
     own = {id(tensor) for call in calls[at:] for tensor in call.outputs}
     needed = {id(tensor): tensor for call in calls[at:] for tensor in call.inputs}
     needed |= {id(tensor): tensor for tensor in model_graph.functional(model).outputs}
@@ -249,8 +264,8 @@ def _crossing(model: keras.Model, calls: Sequence[model_graph.Call], at: int) ->
 def _shape(tensor, rows: int) -> tuple:
     if None in tensor.shape[1:]:
         raise InputError(
-            f"The input {tensor.name!r} has a size that is not known: {tensor.shape}. Make the model with fixed sizes, "
-            "but for the rows."
+            f"The input {tensor.name!r} has an unknown size: {tensor.shape}. Build the model with fixed sizes "
+            "for all axes but the rows."
         )
     return (rows, *tensor.shape[1:])
 

@@ -1,7 +1,7 @@
-"""What a model asks of the devices, block by block: what a planner needs to know, and no model.
+"""Describes what a model needs of the devices, block by block, for the planner.
 
-A `Transformer` is described by its sizes alone, so that a model which fits nowhere can be planned. For a Keras model,
-`traced.py` finds the same facts in its graph.
+A `Transformer` is described by its sizes, so a model that fits on no machine at hand can be planned. For a Keras model,
+`traced.py` reads the same facts from its graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from functools import cached_property
 from tfgpu.errors import InputError, unknown
 from tfgpu.parallel import balance
 
-PRECISIONS = {  # Bytes of a variable, and of a number that a layer computes.
+PRECISIONS = {  # Bytes of a variable, and of an activation.
     "float32": (4, 4),
     "tf32": (4, 4),
     "mixed_float16": (4, 2),
@@ -19,23 +19,28 @@ PRECISIONS = {  # Bytes of a variable, and of a number that a layer computes.
     "bfloat16": (2, 2),
     "float16": (2, 2),
 }
-_MOST_LAYERS = 10_000  # each is counted by itself
+_MAX_LAYERS = 10_000  # each is counted by itself
 _LOSS_COPIES = 3  # Logits, what the loss keeps for its gradient, and the gradient.
 
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a model that is not cut. "Split" is what the tensor axis divides, "whole" what each device of it has.
+    """A part of a model that is in one stage. "Split" is what the tensor axis divides, "whole" what each device has.
 
     Attributes:
         name: of its first layer.
-        split: trainable parameters; `whole` likewise, `frozen` and `frozen_split` those that no optimizer changes.
-        kept_split: bytes that are kept for the backward pass for each example; `kept_whole` likewise.
-        casts: bytes kept for each pass, whatever its rows: 16-bit copies of kernels, above all; split, but for
-            `casts_whole`.
-        takes: bytes that come into it, for each example.
-        flops: of the forward pass, for each example; `flops_whole` those of them that are not split.
-        reduces: bytes that the tensor axis sums in a forward pass, for each example; in a backward pass as many.
+        split: trainable parameters that are split.
+        whole: trainable parameters that are whole.
+        frozen: parameters that no optimizer changes, whole.
+        frozen_split: the same, split.
+        kept_split: bytes kept for the backward pass for each example, split.
+        kept_whole: the same, whole.
+        casts: bytes kept for each pass, whatever its rows, above all 16-bit copies of kernels; includes `casts_whole`.
+        casts_whole: those that are not split.
+        takes: bytes of its input for each example.
+        flops: of the forward pass for each example; includes `flops_whole`.
+        flops_whole: those that are not split.
+        reduces: bytes that the tensor axis sums in a forward pass for each example, and again in a backward pass.
     """
 
     name: str
@@ -53,12 +58,12 @@ class Block:
     reduces: float = 0
 
     def kept(self, rows: float, tensor: int) -> float:
-        """Bytes that a pass over so many rows keeps for its gradient."""
+        """Bytes that a forward pass over so many rows keeps for its gradient."""
         casts = (self.casts - self.casts_whole) / tensor + self.casts_whole
         return rows * (self.kept_split / tensor + self.kept_whole) + casts
 
     def operations(self, tensor: int) -> float:
-        """Of the forward pass, for each example, on the device that has most."""
+        """Operations of the forward pass for each example, on the device that has the most."""
         return (self.flops - self.flops_whole) / tensor + self.flops_whole
 
     def parameters(self, tensor: int) -> float:
@@ -70,7 +75,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Stage:
-    """Blocks that lie on one device of the pipeline, in segments that are recomputed one at a time."""
+    """The blocks on one device of the pipeline, in segments that are recomputed one at a time."""
 
     segments: tuple[tuple[Block, ...], ...]
 
@@ -80,21 +85,21 @@ class Stage:
 
     @cached_property
     def sum(self) -> Block:
-        """All of it as one block."""
+        """All blocks as one."""
         return _together(self.blocks)
 
     @cached_property
     def kinds(self) -> tuple[Block, ...]:
-        """Its segments as one block each; of equal ones the first."""
+        """Each distinct segment as one block."""
         return tuple({_together(segment, name=""): None for segment in self.segments})
 
     @cached_property
     def signature(self) -> tuple:
-        """Equal where two stages cost the same."""
+        """Equal for two stages that cost the same."""
         return _together(self.blocks, name=""), self.kinds, len(self.segments)
 
     def inputs(self, rows: float) -> float:
-        """What it keeps where segments are recomputed: what goes into each of them."""
+        """Bytes kept where segments are recomputed: the inputs of each."""
         return rows * sum(segment[0].takes for segment in self.segments)
 
     def largest_segment(self, rows: float, tensor: int) -> float:
@@ -120,19 +125,19 @@ def _together(blocks: Sequence[Block], name: str | None = None) -> Block:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model as a row of blocks.
+    """A model as a sequence of blocks.
 
     Attributes:
         name: the model's.
         blocks: in the order in which they run.
         variable_bytes: of one parameter.
-        precision: what it computes in.
+        precision: that it computes in.
         outputs: bytes that it returns for each example, which the loss reads.
-        heads: what the tensor axis must divide; 1 where the model cannot be cut along it.
-        segments: where the runs of blocks begin that are recomputed together.
-        most_stages: how many stages it can be cut into.
-        loss_splits: whether the tensor axis cuts what the loss reads.
-        cutter: what the model is in so many parts, where that is more than a division; None where there are none.
+        heads: the number that the size of the tensor axis must divide; 1 where the model cannot be split along it.
+        segments: where runs of blocks begin that are recomputed together.
+        most_stages: the largest number of stages.
+        loss_splits: whether the tensor axis splits what the loss reads.
+        cutter: returns the model as split into a number of shards, or None; used where a split is not a division.
     """
 
     name: str
@@ -147,7 +152,7 @@ class Workload:
     cutter: "Callable[[int], Workload | None] | None" = field(default=None, repr=False, compare=False)
 
     def along(self, tensor: int) -> "Workload | None":
-        """The model for a tensor axis of this size; None where it cannot be cut into so many parts."""
+        """The model for a tensor axis of this size; None where it cannot be split into so many shards."""
         if self.cutter is not None and tensor > 1:
             cut = self.cutter(tensor)
             return cut and replace(cut, precision=self.precision)
@@ -163,11 +168,11 @@ class Workload:
 
     @property
     def loss(self) -> float:
-        """Bytes that the loss takes for each example at its peak."""
+        """Bytes that the loss needs for each example at its peak."""
         return _LOSS_COPIES * self.outputs
 
     def stages(self, count: int) -> tuple[Stage, ...]:
-        """So many stages, of which the most expensive is as cheap as can be."""
+        """The blocks in so many stages, where the most expensive stage is as cheap as possible."""
         flops = [block.flops for block in self.blocks]
         begins = [0, *balance.cut(flops, count), len(self.blocks)] if count > 1 else [0, len(self.blocks)]
         return tuple(self._stage(begin, end) for begin, end in zip(begins, begins[1:], strict=False))
@@ -181,23 +186,23 @@ class Workload:
 class Transformer:
     """The sizes of a causal language model as `tfgpu.models.transformer` builds it.
 
-    What a block keeps for its backward pass is what Keras's layers keep: per token `2 (c W + 8 W + 12)` bytes for the
-    normalizations, `4 c W` for queries, keys, values and what is attended to, `4 c F` for the activation, and for each
-    head and position 9 (float32) or 7 bytes for the attention's weights, with W units, F in the MLP and c bytes a
-    number. Megatron-LM keeps less: its activations are fused.
+    A block keeps for its backward pass what Keras's layers keep: per token, `2 (c W + 8 W + 12)` bytes for the
+    normalizations, `4 c W` for queries, keys, values and the attention's result, `4 c F` for the activation, and for
+    each head and position 9 (float32) or 7 bytes for the attention weights, with W units, F units in the MLP and c
+    bytes per number. Megatron-LM keeps less, because its activations are fused.
 
     Args:
-        layers: blocks.
+        layers: number of blocks.
         hidden: units of each position.
         heads: attention heads; divides `hidden`.
-        sequence: tokens of an example.
-        vocabulary: how many tokens there are.
+        sequence: tokens in an example.
+        vocabulary: number of different tokens.
         mlp: units of the hidden layer of a block's MLP; None is 4 times `hidden`.
         dropout: whether there is dropout, which keeps masks.
-        name: what to call it.
+        name: used in messages.
 
     Raises:
-        InputError: a size is no whole number from 1, or the heads do not divide the units.
+        InputError: a size is not a whole number from 1, or the heads do not divide the units.
 
     Example:
         >>> gpt3 = Transformer(layers=96, hidden=12288, heads=96, sequence=2048, vocabulary=51200)
@@ -222,8 +227,8 @@ class Transformer:
             value = getattr(self, name)
             if not (name == "mlp" and value is None) and (type(value) is not int or value < 1):
                 raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
-        if self.layers > _MOST_LAYERS:
-            raise InputError(f"`layers` must be {_MOST_LAYERS:,} at most. Received: {self.layers:,}.")
+        if self.layers > _MAX_LAYERS:
+            raise InputError(f"`layers` must be at most {_MAX_LAYERS:,}. Received: {self.layers:,}.")
         if self.hidden % self.heads:
             nearest = max(1, round(self.hidden / self.heads)) * self.heads
             raise InputError(
@@ -232,10 +237,10 @@ class Transformer:
             )
 
     def workload(self, precision: str = "mixed_bfloat16") -> Workload:
-        """Its blocks in a precision.
+        """The transformer's blocks in a precision.
 
         Raises:
-            InputError: there is no such precision.
+            InputError: the precision is unknown.
         """
         if precision not in PRECISIONS:
             raise unknown("precision", precision, PRECISIONS)
@@ -293,7 +298,7 @@ class Transformer:
 
 
 def in_segments(kept: Sequence[float]) -> tuple[int, ...]:
-    """Where segments begin that are recomputed one at a time: about the square root of the blocks' number of them.
+    """Where segments begin that are recomputed one at a time; their number is about the square root of the blocks'.
 
     Source: Chen et al., Training deep nets with sublinear memory cost, 2016.
 
