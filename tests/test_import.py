@@ -56,10 +56,7 @@ UPWARD = {
     "core/rng.py": {"repairs"},
     "core/step_blocks.py": {"checkpoint"},
     "core/step_loop.py": {"optim", "repairs"},
-    "core/training_state.py": {"parallel"},
     "core/xla_trial.py": {"parallel"},
-    "optim/gradient_accumulation.py": {"parallel"},
-    "optim/parameter_groups.py": {"parallel"},
     "parallel/zero/sharded_optimizer.py": {"optim"},
 }
 FREE = {"__init__", "__main__", "cli"}

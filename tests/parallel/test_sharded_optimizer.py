@@ -9,7 +9,8 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.callbacks import Checkpoint, SkipNaN
-from tfgpu.parallel import memory_by_device, place, shard, sharded_variable
+from tfgpu.core import sharded_variable
+from tfgpu.parallel import memory_by_device, place, shard
 
 RNG = np.random.default_rng(0)
 Y = RNG.normal(size=(50, 1)).astype("float32")

@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.parallel import shard_patches, sharded_variable
+from tfgpu.core import sharded_variable
+from tfgpu.parallel import shard_patches
 
 ROWS = np.arange(10, dtype="float32").reshape(5, 2)
 

@@ -7,10 +7,9 @@ import keras
 import numpy as np
 
 from tfgpu import repairs
-from tfgpu.core import training_state
+from tfgpu.core import sharded_variable, training_state
 from tfgpu.errors import InputError
 from tfgpu.optim import batch_norm_statistics
-from tfgpu.parallel import sharded_variable
 
 _log = logging.getLogger(__name__)
 

@@ -26,10 +26,8 @@ from tfgpu.compat import keras as private_keras
 from tfgpu.compat import optimizers as private_optimizers
 from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
 from tfgpu.compat.variables import has_copies, held
-from tfgpu.core import broadcast
+from tfgpu.core import broadcast, sharded_variable
 from tfgpu.errors import InputError
-from tfgpu.parallel import sharded_variable
-from tfgpu.parallel.zero import sharding
 
 _REPLICAS = "@"
 _GLOBAL_DRAWS = "draws/global"
@@ -282,7 +280,7 @@ def _dtype(variable) -> np.dtype:
 def _trained_weights(model, optimizer) -> np.ndarray:
     """The positions of the weights that an optimizer updates; -1 for a variable that is not among the weights."""
     numbers = {id(variable): at for at, variable in enumerate(model.weights)}
-    trained = map(sharding.full_variable, private_optimizers.trained(optimizer))
+    trained = map(sharded_variable.full_variable, private_optimizers.trained(optimizer))
     return np.array([numbers.get(id(variable), -1) for variable in trained], "int64")
 
 

@@ -10,8 +10,8 @@ from tensorflow.python.distribute import distribute_utils
 
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, gradient_weights, replication, step_context, traffic
+from tfgpu.core.sharded_variable import set_shard_info, shard_info
 from tfgpu.errors import MachineError
-from tfgpu.parallel.sharded_variable import set_shard_info, shard_info
 
 PATIENCE_S = 300.0
 """How long one worker waits for the others to save as well."""

@@ -14,9 +14,8 @@ import numpy as np
 
 from tfgpu.compat import optimizers
 from tfgpu.compat.keras import LossScaleOptimizer, MultiOptimizer
+from tfgpu.core import sharded_variable
 from tfgpu.errors import InputError
-from tfgpu.parallel import sharded_variable
-from tfgpu.parallel.zero import sharding
 
 _decaying = contextvars.ContextVar("decaying", default=1.0)
 
@@ -34,7 +33,7 @@ class ParameterGroups:
 
     def build(self, variables):
         super().build(variables)
-        paths, saved = [sharding.full_variable(v).path for v in variables], dict(self.saved_factors)
+        paths, saved = [sharded_variable.full_variable(v).path for v in variables], dict(self.saved_factors)
         if saved and len(saved) == len(paths):
             self.factors = {**self.factors, **dict(zip(paths, saved.values(), strict=True))}
         elif saved and not saved.keys() >= set(paths):

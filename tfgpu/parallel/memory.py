@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.core import sharded_variable
 from tfgpu.parallel import device_placement
-from tfgpu.parallel.zero import sharding
 
 
 def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
@@ -28,7 +28,9 @@ def memory_by_device(model: keras.Model) -> dict[str, dict[str, int]]:
     groups = {
         "weights": model.variables,
         "optimizer": optimizer.variables if optimizer is not None else [],
-        "pieces": [sharding.shard_of(v) for v in model.trainable_variables if sharding.shard_of(v) is not v],
+        "pieces": [
+            sharded_variable.shard_of(v) for v in model.trainable_variables if sharded_variable.shard_of(v) is not v
+        ],
     }
     metrics = {id(variable) for variable in model.metrics_variables}
     found: dict[str, dict[str, int]] = {}

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tfgpu import strategies
-from tfgpu.core import replication
+from tfgpu.core import replication, sharded_variable
 from tfgpu.core.error_messages import in_units
 from tfgpu.errors import InputError
-from tfgpu.parallel import balance, connection, costs, device_placement, model_graph, sharded_variable
+from tfgpu.parallel import balance, connection, costs, device_placement, model_graph
 
 Devices = str | Iterable[str]
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfgpu.compat import optimizers
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, replication
-from tfgpu.parallel.sharded_variable import has_shards, shard_info
+from tfgpu.core.sharded_variable import has_shards, shard_info
 
 _here = threading.local()
 

@@ -13,9 +13,7 @@ import tensorflow as tf
 from tfgpu.compat import layers, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.variables import CHECKPOINT_KEY
-from tfgpu.errors import InputError
-from tfgpu.parallel import shard_clipping
-from tfgpu.parallel.sharded_variable import (
+from tfgpu.core.sharded_variable import (
     ShardedVariable,
     ShardInfo,
     Sharding,
@@ -24,6 +22,8 @@ from tfgpu.parallel.sharded_variable import (
     set_shard_info,
     shard_info,
 )
+from tfgpu.errors import InputError
+from tfgpu.parallel import shard_clipping
 
 _NOT_ELEMENTWISE = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
 

@@ -12,8 +12,9 @@ from tfgpu.compat import layers as private_layers
 from tfgpu.compat import slots, variables
 from tfgpu.compat.keras import in_stateless_scope
 from tfgpu.compat.patch import wrap
+from tfgpu.core import sharded_variable
 from tfgpu.errors import InputError
-from tfgpu.parallel import shard_patches, sharded_variable
+from tfgpu.parallel import shard_patches
 
 _SEPARABLE = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 

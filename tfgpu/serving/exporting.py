@@ -11,8 +11,9 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from tfgpu.core import sharded_variable
 from tfgpu.errors import InputError, MachineError, unknown
-from tfgpu.parallel import model_graph, sharded_variable
+from tfgpu.parallel import model_graph
 from tfgpu.parallel.zero import sharding
 from tfgpu.serving import examples, placing
 from tfgpu.serving.formats import FORMATS, Format, computes_in, write

@@ -14,8 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import rng
-from tfgpu.parallel import sharded_variable
+from tfgpu.core import rng, sharded_variable
 
 _here = threading.local()
 

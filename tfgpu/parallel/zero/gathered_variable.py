@@ -24,9 +24,9 @@ import tensorflow as tf
 from tfgpu.compat import layers, variables
 from tfgpu.compat.keras import get_stateless_scope, in_stateless_scope, in_symbolic_scope, tree
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, gradient_weights, layer_state, replication, step_context
+from tfgpu.core import collectives, gradient_weights, layer_state, replication, sharded_variable, step_context
 from tfgpu.errors import InputError
-from tfgpu.parallel import device_placement, model_graph, sharded_variable
+from tfgpu.parallel import device_placement, model_graph
 from tfgpu.parallel.rematerialization import remat
 from tfgpu.parallel.zero import reduction, sharding
 from tfgpu.repairs import saving
@@ -45,7 +45,7 @@ class GatheredVariable(variables.VirtualVariable):
     @property
     def shards(self) -> list[keras.Variable]:
         """The one shard, which is trained in its place."""
-        return [sharding.shard_of(self)]
+        return [sharded_variable.shard_of(self)]
 
     def read(self) -> tf.Tensor:
         if in_symbolic_scope():
@@ -55,14 +55,14 @@ class GatheredVariable(variables.VirtualVariable):
             getattr(_here, "reads", set()).add(id(self))
             return found
         if replication.replica_context() is None:
-            return _full_value(sharding.shard_of(self))
+            return _full_value(sharded_variable.shard_of(self))
         return _all_gather([self], {id(self)})[0]
 
     def write(self, value: np.ndarray) -> None:
         sharded_variable.ShardedVariable(self.shards).assign(value)
 
     def shared_name(self) -> str:
-        return variables.shared_name(sharding.shard_of(self))
+        return variables.shared_name(sharded_variable.shard_of(self))
 
     def numpy(self) -> np.ndarray:
         return sharded_variable.ShardedVariable(self.shards).numpy()
@@ -84,11 +84,11 @@ class GatheredVariable(variables.VirtualVariable):
 
     @property
     def trainable(self) -> bool:
-        return sharding.shard_of(self).trainable
+        return sharded_variable.shard_of(self).trainable
 
     @trainable.setter
     def trainable(self, value: bool) -> None:
-        sharding.shard_of(self).trainable = value
+        sharded_variable.shard_of(self).trainable = value
 
 
 def shard_parameters(
@@ -238,7 +238,7 @@ def _all_gather(gathered: Sequence[GatheredVariable], reads: set, dtype: str | N
         reads: the ids of those that have been read when the gradient is taken; the others have no gradient.
         dtype: to cast to before pieces are sent; None leaves them.
     """
-    shards = [sharding.shard_of(variable) for variable in gathered]
+    shards = [sharded_variable.shard_of(variable) for variable in gathered]
     narrow = [dtype if dtype and _is_autocast(variable) else None for variable in gathered]
 
     @tf.custom_gradient

@@ -8,11 +8,11 @@ import numpy as np
 from tfgpu.compat import optimizers, slots, variables
 from tfgpu.compat.keras import BaseOptimizer
 from tfgpu.compat.patch import wrap
-from tfgpu.core import replication, step_context
+from tfgpu.core import replication, sharded_variable, step_context
+from tfgpu.core.sharded_variable import full_variable, shard_of
 from tfgpu.errors import InputError
-from tfgpu.parallel import sharded_variable
 from tfgpu.parallel.zero import elementwise
-from tfgpu.parallel.zero.sharding import full_variable, is_fully_sharded, is_sharded, shard_of, state_of
+from tfgpu.parallel.zero.sharding import is_fully_sharded, is_sharded, state_of
 
 
 @functools.cache

@@ -6,8 +6,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.core import collectives, replication
+from tfgpu.core.sharded_variable import shard_of
 from tfgpu.parallel.zero import shard_collectives
-from tfgpu.parallel.zero.sharding import device_of, full_shape, is_fully_sharded, shard_of, state_of
+from tfgpu.parallel.zero.sharding import device_of, full_shape, is_fully_sharded, state_of
 
 BUCKET_BYTES = 32 << 20
 """Of gradients in one collective, so that the first can be sent while others are computed."""

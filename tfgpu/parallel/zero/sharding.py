@@ -24,8 +24,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import slots, variables
-from tfgpu.core import broadcast
-from tfgpu.parallel import device_placement, shard_patches, sharded_variable
+from tfgpu.core import broadcast, sharded_variable
+from tfgpu.core.sharded_variable import full_variable, shard_of
+from tfgpu.parallel import device_placement, shard_patches
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def create_shard(
     outer = sharded_variable.shard_info(variable)
     shard_patches.mark_shards([shard], FlatSharding(tuple(variable.shape)), variable.path, outer)
     slots.of(shard).zero = ShardState(config, placement, variable)
-    slots.of(variable).zero_shard = shard
+    sharded_variable.set_shard(variable, shard, holds_value=config.stage < 3)
     return shard
 
 
@@ -118,17 +119,6 @@ def _hosts(placement: device_placement.DevicePlacement) -> device_placement.Devi
 
 def state_of(shard) -> ShardState:
     return slots.of(shard).zero
-
-
-def shard_of(variable):
-    """A sharded variable's shard; any other variable itself."""
-    return slots.get(variable, "zero_shard", variable)
-
-
-def full_variable(variable):
-    """The variable that holds the value between steps: that of a shard in stages 1 and 2, else the argument itself."""
-    state = slots.get(variable, "zero")
-    return variable if state is None or state.config.stage == 3 else state.variable
 
 
 def is_sharded(variable) -> bool:

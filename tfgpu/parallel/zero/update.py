@@ -8,9 +8,10 @@ import tensorflow as tf
 from tfgpu.compat import optimizers
 from tfgpu.compat.keras import LossScaleOptimizer, name_scope
 from tfgpu.core import collectives, gradient_weights, layer_state, replication, step_context, traffic
+from tfgpu.core.sharded_variable import full_variable, shard_of
 from tfgpu.parallel import shard_clipping
 from tfgpu.parallel.zero.reduction import all_gather, local_piece
-from tfgpu.parallel.zero.sharding import device_of, full_variable, is_fully_sharded, shard_of, state_of
+from tfgpu.parallel.zero.sharding import device_of, is_fully_sharded, state_of
 
 
 @contextlib.contextmanager

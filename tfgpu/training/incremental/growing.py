@@ -2,10 +2,9 @@
 
 import keras
 
-from tfgpu.core import training_state
+from tfgpu.core import sharded_variable, training_state
 from tfgpu.errors import InputError
 from tfgpu.optim import parameter_groups
-from tfgpu.parallel import sharded_variable
 from tfgpu.training.incremental import names
 
 _AFTER_HEAD = (keras.layers.Activation, keras.layers.Softmax, keras.layers.Dropout)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import keras
 
+from tfgpu.core import sharded_variable
 from tfgpu.errors import InputError
-from tfgpu.parallel import sharded_variable
 from tfgpu.parallel.zero import sharding
 
 

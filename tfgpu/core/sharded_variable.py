@@ -3,7 +3,7 @@
 A shard is an ordinary Keras variable with optimizer slots of its own. Files, checkpoints and `get_weights` see the
 shards as one `ShardedVariable`, in the place and the order of the variable that one device has.
 
-`shard_patches.py` makes Keras do so; `shard_clipping.py` clips gradients by the norm of the full variable.
+`parallel/shard_patches.py` makes Keras do so; `parallel/shard_clipping.py` clips by the norm of the full variable.
 """
 
 from collections.abc import Sequence
@@ -141,6 +141,29 @@ def shard_info(variable) -> ShardInfo | None:
 def set_shard_info(variable, info: ShardInfo) -> None:
     """Makes a variable a shard of what `info` describes."""
     slots.of(variable).shard_info = info
+
+
+def shard_of(variable):
+    """What an optimizer updates in the place of a variable: its shard (ZeRO); any other variable itself."""
+    return slots.get(variable, "updated_shard", variable)
+
+
+def full_variable(variable):
+    """The variable whose value an optimizer's variable stands for; any other variable itself."""
+    return slots.get(variable, "full_variable", variable)
+
+
+def set_shard(variable, shard, *, holds_value: bool) -> None:
+    """Makes an optimizer update `shard` in the place of a variable.
+
+    Args:
+        variable: the variable.
+        shard: its shard.
+        holds_value: the variable holds the value between steps; otherwise the shard does.
+    """
+    slots.of(variable).updated_shard = shard
+    if holds_value:
+        slots.of(shard).full_variable = variable
 
 
 def merged(found: Sequence) -> list:
