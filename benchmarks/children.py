@@ -51,10 +51,20 @@ class Training:
         tiny: next to no work.
         log: a file for what the processes print.
         timeout_s: for each answer.
+        root: the checkout whose code the processes run.
     """
 
     def __init__(
-        self, peer: Peer, work: str, topology: Topology, machine: Machine, *, tiny: bool, log: Path, timeout_s: float
+        self,
+        peer: Peer,
+        work: str,
+        topology: Topology,
+        machine: Machine,
+        *,
+        tiny: bool,
+        log: Path,
+        timeout_s: float,
+        root: Path = ROOT,
     ):
         self._timeout_s, self._log, self._heard = timeout_s, log, {}
         addresses = [f"127.0.0.1:{port}" for port in _free_ports(topology.processes)]
@@ -69,8 +79,8 @@ class Training:
                 self._processes.append(
                     subprocess.Popen(
                         [python, "-m", "benchmarks.peers.process", mine],
-                        cwd=ROOT,
-                        env=_environment(peer, topology, addresses, rank, len(cores)),
+                        cwd=root,
+                        env=_environment(peer, topology, addresses, rank, len(cores), root),
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=file,
@@ -136,8 +146,10 @@ class Training:
             process.stdout.close()
 
 
-def _environment(peer: Peer, topology: Topology, addresses: list[str], rank: int, threads: int) -> dict[str, str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+def _environment(
+    peer: Peer, topology: Topology, addresses: list[str], rank: int, threads: int, root: Path
+) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     for name in ("TF_CONFIG", "TFGPU_REPAIR", "XLA_FLAGS"):
         environment.pop(name, None)
     environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "tensorflow"}
