@@ -40,7 +40,7 @@ RELATED = {
 # The long checks that take turns, and the paths whose change makes them run in any case.
 PARTS = {
     "keras": ("tfgpu/compat/", "tfgpu/core/", "tfgpu/repairs/", "tests/upstream/"),
-    "versions": ("tfgpu/compat/", "setup.cfg"),
+    "versions": ("tfgpu/compat/", "tests/versions/", "setup.cfg"),
     "engines": ("tfgpu/launch/", "tests/launch/"),
     "libraries": ("tfgpu/interop/", "tests/interop/"),
     "fuzzing": ("tfgpu/redact/", "tfgpu/cluster/", "tests/security/"),
