@@ -34,6 +34,18 @@ def local_copy(variable: keras.Variable) -> tf.Variable:
     return value._get_on_device_or_primary() if isinstance(value, tf.distribute.DistributedValues) else value
 
 
+def read_by(op: tf.Operation) -> tf.Variable | None:
+    """The variable (a replica's copy) that a `ReadVariableOp` in a function's graph reads; None if unknown."""
+    handle, graph = op.inputs[0], op.graph
+    known = {id(variable.handle): variable for variable in getattr(graph, "_watched_variables", ())}
+    while hasattr(handle, "graph"):  # a graph within a graph captures the outer graph's placeholder
+        captures = {id(inner): outer for outer, inner in getattr(handle.graph, "captures", ())}
+        if id(handle) not in captures:
+            return None
+        handle = captures[id(handle)]
+    return known.get(id(handle))
+
+
 def initialize(variable: keras.Variable, value: object) -> None:
     """Makes the TensorFlow variable of a Keras variable anew, where the current scope and device say."""
     variable._initialize(value)

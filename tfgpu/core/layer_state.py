@@ -14,8 +14,10 @@ step of `fit`, `evaluate` or `Trainer`, for `assign`, `assign_add` and `assign_s
 `"only_first_replica"` the first replica's value.
 =====================  =================================================================================================
 
-A value that is made of variables and constants alone (`steps.assign_add(1)`, a decay, a moving copy of weights) is the
-same on every replica and costs nothing; any other assignment costs one collective. A replica without rows adds nothing.
+A value made only of constants and of variables that all replicas agree on (`steps.assign_add(1)`, a decay, a moving
+copy of weights) is the same on every replica and costs nothing. Any other assignment costs one collective. A replica
+without rows adds nothing. Replicas do not agree on `on_read` variables and on a stateful RNN's states. (A variable that
+was assigned in a `tf.cond`, a loop or a nested function is not recognized as one that may differ.)
 
 Each replica keeps its own value: of a variable with `synchronization="on_read"` (as metrics have; TensorFlow puts the
 values together when it is read outside); of Keras's layers whose state is alike everywhere already (BatchNormalization,
@@ -31,6 +33,7 @@ the sum from all replicas first: `sums.of_batch(sum(rows))`.
 
 import threading
 
+import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import core
@@ -39,6 +42,7 @@ from keras.src.layers.normalization.spectral_normalization import SpectralNormal
 from keras.src.layers.rnn.rnn import RNN
 from keras.src.random.seed_generator import SeedGenerator
 
+from tfgpu.compat import slots, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, replication, step_context
 
@@ -60,6 +64,7 @@ def assign_for_all() -> None:
             return stock(self, value)
         replication.check_is_replicated(self)
         if self.synchronization == "on_read":
+            _mark_as_differing(self)
             return stock(self, agreed(self, value))
         return _assign_here(self, agreed(self, value))
 
@@ -72,6 +77,13 @@ def assign_for_all() -> None:
         (SeedGenerator, "next"),
     ):
         _keep_own(owner, name)
+
+    @wrap(RNN, "call")
+    def call(stock, self, *args, **kwargs):
+        if self.stateful and step_context.step() is not None:
+            for state in keras.tree.flatten(self.states):
+                _mark_as_differing(state)
+        return stock(self, *args, **kwargs)
 
 
 def _is_spread(variable) -> bool:
@@ -132,8 +144,12 @@ def _is_shared() -> bool:
     return getattr(threading.current_thread(), "graph", None) is tf.compat.v1.get_default_graph()
 
 
+def _mark_as_differing(variable) -> None:
+    slots.of(variables.local_copy(variable)).differs_by_replica = True
+
+
 def _is_same_everywhere(value) -> bool:
-    """Whether a value in a graph is made of variables and constants alone."""
+    """Whether a value in a graph is made only of constants and of variables that are the same on every replica."""
     if not tf.is_tensor(value):
         return True
     if not hasattr(value, "graph"):
@@ -141,9 +157,14 @@ def _is_same_everywhere(value) -> bool:
     left, seen = [value.op], set()
     while left:
         op = left.pop()
-        if op in seen or op.type in ("ReadVariableOp", "Const"):
+        if op in seen or op.type == "Const":
             continue
         seen.add(op)
+        if op.type == "ReadVariableOp":
+            copy = variables.read_by(op)
+            if copy is None or slots.get(copy, "differs_by_replica"):
+                return False
+            continue
         if not op.inputs or (op.op_def is not None and op.op_def.is_stateful):
             return False
         left += [tensor.op for tensor in op.inputs]
