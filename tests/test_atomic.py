@@ -104,7 +104,7 @@ def test_file_and_folder_entry_are_flushed_before_and_after_the_rename(tmp_path,
     monkeypatch.setattr(os, "rename", lambda a, b: (calls.append("rename"), rename(a, b)))
     atomic.write_text(tmp_path / "a.txt", "text")
     flushed, renamed, folder = calls
-    assert Path(flushed).name.startswith(".a.txt.") and flushed.endswith(".txt")
+    assert Path(flushed).name.startswith(".a.txt.") and flushed.endswith(".part")
     assert renamed == "rename" and folder == str(tmp_path)
 
 

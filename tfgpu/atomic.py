@@ -20,14 +20,15 @@ _LONGEST = 200  # characters of the target's name that the temporary name repeat
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[Path]:
+def replacing(path: str | os.PathLike, *, suffix: str | None = None) -> Iterator[Path]:
     """Gives a temporary path beside `path`; the file or folder that the block makes there replaces `path` at the end.
 
-    The temporary path has the same suffix. If the block raises an error, `path` keeps its content and what the block
+    If the block raises an error, `path` keeps its content and what the block
     wrote is removed. A symbolic link stays; its target is replaced.
 
     Args:
         path: the file or folder to make or replace; its parent folder exists.
+        suffix: of the temporary path; None takes the suffix of `path`, by which many libraries choose a format.
 
     Raises:
         OSError: it could not be written; what was there before is still there.
@@ -39,7 +40,8 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
         '1 2 3'
     """
     target = Path(os.path.realpath(path))
-    aside = target.with_name(f".{target.name[:_LONGEST]}.{secrets.token_hex(4)}{target.suffix}")
+    end = target.suffix if suffix is None else suffix
+    aside = target.with_name(f".{target.name[:_LONGEST]}.{secrets.token_hex(4)}{end}")
     try:
         yield aside
         _flush_all(aside)
@@ -62,7 +64,7 @@ def write_bytes(path: str | os.PathLike, content: bytes) -> None:
     Raises:
         OSError: it could not be written; what was there before is still there.
     """
-    with replacing(path) as aside:
+    with replacing(path, suffix=".part") as aside:  # a pattern such as *.json must not find it
         aside.write_bytes(content)
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import safetensors.numpy
 import tensorflow as tf
 
+from tfgpu import atomic
 from tfgpu.errors import InputError
 
 _TAG = "!"
@@ -88,16 +88,7 @@ def write(path: str | Path, kind: str, value: Any) -> None:
     arrays: dict[str, np.ndarray] = {}
     facts = json.dumps(to_json(value, arrays, under="a"))
     content = safetensors.numpy.save(arrays, {_KIND: kind, _FACTS: facts, _HASH: _hash(facts, arrays)})
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(aside, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    atomic.write_bytes(path, content)
 
 
 def read(path: str | Path, kind: str) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfgpu
-from tfgpu import cli, serving
+from tfgpu import atomic, cli, serving
 from tfgpu.errors import InputError, MachineError
 from tfgpu.serving import examples, placing
 
@@ -389,8 +389,8 @@ def test_what_was_there_stays_where_the_new_one_cannot_be_written(tmp_path, monk
     def no_room(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(placing, "_exchanged", lambda *_: False)  # as where the file system cannot
-    monkeypatch.setattr("pathlib.Path.replace", no_room)
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)  # as where the file system cannot
+    monkeypatch.setattr("os.rename", no_room)
     with pytest.raises(MachineError, match="No space left"):
         serving.export(small("relu"), tmp_path / "made", check=False, overwrite=True)
     assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before
@@ -399,7 +399,7 @@ def test_what_was_there_stays_where_the_new_one_cannot_be_written(tmp_path, monk
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_folder_is_replaced_by_the_new_one_alone(exchanges, tmp_path, monkeypatch):
     if not exchanges:
-        monkeypatch.setattr(placing, "_exchanged", lambda *_: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text(name)

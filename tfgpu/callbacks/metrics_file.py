@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfgpu.callbacks.files import replace_text
+from tfgpu import atomic
 from tfgpu.callbacks.memory import is_peak
 from tfgpu.checkpoint.background_writer import Writer
 
@@ -90,4 +90,4 @@ class MetricsFile(keras.callbacks.Callback):
         table.writeheader()
         for number, row in enumerate(self.rows, start=1):
             table.writerow({**row, "epoch": number})
-        self._writer.put(self._path, lambda: replace_text(self._path, text.getvalue()))
+        self._writer.put(self._path, lambda: atomic.write_text(self._path, text.getvalue()))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from tfgpu.callbacks.files import replace_text
+from tfgpu import atomic
 from tfgpu.core import step_blocks
 from tfgpu.errors import InputError, MachineError, unknown
 from tfgpu.redact import Cleaner
@@ -140,7 +140,7 @@ class Track(keras.callbacks.Callback):
                 f"{self._tracker} cannot be had: {why[:500]} Look at its server and its variables, or train without."
             ) from error
         if self._remember is not None:
-            replace_text(self._remember, json.dumps({"tracker": self._tracker, "run": self._run.name}) + "\n")
+            atomic.write_text(self._remember, json.dumps({"tracker": self._tracker, "run": self._run.name}) + "\n")
 
     def _remembered(self) -> str | None:
         if self._remember is None or not self._remember.exists():

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfgpu import atomic
 from tfgpu.callbacks.events_table import EventsTable
-from tfgpu.callbacks.files import replace_text
 from tfgpu.sensors import Sampler, prometheus
 from tfgpu.sensors.epochs import Epoch, Epochs
 from tfgpu.sensors.limits import limit
@@ -210,7 +210,7 @@ class Watcher:
             uuids = {gpu.label: gpu.uuid for gpu in newest.gpus}
             self._metrics.update(limited, uuids=uuids)
         if path := self._places.prometheus:
-            self._try(path, lambda: replace_text(path, self._metrics.text()))
+            self._try(path, lambda: atomic.write_text(path, self._metrics.text()))
 
     def _try(self, what: object, write: Callable[[], object]) -> None:
         try:

@@ -25,14 +25,14 @@ import numpy as np
 import safetensors.numpy
 import tensorflow as tf
 
-from tfgpu import packing
+from tfgpu import atomic, packing
 
 _log = logging.getLogger(__name__)
 
 STATE, FACTS = "state.safetensors", "facts.json"
 ASIDE = ".aside"
 """What the names of folders end in that are out of the way."""
-_OLD, _GONE = ".old", ".gone"
+_GONE = ".gone"
 _FORMAT = 2
 _NAME = re.compile(r"epoch-(\d{4,})(?:-step-(\d{7,}))?")
 _MEMORY = "memory"
@@ -222,22 +222,10 @@ def write(path: Path, content: bytes, text: bytes) -> None:
         OSError: it could not be written; what was there before is still there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    old = aside.with_name(aside.name + _OLD)
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+    with atomic.replacing(path) as aside:
         aside.mkdir()
-        _write(aside / STATE, content)
-        _write(aside / FACTS, text)
-        _flush(aside)
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(path, old)
-        os.rename(aside, path)
-        _flush(path.parent)
-    finally:
-        _put_back(old, path)
-        for left in (aside, old):
-            shutil.rmtree(left, ignore_errors=True)
+        (aside / STATE).write_bytes(content)
+        (aside / FACTS).write_bytes(text)
 
 
 def prune(directory: Path, newest: Path, *, keep: int, best: int | None) -> None:
@@ -265,7 +253,7 @@ def prune(directory: Path, newest: Path, *, keep: int, best: int | None) -> None
 
 def sweep(directory: Path) -> None:
     """Removes what a killed process has left half written; what it was about to replace is put back."""
-    for old in directory.glob(f".epoch-*{_OLD}"):
+    for old in directory.glob(f".epoch-*{atomic.OLD}"):
         _put_back(old, old.with_name(old.name.split(".")[1]))
     for path in directory.glob(".epoch-*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -287,13 +275,6 @@ def _hash(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _put_back(old: Path, path: Path) -> None:
     if old.exists() and not path.exists():
         os.rename(old, path)
@@ -305,13 +286,3 @@ def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    """Makes the names in a folder last too; a file system that has no such thing is let be."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

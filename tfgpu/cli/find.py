@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from tfgpu import atomic
 from tfgpu.cli import completion
 from tfgpu.cli.flags import given, with_settings
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
@@ -200,17 +201,14 @@ def _folder(output: Path | None) -> Path | None:
 
 
 def _write(folder: Path, result: Mapping[str, Any], recipe: recipes.Recipe | None, head: str, plot: Any) -> None:
-    from tfgpu.callbacks.files import replace_text
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{PLOT}"
-        plot(beside.with_suffix(".part.png"))
-        beside.with_suffix(".part.png").replace(folder / PLOT)
-        replace_text(folder / RESULT, json.dumps(_finite(result), indent=2) + "\n")
+        with atomic.replacing(folder / PLOT) as aside:
+            plot(aside)
+        atomic.write_text(folder / RESULT, json.dumps(_finite(result), indent=2) + "\n")
         if recipe is not None:
             text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-            replace_text(folder / RECIPE, head + text)
+            atomic.write_text(folder / RECIPE, head + text)
     except OSError as error:
         raise InputError(f"Cannot write in {str(folder)!r}: {error.strerror}. Give another folder.") from error
 

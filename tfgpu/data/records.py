@@ -19,7 +19,6 @@ an epoch is exact without reading the files through. Compressed files cannot be 
 
 import glob
 import logging
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
+from tfgpu import atomic
 from tfgpu.data import manifest
 from tfgpu.data.decoding import Files, Reading, decode_image, open_files
 from tfgpu.data.examples import Examples
@@ -67,16 +67,11 @@ def write(path: str | Path, examples: Iterable) -> int:
     path = Path(path)
     if ".tfrecord" not in path.name:
         raise InputError(f"A TFRecord file's name must contain '.tfrecord'. Received: {str(path)!r}.")
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
-    try:
-        with tf.io.TFRecordWriter(str(aside)) as writer:
-            for x, y in examples:
-                writer.write(serialize(np.asarray(x), np.asarray(y), number=count))
-                count += 1
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with atomic.replacing(path, suffix=".part") as aside, tf.io.TFRecordWriter(str(aside)) as writer:
+        for x, y in examples:
+            writer.write(serialize(np.asarray(x), np.asarray(y), number=count))
+            count += 1
     return count
 
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfgpu import atomic
 from tfgpu.launch import slurm_task
 from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT, Restarts
 from tfgpu.launch.screen import LAST_LINES
@@ -174,9 +175,7 @@ class Allocated:
         return subprocess.run(command, env=environment, start_new_session=True).returncode
 
     def _remember(self) -> None:
-        aside = self._used.with_suffix(".part")
-        aside.write_text(str(self.restarts.made))
-        aside.replace(self._used)
+        atomic.write_text(self._used, str(self.restarts.made))
 
     def _end(self, *_: object) -> None:
         self.told_to_end = True

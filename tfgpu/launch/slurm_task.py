@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tfgpu import atomic
 from tfgpu.launch import processes
 from tfgpu.launch.heartbeat import HEARTBEAT, LOOK_S, Watch
 from tfgpu.launch.restarts import HEARTBEAT_TIMEOUT, WRONG_INPUT
@@ -82,12 +83,7 @@ def _watch(process: subprocess.Popen, heart: Watch, asked: Sequence[tuple[float,
 
 
 def _write(path: Path, record: Record) -> None:
-    aside = path.with_suffix(".part")
-    with aside.open("w") as file:
-        json.dump(asdict(record), file)
-        file.flush()
-        os.fsync(file.fileno())  # The job looks for it on another machine.
-    aside.replace(path)
+    atomic.write_text(path, json.dumps(asdict(record)))  # The job reads it on another machine.
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from tfgpu import atomic
 from tfgpu.errors import InputError
 from tfgpu.recipes import directory
 from tfgpu.recipes.reading import read, read_facts
@@ -151,17 +152,12 @@ def write(comparison: Comparison, path: str | Path) -> Path:
         InputError: another file is there, or it cannot be written.
     """
     target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         if target.exists() and _MARK not in target.read_text(encoding="utf-8", errors="replace")[:2000]:
             raise InputError(f"{target} is there and is no page of `tfgpu compare`. Give another file.")
-        beside.write_text(render(comparison), encoding="utf-8")
-        os.replace(beside, target)
+        atomic.write_text(target, render(comparison))
     except OSError as error:
         raise InputError(f"Cannot write {target}: {error.strerror}. Give a file in a directory of yours.") from error
-    finally:
-        if beside.parent.is_dir():
-            beside.unlink(missing_ok=True)
     return target
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from tfgpu import atomic
 from tfgpu.errors import InputError
 from tfgpu.recipes.recipe import FACTS, INPUT, Recipe, make, read, read_facts
 
@@ -144,12 +145,10 @@ def abandon(path: Path, made: list[Path]) -> None:
 
 def write_config(path: Path, recipe: Recipe, facts: Mapping[str, Any]) -> None:
     """Writes `config.yaml`: the recipe, which `--config` reads, and under `run:` facts, which it skips."""
-    from tfgpu.callbacks.files import replace_text  # Its package starts TensorFlow, which runs by now.
-
     settings = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     about = yaml.safe_dump({FACTS: dict(facts)}, sort_keys=False, allow_unicode=True)
     head = "# Repeat this run: tfgpu train --config config.yaml --output another\n"
-    replace_text(path / CONFIG, f"{head}{settings}\n# What the run found; not read back.\n{about}")
+    atomic.write_text(path / CONFIG, f"{head}{settings}\n# What the run found; not read back.\n{about}")
 
 
 def git_commit() -> str | None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -12,10 +11,9 @@ from typing import Any
 import keras
 from rich.console import Console
 
-from tfgpu import precision
+from tfgpu import atomic, precision
 from tfgpu.callbacks import tracking
 from tfgpu.callbacks.events_file import EventsFile
-from tfgpu.callbacks.files import replace_text
 from tfgpu.callbacks.memory import Memory
 from tfgpu.callbacks.metrics_file import MetricsFile
 from tfgpu.callbacks.monitor import Monitor
@@ -259,7 +257,7 @@ def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: l
             class_names=job.data.info.class_names,
             monitor=monitored.read(path / directory.MONITOR) if job.recipe.watch_machine else None,
         )
-        replace_text(path / directory.REPORT, render(page))
+        atomic.write_text(path / directory.REPORT, render(page))
         directory.write_config(path, job.recipe, about)
     return Result(accuracy, loss, tuple(rows), path, about)
 
@@ -294,9 +292,5 @@ def _advice(model: keras.Model) -> list[str]:
 
 
 def _save(model: keras.Model, path: Path) -> None:
-    beside = path.with_name(f".{path.stem}.{os.getpid()}.keras")
-    try:
-        model.save(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with atomic.replacing(path) as aside:
+        model.save(aside)

@@ -17,6 +17,7 @@ import h5py
 import keras
 import tensorflow as tf
 
+from tfgpu import atomic
 from tfgpu.compat import distribute, saving, slots
 from tfgpu.compat.keras import file_utils
 from tfgpu.compat.patch import wrap
@@ -41,15 +42,8 @@ def beside(path):
     if file_utils.is_remote_path(path) or os.path.isdir(target) or not os.access(folder, os.W_OK):
         yield path
         return
-    aside = os.path.join(folder, f".{os.getpid()}.{name}")
-    try:
-        yield aside
-        with open(aside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(aside)
+    with atomic.replacing(target, suffix="".join(pathlib.Path(name).suffixes[-2:])) as aside:  # such as .weights.h5
+        yield str(aside)
 
 
 def write_whole_files() -> None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tfgpu import atomic
 from tfgpu.sensors.sample import Value
 
 _TAIL_BYTES = 1 << 18
@@ -66,12 +67,7 @@ class Table:
 
     def _widen(self, columns: list[str]) -> None:
         rows = read(self.path) if self._columns else []
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
-        try:
-            beside.write_text(_text(columns, [dict(zip(columns, columns, strict=True)), *rows]), encoding="utf-8")
-            os.replace(beside, self.path)
-        finally:
-            beside.unlink(missing_ok=True)
+        atomic.write_text(self.path, _text(columns, [dict(zip(columns, columns, strict=True)), *rows]))
         self._columns = columns
 
 

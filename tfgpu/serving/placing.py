@@ -1,11 +1,10 @@
 """Puts what was exported in its place: whole or not at all, and over nothing but an earlier export."""
 
-import ctypes
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
+from tfgpu import atomic
 from tfgpu.errors import InputError, MachineError
 from tfgpu.serving.formats import Format
 
@@ -46,46 +45,18 @@ def _other(path: Path, form: Format) -> str:
 
 
 def put(made: Path, path: Path) -> None:
-    """Moves what was made to its place; what is there stays until the whole of it lies beside, and is then exchanged.
+    """Moves a file or folder to its place, and replaces what is there as a whole.
 
     Args:
         made: a file or folder, on any disk.
-        path: where to; `check` has let it pass.
+        path: where to; `check` has accepted it.
 
     Raises:
         MachineError: it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        try:
-            whole = beside / "new"
-            shutil.move(made, whole)
-            if path.is_dir() and _exchanged(whole, path):
-                return
-            if path.is_dir():
-                path.rename(beside / "old")
-            whole.replace(path)
-        except BaseException:
-            if (beside / "old").exists() and not path.exists():
-                (beside / "old").rename(path)
-            raise
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
+        with atomic.replacing(path) as aside:
+            shutil.move(made, aside)
     except OSError as error:
         raise MachineError(f"{path} cannot be written: {error}. Make room, or choose another place.") from error
-
-
-# Of `linux/fs.h` and `fcntl.h`.
-_EXCHANGE, _FROM_HERE = 2, -100
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Gives two folders each other's name in one go, so that a process killed here leaves one model or the other.
-
-    `rename` replaces files, not folders that hold something. A system or a file system without `renameat2` says False.
-    """
-    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
-    if exchange is None:
-        return False
-    return exchange(_FROM_HERE, os.fsencode(one), _FROM_HERE, os.fsencode(other), _EXCHANGE) == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from tfgpu import atomic
 from tfgpu.errors import InputError
 from tfgpu.recipes import reading, ready
 from tfgpu.recipes import recipe as recipes
@@ -130,8 +131,6 @@ def claimed(plan: Plan, *, resume: bool) -> Iterator[Path]:
     Raises:
         InputError: another process has it, or it cannot be made.
     """
-    from tfgpu.callbacks.files import replace_text
-
     folder = plan.folder
     with contextlib.ExitStack() as held:
         try:
@@ -139,7 +138,7 @@ def claimed(plan: Plan, *, resume: bool) -> Iterator[Path]:
             _lock(folder, held)
             if not resume:
                 head = "# Go on with this study: tfgpu tune --resume --output FOLDER\n"
-                replace_text(folder / FILE, head + yaml.safe_dump(plan.as_plain(), sort_keys=False))
+                atomic.write_text(folder / FILE, head + yaml.safe_dump(plan.as_plain(), sort_keys=False))
         except OSError as error:
             raise InputError(f"Cannot write in {str(folder)!r}: {error.strerror}. Give another folder.") from error
         yield folder

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from tfgpu import atomic
 from tfgpu.errors import InputError, MachineError, unknown
 from tfgpu.recipes import directory
 from tfgpu.recipes import recipe as recipes
@@ -213,7 +214,6 @@ class _Study:
             )
 
     def _finish(self) -> StudyResult:
-        from tfgpu.callbacks.files import replace_text
         from tfgpu.tune.report import render
 
         found = self._results()
@@ -231,7 +231,7 @@ class _Study:
             "# Repeat it: tfgpu train best.yaml --output another\n"
         )
         text = yaml.safe_dump(what.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        replace_text(self._folder / BEST, head + text)
+        atomic.write_text(self._folder / BEST, head + text)
         result = StudyResult(
             folder=self._folder,
             monitor=self._plan.monitor,
@@ -249,7 +249,7 @@ class _Study:
                 and not (self._folder / trial.folder / directory.CONFIG).is_file()
             ),
         )
-        replace_text(self._folder / REPORT, render(result, self._plan))
+        atomic.write_text(self._folder / REPORT, render(result, self._plan))
         return result
 
     def _tested(self, trial: TrialResult) -> float | None:

@@ -1,11 +1,11 @@
 """A Python function as a worker's script: cloudpickle carries it there, and its result back."""
 
-import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tfgpu import atomic
 from tfgpu.errors import InputError
 from tfgpu.launch.restarts import WRONG_INPUT
 
@@ -70,9 +70,7 @@ def main(script: str) -> None:
     except InputError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
-    aside = folder / f"{RESULT}.part"
-    aside.write_bytes(result)
-    os.replace(aside, folder / RESULT)
+    atomic.write_bytes(folder / RESULT, result)
 
 
 def _packed(result) -> bytes:
