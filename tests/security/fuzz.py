@@ -1,4 +1,4 @@
-"""Fuzzing by coverage, with atheris: `python tests/security/fuzz.py hostlist --seconds 60`.
+"""Coverage-guided fuzzing with atheris: `python tests/security/fuzz.py hostlist --seconds 60`.
 
 Source: https://github.com/google/atheris
 """
@@ -26,7 +26,7 @@ document = targets.documents().get(options.target)
 
 
 def one(data: bytes) -> None:
-    """Texts of any kind; of what is JSON, half of the time, a right document with changes."""
+    """Any text; for JSON targets, half of the time a valid document with changes."""
     given = atheris.FuzzedDataProvider(data)
     if document is not None and given.ConsumeBool():
         text = targets.mutated(document, lambda count: given.ConsumeIntInRange(0, count - 1))
@@ -37,7 +37,7 @@ def one(data: bytes) -> None:
     if time.monotonic() - began > options.seconds:
         print(f"{options.target}: {counts} in {time.monotonic() - began:.0f} s", flush=True)
         shutil.rmtree(FOLDER)
-        os._exit(0)  # libFuzzer ends the process by itself, before anything at exit could run
+        os._exit(0)  # libFuzzer would end the process without running exit handlers
 
 
 with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +46,7 @@ with tempfile.TemporaryDirectory() as folder:
     corpus.mkdir()
     samples = [*targets.DICTIONARY[options.target], *([targets.an_index()] if options.target == "index" else [])]
     for number, sample in enumerate(samples):
-        (corpus / str(number)).write_text("\1" + sample)  # the first byte says: plain text
+        (corpus / str(number)).write_text("\1" + sample)  # the first byte selects plain text
     for number in range(8 if document is not None else 0):
         (corpus / f"document{number}").write_bytes(bytes((number * 37 + at * 11) % 256 for at in range(60)) + b"\1")
     words.write_text("".join(f'"{"".join(f"{chr(92)}x{byte:02x}" for byte in w.encode())}"\n' for w in samples))

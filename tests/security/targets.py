@@ -1,4 +1,4 @@
-"""What is fuzzed: parsers of texts that may come from strangers. Each either reads a text or raises its own error."""
+"""The fuzz targets: parsers of text that may come from strangers. Each reads a text or raises `InputError`."""
 
 import copy
 import json
@@ -81,7 +81,7 @@ TARGETS: dict[str, Callable[[str, Path], None]] = {
 
 
 def attempt(name: str, text: str, folder: Path) -> bool:
-    """Whether the text was read; anything but an `InputError` comes out."""
+    """Whether the text was valid; any error but `InputError` is raised."""
     try:
         TARGETS[name](text, folder)
     except InputError as error:
@@ -91,7 +91,7 @@ def attempt(name: str, text: str, folder: Path) -> bool:
 
 
 def an_index() -> str:
-    """One that is whole."""
+    """A valid index."""
     import numpy as np
 
     lengths = np.array([5, 7])
@@ -110,7 +110,7 @@ def an_index() -> str:
 
 
 def documents() -> dict[str, dict]:
-    """What is right, as JSON has it; a recipe's YAML reads JSON too."""
+    """Valid documents as JSON, which a recipe's YAML reads too."""
     recipe = {"model": "mlp", "data": "digits", "epochs": 3, "optimizer": "sgd", "learning_rate": 0.1, "run": "runs/a"}
     recipe |= {"augment": ["flip", {"rotate": {"degrees": 5}}], "model_options": {"dropout": 0.1}, "global_batch": 32}
     return {"recipe": recipe, "tf_config": json.loads(tf_config.EXAMPLE), "index": json.loads(an_index())}
@@ -121,11 +121,11 @@ _VALUES += [[], {}, [[]], [None], {"": 1}, ["a:1", "a:1"], {"a": {"b": {}}}, "1"
 
 
 def mutated(document: dict, pick: Callable[[int], int]) -> str:
-    """A document of which some values are others, gone, elsewhere or under another name.
+    """A document with some values changed, deleted, moved or renamed.
 
     Args:
-        document: which is right.
-        pick: chooses one of so many, from 0.
+        document: a valid one.
+        pick: chooses an index below its argument.
     """
     document = copy.deepcopy(document)
     for _ in range(1 + pick(3)):

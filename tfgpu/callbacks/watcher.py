@@ -1,4 +1,4 @@
-"""The thread behind `Monitor`: takes samples, writes them, and puts epochs together."""
+"""The thread behind `Monitor`: takes samples, writes them and summarizes epochs."""
 
 import contextlib
 import logging
@@ -19,15 +19,15 @@ from tfgpu.sensors.table import Table
 _log = logging.getLogger(__name__)
 
 _COST = 100
-"""A sample may take a hundredth of the time between samples from the processor."""
+"""A sample may use at most a hundredth of the time between samples as CPU time."""
 _HELD = 600
-"""How many rows wait for the first step, before which nothing is written."""
+"""The most rows to keep until the first step, before which nothing is written."""
 _FINISH_S = 10.0
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the figures go; `None` for nowhere.
+    """Where the figures are written; `None` means nowhere.
 
     Attributes:
         samples: the table of samples.
@@ -45,23 +45,23 @@ class Places:
 
 
 class Watcher:
-    """Takes samples until it is told to stop; whatever fails, it warns once and goes on.
+    """Takes samples until it is stopped; after an error it warns once and continues.
 
-    Nothing is written before the first step: a training that fails before it leaves nothing behind.
+    Nothing is written before the first step: a run that fails earlier leaves no files.
 
     Args:
-        places: where the figures go.
-        begun: when the training began, as `time.monotonic` has it.
-        every_s: seconds from sample to sample.
+        places: where the figures are written.
+        begun: when training began, by `time.monotonic`.
+        every_s: seconds between samples.
         worker: this process's number.
-        workers: how many train together.
-        step: steps that the model has made before.
-        computing_s: asks how long a step computes, without its wait for data.
-        epochs: the list that gets the epochs' rows.
+        workers: number of workers that train together.
+        step: steps that the model has already made.
+        computing_s: returns how long a step computes, without its wait for data.
+        epochs: the list to which the epochs' rows are appended.
 
     Attributes:
-        epoch: the number of the epoch that runs, from 1.
-        cost_s: the processor's time that the samples took.
+        epoch: the number of the current epoch, from 1.
+        cost_s: the CPU time that the samples took.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class Watcher:
 
     @property
     def port(self) -> int | None:
-        """Where Prometheus's figures are served."""
+        """The port that serves Prometheus metrics."""
         return self._server.port if self._server else None
 
     def note(self, steps: int, seconds: float | None) -> None:
-        """Takes in a block of steps; `None` where its time is no step's."""
+        """Records a block of steps; `seconds` is `None` if its time does not count."""
         with self._lock:
             self._has_begun = True
             self._step += steps
@@ -112,16 +112,16 @@ class Watcher:
                 self._timed_s += seconds
 
     def end(self, epoch: Epoch) -> None:
-        """Takes in an epoch that has ended."""
+        """Records a finished epoch."""
         with self._lock:
             self._ended.append(epoch)
 
     def stop(self) -> None:
-        """Asks the thread to end; it takes a last sample."""
+        """Asks the thread to end after a last sample."""
         self._stop.set()
 
     def finish(self, thread: threading.Thread) -> None:
-        """Ends the thread and the server. A driver that hangs holds nobody up: the thread is left behind."""
+        """Ends the thread and the server. If a driver hangs, the thread is abandoned."""
         self.stop()
         thread.join(timeout=_FINISH_S)
         if thread.is_alive():
@@ -130,11 +130,11 @@ class Watcher:
             self._server.close()
 
     def work(self) -> None:
-        """What the thread does."""
+        """Runs in the thread."""
         try:
             with Sampler() as sampler:
                 self._take_all(sampler)
-        except Exception:  # The monitor stops no training.
+        except Exception:  # The monitor must not stop training.
             self._warn("the monitor has ended", exc_info=True)
         finally:
             if self._events:
@@ -184,7 +184,7 @@ class Watcher:
         computing = self._computing() if step_s else None
         wait = None if step_s is None or computing is None else min(1.0, max(0.0, 1 - computing / step_s))
         rate = self._rows_per_step / step_s if self._rows_per_step and step_s else None
-        # The epochs' clock began with `fit`, the sampler's when its thread had come so far.
+        # The epochs' clock starts with `fit`, the sampler's later, in its thread.
         row: dict[str, Value] = {"time": sample.time, "seconds": time.monotonic() - self._begun}
         row |= {"epoch": self.epoch, "step": step, "step_time_s": step_s, "examples_per_s": rate, "input_wait": wait}
         row |= {name: value for name, value in sample.row().items() if name not in row}
@@ -230,13 +230,13 @@ class Watcher:
 
 @contextlib.contextmanager
 def watching(path: Path, *, worker: int, workers: int, every_s: float = 1.0) -> Iterator[None]:
-    """Watches a process that runs no `fit`: samples to a table, from the begin of the block to its end.
+    """Monitors a process that does not run `fit`: writes samples to a table during the block.
 
     Args:
-        path: the table; one of an earlier training is gone on with.
+        path: the table; rows are appended to an existing one.
         worker: this process's number.
-        workers: how many train together.
-        every_s: seconds from sample to sample.
+        workers: number of workers that train together.
+        every_s: seconds between samples.
     """
     watcher = Watcher(
         Places(samples=path),
@@ -248,7 +248,7 @@ def watching(path: Path, *, worker: int, workers: int, every_s: float = 1.0) -> 
         computing_s=lambda: None,
         epochs=[],
     )
-    watcher.note(0, None)  # It waits for no step.
+    watcher.note(0, None)  # There is no first step to wait for.
     thread = threading.Thread(target=watcher.work, name="tfgpu-monitor", daemon=True)
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""What the kernel says of this process, its children and the machine, read again and again."""
+"""Repeated measurements of this process, its children and the machine, by psutil and the kernel's files."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import psutil
 from tfgpu.sensors import groups
 
 _CHILDREN_EVERY_S = 10.0
-"""How often children are looked for: that goes through all processes of the machine."""
+"""How often to search for children, which scans all processes of the machine."""
 _CARD = "interface "
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
 
@@ -19,8 +19,8 @@ class Machine:
     """Reads CPU, memory, disks, network and the processors' energy; what cannot be read is `None`.
 
     Args:
-        pid: of the process whose tree is watched; None: this one.
-        root: the folder below which control groups and RAPL's files are read.
+        pid: the root of the process tree to watch; `None` means this process.
+        root: the folder that holds `proc` and `sys`, for control groups and RAPL.
     """
 
     def __init__(self, *, pid: int | None = None, root: str | Path = "/"):
@@ -29,16 +29,16 @@ class Machine:
         self._children: dict[int, psutil.Process] = {}
         self._looked_s: float | None = None
         self._cpu_s: dict[int, float] = {}
-        self._used_s = 0.0  # by all of the tree so far, those that ended included
+        self._used_s = 0.0  # by the whole tree so far, including processes that have ended
         self._before: dict[str, float] = {}
         self._energy = _Energy(self._root)
         self.cores = cores(self._root)
 
     def read(self, seconds: float) -> dict[str, Any]:
-        """The fields of `Sample` that are the machine's.
+        """The machine's fields of `Sample`.
 
         Args:
-            seconds: by a clock that does not leap.
+            seconds: by a monotonic clock.
         """
         resident = self._tree(seconds)
         counts = {"cpu_cores": self._used_s, **_machine_counts()}
@@ -70,7 +70,7 @@ class Machine:
         }
 
     def _tree(self, seconds: float) -> int:
-        """Adds up the time that the tree took; returns its resident bytes."""
+        """Adds up the CPU time of the tree; returns its resident bytes."""
         if self._looked_s is None or seconds - self._looked_s >= _CHILDREN_EVERY_S:
             self._looked_s = seconds
             with contextlib.suppress(*_GONE):
@@ -88,7 +88,7 @@ class Machine:
 
 
 def cores(root: Path = Path("/")) -> float:
-    """The cores that this process may use: its affinity, or its control group's share where that is less.
+    """The number of cores that this process may use: its affinity, or its control group's quota if that is less.
 
     Example:
         >>> cores() > 0
@@ -102,7 +102,7 @@ def cores(root: Path = Path("/")) -> float:
 def _machine_counts() -> dict[str, float]:
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
-    # The guests' time is in `user` and `nice` already.
+    # `user` and `nice` already include the guests' time.
     found = {"idle": idle, "busy": sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)}
     with contextlib.suppress(OSError, RuntimeError):  # A container may hide the disks.
         if disks := psutil.disk_io_counters():
@@ -111,14 +111,14 @@ def _machine_counts() -> dict[str, float]:
         cards = {name: each for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo"}
         found["network_sent_bytes_per_s"] = sum(each.bytes_sent for each in cards.values())
         found["network_received_bytes_per_s"] = sum(each.bytes_recv for each in cards.values())
-        # The two directions do not take from each other.
+        # The two directions have separate capacity.
         found |= {f"{_CARD}{name} sent": each.bytes_sent for name, each in cards.items()}
         found |= {f"{_CARD}{name} received": each.bytes_recv for name, each in cards.items()}
     return found
 
 
 def _network_share(rates: dict[str, float]) -> float | None:
-    """The busiest interface's rate in one direction, as a share of its speed; a virtual one may tell none."""
+    """The busiest interface's rate in one direction as a share of its speed; virtual ones may report no speed."""
     with contextlib.suppress(OSError):
         speeds = {name: each.speed * 1e6 / 8 for name, each in psutil.net_if_stats().items() if each.speed > 0}
         shares = [
@@ -131,7 +131,7 @@ def _network_share(rates: dict[str, float]) -> float | None:
 
 
 class _Energy:
-    """The energy of the processors' packages, by RAPL's counters, which wrap."""
+    """The energy of the CPU packages, by RAPL's counters, which wrap around."""
 
     def __init__(self, root: Path):
         self._packages = sorted((root / "sys/class/powercap").glob("intel-rapl:[0-9]*"))
@@ -155,5 +155,5 @@ class _Energy:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # Root alone may read it on most machines.
+    except (OSError, ValueError):  # Only root may read it on most machines.
         return None
