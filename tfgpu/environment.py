@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import keras
 import tensorflow as tf
 
-from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.errors import InputError, MachineError, unknown, whole_number
 
 KINDS = ("CPU", "GPU")
 OWN = 0
@@ -325,8 +325,7 @@ def _mebibytes(memory_bytes: int) -> int:
 
 
 def _whole(name: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"`{name}` must be a whole number of at least {least}. Received: {name}={value!r}.")
+    whole_number(name, value, minimum=least)
 
 
 @contextmanager

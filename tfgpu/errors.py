@@ -1,6 +1,7 @@
 """The errors that tfgpu raises on purpose, the end of a preempted process, and the sentence for an unknown name."""
 
 import difflib
+import numbers
 from collections.abc import Iterable
 
 MOST_NAMED = 40
@@ -46,6 +47,29 @@ class Preempted(SystemExit):
     def __init__(self, message: str):
         super().__init__(message)
         self.code: int = self.EXIT_CODE
+
+
+def whole_number(name: str, value: object, *, minimum: int = 1) -> int:
+    """Checks that an argument is a whole number, Python's or NumPy's; True and False are not.
+
+    Args:
+        name: the argument's name.
+        value: what was received.
+        minimum: the smallest allowed value.
+
+    Returns:
+        The value as an `int`.
+
+    Raises:
+        InputError: it is something else, or too small.
+
+    Example:
+        >>> whole_number("keep", 3)
+        3
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
+        raise InputError(f"`{name}` must be a whole number from {minimum}. Received: {value!r}.")
+    return int(value)
 
 
 def unknown(kind: str, name: object, choices: Iterable[str]) -> InputError:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tfgpu import repairs
 from tfgpu.core import sharded_variable, training_state
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.optim import batch_norm_statistics
 
 _log = logging.getLogger(__name__)
@@ -110,8 +110,7 @@ class StochasticWeightAverage(keras.callbacks.Callback):
     def __init__(self, start_epoch: int, *, every: int = 1, data: Any = None):
         super().__init__()
         for name, value, least in (("start_epoch", start_epoch, 0), ("every", every, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"`{name}` must be a whole number from {least}. Received: {name}={value!r}.")
+            whole_number(name, value, minimum=least)
         if not repairs.repair_keras():
             raise InputError("StochasticWeightAverage needs the Keras repairs. Unset TFGPU_REPAIR.")
         self.averaged: int = 0

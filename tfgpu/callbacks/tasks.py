@@ -17,7 +17,7 @@ from tfgpu.checkpoint.extra_state import Remembered
 from tfgpu.checkpoint.fetching import fail_together, fetch
 from tfgpu.checkpoint.storage import Damaged, Position, Snapshot
 from tfgpu.core import training_state
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, whole_number
 from tfgpu.optim import parameter_groups
 from tfgpu.repairs import saving
 from tfgpu.training.incremental import names, tracing
@@ -63,8 +63,7 @@ class Tasks:
     """
 
     def __init__(self, directory: str | Path, *, remember: Mapping[str, Any] | None = None, keep: int = 2):
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InputError(f"`keep` must be a whole number from 1. Received: {keep!r}.")
+        keep = whole_number("keep", keep)
         if not repairs.repair_keras():
             raise InputError("Tasks needs the Keras repairs. Unset TFGPU_REPAIR.")
         self._directory, self._begun = Path(directory), Path(directory) / _BEGUN

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import MachineError, whole_number
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +37,7 @@ class Writer:
     """
 
     def __init__(self, *, most: int = 2):
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise InputError(f"`most` must be a whole number from 1. Received: most={most!r}.")
+        most = whole_number("most", most)
         self._most = most
         self._jobs: deque[tuple[str, Callable[[], object]]] = deque()
         self._failed: list[tuple[str, BaseException]] = []

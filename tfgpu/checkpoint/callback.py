@@ -19,7 +19,7 @@ from tfgpu.checkpoint.fetching import fail_together, fetch, load
 from tfgpu.checkpoint.preemption import Leaving
 from tfgpu.checkpoint.storage import Position, Snapshot
 from tfgpu.core import replication, step_blocks, training_state
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.repairs import saving
 
 _log = logging.getLogger(__name__)
@@ -345,5 +345,4 @@ def _row(logs: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _check_count(name: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
+    whole_number(name, value)

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.errors import InputError
+from tfgpu.errors import whole_number
 
 _ORDER, _NUMBERS, _BATCHES, _BALANCE = 1, 2, 3, 4  # keep one use's random numbers apart from the others'
 
@@ -64,8 +64,7 @@ class Epochs:
         Raises:
             InputError: `epoch` is not a whole number from 0.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, (int, np.integer)) or epoch < 0:
-            raise InputError(f"`epoch` must be a whole number from 0. Received: {epoch!r}.")
+        epoch = whole_number("epoch", epoch, minimum=0)
         self._counter.next = int(epoch)
 
     def peek(self):

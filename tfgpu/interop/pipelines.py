@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.data import position
-from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.errors import InputError, MachineError, unknown, whole_number
 
 LAST = ("partial", "drop")
 Make = Callable[[int, int, int], object]
@@ -106,8 +106,7 @@ def dali(
     Source: https://docs.nvidia.com/deeplearning/dali/user-guide/docs/advanced_topics_sharding.html
     """
     for name, value in (("global_batch", global_batch), ("shards", shards)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
+        whole_number(name, value)
     if global_batch % shards:
         raise InputError(
             f"`shards` must divide `global_batch`. Received: shards={shards}, global_batch={global_batch}."

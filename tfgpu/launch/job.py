@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Job:
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("parameter_servers", 0), ("max_restarts", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"`{name}` must be a whole number from {least}. Received: {value!r}.")
+            whole_number(name, value, minimum=least)
         size = self.gpus_per_worker
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
             raise InputError(f"`gpus_per_worker` must be a whole number from 0. Received: {size!r}.")

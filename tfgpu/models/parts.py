@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import keras
 
 from tfgpu import errors
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 
 ACTIVATIONS = (
     "celu", "elu", "gelu", "hard_silu", "leaky_relu", "linear", "mish", "relu", "relu6", "selu", "sigmoid",
@@ -37,8 +37,7 @@ def check_whole(name: str, value: object, *, least: int = 1) -> int:
         >>> check_whole("depth", 4)
         4
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"`{name}` must be a whole number of at least {least}. Received: {name}={value!r}.")
+    whole_number(name, value, minimum=least)
     return value
 
 

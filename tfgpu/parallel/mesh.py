@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, unknown, whole_number
 
 AXES = ("data", "pipeline", "tensor")
 """From the outermost to the innermost: neighbors along `tensor` communicate most, so they are adjacent devices."""
@@ -51,8 +51,7 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise InputError(f"`{axis}` must be a whole number from 1. Received: {size!r}.")
+            whole_number(axis, size)
         if self.devices is not None:
             object.__setattr__(self, "devices", _named(self.devices))
             self.check(len(self.devices))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfgpu.compat import slots
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 
 Make = Callable[[tf.Tensor, int], tf.data.Dataset]
 
@@ -37,8 +37,7 @@ def on_workers(make: Make, *, batches: int) -> tf.data.Dataset:
         >>> len(list(on_workers(make, batches=4)))
         4
     """
-    if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
-        raise InputError(f"`batches` must be a whole number from 1. Received: {batches!r}.")
+    batches = whole_number("batches", batches)
     found = make(tf.constant(0, tf.int64), 1)
     if not isinstance(found, tf.data.Dataset):
         raise InputError(f"`make` must return a tf.data.Dataset. Received: {type(found).__name__}.")

@@ -5,7 +5,6 @@ After `every` updates, one all-reduce averages the weights. Compared with synchr
 the bytes and waits `1 / every` times as often for a slow network or replica. The result differs from one device's.
 """
 
-import numbers
 from collections.abc import Callable
 
 import keras
@@ -13,7 +12,7 @@ import tensorflow as tf
 
 from tfgpu import repairs
 from tfgpu.cluster import Cluster
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.optim import local_sgd
 from tfgpu.strategies.devices import Devices
 from tfgpu.strategies.mirrored import mirrored
@@ -81,8 +80,7 @@ def averaging(
 
 
 def _check(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise InputError(f"`{name}` must be a whole number from {least}. Received: {value!r}.")
+    whole_number(name, value, minimum=least)
 
 
 def _outer_maker(outer: Outer, cluster: Cluster) -> Callable[[], keras.optimizers.Optimizer] | None:

@@ -7,7 +7,7 @@ from tfgpu.cluster import Cluster
 from tfgpu.compat.worker_devices import have_started, worker_devices
 from tfgpu.core import data_order
 from tfgpu.environment import Device
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, whole_number
 from tfgpu.repairs import collective_keys
 from tfgpu.strategies.cluster_resolver import describe_task, make_resolver
 from tfgpu.strategies.communication import check_compression, choose_implementation, compress
@@ -92,6 +92,5 @@ def _worker_devices(devices: Devices) -> tuple[Device, ...]:
 
 
 def _check_bytes(bytes_per_pack: int) -> int:
-    if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, int) or bytes_per_pack < 0:
-        raise InputError(f"`bytes_per_pack` must be a whole number of at least 0. Received: {bytes_per_pack!r}.")
+    bytes_per_pack = whole_number("bytes_per_pack", bytes_per_pack, minimum=0)
     return bytes_per_pack

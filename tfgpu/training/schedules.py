@@ -20,7 +20,7 @@ from typing import Any
 import keras
 
 from tfgpu import errors
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.training.one_cycle import SHAPES, OneCycle
 from tfgpu.training.plateau import Adjusted, ReduceAfterWarmup
 
@@ -323,8 +323,7 @@ def _check_milestones(milestones: object, warmup_steps: int, total_steps: int) -
 
 
 def _check_whole(name: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"`{name}` must be a whole number of at least {least}. Received: {name}={value!r}.")
+    whole_number(name, value, minimum=least)
 
 
 def _check_number(

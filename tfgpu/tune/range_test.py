@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfgpu import strategies
 from tfgpu.checkpoint import data_position
 from tfgpu.core import training_state
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import tracing
 from tfgpu.training.incremental.continuing import From
@@ -260,8 +260,7 @@ def _run(model: keras.Model, batches: tf.data.Dataset, sweep: _Sweep, steps: int
 
 
 def _check(model: keras.Model, lowest: float, highest: float, steps: int) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < _LEAST_STEPS:
-        raise InputError(f"`steps` must be a whole number from {_LEAST_STEPS}. Received: {steps!r}.")
+    steps = whole_number("steps", steps, minimum=_LEAST_STEPS)
     numbers = all(isinstance(rate, int | float) and not isinstance(rate, bool) for rate in (lowest, highest))
     if not numbers or not 0 < lowest < highest < math.inf:
         raise InputError(f"`lowest` must be above 0, and below `highest`. Received: {lowest!r} and {highest!r}.")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.launch.spark.data import Columns, arrays_of, planned, pyarrow
 from tfgpu.launch.spark.frame import to_frame
 
@@ -80,8 +80,7 @@ def spark_predict(
     path = Path(model)
     if not path.is_file() or path.suffix != ".keras":
         raise InputError(f"`model` must be a .keras file. Received: {str(model)!r}. Make one by `model.save(...)`.")
-    if isinstance(batch_rows, bool) or not isinstance(batch_rows, int) or batch_rows < 1:
-        raise InputError(f"`batch_rows` must be a whole number from 1. Received: {batch_rows!r}.")
+    batch_rows = whole_number("batch_rows", batch_rows)
     if output in frame.columns:
         raise InputError(f"The data has a column {output!r} already. Give `output` another name.")
     _depth(output_type)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from tfgpu.core import training_state
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.parallel.pipeline import execution
 from tfgpu.parallel.pipeline.schedule import Cell, bound
 from tfgpu.parallel.pipeline.sections import PipelineProgram
@@ -134,8 +134,7 @@ def _program_of(model: keras.Model, path, steps: int) -> PipelineProgram:
         raise InputError("The model is not compiled, so it has no training step. Call `compile` first.")
     if Path(path).suffix not in SUFFIXES:
         raise InputError(f"`path` must end in {', '.join(SUFFIXES)}. Received: {str(path)!r}.")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InputError(f"`steps` must be a whole number from 1. Received: {steps!r}.")
+    steps = whole_number("steps", steps)
     return program
 
 

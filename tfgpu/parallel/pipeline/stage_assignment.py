@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import keras
 
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.parallel import balance, costs, device_placement, model_graph
 from tfgpu.parallel.pipeline import row_mixing, sections
 from tfgpu.parallel.pipeline import schedule as schedules
@@ -98,8 +98,7 @@ def check_counts(**counts: int) -> None:
         InputError: as said.
     """
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
+        whole_number(name, value)
 
 
 def _check_input(tensor) -> None:

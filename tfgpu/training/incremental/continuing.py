@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import tracing
 from tfgpu.training.schedules import PerUpdate, Rate, Warmup
@@ -107,8 +107,7 @@ def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
     """
     if not model.compiled or model.optimizer is None:
         raise InputError("The model has no optimizer. Compile it first.")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InputError(f"`steps` must be a whole number from 1. Received: {steps!r}.")
+    steps = whole_number("steps", steps)
     is_rate = isinstance(then, (int, float)) and not isinstance(then, bool) and 0 < then < float("inf")
     if not (then is None or is_rate or isinstance(then, keras.optimizers.schedules.LearningRateSchedule)):
         raise InputError(f"`then` must be None, a rate above 0, or a Keras schedule. Received: {then!r}.")

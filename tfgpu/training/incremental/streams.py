@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.training.incremental.replay import Replay
 
 
@@ -27,8 +27,7 @@ def windows(stream: Iterable[Any], rows: int) -> Iterator[tuple[Any, ...]]:
         >>> [len(y) for x, y in windows(batches, rows=5)]
         [5, 5, 2]
     """
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise InputError(f"`rows` must be a whole number from 1. Received: {rows!r}.")
+    rows = whole_number("rows", rows)
     return _cut(stream, rows)
 
 
@@ -131,8 +130,7 @@ def fit_stream(
         2
     """
     for name, value, least in (("global_batch", global_batch, 1), ("epochs", epochs, 1), ("skip", skip, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"`{name}` must be a whole number from {least}. Received: {value!r}.")
+        whole_number(name, value, minimum=least)
     taken = {"x", "y", "batch_size", "shuffle", "steps_per_epoch", "sample_weight", "initial_epoch"} & set(fit)
     if taken:
         raise InputError(f"The stream says this, not `fit`: {', '.join(sorted(taken))}. Leave it out.")
