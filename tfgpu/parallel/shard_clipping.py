@@ -5,17 +5,17 @@ of all replicas.
 """
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
 from tfgpu.compat import optimizers
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, replication
+from tfgpu.core import collectives, replication, step_context
 from tfgpu.core.sharded_variable import has_shards, shard_info
 
-_here = threading.local()
+_factors = step_context.Slot("shard_clipping.factors")
+"""What each gradient is multiplied by, in their order."""
 
 
 def install() -> None:
@@ -23,15 +23,14 @@ def install() -> None:
 
     @wrap("BaseOptimizer.backend_apply_gradients")
     def apply_gradients(stock, self, grads, trainable_variables):
-        is_known = getattr(_here, "factors", None) is not None
-        if is_known or not self.clipnorm or not has_shards(trainable_variables):
+        if _factors.get() is not None or not self.clipnorm or not has_shards(trainable_variables):
             return stock(self, grads, trainable_variables)
         with full_norm_clipping(self, grads, trainable_variables):
             return stock(self, grads, trainable_variables)
 
     @wrap("BaseOptimizer.clip_gradients")
     def clip_gradients(stock, self, grads):
-        factors = getattr(_here, "factors", None)
+        factors = _factors.get()
         if factors is None:
             return stock(self, grads)
         if self.global_clipnorm:  # Keras makes tensors of slices there
@@ -62,11 +61,8 @@ def full_norm_clipping(optimizer, grads: Sequence, variables: Sequence, scale=1.
     else:
         norm, most = tf.sqrt(tf.add_n(list(squares.values()))), optimizer.global_clipnorm
         factors = dict.fromkeys(squares, most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm))
-    _here.factors = [factors[_outermost(variable)] for variable in variables]
-    try:
+    with _factors.set_to([factors[_outermost(variable)] for variable in variables]):
         yield
-    finally:
-        _here.factors = None
 
 
 def _squared_norms(optimizer, grads: Sequence, variables: Sequence, scale) -> dict:

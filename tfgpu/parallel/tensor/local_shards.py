@@ -6,7 +6,6 @@ of the device that computes. Seeds are drawn once for all devices.
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,9 +13,10 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import rng, sharded_variable
+from tfgpu.core import rng, sharded_variable, step_context
 
-_here = threading.local()
+_now = step_context.Slot("tensor.computing")
+"""The `_Computing` of this thread."""
 
 
 @dataclass
@@ -38,16 +38,12 @@ def computing(at: int, count: int, axis: int, seeds: list) -> Iterator[None]:
         axis: the axis of activations that is split, from the last.
         seeds: the first device adds the seeds that it draws; the others take them.
     """
-    before, _here.now = getattr(_here, "now", None), _Computing(at, seeds)
-    try:
-        with rng.slicing(rng.Slice(axis, at, count)):
-            yield
-    finally:
-        _here.now = before
+    with _now.set_to(_Computing(at, seeds)), rng.slicing(rng.Slice(axis, at, count)):
+        yield
 
 
 def _computing_device() -> int | None:
-    now = getattr(_here, "now", None)
+    now = _now.get()
     return None if now is None else now.at
 
 
@@ -57,7 +53,7 @@ def draw_seeds_once() -> None:
 
     @wrap("SeedGenerator.next")
     def next_seed(stock, self, ordered=True):
-        now = getattr(_here, "now", None)
+        now = _now.get()
         if now is None:
             return stock(self, ordered)
         if now.at == 0:

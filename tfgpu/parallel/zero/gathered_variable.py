@@ -14,7 +14,6 @@ The gradient of a gathered value is reduced to the pieces: each replica gets its
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
@@ -33,7 +32,8 @@ from tfgpu.repairs import saving
 
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 """Regularizers whose value for a variable is the sum of those for its pieces."""
-_here = threading.local()
+_reads = step_context.Slot("zero.reads")
+"""The ids of the variables that the running unit has read."""
 
 
 class GatheredVariable(variables.VirtualVariable):
@@ -52,7 +52,9 @@ class GatheredVariable(variables.VirtualVariable):
             return tf.zeros(self.shape, variables.storage_dtype(self))
         found = get_stateless_scope().get_current_value(self) if in_stateless_scope() else None
         if found is not None:
-            getattr(_here, "reads", set()).add(id(self))
+            reads = _reads.get()
+            if reads is not None:
+                reads.add(id(self))
             return found
         if replication.replica_context() is None:
             return _full_value(sharded_variable.shard_of(self))
@@ -214,14 +216,13 @@ def _gathered_for(gathered: Sequence[GatheredVariable], dtype: str | None, argum
     mapping, reads = get_stateless_scope().state_mapping, set()
     with tf.control_dependencies(tf.nest.flatten(inputs, expand_composites=True)):
         found = _all_gather(gathered, reads, dtype)
-    before, reads_before = {id(v): mapping.get(id(v)) for v in gathered}, getattr(_here, "reads", set())
+    before = {id(v): mapping.get(id(v)) for v in gathered}
     mapping |= {id(v): value for v, value in zip(gathered, found, strict=True)}
-    _here.reads = reads
     try:
-        yield
+        with _reads.set_to(reads):
+            yield
     finally:
         mapping |= before
-        _here.reads = reads_before
 
 
 def _common_narrow_dtype(inner: Sequence[keras.layers.Layer]) -> str | None:
