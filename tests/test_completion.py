@@ -42,7 +42,7 @@ def completed(line: str, cwd: Path) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -262,6 +262,7 @@ def test_every_public_name_is_there():
         tfgpu.strateggy  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_public_function_stays_where_its_module_has_the_same_name():
     code = (
         "import tfgpu.tune.study, tfgpu.data.retry, tfgpu\n"

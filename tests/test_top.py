@@ -98,6 +98,7 @@ def test_a_narrow_terminal_has_whole_figures(run):
     assert re.search(r"CPU +[━─]{3} +\d+%", done.stdout) and max(map(len, done.stdout.splitlines())) <= 40
 
 
+@pytest.mark.slow
 def test_folders_that_are_no_run(tmp_path):
     done = top(tmp_path, "--once")
     assert done.returncode == 2 and "has no figures of a training" in done.stderr

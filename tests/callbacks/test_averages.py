@@ -90,7 +90,7 @@ def averaged():
     return found
 
 
-@pytest.mark.sample("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_run_ends_with_the_mean_of_its_last_epochs(averaged, replicas):
     model, seen, history, count = averaged[replicas]

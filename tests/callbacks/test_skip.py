@@ -95,6 +95,7 @@ def test_an_epoch_of_nothing_but_bad_steps_has_no_loss():
         model.fit(x, y, batch_size=4, verbose=0, callbacks=[SkipNaN(limit=10)])
 
 
+@pytest.mark.slow
 def test_a_fit_without_it_is_not_guarded():
     model = make(1)
     fit(model, SkipNaN(), poisoned=True, epochs=1)

@@ -117,7 +117,7 @@ def test_goes_on_in_the_second_epoch(tmp_path, feed, devices, by_trainer):
     assert not tmp_path.exists()
 
 
-@pytest.mark.sample("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("by_trainer", [False, True])
 def test_a_run_that_stopped_after_an_epochs_last_batch_has_its_metrics(tmp_path, by_trainer):
     strategy, feed = strategy_of(1), FEEDS["arrays"]

@@ -208,7 +208,7 @@ class Stop(keras.callbacks.Callback):
             raise RuntimeError("in the middle")
 
 
-@pytest.mark.sample("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_restore_by_hand_in_the_middle_of_an_epoch(tmp_path, replicas):
     """As `tfgpu train --resume` does: the metrics' variables come with the first step only."""

@@ -320,6 +320,7 @@ def test_a_try_changes_no_state():
     assert ops.convert_to_numpy(loss.seeds.state).tolist() != before.tolist()
 
 
+@pytest.mark.slow
 def test_labels_that_stand_for_none_are_tried():
     """A mean over the labels that are not -100, as for tokens that are not to be guessed."""
 
@@ -361,6 +362,7 @@ def test_several_numbers_of_the_batch_are_no_rows_to_add_up(function, reduction)
     check(lambda: Of(function, reduction=reduction), labels=labels, replicas=(2,))
 
 
+@pytest.mark.slow
 def test_a_mean_of_one_number_with_weights_of_rows():
     """Keras multiplies the batch's number by each row's weight."""
     check(lambda: square, weights=np.random.default_rng(3).uniform(0.2, 2.0, len(X)).astype("float32"), replicas=(2,))
@@ -444,6 +446,7 @@ def test_losses_of_keras_and_draws_within():
     check(Noisy, replicas=(2,), run_eagerly=True)
 
 
+@pytest.mark.slow
 def test_a_weight_that_grows_from_nothing():
     class Growing(keras.losses.Loss):
         def __init__(self):
@@ -457,6 +460,7 @@ def test_a_weight_that_grows_from_nothing():
     check(lambda: Growing, replicas=(2,))
 
 
+@pytest.mark.slow
 def test_labels_by_name():
     class Two(keras.losses.Loss):
         def call(self, y_true, y_pred):

@@ -96,7 +96,7 @@ def test_replicas_that_share_a_memory_sum_without_collectives(replicas):
     np.testing.assert_allclose(plain, alone, rtol=0, atol=2e-6)
 
 
-@pytest.mark.sample("hierarchical_copy")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["hierarchical_copy", "reduction_to_one_device"])
 def test_a_chosen_all_reduce_is_the_one_in_use(way, monkeypatch):
     kind = {"hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce}.get(way, tf.distribute.ReductionToOneDevice)

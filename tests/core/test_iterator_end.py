@@ -81,7 +81,7 @@ def _wait():
     assert iterator_end.wait()
 
 
-@pytest.mark.sample("left-fit-mirrored", "whole-fit-one_device", "left-evaluate-one_device", "whole-predict-mirrored")
+@pytest.mark.sample("left-fit-mirrored", "whole-fit-one_device")
 @pytest.mark.parametrize("kind", ["one_device", "mirrored"])
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 @pytest.mark.parametrize("is_left", [True, False], ids=["left", "whole"])
@@ -95,6 +95,7 @@ def test_a_thread_waits_for_each_iterator(kind, method, is_left, ends):
     assert not [each for each in ends.iterators if each() is not None]
 
 
+@pytest.mark.slow
 def test_data_that_the_user_has_distributed(ends):
     strategy = tfgpu.strategy("mirrored", devices=2)
     model = build(strategy)
@@ -103,6 +104,7 @@ def test_data_that_the_user_has_distributed(ends):
     assert ends.iterators and ends.all() == [[[3, 0, False]]] * len(ends.iterators)
 
 
+@pytest.mark.sample("mirrored")
 @pytest.mark.parametrize("kind", ["one_device", "mirrored"])
 def test_the_weights_are_those_without_it(kind, monkeypatch):
     found = []
@@ -206,7 +208,7 @@ def test_data_that_keeps_to_itself(what):
     assert not iterator_end.reaches_out(CONTAINED[what]())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("distribute", ["dataset", "function"])
 @pytest.mark.parametrize("reaches", [False, True], ids=["contained", "reaching"])
 def test_distributed_data_is_what_it_is_made_of(distribute, reaches, ends):

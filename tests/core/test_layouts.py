@@ -77,6 +77,7 @@ def test_a_metric_whose_result_takes_arguments(strategy):
     assert history["once"] == pytest.approx([X[:, 0].mean()], abs=1e-6) and history["nothing"] == [0.0]
 
 
+@pytest.mark.slow
 def test_dropout_in_a_loop_around_strategy_run():
     tfgpu.repair_keras()
     four, found = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)]), {}

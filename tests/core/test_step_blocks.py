@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfgpu
 from tfgpu.core import step_blocks
 
-pytestmark = pytest.mark.sample("no strategy", "two replicas")
+pytestmark = pytest.mark.sample("two replicas")
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(56, 4)).astype("float32")

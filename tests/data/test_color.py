@@ -88,7 +88,7 @@ def test_moves_by_hand():
     np.testing.assert_allclose(still, np.repeat(image, 3, axis=0), atol=1e-6)
 
 
-@pytest.mark.sample("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 3])
 def test_every_change_is_drawn_and_stays_in_range(channels):
     images = tf.random.stateless_uniform([140, 12, 10, channels], seed=[1, 2])

@@ -73,6 +73,7 @@ def test_the_kept_share_follows_the_beta_distribution(alpha):
     assert np.diff(kept).min() > -1e-6 and kept.min() >= 0 and kept.max() <= 1
 
 
+@pytest.mark.slow
 def test_mixed_batches_repeat_and_their_labels_fit_the_loss():
     data = pipeline("digits", global_batch=256, augment=["mixup", "cutmix"], seed=3, balance="weights")
     assert data.info.labels == "one_hot"

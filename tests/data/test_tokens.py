@@ -130,6 +130,7 @@ def trained(train, strategy):
     return model.fit(train, epochs=3, verbose=0).history["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["tokenised", pytest.param("collated", marks=pytest.mark.slow)])
 def test_two_replicas_train_as_one_device(how):
     """Where each replica padded its own rows, the mean over all places would differ."""

@@ -147,7 +147,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.sample("missing library", "no tensorflow")
+@pytest.mark.sample("no tensorflow")
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_package_is_a_finding_with_a_fix(case, tmp_path, clean):
     files, name, words = BROKEN[case]
@@ -164,6 +164,7 @@ def test_a_broken_package_is_a_finding_with_a_fix(case, tmp_path, clean):
     assert all(check.fix for check in checks if check.status != "ok")
 
 
+@pytest.mark.slow
 def test_another_backend_is_a_problem(tmp_path, clean):
     (tmp_path / "jax.py").write_text("raise ModuleNotFoundError(\"No module named 'jax'\")")
     (tmp_path / "tensorflow").mkdir()

@@ -158,6 +158,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layer_that_was_frozen_before_the_layout_learns_again(layout):
     def frozen():
@@ -172,6 +173,7 @@ def test_a_layer_that_was_frozen_before_the_layout_learns_again(layout):
     assert_alike(model, one, trained(model, 4), trained(one, 4))
 
 
+@pytest.mark.slow
 def test_lora_after_the_layout():
     def adapted(model):
         with model.distribute_strategy.scope():

@@ -61,6 +61,7 @@ DICE, SLOPE = 1 - 2 / 3.4, -4 / 11.56
 CASES = [("dice", False), (keras.losses.Dice(), True), (keras.losses.Tversky(0.5, 0.5), False)]
 
 
+@pytest.mark.sample("dice")
 @pytest.mark.parametrize("loss, by_hand", CASES, ids=["dice", "by-hand", "tversky"])
 def test_dice_of_three_rows_is_one_dice(strategy, loss, by_hand):
     weight, logged = trained(strategy, loss, by_hand=by_hand)
@@ -83,6 +84,7 @@ def test_a_dice_of_each_row_stays_with_its_row(strategy):
     assert trained(strategy, keras.losses.Dice(axis=-1))[1] == pytest.approx(rows.mean().item(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_circle_compares_every_row_with_every_other(strategy):
     labels = np.array([0, 1, 0, 1, 0])
     x = np.array([[0.9], [0.7], [0.5], [-0.3], [-0.8]], "float32")

@@ -99,6 +99,7 @@ def test_the_user_s_own_word_counts(tmp_path):
     assert set(trust.code_in({"data": " a.b:c ", "model": "x:"})) == {"data", "model"}
 
 
+@pytest.mark.slow
 def test_a_model_file_with_code_in_it_is_not_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(lambda x: x), keras.layers.Dense(1)])

@@ -121,6 +121,7 @@ def test_every_schedule_goes_through_a_configuration_and_a_graph(name, warmup):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "warmup"), CASES)
 def test_a_compiled_model_saves_with_its_schedule(name, warmup, tmp_path):
     schedule = made(name, warmup)
