@@ -61,7 +61,7 @@ def figures(replicas: int, steps: int, repeats: int, width: int, depth: int) -> 
         own, host = sizes[devices[0]], sizes.get("CPU:0", {})
         host = sum(host.values()) if "CPU:0" not in devices else 0
         ratios = [mine / plain for mine, plain in zip(seconds[name], seconds["mirrored"], strict=True)]
-        sent = model.train_function.sent_bytes / model.train_function.done
+        sent = model.train_function.traffic.bytes / model.train_function.done
         mebibytes = [own["weights"], own["optimizer"], own["pieces"], host, sent]
         times = [statistics.median(ratios), min(ratios), max(ratios)]
         rows.append(

@@ -211,7 +211,7 @@ def test_steps_in_one_call():
         model.compile("sgd", dice)
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8, drop_remainder=True)
     model.fit(data.repeat(), steps_per_epoch=6, verbose=0)
-    assert model.train_function._varies is False
+    assert model.train_function.loops.has_varying_shapes is False
     assert strategy is model.distribute_strategy
 
 

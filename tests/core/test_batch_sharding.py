@@ -12,7 +12,7 @@ from tfgpu.core import batch_sharding, step_context
 
 
 def all_pieces(batch, count):
-    return [batch_sharding.piece_of_batch(batch, at, count) for at in range(count)]
+    return [batch_sharding.replica_batch(batch, at, count) for at in range(count)]
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_every_row_goes_to_one_piece_in_order(rows, count, is_known):
 
 def test_known_lengths_stay_known():
     spec = tf.TensorSpec([8, 3], tf.float32)
-    graph = tf.function(lambda x: batch_sharding.piece_of_batch(x, 1, 4).data, input_signature=[spec])
+    graph = tf.function(lambda x: batch_sharding.replica_batch(x, 1, 4).data, input_signature=[spec])
     assert graph.get_concrete_function().output_shapes == tf.TensorShape([2, 3])
 
 
@@ -55,9 +55,9 @@ def test_structures_ragged_and_sparse():
 
 def test_unequal_parts_are_refused():
     with pytest.raises(ValueError, match="equally many rows"):
-        batch_sharding.piece_of_batch((tf.zeros([4, 1]), tf.zeros([3])), 0, 2)
+        batch_sharding.replica_batch((tf.zeros([4, 1]), tf.zeros([3])), 0, 2)
     unknown = tf.function(
-        lambda x, y: batch_sharding.piece_of_batch((x, y), 0, 2).data,
+        lambda x, y: batch_sharding.replica_batch((x, y), 0, 2).data,
         input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])],
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match="equally many rows"):
@@ -100,7 +100,7 @@ def test_the_replicas_of_a_process_get_their_pieces_in_order(monkeypatch, on_hos
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     data = tf.data.Dataset.range(11).batch(6)
     with step_context.scope(gives_row_ranges=True):
-        batches = list(batch_sharding._Cutter(strategy).experimental_distribute_dataset(data))
+        batches = list(batch_sharding._Distributor(strategy).experimental_distribute_dataset(data))
     rows = [[piece.numpy().tolist() for piece in batch.data.values] for batch in batches]
     assert rows == [[[0, 1], [2, 3], [4], [5]], [[6, 7], [8], [9], [10]]]
     assert [[int(p) for p in batch.offset.values] for batch in batches] == [[0, 2, 4, 5], [0, 2, 3, 4]]

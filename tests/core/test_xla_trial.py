@@ -60,8 +60,8 @@ def test_both_ways_train(devices):
 
     expected, _ = steps_of(strategy(), dense, jit_compile=False)
     weights, steps = steps_of(strategy(), dense, jit_compile="auto")
-    assert steps._trial.is_over
-    assert len(steps._trial._seconds[True]) > xla_trial.ROUNDS
+    assert steps.trial.is_over
+    assert len(steps.trial._seconds[True]) > xla_trial.ROUNDS
     for weight, value in zip(weights, expected, strict=True):
         np.testing.assert_allclose(weight, value, rtol=0, atol=1e-5)
 
@@ -80,14 +80,14 @@ def test_what_xla_would_change_or_cannot_compile_is_left_alone(layers, why, capl
     with caplog.at_level("INFO", logger="tfgpu"):
         weights, steps = steps_of(one, layers, jit_compile="auto")
     assert why in caplog.text
-    assert steps._trial.is_over and not steps._trial._seconds[True]
+    assert steps.trial.is_over and not steps.trial._seconds[True]
     for weight, value in zip(weights, expected, strict=True):
         np.testing.assert_array_equal(weight, value)
 
 
 def test_keras_own_rule_stays_where_nothing_was_asked():
     _, steps = steps_of(tf.distribute.OneDeviceStrategy("CPU:0"), dense)
-    assert steps._trial is None
+    assert steps.trial is None
 
 
 def test_another_word_is_an_error():

@@ -42,7 +42,7 @@ def test_pieces_are_those_that_fit_cuts():
     for rows in range(1, 12):
         deal = Deal(rows, 11, 3)
         for at in range(3):
-            piece = batch_sharding.piece_of_batch(tf.range(rows), at, 3)
+            piece = batch_sharding.replica_batch(tf.range(rows), at, 3)
             first, count = deal.piece(0, at)
             assert int(piece.local) == count
             if count:

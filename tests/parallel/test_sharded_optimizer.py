@@ -188,7 +188,7 @@ def test_what_a_step_sends(stage):
     gradients = sum(sizes) if stage == 1 else 3 * pieces
     plain = made(replicas=3)
     fit(plain, epochs=1)
-    sent, before = (each.train_function.sent_bytes / each.train_function.done for each in (model, plain))
+    sent, before = (each.train_function.traffic.bytes / each.train_function.done for each in (model, plain))
     assert sent - before == 4 * (gradients + pieces - sum(sizes))
 
 

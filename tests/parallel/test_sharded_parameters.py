@@ -249,7 +249,7 @@ def test_what_a_step_sends(policy, size):
     model.fit(NUMBERS[:32], np.zeros((32, 8)), 16, verbose=0)
     pieces, whole = 36 + 32, 72 + 64
     gathered, scattered = 2 * size * pieces, 4 * whole  # forwards and backwards; gradients go as the variables are
-    sent = model.train_function.sent_bytes / model.train_function.done
+    sent = model.train_function.traffic.bytes / model.train_function.done
     assert sent - gathered - scattered == pytest.approx(0, abs=16)  # the loss and its rows besides
 
 

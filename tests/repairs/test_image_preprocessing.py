@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import layers as L
 
 from tfgpu import repairs
-from tfgpu.core import data_order, trace_choices
+from tfgpu.core import data_order
 
 PICTURES = np.random.default_rng(1).uniform(0, 255, (5, 6, 6, 3)).astype("float32")
 LABELS = np.eye(5, dtype="float32")
@@ -82,16 +82,6 @@ def test_operations_are_picked_once():
     random.seed(5)
     np.testing.assert_allclose(spread(layer, PICTURES, (2, 2, 1, 0)), expected, rtol=1e-5, atol=1e-2)
     assert random.random() == after
-
-
-def test_picks_are_taken_in_order_and_made_where_there_is_none():
-    made, numbers = [], itertools.count()
-    for _ in range(2):
-        with trace_choices.shared(made):
-            assert [trace_choices.choose(lambda: next(numbers)) for _ in range(2)] == [0, 1]
-    with trace_choices.shared(made):
-        assert [trace_choices.choose(lambda: next(numbers)) for _ in range(3)] == [0, 1, 2]
-    assert trace_choices.choose(lambda: next(numbers)) == 3
 
 
 def test_workers_without_a_seed_pick_by_the_number_that_they_agreed_on(monkeypatch):

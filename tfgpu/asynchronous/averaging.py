@@ -53,10 +53,10 @@ def traffic(model: keras.Model) -> Traffic:
         InputError: the model has not been trained.
     """
     steps = model.train_function
-    if not hasattr(steps, "sent_bytes"):
+    if not hasattr(steps, "traffic"):
         raise InputError("The model has not been trained since it was compiled. Call `fit` first.")
     averager = steps.averager
-    sent, rounds = steps.sent_bytes, 0
+    sent, rounds = steps.traffic.bytes, 0
     if averager is not None:
         sent, rounds = sent + averager.sent_bytes, averager.rounds
-    return Traffic(steps.done, rounds, round(sent), steps.sent_is_whole)
+    return Traffic(steps.done, rounds, round(sent), steps.traffic.is_whole)

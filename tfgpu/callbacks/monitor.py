@@ -98,7 +98,7 @@ class Monitor(keras.callbacks.Callback):
         self._train_s = 0.0
         self._is_traced = False
         self._rows: int | None = None
-        self._counter = input_stats.Rows(None)
+        self._counter = input_stats.RowCounter(None)
         self._run: weakref.ref[step_blocks.Run] | None = None
         self.epochs: list[dict[str, Value]] = []
         self.cost_s: float = 0.0
@@ -117,7 +117,7 @@ class Monitor(keras.callbacks.Callback):
         self.close()
         self._fit, self._run = threading.current_thread(), weakref.ref(run) if run is not None else None
         self._is_traced, self._block_ended, self.epochs = False, None, []
-        self._begun, self._counter = time.monotonic(), input_stats.Rows(run)
+        self._begun, self._counter = time.monotonic(), input_stats.RowCounter(run)
         before = _iterations(self.model)
         self._watcher = Watcher(
             self._places,
@@ -188,7 +188,7 @@ class Monitor(keras.callbacks.Callback):
     def __getstate__(self) -> dict[str, Any]:
         """A copy watches nothing yet."""
         idle = dict.fromkeys(("_watcher", "_thread", "_forgotten", "_fit", "_run"))
-        return {**self.__dict__, **idle, "_counter": input_stats.Rows(None)}
+        return {**self.__dict__, **idle, "_counter": input_stats.RowCounter(None)}
 
     def _count(self) -> None:
         if self._rows is None and self._epoch_steps:

@@ -13,6 +13,7 @@ from tfgpu.compat import targets, versions
 versions.check()  # before a private name is missed
 
 import keras
+import tensorflow as tf
 from keras.src import backend, tree
 from keras.src.backend.common import global_state, masking
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
@@ -108,6 +109,17 @@ def set_mask(value: object, mask: object | None) -> None:
     masking.set_keras_mask(value, mask)
 
 
+def logits_of(value: object) -> tf.Tensor | None:
+    """What Keras's softmax or sigmoid was given that returned this tensor, where Keras has noted it."""
+    return getattr(value, "_keras_logits", None)
+
+
+def with_logits(value: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """The tensor, of which Keras's cross-entropies take the logits."""
+    value._keras_logits = logits
+    return value
+
+
 def get_attribute(name: str) -> object:
     """A value of Keras's global state in this thread, such as `"current_call_ctx"`; None where there is none."""
     return global_state.get_global_attribute(name)
@@ -176,6 +188,15 @@ def as_sliceable(arrays):
     from keras.src.trainers.data_adapters import array_slicing
 
     return tree.lists_to_tuples(array_slicing.convert_to_sliceable(arrays, target_backend="tensorflow"))
+
+
+def sparse_rows(value, places) -> tf.SparseTensor | None:
+    """Rows of a sparse array that `as_sliceable` has wrapped; None for other arrays."""
+    from keras.src.trainers.data_adapters import array_slicing
+
+    if not isinstance(value, array_slicing.TensorflowSparseWrapper):
+        return None
+    return array_slicing.slice_tensorflow_sparse_wrapper(value, places)
 
 
 def is_layer_with_graph(model: keras.layers.Layer) -> bool:

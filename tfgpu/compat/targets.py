@@ -120,6 +120,7 @@ TARGETS: tuple[str, ...] = (
     "TFEpochIterator._enumerate_iterator",
     "TFEpochIterator._get_iterator",
     "TFOptimizer._backend_maybe_overwrite_model_variables",
+    "TFOptimizer._apply_weight_decay",
     "TFOptimizer._backend_increment_gradient_accumulators",
     "TFOptimizer._backend_reset_gradient_accumulators",
     "TFOptimizer._backend_update_step",

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.data.ops import cache_op
 from tensorflow.python.eager import backprop, record
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import tf_method_target
@@ -15,10 +16,11 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 from tensorflow.python.framework import kernels, op_def_registry, tensor_util
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.framework.none_tensor import NoneTensorSpec
+from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.util import tf_decorator
 
-__all__ = ["Function", "NoneTensorSpec", "eager_context", "is_op_determinism_enabled", "tensor_util"]
+__all__ = ["EagerTensor", "Function", "NoneTensorSpec", "eager_context", "is_op_determinism_enabled", "tensor_util"]
 
 
 def devices_of(operation: str) -> frozenset[str]:
@@ -35,9 +37,9 @@ def devices_of(operation: str) -> frozenset[str]:
 
 
 def is_stateful(operation: str) -> bool:
-    """Whether an operation is registered as one with a state or an effect; True for one that is not known."""
+    """Whether an operation is registered as one with a state or an effect; False for a call of a function."""
     found = op_def_registry.get(operation)
-    return found is None or found.is_stateful
+    return found is not None and found.is_stateful
 
 
 def is_compiled_by_xla(graph: tf.Graph) -> bool:
@@ -67,6 +69,11 @@ def python_function_of(function: Function) -> Callable:
 def with_autograph(function: Callable) -> Callable:
     """A function that autograph converts when it is called, whatever the caller is."""
     return autograph.tf_convert(function, ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED))
+
+
+def with_autograph_of_caller(function: Callable) -> Callable:
+    """A function that autograph converts where it converts the caller, as `strategy.run` converts what it runs."""
+    return autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
 
 
 def autograph_status() -> AbstractContextManager:
@@ -116,3 +123,56 @@ def sources_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 def functions_of(dataset: tf.data.Dataset) -> list:
     """The functions that a dataset calls for its elements."""
     return dataset._functions()
+
+
+def python_function_of_stage(dataset: tf.data.Dataset) -> Callable | None:
+    """The Python function that a dataset such as `Dataset.map` was given; None for others."""
+    return getattr(getattr(dataset, "_map_func", None), "_func", None)
+
+
+def writes_cache(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset is `Dataset.cache` with a file."""
+    return isinstance(dataset, cache_op.CacheDataset) and tf.get_static_value(dataset._filename) != b""
+
+
+def is_cache(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset is `Dataset.cache`."""
+    return isinstance(dataset, cache_op.CacheDataset)
+
+
+def operations_of(graph: tf.Graph) -> set[str]:
+    """The kinds of a graph's operations, and of those in functions that it calls."""
+    inner = (node for function in graph._functions.values() for node in function.cached_definition.node_def)
+    return {operation.type for operation in graph.get_operations()} | {node.op for node in inner}
+
+
+def iterator_resource(iterator: object) -> tf.Tensor | None:
+    """What TensorFlow knows an iterator of one dataset by; None for other objects."""
+    return getattr(iterator, "_iterator_resource", None)
+
+
+def iterator_resources(iterator: object) -> list[tf.Tensor]:
+    """What TensorFlow knows an iterator by, those first that take from others; nothing for what is not tf.data's."""
+    own = iterator_resource(iterator)
+    if own is not None:
+        return [own]
+    found = []
+    for worker in getattr(iterator, "_iterators", ()):  # of a strategy's distributed data
+        of_devices = getattr(worker, "_iterator", None)
+        for each in getattr(of_devices, "_device_iterators", ()):
+            found += iterator_resources(each)
+        common = getattr(of_devices, "_multi_device_iterator_resource", None)
+        found += [common] if common is not None else iterator_resources(of_devices)
+    return found
+
+
+def distributed_from(data: object) -> list:
+    """The datasets that a strategy's distributed dataset was made of; `[None]` where it does not tell."""
+    if hasattr(data, "_original_dataset"):
+        return [data._original_dataset]
+    return list(getattr(data, "_datasets", None) or [None])  # of `distribute_datasets_from_function`
+
+
+def eager_random() -> object | None:
+    """The generator that gives TensorFlow's eager operations their seeds, or None while nothing has asked for it."""
+    return getattr(eager_context.context(), "_rng", None)

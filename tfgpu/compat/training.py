@@ -1,11 +1,14 @@
 """What a model, its data adapters and its epoch iterator hold during `fit`."""
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.trainer import model_supports_jit
 
-from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, EpochIterator
+from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, EpochIterator, MeanMetricWrapper
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
@@ -109,3 +112,24 @@ def wait_for_callbacks(callbacks: CallbackList) -> None:
     """Waits until callbacks that run in a thread of their own have finished."""
     if hasattr(callbacks, "_flush_futures"):
         callbacks._flush_futures()
+
+
+def supports_jit(model: keras.Model) -> bool:
+    """Whether XLA can compile a model's step, as far as its layers tell."""
+    return model_supports_jit(model)
+
+
+def metric_function(metric: MeanMetricWrapper) -> tuple[Callable, dict]:
+    """The function of labels and outputs whose mean a metric takes, and its further arguments."""
+    return metric._fn, metric._fn_kwargs
+
+
+@contextmanager
+def metric_values(metric: MeanMetricWrapper, values: tf.Tensor) -> Iterator[None]:
+    """For the length of the block the function of a metric returns these values."""
+    function = metric._fn
+    metric._fn = lambda *_, **__: values
+    try:
+        yield
+    finally:
+        metric._fn = function

@@ -119,3 +119,8 @@ class VirtualVariable(backend.Variable):
 def shared_name(variable: keras.Variable) -> str:
     """The name under which TensorFlow knows a variable's resource."""
     return variable.value._shared_name
+
+
+def set_aggregation(variable: keras.Variable, aggregation: tf.VariableAggregation) -> None:
+    """Sets how TensorFlow aggregates what the replicas assign to a variable that exists."""
+    variable._value._aggregation = aggregation

@@ -16,13 +16,10 @@ from collections.abc import Callable, Iterator
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import backend
-from keras.src.losses import loss as loss_module
-from keras.src.losses.loss import Loss
-from keras.src.losses.losses import LossFunctionWrapper
-from keras.src.metrics.reduction_metrics import MeanMetricWrapper
-from tensorflow.python.eager import context as eager
 
+from tfgpu.compat import keras as private
+from tfgpu.compat import slots, training, variables
+from tfgpu.compat import tensorflow as private_tf
 from tfgpu.compat.patch import wrap
 from tfgpu.core import layer_state, replication, row_analysis, row_sums, step_context
 
@@ -54,24 +51,24 @@ def give_own_losses_all_rows() -> None:
 
     for name in ("merge_call", "all_reduce", "all_gather"):
 
-        @wrap(tf.distribute.ReplicaContext, name)
+        @wrap(f"tf.distribute.ReplicaContext.{name}")
         def meet(stock, self, *args, **kwargs):
             if step_context.current().is_trying:
                 raise _Meets
             return stock(self, *args, **kwargs)
 
-    @wrap(Loss, "__call__")
+    @wrap("Loss.__call__")
     def call_loss(stock, self, *args, **kwargs):
         _take_hold_of(type(self))
         return stock(self, *args, **kwargs)
 
-    @wrap(LossFunctionWrapper, "call")
+    @wrap("LossFunctionWrapper.call")
     def call_function(stock, self, y_true, y_pred):
         if not _is_own(self.fn):
             return stock(self, y_true, y_pred)
         return _of_batch(self, lambda *rows: stock(self, *rows), _name(self.fn), y_true, y_pred)
 
-    @wrap(loss_module, "reduce_weighted_values")
+    @wrap("loss_module.reduce_weighted_values")
     def reduce_weighted_values(stock, values, sample_weight=None, mask=None, *args, **kwargs):
         """A number of the batch is multiplied by weights of rows: each replica multiplies the whole batch's."""
         if _may_meet() and (sample_weight is not None or mask is not None):
@@ -80,15 +77,15 @@ def give_own_losses_all_rows() -> None:
                 (values,) = row_sums.over_replicas([step_context.times_share(values)])
         return stock(values, sample_weight, mask, *args, **kwargs)
 
-    @wrap(MeanMetricWrapper, "update_state")
+    @wrap("MeanMetricWrapper.update_state")
     def update_state(stock, self, y_true, y_pred, sample_weight=None):
-        function = self._fn
+        function, arguments = training.metric_function(self)
         if not _is_own(function) or not _may_meet():
             return stock(self, y_true, y_pred, sample_weight)
         y_true, y_pred = keras.tree.map_structure(keras.ops.convert_to_tensor, (y_true, y_pred))
 
         def of_rows(*rows):
-            return keras.ops.convert_to_tensor(function(*rows, **self._fn_kwargs))
+            return keras.ops.convert_to_tensor(function(*rows, **arguments))
 
         needs = _needs(self, of_rows, f"metric {_name(function)!r}", y_true, y_pred)
         values = _computed(needs, of_rows, y_true, y_pred)
@@ -96,11 +93,8 @@ def give_own_losses_all_rows() -> None:
             weight = tf.fill(tf.shape(values), tf.cast(step_context.share(), values.dtype))
             sample_weight = weight if sample_weight is None else sample_weight * weight
         # Nothing meets from here on, so that no other replica's thread sees the stand-in.
-        self._fn = lambda *_, **__: values
-        try:
+        with training.metric_values(self, values):
             return stock(self, y_true, y_pred, sample_weight)
-        finally:
-            self._fn = function
 
 
 def _take_hold_of(cls: type) -> None:
@@ -108,7 +102,7 @@ def _take_hold_of(cls: type) -> None:
     for each in cls.__mro__:
         if each.__module__.split(".")[0] in ("keras", "tfgpu", "builtins"):
             return
-        if "call" in each.__dict__ and not hasattr(each.__dict__["call"], "_has_all_rows"):
+        if "call" in each.__dict__ and not slots.get(each.__dict__["call"], "gets_all_rows"):
 
             @wrap(each, "call")
             def call(stock, self, *tensors, **more):
@@ -116,7 +110,7 @@ def _take_hold_of(cls: type) -> None:
                     return stock(self, *tensors, **more)
                 return _of_batch(self, lambda *rows: stock(self, *rows, **more), type(self).__name__, *tensors)
 
-            each.__dict__["call"]._has_all_rows = True
+            slots.of(each.__dict__["call"]).gets_all_rows = True
 
 
 def _gives_rows(needs: Needs) -> bool:
@@ -140,7 +134,7 @@ def _may_meet() -> bool:
     )
 
 
-def _of_batch(loss: Loss, function: Callable, name: str, y_true, y_pred):
+def _of_batch(loss: keras.losses.Loss, function: Callable, name: str, y_true, y_pred):
     """What a loss says of a replica's rows, or of the whole batch where it needs that."""
     if not _may_meet():
         return function(y_true, y_pred)
@@ -166,15 +160,15 @@ def _computed(needs: Needs, function: Callable, y_true, y_pred):
 
 
 def _all_rows(rows: tf.Tensor) -> tf.Tensor:
-    found, mask = row_sums.all_rows(rows), backend.get_keras_mask(rows)
+    found, mask = row_sums.all_rows(rows), private.get_mask(rows)
     if mask is not None:
-        backend.set_keras_mask(found, row_sums.all_rows(mask))
+        private.set_mask(found, row_sums.all_rows(mask))
     return found
 
 
 def _needs(owner, function: Callable, what: str, y_true, y_pred) -> Needs:
     """What a function needs: `owner`, the loss or metric that has it, keeps what was found."""
-    known = owner.__dict__.setdefault("_tfgpu_needs", {})  # of plain values: a copy may go where no tfgpu is
+    known = vars(slots.of(owner)).setdefault("needs", {})  # of plain values: a copy may go where no tfgpu is
     rows = y_true, y_pred
     tensors = keras.tree.flatten(rows)
     if not all(isinstance(each, tf.Tensor) and each.shape.rank and _is_number(each) for each in tensors):
@@ -199,7 +193,8 @@ class _Apart(keras.StatelessScope):
     def get_current_value(self, variable):
         found = super().get_current_value(variable)
         if found is None and variable.shape == () and tf.as_dtype(variable.dtype).is_floating:
-            if variable._value is not None and float(tf.convert_to_tensor(variable._value)) == 0.0:
+            held = variables.held(variable)
+            if held is not None and float(tf.convert_to_tensor(held)) == 0.0:
                 return tf.constant(0.5, variable.dtype)
         return found
 
@@ -349,7 +344,7 @@ class _Trial:
 @contextlib.contextmanager
 def _kept_draws() -> Iterator[None]:
     """What draws random numbers within leaves those that come afterwards as they would be."""
-    python, numpy, tensorflow = random.getstate(), np.random.get_state(), getattr(eager.context(), "_rng", None)
+    python, numpy, tensorflow = random.getstate(), np.random.get_state(), private_tf.eager_random()
     before = tensorflow.getstate() if tensorflow is not None else None
     if tensorflow is not None:
         tensorflow.seed(_SEED)  # TensorFlow goes on where an operation has the seed of an earlier one

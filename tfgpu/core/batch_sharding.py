@@ -1,27 +1,26 @@
-"""The global batch in pieces: one a replica, each with the place of its rows in the batch.
+"""The global batch in shards: one for each replica, with the range of its rows in the batch.
 
-TensorFlow's own cut says nothing of the other replicas' pieces, so each step would need a collective to count rows. And
+TensorFlow's own cut says nothing of the other replicas' shards, so each step would need a collective to count rows. And
 by default it shares out files, not batches, where it finds files: the rows that meet in a batch are then others than on
 one device.
 """
 
 import functools
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as keras_trainer
 
+from tfgpu.compat import distribute, slots, training
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, data_order, nested_functions, replication, step_blocks, step_context
-from tfgpu.errors import InputError
-from tfgpu.parallel import remote_devices
+from tfgpu.core import extensions, nested_functions, replication, step_context, worker_vote
+
+_UNEQUAL = "The parts of a batch must have equally many rows."
 
 
-class Piece(NamedTuple):
-    """What one replica gets of a batch.
+class ReplicaBatch(NamedTuple):
+    """A replica's shard of a batch.
 
     Attributes:
         data: its rows, in the batch's structure; where it has none, the batch's first row stands in.
@@ -37,89 +36,85 @@ class Piece(NamedTuple):
 
 
 def cut_evenly() -> None:
-    """Gives each replica its part of every batch, equal but for one row, and tells it where that part lies.
+    """Gives each replica its shard of every batch, equal but for one row, and tells it which rows those are.
 
-    Every worker makes the whole batch, as one device does, and keeps its parts. Where the data asks for another way of
-    sharing out (`experimental_distribute.auto_shard_policy` FILE, HINT or OFF), TensorFlow's cut stays.
+    Every worker makes the whole batch, as one device does, and keeps its shards. Where the data asks for another way of
+    sharding (`experimental_distribute.auto_shard_policy` FILE, HINT or OFF), TensorFlow's cut stays.
     """
 
-    @wrap(keras_trainer.TFEpochIterator, "__init__")
+    @wrap("TFEpochIterator.__init__")
     def init(stock, self, distribute_strategy=None, *args, **kwargs):
-        if _is_one_cpu(distribute_strategy):
-            stock(self, Whole(), *args, **kwargs)
-            self._distribute_strategy = distribute_strategy
+        strategy = distribute_strategy
+        if _is_one_cpu(strategy):
+            stock(self, Undistributed(), *args, **kwargs)
+            training.set_iterator_strategy(self, strategy)
             return
-        if not replication.is_replicated(distribute_strategy):
-            return stock(self, distribute_strategy, *args, **kwargs)
-        cutter = _Cutter(distribute_strategy)
-        stock(self, cutter, *args, **kwargs)
-        self._distribute_strategy = distribute_strategy
-        if not cutter.was_asked and replication.spans_processes(
-            distribute_strategy
-        ):  # the user has distributed the data
-            _agree(distribute_strategy, -1, same_length=False)
+        if not replication.is_replicated(strategy):
+            return stock(self, strategy, *args, **kwargs)
+        distributor = _Distributor(strategy)
+        stock(self, distributor, *args, **kwargs)
+        training.set_iterator_strategy(self, strategy)
+        if not distributor.was_asked and replication.spans_processes(strategy):  # the user has distributed the data
+            worker_vote.check_same_run(strategy, -1, same_data=False)
 
     # An epoch iterator that someone else makes gives the rows alone, as it does in stock Keras.
     for name in ("fit", "evaluate", "predict"):
 
-        @wrap(keras_trainer.TensorFlowTrainer, name)
+        @wrap(f"TensorFlowTrainer.{name}")
         def method(stock, self, *args, name=name, **kwargs):
             # XLA cannot drop a stand-in row.
             with step_context.scope(gives_row_ranges=name != "predict" or not self.jit_compile):
                 return stock(self, *args, **kwargs)
 
 
-def piece_of_batch(batch, at, count: int, *, stand_in: bool = True) -> Piece:
-    """Piece number `at` of `count` of a batch: any structure of tensors, ragged and sparse ones too.
+def replica_batch(batch, at, count: int, *, stand_in: bool = True) -> ReplicaBatch:
+    """Shard number `at` of `count` of a batch: any structure of tensors, ragged and sparse ones too.
 
-    A scalar, and a batch of nothing but scalars, goes whole to each. A piece without rows holds the batch's first one,
-    which the step can bear as it bears any other; without `stand_in` it holds none.
+    A scalar, and a batch of nothing but scalars, goes whole to each. A shard without rows holds the batch's first one,
+    on which the step computes as on any other; without `stand_in` it holds none.
     """
     values = [v for v in tf.nest.flatten(batch) if v is not None]
     batched = [v for v in values if v.shape.rank != 0]
     if not batched:
-        return Piece(batch, tf.constant(1), tf.cast(at, tf.int32), tf.constant(count))
-    static = {v.shape[0] for v in batched} - {None}
-    if len(static) > 1:
-        raise ValueError(f"The parts of a batch must have equally many rows. Received: {sorted(static)} rows.")
-    total = static.pop() if static and all(v.shape[0] for v in batched) else _rows(batched[0])
-    if not isinstance(total, int):
-        same = [tf.debugging.assert_equal(_rows(v), total, _UNEQUAL) for v in batched[1:]]
-        with tf.control_dependencies([check for check in same if check is not None]):
-            total = tf.identity(total)
-    elif total % count == 0:  # every piece has the same shape, which spares the step its care for empty ones
-        rows, at = total // count, tf.cast(at, tf.int32)
-        data = tf.nest.map_structure(lambda v: _part(v, at * rows, rows), batch)
-        return Piece(data, tf.constant(rows), at * rows, tf.constant(total))
-    at = tf.cast(at, tf.int32)
+        return ReplicaBatch(batch, tf.constant(1), tf.cast(at, tf.int32), tf.constant(count))
+    at, total = tf.cast(at, tf.int32), _common_rows(batched)
+    if isinstance(total, int) and total % count == 0:
+        # Every shard has the same static shape, which spares the step its care for empty ones.
+        rows = total // count
+        data = tf.nest.map_structure(lambda v: _sliced(v, at * rows, rows), batch)
+        return ReplicaBatch(data, tf.constant(rows), at * rows, tf.constant(total))
     rows, left = total // count, total % count
     start, rows = at * rows + tf.minimum(at, left), rows + tf.cast(at < left, tf.int32)
     offset = tf.where(rows > 0, start, 0)
     held = tf.minimum(tf.maximum(rows, 1), total) if stand_in else rows
-    data = tf.nest.map_structure(lambda v: _part(v, offset if stand_in else start, held), batch)
-    return Piece(data, rows, offset, tf.convert_to_tensor(total))
+    data = tf.nest.map_structure(lambda v: _sliced(v, offset if stand_in else start, held), batch)
+    return ReplicaBatch(data, rows, offset, tf.convert_to_tensor(total))
 
 
-def _dealing(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, with_places: bool) -> Callable:
-    """`deal` as a tf.function, which the strategy keeps: one of each data set's own would be traced at each `predict`.
+def shard(strategy: tf.distribute.Strategy, batch, *, gives_row_ranges: bool = True):
+    """Cuts a whole batch into a value of the strategy: a `ReplicaBatch` for each replica here, or its rows alone."""
+    batch = tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
 
-    Data of other shapes, but for the number of rows, has another one: what `reduce_retracing` made of both could have
-    no rank.
+    def of_replica(context):
+        at = replication.shard_index(strategy, context.replica_id_in_sync_group)
+        found = replica_batch(batch, at, context.num_replicas_in_sync, stand_in=gives_row_ranges)
+        return found if gives_row_ranges else found.data
+
+    return strategy.experimental_distribute_values_from_function(of_replica)
+
+
+def rows_and_range(data) -> tuple[Any, tf.Tensor, tuple | None]:
+    """What a replica was given: its data, their number of rows, and (offset, total) where the data tells.
+
+    Data that no `ReplicaBatch` holds gets a stand-in row where it has none.
     """
-
-    def but_for_rows(spec):
-        is_plain = isinstance(spec, tf.TensorSpec) and spec.shape.rank
-        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if is_plain else spec
-
-    kept = vars(strategy).setdefault("_tfgpu_dealing", {})
-    key = repr(tf.nest.map_structure(but_for_rows, dataset.element_spec)), with_places
-    if key not in kept:
-        cut = functools.partial(deal, strategy, with_places=with_places)
-        kept[key] = nested_functions.own(cut, reduce_retracing=True)
-    return kept[key]
+    if isinstance(data, ReplicaBatch):
+        return data.data, data.local, (data.offset, data.total)
+    local = num_rows(data)
+    return data if tf.get_static_value(local) else tf.nest.map_structure(with_stand_in_row, data), local, None
 
 
-def rows_of(data) -> tf.Tensor:
+def num_rows(data) -> tf.Tensor:
     """Rows of a replica's data: the first dimension of its first tensor, or 1 where that is a scalar."""
     for value in tf.nest.flatten(data):
         if value is not None and value.shape.rank != 0:
@@ -144,10 +139,7 @@ def with_stand_in_row(value):
     return row
 
 
-_UNEQUAL = "The parts of a batch must have equally many rows."
-
-
-class _Cutter:
+class _Distributor:
     """Stands where Keras asks a strategy to distribute its dataset."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -160,20 +152,13 @@ class _Cutter:
         policy = dataset.options().experimental_distribute.auto_shard_policy
         if replication.spans_processes(self._strategy):
             own_cut = policy in (policies.AUTO, policies.DATA)
-            _agree(self._strategy, int(dataset.cardinality()), same_length=own_cut)
+            worker_vote.check_same_run(self._strategy, int(dataset.cardinality()), same_data=own_cut)
             if not own_cut:
                 return self._strategy.experimental_distribute_dataset(dataset)
-        with_places = step_context.current().gives_row_ranges
-        if (
-            _on_host(self._strategy) or remote_devices.connection() is not None
-        ):  # TensorFlow's iterator stays in a process
-            # Kept with the data set: what deals its batches out one by one takes some 30 ms to trace.
-            kept = vars(dataset).setdefault("_tfgpu_dealt", {})
-            key = self._strategy, with_places
-            if key not in kept:
-                kept[key] = Dealt(self._strategy, dataset, with_places)
-            return kept[key]
-        cut = _cut(self._strategy, dataset, with_places)
+        gives_row_ranges = step_context.current().gives_row_ranges
+        if _on_host(self._strategy) or any(is_needed() for is_needed in extensions.host_sharding):
+            return _sharded(self._strategy, dataset, gives_row_ranges)
+        cut = _cut(self._strategy, dataset, gives_row_ranges)
 
         def of_worker(worker: tf.distribute.InputContext) -> tf.data.Dataset:
             devices = len(self._strategy.extended.worker_devices)
@@ -182,8 +167,8 @@ class _Cutter:
         return self._strategy.distribute_datasets_from_function(of_worker)
 
 
-class Whole:
-    """Stands where Keras asks the strategy of one CPU to distribute a data set: there is nothing to distribute.
+class Undistributed:
+    """Stands where Keras asks the strategy of one CPU to distribute a dataset: it stays as it is.
 
     TensorFlow's own iterator would ask at each step whether there is data: three times as long as a small model's step.
     """
@@ -192,125 +177,111 @@ class Whole:
         return dataset
 
 
-class Dealt:
-    """A dataset whose batches this process deals to its replicas in pieces, where all of them compute on the CPU.
+class ShardedDataset:
+    """A dataset whose batches the compiled step shards, where all replicas of this process compute on the CPU.
 
-    One plain tf.data iterator gives whole batches, which the compiled step cuts itself: slices in its graph cost a
-    tenth of a `map` in tf.data. TensorFlow's own iterator has one a device, asks all workers at every step whether they
-    have data, and forgets the batch's size on workers.
+    One plain tf.data iterator gives whole batches: slices in the step's graph cost a tenth of a `map` in tf.data.
+    TensorFlow's own iterator has one a device, asks all workers at every step whether they have data, and forgets the
+    batch's size on workers.
 
     Args:
-        strategy: whose replicas get the pieces.
+        strategy: whose replicas get the shards.
         dataset: of whole batches, the same on every worker.
-        with_places: whether a piece says where it lies in the batch.
+        gives_row_ranges: whether a replica is told which rows it gets.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, with_places: bool):
-        self._strategy, self._dataset, self._with_places = strategy, dataset, with_places
-        self._deal = _dealing(strategy, dataset, with_places)
+    def __init__(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_ranges: bool):
+        self._strategy, self._gives_row_ranges, self.dataset = strategy, gives_row_ranges, dataset
+        self._shard = _compiled_shard(strategy, dataset, gives_row_ranges)
 
     @functools.cached_property
     def element_spec(self):
         """What one replica gets of a batch. To find it takes some 30 ms, and only a model that is not built asks."""
-        return self._dataset.map(_cut(self._strategy, self._dataset, self._with_places)).element_spec[0]
+        return self.dataset.map(_cut(self._strategy, self.dataset, self._gives_row_ranges)).element_spec[0]
 
     def __iter__(self):
-        return DealtIterator(iter(self._dataset), self._with_places, self._deal)
+        return ShardedIterator(iter(self.dataset), self._gives_row_ranges, self._shard)
 
 
 @dataclass
-class DealtIterator:
-    """The pieces of batch after batch as values of the strategy.
+class ShardedIterator:
+    """The shards of batch after batch as values of the strategy.
 
     Attributes:
-        source: of whole batches; compiled steps read it, and deal, themselves.
-        with_places: whether a piece says where it lies in the batch.
+        source: of whole batches; compiled loops read it, and shard, themselves.
+        gives_row_ranges: whether a replica is told which rows it gets.
     """
 
     source: tf.data.Iterator
-    with_places: bool
-    _deal: Callable
+    gives_row_ranges: bool
+    _shard: Callable
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        return self._deal(next(self.source))
+        return self._shard(next(self.source))
 
 
-def deal(strategy: tf.distribute.Strategy, batch, *, with_places: bool = True):
-    """Cuts a whole batch into values of the strategy: a `Piece` for each replica of this process, or its rows alone."""
-    batch = tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
-
-    def piece(ctx):
-        at = replication.shard_index(strategy, ctx.replica_id_in_sync_group)
-        found = piece_of_batch(batch, at, ctx.num_replicas_in_sync, stand_in=with_places)
-        return found if with_places else found.data
-
-    return strategy.experimental_distribute_values_from_function(piece)
+def source_of(iterator: object) -> tuple[Any, bool | None]:
+    """What a compiled loop reads, and whether its shards say which rows they are; None where no loop shards."""
+    if isinstance(iterator, ShardedIterator):
+        return iterator.source, iterator.gives_row_ranges
+    return iterator, None
 
 
-def _cut(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, with_places: bool) -> Callable:
-    """The function for tf.data from a batch of `dataset` to the pieces of this process's replicas, in their order."""
+def _sharded(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_ranges: bool) -> ShardedDataset:
+    """Kept with the dataset: what shards its batches one by one takes some 30 ms to trace."""
+    kept = vars(slots.of(dataset)).setdefault("sharded", {})
+    key = strategy, gives_row_ranges
+    if key not in kept:
+        kept[key] = ShardedDataset(strategy, dataset, gives_row_ranges)
+    return kept[key]
+
+
+def _compiled_shard(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_ranges: bool) -> Callable:
+    """`shard` as a tf.function, which the strategy keeps: one for each dataset would be traced at each `predict`.
+
+    Data of other shapes, but for the number of rows, has another one: what `reduce_retracing` made of both could have
+    no rank.
+    """
+
+    def but_for_rows(spec):
+        is_plain = isinstance(spec, tf.TensorSpec) and spec.shape.rank
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if is_plain else spec
+
+    kept = vars(slots.of(strategy)).setdefault("compiled_shards", {})
+    key = repr(tf.nest.map_structure(but_for_rows, dataset.element_spec)), gives_row_ranges
+    if key not in kept:
+        cut = functools.partial(shard, strategy, gives_row_ranges=gives_row_ranges)
+        kept[key] = nested_functions.own(cut, reduce_retracing=True)
+    return kept[key]
+
+
+def _cut(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_ranges: bool) -> Callable:
+    """The function for tf.data from a batch of `dataset` to the shards of this process's replicas, in their order."""
     devices, count = len(strategy.extended.worker_devices), strategy.num_replicas_in_sync
-    first = strategy.extended._id_in_cluster * devices if replication.spans_processes(strategy) else 0
+    first = distribute.worker_index(strategy) * devices if replication.spans_processes(strategy) else 0
     places = [replication.shard_index(strategy, first + device) for device in range(devices)]
 
     @tf.autograph.experimental.do_not_convert
     def cut(*batch):
         batch = batch if type(dataset.element_spec) is tuple else batch[0]  # as tf.data asks: no namedtuple
-        pieces = [piece_of_batch(batch, at, count, stand_in=with_places) for at in places]
-        return tuple(piece if with_places else piece.data for piece in pieces)
+        shards = [replica_batch(batch, at, count, stand_in=gives_row_ranges) for at in places]
+        return tuple(each if gives_row_ranges else each.data for each in shards)
 
     return cut
 
 
-def _one_after_another(*pieces) -> tf.data.Dataset:
-    """The pieces of a batch as elements, one a device."""
-    found = tf.data.Dataset.from_tensors(pieces[0])
-    for piece in pieces[1:]:
-        found = found.concatenate(tf.data.Dataset.from_tensors(piece))
+def _one_after_another(*shards) -> tf.data.Dataset:
+    """The shards of a batch as elements, one a device."""
+    found = tf.data.Dataset.from_tensors(shards[0])
+    for each in shards[1:]:
+        found = found.concatenate(tf.data.Dataset.from_tensors(each))
     return found
 
 
-def _agree(strategy: tf.distribute.Strategy, length: int, *, same_length: bool) -> None:
-    """Tells the workers, who ask nobody later on, that all will run the same blocks of steps.
-
-    Every worker makes the whole batch: a shorter data set would hang the others. So would a callback that only one
-    worker has, and that wants to be called after every batch: if one does, all do.
-
-    Raises:
-        InputError: on all workers, where their data sets have different numbers of batches or are shuffled by
-            different seeds, or some lack a callback that meets the others'.
-    """
-    run = step_blocks.current()
-    asked = list(run.every_batch.values()) if run is not None else []
-    on_all = run.on_all if run is not None else ()
-    digest = zlib.crc32(repr(on_all).encode()) & 0xFFFFF  # whose square can be summed up
-    seed = data_order.seed_mark()
-    mine = [1, length, length * length, digest, digest * digest, seed, seed * seed, *map(int, asked)]
-    count, total, squares, meeting, meeting_squares, seeds, seed_squares, *asking = collectives.sum_over_workers(
-        strategy, mine
-    )
-    if meeting * meeting != count * meeting_squares:
-        raise InputError(
-            "A Checkpoint must be among the callbacks of every worker (only the chief writes), and so must SkipNaN. "
-            f"This one has {', '.join(on_all) or 'none of them'}. Give `fit` the same callbacks on each worker."
-        )
-    if run is not None:
-        run.every_batch = {kind: bool(number) for kind, number in zip(run.every_batch, asking, strict=True)}
-    if same_length and total * total != count * squares:
-        raise InputError(
-            "The workers have data sets of different lengths; "
-            f"this one's has {length if length >= 0 else 'unknown'} batches. Give each worker the whole data set; "
-            "where each has data of its own, set `experimental_distribute.auto_shard_policy` in the data set's "
-            "options to OFF."
-        )
-    if same_length and seeds * seeds != count * seed_squares:
-        raise data_order.refuse_seeds(strategy)
-
-
-def _is_one_cpu(strategy: tf.distribute.Strategy) -> bool:
+def _is_one_cpu(strategy: tf.distribute.Strategy | None) -> bool:
     return isinstance(strategy, tf.distribute.OneDeviceStrategy) and _on_host(strategy)
 
 
@@ -318,7 +289,24 @@ def _on_host(strategy: tf.distribute.Strategy) -> bool:
     return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in strategy.extended.worker_devices)
 
 
-def _rows(value):
+def _common_rows(values: list) -> int | tf.Tensor:
+    """The rows of a batch's tensors: a number where all are known, else an int32 scalar that checks them.
+
+    Raises:
+        ValueError: they have different numbers.
+    """
+    static = {v.shape[0] for v in values} - {None}
+    if len(static) > 1:
+        raise ValueError(f"{_UNEQUAL} Received: {sorted(static)} rows.")
+    total = static.pop() if static and all(v.shape[0] for v in values) else _rows(values[0])
+    if isinstance(total, int):
+        return total
+    checks = [tf.debugging.assert_equal(_rows(v), total, _UNEQUAL) for v in values[1:]]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(total)
+
+
+def _rows(value) -> int | tf.Tensor:
     """Rows of a tensor: a number where that is known, else an int32 scalar."""
     if isinstance(value, tf.RaggedTensor):
         return tf.cast(value.nrows(), tf.int32)
@@ -327,7 +315,8 @@ def _rows(value):
     return tf.shape(value)[0] if value.shape[0] is None else value.shape[0]
 
 
-def _part(value, start, rows):
+def _sliced(value, start, rows):
+    """`rows` rows of a tensor from `start` on; a scalar stays whole."""
     if value is None or value.shape.rank == 0:
         return value
     if isinstance(value, tf.SparseTensor):

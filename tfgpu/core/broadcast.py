@@ -7,6 +7,7 @@ which each replica keeps a part.
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import distribute
 from tfgpu.core import collectives, replication
 
 CHUNK = 1 << 24
@@ -38,7 +39,7 @@ def of_all_workers(strategy: tf.distribute.Strategy, mine: np.ndarray) -> np.nda
         mine: this worker's array; all have one shape and dtype.
     """
     count = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
-    at, content = strategy.extended._id_in_cluster, np.ascontiguousarray(mine).tobytes()
+    at, content = distribute.worker_index(strategy), np.ascontiguousarray(mine).tobytes()
     parts = [[] for _ in range(count)]
     for begin in range(0, len(content), CHUNK // count):
         piece = content[begin : begin + CHUNK // count]
@@ -82,7 +83,7 @@ def put_parts(strategy: tf.distribute.Strategy, variable, found: np.ndarray, kin
         kind: as for `as_one`.
     """
     own, count = variable.values, strategy.num_replicas_in_sync
-    first = strategy.extended._id_in_cluster * len(own) if len(own) < count else 0
+    first = distribute.worker_index(strategy) * len(own) if len(own) < count else 0
     if len(found) != count:
         whole = as_one(found, kind)
         found = np.stack([whole] + [whole if kind == "mean" else np.zeros_like(whole)] * (count - 1))

@@ -6,12 +6,12 @@ counts as nothing.
 
 import sys
 
+import keras
 import tensorflow as tf
 from keras import ops
-from keras.src import backend
-from keras.src.losses import losses as keras_losses
-from keras.src.losses.losses import LossFunctionWrapper
 
+from tfgpu.compat import targets
+from tfgpu.compat.keras import set_mask
 from tfgpu.compat.patch import wrap
 from tfgpu.core import row_sums, step_context
 
@@ -23,6 +23,7 @@ def mix_rows_of_all_replicas() -> None:
 
     Stock Keras computes each replica's loss from its own rows, and averages the losses.
     """
+    keras_losses = targets.owner("losses")
     whole = {"dice": _dice, "tversky": _tversky, "circle": _circle}
     by_stock = {id(getattr(keras_losses, name)): name for name in _NAMES}
     public = [m for n, m in list(sys.modules.items()) if n.endswith("keras.losses") and hasattr(m, "dice")]
@@ -30,7 +31,7 @@ def mix_rows_of_all_replicas() -> None:
         for name in _NAMES:
             wrap(owner, name)(_in_a_step(whole[name]))
 
-    @wrap(LossFunctionWrapper, "call")
+    @wrap("LossFunctionWrapper.call")
     def call(stock, self, y_true, y_pred):
         if id(self.fn) in by_stock:  # made before the repair, or found by its name
             self.fn = getattr(keras_losses, by_stock[id(self.fn)])
@@ -52,7 +53,7 @@ def _dice(stock, y_true, y_pred, axis=None):
         return stock(y_true, y_pred, axis)
     y_true = ops.cast(y_true, y_pred.dtype)
     both, true, found = _sums(axis, y_true * y_pred, y_true, y_pred)
-    return 1 - 2.0 * both / (true + found + backend.epsilon())
+    return 1 - 2.0 * both / (true + found + keras.config.epsilon())
 
 
 def _tversky(stock, y_true, y_pred, alpha=0.5, beta=0.5, axis=None):
@@ -61,7 +62,7 @@ def _tversky(stock, y_true, y_pred, alpha=0.5, beta=0.5, axis=None):
     y_true = ops.cast(y_true, y_pred.dtype)
     # Keras 3.15 names these the other way round; alpha belongs to what is true and was not found.
     both, missed, wrong = _sums(axis, y_true * y_pred, (1 - y_pred) * y_true, y_pred * (1 - y_true))
-    return 1 - both / (both + missed * alpha + wrong * beta + backend.epsilon())
+    return 1 - both / (both + missed * alpha + wrong * beta + keras.config.epsilon())
 
 
 def _circle(stock, y_true, y_pred, ref_labels=None, ref_embeddings=None, **options):
@@ -69,7 +70,7 @@ def _circle(stock, y_true, y_pred, ref_labels=None, ref_embeddings=None, **optio
         return stock(y_true, y_pred, ref_labels, ref_embeddings, **options)
     labels = ops.reshape(ops.cast(y_true, "int32"), [-1])
     loss = row_sums.own_rows(stock(row_sums.all_rows(labels), row_sums.all_rows(y_pred), **options), y_pred)
-    backend.set_keras_mask(loss, loss > 0)
+    set_mask(loss, loss > 0)
     return loss
 
 

@@ -9,12 +9,9 @@ import zlib
 
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
-from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from tensorflow.python.eager import context as tf_context
-from tensorflow.python.framework import random_seed
 
+from tfgpu.compat import distribute, training
+from tfgpu.compat.keras import as_sliceable, sparse_rows, tree
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, replication
 from tfgpu.errors import InputError
@@ -32,7 +29,7 @@ def agree_on_orders() -> None:
     made before the workers have joined.)
     """
 
-    @wrap(tf.distribute.MultiWorkerMirroredStrategy, "__init__")
+    @wrap("tf.distribute.MultiWorkerMirroredStrategy.__init__")
     def init(stock, self, *args, **kwargs):
         stock(self, *args, **kwargs)
         if replication.spans_processes(self) and not _is_seeded_on_all(self):
@@ -44,39 +41,39 @@ def agree_on_orders() -> None:
             if not _is_same_on_all(self, np.random.get_state()[1].tolist()):
                 np.random.seed(_agreed[0])
 
-    @wrap(random_seed, "get_seed")
+    @wrap("random_seed.get_seed")
     def get_seed(stock, op_seed):
         seed, number = stock(op_seed)
         ctx = replication.replica_context()
         if op_seed is None and number is not None and ctx is not None and replication.spans_processes(ctx.strategy):
             # Workers trace the same operations, so `tf.random.normal` would draw the same numbers on each.
-            number = (number + 7919 * ctx.strategy.extended._id_in_cluster) % (2**31 - 1)
+            number = (number + 7919 * distribute.worker_index(ctx.strategy)) % (2**31 - 1)
         return seed, number
 
-    @wrap(ArrayDataAdapter, "get_tf_dataset")
+    @wrap("ArrayDataAdapter.get_tf_dataset")
     def get_tf_dataset(stock, self):
         # Under a seed, Keras shuffles arrays alike in every epoch; a script without one expects new orders.
-        if self._shuffle is not True or not _agreed or tf_context.global_seed() != _agreed[0]:
+        if training.shuffles(self) is not True or not _agreed or distribute.global_seed() != _agreed[0]:
             return stock(self)
         return _shuffled_anew(self)
 
 
 def agreed_random() -> random.Random | None:
     """Random numbers that all workers draw alike where the script sets no seed; None elsewhere."""
-    if not _agreed or tf_context.global_seed() != _agreed[0]:
+    if not _agreed or distribute.global_seed() != _agreed[0]:
         return None
     return _randoms.setdefault(_agreed[0], random.Random(_agreed[0]))
 
 
 def is_seeded() -> bool:
     """Whether the script has set TensorFlow's global seed, so that another process can draw the same."""
-    seed = tf_context.global_seed()
+    seed = distribute.global_seed()
     return seed is not None and seed not in _agreed
 
 
 def facts() -> dict[str, str]:
     """What `preflight.join` compares of the seed that the script has set."""
-    seed = tf_context.global_seed()
+    seed = distribute.global_seed()
     if seed is None:
         return {"seed before the strategy": "not set"}
     return {"seed before the strategy": "set", "seeds": str(seed)}
@@ -84,12 +81,12 @@ def facts() -> dict[str, str]:
 
 def seed_mark() -> int:
     """A number below 2**20 that tells whether two workers have the same seed."""
-    return zlib.crc32(str(tf_context.global_seed()).encode()) % 2**20
+    return zlib.crc32(str(distribute.global_seed()).encode()) % 2**20
 
 
 def refuse_seeds(strategy: tf.distribute.Strategy) -> InputError:
     """The error that says which worker has which seed. Every worker must call it."""
-    seeds = _by_worker(strategy, tf_context.global_seed() or 0)
+    seeds = _by_worker(strategy, distribute.global_seed() or 0)
     told = "; ".join(f"{seed} on {name}" for name, seed in list(seeds.items())[:_MOST_NAMED])
     return InputError(
         f"The workers have set different seeds: {told}{'; ...' if len(seeds) > _MOST_NAMED else ''}. Every worker "
@@ -105,7 +102,7 @@ def _is_seeded_on_all(strategy: tf.distribute.Strategy) -> bool:
     Raises:
         InputError: it has on some workers only.
     """
-    mine = int(tf_context.global_seed() is not None)
+    mine = int(distribute.global_seed() is not None)
     workers, seeded = collectives.sum_over_workers(strategy, [1, mine])
     if seeded not in (0, workers):
         lacking = [name for name, has in _by_worker(strategy, mine).items() if not has]
@@ -119,7 +116,7 @@ def _is_seeded_on_all(strategy: tf.distribute.Strategy) -> bool:
 
 def _by_worker(strategy: tf.distribute.Strategy, number: int) -> dict[str, int]:
     """Each worker's number, by the worker's name. Every worker must call it."""
-    workers, mine = int(collectives.sum_over_workers(strategy, [1])[0]), strategy.extended._id_in_cluster
+    workers, mine = int(collectives.sum_over_workers(strategy, [1])[0]), distribute.worker_index(strategy)
     found = collectives.sum_over_workers(strategy, [number * (rank == mine) for rank in range(workers)])
     chief = int("chief" in strategy.cluster_resolver.cluster_spec().jobs)
     names = ["chief"] * chief + [f"worker {rank}" for rank in range(workers - chief)]
@@ -139,13 +136,13 @@ def _from_chief(strategy: tf.distribute.Strategy, number: int) -> int:
 
 def _shuffled_anew(adapter) -> tf.data.Dataset:
     """The adapter's batches, in another order each time that they are read."""
-    rows = adapter._num_samples
-    inputs = tree.lists_to_tuples(array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow"))
+    rows = training.rows_of(adapter)
+    inputs = as_sliceable(training.arrays_of(adapter))
 
     def batch_of(places, inputs):
         def part(value):
-            if isinstance(value, array_slicing.TensorflowSparseWrapper):
-                return array_slicing.slice_tensorflow_sparse_wrapper(value, places)
+            if (found := sparse_rows(value, places)) is not None:
+                return found
             if isinstance(value, (list, tuple, dict)):
                 return None
             return tf.gather(value, places) if tf.is_tensor(value) else value
@@ -154,6 +151,6 @@ def _shuffled_anew(adapter) -> tf.data.Dataset:
 
     seeds = tf.data.Dataset.random(seed=_agreed[0], rerandomize_each_iteration=True).take(1)
     orders = seeds.map(lambda seed: tf.random.experimental.stateless_shuffle(tf.range(rows), [seed, 0]))
-    batches = orders.flat_map(tf.data.Dataset.from_tensor_slices).batch(adapter._batch_size)
+    batches = orders.flat_map(tf.data.Dataset.from_tensor_slices).batch(training.batch_size_of(adapter))
     with_inputs = tf.data.Dataset.zip((batches, tf.data.Dataset.from_tensors(inputs).repeat()))
     return with_inputs.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)

@@ -1,4 +1,4 @@
-"""Errors of TensorFlow that tfgpu can say more about: memory that has run out, and data that tfgpu itself reads."""
+"""Replaces TensorFlow's errors where tfgpu knows the cause: out of memory, and data that tfgpu itself reads."""
 
 import contextlib
 import logging
@@ -10,17 +10,17 @@ import tensorflow as tf
 
 from tfgpu import errors
 from tfgpu.compat import slots
+from tfgpu.core import extensions
 from tfgpu.errors import InputError, MachineError, OutOfMemory
-from tfgpu.parallel import remote_devices
 
 _log = logging.getLogger(__name__)
 _TENSOR = re.compile(r"allocating tensor with shape\s*\[([\d,]*)\] and type (\w+)(?: on \S*device:(\w+:\d+))?")
 _BYTES = re.compile(r"allocate (\d+) bytes")
 _FIX = (
-    "What makes it smaller: a smaller batch (with `gradient_accumulation_steps` of the optimizer the update stays the "
+    "To use less memory: a smaller batch (with the optimizer's `gradient_accumulation_steps` the update stays the "
     'same); 16-bit activations (`keras.mixed_precision.set_global_policy("mixed_bfloat16")` before the model is '
-    "built); activations that are computed anew (`recompute=True` of tfgpu's builders, `tfgpu.models.Recompute` for "
-    "blocks of your own)."
+    "built); recomputed activations (`recompute=True` of tfgpu's builders, `tfgpu.models.Recompute` for your own "
+    "blocks)."
 )
 _NAMES = {"float": "float32", "double": "float64"}
 _OURS = re.compile(r"(InputError|MachineError): ([^\n]+)\nTraceback")  # tf.data passes on what its Python code raises
@@ -35,10 +35,10 @@ def explained(model):
     try:
         yield
     except tf.errors.OpError as error:
-        gone = remote_devices.explained(error, model)
-        if gone is not None:
-            _log.debug("TensorFlow's own words.", exc_info=True)
-            raise gone from None
+        for explain in extensions.error_explanations:
+            if (explained_error := explain(error, model)) is not None:
+                _log.debug("TensorFlow's own error.", exc_info=True)
+                raise explained_error from None
         found = _explanation(error, model)
         if found is None:
             raise
@@ -56,7 +56,7 @@ def _explanation(error: tf.errors.OpError, model) -> Exception | None:
 
 
 def _is_ours(message: str) -> bool:
-    """Whether the error was raised by tfgpu, not by a class of the same name of somebody else's."""
+    """Whether tfgpu raised the error, not a class of the same name elsewhere."""
     files = _FILE.findall(message)
     return bool(files) and Path(files[-1]).is_relative_to(Path(errors.__file__).parent)
 
@@ -90,7 +90,7 @@ def _size(variables) -> int:
 
 
 def in_units(size: int) -> str:
-    """A number of bytes as people read it.
+    """A number of bytes with a unit.
 
     Example:
         >>> in_units(3 << 19), in_units(12)

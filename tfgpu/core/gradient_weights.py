@@ -1,8 +1,8 @@
 """Each replica's part of a gradient that is summed over replicas: one device's, once all parts are there."""
 
 import tensorflow as tf
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
+from tfgpu.compat.keras import LossScaleOptimizer
 from tfgpu.core import step_context
 
 

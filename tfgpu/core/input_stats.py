@@ -1,8 +1,8 @@
-"""How long the steps of a running `fit` compute, and how many rows they had, asked without a word in the step.
+"""How long the steps of a running `fit` compute and how many rows they had, measured without touching the step.
 
-tf.data keeps a model of each iterator, and in it the time between the end of one request for a batch and the begin of
-the next: that is the step's own time. What a step takes beyond it, it has waited for data. To ask costs no step
-anything: some 50 us in whatever thread asks.
+tf.data keeps statistics of each iterator: among them the time from the end of one request for a batch to the start of
+the next, which is the step's own time. The rest of a step is waiting for data. Reading the statistics takes some 50 us
+in the thread that asks, and costs the step nothing.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import tensorflow as private
 from tfgpu.core import batch_sharding
 from tfgpu.core.step_blocks import Run
 
@@ -20,20 +21,18 @@ _PAUSE = 10.0
 
 
 def computing_s(run: Run) -> float | None:
-    """The time that a step computes, in seconds: from when it has its batch to when it asks for the next.
+    """The time that a step computes, in seconds: from receiving its batch to asking for the next.
 
     Args:
         run: the `fit`.
 
     Returns:
-        The mean over the last steps, a hundred at most; `None` where the data does not tell: it comes by another way
-        than one iterator of tf.data on this machine's CPU, or has only begun.
+        The mean over the last steps, at most 100; `None` where it is unknown: the data does not come from one tf.data
+        iterator on this machine's CPU, or has only begun.
     """
     block = run.block
-    iterator = block.iterator if block is not None else None
-    if isinstance(iterator, batch_sharding.DealtIterator):
-        iterator = iterator.source
-    resource = getattr(iterator, "_iterator_resource", None)
+    iterator, _ = batch_sharding.source_of(block.iterator if block is not None else None)
+    resource = private.iterator_resource(iterator)
     if resource is None:
         return None
     # TensorFlow's own description of the message; no public module has it.
@@ -58,14 +57,14 @@ def mean_gap(gaps: Sequence[float]) -> float | None:
     return statistics.fmean(gap for gap in gaps if gap <= most)
 
 
-class Rows:
-    """The rows that the loss has seen since an epoch began, of this process's replicas.
+class RowCounter:
+    """Counts the rows that the loss has seen since an epoch began, on this process's replicas.
 
-    Keras's tracker of the loss counts them, in float32: exactly up to 16,777,216. An `evaluate` that a callback calls
-    in between begins that count anew and adds its own rows; they are left out.
+    Keras's loss tracker counts them in float32: exactly up to 16,777,216. An `evaluate` that a callback calls resets
+    that count and adds its own rows, which are left out here.
 
     Args:
-        run: the `fit`; `None` where the repairs are off, and such an `evaluate` is not seen.
+        run: the `fit`; `None` where the repairs are off: such an `evaluate` is then not noticed.
     """
 
     def __init__(self, run: Run | None):
@@ -75,17 +74,17 @@ class Rows:
             run.asides.append(self._aside)
 
     def begin(self, model: keras.Model) -> None:
-        """An epoch begins: Keras has set its count back."""
+        """Starts an epoch; Keras has reset its count."""
         self.model, self._before, self._begin = model, 0.0, sum(_counted(model) or ())
 
     def count(self, steps: int) -> int | None:
-        """The rows; `None` where nobody counts them.
+        """The rows of the epoch so far; `None` where they are not counted.
 
-        A training step of one's own may count steps instead, by `update_state(loss)` without a weight: a count that is
-        no more than that says nothing about rows.
+        A custom training step may count steps instead, by `update_state(loss)` without a weight. A count that is no
+        larger than the number of steps says nothing about rows.
 
         Args:
-            steps: that the epoch has had.
+            steps: of the epoch so far.
         """
         found = _counted(self.model)
         if found is None:
@@ -104,7 +103,7 @@ class Rows:
 
 
 def _counted(model: keras.Model | None) -> list[float] | None:
-    """What the tracker of the loss has counted, by replica of this process."""
+    """The loss tracker's count, for each replica of this process."""
     tracker = next((each for each in getattr(model, "metrics", ()) if each.name == "loss"), None)
     count = getattr(tracker, "count", None)
     if model is None or count is None:

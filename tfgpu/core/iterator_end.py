@@ -18,11 +18,11 @@ import weakref
 from collections.abc import Iterator
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as keras_trainer
-from tensorflow.python.data.ops import cache_op
-from tensorflow.python.framework import op_def_registry
 
+from tfgpu.compat import slots
+from tfgpu.compat import tensorflow as private
 from tfgpu.compat.patch import wrap
+from tfgpu.core.batch_sharding import ShardedDataset
 
 NAME = "tfgpu-end-of-data"
 _ALONE = 3  # references to what nobody else has: the list's, the loop's, the question's
@@ -41,7 +41,7 @@ _CONTAINED = re.compile(
 def end_data_elsewhere() -> None:
     """Lets a thread wait for the end of each iterator that `fit`, `evaluate` and `predict` make."""
 
-    @wrap(keras_trainer.TFEpochIterator, "_get_iterator")
+    @wrap("TFEpochIterator.get_iterator")
     def get_iterator(stock, self):
         return Data(stock(self))
 
@@ -66,18 +66,7 @@ class Data:
 
 def resources(iterator: object) -> list[tf.Tensor]:
     """What TensorFlow knows an iterator by, those first that take from others; nothing for what is not tf.data's."""
-    source = getattr(iterator, "source", iterator)  # of a `DealtIterator`
-    own = getattr(source, "_iterator_resource", None)
-    if own is not None:
-        return [own]
-    found = []
-    for worker in getattr(source, "_iterators", ()):  # of a strategy's distributed data
-        of_devices = getattr(worker, "_iterator", None)
-        for each in getattr(of_devices, "_device_iterators", ()):
-            found += resources(each)
-        common = getattr(of_devices, "_multi_device_iterator_resource", None)
-        found += [common] if common is not None else resources(of_devices)
-    return found
+    return private.iterator_resources(getattr(iterator, "source", iterator))  # of a `ShardedIterator`
 
 
 def reaches_out(data: object) -> bool:
@@ -86,50 +75,46 @@ def reaches_out(data: object) -> bool:
     `tf.numpy_function(stateful=False)` is taken at its word.
     """
     try:
-        known = vars(data)
-    except TypeError:
+        kept = slots.of(data)
+    except (TypeError, AttributeError):
         return True
-    if "_tfgpu_reaches_out" not in known:
-        known["_tfgpu_reaches_out"] = _reaches_out(data)
-    return known["_tfgpu_reaches_out"]
+    if not hasattr(kept, "reaches_out"):
+        kept.reaches_out = _reaches_out(data)
+    return kept.reaches_out
 
 
 def _reaches_out(data: object) -> bool:
     kind = type(data)
     if not isinstance(data, tf.data.Dataset) or not kind.__module__.startswith("tensorflow."):
         return True
-    if isinstance(data, cache_op.CacheDataset):
-        reaches = tf.get_static_value(data._filename) != b""  # otherwise it is in memory
+    if private.is_cache(data):
+        reaches = private.writes_cache(data)
     else:
         reaches = _REACHING.fullmatch(kind.__name__) is not None
     return (
         reaches
-        or any(_function_reaches_out(wrapper.function.graph) for wrapper in data._functions())
-        or any(map(reaches_out, data._inputs()))
+        or any(_function_reaches_out(wrapper.function.graph) for wrapper in private.functions_of(data))
+        or any(map(reaches_out, private.sources_of(data)))
     )
 
 
 def _function_reaches_out(graph: tf.Graph) -> bool:
-    inner = (node for function in graph._functions.values() for node in function.cached_definition.node_def)
-    kinds = {operation.type for operation in graph.get_operations()} | {node.op for node in inner}
-    return any(_operation_reaches_out(kind) for kind in kinds)
+    return any(map(_operation_reaches_out, private.operations_of(graph)))
 
 
 def _operation_reaches_out(kind: str) -> bool:
-    known = op_def_registry.get(kind)
-    if known is None or not known.is_stateful:  # a call of another function, which is looked into too
+    if not private.is_stateful(kind):
         return False
     return _CONTAINED.fullmatch(kind) is None or _REACHING.fullmatch(kind) is not None
 
 
 def _sets(data: object) -> list:
-    """The data sets that one of Keras's iterates over: itself, or what a strategy has made of others."""
+    """The datasets that one of Keras's iterates over: itself, or what a strategy has made of others."""
     if isinstance(data, tf.data.Dataset):
         return [data]
-    for name in ("_dataset", "_original_dataset"):  # of a `Dealt`, of data that TensorFlow deals out
-        if hasattr(data, name):
-            return [getattr(data, name)]
-    return list(getattr(data, "_datasets", None) or [None])  # of `distribute_datasets_from_function`
+    if isinstance(data, ShardedDataset):
+        return [data.dataset]
+    return private.distributed_from(data)
 
 
 class _Watch(weakref.ref):

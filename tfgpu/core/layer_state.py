@@ -35,14 +35,9 @@ import threading
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.tensorflow import core
-from keras.src.layers.normalization.batch_normalization import BatchNormalization
-from keras.src.layers.normalization.spectral_normalization import SpectralNormalization
-from keras.src.layers.rnn.rnn import RNN
-from keras.src.random.seed_generator import SeedGenerator
 
 from tfgpu.compat import slots, variables
+from tfgpu.compat.keras import in_stateless_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, replication, step_context
 
@@ -50,13 +45,13 @@ from tfgpu.core import collectives, replication, step_context
 def assign_for_all() -> None:
     """Makes what a layer assigns to its variables one device's, by the rule above."""
 
-    @wrap(core.Variable, "_direct_assign")
+    @wrap("Variable.direct_assign")
     def direct_assign(stock, self, value):
         if step_context.has_local_updates():
             step_context.step().assigned_variables[id(self)] = self
-        if replication.replica_context() is None and self.synchronization == "on_read" and _is_spread(self):
+        if replication.replica_context() is None and self.synchronization == "on_read" and variables.has_copies(self):
             # TensorFlow would sum the replicas' new values, on workers by a collective, for the caller to ignore.
-            return self._value.assign(value, read_value=False)
+            return variables.held(self).assign(value, read_value=False)
         if step_context.current().assigns_alike:
             replication.check_is_replicated(self)
             return _assign_here(self, value)
@@ -70,24 +65,16 @@ def assign_for_all() -> None:
 
     for name, sign in (("assign_add", 1), ("assign_sub", -1)):
         _sum_what_is_added(name, sign)
-    for owner, name in (
-        (BatchNormalization, "call"),
-        (SpectralNormalization, "call"),
-        (RNN, "call"),
-        (SeedGenerator, "next"),
-    ):
-        _keep_own(owner, name)
+    for layer in ("BatchNormalization", "SpectralNormalization", "RNN"):
+        _keep_own(f"keras.layers.{layer}.call")
+    _keep_own("SeedGenerator.next")
 
-    @wrap(RNN, "call")
+    @wrap("keras.layers.RNN.call")
     def call(stock, self, *args, **kwargs):
         if self.stateful and step_context.step() is not None:
             for state in keras.tree.flatten(self.states):
                 _mark_as_differing(state)
         return stock(self, *args, **kwargs)
-
-
-def _is_spread(variable) -> bool:
-    return isinstance(variable._value, tf.distribute.DistributedValues)
 
 
 def agreed(variable, value: tf.Tensor) -> tf.Tensor:
@@ -115,7 +102,7 @@ def put(variable, value: tf.Tensor) -> None:
 
 
 def _sum_what_is_added(name: str, sign: int) -> None:
-    @wrap(core.Variable, name)
+    @wrap(f"Variable.{name}")
     def assign_more(stock, self, value):
         if not _is_shared() or self.aggregation != "sum" or self.synchronization == "on_read":
             return stock(self, value)
@@ -124,8 +111,8 @@ def _sum_what_is_added(name: str, sign: int) -> None:
         return total
 
 
-def _keep_own(owner: type, name: str) -> None:
-    @wrap(owner, name)
+def _keep_own(target: str) -> None:
+    @wrap(target)
     def call(stock, self, *args, **kwargs):
         with step_context.scope(keeps_own_state=True):
             return stock(self, *args, **kwargs)
@@ -208,8 +195,7 @@ def put_own(variable, value: tf.Tensor) -> None:
 
 def own(variable) -> tf.Variable:
     """This replica's copy of a Keras variable."""
-    copy = variable._value  # `value` may be a copy in the layer's compute dtype
-    return copy._get_on_device_or_primary() if isinstance(copy, tf.distribute.DistributedValues) else copy
+    return variables.local_copy(variable)
 
 
 def _assign_here(variable, value: tf.Tensor) -> tf.Tensor:

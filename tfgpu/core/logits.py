@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
+from tfgpu.compat.keras import logits_of, with_logits
+
 _OPERATIONS = {
     "Softmax": lambda value: tf.raw_ops.Softmax(logits=value),
     "Sigmoid": lambda value: tf.raw_ops.Sigmoid(x=value),
@@ -34,13 +36,12 @@ class Behind:
         """A tensor of the same numbers as `value`, behind which Keras finds the logits."""
         if self.kind:
             return _OPERATIONS[self.kind](self.logits)
-        value._keras_logits = self.logits
-        return value
+        return with_logits(value, self.logits)
 
 
 def behind(value) -> Behind | None:
     """The logits that Keras finds behind a tensor, or None."""
-    found = getattr(value, "_keras_logits", None)
+    found = logits_of(value)
     if found is not None:
         return Behind(found)
     made_by = value.op if hasattr(value, "graph") and isinstance(value, tf.Tensor) else None

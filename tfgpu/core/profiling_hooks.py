@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tensorflow as tf
-from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.framework import ops
+
+from tfgpu.compat import tensorflow as private
 
 STEPS = "tfgpu.steps"
 """The event around a block of steps; its stats are `step_num`, `steps`, `kind`, `set_by` and `jit`."""
@@ -116,9 +116,9 @@ def listening(listener: Listener) -> Iterator[None]:
 
     # Nothing here may make a tensor: a script's own settings of devices must come before that.
     with contextlib.ExitStack() as held:
-        held.enter_context(_patched(polymorphic_function.Function, "__call__", _calls(listener)))
+        held.enter_context(_patched(private.Function, "__call__", _calls(listener)))
         held.enter_context(_patched(tf.GradientTape, "gradient", _gradients(listener)))
-        held.enter_context(_patched(_owner(ops.EagerTensor, "_numpy"), "_numpy", _reads(listener)))
+        held.enter_context(_patched(_owner(private.EagerTensor, "_numpy"), "_numpy", _reads(listener)))
         held.enter_context(_patched(_owner(tf.distribute.Strategy, "run"), "run", _runs(listener)))
         held.enter_context(
             _patched(step_blocks.Pace, "of", lambda stock, self, left: min(stock(self, left), MOST_STEPS))
@@ -227,7 +227,7 @@ def stages() -> tuple[Stage, ...]:
     """The stages with functions of all pipelines that are alive."""
     found = {}
     for dataset in _alive(tf.data.Dataset):
-        function = getattr(getattr(dataset, "_map_func", None), "_func", None)
+        function = private.python_function_of_stage(dataset)
         code = getattr(function, "__code__", None)
         if code is None or code.co_filename.startswith(_LIBRARIES):
             continue
@@ -240,7 +240,7 @@ def stages() -> tuple[Stage, ...]:
 def _before(dataset: Any) -> int:
     """How many stages come before the last one of a straight pipeline."""
     count = 0
-    while inputs := dataset._inputs():
+    while inputs := private.sources_of(dataset):
         dataset = inputs[0]
         count += 1
     return count

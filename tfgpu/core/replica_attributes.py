@@ -9,8 +9,9 @@ import contextlib
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
 
+from tfgpu.compat.keras import call_context
+from tfgpu.compat.layers import layers_within
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
 
@@ -18,7 +19,7 @@ from tfgpu.core import step_context
 def keep_attributes_apart() -> None:
     """Puts back after every meeting of the replicas what this one had on its layers before it."""
 
-    @wrap(tf.distribute.ReplicaContext, "merge_call")
+    @wrap("tf.distribute.ReplicaContext.merge_call")
     def merge_call(stock, self, *args, **kwargs):
         with _kept(_layers()):
             return stock(self, *args, **kwargs)
@@ -30,9 +31,9 @@ def of_model(model):
 
 
 def _layers() -> list:
-    called = global_state.get_global_attribute("current_call_ctx")
+    called = call_context()
     models = (*step_context.current().models, *([called.entry_layer] if called is not None else ()))
-    found = {id(layer): layer for model in models for layer in model._flatten_layers()}
+    found = {id(layer): layer for model in models for layer in layers_within(model)}
     return list(found.values())
 
 

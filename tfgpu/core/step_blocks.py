@@ -1,10 +1,9 @@
 """`fit` and `evaluate` in blocks of steps: each block is one call of a compiled loop, and callbacks run between blocks.
 
-Keras goes back to Python after every batch unless `steps_per_execution` says otherwise, and on a small model that takes
-several times as long as the step. What shows the length of a block are the callbacks alone. So where
-`steps_per_execution` is 1, as by default, or "auto", and no callback looks at single batches, blocks grow to a tenth
-or two of a second: long enough for speed, short enough for progress bars and Ctrl-C. The batches, the steps, and so the
-result are the same.
+Keras returns to Python after every batch unless `steps_per_execution` says otherwise, and on a small model that takes
+several times as long as the step. Only callbacks can tell how long a block is. So unless a callback needs per-batch
+hooks or `steps_per_execution` is above 1, blocks grow to 0.1 or 0.2 seconds: long enough for speed, short enough for
+progress bars and Ctrl-C. Batches and steps, and so the result, stay the same.
 """
 
 import contextlib
@@ -12,23 +11,21 @@ import inspect
 import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import keras
 import tensorflow as tf
-from keras.src import callbacks as keras_callbacks
-from keras.src.backend.tensorflow import trainer as keras_trainer
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
-from keras.src.trainers.trainer import Trainer
 
-from tfgpu.checkpoint.preemption import Leaving
+from tfgpu.compat import training
+from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, TFDatasetAdapter
 from tfgpu.compat.patch import wrap
-from tfgpu.core import error_messages, iterator_end, step_context
+from tfgpu.core import error_messages, step_context
 from tfgpu.errors import InputError
 
 MOST_STEPS = 4096
 BLOCK_S = 0.2
 CALLBACKS = "callbacks: "
-"""How `Run.set_by` begins where callbacks look at single batches; their classes follow."""
+"""How `Run.set_by` begins where callbacks need per-batch hooks; their classes follow."""
 
 
 class Pace:
@@ -38,12 +35,12 @@ class Pace:
         self.steps = 1
 
     def note(self, done: int, seconds: float) -> None:
-        """Takes in how long a block of `done` steps took."""
+        """Records how long a block of `done` steps took."""
         if done == self.steps and seconds < BLOCK_S / 2:
             self.steps = min(2 * self.steps, MOST_STEPS)
 
     def of(self, left: float) -> int:
-        """Steps of the next block, where the epoch has `left` more."""
+        """Steps of the next block; the epoch has `left` more."""
         return self.steps
 
 
@@ -54,9 +51,9 @@ class Block:
     Attributes:
         iterator: where their batches come from.
         count: how many steps.
-        is_sure: it is known that the data has as many batches.
+        is_sure: the data is known to have that many batches.
         begin: the epoch's number of the first step.
-        done: how many there was data for, once the block has run.
+        done: how many of them ran, once the block has run.
     """
 
     iterator: object
@@ -71,28 +68,47 @@ class Block:
         return self.begin + self.count - 1
 
     def after(self, steps: int) -> "Block":
-        """What is left of the block where its first batches are passed over."""
+        """What is left of the block after its first batches."""
         return Block(self.iterator, self.count - steps, self.is_sure, self.begin + steps)
+
+
+class StopRequest(Protocol):
+    """A request to stop the training, on which all workers act after the same block.
+
+    Attributes:
+        is_wished: this process was asked to stop.
+        is_agreed: all processes of the run know of it.
+    """
+
+    is_wished: bool
+    is_agreed: bool
+
+
+class StepWrapper(Protocol):
+    """Runs each training step of a `fit`."""
+
+    def run(self, step: Callable, data):
+        """Runs `step(data)` on a replica, within the graph of the step, and returns its logs."""
 
 
 @dataclass
 class Run:
-    """What a running `fit` or `evaluate` asks of its blocks.
+    """A running `fit` or `evaluate`, and what it asks of its blocks.
 
     Attributes:
         model: which model runs.
         kind: "train" or "test".
-        every_batch: by kind, whether a callback looks at single batches.
-        steps: the length of all blocks, where somebody has asked for one.
+        every_batch: by kind, whether a callback needs per-batch hooks.
+        steps: the length of all blocks, if one was asked for.
         block: the block that ran last.
-        ends: each says how many steps the next block may have at most, because a callback must be called then.
-        on_all: the callbacks that every worker must have, because they meet in collectives; names of their classes.
-        leaving: the wish to leave, where somebody listens for one.
-        guard: what leaves steps out that bring a number that is none, where somebody asks for it.
+        ends: each gives the most steps of the next block, after which a callback must be called.
+        on_all: classes of the callbacks that every worker must have, because they communicate with the other workers'.
+        leaving: the request to stop, where a callback listens for one.
+        step_wrapper: runs each step, where a callback asks for it.
         exits: what is closed when the run has ended, however it ended.
         asides: each makes a context for an `evaluate` that a callback calls between the steps.
-        logs: what the last epoch's steps came to.
-        lookers: by kind, the classes of the callbacks here that look at single batches.
+        logs: of the last epoch.
+        per_batch: by kind, the classes of this worker's callbacks that need per-batch hooks.
     """
 
     model: object
@@ -102,18 +118,18 @@ class Run:
     block: Block | None = None
     ends: list[Callable[[], int]] = field(default_factory=list)
     on_all: tuple[str, ...] = ()
-    leaving: Leaving | None = None
-    guard: object = None
+    leaving: StopRequest | None = None
+    step_wrapper: StepWrapper | None = None
     exits: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     asides: list[Callable[[], contextlib.AbstractContextManager]] = field(default_factory=list)
     logs: dict | None = None
-    lookers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    per_batch: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def wanted(self, left: float = float("inf")) -> int | None:
-        """Steps of the next block; None where Keras is to decide, batch by batch.
+        """Steps of the next block; None leaves Keras to run batch by batch.
 
         Args:
-            left: steps that the epoch has left, as far as is known.
+            left: steps that the epoch has left, if known.
         """
         function = getattr(self.model, f"{self.kind}_function")
         if not hasattr(function, "pace") or self.model.run_eagerly or self.model.steps_per_execution != 1:
@@ -125,25 +141,24 @@ class Run:
 
     @property
     def set_by(self) -> str:
-        """What sets the length of its blocks; "pace" where they grow. A profile tells what helps by it."""
+        """What sets the length of its blocks, for profiles; "pace" where they grow."""
         if self.model.run_eagerly:
             return "run_eagerly"
         if self.model.steps_per_execution != 1:
             return "steps_per_execution"
         if self.steps is not None:
             return "steps_per_call"
-        if self.every_batch[self.kind]:  # A worker may have none of the callbacks for which all go step by step.
-            return CALLBACKS + (", ".join(self.lookers[self.kind]) or "another worker's")
+        if self.every_batch[self.kind]:  # The callback may be another worker's.
+            return CALLBACKS + (", ".join(self.per_batch[self.kind]) or "another worker's")
         return "pace"
 
 
 def run_in_blocks() -> None:
-    """Lets the epoch's iterator hand out blocks of steps where it handed out single steps."""
+    """Lets the epoch iterator yield blocks of steps instead of single steps."""
     _accept_auto()
     _remember_what_runs()
     _hand_out_blocks()
     _number_last_steps()
-    iterator_end.end_data_elsewhere()
 
 
 def current() -> Run | None:
@@ -152,20 +167,20 @@ def current() -> Run | None:
 
 
 def set_by(model, kind: str) -> str:
-    """What sets how many steps the next call of a model runs: see `Run.set_by`; or its method for one batch."""
+    """What sets how many steps the next call of a model runs: `Run.set_by`, or its method for one batch."""
     run = current()
     return f"{kind}_on_batch" if run is None or run.model is not model else run.set_by
 
 
 def steps_a_call(count: int | None):
-    """The blocks of every `fit` and `evaluate` inside have `count` steps; None leaves it to them."""
+    """Every `fit` and `evaluate` in the block runs `count` steps a call; None lets their blocks grow."""
     return step_context.scope(steps_per_call=count)
 
 
 def needs_every_batch(callback, kind: str = "train") -> bool:
-    """Whether a callback looks at single batches, so that it must be called after each.
+    """Whether a callback must be called after every batch.
 
-    A callback of one's own that can do with blocks says so by an attribute `every_batch = False`.
+    A custom callback opts out with the attribute `every_batch = False`.
 
     Args:
         callback: a Keras callback.
@@ -173,12 +188,12 @@ def needs_every_batch(callback, kind: str = "train") -> bool:
     """
     if hasattr(callback, "every_batch"):
         return callback.every_batch
-    if isinstance(callback, (keras_callbacks.History, keras_callbacks.ProgbarLogger)):
+    if isinstance(callback, (keras.callbacks.History, keras.callbacks.ProgbarLogger)):
         return False
     for attribute in ("save_freq", "update_freq"):  # ModelCheckpoint, BackupAndRestore, TensorBoard
         if hasattr(callback, attribute):
             return getattr(callback, attribute) != "epoch" or getattr(callback, "_should_trace", False)
-    stock = keras_callbacks.Callback()
+    stock = keras.callbacks.Callback()
     hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
     hooks += ["on_batch_begin", "on_batch_end"] if kind == "train" else []
     # By function, because LambdaCallback puts its hooks on the instance.
@@ -191,7 +206,7 @@ def _function(callback, name: str):
 
 
 def _accept_auto() -> None:
-    @wrap(Trainer, "compile")
+    @wrap("Trainer.compile")
     def compile_model(stock, self, *args, **kwargs):
         arguments = inspect.signature(stock).bind(self, *args, **kwargs).arguments
         steps = arguments.get("steps_per_execution", 1)
@@ -206,13 +221,13 @@ def _accept_auto() -> None:
 def _remember_what_runs() -> None:
     for name, kind in (("fit", "train"), ("evaluate", "test"), ("predict", None)):
 
-        @wrap(keras_trainer.TensorFlowTrainer, name)
+        @wrap(f"TensorFlowTrainer.{name}")
         def method(stock, self, *args, kind=kind, **kwargs):
             run = None
             if kind is not None:
                 callbacks = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("callbacks")
-                asked, lookers = _asked(self, callbacks)
-                run = Run(self, kind, asked, step_context.current().steps_per_call, lookers=lookers)
+                asked, per_batch = _asked(self, callbacks)
+                run = Run(self, kind, asked, step_context.current().steps_per_call, per_batch=per_batch)
                 _take_over(run, current(), callbacks)
             exits = run.exits if run is not None else contextlib.nullcontext()
             with step_context.scope(run=run), error_messages.explained(self), exits:
@@ -220,10 +235,10 @@ def _remember_what_runs() -> None:
 
 
 def _take_over(run: Run, outer: Run | None, callbacks) -> None:
-    """What a run takes from the callbacks, and from the `fit` that it is a part of."""
+    """What a run takes over from the callbacks, and from the `fit` that encloses it."""
     if outer is not None and outer.model is run.model:
         run.leaving, run.on_all = outer.leaving, outer.on_all
-        if run.kind == "test" and not isinstance(callbacks, keras_callbacks.CallbackList):  # no validation of the `fit`
+        if run.kind == "test" and not isinstance(callbacks, CallbackList):  # no validation of the `fit`
             for aside in outer.asides:
                 run.exits.enter_context(aside())
     if run.kind == "train":
@@ -232,27 +247,27 @@ def _take_over(run: Run, outer: Run | None, callbacks) -> None:
 
 
 def listed(callbacks) -> list:
-    """The callbacks that somebody has given to `fit`, in whatever form."""
-    if isinstance(callbacks, keras_callbacks.CallbackList):
+    """The callbacks that were given to `fit`, in whatever form."""
+    if isinstance(callbacks, CallbackList):
         return callbacks.callbacks
     return tf.nest.flatten(callbacks) if callbacks else []
 
 
 def _asked(model, callbacks) -> tuple[dict[str, bool], dict[str, tuple[str, ...]]]:
-    """Whether a callback looks at single batches, and the classes of those that do, by kind."""
+    """Whether a callback needs per-batch hooks, and the classes of those that do, by kind."""
     outer = current()
-    if isinstance(callbacks, keras_callbacks.CallbackList):
+    if isinstance(callbacks, CallbackList):
         if outer is not None and outer.model is model:
-            return outer.every_batch, outer.lookers  # the validation of a `fit`, whose workers have agreed
-    lookers = {}
+            return outer.every_batch, outer.per_batch  # the validation of a `fit`, whose workers have agreed
+    per_batch = {}
     for kind in ("train", "test"):
         found = [type(callback).__name__ for callback in listed(callbacks) if needs_every_batch(callback, kind)]
-        lookers[kind] = tuple(dict.fromkeys(found))
-    return {kind: bool(found) for kind, found in lookers.items()}, lookers
+        per_batch[kind] = tuple(dict.fromkeys(found))
+    return {kind: bool(found) for kind, found in per_batch.items()}, per_batch
 
 
 def _hand_out_blocks() -> None:
-    @wrap(keras_trainer.TFEpochIterator, "_enumerate_iterator")
+    @wrap("TFEpochIterator.enumerate_iterator")
     def enumerate_iterator(stock, self):
         run, steps = current(), stock(self)
         if run is None or run.wanted() is None:
@@ -269,10 +284,11 @@ def _hand_out_blocks() -> None:
 
 
 def _left(data, begin: int) -> float:
-    """Steps that Keras's own count still allows: beyond its last one it tells the data that the epoch has ended."""
-    limit = data.steps_per_epoch or data._num_batches
+    """Steps that Keras's own count still allows: after the last one it tells the data that the epoch has ended."""
+    batches = training.batches_known(data)
+    limit = data.steps_per_epoch or batches
     left = limit - begin if limit else float("inf")
-    return min(left, data._num_batches - data._steps_seen + 1) if data._num_batches else left
+    return min(left, batches - training.batches_seen(data) + 1) if batches else left
 
 
 def _has_known_length(data) -> bool:
@@ -283,16 +299,16 @@ def _has_known_length(data) -> bool:
 
 
 def _number_last_steps() -> None:
-    """A block that the data's end cut short tells callbacks the number of its last step."""
+    """Tells callbacks the number of the last step that ran, where the data's end cut a block short."""
     for name in ("on_train_batch_end", "on_test_batch_end"):
 
-        @wrap(keras_callbacks.CallbackList, name)
+        @wrap(f"CallbackList.{name}")
         def on_batch_end(stock, self, batch, logs=None):
             return stock(self, last_step(batch), logs)
 
 
 def last_step(batch: int) -> int:
-    """The epoch's number of the last step that ran, where Keras's count says `batch`."""
+    """The number in the epoch of the last step that ran; Keras counts to `batch`."""
     run = current()
     block = run.block if run is not None else None
     if block is not None and block.done and batch == block.end:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import keras
 
     from tfgpu.core.batch_rows import GivenRows
-    from tfgpu.core.rng import Slice
+    from tfgpu.core.row_draws import DrawShard
     from tfgpu.core.step_blocks import Run
     from tfgpu.core.trace_choices import Choices
     from tfgpu.core.traffic import Sent
@@ -117,7 +117,7 @@ class StepContext:
     assigns_alike: bool = False
     draws_alike: bool = False
     draws_follow_input: bool = False
-    draw_shard: "Slice | None" = None
+    draw_shard: "DrawShard | None" = None
     is_trying: bool = False
     extensions: dict[str, Any] = field(default_factory=dict)
 

@@ -1,6 +1,7 @@
-"""How many bytes a replica hands to collectives, added up while a step is traced."""
+"""How many bytes a replica hands to collectives: added up while a step is traced, and counted as steps run."""
 
 import contextlib
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -13,7 +14,7 @@ class Sent:
     """What one replica hands to the collectives of one step, or of one call.
 
     Attributes:
-        bytes: their payload; tensors whose shape is not known before the step runs are not in it.
+        bytes: their payload, without tensors whose shape is unknown until the step runs.
         collectives: how many tensors or slices were handed over.
         is_whole: every shape was known.
     """
@@ -24,8 +25,8 @@ class Sent:
 
 
 @contextlib.contextmanager
-def metering():
-    """Notes what this replica's thread hands to collectives within the block."""
+def metering() -> Iterator[Sent]:
+    """Counts what this replica's thread hands to collectives within the block."""
     sent = Sent()
     with step_context.scope(sent=sent):
         yield sent
@@ -41,3 +42,32 @@ def note(values: list, *, part: float = 1.0) -> None:
         sent.collectives += 1
         sent.is_whole &= size is not None
         sent.bytes += part * (size or 0) * value.dtype.size
+
+
+class Meter:
+    """Counts the bytes of all steps of a model, by what their traces have handed to collectives.
+
+    Attributes:
+        bytes: so far.
+    """
+
+    def __init__(self):
+        self.bytes = 0.0
+        self._by_kind: dict[Hashable, Sent] = {}
+
+    @contextlib.contextmanager
+    def tracing(self, kind: Hashable) -> Iterator[None]:
+        """Within the block a kind of step is traced, or what all calls do at their end, where `kind` is None."""
+        with metering() as self._by_kind[kind]:
+            yield
+
+    def count(self, steps: int, kind: Hashable) -> None:
+        """Adds a call of so many steps of a kind."""
+        for each, times in ((kind, steps), (None, 1)):
+            if each in self._by_kind:
+                self.bytes += times * self._by_kind[each].bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `bytes` has all: every shape was known when the steps were traced."""
+        return all(sent.is_whole for sent in self._by_kind.values())

@@ -1,8 +1,8 @@
-"""`compile(jit_compile="auto")`: a few blocks of training are timed with XLA and without, and the faster way stays.
+"""`compile(jit_compile="auto")`: times a few blocks of training with XLA and without, and keeps the faster way.
 
-XLA may make a step faster or slower: convolutions take several times as long on CPUs. Every block of a trial trains, so
-nothing is lost by it. The two ways differ by rounding alone, as long as the step draws no random numbers: XLA draws
-others, and so a step that draws stays as Keras's own rule has it (XLA on one GPU, else not).
+XLA can make a step faster or slower: convolutions take several times as long on CPUs. Every block of a trial trains, so
+no work is lost. The two ways differ only by rounding, unless the step draws random numbers: XLA draws others. A step
+that draws follows Keras's own rule (XLA on one GPU, otherwise not).
 """
 
 import inspect
@@ -10,60 +10,55 @@ import logging
 import statistics
 
 import tensorflow as tf
-from keras.src.trainers import trainer as keras_trainer
-from keras.src.trainers.trainer import Trainer
 
+from tfgpu.compat import slots, training
 from tfgpu.compat.patch import wrap
-from tfgpu.core import step_blocks
+from tfgpu.core import extensions, step_blocks
 from tfgpu.errors import InputError
-from tfgpu.parallel import device_placement
-from tfgpu.parallel.zero import sharding
 
 ROUNDS = 3
-"""Blocks of each way that count."""
+"""Blocks of each way that are compared."""
 GAIN = 0.95
-"""XLA stays where its steps take less than this part of the others' time: it compiles again for each new shape."""
-_PATIENCE = 12  # blocks, where they do not grow long
+"""XLA must take less than this fraction of the other way's time, because it compiles again for each new shape."""
+_PATIENCE = 12  # blocks to wait for long ones
 
 _log = logging.getLogger(__name__)
 
 
 def measure_jit() -> None:
-    """Lets `compile(jit_compile="auto")` ask for a trial; where it is left out, Keras's own rule stays."""
+    """Lets `compile(jit_compile="auto")` ask for a trial; the default stays Keras's own rule."""
 
-    @wrap(Trainer, "compile")
+    @wrap("Trainer.compile")
     def compile_model(stock, self, *args, **kwargs):
         asked = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("jit_compile")
         if asked not in (None, False, True, "auto"):
             raise InputError(f'`jit_compile` must be True, False or "auto". Received: {asked!r}.')
-        is_spread = device_placement.is_placed(self.distribute_strategy) or any(
-            map(sharding.is_fully_sharded, self.trainable_variables)
-        )
-        if is_spread and asked is True:
+        is_prevented = any(prevents(self) for prevents in extensions.xla_obstacles)
+        if is_prevented and asked is True:
             raise InputError(
                 "XLA cannot compile a step whose layers live on several devices, or gather their parameters from them. "
                 "Compile with jit_compile=False."
             )
         stock(self, *args, **kwargs)
-        if is_spread:
+        if is_prevented:
             self.jit_compile = False
-        may_try = asked == "auto" and not is_spread and not self.run_eagerly
-        self._tfgpu_trial = may_try and keras_trainer.model_supports_jit(self)
+        may_try = asked == "auto" and not is_prevented and not self.run_eagerly
+        slots.of(self).tries_xla = may_try and training.supports_jit(self)
 
 
 def trial_of(model) -> "Trial | None":
-    """A new trial, if the model's `compile` asked for one."""
-    return Trial() if getattr(model, "_tfgpu_trial", False) else None
+    """A new trial if the model's `compile` asked for one, else None."""
+    return Trial() if slots.get(model, "tries_xla", False) else None
 
 
 class Trial:
     """Times blocks of steps with XLA and without.
 
-    The first blocks run without; once they are long enough to be timed, the two ways take turns.
+    The first blocks run without XLA; once they are long enough to be timed, the two ways alternate.
 
     Attributes:
-        jit: the way of the next block.
-        is_over: the way is decided.
+        jit: whether XLA compiles the next block.
+        is_over: the choice is made.
         is_possible: the step has been checked.
 
     Example:
@@ -80,12 +75,12 @@ class Trial:
         self._seconds = {False: [], True: []}
 
     def note(self, jit: bool, steps: int, seconds: float) -> None:
-        """Takes in how long a block took, and decides the way of the next one.
+        """Records how long a block took, and chooses the way of the next one.
 
         Args:
-            jit: its way.
-            steps: how many it had; 0 is no block.
-            seconds: how long it took; on workers, what they agree on.
+            jit: whether XLA compiled it.
+            steps: its steps; 0 is ignored.
+            seconds: how long it took; on several workers, their mean.
         """
         if self.is_over or not steps:
             return
@@ -99,38 +94,38 @@ class Trial:
         with_xla, without = self._seconds[True], self._seconds[False]
         if len(with_xla) > ROUNDS and len(without) >= ROUNDS:
             took = {True: statistics.median(with_xla[1:]), False: statistics.median(without)}  # the first one compiled
-            self.settle(
+            self.decide(
                 took[True] < GAIN * took[False], f"{took[True]:.2g} s a step with XLA, {took[False]:.2g} s without"
             )
         else:
             self.jit = len(with_xla) <= len(without) or len(with_xla) == 1
 
     def check(self, traced, step, spec) -> None:
-        """Ends the trial where XLA cannot compile the step, or would change its result.
+        """Ends the trial if XLA cannot compile the step, or would change its result.
 
         Args:
             traced: the concrete function of the loop around the step, without XLA.
-            step: the step as a tf.function that XLA compiles; None where XLA compiles only what it can.
+            step: the step as a tf.function that XLA compiles; None where XLA compiles parts of it.
             spec: of the step's data.
         """
         self.is_possible, graph = True, traced.graph.as_graph_def()
         nodes = [node.op for node in graph.node] + [node.op for f in graph.library.function for node in f.node_def]
         if any("Random" in op or "Multinomial" in op for op in nodes):
-            self.settle(False, "the step draws random numbers, and XLA would draw others")
+            self.decide(False, "the step draws random numbers, and XLA would draw others")
         elif step is not None:
             try:
                 step.experimental_get_compiler_ir(tf.nest.map_structure(_example, spec))(stage="hlo")
             except (tf.errors.OpError, TypeError, ValueError) as error:
-                self.settle(False, f"it cannot compile the step ({str(error).strip().splitlines()[0][:200]})")
+                self.decide(False, f"it cannot compile the step ({str(error).strip().splitlines()[0][:200]})")
 
-    def settle(self, jit: bool, why: str) -> None:
+    def decide(self, jit: bool, why: str) -> None:
         """Ends the trial."""
         self.jit, self.is_over = jit, True
         _log.info('jit_compile="auto": %s XLA: %s.', "with" if jit else "without", why)
 
 
 def _example(spec):
-    """Zeros such as the spec says, two where it says no size: XLA compiles for sizes."""
+    """Zeros of the spec's shape, with 2 for unknown sizes: XLA compiles for sizes."""
     if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
         return None
     return tf.zeros([2 if size is None else size for size in spec.shape], spec.dtype)

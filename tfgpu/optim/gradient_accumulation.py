@@ -9,7 +9,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_utils
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, gradient_weights, replication, step_context, traffic
+from tfgpu.core import collectives, extensions, gradient_weights, gradients, replication, step_context, traffic
 from tfgpu.core.sharded_variable import set_shard_info, shard_info
 from tfgpu.errors import MachineError
 
@@ -70,7 +70,17 @@ def _total(optimizer, accumulator) -> tf.Tensor:
     return strategy.experimental_local_results(total)[0]
 
 
-def meet_at_update(optimizer, inner, grads: list, variables) -> list:
+class _Accumulation(gradients.GradientExtension):
+    def sum(self, update: gradients.Update, parts: list) -> list | None:
+        if not update.inner.gradient_accumulation_steps or not parts:
+            return None
+        return meet_at_update(update.optimizer, update.inner, parts, update.variables)
+
+
+extensions.gradient_extensions.register(_Accumulation(), order=40)
+
+
+def meet_at_update(optimizer, inner, grads: list, variables: list) -> list:
     """What the optimizer is to apply: the sum over replicas and batches at an update, else this replica's part.
 
     The condition stands between the replicas, where a collective may stand inside it. Float16 needs one more number to
@@ -79,7 +89,6 @@ def meet_at_update(optimizer, inner, grads: list, variables) -> list:
     if not inner.built:
         with backend.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
-    variables = list(inner._trainable_variables if variables is None else variables)
     places = [at for at, gradient in enumerate(grads) if gradient is not None]
     if not places:
         return list(grads)

@@ -13,7 +13,15 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core import broadcast, collectives, gradient_weights, replication, training_state
+from tfgpu.core import (
+    broadcast,
+    collectives,
+    extensions,
+    gradient_weights,
+    gradients,
+    replication,
+    training_state,
+)
 from tfgpu.errors import InputError
 
 
@@ -27,14 +35,24 @@ def top_k_of(strategy: tf.distribute.Strategy) -> float | None:
     return getattr(strategy, "_tfgpu_top_k", None)
 
 
-def meet(optimizer, inner, grads: list, variables) -> list:
+class _TopK(gradients.GradientExtension):
+    def sum(self, update: gradients.Update, parts: list) -> list | None:
+        if top_k_of(replication.replica_context().strategy) is None:
+            return None
+        return meet(update.optimizer, update.inner, parts, update.variables)
+
+
+extensions.gradient_extensions.register(_TopK(), order=20)
+
+
+def meet(optimizer, inner, grads: list, variables: list) -> list:
     """The sum over replicas of what each sends of its gradients; slices of embeddings are sent whole.
 
     Args:
         optimizer: the optimizer that applies them, which may scale the loss.
         inner: the same without loss scaling; it keeps the residual.
         grads: this replica's parts: tensors, slices or None.
-        variables: what the gradients are of, or None for all of the optimizer's.
+        variables: what the gradients are of.
 
     Raises:
         InputError: gradients are accumulated over several batches.
@@ -51,7 +69,6 @@ def meet(optimizer, inner, grads: list, variables) -> list:
     parts = [grads[at] for at in places]
     if any(part.shape.num_elements() is None for part in parts):
         raise InputError("`top_k` needs gradients of known shapes. Use `reduce_dtype`.")
-    variables = list(inner._trainable_variables if variables is None else variables)
     key = tuple(getattr(variables[at], "path", variables[at].name) for at in places)
     scale = tf.cast(gradient_weights.loss_scale_of(optimizer), tf.float32)
     sizes = [part.shape.num_elements() for part in parts]

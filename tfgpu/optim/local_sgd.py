@@ -1,6 +1,6 @@
 """Replicas that train apart: each updates its own copy of the weights, and the copies are averaged now and then.
 
-`Steps` runs the steps apart and calls `Averager` in the compiled loop: after `every` updates one all-reduce brings the
+`StepRunner` runs such steps and calls `Averager` in the compiled loop: after `every` updates one all-reduce brings the
 weights together, each replica's weighed by the rows that it has learned from since. Optimizer states stay each
 replica's own, as in post-local SGD and DiLoCo, until somebody outside reads: at an epoch's end, before `evaluate`,
 `predict`, `get_weights` and a save, `settle` averages weights and states, so that what is read or saved is one model.
@@ -27,6 +27,7 @@ from tfgpu.compat import slots
 from tfgpu.compat.patch import wrap
 from tfgpu.core import (
     collectives,
+    extensions,
     gradients,
     layer_state,
     nested_functions,
@@ -56,6 +57,29 @@ class Plan:
     every: int
     after: int = 0
     outer: Callable[[], keras.optimizers.Optimizer] | None = None
+
+    def averager(self, model: keras.Model) -> "Averager":
+        """What averages the replicas of a model."""
+        return Averager(model, self)
+
+
+class _LocalUpdates(gradients.GradientExtension):
+    """Each replica applies the gradients of its own rows."""
+
+    def sum(self, update: gradients.Update, parts: list) -> list | None:
+        facts = step_context.step()
+        if facts is None and replication.local_training_of(replication.replica_context().strategy) is not None:
+            raise InputError(
+                "`averaging` needs `model.fit`, `Trainer` or `train_on_batch`: a hand-written `strategy.run` loop "
+                "would apply what no replica averages. Use one of them, or `multi_worker` or `mirrored`."
+            )
+        if not step_context.has_local_updates():
+            return None
+        facts.applied_optimizers[id(update.optimizer)] = update.optimizer
+        return list(parts)
+
+
+extensions.gradient_extensions.register(_LocalUpdates(), order=10)
 
 
 def average_in(strategy: tf.distribute.Strategy, plan: Plan) -> tf.distribute.Strategy:
@@ -141,7 +165,7 @@ class Averager:
         self._anchors = [_own_variable(v.shape, v.dtype) for v in self._inner._trainable_variables]
 
     @property
-    def is_alone(self) -> bool:
+    def has_local_forward(self) -> bool:
         """Whether replicas that train apart do not meet in the forward pass either."""
         return self._plan.every > 1
 
@@ -152,7 +176,7 @@ class Averager:
         left = self._plan.after * self._batches - int(self._inner._iterations.numpy())
         return left if left > 0 else float("inf")
 
-    def is_apart(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the replicas train apart in the next batch."""
         return self.left() == float("inf")
 

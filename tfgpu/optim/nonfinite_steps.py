@@ -70,7 +70,7 @@ def begin(model) -> Guard:
         not isinstance(strategy, tf.distribute.ParameterServerStrategy)
         and replication.local_training_of(strategy) is None
     )
-    if not is_together or not hasattr(model.train_function, "guard"):
+    if not is_together or not hasattr(model.train_function, "loops"):
         raise InputError(
             "SkipNaN needs replicas that train together: one device, `mirrored` or `multi_worker`. Take StopOnNaN here."
         )
@@ -78,9 +78,9 @@ def begin(model) -> Guard:
         if not optimizer.built:
             name = name.removeprefix("optimizer.")
             raise InputError(f"SkipNaN needs the state of `{name}`. Call `model.{name}.build(variables)` before `fit`.")
-    steps = model.train_function
-    run.guard = steps.guard = steps.guard or Guard(model)
-    return run.guard
+    loops = model.train_function.loops
+    run.step_wrapper = loops.step_wrapper = loops.step_wrapper or Guard(model)
+    return run.step_wrapper
 
 
 def _is_new(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor | None:

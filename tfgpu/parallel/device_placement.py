@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute, slots, training, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import surround_gradients
-from tfgpu.core import replication
+from tfgpu.core import extensions, gradients, replication
 from tfgpu.parallel import remote_devices
 
 
@@ -211,6 +211,19 @@ def colocate_with_inputs() -> Iterator[None]:
 
     with tf.compat.v1.get_default_graph().device(choose):
         yield
+
+
+class _Colocated(gradients.GradientExtension):
+    """An optimizer's arithmetic runs where the variables are."""
+
+    @contextlib.contextmanager
+    def around_update(self, update: gradients.Update, sums: list, variables: list | None) -> Iterator[tuple]:
+        with colocate_with_inputs():
+            yield sums, variables
+
+
+extensions.gradient_extensions.register(_Colocated())
+extensions.xla_obstacles.register(lambda model: is_placed(model.distribute_strategy))
 
 
 def _device(name: str | None):

@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import eager_context
+from tfgpu.core import extensions
 from tfgpu.errors import MachineError
 
 JOB = "worker"
@@ -113,6 +114,10 @@ def explained(error: tf.errors.OpError, model) -> MachineError | None:
     if lost is not None:
         end_at_once_after_an_error()
     return lost
+
+
+extensions.error_explanations.register(explained)
+extensions.host_sharding.register(lambda: connection() is not None)  # TensorFlow's iterator stays in its process
 
 
 def end_at_once_after_an_error() -> None:

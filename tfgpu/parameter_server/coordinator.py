@@ -41,7 +41,7 @@ def train_by_coordinator() -> None:
     def init(stock, self, distribute_strategy=None, *args, **kwargs):
         if not is_coordinated(distribute_strategy):
             return stock(self, distribute_strategy, *args, **kwargs)
-        stock(self, batch_sharding.Whole(), *args, **kwargs)
+        stock(self, batch_sharding.Undistributed(), *args, **kwargs)
         training.set_iterator_strategy(self, distribute_strategy)
         given = inspect.signature(EpochIterator.__init__).bind(self, *args, **kwargs).arguments
         data = worker_data.of(given["x"], workers_of(distribute_strategy))

@@ -30,7 +30,7 @@ def set_max_staleness(strategy: tf.distribute.Strategy, max_staleness: int | Non
     slots.of(strategy).max_staleness = max_staleness
 
 
-class RemoteSteps(step_loop.Steps):
+class RemoteSteps(step_loop.StepRunner):
     """Schedules the steps of a model on the workers, several per closure, and adds up what they counted.
 
     Args:
@@ -40,9 +40,9 @@ class RemoteSteps(step_loop.Steps):
 
     def __init__(self, model, step_function: Callable):
         super().__init__(model, step_function)
-        self._trial, self._jit = None, False
+        self.trial, self._jit = None, False
         self._is_training = step_function == model.train_step
-        self._counts_updates = self._is_training and self.logs_are_results
+        self._counts_updates = self._is_training and self.log_reader.are_results
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
         self._workers = workers_of(self._strategy)
         self.pace = _ClosurePace(self._workers)
@@ -95,7 +95,7 @@ class RemoteSteps(step_loop.Steps):
         self._scheduled = None
         for variable, total in scheduled.totals():
             variable.assign_add(total)
-        self.logs = self._logs(iter(scheduled.parts))
+        self.logs = self.log_reader.read(scheduled.parts)
         scheduled.check_updates()
         return self.logs
 
@@ -142,22 +142,22 @@ class RemoteSteps(step_loop.Steps):
 
         def step(batch, state):
             with counting(MetricState(variables, state)) as counted:
-                parts = self._only_step(batch, False)
+                parts = self.loops.run_on_one_device(batch, False)
                 return [tf.ensure_shape(v, s.shape) for v, s in zip(counted.values(), state, strict=True)], parts
 
         def run(*arguments):
-            self._picks = []
+            self.loops.begin_trace()
             began = _clock()
             with tf.control_dependencies([began]):
                 state = [tf.zeros(v.shape, v.dtype) for v in variables]
 
             def another(at, state, kept):
                 state, parts = self._strategy.run(step, args=(batch_at(at, *arguments), state))
-                return at + 1, state, self._keep(parts, kept)
+                return at + 1, state, self.loops.keep(parts, kept)
 
             begin, count = (0, state, tf.raw_ops.OptionalNone()), count_of(*arguments)
             done, state, kept = tf.while_loop(lambda at, *_: at < count, another, begin)
-            parts = self._kept_parts(kept)
+            parts = self.loops.kept(kept)
             with tf.control_dependencies([done, *state, *parts]):
                 return state, parts, _clock() - began
 
@@ -166,8 +166,8 @@ class RemoteSteps(step_loop.Steps):
     def _progress(self) -> dict:
         scheduled = self._scheduled
         state = scheduled.news()
-        if state is not None and self._layout is not None:
-            scheduled.shown = {k: v.numpy() for k, v in self._logs(iter(scheduled.parts), state).items()}
+        if state is not None and self.log_reader.is_traced:
+            scheduled.shown = {k: v.numpy() for k, v in self.log_reader.read(scheduled.parts, state).items()}
         return scheduled.shown
 
 

@@ -21,7 +21,7 @@ REPAIRS = (
         fault="gradients are clipped, checked and accumulated on each replica before they are summed",
         issue="https://github.com/keras-team/keras/issues/20582",
         probe=clipping_differs,
-        apply=gradients.meet_before_applying,
+        apply=gradients.sum_before_applying,
     ),
     Repair(
         name="local-updates",

@@ -21,7 +21,7 @@ def split_batches_to_predict() -> None:
     def predict_on_batch(stock, self, x):
         if not replication.is_replicated(self.distribute_strategy):
             return stock(self, x)
-        return stock(self, batch_sharding.deal(self.distribute_strategy, x, with_places=not self.jit_compile))
+        return stock(self, batch_sharding.shard(self.distribute_strategy, x, gives_row_ranges=not self.jit_compile))
 
     _stand_in_to_predict(TensorFlowTrainer)
 
@@ -41,14 +41,14 @@ def _stand_in_to_predict(cls: type) -> None:
 
     @wrap(cls, "predict_step")
     def predict_step(stock, self, data):
-        if type(data) is tuple and len(data) == 1 and isinstance(data[0], batch_sharding.Piece):
+        if type(data) is tuple and len(data) == 1 and isinstance(data[0], batch_sharding.ReplicaBatch):
             local, data = data[0].local, (data[0].data,)  # of `predict_on_batch`
-        elif isinstance(data, batch_sharding.Piece):
+        elif isinstance(data, batch_sharding.ReplicaBatch):
             local, data = data.local, data.data
         elif replication.replica_context() is None or self.jit_compile:
             return stock(self, data)
         else:
-            local, data = batch_sharding.rows_of(data), tf.nest.map_structure(batch_sharding.with_stand_in_row, data)
+            local, data = batch_sharding.num_rows(data), tf.nest.map_structure(batch_sharding.with_stand_in_row, data)
         found = stock(self, data)
         if tf.get_static_value(local):
             return found

@@ -15,7 +15,7 @@ from tfgpu.compat import distribute, optimizers, training
 from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import NoneTensorSpec
-from tfgpu.core import batch_sharding, replication, step_blocks, step_loop
+from tfgpu.core import batch_sharding, metric_logs, replication, step_blocks, step_loop
 from tfgpu.errors import InputError
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
@@ -71,7 +71,7 @@ def build_now(model, iterator) -> None:
 def _batch_of(iterator):
     """What one replica gets, as specs."""
     spec = training.dataset_of(iterator).element_spec
-    return tf.nest.map_structure(_one_replica, spec.data if isinstance(spec, batch_sharding.Piece) else spec)
+    return tf.nest.map_structure(_one_replica, spec.data if isinstance(spec, batch_sharding.ReplicaBatch) else spec)
 
 
 def _scope_of(model):
@@ -169,7 +169,7 @@ REPAIRS = (
         fault="at the epoch's end every metric that the logs hold is reduced over replicas again",
         issue="",
         probe=results_are_read_again,
-        apply=step_loop.read_results_once,
+        apply=metric_logs.read_results_once,
     ),
     Repair(
         name="build-from-spec",

@@ -126,17 +126,17 @@ class _Reader:
         return tf.autograph.experimental.do_not_convert(read)
 
     def piece(self, prepare: Callable | None) -> Callable:
-        """The function for tf.data from the numbers of a batch and a piece to the `Piece`."""
+        """The function for tf.data from the numbers of a batch and a piece to the `ReplicaBatch`."""
         import tensorflow as tf
 
-        from tfgpu.core.batch_sharding import Piece
+        from tfgpu.core.batch_sharding import ReplicaBatch
 
         def read(batch, at):
             rows = self._tensors(self._piece, batch, at)
             place = tf.numpy_function(self._place, [batch, at], [tf.int32] * 3, stateful=False)
             for number in place:
                 number.set_shape([])
-            return Piece(rows if prepare is None else prepare(*rows), *place)
+            return ReplicaBatch(rows if prepare is None else prepare(*rows), *place)
 
         return tf.autograph.experimental.do_not_convert(read)
 

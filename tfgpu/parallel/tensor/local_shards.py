@@ -38,7 +38,7 @@ def computing(at: int, count: int, axis: int, seeds: list) -> Iterator[None]:
         axis: the axis of activations that is split, from the last.
         seeds: the first device adds the seeds that it draws; the others take them.
     """
-    with _now.set_to(_Computing(at, seeds)), rng.slicing(rng.Slice(axis, at, count)):
+    with _now.set_to(_Computing(at, seeds)), rng.sharding(rng.DrawShard(axis, at, count)):
         yield
 
 

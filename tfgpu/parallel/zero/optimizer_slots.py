@@ -8,16 +8,18 @@ import numpy as np
 from tfgpu.compat import optimizers, slots, variables
 from tfgpu.compat.keras import BaseOptimizer
 from tfgpu.compat.patch import wrap
-from tfgpu.core import replication, sharded_variable, step_context
+from tfgpu.core import extensions, replication, sharded_variable, step_context
 from tfgpu.core.sharded_variable import full_variable, shard_of
 from tfgpu.errors import InputError
-from tfgpu.parallel.zero import elementwise
+from tfgpu.parallel.zero import elementwise, update
 from tfgpu.parallel.zero.sharding import is_fully_sharded, is_sharded, state_of
 
 
 @functools.cache
 def install() -> None:
     """Makes optimizers that are built on sharded variables take the shards, in this process from now on."""
+    extensions.gradient_extensions.register(update.ShardedUpdates(), order=30)
+    extensions.xla_obstacles.register(lambda model: any(map(is_fully_sharded, model.trainable_variables)))
     _build_on_shards_everywhere()
     _average_full_variables()
 

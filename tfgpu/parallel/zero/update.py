@@ -7,11 +7,34 @@ import tensorflow as tf
 
 from tfgpu.compat import optimizers
 from tfgpu.compat.keras import LossScaleOptimizer, name_scope
-from tfgpu.core import collectives, gradient_weights, layer_state, replication, step_context, traffic
+from tfgpu.core import collectives, gradient_weights, gradients, layer_state, replication, step_context, traffic
 from tfgpu.core.sharded_variable import full_variable, shard_of
 from tfgpu.parallel import shard_clipping
-from tfgpu.parallel.zero.reduction import all_gather, local_piece
-from tfgpu.parallel.zero.sharding import device_of, is_fully_sharded, state_of
+from tfgpu.parallel.zero.reduction import all_gather, local_piece, reduce_gradients
+from tfgpu.parallel.zero.sharding import device_of, is_fully_sharded, is_sharded, state_of
+
+
+class ShardedUpdates(gradients.GradientExtension):
+    """Gradients of sharded variables are summed in pieces, and each replica updates its own piece."""
+
+    def variable_of(self, variable):
+        return full_variable(variable)
+
+    def arrive_summed(self, update: gradients.Update) -> bool:
+        return any(map(is_fully_sharded, update.variables))
+
+    def sum(self, update: gradients.Update, parts: list) -> list | None:
+        if not parts or not any(map(is_sharded, update.variables)):
+            return None
+        return reduce_gradients(update.inner, parts, update.variables)
+
+    @contextlib.contextmanager
+    def around_update(self, update: gradients.Update, sums: list, named: list | None) -> Iterator[tuple]:
+        if not any(map(is_sharded, update.variables)):
+            yield sums, named
+            return
+        with sharded_update(update.optimizer, update.inner, sums, update.variables) as pieces:
+            yield pieces, None if named is None else [shard_of(variable) for variable in update.variables]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,26 @@
+"""What the steps of a model have handed to collectives, by what their traces have handed over."""
+
+import tensorflow as tf
+
+from tfgpu.core import traffic
+
+
+def test_bytes_are_those_of_the_traced_steps_and_of_each_call():
+    meter = traffic.Meter()
+    with meter.tracing("plain"):
+        traffic.note([tf.zeros([3]), None, tf.IndexedSlices(tf.zeros([2, 2]), tf.constant([0, 1]))])
+        traffic.note([tf.zeros([8])], part=0.25)
+    with meter.tracing(None):
+        traffic.note([tf.zeros([1])])
+    traffic.note([tf.zeros([100])])  # by nobody's step
+    meter.count(2, "plain")
+    assert meter.bytes == 2 * (12 + 16 + 8 + 8) + 4 and meter.is_whole
+    meter.count(3, "of another kind")
+    assert meter.bytes == 92 + 4
+
+
+def test_an_unknown_shape_is_told():
+    meter = traffic.Meter()
+    with meter.tracing("plain"):
+        traffic.note([tf.TensorSpec([None, 2])])
+    assert not meter.is_whole

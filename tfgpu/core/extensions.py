@@ -1,0 +1,42 @@
+"""What features add to the engine. Core names no feature: each registers itself when it is imported.
+
+- `gradient_extensions`: how the gradients of an update are summed, and what surrounds the update
+  (`gradients.GradientExtension`).
+- `error_explanations`: `explain(error, model)` returns the error to raise in place of TensorFlow's, or None.
+- `host_sharding`: `is_needed()` says that TensorFlow cannot distribute data now, so that the compiled step shards it.
+- `xla_obstacles`: `prevents(model)` says that XLA cannot compile the model's step.
+"""
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """What has been registered at one extension point, in the order in which it is asked.
+
+    Example:
+        >>> greetings = Registry()
+        >>> _ = greetings.register("hello", order=2), greetings.register("good morning", order=1)
+        >>> list(greetings)
+        ['good morning', 'hello']
+    """
+
+    def __init__(self):
+        self._items: list[tuple[int, T]] = []
+
+    def register(self, item: T, *, order: int = 0) -> T:
+        """Adds an item, before those of a higher order; returns it."""
+        self._items.append((order, item))
+        self._items.sort(key=lambda pair: pair[0])
+        return item
+
+    def __iter__(self) -> Iterator[T]:
+        return iter([item for _, item in self._items])
+
+
+gradient_extensions: Registry = Registry()
+error_explanations: Registry = Registry()
+host_sharding: Registry = Registry()
+xla_obstacles: Registry = Registry()

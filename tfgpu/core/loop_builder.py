@@ -1,0 +1,242 @@
+"""The compiled loops around a model's step: one tf.function runs many steps on every replica.
+
+Stock Keras feeds distributed values through `Optional`s and a nested tf.function:
+https://github.com/keras-team/keras/issues/20585, https://github.com/keras-team/keras/issues/20329.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+
+from tfgpu.compat import tensorflow as private
+from tfgpu.compat import training
+from tfgpu.compat.keras import tree
+from tfgpu.core import (
+    batch_rows,
+    batch_sharding,
+    nested_functions,
+    replica_attributes,
+    replication,
+    step_context,
+    trace_choices,
+    traffic,
+)
+from tfgpu.core.metric_logs import LogReader
+
+
+@dataclass(frozen=True)
+class LoopKind:
+    """What a loop is compiled for; each kind is traced once, for any number of steps.
+
+    Attributes:
+        jit: XLA compiles the steps.
+        is_sure: there is data for all steps, so that nothing needs to ask for its end.
+        gives_row_ranges: the loop gets whole batches and shards them: whether the shards say which rows they are;
+            None where the data is sharded already.
+        local_updates: each replica updates weights of its own.
+        is_wrapped: a step wrapper runs each step.
+    """
+
+    jit: bool = False
+    is_sure: bool = False
+    gives_row_ranges: bool | None = None
+    local_updates: bool = False
+    is_wrapped: bool = False
+
+
+class LoopBuilder:
+    """Compiles the loops of one model's training or test step.
+
+    Args:
+        model: the compiled model.
+        step_function: `model.train_step` or `model.test_step`.
+        log_reader: reads the logs.
+        averager: averages replicas that train on copies of their own; None where they train together.
+        meter: counts what the steps hand to collectives.
+
+    Attributes:
+        has_varying_shapes: a collective has another shape in another step. TensorFlow keeps a collective's shape for
+            the length of a call, so only one step can run in a call.
+        step_wrapper: runs the steps of kinds that are wrapped (`step_blocks.StepWrapper`).
+    """
+
+    def __init__(
+        self, model: keras.Model, step_function: Callable, log_reader: LogReader, averager, meter: traffic.Meter
+    ):
+        self._model, self._strategy = model, model.distribute_strategy
+        self._is_replicated = replication.is_replicated(self._strategy)
+        self._step = training.without_optionals(model, step_function)
+        self._log_reader, self._averager, self._meter = log_reader, averager, meter
+        self._choices: list = []
+        self.has_varying_shapes = False
+        self.step_wrapper = None
+        self.loop = functools.cache(lambda kind: self._compile(functools.partial(self._run_many, kind=kind)))
+        self.single = functools.cache(lambda kind: self._compile(functools.partial(self._run_one, kind=kind)))
+        # A partial has no code of its own, by which TensorFlow would take all models' steps for one function.
+        self.xla_step = functools.cache(
+            lambda: tf.function(functools.partial(self._step), jit_compile=True, reduce_retracing=True)
+        )
+
+    def begin_trace(self) -> None:
+        """A new trace begins, which makes its own choices."""
+        self._choices = []
+
+    def _compile(self, function: Callable) -> Callable:
+        if self._model.run_eagerly:
+            return tf.autograph.experimental.do_not_convert(function)
+        return nested_functions.own(function, reduce_retracing=True)
+
+    def _run_one(self, data, ballot: tf.Tensor, since: tf.Tensor, *, kind: LoopKind):
+        """One step on data of the strategy: the logs, and the workers' result of the vote."""
+        self.begin_trace()
+        return self._finish(self._run(data, since, kind)[0], ballot)
+
+    def _run_many(self, iterator, count: tf.Tensor, ballot: tf.Tensor, since: tf.Tensor, *, kind: LoopKind):
+        """Up to `count` steps: how many there was data for, the logs, and the workers' result of the vote.
+
+        Args:
+            iterator: of what the replicas get, or of whole batches.
+            count: int32 scalar; another value retraces nothing.
+            ballot: what this worker says (`worker_vote.ballot`).
+            since: steps since replicas that train on copies of their own were averaged, int32 scalar.
+            kind: what the loop is compiled for.
+        """
+        self.begin_trace()
+
+        def run(batch, since, kept):
+            if kind.gives_row_ranges is not None:
+                batch = batch_sharding.shard(self._strategy, batch, gives_row_ranges=kind.gives_row_ranges)
+            values, since = self._run(batch, since, kind)
+            return since, self.keep(values, kept)
+
+        # The step is a Python function inside the loop, never a nested tf.function: TensorFlow feeds a collective's key
+        # at call time and loses it where a function is called from a loop ("must feed a value for placeholder").
+        def another(done, left, since, kept):
+            if kind.is_sure:
+                batch = iterator.get_next()
+                with _state_waits_for(batch):
+                    return done + 1, left - 1, *run(batch, since, kept)
+            data = iterator.get_next_as_optional()
+            return tf.cond(
+                data.has_value(),
+                lambda: (done + 1, left - 1, *run(data.get_value(), since, kept)),
+                lambda: (done, 0, since, kept),
+            )
+
+        nothing = self._strategy.run(tf.raw_ops.OptionalNone)
+        done, *_, kept = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))
+        return done, *self._finish(self._strategy.run(self.kept, args=(kept,)), ballot)
+
+    def _run(self, data, since: tf.Tensor, kind: LoopKind):
+        """One step on every replica: the values of its logs that are no metric results, and the new `since`."""
+        if not self._is_replicated:
+            return self._strategy.run(self.run_on_one_device, args=(data, kind.jit, kind.is_wrapped)), since
+        if kind.local_updates:
+            self._averager.begin(since)
+        values = self._strategy.run(self._run_on_replica, args=(data, kind))
+        return values, self._averager.follow(since) if kind.local_updates else since
+
+    def run_on_one_device(self, data, jit: bool, is_wrapped: bool = False) -> list[tf.Tensor]:
+        """One step where there are no other replicas."""
+        step = self.xla_step() if jit else self._step
+        with trace_choices.shared(self._choices), self._log_reader.recording() as results:
+            logs = self.step_wrapper.run(step, data) if is_wrapped else step(data)
+            logs = tree.map_structure(tf.convert_to_tensor, logs)
+        return self._log_reader.other_values(logs, results, lambda leaf: leaf)
+
+    def _run_on_replica(self, data, kind: LoopKind) -> list[tf.Tensor]:
+        """One step on this replica's rows."""
+        data, local, place = batch_sharding.rows_and_range(data)
+        facts = batch_rows.begin_step(
+            local,
+            place,
+            jit=kind.jit,
+            local_updates=kind.local_updates,
+            local_forward=kind.local_updates and self._averager.has_local_forward,
+        )
+        with (
+            self._meter.tracing(kind.local_updates),
+            replica_attributes.of_model(self._model),
+            step_context.scope(step=facts),
+            step_context.xla_scope(facts),
+            trace_choices.shared(self._choices),
+            self._log_reader.recording() as results,
+        ):
+            step = self._step if step_context.surely_has_rows() else self._step_on_stand_in
+            logs = self.step_wrapper.run(step, data) if kind.is_wrapped else step(data)
+            self.has_varying_shapes |= facts.has_varying_shapes
+            if kind.local_updates:
+                self._averager.note(facts)
+            return self._log_reader.other_values(
+                logs, results, lambda leaf: step_context.times_share(tf.cast(leaf, tf.float32))
+            )
+
+    def _step_on_stand_in(self, data):
+        """Runs the step, and undoes its effect on the metrics where this replica has only a stand-in row.
+
+        An empty batch is a mean of nothing, and oneDNN ends the process at an empty pooling gradient.
+        """
+        variables = [v for metric in self._model.metrics for v in metric.variables]
+        with step_context.outside_xla():
+            before = [tf.identity(v.value) for v in variables]
+        logs = self._step(data)
+        with step_context.outside_xla():
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(tf.where(step_context.has_rows(), variable.value, value))
+        return logs
+
+    def keep(self, values: list[tf.Tensor], kept):
+        """The values in the place of the last step's; an optional, because at first nobody knows their shapes."""
+        if not self._log_reader.specs:
+            return kept
+        return self._strategy.run(lambda values: tf.raw_ops.OptionalFromValue(components=values), args=(values,))
+
+    def kept(self, kept) -> list[tf.Tensor]:
+        """The last step's values; after no step, zeros that nothing looks at."""
+        specs = self._log_reader.specs
+        if not specs:
+            return []
+        return tf.cond(
+            tf.raw_ops.OptionalHasValue(optional=kept),
+            lambda: tf.raw_ops.OptionalGetValue(
+                optional=kept, output_types=[s.dtype for s in specs], output_shapes=[s.shape for s in specs]
+            ),
+            lambda: [tf.zeros([size or 0 for size in s.shape], s.dtype) for s in specs],
+        )
+
+    def _finish(self, values, ballot: tf.Tensor):
+        """The logs, and the workers' result of the vote."""
+        if not self._is_replicated:
+            return self._log_reader.read(values), ballot
+        found = self._strategy.run(self._finish_on_replica, args=(values, ballot))
+        return tree.map_structure(lambda value: self._strategy.experimental_local_results(value)[0], found)
+
+    def _finish_on_replica(self, values, ballot: tf.Tensor):
+        with self._meter.tracing(None):
+            values, state, result = self._log_reader.summed(values, ballot)
+        return self._log_reader.read(values, state), result
+
+
+@contextlib.contextmanager
+def _state_waits_for(batch) -> Iterator[None]:
+    """Lets no operation of the block change state before the batch is there: `iterations`, a seed, a metric.
+
+    Where the data fails after all, the state is that of the last whole step. What needs the batch waits for it in any
+    case; waiting for it with all the rest, constants and reads of variables, takes a fifth of a small model's step.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    tensors = [t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
+    sources = list({tensor.op.name: tensor.op for tensor in tensors}.values())
+    first = len(graph.get_operations())
+    yield
+    waiting = {op.name for op in sources}
+    for op in graph.get_operations()[first:]:
+        if any(tensor.op.name in waiting for tensor in op.inputs) or any(o.name in waiting for o in op.control_inputs):
+            waiting.add(op.name)
+        elif op.op_def.is_stateful and op.type != "ReadVariableOp":
+            private.add_control_inputs(op, sources)
+            waiting.add(op.name)

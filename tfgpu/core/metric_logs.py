@@ -1,0 +1,148 @@
+"""The logs of a step: which of its numbers are metric results, and what those are over all replicas.
+
+A replica's metric result is only that replica's. So the logs are read after a block of steps: one all-reduce sums the
+metrics' variables and the other numbers of the logs, and each metric is read from the sums.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import keras
+import tensorflow as tf
+
+from tfgpu.compat import slots
+from tfgpu.compat.keras import StatelessScope, TensorFlowTrainer, tree
+from tfgpu.compat.patch import wrap
+from tfgpu.core import collectives, replication, step_context, worker_vote
+
+
+class LogReader:
+    """Reads the logs of a model's steps.
+
+    Args:
+        model: the compiled model.
+
+    Attributes:
+        are_results: the logs are the results of the model's metrics and nothing else: the steps are Keras's own.
+        specs: shapes and dtypes of what `other_values` returned when a step was traced last.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        names = "train_step", "test_step", "compute_metrics", "get_metrics_result"
+        self.are_results = all(function_of(getattr(model, name)) is getattr(TensorFlowTrainer, name) for name in names)
+        self.specs: list[tf.TensorSpec] = []
+        self._logs = self._sources = None
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a step has been traced, so that its logs are known."""
+        return self._logs is not None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[dict]:
+        """Notes which numbers are results of which metric: `id(tensor) -> (tensor, metric, position)`.
+
+        Where the logs are nothing but results, the step need not read any: they are read after the block.
+        """
+        for metric in () if self.are_results else self._model.metrics:
+            _record_results(type(metric))
+        results = {}
+        with step_context.scope(results=results, unread_model=self._model if self.are_results else None):
+            yield results
+
+    def other_values(self, logs, results: dict, value_of: Callable) -> list[tf.Tensor]:
+        """The numbers in a step's logs that are not metric results; those are read anew where they are needed.
+
+        Args:
+            logs: what the step returned.
+            results: from `recording`.
+            value_of: makes of such a number what the replicas sum.
+        """
+        leaves = tree.flatten(logs)
+        sources = [results.get(id(leaf), (None, None, None))[1:] for leaf in leaves]
+        values = [value_of(leaf) for leaf, (metric, _) in zip(leaves, sources, strict=True) if metric is None]
+        self._logs, self._sources = logs, sources
+        self.specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+        return values
+
+    def summed(self, values: list[tf.Tensor], ballot: tf.Tensor) -> tuple[list[tf.Tensor], list[tuple], tf.Tensor]:
+        """One all-reduce over the replicas, within each.
+
+        Args:
+            values: from `other_values`.
+            ballot: what this worker says; see `worker_vote`.
+
+        Returns:
+            The sums of the values, the metrics' variables with their sums, and the workers' result.
+        """
+        metrics = self._model.metrics if self.are_results else self._metrics()
+        variables = [v for metric in metrics for v in metric.variables]
+        mine = [_contribution(v) for v in variables] + list(values)
+        has_vote = replication.spans_processes(self._model.distribute_strategy)
+        sums = collectives.all_reduce([*mine, worker_vote.share_of_ballot(ballot)] if has_vote else mine)
+        result = sums.pop() if has_vote else ballot
+        state = [(v, tf.cast(total, v.dtype)) for v, total in zip(variables, sums, strict=False)]
+        return sums[len(variables) :], state, result
+
+    def read(self, values: list[tf.Tensor], state: list[tuple] | tuple = ()):
+        """The logs, from `other_values` and the metrics; `state` may stand in for the metrics' variables."""
+        with StatelessScope(state_mapping=state) if state else contextlib.nullcontext():
+            if self.are_results:
+                return tree.map_structure(tf.convert_to_tensor, self._model.get_metrics_result())
+            read = {id(metric): tree.flatten(metric.result()) for metric in self._metrics()}
+        values = iter(values)
+        found = [next(values) if metric is None else read[id(metric)][at] for metric, at in self._sources]
+        return tree.pack_sequence_as(self._logs, [tf.convert_to_tensor(value) for value in found])
+
+    def _metrics(self) -> list:
+        """The metrics whose results are in the logs."""
+        return list({id(metric): metric for metric, _ in self._sources if metric is not None}.values())
+
+
+def function_of(method):
+    """The function of a method; None where something else was put in its place."""
+    return getattr(method, "__func__", None)
+
+
+def read_results_once() -> None:
+    """Reads the metrics once a block of steps, and not again at the epoch's end, where each costs a reduction."""
+
+    @wrap("Trainer.get_metrics_result")
+    def metrics_result(stock, self):
+        return {} if step_context.current().unread_model is self else stock(self)
+
+    @wrap("Trainer.get_metrics_result_or_logs")
+    def results_or_logs(stock, self, logs):
+        for steps in (self.train_function, self.test_function):
+            reader = getattr(steps, "log_reader", None)
+            if reader is not None and reader.are_results and logs and logs is steps.logs:
+                return logs
+        return stock(self, logs)
+
+
+def _contribution(variable: keras.Variable) -> tf.Tensor:
+    """What this replica adds to the global value of a metric's variable, as the variable's `aggregation` says."""
+    value = variable.value
+    # identity: an all-reduce of a captured variable's own tensor fails inside a tf.function
+    value = tf.identity(tf.cast(value, tf.float32 if value.dtype.is_floating else value.dtype))
+    if variable.aggregation == "sum":
+        return value
+    if variable.aggregation == "mean":
+        return value / step_context.num_replicas(value.dtype)
+    return value * tf.cast(replication.replica_context().replica_id_in_sync_group == 0, value.dtype)
+
+
+def _record_results(cls: type) -> None:
+    """Lets a metric class tell the step which tensors are its results."""
+    if slots.get(cls, "records_results"):
+        return
+    slots.of(cls).records_results = True
+
+    @wrap(cls, "result")
+    def result(stock, self, *args, **kwargs):
+        out = stock(self, *args, **kwargs)
+        results = step_context.current().results
+        if results is not None and not args and not kwargs:
+            results.update({id(t): (t, self, at) for at, t in enumerate(tree.flatten(out))})
+        return out

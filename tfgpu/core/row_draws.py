@@ -1,0 +1,175 @@
+"""Random draws by row: the part of a global batch's draw that falls to a replica.
+
+Philox is counter-based. With the key and counter of a seed, group g of a draw comes from counter + g alone,
+whatever the shape; a group is 4 numbers, or 2 of 64 bits. So a replica whose first number is the n-th of the
+global batch starts at counter + n // 4 and drops the first n % 4. This holds for uniform and integer draws in
+every dtype, and for normal ones outside XLA (XLA pairs the numbers of a normal draw by its shape). XLA's
+floats are other numbers than those of TensorFlow's kernels, on one device too: only runs that are both
+compiled, or both not, can be equal.
+
+The other distributions reject samples or depend on the draw's size: the draw is made for the global batch and the
+replica's rows are taken. That is always right, and costs every replica the global batch's numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat.tensorflow import tensor_util
+from tfgpu.core import batch_rows, step_context
+from tfgpu.core.tensor_origin import DATA, WEIGHTS, origin_of
+
+_PHILOX = 1
+
+
+@dataclass(frozen=True)
+class RowDraw:
+    """The rows of one draw that fall to this replica. Integers where known, else int32 scalar tensors.
+
+    Attributes:
+        shape: of this replica's rows, int32 tensor.
+        static: what is known of the shape while the graph is made.
+        start: rows of the global batch's draw before them.
+        local: how many they are.
+        total: rows of the global batch's draw.
+    """
+
+    shape: tf.Tensor
+    static: tf.TensorShape
+    start: tf.Tensor
+    local: tf.Tensor
+    total: tf.Tensor
+
+
+@dataclass(frozen=True)
+class DrawShard:
+    """A piece of a draw along an axis other than the batch's, for a layer that is split over several devices.
+
+    Attributes:
+        axis: counted from the last, so negative.
+        at: which piece, from 0.
+        count: how many there are; they are equally large.
+    """
+
+    axis: int
+    at: int
+    count: int
+
+    def unsplit(self, rows: RowDraw) -> RowDraw:
+        """The draw that the piece is taken from."""
+        rank = rows.static.rank
+        times = [self.count if axis == rank + self.axis else 1 for axis in range(rank)]
+        static = [None if size is None else size * by for size, by in zip(rows.static, times, strict=True)]
+        return RowDraw(rows.shape * tf.constant(times), tf.TensorShape(static), rows.start, rows.local, rows.total)
+
+    def take(self, drawn: tf.Tensor, static: tf.TensorShape) -> tf.Tensor:
+        """The piece of what was drawn."""
+        return tf.ensure_shape(tf.split(drawn, self.count, self.axis)[self.at], static)
+
+
+def of_shape(shape, *, follows_input: bool = False) -> RowDraw | None:
+    """Which rows of the global batch's draw are this replica's, or None where all replicas draw the same.
+
+    Args:
+        shape: of the replica's own draw: numbers, tensors or both, or one tensor.
+        follows_input: the shape is that of a layer's input, so any multiple of the rows is by example.
+    """
+    rows = batch_rows.known_rows()
+    if rows is None or step_context.current().draws_alike:
+        return None
+    shape, static = _as_shape(shape)
+    if static.rank == 0:
+        return None
+    follows_input = follows_input or step_context.current().draws_follow_input
+    leading, held = static[0], _known(rows.local)
+    if leading is not None and held is not None:
+        per_example, rest = divmod(leading, held) if held else (0, 1)
+        is_by_example = not rest and (per_example == 1 or follows_input)
+        if not is_by_example:
+            return None
+        return RowDraw(shape, static, rows.offset * per_example, leading, rows.total * per_example)
+    if leading is not None and not follows_input:
+        return None  # a plain number is no batch size that is known only at run time
+    leading, held = shape[0], tf.maximum(rows.local, 1)
+    per_example = tf.where(leading % held == 0, leading // held, 0)
+    total = tf.where(per_example > 0, rows.total * per_example, leading)
+    return RowDraw(shape, static, rows.offset * per_example, leading, total)
+
+
+def of_input(inputs: tf.Tensor, shape) -> RowDraw | None:
+    """The rows of a draw for a layer's input; weights alone get the same numbers on all replicas."""
+    origin = origin_of(inputs)
+    return None if origin == WEIGHTS else of_shape(shape, follows_input=origin == DATA)
+
+
+def of_all(shape) -> RowDraw:
+    """A draw that is the same on all replicas."""
+    shape, static = _as_shape(shape)
+    rows = shape[0] if static[0] is None else static[0]
+    return RowDraw(shape, static, 0, rows, rows)
+
+
+def draw(operation: Callable, rows: RowDraw, seed: tf.Tensor, dtype) -> tf.Tensor:
+    """Draws this replica's rows by starting the counter at the group that holds their first number.
+
+    Args:
+        operation: `f(shape=, key=, counter=, alg=)`, a `StatelessRandom*V2` of a fixed group size.
+        rows: which.
+        seed: int32 of shape [2].
+        dtype: of the numbers; decides how many of them a group has.
+    """
+    group = 2 if tf.as_dtype(dtype).size == 8 else 4
+    each = rows.static[1:].num_elements()
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+
+    def from_group(groups, shape):
+        first = counter + tf.stack([tf.cast(groups, tf.uint64), tf.zeros([], tf.uint64)])
+        return operation(shape=shape, key=key, counter=first, alg=_PHILOX)
+
+    if each is not None and each % group == 0:
+        out = from_group(tf.cast(rows.start, tf.int64) * (each // group), rows.shape)
+    else:
+        each = tf.reduce_prod(rows.shape[1:]) if each is None else each
+        first = tf.cast(rows.start, tf.int64) * tf.cast(each, tf.int64)
+        size = rows.local * each
+        # A whole group more than asked for: the size then does not depend on the offset, which XLA needs.
+        numbers = from_group(first // group, [size + group])
+        out = tf.reshape(tf.slice(numbers, [tf.cast(first % group, tf.int32)], [size]), rows.shape)
+    out.set_shape(rows.static)
+    return out
+
+
+def take(operation: Callable, rows: RowDraw) -> tf.Tensor:
+    """Draws the global batch's numbers with `operation(shape)` and takes this replica's rows."""
+    whole = operation(tf.concat([[rows.total], rows.shape[1:]], 0))
+    out = whole[rows.start : rows.start + rows.local]
+    out.set_shape(rows.static[:1].concatenate(out.shape[1:]))
+    return out
+
+
+def pad_rows(value, rows: RowDraw):
+    """A parameter given for each of this replica's rows, among ones for the other replicas' rows."""
+    dims = tf.TensorShape(getattr(value, "shape", None) or np.shape(value))
+    if dims.rank != rows.static.rank or dims[0] == 1:
+        return value
+    value = tf.convert_to_tensor(value)
+    value = tf.broadcast_to(value, tf.concat([[rows.local], tf.shape(value)[1:]], 0))
+    edges = [[rows.start, rows.total - rows.start - rows.local]] + [[0, 0]] * (value.shape.rank - 1)
+    return tf.pad(value, edges, constant_values=tf.ones([], value.dtype))
+
+
+def _as_shape(shape) -> tuple[tf.Tensor, tf.TensorShape]:
+    """A shape as an int32 tensor, and what is known of it."""
+    is_plain = isinstance(shape, (tf.Tensor, tf.TensorShape)) or not any(tf.is_tensor(size) for size in shape)
+    shape = tf.convert_to_tensor(shape, tf.int32) if is_plain else tf.cast(tf.stack(shape), tf.int32)
+    return shape, tensor_util.constant_value_as_shape(shape)
+
+
+def _known(rows: tf.Tensor) -> int | None:
+    """The rows where they are known while the graph is made; TensorFlow forgets `tf.shape(x)[0]` of a (4, None)."""
+    value = tf.get_static_value(rows)
+    if value is None and not hasattr(rows, "numpy") and rows.op.type == "StridedSlice":
+        return tensor_util.constant_value_as_shape(rows.op.inputs[0])[0]
+    return None if value is None else int(value)
