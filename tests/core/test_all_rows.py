@@ -12,6 +12,7 @@ from keras import ops
 
 import tfgpu
 from tfgpu import repairs
+from tfgpu.compat import slots
 
 X = np.random.default_rng(1).normal(size=(22, 5)).astype("float32")
 Y = (X[:, :1] + X[:, 1:2] > 0).astype("float32")
@@ -426,7 +427,7 @@ def test_verdicts(function, width, needs):
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(width)])
         model.compile(keras.optimizers.SGD(0.0), loss := Of(function))
     model.fit(X[:12], np.repeat(Y[:12], width, 1), batch_size=12, verbose=0)
-    assert set(loss._tfgpu_needs.values()) == {needs}
+    assert set(slots.get(loss, "needs").values()) == {needs}
 
 
 @pytest.mark.slow
