@@ -197,7 +197,7 @@ def test_what_callbacks_remember_and_a_run_that_is_over(tmp_path, caplog):
     again, at = make(), At()
     history = train(again, "arrays", Checkpoint(tmp_path), *remembering(), at, epochs=9, validation=VALIDATION)
     same(again, history, whole, expected)
-    assert at.ends == [] and "this run is over" in caplog.text
+    assert at.ends == [] and "this run is complete" in caplog.text
     longer = train(make(), "arrays", Checkpoint(tmp_path), *remembering(), epochs=10, validation=VALIDATION)
     assert len(longer["loss"]) > len(expected["loss"])
     assert longer["loss"][: len(expected["loss"])] == expected["loss"]

@@ -13,7 +13,7 @@ import numpy as np
 from tfgpu import repairs
 from tfgpu.checkpoint import storage
 from tfgpu.checkpoint.callback import Checkpoint
-from tfgpu.checkpoint.extra_state import Remembered
+from tfgpu.checkpoint.extra_state import ExtraState
 from tfgpu.checkpoint.fetching import fail_together, fetch
 from tfgpu.checkpoint.storage import Damaged, Position, Snapshot
 from tfgpu.core import training_state
@@ -67,7 +67,7 @@ class Tasks:
         if not repairs.repair_keras():
             raise InputError("Tasks needs the Keras repairs. Unset TFGPU_REPAIR.")
         self._directory, self._begun = Path(directory), Path(directory) / _BEGUN
-        self._objects, self._remembered, self._keep = remember, Remembered(remember), keep
+        self._objects, self._extra_state, self._keep = remember, ExtraState(remember), keep
         self._at: int | None = None
         self._told: int | None = None
         self._names: set[str] = set()
@@ -96,7 +96,7 @@ class Tasks:
 
     def remembers(self, one: Any) -> bool:
         """Whether an object is among what is remembered."""
-        return self._remembered.has(one)
+        return self._extra_state.has(one)
 
     def begin(self, model: keras.Model) -> int:
         """Makes everything as it was when the newest task began. On several workers, each must call this.
@@ -175,7 +175,7 @@ class Tasks:
                 return
             setting = {"trainable": _trainable(model), "rate": _rate(model), "places": places}
             memory = {"callbacks": {}, "random": random, "random_at_epoch": random, _SETTING: setting}
-            memory |= self._remembered.take()
+            memory |= self._extra_state.take()
             try:
                 self._write(Position(at, tuple(self._rows)), arrays, memory)
             except OSError as error:
@@ -205,7 +205,7 @@ class Tasks:
         training_state.build_optimizer(model, setting["places"])
         _put_trainable(model, setting["trainable"])
         training_state.restore_state(model, read.arrays, str(read.position.directory))
-        self._remembered.put(read, model)
+        self._extra_state.put(read, model)
         self._rows = [dict(row) for row in read.position.history]
         training_state.restore_random_states(read.memory["random"])
 

@@ -95,9 +95,7 @@ def _restore_position() -> None:
     @wrap("BackupAndRestore.on_train_begin")
     def on_train_begin(stock, self, logs=None):
         if data_position.position_of(self.model) is not None:
-            raise InputError(
-                "Give `fit` a Checkpoint or a BackupAndRestore, not both: each resumes the training."
-            )
+            raise InputError("Give `fit` a Checkpoint or a BackupAndRestore, not both: each resumes the training.")
         data_position.forget_position(self.model)
         slots.of(self).metrics = []
         vars(slots.of(self)).pop("first_epoch", None)
@@ -195,9 +193,7 @@ def _copy_from_chief(strategy, path: str | None, *, is_readable: bool = True) ->
         size = os.path.getsize(path)
     (size,) = broadcast.sum_from_chief(strategy, np.array([size], "int64"))
     if size == _UNREADABLE and not is_chief:
-        raise MachineError(
-            "The chief worker could not read its backup: see its error. Remove it to start fresh."
-        )
+        raise MachineError("The chief worker could not read its backup: see its error. Remove it to start fresh.")
     if size < 0:
         return
     with open(path, "rb" if is_chief else "wb") as file:

@@ -1,4 +1,4 @@
-"""What belongs to a training besides the model: a replay memory, a penalty on weights, anything with a state."""
+"""Further state that a checkpoint keeps: a replay memory, a penalty on weights, any object with a state."""
 
 import logging
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 _KEY = "remembered"
 
 
-class Remembered:
+class ExtraState:
     """Objects whose state a checkpoint carries.
 
     Args:
@@ -36,32 +36,32 @@ class Remembered:
         self._objects = dict(objects or {})
 
     def has(self, one: Any) -> bool:
-        """Whether an object is among them."""
+        """Whether an object is one of them."""
         return any(other is one for other in self._objects.values())
 
     def take(self) -> dict[str, Any]:
-        """Their states now, as a checkpoint keeps them.
+        """Returns their states now, as a checkpoint keeps them.
 
         Raises:
-            InputError: a state is of something that cannot be saved.
+            InputError: a state contains something that cannot be saved.
         """
         return {_KEY: {name: _plain(name, one.state()) for name, one in self._objects.items()}}
 
     def put(self, read: Snapshot, model: keras.Model) -> None:
-        """Gives them the states of a checkpoint.
+        """Restores their states from a checkpoint.
 
         Raises:
-            InputError: the checkpoint has none of one of them.
+            InputError: the checkpoint lacks the state of one of them.
         """
         states, where = read.memory.get(_KEY, {}), read.position.directory
         for name in states.keys() - self._objects.keys():
-            _log.warning("%s remembers %r, which this run has not: add it to `remember`.", where, name)
+            _log.warning("%s has the state of %r, which this run does not have: add it to `remember`.", where, name)
         for name, one in self._objects.items():
             if name not in states:
                 raise InputError(
                     f"{where} was made without {name!r} in `remember`, so its state is not there. Received: "
-                    f"{sorted(self._objects)}, the checkpoint has {sorted(states)}. Begin anew in another directory, "
-                    "or leave it out."
+                    f"{sorted(self._objects)}, the checkpoint has {sorted(states)}. Start in another "
+                    "directory, or leave it out."
                 )
             one.put(states[name], model)
 

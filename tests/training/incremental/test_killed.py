@@ -226,7 +226,7 @@ def test_what_is_wrong_is_named(tmp_path, caplog):
         Tasks(tmp_path / "c", remember={"counter": Counter()}).begin(model_of())
     Tasks(tmp_path / "d", remember={"counter": Counter()}).begin(model_of())
     Tasks(tmp_path / "d").begin(model_of())
-    assert "remembers 'counter', which this run has not" in caplog.text
+    assert "has the state of 'counter', which this run does not have" in caplog.text
     with pytest.raises(tfgpu.InputError, match="has .* arrays|has .* for"):
         Tasks(tmp_path / "c").begin(incremental.grow(model_of(), 5))
     model_of().fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path / "e" / "begun")])
