@@ -1,4 +1,4 @@
-"""Files written beside the training: one thread, in order, and no error is lost."""
+"""The background writer: writes files in one thread, in order, and loses no error."""
 
 import logging
 import threading
@@ -13,18 +13,18 @@ _log = logging.getLogger(__name__)
 
 
 class Writer:
-    """Writes files in a thread of its own, one after the other, in the order in which they were handed over.
+    """Writes files in a background thread, in the order in which they were handed over.
 
-    Hand over what no longer changes: arrays that are copied, text that is made. An error is logged at once and raised
-    by the next `put` or `wait`; the files after it are still written. Where too many wait, `put` waits too, so that a
-    slow disk holds the training up instead of filling the memory. The thread is there only while there is something to
-    write, and Python does not end before it: a training that fails loses nothing that it has handed over.
+    Hand over data that no longer changes, such as copied arrays. An error is logged immediately and raised by the next
+    `put` or `wait`; later files are still written. If too many writes are pending, `put` waits, so a slow disk slows
+    the training down instead of filling the memory. The thread exists only while there is something to write, and
+    Python does not exit before it ends: a training that fails loses nothing that it has handed over.
 
-    As a context manager it waits at the end. Then a failed write is raised; where the block itself failed, that error
-    goes on, and gets a note of the failed write.
+    As a context manager it waits at the end and raises the error of a failed write. If the block itself failed, that
+    error is raised, with a note about the failed write.
 
     Args:
-        most: how many writes may wait.
+        most: how many writes may be pending.
 
     Raises:
         InputError: `most` is not a whole number from 1.
@@ -48,11 +48,11 @@ class Writer:
         """Hands over one write.
 
         Args:
-            what: the file or folder, for the message should it fail.
+            what: the file or folder, for the error message.
             write: writes it; called in the thread.
 
         Raises:
-            MachineError: an earlier write has failed. This one is made all the same.
+            MachineError: an earlier write has failed. This one is still done.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._jobs) < self._most)
@@ -64,7 +64,7 @@ class Writer:
         _raise_first(failed)
 
     def wait(self) -> None:
-        """Returns when everything is written.
+        """Waits until everything is written.
 
         Raises:
             MachineError: a write has failed since the last error was raised.
@@ -85,7 +85,7 @@ class Writer:
             error.add_note(str(failed))
 
     def _finish(self) -> list[tuple[str, BaseException]]:
-        """Waits for the last write; returns what has failed since the last error was raised."""
+        """Waits for the last write; returns the failures since the last error was raised."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_running)
             failed, self._failed = self._failed, []
@@ -102,7 +102,7 @@ class Writer:
                 self._changed.notify_all()
             try:
                 write()
-            except BaseException as error:  # whatever it is, the next write must have its turn
+            except BaseException as error:  # whatever it is, the next write must run
                 _log.error("Writing %s failed: %s: %s", what, type(error).__name__, error)
                 with self._changed:
                     self._failed.append((what, error))

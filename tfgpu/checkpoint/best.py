@@ -1,4 +1,4 @@
-"""Which epoch was the best one, by an entry of the logs."""
+"""The best epoch, by an entry of the logs."""
 
 import logging
 import math
@@ -18,11 +18,11 @@ class Best:
 
     Args:
         name: the entry of the logs; None compares nothing.
-        mode: `"min"`, `"max"`, or `"auto"`: `"max"` where the name ends as that of an accuracy, AUC, F score,
-            precision, recall, IoU or R2 does, else `"min"`.
+        mode: `"min"`, `"max"`, or `"auto"`: `"max"` if the name ends like that of an accuracy, AUC, F score,
+            precision, recall, IoU or R2, else `"min"`.
 
     Raises:
-        InputError: the mode is another word.
+        InputError: the mode is none of these.
 
     Example:
         >>> Best("val_accuracy").place([{"val_accuracy": 0.5}, {"val_accuracy": 0.9}, {"loss": 1.0}])
@@ -38,10 +38,11 @@ class Best:
         self._is_warned = name in (None, _DEFAULT)
 
     def place(self, rows: Sequence[Mapping[str, Any]]) -> int | None:
-        """The place of the first best row, from 0; None where no row has the entry as a finite number."""
+        """The index of the first best row; None if no row has a finite value of the entry."""
         values = {at: row[self._name] for at, row in enumerate(rows) if self._name in row}
         if rows and not values and not self._is_warned:
             self._is_warned = True
-            _log.warning("best=%r is not in the logs: none is kept for it. They have %s.", self._name, [*rows[-1]])
+            names = [*rows[-1]]
+            _log.warning("best=%r is not in the logs, so no best checkpoint is kept. They have %s.", self._name, names)
         finite = {at: value for at, value in values.items() if math.isfinite(value)}
         return min(finite, key=lambda at: self._sign * finite[at], default=None)

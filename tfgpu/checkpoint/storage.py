@@ -1,12 +1,12 @@
-"""Checkpoints on the disk: a folder each, whole or not there, checked by hashes, found newest first.
+"""Checkpoints on disk: one folder each, complete or absent, verified by hashes, listed newest first.
 
     epoch-0003/                     three epochs are done
-    epoch-0003-step-0000120/        and some of the fourth: 120 steps since the run began
+    epoch-0003-step-0000120/        and part of the fourth: 120 steps since the run began
         state.safetensors           the arrays; the format cannot hold code
-        facts.json                  where the run stands, the hash of the arrays, and a hash of these facts
+        facts.json                  the position of the run, the hash of the arrays, and a hash of these facts
 
-A folder is written beside its place, flushed to the disk, and renamed. Times of files are never looked at: the names
-give the order, so that a clock that jumps changes nothing.
+A folder is written beside its place, flushed to the disk, and renamed. The order comes from the
+names, not from file times, so a clock that jumps does no harm.
 """
 
 import contextlib
@@ -40,18 +40,18 @@ _MEMORY = "memory"
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands.
+    """How far a run has come.
 
     Attributes:
-        epoch: the next epoch to run, from 0; so many are done.
-        history: one mapping of logs for each of the last epochs that are done.
+        epoch: the next epoch to run, from 0, which is the number of epochs done.
+        history: the logs of the latest epochs, one mapping each.
         directory: the checkpoint that it was read from.
-        step: steps that are done since the run began.
-        done: steps of `epoch` that are done; 0 between epochs.
+        step: steps done since the run began.
+        done: steps of `epoch` done; 0 between epochs.
         first: the epoch with which the run began.
-        over_at: the `epochs` of a `fit` that has stopped before, as EarlyStopping does; None in all others.
-        logs: what the epoch's steps have logged, where it was left in its validation.
-        data_epoch: the number of the first epoch for data that counts its epochs.
+        over_at: the `epochs` of a `fit` that stopped early, as with EarlyStopping; else None.
+        logs: the training logs of the epoch, if it was interrupted in its validation.
+        data_epoch: the number of the run's first epoch in data that counts its epochs.
     """
 
     epoch: int
@@ -76,11 +76,11 @@ class Position:
 
 
 class Damaged(ValueError):
-    """A checkpoint that cannot be read, or does not hold what was written."""
+    """A checkpoint cannot be read, or does not contain what was written."""
 
 
 def place_of(checkpoint: Path) -> tuple[int, int] | None:
-    """The epochs that a checkpoint holds, and its step within the next one (0: none), by its name; None for others.
+    """The number of epochs done and the step (0 between epochs), from a checkpoint's name; None for other names.
 
     Example:
         >>> place_of(Path("run/epoch-0003")), place_of(Path("epoch-0003-step-0000120")), place_of(Path(".epoch-0003"))
@@ -91,7 +91,7 @@ def place_of(checkpoint: Path) -> tuple[int, int] | None:
 
 
 def epoch_of(checkpoint: Path) -> int:
-    """The number of epochs that a checkpoint holds.
+    """The number of epochs done, from a checkpoint's name.
 
     Example:
         >>> epoch_of(Path("run/checkpoints/epoch-0003"))
@@ -101,7 +101,7 @@ def epoch_of(checkpoint: Path) -> int:
 
 
 def found(directory: str | Path) -> list[Path]:
-    """The checkpoints in a folder, newest first; unfinished ones do not count."""
+    """The complete checkpoints in a folder, newest first."""
     folder = Path(directory)
     if not folder.is_dir():
         return []
@@ -109,10 +109,10 @@ def found(directory: str | Path) -> list[Path]:
 
 
 def encode(position: Position, arrays: dict[str, np.ndarray], memory: Any) -> tuple[bytes, bytes]:
-    """The contents of the two files.
+    """Returns the contents of the two files.
 
     Args:
-        position: where the run stands.
+        position: how far the run has come.
         arrays: the state, by name.
         memory: plain values and arrays in lists, tuples and dicts.
 
@@ -140,12 +140,12 @@ def encode(position: Position, arrays: dict[str, np.ndarray], memory: Any) -> tu
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint that was read and found whole.
+    """A checkpoint that was read and verified.
 
     Attributes:
-        position: where the run stands.
+        position: how far the run has come.
         arrays: the state, by name.
-        memory: what `encode` was given.
+        memory: as given to `encode`.
         files: the contents of `STATE` and of `FACTS`.
     """
 
@@ -156,18 +156,18 @@ class Snapshot:
 
 
 def decode(content: bytes, text: bytes, source: Path) -> Snapshot:
-    """What `encode` was given.
+    """Reverses `encode`.
 
     Raises:
-        Damaged: it is not what was written.
+        Damaged: the contents are not what was written.
     """
     try:
         found = json.loads(text)
         facts = found["facts"]
         if _hash(facts) != found["sha256"]:
-            raise Damaged(f"{FACTS} does not have the hash that it says")
+            raise Damaged(f"{FACTS} does not match its own hash")
         if hashlib.sha256(content).hexdigest() != facts["sha256"]:
-            raise Damaged(f"{STATE} does not have the hash that {FACTS} says")
+            raise Damaged(f"{STATE} does not match the hash in {FACTS}")
         arrays = safetensors.numpy.load(content)
         plain = {name: facts[name] for name in ("epoch", "step", "done", "first", "over_at", "data_epoch")}
         history, logs = tuple(packing.from_json(facts["history"], arrays)), packing.from_json(facts["logs"], arrays)
@@ -194,13 +194,13 @@ def read(path: Path) -> Snapshot:
 
 
 def newest(directory: Path) -> Snapshot | None:
-    """Reads the newest checkpoint that is whole; damaged ones are named in a warning.
+    """Reads the newest undamaged checkpoint; warns of damaged ones.
 
     Returns:
-        None where there is no checkpoint.
+        None if there is no checkpoint.
 
     Raises:
-        Damaged: there are some, and all are damaged.
+        Damaged: all checkpoints are damaged.
     """
     candidates = found(directory)
     for candidate in candidates:
@@ -229,15 +229,15 @@ def write(path: Path, content: bytes, text: bytes) -> None:
 
 
 def prune(directory: Path, newest: Path, *, keep: int, best: int | None) -> None:
-    """Leaves a number of checkpoints up to the newest one, and the best; puts what is said to be newer out of the way.
+    """Keeps the newest checkpoints and the best one, and moves checkpoints that claim to be newer out of the way.
 
-    A newer one is damaged, or of another run in the same folder: the run would resume from it.
+    Such a checkpoint is damaged, or belongs to another run in the same folder; the run would resume from it.
 
     Args:
-        directory: where they are.
+        directory: the folder of the checkpoints.
         newest: the one that was just written.
-        keep: how many to leave.
-        best: the number of epochs of one that is left besides.
+        keep: how many to keep.
+        best: the number of epochs of one to keep in addition.
     """
     here = place_of(newest)
     for path in found(directory):
@@ -252,7 +252,7 @@ def prune(directory: Path, newest: Path, *, keep: int, best: int | None) -> None
 
 
 def sweep(directory: Path) -> None:
-    """Removes what a killed process has left half written; what it was about to replace is put back."""
+    """Removes what a killed process left half written; restores what it was about to replace."""
     for old in directory.glob(f".epoch-*{atomic.OLD}"):
         _put_back(old, old.with_name(old.name.split(".")[1]))
     for path in directory.glob(".epoch-*"):
@@ -260,7 +260,7 @@ def sweep(directory: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Finds out at the beginning whether checkpoints can be written.
+    """Checks that checkpoints can be written.
 
     Raises:
         OSError: they cannot.
@@ -281,7 +281,7 @@ def _put_back(old: Path, path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Takes a checkpoint away whole, then empties it: one that is half empty must not stand beside the others."""
+    """Renames a checkpoint, then deletes it: a half-deleted one must not appear among the others."""
     gone = path.with_name(f".{path.name}.{os.getpid()}{_GONE}")
     with contextlib.suppress(OSError):
         os.rename(path, gone)
