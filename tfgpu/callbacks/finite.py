@@ -1,4 +1,4 @@
-"""What to do where a loss is no number: end the training before that is saved, or leave such steps out."""
+"""What to do when a loss becomes NaN: end the training before it is saved, or skip such steps."""
 
 import logging
 import math
@@ -14,16 +14,16 @@ _log = logging.getLogger(__name__)
 
 
 class StopOnNaN(keras.callbacks.Callback):
-    """Ends the training with an error when the loss is NaN or infinite.
+    """Ends the training with an error when the loss becomes NaN or infinite.
 
-    It looks at each block's end: the loss in the logs is the epoch's mean, in which a NaN stays. So blocks are as long
-    as without it, and up to a block's steps are lost. A `Checkpoint` saves after all callbacks have had their turn:
-    what it has saved is from before. Keras's `TerminateOnNaN` looks at every batch, and ends `fit` as if all were well.
+    It checks at the end of each block: the loss in the logs is the mean of the epoch, in which a NaN stays. So it does
+    not shorten blocks, and at most one block of steps is lost. A `Checkpoint` saves after all callbacks have run, so
+    its newest checkpoint is from before. Keras's `TerminateOnNaN` checks every batch, and ends `fit` without an error.
 
-    To leave bad steps out instead, take `SkipNaN`.
+    To skip bad steps instead, use `SkipNaN`.
 
     Raises:
-        InputError: by `fit`, where the loss is no number: another start would come to the same.
+        InputError: by `fit`, when the loss is not finite: starting again would give the same result.
 
     Example:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -49,33 +49,33 @@ class StopOnNaN(keras.callbacks.Callback):
         if not math.isfinite(loss):
             raise InputError(
                 f"The loss became {loss} in epoch {self._epoch + 1}, {_steps(self._first, batch)}. Lower the learning "
-                "rate, set `global_clipnorm=1.0` in the optimizer, or take SkipNaN, which leaves such steps out."
+                "rate, set `global_clipnorm=1.0` in the optimizer, or use SkipNaN, which skips such steps."
             )
         self._first = batch + 1
 
 
 class SkipNaN(keras.callbacks.Callback):
-    """Leaves out steps that bring NaN or infinities, as if their batches were not in the data, and says so.
+    """Skips steps that produce NaN or Inf, as if their batches were not in the data, and logs a warning.
 
-    A step is undone whole on all replicas where one of them finds a weight, a state of the optimizer, a moving average
-    or a metric that is not finite any more. Weights, optimizer, iterations, metrics and random draws are then those of
-    a training without that batch. Each step costs a copy of them and a look at each number; on several workers one
-    more small sum. Overflows of float16, which the loss scale heals, are not meant: a step that it skips itself counts
-    only where a metric or a layer's state is hurt too.
+    If a weight, a state of the optimizer, a moving average or a metric becomes non-finite on one replica, the step is
+    undone on all of them. Weights, optimizer, iterations, metrics and random draws are then those of a training without
+    that batch. Each step costs a copy of them and a check of each number, and on several workers one more small sum.
+    Float16 overflows, which loss scaling handles, do not count: a step that the loss scale skips counts only if it
+    damages a metric or a layer's state.
 
-    Not undone: numbers in the logs that a train step of your own computes without a metric, a plain `tf.Variable` of a
-    layer, and draws of `keras.random` without a seed generator of the layer's. On several workers all of them need it.
+    Not undone: values in the logs that your own train step computes without a metric, a plain `tf.Variable` of a layer,
+    and draws of `keras.random` without a seed generator of the layer. On several workers, every worker needs it.
 
     Args:
-        limit: steps that may be left out in the whole training, which a `Checkpoint` remembers (Keras's
-            BackupAndRestore does not); one more ends it.
+        limit: how many steps may be skipped in the whole training; one more ends it. A `Checkpoint` keeps the count
+            (Keras's BackupAndRestore does not).
 
     Attributes:
-        skipped: steps left out so far.
+        skipped: steps skipped so far.
 
     Raises:
-        InputError: by `fit`: more than `limit` steps, or all of an epoch, or a strategy whose replicas train apart
-            from each other.
+        InputError: by `fit`: more than `limit` steps or all steps of an epoch are bad, or the replicas of the strategy
+            train independently.
 
     Example:
         >>> import tfgpu
@@ -115,12 +115,12 @@ class SkipNaN(keras.callbacks.Callback):
             where = f"{_steps(self._first, batch)} of epoch {self._epoch + 1}"
             if self.skipped > self.limit:
                 raise InputError(
-                    f"{self.skipped} steps had NaN or infinities, the last of them in {where}; SkipNaN leaves out "
-                    f"limit={self.limit}. Look at the data, lower the learning rate, set `global_clipnorm=1.0` in the "
+                    f"{self.skipped} steps produced NaN or Inf, the last of them in {where}; SkipNaN skips "
+                    f"limit={self.limit}. Check the data, lower the learning rate, set `global_clipnorm=1.0` in the "
                     "optimizer, or raise the limit."
                 )
             _log.warning(
-                "Left out %d step(s), in %s: NaN or infinities. %d of at most %d so far.",
+                "Skipped %d step(s), in %s: NaN or Inf. %d of at most %d so far.",
                 *(found, where, self.skipped, self.limit),
             )
         self._first = batch + 1
@@ -128,8 +128,8 @@ class SkipNaN(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._first and self.skipped - self._before == self._first:
             raise InputError(
-                f"All {self._first} steps of epoch {epoch + 1} had NaN or infinities, which is no loss to report. "
-                "Look at the data, lower the learning rate, or set `global_clipnorm=1.0` in the optimizer."
+                f"All {self._first} steps of epoch {epoch + 1} produced NaN or Inf, so there is no loss to report. "
+                "Check the data, lower the learning rate, or set `global_clipnorm=1.0` in the optimizer."
             )
 
 

@@ -1,4 +1,4 @@
-"""Steps that are undone whole, where one brings NaN or infinities: the training goes on as if without its batch."""
+"""Skips steps that produce NaN or Inf: training continues as if without their batches."""
 
 from collections.abc import Callable
 
@@ -9,11 +9,11 @@ from tfgpu.errors import InputError
 
 
 class Guard:
-    """Undoes steps after which a weight, a state of the optimizer or a metric is NaN or infinite, and was not before.
+    """Undoes steps in which a weight, a state of the optimizer or a metric becomes NaN or infinite.
 
-    All that the step has changed is put back: weights, moving averages, the optimizer and its iterations, gradients
-    that wait, the loss scale, metrics and random draws. It costs a copy of them, a look at each number, and one small
-    sum over the replicas, in each step.
+    It restores everything that the step changed: weights, moving averages, the optimizer and its iterations,
+    accumulated gradients, the loss scale, metrics and random draws. Each step costs a copy of them, a check of each
+    number, and one small sum over replicas.
 
     Args:
         model: the compiled and built model.
@@ -21,18 +21,18 @@ class Guard:
 
     def __init__(self, model):
         self._model = model
-        with model.distribute_strategy.scope():  # every replica counts alike
+        with model.distribute_strategy.scope():  # all replicas count the same
             self._count = tf.Variable(0, trainable=False, dtype=tf.int64, aggregation=tf.VariableAggregation.NONE)
         self._taken = 0
 
     def take(self) -> int:
-        """How many steps have been left out since this was last asked."""
+        """The number of steps skipped since the last call."""
         count = int(self._count.numpy())
         found, self._taken = count - self._taken, count
         return found
 
     def run(self, step: Callable, data):
-        """Runs a step on this replica's data, and undoes it on all where it has gone wrong on one; returns its logs."""
+        """Runs a step on this replica's data, and undoes it on all replicas if it is bad on one; returns its logs."""
         variables = training_state.changed_by_a_step(self._model)
         with step_context.outside_xla():
             before = [tf.identity(layer_state.own(variable)) for variable in variables]
@@ -57,13 +57,13 @@ def begin(model) -> Guard:
     """Guards the steps of the running `fit`, which is calling `on_train_begin`, until it ends.
 
     Raises:
-        InputError: Keras is not repaired, or the model trains in a way that steps cannot be undone in.
+        InputError: Keras is not repaired, or the steps of this strategy or model cannot be undone.
     """
     run = step_blocks.current()
     if run is None:
         raise InputError(
-            "Keras was not repaired when `fit` began, which SkipNaN needs. Make `tfgpu.strategy()`, or call "
-            "`tfgpu.repair_keras()`, in a line before `fit`."
+            "SkipNaN needs the Keras repairs before `fit` begins. Create `tfgpu.strategy()`, or call "
+            "`tfgpu.repair_keras()`, before `fit`."
         )
     strategy = model.distribute_strategy
     is_together = (
@@ -72,7 +72,7 @@ def begin(model) -> Guard:
     )
     if not is_together or not hasattr(model.train_function, "loops"):
         raise InputError(
-            "SkipNaN needs replicas that train together: one device, `mirrored` or `multi_worker`. Take StopOnNaN here."
+            "SkipNaN needs replicas that train in step: one device, `mirrored` or `multi_worker`. Use StopOnNaN here."
         )
     for name, optimizer in training_state.other_optimizers(model).items():
         if not optimizer.built:
@@ -84,7 +84,7 @@ def begin(model) -> Guard:
 
 
 def _is_new(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor | None:
-    """Whether a number is not finite that was so before; None for whole numbers."""
+    """Whether a number that was finite no longer is; None for integers."""
     if not before.dtype.is_floating:
         return None
     return tf.reduce_any(tf.math.is_finite(before) & ~tf.math.is_finite(tf.convert_to_tensor(after)))
