@@ -216,5 +216,5 @@ def test_a_stop_in_the_validation_leaves_the_averages_out_of_the_training(tmp_pa
 
 
 def test_an_optimizer_without_averages_is_refused():
-    with pytest.raises(InputError, match="SGD with use_ema=False. Make it with use_ema=True"):
+    with pytest.raises(InputError, match="SGD with use_ema=False. Create it with use_ema=True"):
         fit(make(), EvaluateAverages(), epochs=1)

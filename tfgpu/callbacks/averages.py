@@ -15,12 +15,12 @@ _log = logging.getLogger(__name__)
 
 
 class EvaluateAverages(keras.callbacks.Callback):
-    """Validates with the optimizer's moving averages (`use_ema=True`), and trains on with the weights themselves.
+    """Validates with the optimizer's moving averages (`use_ema=True`), and continues training with the weights.
 
-    As a validation begins the averages are put in place, and as it ends the weights come back, to the bit. (Keras's
-    `SwapEMAWeights` swaps by sums and differences, which rounds the weights at each validation.) The running
-    statistics of BatchNormalization are no weights that an optimizer averages: they stay the training's own. At the
-    end of `fit` Keras itself leaves the averages in the model. A `Checkpoint` keeps the weights and the averages.
+    The averages replace the weights at the beginning of a validation, and the weights return bit for bit at its end.
+    (Keras's `SwapEMAWeights` swaps by sums and differences, which rounds the weights at each validation.) The optimizer
+    does not average the running statistics of BatchNormalization: they stay those of the training. At the end of `fit`
+    Keras leaves the averages in the model. A `Checkpoint` keeps both the weights and the averages.
 
     Raises:
         InputError: by `fit`: the optimizer keeps no averages.
@@ -38,19 +38,19 @@ class EvaluateAverages(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self._weights: list[np.ndarray] | None = None  # while the averages are in their place
+        self._weights: list[np.ndarray] | None = None  # while the averages replace them
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if not optimizer.use_ema:
             raise InputError(
                 f"EvaluateAverages needs an optimizer that keeps averages. Received: {type(optimizer).__name__} with "
-                "use_ema=False. Make it with use_ema=True."
+                "use_ema=False. Create it with use_ema=True."
             )
         self._weights = None
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # A run that was asked to leave in its validation comes back with the averages in place.
+        # A run that was preempted in its validation resumes with the averages in place.
         if self._weights is None:
             self._weights = self.model.get_weights()
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
@@ -61,7 +61,7 @@ class EvaluateAverages(keras.callbacks.Callback):
             self._weights = None
 
     def averaged(self) -> list[np.ndarray]:
-        """The model's weights with the averages in their places, as `model.get_weights` would give them."""
+        """The averaged weights, as `model.get_weights` would return them."""
         self.on_test_begin()
         try:
             return self.model.get_weights()
@@ -72,25 +72,25 @@ class EvaluateAverages(keras.callbacks.Callback):
 class StochasticWeightAverage(keras.callbacks.Callback):
     """Ends the training with the mean of the weights at the ends of its last epochs (SWA).
 
-    While it trains nothing changes: validation, checkpoints and other callbacks see the weights themselves. As the
-    training ends the mean takes their place, and the running statistics of BatchNormalization, which belong to other
-    weights, are taken anew by one pass over the training data (averages over its batches, by their rows). A
-    learning rate that stays high in those epochs ("constant", or a late step) is what the method is made for.
+    During training nothing changes: validation, checkpoints and other callbacks see the weights themselves. At the end
+    the mean replaces them, and one pass over the training data recomputes the running statistics of
+    BatchNormalization, which belong to other weights (averages over the batches, weighted by rows). The method is made
+    for a learning rate that stays high in those epochs ("constant", or a late step).
 
-    A `Checkpoint` remembers the mean. Put this callback behind an `EarlyStopping`, which must not restore the best
+    A `Checkpoint` keeps the mean. Put this callback after an `EarlyStopping`, which would otherwise restore the best
     weights over the mean.
 
     Args:
         start_epoch: the first epoch, from 0, whose weights count.
         every: average every so many epochs from there on. Default 1.
-        data: the training data, as `evaluate` takes it, or a `tfgpu.data` data set, whose epoch 0 it reads. Needed
-            where the model has a BatchNormalization that trains.
+        data: the training data, as `evaluate` takes it, or a `tfgpu.data` dataset, of which it reads epoch 0. Required
+            if the model has a trainable BatchNormalization.
 
     Attributes:
-        averaged: how many epochs are in the mean.
+        averaged: the number of epochs in the mean.
 
     Raises:
-        InputError: a number is out of range; by `fit`: the model has BatchNormalization, and there is no data.
+        InputError: a number is out of range; by `fit`: the model has BatchNormalization, but no data was given.
 
     Example:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

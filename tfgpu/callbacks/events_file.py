@@ -1,4 +1,4 @@
-"""The curves of a run for TensorBoard: what each epoch logged, written beside the training."""
+"""The curves of a run for TensorBoard: each epoch's logs, written in the background."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,16 +15,16 @@ _VALIDATION = "val_"
 class EventsFile(keras.callbacks.Callback):
     """Writes each epoch's logs as TensorBoard scalars, in the background.
 
-    `train/` and `validation/` hold them under the names that Keras's `TensorBoard` gives (`epoch_loss`, ...), one value
-    an epoch. Use Keras's own callback for histograms, profiles or values of single batches: it writes while the
-    training waits. Put this one behind callbacks that add to the logs.
+    `train/` and `validation/` hold them under the names that Keras's `TensorBoard` uses (`epoch_loss`, ...), one value
+    per epoch. For histograms, profiles or values of single batches use Keras's callback, which writes while training
+    waits. Put this one after callbacks that add to the logs.
 
     Args:
         directory: where the event files go; None writes none (on a worker that is not the chief).
-        writer: writes them; others may use the same. Default: one of its own.
+        writer: writes them; others may share it. Default: one of its own.
 
     Raises:
-        MachineError: at the next epoch's end, or at the end of training, if an event could not be written.
+        MachineError: an event could not be written; raised at the end of the next epoch or of the training.
 
     Example:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

@@ -1,4 +1,4 @@
-"""How much memory an epoch took: the process's on the host, and each GPU's."""
+"""The memory that an epoch used: that of the process on the host, and that of each GPU."""
 
 import resource
 import sys
@@ -13,17 +13,17 @@ _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB o
 
 
 class Memory(keras.callbacks.Callback):
-    """Adds peaks of memory to the logs at each epoch's end; nothing is done at single steps.
+    """Adds memory peaks to the logs at the end of each epoch; does nothing in single steps.
 
     | in the logs | |
     |---|---|
-    | `host_peak_bytes` | the most resident memory that this process has had since it began, in bytes |
-    | `gpu0_peak_bytes`, ... | the most that TensorFlow has used of each of its GPUs in this epoch, in bytes |
+    | `host_peak_bytes` | the largest resident memory of this process since it started, in bytes |
+    | `gpu0_peak_bytes`, ... | the most memory that TensorFlow has used on each GPU in this epoch, in bytes |
 
-    A GPU's figure includes validation, and leaves out what TensorFlow has set aside and does not use.
+    A GPU's peak includes validation, but not memory that TensorFlow has reserved and does not use.
 
-    On several workers each has its own in its own logs. Put it before callbacks that keep the logs (`MetricsFile`,
-    `Checkpoint`, `EventsFile`). TensorFlow counts one peak for each GPU: this callback sets it back as an epoch begins.
+    On several workers, each worker has its own peaks in its own logs. Put it before callbacks that keep the logs
+    (`MetricsFile`, `Checkpoint`, `EventsFile`). It resets TensorFlow's peak counters at the beginning of an epoch.
 
     Example:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

@@ -1,4 +1,4 @@
-"""The table of a run: one row an epoch, as a CSV file that is whole at every moment."""
+"""The table of a run: a CSV file with one row per epoch, which is replaced as a whole."""
 
 import csv
 import io
@@ -21,19 +21,19 @@ class MetricsFile(keras.callbacks.Callback):
     """Times steps and epochs, adds the times and the learning rate to the logs, and writes `metrics.csv`.
 
     Put it before callbacks that keep the logs (checkpoint, TensorBoard), so that they get the times too. The file is
-    written in the background, whole each time; `fit` ends when it is there.
+    written in the background and replaced as a whole; `fit` waits for it at the end.
 
     Args:
-        path: the CSV file; None writes no file (on a worker that is not the chief) and still times.
-        rows: the rows of the epochs already done, as a checkpoint keeps them; new ones follow.
-        writer: writes the file; others may use the same. Default: one of its own.
+        path: the CSV file; None writes no file (on a worker that is not the chief) but still measures times.
+        rows: the rows of epochs that are already done, as a checkpoint keeps them; new ones are appended.
+        writer: writes the file; others may share it. Default: one of its own.
 
-    The columns are `epoch` (from 1), the metrics, `learning_rate` (at the epoch's end), `step_time_s` (median
-    seconds a step; a call that runs many steps counts as its time over their number) and `epoch_time_s`
-    (seconds, without validation), and the peaks of memory where `Memory` stands before.
+    The columns are `epoch` (from 1), the metrics, `learning_rate` (at the end of the epoch), `step_time_s`
+    (median seconds per step; a call that runs many steps counts as its time divided by their number), `epoch_time_s`
+    (seconds, without validation), and the memory peaks if `Memory` comes before it.
 
     Raises:
-        MachineError: at the next epoch's end, or at the end of training, if the file could not be written.
+        MachineError: the file could not be written; raised at the end of the next epoch or of the training.
 
     Example:
         model.fit(x, y, callbacks=[MetricsFile("run/metrics.csv")])

@@ -1,4 +1,4 @@
-"""What a person sees while a model trains: a bar on a terminal, one line an epoch everywhere."""
+"""What a person sees while a model trains: a progress bar on a terminal, and one line per epoch everywhere."""
 
 import time
 from typing import Any
@@ -15,14 +15,14 @@ _HIDDEN = ("epoch_time_s",)
 
 
 class Progress(keras.callbacks.Callback):
-    """Shows an epoch's bar with its metrics and time left, and keeps one line of each finished epoch.
+    """Shows a progress bar with metrics and remaining time, and keeps one line for each finished epoch.
 
-    Works with `fit` and with `Trainer.fit`, which reports once for a block of many steps. Where the output is
-    not a terminal (a log file, a scheduler) there is no bar, and an epoch is one plain line.
+    Works with `fit` and with `Trainer.fit`, which reports once per block of steps. If the output is not a terminal (a
+    log file, a scheduler), there is no bar, only one plain line per epoch.
 
     Args:
-        console: where to write; None takes the standard output.
-        first_total: steps of an epoch, when the data cannot tell before the first epoch is over.
+        console: where to write; None writes to standard output.
+        first_total: steps per epoch, if the data does not tell before the first epoch ends.
 
     Example:
         model.fit(x, y, epochs=3, verbose=0, callbacks=[Progress()])

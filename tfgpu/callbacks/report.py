@@ -1,4 +1,4 @@
-"""Progress on its way to the program that launched the workers."""
+"""Sends progress to the program that launched the workers."""
 
 from typing import Any
 

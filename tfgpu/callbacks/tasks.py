@@ -1,4 +1,4 @@
-"""`Tasks`: a training of several `fit`s, one after the other, that stops anywhere and goes on."""
+"""`Tasks`: a training of several `fit`s in a row that can be stopped anywhere and resumed."""
 
 import json
 import re
@@ -27,25 +27,26 @@ _BEGUN = "begun"
 
 
 class Tasks:
-    """Goes on with the task where a training was, in incremental learning: each task is a `fit`, or several.
+    """Resumes incremental learning at the task where it stopped; each task is one `fit` or several.
 
-    As a task begins, all is saved that the task depends on: weights, optimizer (with a rate that `rewarm` has set),
-    random draws, which layers learn, and what is to be remembered. Within its `fit`s `checkpoint()` saves. Started
-    again, the same script does no task that is done, makes the memories as they were when the running task began,
-    and goes on within it, bit for bit on the same devices. So the data of tasks that are done need not be there.
+    At the beginning of a task it saves everything that the task depends on: weights, optimizer (with a learning rate
+    that `rewarm` has set), random draws, which layers are trainable, and the states in `remember`. During its `fit`s,
+    `checkpoint()` saves. Started again, the same script skips the tasks that are done, restores the states from the
+    beginning of the running task, and resumes within it, bit for bit on the same devices. So it no longer needs the
+    data of tasks that are done.
 
         DIRECTORY/begun/epoch-0003/     three tasks are done, the fourth begins
         DIRECTORY/task-0003/fit/        the checkpoints of the fourth's `fit`
 
     Args:
-        directory: where all this goes; one directory a training.
-        remember: the memories, by name, as for `Checkpoint`: `{"replay": replay, "elastic": elastic}`.
-        keep: how many of the newest tasks' checkpoints to keep (default 2): should one be damaged, its training goes on
-            from the one before.
+        directory: where all this is saved; one directory per training.
+        remember: further state by name, as for `Checkpoint`: `{"replay": replay, "elastic": elastic}`.
+        keep: for how many of the newest tasks to keep checkpoints (default 2): if one is damaged, the training resumes
+            from the previous one.
 
     Raises:
-        InputError: an argument is out of range; in `begin`, the saved state is another model's, or all are damaged.
-        MachineError: one could not be written.
+        InputError: an argument is out of range; in `begin`, the saved state is of another model, or all are damaged.
+        MachineError: a checkpoint could not be written.
 
     Example:
         >>> from tfgpu.training import incremental
@@ -75,7 +76,7 @@ class Tasks:
 
     @property
     def done(self) -> int:
-        """How many tasks are done. Before `begin`: as the directory says, for a script that must first grow its model.
+        """The number of tasks done. Before `begin`, it is read from the directory, as a script that grows its model needs.
 
         Raises:
             InputError: all that was saved is damaged.
@@ -91,33 +92,33 @@ class Tasks:
 
     @property
     def logs(self) -> list[dict[str, Any]]:
-        """What `end` was told of each task that is done."""
+        """The logs that `end` was given for each finished task."""
         return [dict(row) for row in self._rows]
 
     def remembers(self, one: Any) -> bool:
-        """Whether an object is among what is remembered."""
+        """Whether an object is in `remember`."""
         return self._extra_state.has(one)
 
     def begin(self, model: keras.Model) -> int:
-        """Makes everything as it was when the newest task began. On several workers, each must call this.
+        """Restores the beginning of the newest task. On several workers, each must call this.
 
         Args:
-            model: compiled and built, as it was when that task began: one that tasks before have grown is grown as
+            model: compiled and built, as at the beginning of that task: if earlier tasks grow the model, grow it as
                 often before (see `done`), without training.
 
         Returns:
-            The number of that task, from 0: so many are done.
+            The number of that task, from 0, which is the number of tasks done.
         """
         if self._at is not None:
-            raise InputError("`begin` is for the beginning of the script. Call `end(model)` when a task is done.")
+            raise InputError("`begin` is called once, at the start of the script. Call `end(model)` when a task is done.")
         if not isinstance(model, keras.Model) or not model.built or not model.compiled:
             raise InputError(f"`model` must be a built and compiled model. Received: {model!r}.")
         read = fetch(model.distribute_strategy, self._begun, prepare=saving.writes(model))
         found = 0 if read is None else read.position.epoch
         if self._told not in (None, found):
             raise InputError(
-                f"This worker's {self._begun} says {self._told} tasks are done, the chief's {found}. Use a folder that "
-                "all workers share."
+                f"This worker's {self._begun} says {self._told} tasks are done, the chief's {found}. Use a directory "
+                "that all workers share."
             )
         self._at = found
         if read is None:
@@ -127,32 +128,32 @@ class Tasks:
         return self._at
 
     def checkpoint(self, name: str = "fit", **settings: Any) -> Checkpoint:
-        """A `Checkpoint` for one `fit` of the running task.
+        """Returns a `Checkpoint` for one `fit` of the running task.
 
         Args:
-            name: of its folder; where a task calls `fit` several times, each has a name of its own.
+            name: the name of its folder; if a task calls `fit` several times, each needs another name.
             **settings: further arguments of `Checkpoint`, such as `every_steps`.
         """
         if self._at is None:
             raise InputError("No task has begun. Call `begin(model)` first.")
         if not re.fullmatch(r"[\w-]+", name) or name in self._names:
-            raise InputError(f"Each `fit` of a task needs a name of its own: letters and digits. Received: {name!r}.")
+            raise InputError(f"Each `fit` of a task needs another name, of letters and digits. Received: {name!r}.")
         self._names.add(name)
         made = Checkpoint(self._task() / name, **{"remember": self._objects, **settings})
         made.warns_when_over = False
         return made
 
     def end(self, model: keras.Model, logs: Mapping[str, Any] | None = None) -> None:
-        """Ends the running task, when all memories have what they should have of it; the next one begins.
+        """Ends the running task, once all states in `remember` are up to date; the next one begins.
 
         On several workers, each must call this.
 
         Args:
-            model: compiled and built, as the next task begins with it.
-            logs: numbers about the task, or lists of them, for `logs`.
+            model: compiled and built, as for the beginning of the next task.
+            logs: numbers about the task, or lists of numbers, for `logs`.
 
         Raises:
-            InputError: no task has begun, or `logs` holds something else.
+            InputError: no task has begun, or `logs` contains something else.
         """
         if self._at is None:
             raise InputError("No task has begun. Call `begin(model)` first.")
@@ -187,7 +188,7 @@ class Tasks:
         fail_together(model.distribute_strategy, save, f"Saving to {self._begun}")
 
     def _write(self, position: Position, arrays: dict[str, Any], memory: dict[str, Any]) -> None:
-        # A folder of this task is from before what was saved of its beginning was damaged: another course of events.
+        # A folder of this task dates from an earlier attempt, whose saved beginning was damaged.
         shutil.rmtree(self._task(), ignore_errors=True)
         path = self._begun / position.name
         storage.write(path, *storage.encode(position, arrays, memory))
@@ -200,7 +201,7 @@ class Tasks:
     def _put(self, model: keras.Model, read: Snapshot) -> None:
         setting = read.memory.get(_SETTING)
         if setting is None:
-            raise InputError(f"{read.position.directory} is no beginning of a task. Give Tasks a directory of its own.")
+            raise InputError(f"{read.position.directory} was not saved by Tasks. Give Tasks a directory of its own.")
         _put_rate(model, setting["rate"])
         training_state.build_optimizer(model, setting["places"])
         _put_trainable(model, setting["trainable"])
@@ -218,20 +219,20 @@ def _numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trainable(model: keras.Model) -> dict[str, bool]:
-    """Which layers learn; "" is the model itself."""
+    """Which layers are trainable; "" is the model itself."""
     return {"": model.trainable} | {name: layer.trainable for name, layer in names.layers(model).items()}
 
 
 def _put_trainable(model: keras.Model, flags: dict[str, bool]) -> None:
     layers = {"": model} | names.layers(model)
-    for name, flag in flags.items():  # outer ones first: they set what is in them
+    for name, flag in flags.items():  # outer layers first: they set those inside them
         if name in layers and layers[name].trainable != flag:
             layers[name].trainable = flag
             tracing.trace_anew(model)
 
 
 def _rate(model: keras.Model) -> str | None:
-    """The optimizer's schedule as text; None for a number, which is one of the optimizer's variables."""
+    """The optimizer's learning rate schedule as text; None for a number, which is a variable of the optimizer."""
     if model.optimizer is None:
         return None
     found = parameter_groups.inner_of(model.optimizer).get_config().get("learning_rate")
@@ -239,14 +240,14 @@ def _rate(model: keras.Model) -> str | None:
 
 
 def _put_rate(model: keras.Model, text: str | None) -> None:
-    """Gives the optimizer a schedule that a task before has set, as `rewarm` does."""
+    """Restores a schedule that an earlier task has set, as `rewarm` does."""
     if text is None or text == _rate(model):
         return
     try:
         schedule = keras.optimizers.schedules.deserialize(json.loads(text))
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"The learning rate followed a schedule that cannot be made anew here ({error}). Set it before `begin`."
+            f"The learning rate schedule cannot be restored ({error}). Set it before `begin`."
         ) from error
     model.optimizer.learning_rate = schedule
     tracing.trace_anew(model)
