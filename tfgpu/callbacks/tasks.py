@@ -76,7 +76,7 @@ class Tasks:
 
     @property
     def done(self) -> int:
-        """The number of tasks done. Before `begin`, it is read from the directory, as a script that grows its model needs.
+        """The number of tasks done. Before `begin`, it is read from the directory, for a script that grows its model.
 
         Raises:
             InputError: all that was saved is damaged.
@@ -110,7 +110,7 @@ class Tasks:
             The number of that task, from 0, which is the number of tasks done.
         """
         if self._at is not None:
-            raise InputError("`begin` is called once, at the start of the script. Call `end(model)` when a task is done.")
+            raise InputError("`begin` is for the start of the script. Call `end(model)` when a task is done.")
         if not isinstance(model, keras.Model) or not model.built or not model.compiled:
             raise InputError(f"`model` must be a built and compiled model. Received: {model!r}.")
         read = fetch(model.distribute_strategy, self._begun, prepare=saving.writes(model))
