@@ -15,9 +15,6 @@ OTHERS = {"_asdict", "_exit", "_fields", "_getframe", "_jsc", "_make", "_replace
 FORMATS = {"tensorflow.core.framework", "tensorflow.core.protobuf", "tensorflow.core.util", "tensorflow.core.profiler"}
 
 PENDING = {  # files that are not converted yet
-    "optim/gradient_accumulation.py",
-    "optim/gradient_compression.py",
-    "optim/local_sgd.py",
 }
 
 

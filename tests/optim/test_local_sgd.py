@@ -319,7 +319,7 @@ def test_a_model_that_is_not_built_is_refused_with_an_outer_optimizer():
     model.built = False
     with warnings.catch_warnings(), pytest.raises(InputError, match="Give it a keras.Input"):
         warnings.simplefilter("ignore")
-        local_sgd.Averager(model, local_sgd.Plan(2, outer=lambda: keras.optimizers.SGD(0.7)))
+        local_sgd.Averager(model, local_sgd.LocalSGD(2, outer=lambda: keras.optimizers.SGD(0.7)))
 
 
 def test_it_is_described_by_its_name():

@@ -1,5 +1,7 @@
 """What a Keras variable holds."""
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -124,3 +126,13 @@ def shared_name(variable: keras.Variable) -> str:
 def set_aggregation(variable: keras.Variable, aggregation: tf.VariableAggregation) -> None:
     """Sets how TensorFlow aggregates what the replicas assign to a variable that exists."""
     variable._value._aggregation = aggregation
+
+
+def set_cross_replica_read(value: tf.Variable, read: Callable[[], tf.Tensor]) -> None:
+    """Replaces how a distributed variable reads outside the replicas."""
+    value._get_cross_replica = read
+
+
+def cross_replica_value(value: tf.Variable) -> tf.Tensor:
+    """What a distributed variable reads outside the replicas, whatever `set_cross_replica_read` has set."""
+    return type(value)._get_cross_replica(value)

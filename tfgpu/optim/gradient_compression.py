@@ -1,8 +1,8 @@
-"""Sparse gradients with error feedback: each replica sends its largest numbers, and keeps the rest for the next steps.
+"""Gradient compression (top-k with error feedback): each replica sends its largest numbers and keeps the rest.
 
-Of every weight's gradient a replica sends the `top_k` part that is largest in magnitude, at least one number, with the
-places. What it did not send stays in a residual of its own, which is added to the next step's gradient: nothing is
-lost, only late. All replicas add what was sent in the same order, so that their copies stay equal to the bit.
+Of every weight's gradient a replica sends the fraction `top_k` that is largest in magnitude, at least one number, with
+the positions. The rest stays in the replica's residual, which is added to the gradient of the next step: nothing is
+lost, only delayed. All replicas add what was sent in the same order, so their copies stay bit-equal.
 
 Sources: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", 2018 (https://arxiv.org/abs/1809.07599); Lin et al.,
 "Deep gradient compression", 2018 (https://arxiv.org/abs/1712.01887).
@@ -13,6 +13,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import slots
 from tfgpu.core import (
     broadcast,
     collectives,
@@ -25,58 +26,59 @@ from tfgpu.core import (
 from tfgpu.errors import InputError
 
 
-def send_largest(strategy: tf.distribute.Strategy, top_k: float) -> None:
-    """Lets the replicas of a strategy send this part of each gradient, above 0 and up to 1."""
-    strategy._tfgpu_top_k = top_k
+def set_top_k(strategy: tf.distribute.Strategy, top_k: float) -> None:
+    """Makes the replicas of a strategy send this fraction of each gradient, above 0 and up to 1."""
+    slots.of(strategy).top_k = top_k
 
 
 def top_k_of(strategy: tf.distribute.Strategy) -> float | None:
-    """The part of each gradient that is sent, or None where all of it is."""
-    return getattr(strategy, "_tfgpu_top_k", None)
+    """The fraction of each gradient that is sent; None if all of it is."""
+    return slots.get(strategy, "top_k")
 
 
-class _TopK(gradients.GradientExtension):
+class TopK(gradients.GradientExtension):
+    """Sums what the replicas send of their gradients, under a strategy with `top_k`."""
+
     def sum(self, update: gradients.Update, parts: list) -> list | None:
         if top_k_of(replication.replica_context().strategy) is None:
             return None
-        return meet(update.optimizer, update.inner, parts, update.variables)
+        return sum_largest(update, parts)
 
 
-extensions.gradient_extensions.register(_TopK(), order=20)
+extensions.gradient_extensions.register(TopK(), order=20)
 
 
-def meet(optimizer, inner, grads: list, variables: list) -> list:
-    """The sum over replicas of what each sends of its gradients; slices of embeddings are sent whole.
+def sum_largest(update: gradients.Update, parts: list) -> list:
+    """The sum over replicas of the largest numbers of their gradients; slices of embeddings are sent whole.
 
     Args:
-        optimizer: the optimizer that applies them, which may scale the loss.
-        inner: the same without loss scaling; it keeps the residual.
-        grads: this replica's parts: tensors, slices or None.
-        variables: what the gradients are of.
+        update: the call of the optimizer; its inner optimizer keeps the residual.
+        parts: this replica's gradients: tensors, slices or None.
 
     Raises:
-        InputError: gradients are accumulated over several batches.
+        InputError: gradients are accumulated over several batches, or have unknown shapes.
     """
+    inner = update.inner
     if inner.gradient_accumulation_steps:
         raise InputError(
             f"`top_k` does not apply with gradient_accumulation_steps={inner.gradient_accumulation_steps}: its "
             "residual accumulates already. Leave one of them out, or use `reduce_dtype`."
         )
-    places = [at for at, g in enumerate(grads) if tf.is_tensor(g) and g.dtype.is_floating]
-    out = collectives.all_reduce([None if at in places else g for at, g in enumerate(grads)])
+    places = [at for at, gradient in enumerate(parts) if tf.is_tensor(gradient) and gradient.dtype.is_floating]
+    found = collectives.all_reduce([None if at in places else gradient for at, gradient in enumerate(parts)])
     if not places:
-        return out
-    parts = [grads[at] for at in places]
-    if any(part.shape.num_elements() is None for part in parts):
+        return found
+    dense = [parts[at] for at in places]
+    sizes = [gradient.shape.num_elements() for gradient in dense]
+    if None in sizes:
         raise InputError("`top_k` needs gradients of known shapes. Use `reduce_dtype`.")
-    key = tuple(getattr(variables[at], "path", variables[at].name) for at in places)
-    scale = tf.cast(gradient_weights.loss_scale_of(optimizer), tf.float32)
-    sizes = [part.shape.num_elements() for part in parts]
-    flat = tf.concat([tf.reshape(tf.cast(part, tf.float32), [-1]) for part in parts], 0) / scale
-    total = tf.split(_summed(flat, sizes, _residual(inner, key, sum(sizes))) * scale, sizes)
-    for at, part, value in zip(places, parts, total, strict=True):
-        out[at] = tf.cast(tf.reshape(value, part.shape), part.dtype)
-    return out
+    key = tuple(getattr(update.variables[at], "path", update.variables[at].name) for at in places)
+    scale = tf.cast(gradient_weights.loss_scale_of(update.optimizer), tf.float32)
+    flat = tf.concat([tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in dense], 0) / scale
+    total = tf.split(_exchange(flat, sizes, _residual(inner, key, sum(sizes))) * scale, sizes)
+    for at, gradient, value in zip(places, dense, total, strict=True):
+        found[at] = tf.cast(tf.reshape(value, gradient.shape), gradient.dtype)
+    return found
 
 
 class ResidualState(training_state.StateProvider):
@@ -101,7 +103,7 @@ training_state.register(ResidualState())
 
 def residuals(optimizer) -> list[tf.Variable]:
     """What each replica has not sent yet, in the order in which the residuals were made."""
-    return list(getattr(_inner(optimizer), "_tfgpu_residuals", {}).values())
+    return list(slots.get(_inner(optimizer), "residuals", {}).values())
 
 
 def restore_residuals(strategy: tf.distribute.Strategy, optimizer, saved: list[np.ndarray]) -> None:
@@ -112,8 +114,7 @@ def restore_residuals(strategy: tf.distribute.Strategy, optimizer, saved: list[n
         optimizer: with or without loss scaling.
         saved: float32 [replicas, numbers] for each residual; those that are missing start from zero.
     """
-    inner = _inner(optimizer)
-    inner._tfgpu_kept = list(saved)
+    slots.of(_inner(optimizer)).saved_residuals = list(saved)
     for at, residual in enumerate(residuals(optimizer)):
         found = saved[at] if at < len(saved) else np.zeros((strategy.num_replicas_in_sync, *residual.shape), "float32")
         broadcast.put_parts(strategy, residual, found, "sum")
@@ -123,48 +124,55 @@ def _inner(optimizer):
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _summed(flat: tf.Tensor, sizes: list[int], residual: tf.Variable) -> tf.Tensor:
-    """The sum of what all replicas send of their gradients and residuals; the residual keeps what this one does not.
+def _exchange(flat: tf.Tensor, sizes: list[int], residual: tf.Variable) -> tf.Tensor:
+    """The sum of what all replicas send of their gradients and residuals; updates this replica's residual.
 
-    Numbers that are not finite are seen by all, and leave the residuals as they were: such a step is skipped, or ends
-    the run.
+    If a number is not finite, all replicas get NaN and keep their residuals: such a step is skipped, or ends the run.
+
+    Args:
+        flat: the gradients of all weights in a row.
+        sizes: how many numbers each weight has.
+        residual: what this replica has not sent yet, in the same order.
     """
-    top_k, replicas = (
-        top_k_of(replication.replica_context().strategy),
-        replication.replica_context().num_replicas_in_sync,
-    )
+    context = replication.replica_context()
     is_finite = tf.reduce_all(tf.math.is_finite(flat))
-    waiting = tf.identity(residual)
-    flat += waiting
-    places, start = [], 0
-    for part in tf.split(flat, sizes):
-        size = part.shape.num_elements()
-        count = min(size, max(1, math.ceil(top_k * size)))
-        places.append(tf.math.top_k(tf.abs(part), count, sorted=False).indices + start)
-        start += size
-    places = tf.concat(places, 0)
+    unsent = tf.identity(residual)
+    flat += unsent
+    places = _largest(flat, sizes, top_k_of(context.strategy))
     values = tf.gather(flat, places)
     values = tf.where(is_finite, values, tf.fill(tf.shape(values), float("nan")))
     (sent,) = collectives.all_reduce([tf.IndexedSlices(values, places, tf.shape(flat))])
-    total, where = tf.zeros_like(flat), tf.split(sent.indices, replicas)
-    for theirs, at in zip(tf.split(sent.values, replicas), where, strict=True):  # in one order: equal to the bit
+    total, replicas = tf.zeros_like(flat), context.num_replicas_in_sync
+    shares = zip(tf.split(sent.values, replicas), tf.split(sent.indices, replicas), strict=True)
+    for theirs, at in shares:  # in one order on all replicas: bit-equal sums
         total = tf.tensor_scatter_nd_add(total, at[:, None], theirs)
     left = tf.tensor_scatter_nd_update(flat, places[:, None], tf.zeros_like(values))
-    residual.assign(tf.where(tf.reduce_all(tf.math.is_finite(total)), left, waiting))
+    residual.assign(tf.where(tf.reduce_all(tf.math.is_finite(total)), left, unsent))
     return total
 
 
+def _largest(flat: tf.Tensor, sizes: list[int], top_k: float) -> tf.Tensor:
+    """The positions of each weight's numbers of largest magnitude."""
+    places, start = [], 0
+    for size, part in zip(sizes, tf.split(flat, sizes), strict=True):
+        count = min(size, max(1, math.ceil(top_k * size)))
+        places.append(tf.math.top_k(tf.abs(part), count, sorted=False).indices + start)
+        start += size
+    return tf.concat(places, 0)
+
+
 def _residual(inner, key: tuple[str, ...], size: int) -> tf.Variable:
-    """This optimizer's residual for these weights: each replica has its own."""
-    if not hasattr(inner, "_tfgpu_residuals"):
-        inner._tfgpu_residuals = {}
-    found, strategy = inner._tfgpu_residuals, replication.replica_context().strategy
+    """This optimizer's residual for these weights, with a value of its own on each replica; made on first use."""
+    state, strategy = slots.of(inner), replication.replica_context().strategy
+    if not hasattr(state, "residuals"):
+        state.residuals = {}
+    found = state.residuals
 
     def make():
         found[key] = tf.Variable(tf.zeros([size]), trainable=False, aggregation=tf.VariableAggregation.NONE)
-        kept = getattr(inner, "_tfgpu_kept", [])
-        if len(found) <= len(kept):
-            broadcast.put_parts(strategy, found[key], kept[len(found) - 1], "sum")
+        saved = getattr(state, "saved_residuals", [])
+        if len(found) <= len(saved):
+            broadcast.put_parts(strategy, found[key], saved[len(found) - 1], "sum")
 
     if key not in found:
         replication.run_cross_replica(strategy, make)

@@ -76,7 +76,7 @@ def averaging(
         )
     else:
         made = mirrored(devices, all_reduce=all_reduce)
-    return local_sgd.average_in(made, local_sgd.Plan(every, after, make_outer))
+    return local_sgd.average_in(made, local_sgd.LocalSGD(every, after, make_outer))
 
 
 def _check(name: str, value: object, least: int) -> None:

@@ -75,7 +75,7 @@ def compress(strategy: tf.distribute.Strategy, reduce_dtype: str | None, top_k: 
     if reduce_dtype is not None:
         collectives.set_reduce_dtype(strategy, reduce_dtype)
     if top_k is not None:
-        gradient_compression.send_largest(strategy, float(top_k))
+        gradient_compression.set_top_k(strategy, float(top_k))
     return strategy
 
 

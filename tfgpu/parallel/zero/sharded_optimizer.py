@@ -6,9 +6,9 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import slots
 from tfgpu.core import replication
 from tfgpu.errors import InputError
-from tfgpu.optim import gradient_compression
 from tfgpu.parallel import device_placement, model_graph
 from tfgpu.parallel.rematerialization import recomputed_layers
 from tfgpu.parallel.zero import gathered_variable, optimizer_slots, sharding
@@ -119,7 +119,7 @@ def _check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
         )
     if replication.local_training_of(strategy) is not None:
         raise InputError("Replicas of `averaging` each need a whole optimizer. Use `mirrored` or `multi_worker`.")
-    if gradient_compression.top_k_of(strategy) is not None:
+    if slots.get(strategy, "top_k") is not None:
         raise InputError("`top_k` and a sharded optimizer cannot be combined. Remove one of them.")
     if not model.built or not model.trainable_variables:
         raise InputError(f"{model.name!r} has no trainable variables yet. Build it first: model.build(input_shape).")
