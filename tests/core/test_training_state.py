@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tfgpu import strategies
-from tfgpu.core import training_state
+from tfgpu.core import extensions, training_state
 from tfgpu.errors import InputError
 
 X = np.arange(24.0, dtype="float32").reshape(6, 4)
@@ -38,10 +38,11 @@ class Counted(training_state.StateProvider):
 
 @pytest.fixture
 def counted(monkeypatch):
-    monkeypatch.setattr(training_state, "_providers", list(training_state._providers))
-    provider = Counted()
-    training_state.register(provider)
-    return provider
+    registry = extensions.Registry()
+    for provider in extensions.state_providers:
+        registry.register(provider)
+    monkeypatch.setattr(extensions, "state_providers", registry)
+    return registry.register(Counted())
 
 
 def test_what_a_feature_registers_is_copied_and_restored(counted):
@@ -57,10 +58,10 @@ def test_what_a_feature_registers_is_copied_and_restored(counted):
     assert any(variable is counted.count for variable in training_state.changed_by_a_step(model))
 
 
-def test_arrays_of_a_feature_that_is_not_there_are_ignored(counted):
+def test_arrays_of_a_feature_that_is_not_there_are_ignored(counted, monkeypatch):
     model = line()
     arrays = training_state.copy_state(model)
-    training_state._providers.remove(counted)
+    monkeypatch.setattr(extensions, "state_providers", extensions.Registry())
     training_state.restore_state(model, arrays, "the copy")
 
 

@@ -26,7 +26,7 @@ from tfgpu.compat import keras as private_keras
 from tfgpu.compat import optimizers as private_optimizers
 from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
 from tfgpu.compat.variables import has_copies, held
-from tfgpu.core import broadcast, sharded_variable
+from tfgpu.core import broadcast, extensions, sharded_variable
 from tfgpu.errors import InputError
 
 _REPLICAS = "@"
@@ -37,8 +37,7 @@ _TRAINED = "/places"
 class StateProvider:
     """What a feature adds to the state of a training. Each method may be overridden; by default it adds nothing.
 
-    `register` adds one. On several workers every method is called on every worker, in the same order, so it may use
-    collectives.
+    On several workers every method is called on every worker, in the same order, so it may use collectives.
     """
 
     def settle(self, model) -> None:
@@ -61,21 +60,13 @@ class StateProvider:
         """
 
 
-_providers: list[StateProvider] = []
-
-
-def register(provider: StateProvider) -> None:
-    """Adds a feature's state to what `settle`, `variables` and checkpoints cover, from now on in this process."""
-    _providers.append(provider)
-
-
 def settle(model) -> None:
     """Completes what is under way, so that weights, optimizer and metrics hold one state.
 
     Waits for the steps that a parameter server's workers still run, and averages replicas that train independently. On
     several workers, each must call this.
     """
-    for provider in _providers:
+    for provider in extensions.state_providers:
         provider.settle(model)
 
 
@@ -96,7 +87,7 @@ def variables(model, *, metrics: bool, merge: Callable[[Sequence], list] = shard
     for name, optimizer in other_optimizers(model).items():
         if optimizer.built:  # otherwise it has changed nothing yet
             found |= name_group(name, merge(optimizer.variables))
-    for provider in _providers:
+    for provider in extensions.state_providers:
         found |= provider.variables(model)
     return found | (name_group("metrics", model.metrics_variables) if metrics else {})
 
@@ -177,7 +168,7 @@ def copy_state(model, *, metrics: bool = False, wanted: bool = True) -> dict[str
     for name, optimizer in other_optimizers(model).items():
         if optimizer.built:
             found[name + _TRAINED] = _trained_weights(model, optimizer)
-    for provider in _providers:
+    for provider in extensions.state_providers:
         found |= provider.arrays(model)
     return found if wanted else {}
 
@@ -197,7 +188,7 @@ def restore_state(model, arrays: dict[str, np.ndarray], source: str) -> None:
     if _GLOBAL_DRAWS in arrays:
         private_keras.make_global_seed_generator()  # otherwise Keras makes it at the first draw
     _build_others(model, arrays, source)
-    for provider in _providers:
+    for provider in extensions.state_providers:
         provider.put_arrays(model, arrays)
     arrays = {name: value for name, value in arrays.items() if not name.endswith(_TRAINED)}
     known = variables(model, metrics=has_metrics)

@@ -98,7 +98,7 @@ class ResidualState(training_state.StateProvider):
             restore_residuals(model.distribute_strategy, optimizer, saved)
 
 
-training_state.register(ResidualState())
+extensions.state_providers.register(ResidualState())
 
 
 def residuals(optimizer) -> list[tf.Variable]:

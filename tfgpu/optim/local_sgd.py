@@ -119,7 +119,7 @@ class AveragingState(training_state.StateProvider):
         return training_state.name_group("outer", averager.outer.variables)
 
 
-training_state.register(AveragingState())
+extensions.state_providers.register(AveragingState())
 
 
 class Averager:
