@@ -125,22 +125,22 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session")
-def memory():
+def process_memory():
     """The bytes of this process when garbage was last collected."""
     return {"then": psutil.Process().memory_info().rss}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def memory_is_given_back(memory):
+def memory_is_given_back(process_memory):
     """Models and graphs of many modules do not stay in memory until the last one's end."""
     yield
-    if psutil.Process().memory_info().rss - memory["then"] > ROOM and "keras" in sys.modules:
+    if psutil.Process().memory_info().rss - process_memory["then"] > ROOM and "keras" in sys.modules:
         gradients = ops.gradient_registry._registry
         for name in [name for name in gradients if name.startswith("CustomGradient")]:
             del gradients[name]  # TensorFlow keeps each for ever, and with it the graph that it stands in.
         sys.modules["keras"].backend.clear_session()  # collects garbage, too
         ctypes.CDLL(None).malloc_trim(0)
-        memory["then"] = psutil.Process().memory_info().rss
+        process_memory["then"] = psutil.Process().memory_info().rss
 
 
 @pytest.fixture
