@@ -21,13 +21,13 @@ from tfgpu.rendezvous import facts, wire
 # Joins, then takes its port as TensorFlow will: the port must be free at once.
 JOIN = """
 import json, os, socket, sys, time
-from tfgpu import preflight
+from tfgpu import rendezvous
 from tfgpu.errors import InputError, MachineError
 
 time.sleep(float(os.environ.get("LATE_S", "0")))
 began = time.monotonic()
 try:
-    preflight.join()
+    rendezvous.join()
 except (InputError, MachineError) as error:
     print(json.dumps({"kind": type(error).__name__, "said": str(error), "s": time.monotonic() - began}))
     sys.exit(2 if isinstance(error, InputError) else 1)
@@ -46,7 +46,7 @@ with open(path, "w") as file:
     file.write(path)
 sys.modules["__main__"].__file__ = path
 """ + JOIN.replace(
-    "preflight.join()", "preflight.join(facts={'script': 'train'}); [preflight.join(again=True) for _ in range(10)]"
+    "rendezvous.join()", "rendezvous.join(facts={'script': 'train'}); [rendezvous.join(again=True) for _ in range(10)]"
 )
 
 

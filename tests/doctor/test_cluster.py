@@ -120,7 +120,7 @@ def test_an_address_of_another_machine_and_a_name_that_nobody_knows(addresses, a
 
 def test_a_training_that_waits_does_not_take_the_doctor_for_its_worker(addresses, clean, ask):
     workers = addresses(2)
-    code = "from tfgpu import preflight; preflight.join()"
+    code = "from tfgpu import rendezvous; rendezvous.join()"
     environ = asking.with_tfgpu(clean(TF_CONFIG=config(workers, 1), TFGPU_STARTUP_TIMEOUT="60"))
     waiting = subprocess.Popen([sys.executable, "-c", code], env=environ, stderr=subprocess.PIPE, text=True)
     try:

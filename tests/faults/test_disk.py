@@ -122,7 +122,7 @@ def test_files_that_must_not_grow(tmp_path, cut, whole, result):
 
 @contextlib.contextmanager
 def mounted_read_only(folder: Path):
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while subprocess.run(["mount", "-o", "remount,ro", folder], capture_output=True).returncode:
         assert time.monotonic() < until  # a file is being written
     yield

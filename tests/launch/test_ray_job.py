@@ -99,7 +99,7 @@ def ours():
 
 
 def check_nothing_is_left(ray):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while time.monotonic() < end:
         groups = [group["state"] for group in ray.util.placement_group_table().values()]
         if not ours() and ray.available_resources().get("CPU") == 4 and set(groups) <= {"REMOVED"}:
