@@ -45,7 +45,7 @@ PARTS = {
     "libraries": ("tfgpu/interop/", "tests/interop/"),
     "fuzzing": ("tfgpu/redact/", "tfgpu/cluster/", "tests/security/"),
 }
-# Where a change can make replicas differ from one device: a quarter of the matrix then, else a twelfth.
+# Where a change can make replicas differ from one device: an eighth of the matrix then, else a 24th.
 EQUALITY = ("tfgpu/compat/", "tfgpu/core/", "tfgpu/repairs/", "tfgpu/optim/", "tfgpu/parallel/", "tests/matrix/")
 
 
@@ -210,7 +210,7 @@ def main(words: list[str]) -> None:
             print(share(int(count), position(commits())))
         case ["matrix"]:
             touched = any(path.startswith(EQUALITY) for path in changed())
-            print(share(4 if touched else 12, position(commits())))
+            print(share(8 if touched else 24, position(commits())))
         case ["slow", budget_s, *paths]:
             print_slow(float(budget_s), paths)
         case ["parts"]:

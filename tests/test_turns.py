@@ -115,7 +115,7 @@ def test_a_change_is_held_against_what_has_landed(tmp_path):
         command = [sys.executable, tmp_path / ".ci" / "turns.py", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
-    assert "versions" in run("parts") and run("matrix") == [turns.share(12, turns.position(2))]
+    assert "versions" in run("parts") and run("matrix") == [turns.share(24, turns.position(2))]
     assert run("share", "5") == [turns.share(5, turns.position(2))]
     git(tmp_path, "branch", "-f", "main", "work")  # All has landed: the commits of the last day.
     assert "versions" in run("parts")
