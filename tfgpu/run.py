@@ -103,7 +103,7 @@ def _meet_at_strategies(cluster: Cluster) -> None:
 
     from tfgpu.compat.patch import wrap
     from tfgpu.compat.worker_devices import have_started
-    from tfgpu.core import data_order
+    from tfgpu.core.randomness import data_order
 
     @wrap(tf.distribute.MultiWorkerMirroredStrategy, "__init__")
     def init(stock, self, *args, **kwargs):

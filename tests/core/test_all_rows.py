@@ -141,7 +141,7 @@ def test_two_and_four_replicas_are_one_device(loss):
 @pytest.mark.slow
 def test_stock_keras_learns_something_else(monkeypatch):
     """What the repair is for: without it each replica's loss is that of its own rows."""
-    monkeypatch.setattr("tfgpu.core.all_rows._may_meet", lambda: False)
+    monkeypatch.setattr("tfgpu.core.row_mixing.all_rows._may_meet", lambda: False)
     with pytest.raises(AssertionError):
         check(lambda: dice)
 

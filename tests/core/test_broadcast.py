@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfgpu.core import broadcast
+from tfgpu.core.state import broadcast
 
 
 @given(st.binary(max_size=50))

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tfgpu.core.tensor_origin import origin_of
+from tfgpu.core.randomness.tensor_origin import origin_of
 
 
 @pytest.fixture(scope="module")

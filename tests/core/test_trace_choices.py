@@ -2,7 +2,7 @@
 
 import itertools
 
-from tfgpu.core import trace_choices
+from tfgpu.core.randomness import trace_choices
 
 
 def test_the_first_trace_chooses_and_the_others_take_and_add():

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from tfgpu import strategies
-from tfgpu.core import extensions, training_state
+from tfgpu.core import extensions
+from tfgpu.core.state import training_state
 from tfgpu.errors import InputError
 
 X = np.arange(24.0, dtype="float32").reshape(6, 4)

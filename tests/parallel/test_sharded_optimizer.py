@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.callbacks import Checkpoint, SkipNaN
-from tfgpu.core import sharded_variable
+from tfgpu.core.state import sharded_variable
 from tfgpu.parallel import memory_by_device, place, shard
 
 RNG = np.random.default_rng(0)

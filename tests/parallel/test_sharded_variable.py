@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.core import sharded_variable
+from tfgpu.core.state import sharded_variable
 from tfgpu.parallel import shard_patches
 
 ROWS = np.arange(10, dtype="float32").reshape(5, 2)

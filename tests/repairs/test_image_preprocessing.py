@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import layers as L
 
 from tfgpu import repairs
-from tfgpu.core import data_order
+from tfgpu.core.randomness import data_order
 
 PICTURES = np.random.default_rng(1).uniform(0, 255, (5, 6, 6, 3)).astype("float32")
 LABELS = np.eye(5, dtype="float32")

@@ -159,7 +159,7 @@ def test_a_layer_s_own_state_is_one_device_s(strategy, eager):
 
 
 def test_a_running_sum_takes_the_sum_of_the_batch(strategy):
-    from tfgpu.core import row_sums
+    from tfgpu.core.row_mixing import row_sums
 
     class Running(keras.layers.Layer):
         def build(self, shape):

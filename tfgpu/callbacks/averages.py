@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from tfgpu import repairs
-from tfgpu.core import sharded_variable, training_state
+from tfgpu.core.state import sharded_variable, training_state
 from tfgpu.errors import InputError, whole_number
 from tfgpu.optim import batch_norm_statistics
 

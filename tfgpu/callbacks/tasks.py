@@ -16,7 +16,7 @@ from tfgpu.checkpoint.callback import Checkpoint
 from tfgpu.checkpoint.extra_state import ExtraState
 from tfgpu.checkpoint.fetching import fail_together, fetch
 from tfgpu.checkpoint.storage import Damaged, Position, Snapshot
-from tfgpu.core import training_state
+from tfgpu.core.state import training_state
 from tfgpu.errors import InputError, MachineError, whole_number
 from tfgpu.optim import parameter_groups
 from tfgpu.repairs import saving

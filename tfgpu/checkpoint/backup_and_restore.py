@@ -24,7 +24,8 @@ from tfgpu.checkpoint import callback_hooks, data_position
 from tfgpu.compat import callbacks, slots
 from tfgpu.compat.keras import file_utils
 from tfgpu.compat.patch import wrap
-from tfgpu.core import broadcast, replication, training_state
+from tfgpu.core import replication
+from tfgpu.core.state import broadcast, training_state
 from tfgpu.errors import InputError, MachineError
 from tfgpu.repairs import saving
 

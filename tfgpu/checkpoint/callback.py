@@ -19,7 +19,8 @@ from tfgpu.checkpoint.fetching import fail_together, fetch, load
 from tfgpu.checkpoint.preemption import Preemption
 from tfgpu.checkpoint.run_progress import DataSeeker, RunProgress, plain_logs
 from tfgpu.checkpoint.storage import Position, Snapshot
-from tfgpu.core import replication, step_blocks, training_state
+from tfgpu.core import replication, step_blocks
+from tfgpu.core.state import training_state
 from tfgpu.errors import InputError, whole_number
 from tfgpu.repairs import saving
 

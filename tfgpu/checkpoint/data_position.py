@@ -15,7 +15,8 @@ import tensorflow as tf
 from tfgpu.compat import slots, training
 from tfgpu.compat.keras import ArrayDataAdapter, GeneratorDataAdapter, PyDatasetAdapter, TFDatasetAdapter
 from tfgpu.compat.patch import wrap
-from tfgpu.core import data_order, error_messages, step_blocks
+from tfgpu.core import error_messages, step_blocks
+from tfgpu.core.randomness import data_order
 from tfgpu.repairs import trainer
 
 

@@ -10,7 +10,8 @@ import tensorflow as tf
 from tfgpu.checkpoint import data_position, storage
 from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.storage import Damaged, Snapshot
-from tfgpu.core import broadcast, collectives, replication, training_state
+from tfgpu.core import collectives, replication
+from tfgpu.core.state import broadcast, training_state
 from tfgpu.errors import InputError, MachineError
 
 _Result = TypeVar("_Result")

@@ -16,7 +16,8 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import optimizers, slots, training, variables
 from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, extensions, gradient_weights, replication, row_sums, step_context
+from tfgpu.core import collectives, extensions, gradient_weights, replication, step_context
+from tfgpu.core.row_mixing import row_sums
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from tfgpu.core import (
     replica_attributes,
     replication,
     step_context,
-    trace_choices,
     traffic,
 )
 from tfgpu.core.metric_logs import LogReader
+from tfgpu.core.randomness import trace_choices
 
 
 @dataclass(frozen=True)

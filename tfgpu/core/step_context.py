@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import keras
 
     from tfgpu.core.batch_rows import GivenRows
-    from tfgpu.core.row_draws import DrawShard
+    from tfgpu.core.randomness.row_draws import DrawShard
+    from tfgpu.core.randomness.trace_choices import Choices
     from tfgpu.core.step_blocks import Run
-    from tfgpu.core.trace_choices import Choices
     from tfgpu.core.traffic import Sent
 
 

@@ -9,7 +9,8 @@ import zlib
 
 import tensorflow as tf
 
-from tfgpu.core import collectives, data_order, replication, step_blocks, step_context
+from tfgpu.core import collectives, replication, step_blocks, step_context
+from tfgpu.core.randomness import data_order
 from tfgpu.errors import InputError
 
 

@@ -8,7 +8,7 @@ from tfgpu.compat import distribute, optimizers, variables
 from tfgpu.compat.keras import LossScaleOptimizer, Variable, name_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, extensions, gradient_weights, gradients, replication, step_context, traffic
-from tfgpu.core.sharded_variable import set_shard_info, shard_info
+from tfgpu.core.state.sharded_variable import set_shard_info, shard_info
 from tfgpu.errors import MachineError
 
 SAVE_TIMEOUT_S = 300.0

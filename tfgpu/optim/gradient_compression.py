@@ -14,15 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import slots
-from tfgpu.core import (
-    broadcast,
-    collectives,
-    extensions,
-    gradient_weights,
-    gradients,
-    replication,
-    training_state,
-)
+from tfgpu.core import collectives, extensions, gradient_weights, gradients, replication
+from tfgpu.core.state import broadcast, training_state
 from tfgpu.errors import InputError
 
 

@@ -23,17 +23,8 @@ import tensorflow as tf
 from tfgpu.compat import optimizers, slots
 from tfgpu.compat.keras import LossScaleOptimizer
 from tfgpu.compat.patch import wrap
-from tfgpu.core import (
-    collectives,
-    extensions,
-    gradients,
-    layer_state,
-    nested_functions,
-    replication,
-    step_context,
-    traffic,
-    training_state,
-)
+from tfgpu.core import collectives, extensions, gradients, nested_functions, replication, step_context, traffic
+from tfgpu.core.state import layer_state, training_state
 from tfgpu.errors import InputError, MachineError
 
 _log = logging.getLogger(__name__)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfgpu.core import collectives, layer_state, replication, step_blocks, step_context, training_state
+from tfgpu.core import collectives, replication, step_blocks, step_context
+from tfgpu.core.state import layer_state, training_state
 from tfgpu.errors import InputError
 
 

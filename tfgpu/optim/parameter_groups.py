@@ -14,7 +14,7 @@ import numpy as np
 
 from tfgpu.compat import optimizers
 from tfgpu.compat.keras import LossScaleOptimizer, MultiOptimizer
-from tfgpu.core import sharded_variable
+from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
 
 _decaying = contextvars.ContextVar("decaying", default=1.0)

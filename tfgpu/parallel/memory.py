@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core import sharded_variable
+from tfgpu.core.state import sharded_variable
 from tfgpu.parallel import device_placement
 
 

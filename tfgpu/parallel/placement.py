@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tfgpu import strategies
-from tfgpu.core import replication, sharded_variable
+from tfgpu.core import replication
 from tfgpu.core.error_messages import in_units
+from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
 from tfgpu.parallel import balance, connection, costs, device_placement, model_graph
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfgpu.compat import optimizers
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, replication, step_context
-from tfgpu.core.sharded_variable import has_shards, shard_info
+from tfgpu.core.state.sharded_variable import has_shards, shard_info
 
 _factors = step_context.Slot("shard_clipping.factors")
 """What each gradient is multiplied by, in their order."""

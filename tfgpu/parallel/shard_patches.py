@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfgpu.compat import layers, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.variables import CHECKPOINT_KEY
-from tfgpu.core.sharded_variable import (
+from tfgpu.core.state.sharded_variable import (
     ShardedVariable,
     ShardInfo,
     Sharding,

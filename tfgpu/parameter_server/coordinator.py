@@ -20,7 +20,8 @@ import tensorflow as tf
 from tfgpu.compat import distribute, training
 from tfgpu.compat.keras import EpochIterator
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_sharding, extensions, nested_functions, step_blocks, training_state
+from tfgpu.core import batch_sharding, extensions, nested_functions, step_blocks
+from tfgpu.core.state import training_state
 from tfgpu.errors import InputError, MachineError
 from tfgpu.parallel import remote_devices
 from tfgpu.parameter_server import worker_data

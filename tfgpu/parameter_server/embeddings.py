@@ -12,7 +12,7 @@ from tfgpu.compat import layers as private_layers
 from tfgpu.compat import slots, variables
 from tfgpu.compat.keras import in_stateless_scope
 from tfgpu.compat.patch import wrap
-from tfgpu.core import sharded_variable
+from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
 from tfgpu.parallel import shard_patches
 

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat.patch import replace
-from tfgpu.core import data_order, trace_choices
+from tfgpu.core.randomness import data_order, trace_choices
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 

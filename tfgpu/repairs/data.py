@@ -2,7 +2,8 @@
 
 import tensorflow as tf
 
-from tfgpu.core import batch_sharding, data_order
+from tfgpu.core import batch_sharding
+from tfgpu.core.randomness import data_order
 from tfgpu.repairs.repair import Repair
 
 

@@ -4,7 +4,9 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_rows, collectives, replication, rng, row_sums, step_context
+from tfgpu.core import batch_rows, collectives, replication, step_context
+from tfgpu.core.randomness import rng
+from tfgpu.core.row_mixing import row_sums
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 

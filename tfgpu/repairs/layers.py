@@ -7,7 +7,9 @@ from keras import ops
 from tfgpu.compat import layers
 from tfgpu.compat.keras import nn
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_sharding, layer_state, replica_attributes, replication, row_sums, step_context
+from tfgpu.core import batch_sharding, replica_attributes, replication, step_context
+from tfgpu.core.row_mixing import row_sums
+from tfgpu.core.state import layer_state
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from tfgpu.core import rng
+from tfgpu.core.randomness import rng
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfgpu.core import all_rows, coupled_losses
+from tfgpu.core.row_mixing import all_rows, coupled_losses
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 

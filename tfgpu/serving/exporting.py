@@ -11,7 +11,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from tfgpu.core import sharded_variable
+from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError, MachineError, unknown
 from tfgpu.parallel import model_graph
 from tfgpu.parallel.zero import sharding

@@ -5,7 +5,7 @@ import tensorflow as tf
 from tfgpu import environment, rendezvous, repairs
 from tfgpu.cluster import Cluster
 from tfgpu.compat.worker_devices import have_started, worker_devices
-from tfgpu.core import data_order
+from tfgpu.core.randomness import data_order
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, whole_number
 from tfgpu.repairs import collective_keys

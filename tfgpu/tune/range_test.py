@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfgpu import strategies
 from tfgpu.checkpoint import data_position
-from tfgpu.core import training_state
+from tfgpu.core.state import training_state
 from tfgpu.errors import InputError, whole_number
 from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import tracing

@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from tfgpu.core import training_state
+from tfgpu.core.state import training_state
 from tfgpu.errors import InputError, whole_number
 from tfgpu.parallel.pipeline import execution
 from tfgpu.parallel.pipeline.schedule import Cell, bound

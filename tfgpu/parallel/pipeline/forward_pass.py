@@ -3,7 +3,8 @@
 import tensorflow as tf
 
 from tfgpu.compat.keras import get_mask
-from tfgpu.core import layer_state, logits
+from tfgpu.core import logits
+from tfgpu.core.state import layer_state
 from tfgpu.parallel import device_placement, model_graph
 from tfgpu.parallel.pipeline import cell_times
 from tfgpu.parallel.pipeline.schedule import Cell
@@ -97,7 +98,7 @@ class ForwardPass(SectionPass):
     def _combined(self, variable, values: list, before):
         """One value of a variable, the same on all replicas, from one value a micro-batch.
 
-        Where all micro-batches agree it is that value; else it follows the rule of `core.layer_state`.
+        Where all micro-batches agree it is that value; else it follows the rule of `core.state.layer_state`.
         """
         if variable.aggregation == "sum" and before is not None:  # the other replicas' are in what was added already
             added = [value - before for value in values]

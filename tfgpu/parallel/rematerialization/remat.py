@@ -4,7 +4,7 @@
 the function to `tf.recompute_grad`, which does not know the state of layers: dropout draws another mask in the second
 run, BatchNormalization counts a batch twice, and a layer within a layer forgets that it is training. Here
 
-- assignments of the first run are recorded, combined over replicas as `core/layer_state.py` says, and made at its end.
+- assignments of the first run are recorded, combined over replicas as `layer_state.py` says, and made at its end.
   The second run starts from the state that the first one read, takes over its assignments, and assigns nothing;
 - the second run has the `training` argument, the masks and the compute dtype of the call;
 - losses that the function adds by `add_loss` are returned beside its outputs, so that they have a gradient;
@@ -39,7 +39,8 @@ from tfgpu.compat.keras import (
 )
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import without_recording
-from tfgpu.core import layer_state, logits, step_context
+from tfgpu.core import logits, step_context
+from tfgpu.core.state import layer_state
 from tfgpu.errors import InputError
 
 _CALL_STATE = ("current_call_ctx", "autocast_scope")

@@ -13,7 +13,9 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat.patch import wrap
-from tfgpu.core import rng, sharded_variable, step_context
+from tfgpu.core import step_context
+from tfgpu.core.randomness import rng
+from tfgpu.core.state import sharded_variable
 
 _now = step_context.Slot("tensor.computing")
 """The `_Computing` of this thread."""

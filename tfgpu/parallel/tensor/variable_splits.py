@@ -9,7 +9,7 @@ import numpy as np
 from tfgpu.compat import keras as keras_private
 from tfgpu.compat import layers, variables
 from tfgpu.compat.patch import wrap
-from tfgpu.core import sharded_variable
+from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, shard_patches
 from tfgpu.parallel.tensor.axes import VariableSplit

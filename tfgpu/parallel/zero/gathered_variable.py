@@ -23,7 +23,8 @@ import tensorflow as tf
 from tfgpu.compat import layers, variables
 from tfgpu.compat.keras import get_stateless_scope, in_stateless_scope, in_symbolic_scope, tree
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, gradient_weights, layer_state, replication, sharded_variable, step_context
+from tfgpu.core import collectives, gradient_weights, replication, step_context
+from tfgpu.core.state import layer_state, sharded_variable
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, model_graph
 from tfgpu.parallel.rematerialization import remat

@@ -8,8 +8,9 @@ import numpy as np
 from tfgpu.compat import optimizers, slots, variables
 from tfgpu.compat.keras import BaseOptimizer
 from tfgpu.compat.patch import wrap
-from tfgpu.core import extensions, replication, sharded_variable, step_context
-from tfgpu.core.sharded_variable import full_variable, shard_of
+from tfgpu.core import extensions, replication, step_context
+from tfgpu.core.state import sharded_variable
+from tfgpu.core.state.sharded_variable import full_variable, shard_of
 from tfgpu.errors import InputError
 from tfgpu.parallel.zero import elementwise, update
 from tfgpu.parallel.zero.sharding import is_fully_sharded, is_sharded, state_of

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.core import collectives, replication
-from tfgpu.core.sharded_variable import shard_of
+from tfgpu.core.state.sharded_variable import shard_of
 from tfgpu.parallel.zero import shard_collectives
 from tfgpu.parallel.zero.sharding import device_of, full_shape, is_fully_sharded, state_of
 

@@ -24,8 +24,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import slots, variables
-from tfgpu.core import broadcast, sharded_variable
-from tfgpu.core.sharded_variable import full_variable, shard_of
+from tfgpu.core.state import broadcast, sharded_variable
+from tfgpu.core.state.sharded_variable import full_variable, shard_of
 from tfgpu.parallel import device_placement, shard_patches
 
 

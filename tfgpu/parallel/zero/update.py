@@ -7,8 +7,9 @@ import tensorflow as tf
 
 from tfgpu.compat import optimizers
 from tfgpu.compat.keras import LossScaleOptimizer, name_scope
-from tfgpu.core import collectives, gradient_weights, gradients, layer_state, replication, step_context, traffic
-from tfgpu.core.sharded_variable import full_variable, shard_of
+from tfgpu.core import collectives, gradient_weights, gradients, replication, step_context, traffic
+from tfgpu.core.state import layer_state
+from tfgpu.core.state.sharded_variable import full_variable, shard_of
 from tfgpu.parallel import shard_clipping
 from tfgpu.parallel.zero.reduction import all_gather, local_piece, reduce_gradients
 from tfgpu.parallel.zero.sharding import device_of, is_fully_sharded, is_sharded, state_of

@@ -2,7 +2,7 @@
 
 import keras
 
-from tfgpu.core import sharded_variable, training_state
+from tfgpu.core.state import sharded_variable, training_state
 from tfgpu.errors import InputError
 from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import names

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import keras
 
-from tfgpu.core import sharded_variable
+from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
 from tfgpu.parallel.zero import sharding
 

@@ -21,7 +21,9 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import slots, training, variables
 from tfgpu.compat import tensorflow as private_tf
 from tfgpu.compat.patch import wrap
-from tfgpu.core import layer_state, replication, row_analysis, row_sums, step_context
+from tfgpu.core import replication, step_context
+from tfgpu.core.row_mixing import row_analysis, row_sums
+from tfgpu.core.state import layer_state
 
 _log = logging.getLogger(__name__)
 _ROWS = 6  # in parts of a third and two

@@ -29,9 +29,11 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import tensorflow as private_tf
 from tfgpu.compat.distribute import PerReplica
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_rows, batch_sharding, replication, row_draws, row_sums, step_context, trace_choices
-from tfgpu.core.row_draws import DrawShard
-from tfgpu.core.tensor_origin import CONSTANTS, WEIGHTS, origin_of
+from tfgpu.core import batch_rows, batch_sharding, replication, step_context
+from tfgpu.core.randomness import row_draws, trace_choices
+from tfgpu.core.randomness.row_draws import DrawShard
+from tfgpu.core.randomness.tensor_origin import CONSTANTS, WEIGHTS, origin_of
+from tfgpu.core.row_mixing import row_sums
 
 
 def draw_by_example() -> None:

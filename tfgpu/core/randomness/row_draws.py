@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfgpu.compat.tensorflow import tensor_util
 from tfgpu.core import batch_rows, step_context
-from tfgpu.core.tensor_origin import DATA, WEIGHTS, origin_of
+from tfgpu.core.randomness.tensor_origin import DATA, WEIGHTS, origin_of
 
 _PHILOX = 1
 

@@ -26,7 +26,8 @@ from tfgpu.compat import keras as private_keras
 from tfgpu.compat import optimizers as private_optimizers
 from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
 from tfgpu.compat.variables import has_copies, held
-from tfgpu.core import broadcast, extensions, sharded_variable
+from tfgpu.core import extensions
+from tfgpu.core.state import broadcast, sharded_variable
 from tfgpu.errors import InputError
 
 _REPLICAS = "@"

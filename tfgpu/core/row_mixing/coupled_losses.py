@@ -13,7 +13,8 @@ from keras import ops
 from tfgpu.compat import targets
 from tfgpu.compat.keras import set_mask
 from tfgpu.compat.patch import wrap
-from tfgpu.core import row_sums, step_context
+from tfgpu.core import step_context
+from tfgpu.core.row_mixing import row_sums
 
 _NAMES = ("dice", "tversky", "circle")
 

@@ -1,0 +1,1 @@
+"""One order and one draw per row, whatever the number of replicas."""

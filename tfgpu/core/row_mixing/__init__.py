@@ -1,0 +1,1 @@
+"""What looks at several rows of a batch: computed on all rows, or by sums over replicas."""
