@@ -20,10 +20,9 @@ from corners import CORNERS, FOLDER, ROOT, Corner, build, changed_by_pip, find_p
 
 # By what differs between versions: the loss and its divisors, layers, optimizers, data, files, XLA.
 CASES = """
-    last-of-1 arrays-shuffled class-weights-uneven mask-uneven activity-regularizer-uneven loss-Circle
-    own-train-step-uneven global_clipnorm-uneven accumulate-5 ema-accumulate batchnorm-mask dropout mixup-labels
-    own-state cnn-uneven SwapEMAWeights on-batch-uneven jit BackupAndRestore-within-shuffled
-    mixed_float16-accumulate save-keras
+    last-of-1 class-weights-uneven mask-uneven activity-regularizer-uneven own-train-step-uneven accumulate-5
+    ema-accumulate batchnorm-mask dropout mixup-labels own-state SwapEMAWeights jit BackupAndRestore-within-shuffled
+    save-keras
 """.split()
 TOPOLOGY = "mirrored-4"
 

@@ -1,0 +1,65 @@
+"""What `make versions` says of a corner, from results as a corner gives them. The corners themselves: `run.py`."""
+
+import importlib
+import sys
+
+import pytest
+
+FOUND = {
+    "versions": {"TensorFlow": "2.20.0", "Keras": "3.13.2", "NumPy": "2.5.5", "Python": "3.13.0"},
+    "repairs": 2,
+    "changed": [],
+    "pip changes": [],
+    "probes": {"local-losses": True, "no-rows": False},
+    "cells": {"jit": "equal", "dropout": "equal"},
+}
+
+
+@pytest.fixture
+def run(monkeypatch, request):
+    monkeypatch.syspath_prepend(str(request.path.parent))
+    for name in ("run", "corners"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("run")
+    for name in ("run", "corners"):
+        sys.modules.pop(name, None)
+
+
+def test_a_corner_in_which_all_is_well(run):
+    assert run.faults(FOUND) == []
+    (corner,) = [each for each in run.CORNERS if each.name == "colab"]
+    assert run.row(corner, FOUND) == (
+        "| Colab, Kaggle | 2.20.0 | 3.13.2 | 2.5.5 | 3.13.0 | 2 repairs | nothing | 1 of 2 | 2 of 2 |"
+    )
+    assert "Nothing differs." in run.page({"colab": FOUND})
+
+
+def test_what_is_wrong_is_named(run):
+    wrong = {
+        **FOUND,
+        "changed": ["nn.conv"],
+        "pip changes": ["numpy"],
+        "probes": {"no-rows": None},
+        "cells": {"jit": "differs", "dropout": "crashes TypeError"},
+    }
+    assert run.faults(wrong) == [
+        "nn.conv has a source that was not tried",
+        "pip install would change numpy",
+        "the probe no-rows gave no answer",
+        "jit differs",
+        "dropout crashes TypeError",
+    ]
+    assert "- Colab, Kaggle: jit differs" in run.page({"colab": wrong})
+
+
+def test_a_corner_that_does_not_come_up(run):
+    assert run.faults({"error": "no Python 3.13 here"}) == ["no Python 3.13 here"]
+    (corner,) = [each for each in run.CORNERS if each.name == "colab"]
+    assert "**no Python 3.13 here**" in run.row(corner, {"error": "no Python 3.13 here"})
+
+
+def test_tfgpu_brings_what_a_corner_does_not_choose(run):
+    corners = importlib.import_module("corners")
+    needed = corners.requirements()
+    assert any(each.startswith("psutil") for each in needed)
+    assert not any(each.startswith(("tensorflow", "keras", "numpy")) for each in needed)
