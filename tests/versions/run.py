@@ -79,18 +79,11 @@ def row(corner: Corner, found: dict) -> str:
     if "versions" not in found:
         return f"| {corner.title} | | | | {corner.python} | **{found['error'].splitlines()[-1]}** | | | |"
     versions = [found["versions"][name] for name in ("TensorFlow", "Keras", "NumPy", "Python")]
-    there = list(found.get("probes", {}).values())
-    equal = sum(cell == "equal" for cell in found.get("cells", {}).values())
-    return " | ".join(
-        [
-            f"| {corner.title}",
-            *versions,
-            f"{found['repairs']} repairs",
-            ", ".join(found.get("pip changes", ["?"])) or "nothing",
-            f"{there.count(True)} of {len(there)}" + (f", {there.count(None)} unanswered" if None in there else ""),
-            f"{equal} of {len(found.get('cells', {}))} |",
-        ]
-    )
+    probes, cells = found.get("probes"), found.get("cells")
+    faulty = "not run" if probes is None else f"{list(probes.values()).count(True)} of {len(probes)}"
+    equal = "not run" if cells is None else f"{list(cells.values()).count('equal')} of {len(cells)}"
+    pip = ", ".join(found["pip changes"]) or "nothing" if "pip changes" in found else "not run"
+    return f"| {' | '.join([corner.title, *versions, str(found['repairs']) + ' repairs', pip, faulty, equal])} |"
 
 
 def page(results: dict[str, dict]) -> str:
