@@ -46,7 +46,7 @@ CORNERS = (
     Corner("oldest", "NGC 25.02", "3.12", ("tensorflow==2.17.*", "keras==3.13.*", "numpy==1.26.*")),
     Corner("colab", "Colab, Kaggle", "3.13", ("tensorflow==2.20.*", "keras==3.13.*")),
     Corner("newest", "next release", "3.13", ("tensorflow==2.22.*", "keras"), nightly=True),
-    Corner("middle", "", "3.11", ("tensorflow==2.19.*", "keras==3.14.*")),
+    Corner("middle", "in between", "3.11", ("tensorflow==2.19.*", "keras==3.14.*")),
     Corner("current", "pip today", "3.13", ("tensorflow==2.21.*", "keras==3.15.*")),
 )
 

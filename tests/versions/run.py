@@ -91,7 +91,7 @@ def page(results: dict[str, dict]) -> str:
     template = Path(__file__).with_name("page.md").read_text()
     rows = "\n".join(row(corner, results[corner.name]) for corner in CORNERS if corner.name in results)
     wrong = [f"- {c.title or c.name}: {said}" for c in CORNERS for said in faults(results.get(c.name, {}))]
-    notes = "\n".join(["Not as it should be:", "", *wrong]) if wrong else "Nothing differs."
+    notes = "\n".join(["Not as it should be:", "", *wrong]) if wrong else "In what ran, nothing differs."
     return template.replace("{rows}", rows).replace("{notes}", notes)
 
 

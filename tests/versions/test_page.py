@@ -31,7 +31,7 @@ def test_a_corner_in_which_all_is_well(run):
     assert run.row(corner, FOUND) == (
         "| Colab, Kaggle | 2.20.0 | 3.13.2 | 2.5.5 | 3.13.0 | 2 repairs | nothing | 1 of 2 | 2 of 2 |"
     )
-    assert "Nothing differs." in run.page({"colab": FOUND})
+    assert "In what ran, nothing differs." in run.page({"colab": FOUND})
 
 
 def test_what_is_wrong_is_named(run):
