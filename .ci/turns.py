@@ -41,9 +41,9 @@ RELATED = {
 PARTS = {
     "keras": ("tfgpu/compat/", "tfgpu/core/", "tfgpu/repairs/", "tests/upstream/"),
     "versions": ("tfgpu/compat/", "tests/versions/", "setup.cfg"),
+    "fuzzing": ("tfgpu/redact/", "tfgpu/cluster/", "tests/security/"),
     "engines": ("tfgpu/launch/", "tests/launch/"),
     "libraries": ("tfgpu/interop/", "tests/interop/"),
-    "fuzzing": ("tfgpu/redact/", "tfgpu/cluster/", "tests/security/"),
 }
 # Where a change can make replicas differ from one device: an eighth of the matrix then, else a 24th.
 EQUALITY = ("tfgpu/compat/", "tfgpu/core/", "tfgpu/repairs/", "tfgpu/optim/", "tfgpu/parallel/", "tests/matrix/")
@@ -166,7 +166,8 @@ def parts(paths: Sequence[str], turn: float) -> list[str]:
 
 
 def keep(lines: Iterable[str], known: dict[str, float]) -> dict[str, float]:
-    """Adds what a run with `--costs FILE` has written to the known costs, by function."""
+    """The known costs of files that are there, and by function what a run with `--costs FILE` has written."""
+    known = {test: cost for test, cost in known.items() if (ROOT / test.partition("::")[0]).exists()}
     found: dict[str, list[float]] = {}
     for each in map(json.loads, lines):
         if each["slow"]:
