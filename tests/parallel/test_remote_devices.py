@@ -29,7 +29,7 @@ def test_all_connections_to_the_address_are_shut_down(server):
     address, connect = server
     (one, its_end), (other, other_end) = connect(), connect()
     files = len(os.listdir("/proc/self/fd"))
-    remote_devices._cut(address)
+    remote_devices._disconnect(address)
     assert its_end.recv(1) == other_end.recv(1) == b""
     assert one.recv(1) == other.recv(1) == b""
     assert len(os.listdir("/proc/self/fd")) == files
@@ -50,7 +50,7 @@ def test_a_number_that_something_else_has_by_now_is_left_alone(server, kind, mon
         os.dup2(innocent.fileno(), number)
         stack.callback(os.close, number)
         files = len(os.listdir("/proc/self/fd"))
-        remote_devices._cut(address)
+        remote_devices._disconnect(address)
         assert len(os.listdir("/proc/self/fd")) == files
         if kind == "socket":
             innocent.settimeout(20)

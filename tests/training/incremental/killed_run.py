@@ -99,7 +99,7 @@ def in_tasks(model):
         elastic.add(model, X[rows], Y[rows], examples=10)
         dies("before-end")
         if kind and when == "in-end" and int(at) == now:
-            storage._flush = lambda path: dies("in-end")  # written, and not yet renamed
+            storage.atomic._flush_all = lambda path: dies("in-end")  # written, and not yet renamed
         tasks.end(model)
     return model, replay
 
