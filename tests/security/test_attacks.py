@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
+import zlib
 
 import keras
 import numpy as np
@@ -195,12 +196,13 @@ def test_what_was_pickled_is_not_unpickled(tmp_path):
         {"labels": np.zeros([])},
         {"class_names": np.zeros([])},
         {"shape": [1e300]},
+        {"checksums": np.array([0])},
     ],
 )
 def test_a_cache_that_is_none_is_made_anew(change, tmp_path):
     where = cache.Place("a", tmp_path, "a")
     kept = {"dtype": "float32", "shape": [2], "labels": np.zeros(2, int), "class_names": np.array(["a", "b"])}
-    kept |= {"skipped": np.zeros(0, str)}
+    kept |= {"skipped": np.zeros(0, str), "checksums": np.array([zlib.crc32(bytes(16))])}
     where.examples.write_bytes(bytes(16))
     np.savez(where.facts, **kept)
     assert cache.find(where) is not None
