@@ -81,7 +81,7 @@ def test_each_part_is_told_before_the_next_begins(started, tmp_path, words):
     process = started("--train", *words)
     stream = process.stderr if words else process.stdout
     if not words:
-        assert "TensorFlow" in titles(stream, "Keras repairs")
+        assert "TensorFlow" in titles(stream, "Patches")
     for name, expected in PARTS.items():
         (tmp_path / name).touch()
         assert titles(stream, expected[-1]) == expected

@@ -205,7 +205,7 @@ def test_what_is_wrong_is_named(tmp_path, caplog):
     for wrong in ([Counter()], {"a": 3}, {1: Counter()}):
         with pytest.raises(tfgpu.InputError, match="rememb"):
             Tasks(tmp_path / "a", remember=wrong)
-    with pytest.raises(tfgpu.InputError, match="state of 'a' has a Counter"):
+    with pytest.raises(tfgpu.InputError, match="state of 'a' contains a value of type `Counter`"):
         Tasks(tmp_path / "b", remember={"a": Counter(Counter())}).begin(model_of())
     with pytest.raises(tfgpu.InputError, match="`keep`"):
         Tasks(tmp_path / "a", keep=0)
