@@ -32,7 +32,6 @@ FACTS: dict[str, tuple[str, ...] | None] = {
     "keras": ("version", "backend"),
     "repairs": None,
     "patches": None,
-    "patches": None,
     "driver": ("version", "cuda", "gpus", "links", "lost"),
     "libraries": None,
     "tools": ("ptxas", "version", "libdevice", "looked"),

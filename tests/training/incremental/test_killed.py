@@ -218,9 +218,9 @@ def test_what_is_wrong_is_named(tmp_path, caplog):
     tasks.begin(model_of())
     tasks.checkpoint()
     for name in ("fit", "../up", ""):
-        with pytest.raises(tfgpu.InputError, match="name of its own"):
+        with pytest.raises(tfgpu.InputError, match="needs another name"):
             tasks.checkpoint(name)
-    with pytest.raises(tfgpu.InputError, match="beginning of the script"):
+    with pytest.raises(tfgpu.InputError, match="start of the script"):
         tasks.begin(model_of())
     with pytest.raises(tfgpu.InputError, match="made without 'counter'"):
         Tasks(tmp_path / "c", remember={"counter": Counter()}).begin(model_of())
