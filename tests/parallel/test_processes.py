@@ -131,7 +131,7 @@ def test_bad_use(monkeypatch):
     servers = tfgpu.Cluster(
         workers=("localhost:1", "localhost:2"), parameter_servers=("localhost:3",), has_chief=True, task_type="chief"
     )
-    with pytest.raises(tfgpu.InputError, match="leave out `--ps`"):
+    with pytest.raises(tfgpu.InputError, match="remove `--ps`"):
         connect(servers)
     monkeypatch.setenv("TF_CONFIG", cluster.tf_config())
     with pytest.raises(tfgpu.InputError, match="one of 2 processes, and each would train a model of its own"):
