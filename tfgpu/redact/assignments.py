@@ -9,14 +9,15 @@ from tfgpu.redact.names import is_strong, is_weak
 # A name may stand behind an escaped line break (`\n`), and end with a quote that is escaped itself (JSON in JSON).
 _ASSIGNED = re.compile(
     r"(?<![\w.\-])(?:(?<=\\)[nrt])?(?P<name>[\w.\-]++)\\{0,32}+[\"']?\]?"
-    r"(?:[ \t]*+(?P<mark>:(?![:/])|:?=(?!=)|=>)[ \t]*+|(?P<equal>[ \t]++==[ \t]++))"
+    r"(?:[ \t]*+(?P<mark>:?=(?![=>])|:(?![:/=])|=>)[ \t]*+|(?P<equal>[ \t]++==[ \t]++))"
 )
 _FLAG = re.compile(
     r"(?<![\w.\-])(?P<name>--?[A-Za-z][\w.\-]*+)(?=[\s,\"'\\])(?:\\{0,32}+[\"'])?\s*+,?(?:\s|\\++[nrt]?)*+(?:-\s++)?"
 )
-# To the same quote, unless a backslash escapes it; quotes right behind that continue the value (shell, YAML).
+# One quote or three, each escaped alike. The value runs to the same quote, unless a backslash escapes it; quotes right
+# behind that continue the value (shell, YAML).
 _QUOTED = re.compile(
-    r"(?P<open>[bfruBFRU]{0,2}(?P<mark>\\{0,32}+(?:\"\"\"|'''|[\"'])))"
+    r"(?P<open>[bfruBFRU]{0,2}(?P<mark>(?P<one>\\{0,32}+[\"'])(?:(?P=one){2})?))"
     r"(?P<value>(?:(?!(?<!\\)(?P=mark))[^\n])*+(?:(?P=mark)(?=(?P=mark)|\"'|'\")[^\n]*+)?)"
 )
 _BARE = re.compile(r"(?P<value>(?:(?i:bearer|basic|digest|token)[ \t]++)?\S++)")
