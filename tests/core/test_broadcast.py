@@ -19,17 +19,18 @@ SCRIPT = """
 import json
 import numpy as np, tensorflow as tf
 import tfgpu
-from tfgpu.repairs import replica, sharing
+from tfgpu.core import collectives
+from tfgpu.core.state import broadcast
 
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 strategy = tfgpu.strategy("multi_worker", devices=["CPU:0", "CPU:1"])
 rank = strategy.extended._id_in_cluster
 arrays = [np.random.default_rng(each).normal(size=(2, 13)).astype("float32") for each in range(2)]
-found = sharing.of_all_workers(strategy, arrays[rank])
+found = broadcast.of_all_workers(strategy, arrays[rank])
 print(json.dumps({
-    "sum": replica.sum_over_workers(strategy, [10**rank, 2**33 + rank, 0]).tolist(),
-    "chief": sharing.bytes_from_chief(strategy, b"abcde" if rank == 0 else b"?").decode(),
+    "sum": collectives.sum_over_workers(strategy, [10**rank, 2**33 + rank, 0]).tolist(),
+    "chief": broadcast.bytes_from_chief(strategy, b"abcde" if rank == 0 else b"?").decode(),
     "all": found.tobytes() == np.stack(arrays).tobytes(),
 }))
 """

@@ -113,14 +113,15 @@ import json
 import sys
 import tensorflow as tf
 from tfgpu import strategies
-from tfgpu.repairs import replica
+from tfgpu.core import collectives
 strategy = strategies.multi_worker(bytes_per_pack=int(sys.argv[1]), reduce_dtype=sys.argv[2] or None)
 @tf.function
 def summed():
     def each():
         rank = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
         parts = [tf.fill([100], 1 + rank + 2.0 ** -12), tf.fill([50], 10 + rank)]
-        return [part[0] for part in replica.widened(replica.all_reduce(replica.narrowed(parts)), parts)]
+        sums = collectives.all_reduce(collectives.to_reduce_dtype(parts))
+        return [part[0] for part in collectives.from_reduce_dtype(sums, parts)]
     return strategy.run(each)
 nodes = [n for f in summed.get_concrete_function().graph.as_graph_def().library.function for n in f.node_def]
 nodes += list(summed.get_concrete_function().graph.as_graph_def().node)
@@ -153,9 +154,9 @@ import json, sys
 import keras, numpy as np, tensorflow as tf
 from benchmarks.peers import collectives
 import tfgpu
-from tfgpu.repairs import replica
+from tfgpu.core import collectives as core_collectives
 if sys.argv[1] == "gathered":
-    replica._PACK_BYTES = 0
+    core_collectives._PACKED_BYTES = 0
 strategy = tfgpu.strategy("auto")
 keras.utils.set_random_seed(1)
 with strategy.scope():

@@ -255,8 +255,8 @@ def test_a_machine_without_another_thread_still_ends_data(ends, monkeypatch):
 def test_a_process_ends_whose_iterator_is_left_to_the_last():
     script = (
         "import keras, numpy as np, tensorflow as tf, tfgpu\n"
-        "from tfgpu.repairs import endings\n"
-        "data = endings.Data(tf.data.Dataset.range(10**6).map(lambda x: x, num_parallel_calls=-1).prefetch(2))\n"
+        "from tfgpu.core import iterator_end\n"
+        "data = iterator_end.Data(tf.data.Dataset.range(10**6).map(lambda x: x, num_parallel_calls=-1).prefetch(2))\n"
         "left = iter(data)\n"
         "[next(left) for _ in range(1000)]\n"
         "print('done', flush=True)\n"

@@ -8,7 +8,7 @@ SCRIPT = """
 import json, os, sys, tempfile
 import keras, numpy as np, tensorflow as tf
 import tfgpu
-from tfgpu.core import sharded_variable
+from tfgpu.core.state import sharded_variable
 
 path, devices, cases = sys.argv[1], int(sys.argv[2]), CASES
 cpu = tf.config.list_physical_devices("CPU")[0]

@@ -49,7 +49,7 @@ HEAD = """
 import json, os, sys
 import keras, numpy as np, tensorflow as tf
 import tfgpu
-from tfgpu.core import sharded_variable
+from tfgpu.core.state import sharded_variable
 from tfgpu.parameter_server import embeddings
 
 def say(**facts):

@@ -6,8 +6,6 @@ import os
 import signal
 import time
 
-import psutil
-
 _DEATH_SIGNAL = 1
 _SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -37,6 +35,8 @@ def die_with_parent(number: int, parent: int) -> None:
 
 def descendants(root: int) -> list[int]:
     """Lists the running processes that descend from `root`, in no particular order; zombies do not run."""
+    import psutil  # the doctor imports this module where psutil may be missing
+
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(root).children(recursive=True):
