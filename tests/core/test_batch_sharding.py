@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfgpu
-from tfgpu.core import batch_sharding, step_context
+from tfgpu.core import batch_sharding, replication, step_context
 
 
 def all_pieces(batch, count):
@@ -96,7 +96,7 @@ def test_workers_with_data_of_different_lengths_are_told(together):
 
 @pytest.mark.parametrize("on_host", [True, False])  # False: as for GPUs, by TensorFlow's own iterator
 def test_the_replicas_of_a_process_get_their_pieces_in_order(monkeypatch, on_host):
-    monkeypatch.setattr(batch_sharding, "_on_host", lambda strategy: on_host)
+    monkeypatch.setattr(replication, "is_on_host", lambda strategy: on_host)
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     data = tf.data.Dataset.range(11).batch(6)
     with step_context.scope(gives_row_ranges=True):
@@ -112,7 +112,7 @@ def test_a_model_learns_the_same_by_either_iterator(monkeypatch):
     x = np.random.default_rng(0).normal(size=(19, 3)).astype("float32")
     learned = []
     for on_host in (True, False):
-        monkeypatch.setattr(batch_sharding, "_on_host", lambda strategy, on_host=on_host: on_host)
+        monkeypatch.setattr(replication, "is_on_host", lambda strategy, on_host=on_host: on_host)
         keras.utils.set_random_seed(1)
         with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])

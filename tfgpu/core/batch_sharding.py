@@ -156,7 +156,7 @@ class _Distributor:
             if not own_cut:
                 return self._strategy.experimental_distribute_dataset(dataset)
         gives_row_ranges = step_context.current().gives_row_ranges
-        if _on_host(self._strategy) or any(is_needed() for is_needed in extensions.host_sharding):
+        if replication.is_on_host(self._strategy) or any(is_needed() for is_needed in extensions.host_sharding):
             return _sharded(self._strategy, dataset, gives_row_ranges)
         cut = _cut(self._strategy, dataset, gives_row_ranges)
 
@@ -282,11 +282,7 @@ def _one_after_another(*shards) -> tf.data.Dataset:
 
 
 def _is_one_cpu(strategy: tf.distribute.Strategy | None) -> bool:
-    return isinstance(strategy, tf.distribute.OneDeviceStrategy) and _on_host(strategy)
-
-
-def _on_host(strategy: tf.distribute.Strategy) -> bool:
-    return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in strategy.extended.worker_devices)
+    return isinstance(strategy, tf.distribute.OneDeviceStrategy) and replication.is_on_host(strategy)
 
 
 def _common_rows(values: list) -> int | tf.Tensor:

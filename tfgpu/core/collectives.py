@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
-from tfgpu.core import step_context, traffic
+from tfgpu.core import replication, step_context, traffic
 from tfgpu.core.replication import replica_context, shard_index, spans_processes
 from tfgpu.errors import InputError
 
@@ -103,7 +103,7 @@ def _shares_memory() -> bool:
         return False
     if private.is_compiled_by_xla(tf.compat.v1.get_default_graph()):
         return False
-    return all(":CPU:" in device.upper() for device in strategy.extended.worker_devices)
+    return replication.is_on_host(strategy)
 
 
 def _sum_on_host(values: list) -> list:

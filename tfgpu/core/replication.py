@@ -19,6 +19,14 @@ def spans_processes(strategy: tf.distribute.Strategy) -> bool:
     return is_replicated(strategy) and distribute.is_multi_worker(strategy)
 
 
+def is_on_host(strategy: tf.distribute.Strategy) -> bool:
+    """Whether all replicas of this process compute on its CPU, so that a step may shard and sum in host memory.
+
+    The only place that tells CPUs from GPUs in a step: where it says False, CPUs take the path of GPUs.
+    """
+    return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in strategy.extended.worker_devices)
+
+
 def replica_context() -> tf.distribute.ReplicaContext | None:
     """The replica context inside a replica of a replicated strategy, one of a single replica included; else None."""
     found = tf.distribute.get_replica_context()
