@@ -152,11 +152,11 @@ class Checkpoint(keras.callbacks.Callback):
                 "Checkpoint needs the Keras repairs before `fit` begins. Create `tfgpu.strategy()`, or call "
                 "`tfgpu.repair_keras()`, before `fit`."
             )
-        if self._run.leaving is not None:
+        if self._run.stop_request is not None:
             raise InputError("Give `fit` one Checkpoint only: each one resumes the training.")
         self._writes = saving.writes(self.model) if self._is_chief is None else self._is_chief
         spans = replication.spans_processes(self.model.distribute_strategy)
-        self._preemption = self._run.leaving = Preemption(spans=spans, go_on=self.go_on)
+        self._preemption = self._run.stop_request = Preemption(spans=spans, go_on=self.go_on)
         self._run.exits.enter_context(self._preemption.listening(self._leave_on))
         self._run.exits.enter_context(self._writer)  # A `fit` that fails finishes writing before another one reads.
         if self._every is not None:
@@ -233,7 +233,7 @@ class Checkpoint(keras.callbacks.Callback):
     def after_test_batch(self, callbacks: keras.callbacks.CallbackList) -> None:
         """Ends the process in the middle of a validation, if it was asked to."""
         run = step_blocks.current()
-        if self._preemption is None or run.leaving is not self._preemption or not self._preemption.is_due:
+        if self._preemption is None or run.stop_request is not self._preemption or not self._preemption.is_due:
             return
         # The resumed run repeats the whole validation, from the state at its beginning.
         draws, random = self._draws

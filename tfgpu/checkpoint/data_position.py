@@ -108,7 +108,7 @@ def skip_trained_batches() -> None:
                 hooks.at_position()
                 arrived = True
             if isinstance(iterator, step_blocks.Block):
-                begin, iterator = begin + trained, iterator.after(trained)
+                begin, iterator = begin + trained, iterator.skip(trained)
                 step_blocks.current().block = iterator
             if begin <= end and position.done <= end:
                 yield begin, end, iterator

@@ -24,7 +24,7 @@ class Preemption:
         go_on: how to resume the run, for the message.
 
     Attributes:
-        is_wished: this process was asked to stop.
+        is_requested: this process was asked to stop.
         is_agreed: all processes of the run know of it.
         name: the name of the signal.
         is_left: the run ends with `Preempted`.
@@ -32,13 +32,13 @@ class Preemption:
 
     def __init__(self, *, spans: bool, go_on: str = "Start the same command again to go on."):
         self._spans, self._go_on = spans, go_on
-        self.is_wished = self.is_agreed = self.is_left = False
+        self.is_requested = self.is_agreed = self.is_left = False
         self.name = "another worker's signal"
 
     @property
     def is_due(self) -> bool:
         """Whether to stop now; the same on all processes that train together."""
-        return self.is_agreed if self._spans else self.is_wished
+        return self.is_agreed if self._spans else self.is_requested
 
     @contextlib.contextmanager
     def listening(self, signals: Sequence[signal.Signals]) -> Iterator[None]:
@@ -58,7 +58,7 @@ class Preemption:
             before = {number: signal.getsignal(number) for number in signals}
 
         def handle(number: int, frame) -> None:
-            self.is_wished, self.name = True, signal.Signals(number).name
+            self.is_requested, self.name = True, signal.Signals(number).name
 
         try:
             for number in before:
@@ -66,12 +66,12 @@ class Preemption:
             yield
         finally:
             for number, handler in before.items():
-                if self.is_wished:  # a function: child processes do not inherit it
+                if self.is_requested:  # a function: child processes do not inherit it
                     signal.signal(number, lambda *_: None)
                     atexit.register(signal.signal, number, signal.SIG_IGN)
                 else:
                     signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that Python did not install
-        if self.is_wished and not self.is_left:
+        if self.is_requested and not self.is_left:
             raise self.leave("The training was complete.")
 
     def leave(self, what_is_saved: str) -> Preempted:

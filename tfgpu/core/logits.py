@@ -1,7 +1,7 @@
-"""What lies behind a softmax or a sigmoid: Keras's cross-entropies take that in its place, and lose no digits.
+"""The logits of a softmax or a sigmoid, from which Keras's cross-entropies compute without losing digits.
 
-Keras finds it as an attribute of the tensor that an activation returns, or as the input of the operation that made the
-tensor. Both are lost where a tensor is copied, joined, or comes out of a block with a gradient of its own.
+Keras finds them as an attribute of the activation's output, or as the input of the operation that made the output.
+Both are lost when a tensor is copied or concatenated, or comes out of a block with a gradient of its own.
 """
 
 from dataclasses import dataclass
@@ -17,42 +17,42 @@ _OPERATIONS = {
 
 
 @dataclass(frozen=True)
-class Behind:
+class Logits:
     """The logits of a tensor.
 
     Attributes:
-        logits: what the activation was given.
-        kind: the operation's name, or an empty string for Keras's attribute.
+        tensor: the activation's input.
+        operation: the name of the activation's operation; empty where Keras's attribute holds the logits.
     """
 
-    logits: tf.Tensor
-    kind: str = ""
+    tensor: tf.Tensor
+    operation: str = ""
 
-    def of(self, logits: tf.Tensor) -> "Behind":
-        """The same for what was made of the logits as the tensor was."""
-        return Behind(logits, self.kind)
+    def replace(self, tensor: tf.Tensor) -> "Logits":
+        """Other logits of the same activation."""
+        return Logits(tensor, self.operation)
 
-    def put(self, value: tf.Tensor) -> tf.Tensor:
-        """A tensor of the same numbers as `value`, behind which Keras finds the logits."""
-        if self.kind:
-            return _OPERATIONS[self.kind](self.logits)
-        return with_logits(value, self.logits)
+    def attach_to(self, value: tf.Tensor) -> tf.Tensor:
+        """A tensor with the numbers of `value`, for which Keras finds these logits."""
+        if self.operation:
+            return _OPERATIONS[self.operation](self.tensor)
+        return with_logits(value, self.tensor)
 
 
-def behind(value) -> Behind | None:
-    """The logits that Keras finds behind a tensor, or None."""
+def find(value) -> Logits | None:
+    """The logits that Keras finds for a tensor, or None."""
     found = logits_of(value)
     if found is not None:
-        return Behind(found)
+        return Logits(found)
     made_by = value.op if hasattr(value, "graph") and isinstance(value, tf.Tensor) else None
     if made_by is not None and made_by.type in _OPERATIONS:
-        return Behind(made_by.inputs[0], made_by.type)
+        return Logits(made_by.inputs[0], made_by.type)
     return None
 
 
-def together(values: list) -> tuple[list, str] | None:
-    """The logits behind each of some tensors, and their kind; None where one has none, or another kind."""
-    found = [behind(value) for value in values]
-    if None in found or len({one.kind for one in found}) > 1:
+def find_all(values: list) -> tuple[list, str] | None:
+    """The logits of each tensor, and their one operation; None if a tensor has none, or operations differ."""
+    found = [find(value) for value in values]
+    if None in found or len({one.operation for one in found}) > 1:
         return None
-    return [one.logits for one in found], found[0].kind
+    return [one.tensor for one in found], found[0].operation

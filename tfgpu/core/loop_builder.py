@@ -107,29 +107,29 @@ class LoopBuilder:
         """
         self.begin_trace()
 
-        def run(batch, since, kept):
+        def run(batch, since, last):
             if kind.gives_row_ranges is not None:
                 batch = batch_sharding.shard(self._strategy, batch, gives_row_ranges=kind.gives_row_ranges)
             values, since = self._run(batch, since, kind)
-            return since, self.keep(values, kept)
+            return since, self._to_optional(values, last)
 
         # The step is a Python function inside the loop, never a nested tf.function: TensorFlow feeds a collective's key
         # at call time and loses it where a function is called from a loop ("must feed a value for placeholder").
-        def another(done, left, since, kept):
+        def another(done, left, since, last):
             if kind.is_sure:
                 batch = iterator.get_next()
                 with _state_waits_for(batch):
-                    return done + 1, left - 1, *run(batch, since, kept)
+                    return done + 1, left - 1, *run(batch, since, last)
             data = iterator.get_next_as_optional()
             return tf.cond(
                 data.has_value(),
-                lambda: (done + 1, left - 1, *run(data.get_value(), since, kept)),
-                lambda: (done, 0, since, kept),
+                lambda: (done + 1, left - 1, *run(data.get_value(), since, last)),
+                lambda: (done, 0, since, last),
             )
 
         nothing = self._strategy.run(tf.raw_ops.OptionalNone)
-        done, *_, kept = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))
-        return done, *self._finish(self._strategy.run(self.kept, args=(kept,)), ballot)
+        done, *_, last = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))
+        return done, *self._finish(self._strategy.run(self._from_optional, args=(last,)), ballot)
 
     def _run(self, data, since: tf.Tensor, kind: LoopKind):
         """One step on every replica: the values of its logs that are no metric results, and the new `since`."""
@@ -189,21 +189,26 @@ class LoopBuilder:
                 variable.assign(tf.where(step_context.has_rows(), variable.value, value))
         return logs
 
-    def keep(self, values: list[tf.Tensor], kept):
-        """The values in the place of the last step's; an optional, because at first nobody knows their shapes."""
+    def _to_optional(self, values: list[tf.Tensor], last):
+        """A step's values as the loop carries them: in an optional, because before the first step it is empty.
+
+        Args:
+            values: of the logs that are no metric results.
+            last: the optional of the step before, which is returned where the logs hold no such values.
+        """
         if not self._log_reader.specs:
-            return kept
+            return last
         return self._strategy.run(lambda values: tf.raw_ops.OptionalFromValue(components=values), args=(values,))
 
-    def kept(self, kept) -> list[tf.Tensor]:
-        """The last step's values; after no step, zeros that nothing looks at."""
+    def _from_optional(self, last) -> list[tf.Tensor]:
+        """The last step's values; zeros, which nothing reads, if no step ran."""
         specs = self._log_reader.specs
         if not specs:
             return []
         return tf.cond(
-            tf.raw_ops.OptionalHasValue(optional=kept),
+            tf.raw_ops.OptionalHasValue(optional=last),
             lambda: tf.raw_ops.OptionalGetValue(
-                optional=kept, output_types=[s.dtype for s in specs], output_shapes=[s.shape for s in specs]
+                optional=last, output_types=[s.dtype for s in specs], output_shapes=[s.shape for s in specs]
             ),
             lambda: [tf.zeros([size or 0 for size in s.shape], s.dtype) for s in specs],
         )

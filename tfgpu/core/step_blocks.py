@@ -67,8 +67,8 @@ class Block:
         """The epoch's number of the last step."""
         return self.begin + self.count - 1
 
-    def after(self, steps: int) -> "Block":
-        """What is left of the block after its first batches."""
+    def skip(self, steps: int) -> "Block":
+        """The block without its first batches."""
         return Block(self.iterator, self.count - steps, self.is_sure, self.begin + steps)
 
 
@@ -76,11 +76,11 @@ class StopRequest(Protocol):
     """A request to stop the training, on which all workers act after the same block.
 
     Attributes:
-        is_wished: this process was asked to stop.
+        is_requested: this process was asked to stop.
         is_agreed: all processes of the run know of it.
     """
 
-    is_wished: bool
+    is_requested: bool
     is_agreed: bool
 
 
@@ -103,7 +103,7 @@ class Run:
         block: the block that ran last.
         ends: each gives the most steps of the next block, after which a callback must be called.
         on_all: classes of the callbacks that every worker must have, because they communicate with the other workers'.
-        leaving: the request to stop, where a callback listens for one.
+        stop_request: the request to stop, where a callback listens for one.
         step_wrapper: runs each step, where a callback asks for it.
         exits: what is closed when the run has ended, however it ended.
         asides: each makes a context for an `evaluate` that a callback calls between the steps.
@@ -118,7 +118,7 @@ class Run:
     block: Block | None = None
     ends: list[Callable[[], int]] = field(default_factory=list)
     on_all: tuple[str, ...] = ()
-    leaving: StopRequest | None = None
+    stop_request: StopRequest | None = None
     step_wrapper: StepWrapper | None = None
     exits: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     asides: list[Callable[[], contextlib.AbstractContextManager]] = field(default_factory=list)
@@ -237,7 +237,7 @@ def _remember_what_runs() -> None:
 def _take_over(run: Run, outer: Run | None, callbacks) -> None:
     """What a run takes over from the callbacks, and from the `fit` that encloses it."""
     if outer is not None and outer.model is run.model:
-        run.leaving, run.on_all = outer.leaving, outer.on_all
+        run.stop_request, run.on_all = outer.stop_request, outer.on_all
         if run.kind == "test" and not isinstance(callbacks, CallbackList):  # no validation of the `fit`
             for aside in outer.asides:
                 run.exits.enter_context(aside())

@@ -142,7 +142,9 @@ class StepRunner:
                 logs, result = self.loops.single(kind)(data, worker_vote.ballot(0.0), self._since())
             self._count(1, kind)
             worker_vote.accept(self._strategy, result)
-        return _after_data(logs)
+        if logs is None:
+            raise _end_of_data()
+        return logs
 
     def _run_block(self, block: Block) -> dict:
         jit, began, block.done = self._chosen_jit(block), time.perf_counter(), 0
@@ -156,7 +158,8 @@ class StepRunner:
                 self.logs = logs
             if done < count:
                 break
-        _after_data(block.done or None)
+        if not block.done:
+            raise _end_of_data()
         if self._is_trying():
             tree.map_structure(lambda value: value.numpy(), self.logs)  # a GPU may still be at work
         self._note_time(_Timed(jit, block.done, time.perf_counter() - began), result)
@@ -241,11 +244,8 @@ def _is_of_data_set(batches: Any) -> bool:
     return isinstance(batches, kinds)
 
 
-def _after_data(found: Any) -> Any:
-    """`found`, unless it is None because the data had no batch left."""
-    if found is None:
-        raise tf.errors.OutOfRangeError(None, None, "The data has ended.")
-    return found
+def _end_of_data() -> tf.errors.OutOfRangeError:
+    return tf.errors.OutOfRangeError(None, None, "The data has ended.")
 
 
 def _is_wrapped() -> bool:

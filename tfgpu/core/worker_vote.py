@@ -66,7 +66,7 @@ def ballot(seconds: float) -> tf.Tensor:
         seconds: how long its last block took.
     """
     run = step_blocks.current()
-    wants_to_stop = run is not None and run.leaving is not None and run.leaving.is_wished
+    wants_to_stop = run is not None and run.stop_request is not None and run.stop_request.is_requested
     return tf.constant([seconds, float(wants_to_stop)], tf.float32)
 
 
@@ -79,8 +79,8 @@ def accept(strategy: tf.distribute.Strategy, result: tf.Tensor) -> float:
     """Takes in the result on every worker; returns the mean time of the last block, in seconds."""
     if not replication.spans_processes(strategy):
         return 0.0
-    seconds, wishes = result.numpy()
+    seconds, requests = result.numpy()
     run = step_blocks.current()
-    if wishes > 0 and run is not None and run.leaving is not None:
-        run.leaving.is_agreed = True
+    if requests > 0 and run is not None and run.stop_request is not None:
+        run.stop_request.is_agreed = True
     return float(seconds)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfgpu.compat import slots
 from tfgpu.core import collectives, extensions, gradient_weights, gradients, replication
-from tfgpu.core.state import broadcast, training_state
+from tfgpu.core.state import replica_values, training_state
 from tfgpu.errors import InputError
 
 
@@ -80,7 +80,7 @@ class ResidualState(training_state.StateProvider):
     def arrays(self, model) -> dict[str, np.ndarray]:
         strategy = model.distribute_strategy
         return {
-            f"residual/{name}/{at:04d}": broadcast.parts(strategy, residual)
+            f"residual/{name}/{at:04d}": replica_values.gather(strategy, residual)
             for name, optimizer in training_state.optimizers(model).items()
             for at, residual in enumerate(residuals(optimizer))
         }
@@ -110,7 +110,7 @@ def restore_residuals(strategy: tf.distribute.Strategy, optimizer, saved: list[n
     slots.of(_inner(optimizer)).saved_residuals = list(saved)
     for at, residual in enumerate(residuals(optimizer)):
         found = saved[at] if at < len(saved) else np.zeros((strategy.num_replicas_in_sync, *residual.shape), "float32")
-        broadcast.put_parts(strategy, residual, found, "sum")
+        replica_values.assign(strategy, residual, found, "sum")
 
 
 def _inner(optimizer):
@@ -165,7 +165,7 @@ def _residual(inner, key: tuple[str, ...], size: int) -> tf.Variable:
         found[key] = tf.Variable(tf.zeros([size]), trainable=False, aggregation=tf.VariableAggregation.NONE)
         saved = getattr(state, "saved_residuals", [])
         if len(found) <= len(saved):
-            broadcast.put_parts(strategy, found[key], saved[len(found) - 1], "sum")
+            replica_values.assign(strategy, found[key], saved[len(found) - 1], "sum")
 
     if key not in found:
         replication.run_cross_replica(strategy, make)

@@ -22,7 +22,7 @@ from tfgpu.compat import slots, training, variables
 from tfgpu.compat import tensorflow as private_tf
 from tfgpu.compat.patch import wrap
 from tfgpu.core import replication, step_context
-from tfgpu.core.row_mixing import row_analysis, row_sums
+from tfgpu.core.row_mixing import captures, row_sums
 from tfgpu.core.state import layer_state
 
 _log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def _needs(owner, function: Callable, what: str, y_true, y_pred) -> Needs:
         return Needs.ITS_ROWS
     key = what, *((each.dtype.name, tuple(each.shape[1:])) for each in tensors)
     if key not in known:
-        known[key] = _Trial(function, rows, row_analysis.of(owner)).run(what).name
+        known[key] = _Trial(function, rows, captures.of(owner)).run(what).name
     return Needs[known[key]]
 
 
@@ -204,8 +204,8 @@ class _Apart(keras.StatelessScope):
 class _Trial:
     """A function is run on drawn rows, all at once and in two parts, outside the step that is traced."""
 
-    def __init__(self, function: Callable, rows: tuple, inside: row_analysis.Inside):
-        self._function, self._inside = function, inside
+    def __init__(self, function: Callable, rows: tuple, captured: captures.Captures):
+        self._function, self._captured = function, captured
         self._structure, self._tensors = rows, keras.tree.flatten(rows)
         self._count_true = len(keras.tree.flatten(rows[0]))
         self._why: Exception | str | None = None
@@ -234,7 +234,8 @@ class _Trial:
     def _found(self) -> Needs | None:
         """None: nothing could be told."""
         try:
-            with step_context.scope(is_trying=True), tf.init_scope(), _kept_draws(), self._inside.kept():
+            unchanged = self._captured.preserving_variables()
+            with step_context.scope(is_trying=True), tf.init_scope(), _kept_draws(), unchanged:
                 with tf.device("CPU:0"):  # the same on every worker
                     found = self._judged_all()
                 return found or self._judged_all()  # not every function runs on a CPU
@@ -250,7 +251,7 @@ class _Trial:
             return found
         # One that takes the worst so many, or that sees long axes: with many rows of the very sizes.
         numbers = max(1, *(math.prod(each) for each in whole))
-        rows = max(_ROWS, min(max(_MANY, 2 * self._inside.largest(_MOST // 2)), _SMALL // numbers))
+        rows = max(_ROWS, min(max(_MANY, 2 * self._captured.largest(_MOST // 2)), _SMALL // numbers))
         if rows > _ROWS or cut != whole:
             return self._judged_by(self._draws(whole, rows, outputs=1, labels=1)) or found
         return found
@@ -319,7 +320,7 @@ class _Trial:
             lambda shape: draw.integers(0, classes, shape),
             lambda shape: draw.normal(size=shape),
         ]
-        nones = [*_NOT_CLASSES, *(each for each in self._inside.numbers if each not in _NOT_CLASSES)]
+        nones = [*_NOT_CLASSES, *(each for each in self._captured.numbers if each not in _NOT_CLASSES)]
         kinds += [
             lambda shape, none=none: np.where(draw.random(shape) < 0.3, none, draw.integers(0, 2, shape))
             for none in nones

@@ -27,7 +27,7 @@ from tfgpu.compat import optimizers as private_optimizers
 from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
 from tfgpu.compat.variables import has_copies, held
 from tfgpu.core import extensions
-from tfgpu.core.state import broadcast, sharded_variable
+from tfgpu.core.state import replica_values, sharded_variable
 from tfgpu.errors import InputError
 
 _REPLICAS = "@"
@@ -160,11 +160,11 @@ def copy_state(model, *, metrics: bool = False, wanted: bool = True) -> dict[str
     for name, variable in variables(model, metrics=metrics).items():
         if not _differs_by_replica(variable):
             if wanted or getattr(variable, "is_over_replicas", False):
-                found[name] = broadcast.to_bits(np.array(variable.numpy()))
+                found[name] = replica_values.to_bits(np.array(variable.numpy()))
         elif id(variable) in pending and not pending[id(variable)]:
             found[name] = np.zeros(variable.shape, _dtype(variable)) if wanted else None
         else:
-            values = broadcast.parts(model.distribute_strategy, held(variable))
+            values = replica_values.gather(model.distribute_strategy, held(variable))
             found[f"{name}{_REPLICAS}{variable.aggregation}"] = values
     for name, optimizer in other_optimizers(model).items():
         if optimizer.built:
@@ -212,9 +212,9 @@ def restore_state(model, arrays: dict[str, np.ndarray], source: str) -> None:
                 "Resume with the model, the optimizer and the metrics of the run, or choose another directory."
             )
     for name, variable in known.items():
-        value = broadcast.from_bits(given[name], _dtype(variable))
+        value = replica_values.from_bits(given[name], _dtype(variable))
         if name in kinds:
-            _put_replicas(model, variable, value, kinds[name])
+            _assign_replicas(model, variable, value, kinds[name])
         else:
             variable.assign(value)
 
@@ -224,10 +224,10 @@ def restore_metrics(model, arrays: dict[str, np.ndarray]) -> None:
     kinds = _kinds(arrays)
     for name, variable in name_group("metrics", model.metrics_variables).items():
         if name in kinds:
-            value = broadcast.from_bits(arrays[f"{name}{_REPLICAS}{kinds[name]}"], _dtype(variable))
-            _put_replicas(model, variable, value, kinds[name])
+            value = replica_values.from_bits(arrays[f"{name}{_REPLICAS}{kinds[name]}"], _dtype(variable))
+            _assign_replicas(model, variable, value, kinds[name])
         elif name in arrays:
-            variable.assign(broadcast.from_bits(arrays[name], _dtype(variable)))
+            variable.assign(replica_values.from_bits(arrays[name], _dtype(variable)))
 
 
 def trained_weights(model) -> np.ndarray | None:
@@ -312,8 +312,8 @@ def _kinds(arrays) -> dict[str, str]:
     return {name: kind for name, mark, kind in (name.partition(_REPLICAS) for name in arrays) if mark}
 
 
-def _put_replicas(model, variable, parts: np.ndarray, kind: str) -> None:
+def _assign_replicas(model, variable, values: np.ndarray, aggregation: str) -> None:
     if _differs_by_replica(variable):
-        broadcast.put_parts(model.distribute_strategy, held(variable), parts, kind)
+        replica_values.assign(model.distribute_strategy, held(variable), values, aggregation)
     else:
-        variable.assign(broadcast.as_one(parts, kind))
+        variable.assign(replica_values.aggregate(values, aggregation))

@@ -83,7 +83,7 @@ class BackwardPass(SectionPass):
                 targets.append(value)
                 upstream.append(tf.add_n(found) if len(found) > 1 else found[0])
             if key in self._of_logits[micro]:
-                targets.append(logits.behind(value).logits)
+                targets.append(logits.find(value).tensor)
                 upstream.append(self._of_logits[micro][key])
         return targets, upstream
 

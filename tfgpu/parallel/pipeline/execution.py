@@ -63,8 +63,8 @@ class _SectionStep:
         self._positions = [at for at, value in enumerate(self._batch) if remat.is_differentiable(value)]
         block = tf.custom_gradient(lambda *given: self._forward(given))
         results = block(*(self._batch[at] for at in self._positions))
-        outputs, losses, behind = self._first.split(results)
-        self._put_outputs(outputs, behind, values)
+        outputs, losses, found_logits = self._first.split(results)
+        self._put_outputs(outputs, found_logits, values)
         for loss in losses:
             model_graph.loss_owner(self._section.layers).add_loss(loss)
         self._first.assign_state()
@@ -95,10 +95,10 @@ class _SectionStep:
                 set_mask(value, mask)
         return batch
 
-    def _put_outputs(self, outputs: list, behind: list, values: dict) -> None:
-        left = iter(behind)
+    def _put_outputs(self, outputs: list, found_logits: list, values: dict) -> None:
+        left = iter(found_logits)
         for tensor, value in zip(self._section.outputs, outputs, strict=True):
             kind, mask = self._first.logits_kinds.get(id(tensor)), self._first.mask_of(tensor)
-            values[id(tensor)] = value if kind is None else logits.Behind(next(left), kind).put(value)
+            values[id(tensor)] = value if kind is None else logits.Logits(next(left), kind).attach_to(value)
             if mask is not None:
                 set_mask(values[id(tensor)], mask)

@@ -47,17 +47,17 @@ class ForwardPass(SectionPass):
         return {id(variable): value for scope in earlier for variable, value in scope.assigned}
 
     def results(self) -> list:
-        """The section's outputs, then the losses that its layers add, then the logits behind outputs: see `split`."""
-        outputs, behind = [], []
+        """The section's outputs, then the losses that its layers add, then the outputs' logits: see `split`."""
+        outputs, found_logits = [], []
         for tensor in self.section.outputs:
             pieces = [values[id(tensor)] for values in self.values]
-            known = logits.together(pieces)
+            known = logits.find_all(pieces)
             with device_placement.scope(self.program.placements[self._stage_of(tensor)]):
                 outputs.append(self.micro_batches.concat(pieces))
                 if known is not None:
-                    behind.append(self.micro_batches.concat(known[0]))
+                    found_logits.append(self.micro_batches.concat(known[0]))
                     self.logits_kinds[id(tensor)] = known[1]
-        return cell_times.after(self.stamps, [*outputs, *self._losses(), *behind])
+        return cell_times.after(self.stamps, [*outputs, *self._losses(), *found_logits])
 
     def split(self, results) -> tuple[list, list, list]:
         """Divides `results`, or their gradients, into those of outputs, of losses and of logits."""

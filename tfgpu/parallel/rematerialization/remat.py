@@ -190,8 +190,8 @@ class _Call:
     """One call of a function whose intermediate results are recomputed.
 
     TensorFlow sees one operation with a gradient of its own. It takes the differentiable arguments and the
-    differentiable values of an outer stateless scope, and returns the outputs, the added losses, and the logits behind
-    outputs, which Keras's cross-entropies look for.
+    differentiable values of an outer stateless scope, and returns the outputs, the added losses, and the outputs'
+    logits, which Keras's cross-entropies look for.
     """
 
     def __init__(self, function: Callable, arguments: tuple):
@@ -211,8 +211,8 @@ class _Call:
         outputs = tree.flatten(self._outputs)
         count = sum(map(is_differentiable, outputs))
         end = count + len(self._scope.losses)
-        floats, behind = iter(results[:count]), iter(results[end:])
-        outputs = [_like(first, next(floats), behind) if is_differentiable(first) else first for first in outputs]
+        floats, found_logits = iter(results[:count]), iter(results[end:])
+        outputs = [_like(first, next(floats), found_logits) if is_differentiable(first) else first for first in outputs]
         for loss in results[count:end]:
             _loss_owner(self._function).add_loss(loss)
         for variable, value in {id(pair[0]): pair for pair in self._scope.assigned}.values():
@@ -257,10 +257,10 @@ class _Call:
 
 
 def _results(outputs: object, scope: StatelessScope) -> list[tf.Tensor]:
-    """What the block returns: differentiable outputs, losses, and logits behind outputs; at least one tensor."""
+    """What the block returns: differentiable outputs, losses, and the outputs' logits; at least one tensor."""
     floats = list(filter(is_differentiable, tree.flatten(outputs)))
-    behind = [found.logits for found in map(logits.behind, floats) if found is not None]
-    return [*floats, *scope.losses, *behind] or [tf.zeros([])]
+    found_logits = [found.tensor for found in map(logits.find, floats) if found is not None]
+    return [*floats, *scope.losses, *found_logits] or [tf.zeros([])]
 
 
 def is_differentiable(value) -> bool:
@@ -279,11 +279,11 @@ def is_differentiable(value) -> bool:
     return True
 
 
-def _like(first: tf.Tensor, result: tf.Tensor, behind: Iterator) -> tf.Tensor:
-    """The result with the Keras mask and the logits of `first`; the next of `behind` are its logits."""
-    known, mask = logits.behind(first), get_mask(first)
+def _like(first: tf.Tensor, result: tf.Tensor, found_logits: Iterator) -> tf.Tensor:
+    """The result with the Keras mask and the logits of `first`; its logits are the next of `found_logits`."""
+    known, mask = logits.find(first), get_mask(first)
     if known is not None:
-        result = known.of(next(behind)).put(result)
+        result = known.replace(next(found_logits)).attach_to(result)
     if mask is not None:
         set_mask(result, mask)
     return result

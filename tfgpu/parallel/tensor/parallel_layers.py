@@ -120,10 +120,10 @@ class Segment:
         mask = get_mask(results[0])
         if mask is not None:
             set_mask(joined, mask)
-        behind = logits.together(results) if self.kind != "sum" else None
-        if behind is not None:
+        found = logits.find_all(results) if self.kind != "sum" else None
+        if found is not None:
             with device_placement.scope(self.placements[0]):
-                joined = logits.Behind(tf.concat(behind[0], self.axis), behind[1]).put(joined)
+                joined = logits.Logits(tf.concat(found[0], self.axis), found[1]).attach_to(joined)
         if self.kind == "column":
             losses.remember_shards(joined, results, self.placements)
         return joined

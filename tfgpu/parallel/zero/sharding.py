@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import slots, variables
-from tfgpu.core.state import broadcast, sharded_variable
+from tfgpu.core.state import replica_values, sharded_variable
 from tfgpu.core.state.sharded_variable import full_variable, shard_of
 from tfgpu.parallel import device_placement, shard_patches
 
@@ -46,8 +46,8 @@ class FlatSharding:
     def read(self, shards: Sequence) -> np.ndarray:
         """The full value; on several workers every one must call this."""
         value = variables.held(shards[0])
-        bits = broadcast.parts(value.distribute_strategy, value)
-        flat = broadcast.from_bits(bits, tf.as_dtype(value.dtype).as_numpy_dtype().dtype).reshape(-1)
+        bits = replica_values.gather(value.distribute_strategy, value)
+        flat = replica_values.from_bits(bits, tf.as_dtype(value.dtype).as_numpy_dtype().dtype).reshape(-1)
         return flat[: int(np.prod(self.sizes))].reshape(self.sizes)
 
     def write(self, shards: Sequence, value: np.ndarray) -> None:
@@ -55,7 +55,7 @@ class FlatSharding:
         strategy = variable.distribute_strategy
         rows = np.zeros((strategy.num_replicas_in_sync, *variable.shape), value.dtype)
         rows.reshape(-1)[: value.size] = value.reshape(-1)
-        broadcast.put_parts(strategy, variable, rows, "first")
+        replica_values.assign(strategy, variable, rows, "first")
 
 
 @dataclass(frozen=True)

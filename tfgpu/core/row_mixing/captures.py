@@ -1,7 +1,7 @@
-"""What a function or an object of the user's has in it: its whole numbers, and TensorFlow's variables.
+"""What a function or an object of the user's captures: its integer constants, and TensorFlow's variables.
 
-A label that stands for "none", the number of worst examples that count: such numbers are in a function's code, in
-what it was made with, in its module or in its object. Where they are elsewhere, nothing is found.
+A label to ignore, the k of a top-k loss: such numbers are in a function's code, its closure, its defaults, its module
+or its object. Elsewhere they are not found.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ _NUMBERS, _THINGS = 12, 200
 
 
 @dataclass
-class Inside:
-    """What was found.
+class Captures:
+    """Numbers and variables that a function uses.
 
     Attributes:
-        numbers: up to twelve whole ones beyond 1 and -1, none twice, as they were met.
-        variables: TensorFlow's own, which a Keras scope cannot keep from changing.
+        numbers: up to twelve distinct integers other than -1, 0 and 1, in the order in which they were found.
+        variables: TensorFlow's own, whose changes a Keras scope does not intercept.
     """
 
     numbers: list[float] = field(default_factory=list)
@@ -35,8 +35,8 @@ class Inside:
         return max((int(each) for each in self.numbers if 0 < each <= most), default=0)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Puts the variables' values back."""
+    def preserving_variables(self) -> Iterator[None]:
+        """Restores the variables' values after the block."""
         before = [(each, each.numpy()) for each in self.variables]
         try:
             yield
@@ -45,14 +45,14 @@ class Inside:
                 variable.assign(value)
 
 
-def of(thing: object) -> Inside:
-    """Looks into a function, a partial, a method or an object, and into what it calls of the user's.
+def of(thing: object) -> Captures:
+    """Searches a function, a partial, a method or an object, and the user's functions that it calls.
 
     Example:
         >>> of(functools.partial(max, 0.5, 1, -9999)).numbers
         [-9999]
     """
-    found, left, seen = Inside(), [thing], set()
+    found, left, seen = Captures(), [thing], set()
     while left and len(seen) < _THINGS:
         each = left.pop(0)
         if id(each) in seen:
@@ -100,7 +100,7 @@ def _of_function(function: types.FunctionType) -> list:
         return []
     cells = []
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not filled
+        with contextlib.suppress(ValueError):  # an empty cell
             cells.append(cell.cell_contents)
     names = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
     kept = (function.__kwdefaults__ or {}).values()

@@ -1,0 +1,58 @@
+"""Variables that hold another value on each replica: read, assign and aggregate these values."""
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import distribute
+from tfgpu.core import replication
+from tfgpu.core.state import broadcast
+
+
+def gather(strategy: tf.distribute.Strategy, variable) -> np.ndarray:
+    """Every replica's value of a variable, stacked in the order of the replicas, as bits (`to_bits`).
+
+    On several workers this is a collective: every worker must call it.
+    """
+    mine = to_bits(np.stack([np.array(copy.numpy()) for copy in variable.values]))
+    if not replication.spans_processes(strategy):
+        return mine
+    return broadcast.of_all_workers(strategy, mine).reshape(-1, *mine.shape[1:])
+
+
+def assign(strategy: tf.distribute.Strategy, variable, values: np.ndarray, aggregation: str) -> None:
+    """Assigns this process's replicas their values.
+
+    If the number of replicas has changed, the first replica gets the aggregate and the others get zeros; for a mean,
+    all get the aggregate.
+
+    Args:
+        strategy: the variable's.
+        variable: holds another value on each replica.
+        values: what `gather` returned, perhaps on another number of replicas.
+        aggregation: as for `aggregate`.
+    """
+    own, count = variable.values, strategy.num_replicas_in_sync
+    first = distribute.worker_index(strategy) * len(own) if len(own) < count else 0
+    if len(values) != count:
+        whole = aggregate(values, aggregation)
+        values = np.stack([whole] + [whole if aggregation == "mean" else np.zeros_like(whole)] * (count - 1))
+    for copy, value in zip(own, values[first : first + len(own)], strict=True):
+        copy.assign(value)
+
+
+def aggregate(values: np.ndarray, aggregation: str) -> np.ndarray:
+    """The value on one device: the replicas' `"sum"` or `"mean"`; for any other aggregation the first replica's."""
+    if aggregation == "sum":
+        return values.astype("float64").sum(0).astype(values.dtype) if values.dtype.kind == "f" else values.sum(0)
+    return values.mean(0).astype(values.dtype) if aggregation == "mean" else values[0]
+
+
+def to_bits(value) -> np.ndarray:
+    """bfloat16 and similar types as integers of the same bits, the only form that safetensors and NumPy share."""
+    value = np.asarray(value)
+    return value.view(f"u{value.itemsize}") if value.dtype.kind == "V" else value
+
+
+def from_bits(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The inverse of `to_bits`, for a value of this dtype."""
+    return array.view(dtype) if dtype.kind == "V" else array
