@@ -2,7 +2,7 @@
 
     python tests/versions/run.py                              # every corner; prints what it found
     python tests/versions/run.py --corners colab --check      # one; ends with 1 where something is not right
-    python tests/versions/run.py --write docs/versions.md     # the page, of all corners that were ever tried here
+    python tests/versions/run.py --write docs/versions.md     # the page; what it says of corners not tried here stays
 
 Each corner has an environment of its own under `build/versions/`, made on first use. There: `import`, what `pip
 install tfgpu` would change, every probe (a process each, with a timeout), and a slice of the equivalence matrix.
@@ -37,11 +37,8 @@ def ask(corner: Corner, *command: object, timeout: float) -> str:
     return done.stdout.strip().rpartition("\n")[2]
 
 
-def attempt(corner: Corner, cases: list[str]) -> dict:
+def attempt(corner: Corner, python: str, cases: list[str]) -> dict:
     """What a corner gives; what fails is under `error`, and what comes after it is missing."""
-    python = find_python(corner.python)
-    if python is None:
-        return {"error": f"no Python {corner.python} here"}
     found: dict = {}
     try:
         build(corner, python)
@@ -86,13 +83,25 @@ def row(corner: Corner, found: dict) -> str:
     return f"| {' | '.join([corner.title, *versions, str(found['repairs']) + ' repairs', pip, faulty, equal])} |"
 
 
-def page(results: dict[str, dict]) -> str:
-    """The Markdown of `docs/versions.md`."""
-    template = Path(__file__).with_name("page.md").read_text()
-    rows = "\n".join(row(corner, results[corner.name]) for corner in CORNERS if corner.name in results)
-    wrong = [f"- {c.title or c.name}: {said}" for c in CORNERS for said in faults(results.get(c.name, {}))]
+def page(results: dict[str, dict], before: str = "") -> str:
+    """The Markdown of `docs/versions.md`.
+
+    Args:
+        results: what was found, by the corners' names.
+        before: the page as it stands, whose lines on other corners are kept.
+    """
+    rows, wrong = [], []
+    for corner in CORNERS:
+        if corner.name in results:
+            rows.append(row(corner, results[corner.name]))
+            wrong += [f"- {corner.title}: {said.splitlines()[-1]}" for said in faults(results[corner.name])]
+        else:
+            kept = before.splitlines()
+            rows += [line for line in kept if line.startswith(f"| {corner.title} |")]
+            wrong += [line for line in kept if line.startswith(f"- {corner.title}: ")]
     notes = "\n".join(["Not as it should be:", "", *wrong]) if wrong else "In what ran, nothing differs."
-    return template.replace("{rows}", rows).replace("{notes}", notes)
+    template = Path(__file__).with_name("page.md").read_text()
+    return template.replace("{rows}", "\n".join(rows)).replace("{notes}", notes)
 
 
 def share(text: str) -> tuple[int, int]:
@@ -115,8 +124,12 @@ def main() -> None:
     part, parts = options.share
     wrong = False
     for corner in [c for c in CORNERS if c.name in options.corners][part - 1 :: parts]:
-        began = time.monotonic()
-        found = attempt(corner, options.cases)
+        began, python = time.monotonic(), find_python(corner.python)
+        if python is None:
+            wrong = True
+            print(f"{corner.title}: not tried, since there is no Python {corner.python} here.", flush=True)
+            continue
+        found = attempt(corner, python, options.cases)
         corner.folder.mkdir(parents=True, exist_ok=True)
         (corner.folder / "result.json").write_text(json.dumps(found, indent=1))
         print(f"{row(corner, found)} {time.monotonic() - began:.0f} s", flush=True)
@@ -125,7 +138,7 @@ def main() -> None:
             print(f"  {said}", flush=True)
     if options.write:
         kept = {path.parent.name: json.loads(path.read_text()) for path in FOLDER.glob("*/result.json")}
-        options.write.write_text(page(kept))
+        options.write.write_text(page(kept, options.write.read_text() if options.write.exists() else ""))
     if options.check and wrong:
         sys.exit(1)
 

@@ -52,10 +52,32 @@ def test_what_is_wrong_is_named(run):
     assert "- Colab, Kaggle: jit differs" in run.page({"colab": wrong})
 
 
+def test_lines_on_corners_that_were_not_tried_are_kept(run):
+    wrong = {**FOUND, "cells": {"jit": "differs"}}
+    before = run.page({"oldest": FOUND, "colab": wrong, "newest": wrong})
+    after = run.page({"colab": FOUND}, before)
+    assert after == run.page({"oldest": FOUND, "colab": FOUND, "newest": wrong})
+    assert after.count("| 2.20.0 |") == 3 and after.count("- next release: jit differs") == 1
+    assert run.page({"newest": FOUND}, after) == run.page({name: FOUND for name in ("oldest", "colab", "newest")})
+
+
 def test_a_corner_that_does_not_come_up(run):
-    assert run.faults({"error": "no Python 3.13 here"}) == ["no Python 3.13 here"]
+    failed = {"error": "pip install: ERROR\nNo matching distribution"}
+    assert run.faults(failed) == [failed["error"]]
     (corner,) = [each for each in run.CORNERS if each.name == "colab"]
-    assert "**no Python 3.13 here**" in run.row(corner, {"error": "no Python 3.13 here"})
+    assert "| **No matching distribution** |" in run.row(corner, failed)
+    assert "- Colab, Kaggle: No matching distribution\n" in run.page({"colab": failed})
+
+
+def test_a_corner_without_its_python_fails_the_check_and_keeps_its_line(run, monkeypatch, tmp_path, capsys):
+    page = tmp_path / "versions.md"
+    page.write_text(before := run.page({"colab": FOUND}))
+    monkeypatch.setattr(run, "find_python", lambda version: None)
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--corners", "colab", "--check", "--write", str(page)])
+    with pytest.raises(SystemExit, match="1"):
+        run.main()
+    assert page.read_text() == before and "there is no Python 3.13 here" in capsys.readouterr().out
 
 
 def test_tfgpu_brings_what_a_corner_does_not_choose(run):
