@@ -94,9 +94,7 @@ def test_workers_with_data_of_different_lengths_are_told(together):
     assert found["worker0"]["loss"] == found["worker1"]["loss"]
 
 
-@pytest.mark.parametrize("on_host", [True, False])  # False: as for GPUs, by TensorFlow's own iterator
-def test_the_replicas_of_a_process_get_their_pieces_in_order(monkeypatch, on_host):
-    monkeypatch.setattr(replication, "is_on_host", lambda strategy: on_host)
+def test_the_replicas_of_a_process_get_their_shards_in_order():
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     data = tf.data.Dataset.range(11).batch(6)
     with step_context.scope(gives_row_ranges=True):
@@ -106,18 +104,38 @@ def test_the_replicas_of_a_process_get_their_pieces_in_order(monkeypatch, on_hos
     assert [[int(p) for p in batch.offset.values] for batch in batches] == [[0, 2, 4, 5], [0, 2, 3, 4]]
 
 
-@pytest.mark.slow
-def test_a_model_learns_the_same_by_either_iterator(monkeypatch):
+def test_a_model_learns_the_same_from_data_that_the_user_has_distributed():
     tfgpu.repair_keras()
     x = np.random.default_rng(0).normal(size=(19, 3)).astype("float32")
     learned = []
-    for on_host in (True, False):
-        monkeypatch.setattr(replication, "is_on_host", lambda strategy, on_host=on_host: on_host)
+    for is_distributed in (False, True):
         keras.utils.set_random_seed(1)
-        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        data = tf.data.Dataset.from_tensor_slices((x, x[:, :2])).batch(4)
+        with strategy.scope():
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
             model.compile("adam", "mse", steps_per_execution=2)
-        model.fit(x, x[:, :2], batch_size=4, verbose=0)
-        learned.append([*model.get_weights(), model.predict(x, batch_size=8, verbose=0)])
+        model.fit(strategy.experimental_distribute_dataset(data) if is_distributed else data, epochs=2, verbose=0)
+        learned.append(model.get_weights())
     for ours, theirs in zip(*learned, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_batches_are_read_and_sharded_in_host_memory():
+    """Between the iterator and the devices' own operations no operation is left to TensorFlow's choice of device."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:1", "CPU:2"])
+    iterator = iter(tf.data.Dataset.from_tensor_slices(tf.zeros([8, 3])).batch(4))
+
+    @tf.function
+    def read(iterator):
+        has_value, get_value = batch_sharding.next_batch(iterator)
+        return tf.cond(has_value, lambda: sharded(get_value()), lambda: (tf.zeros([2, 3]),) * 2)
+
+    def sharded(batch):
+        return strategy.experimental_local_results(batch_sharding.shard(strategy, batch, gives_row_ranges=False))
+
+    traced = read.get_concrete_function(iterator).graph.as_graph_def()
+    nodes = [*traced.node, *(node for function in traced.library.function for node in function.node_def)]
+    devices = {node.op: tf.DeviceSpec.from_string(node.device) for node in nodes}
+    for kind in ("OptionalHasValue", "OptionalGetValue", "StridedSlice"):
+        assert (devices[kind].device_type, devices[kind].device_index) == ("CPU", 0)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import tensorflow as tf
-from tensorflow.python.distribute import device_util, distribute_lib, distribute_utils
+from tensorflow.python.distribute import device_util, distribute_lib, distribute_utils, input_lib
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.distribute.values import DistributedVariable, Mirrored, PerReplica
@@ -128,6 +128,26 @@ def cross_replica_mode(strategy: tf.distribute.Strategy) -> Iterator[None]:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
+
+
+def next_batch(iterator: tf.distribute.DistributedIterator) -> tuple[tf.Tensor, Callable]:
+    """Whether any replica has another batch (bool scalar), and what gives it, with placeholders where one has none.
+
+    `get_next_as_optional` wraps the batch of all devices in one `Optional` of the host: each batch leaves its GPU.
+    """
+    strategy, workers = iterator._strategy, iterator._input_workers
+    optionals = []
+    for worker, local in zip(workers.worker_devices, iterator._iterators, strict=True):
+        with tf.device(worker):
+            optionals.append(local.get_next_as_optional_list())
+
+    def get_value():
+        values = input_lib._get_value_or_dummy(workers, optionals, produce_dummy=True)
+        if iterator._replica_order is not None:
+            values = iterator._reorder_replicas(values)
+        return input_lib._create_per_replica(values, strategy)
+
+    return input_lib._calculate_replicas_with_values(strategy, workers, optionals) > 0, get_value
 
 
 def regroup(copies, wrap_class: type = PerReplica):

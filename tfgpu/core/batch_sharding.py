@@ -5,6 +5,7 @@ by default it shares out files, not batches, where it finds files: the rows that
 one device.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute, slots, training
 from tfgpu.compat.patch import wrap
-from tfgpu.core import extensions, nested_functions, replication, step_context, worker_vote
+from tfgpu.core import nested_functions, replication, step_context, worker_vote
 
 _UNEQUAL = "The parts of a batch must have equally many rows."
 
@@ -45,7 +46,7 @@ def cut_evenly() -> None:
     @wrap("TFEpochIterator.__init__")
     def init(stock, self, distribute_strategy=None, *args, **kwargs):
         strategy = distribute_strategy
-        if _is_one_cpu(strategy):
+        if isinstance(strategy, tf.distribute.OneDeviceStrategy):
             stock(self, Undistributed(), *args, **kwargs)
             training.set_iterator_strategy(self, strategy)
             return
@@ -100,7 +101,13 @@ def shard(strategy: tf.distribute.Strategy, batch, *, gives_row_ranges: bool = T
         found = replica_batch(batch, at, context.num_replicas_in_sync, stand_in=gives_row_ranges)
         return found if gives_row_ranges else found.data
 
-    return strategy.experimental_distribute_values_from_function(of_replica)
+    with on_host():
+        return strategy.experimental_distribute_values_from_function(of_replica)
+
+
+def on_host() -> contextlib.AbstractContextManager:
+    """Keeps what the block makes in this process's host memory: TensorFlow would place it on the first GPU."""
+    return tf.device("CPU:0")
 
 
 def rows_and_range(data) -> tuple[Any, tf.Tensor, tuple | None]:
@@ -155,22 +162,14 @@ class _Distributor:
             worker_vote.check_same_run(self._strategy, int(dataset.cardinality()), same_data=own_cut)
             if not own_cut:
                 return self._strategy.experimental_distribute_dataset(dataset)
-        gives_row_ranges = step_context.current().gives_row_ranges
-        if replication.is_on_host(self._strategy) or any(is_needed() for is_needed in extensions.host_sharding):
-            return _sharded(self._strategy, dataset, gives_row_ranges)
-        cut = _cut(self._strategy, dataset, gives_row_ranges)
-
-        def of_worker(worker: tf.distribute.InputContext) -> tf.data.Dataset:
-            devices = len(self._strategy.extended.worker_devices)
-            return dataset.map(cut).flat_map(_one_after_another).prefetch(devices)
-
-        return self._strategy.distribute_datasets_from_function(of_worker)
+        return _sharded(self._strategy, dataset, step_context.current().gives_row_ranges)
 
 
 class Undistributed:
-    """Stands where Keras asks the strategy of one CPU to distribute a dataset: it stays as it is.
+    """Stands where Keras asks the strategy of one device to distribute a dataset: it stays as it is.
 
-    TensorFlow's own iterator would ask at each step whether there is data: three times as long as a small model's step.
+    TensorFlow's own iterator asks in each step whether there is data, and takes each batch from a GPU to the host and
+    back to answer.
     """
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -178,11 +177,12 @@ class Undistributed:
 
 
 class ShardedDataset:
-    """A dataset whose batches the compiled step shards, where all replicas of this process compute on the CPU.
+    """A dataset whose batches the compiled step shards on the host.
 
-    One plain tf.data iterator gives whole batches: slices in the step's graph cost a tenth of a `map` in tf.data.
-    TensorFlow's own iterator has one a device, asks all workers at every step whether they have data, and forgets the
-    batch's size on workers.
+    One plain tf.data iterator gives whole batches. The step slices them in host memory, which costs a tenth of a `map`
+    in tf.data, and each device copies its own shard. A loop of steps does so for the next batch while the devices
+    compute. TensorFlow's own iterator asks all workers at every step whether they have data, takes each batch from a
+    GPU to the host and back, and forgets the batch's size.
 
     Args:
         strategy: whose replicas get the shards.
@@ -230,6 +230,20 @@ def source_of(iterator: object) -> tuple[Any, bool | None]:
     return iterator, None
 
 
+def next_batch(iterator: tf.data.Iterator | tf.distribute.DistributedIterator) -> tuple[tf.Tensor, Callable]:
+    """Whether an iterator has another batch (bool scalar), and what gives it; called where it has one."""
+    if isinstance(iterator, tf.distribute.DistributedIterator):
+        return distribute.next_batch(iterator)
+    with on_host():  # `identity` has a device of its own, and `get_value` goes where the optional is
+        batch = tf.nest.map_structure(tf.identity, iterator.get_next_as_optional(), expand_composites=True)
+
+    def get_value():
+        with on_host():
+            return batch.get_value()
+
+    return batch.has_value(), get_value
+
+
 def _sharded(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_ranges: bool) -> ShardedDataset:
     """Kept with the dataset: what shards its batches one by one takes some 30 ms to trace."""
     kept = vars(slots.of(dataset)).setdefault("sharded", {})
@@ -271,18 +285,6 @@ def _cut(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_r
         return tuple(each if gives_row_ranges else each.data for each in shards)
 
     return cut
-
-
-def _one_after_another(*shards) -> tf.data.Dataset:
-    """The shards of a batch as elements, one a device."""
-    found = tf.data.Dataset.from_tensors(shards[0])
-    for each in shards[1:]:
-        found = found.concatenate(tf.data.Dataset.from_tensors(each))
-    return found
-
-
-def _is_one_cpu(strategy: tf.distribute.Strategy | None) -> bool:
-    return isinstance(strategy, tf.distribute.OneDeviceStrategy) and replication.is_on_host(strategy)
 
 
 def _common_rows(values: list) -> int | tf.Tensor:

@@ -117,13 +117,14 @@ class LoopBuilder:
         # at call time and loses it where a function is called from a loop ("must feed a value for placeholder").
         def another(done, left, since, last):
             if kind.is_sure:
-                batch = iterator.get_next()
+                with batch_sharding.on_host():
+                    batch = iterator.get_next()
                 with _state_waits_for(batch):
                     return done + 1, left - 1, *run(batch, since, last)
-            data = iterator.get_next_as_optional()
+            has_value, get_value = batch_sharding.next_batch(iterator)
             return tf.cond(
-                data.has_value(),
-                lambda: (done + 1, left - 1, *run(data.get_value(), since, last)),
+                has_value,
+                lambda: (done + 1, left - 1, *run(get_value(), since, last)),
                 lambda: (done, 0, since, last),
             )
 

@@ -117,7 +117,6 @@ def explained(error: tf.errors.OpError, model) -> MachineError | None:
 
 
 extensions.error_explanations.register(explained)
-extensions.host_sharding.register(lambda: connection() is not None)  # TensorFlow's iterator stays in its process
 
 
 def end_at_once_after_an_error() -> None:
