@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfgpu
-from tfgpu.core import batch_sharding, replication, step_context
+from tfgpu.core import batch_sharding, step_context
 
 
 def all_pieces(batch, count):
