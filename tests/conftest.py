@@ -22,7 +22,6 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import tensorflow as tf
-from tensorflow.python.framework import ops
 
 ROOM = 50 * 2**20
 """Bytes by which tests may let a process grow before garbage is collected."""
@@ -135,9 +134,6 @@ def memory_is_given_back(process_memory):
     """Models and graphs of many modules do not stay in memory until the last one's end."""
     yield
     if psutil.Process().memory_info().rss - process_memory["then"] > ROOM and "keras" in sys.modules:
-        gradients = ops.gradient_registry._registry
-        for name in [name for name in gradients if name.startswith("CustomGradient")]:
-            del gradients[name]  # TensorFlow keeps each for ever, and with it the graph that it stands in.
         sys.modules["keras"].backend.clear_session()  # collects garbage, too
         ctypes.CDLL(None).malloc_trim(0)
         process_memory["then"] = psutil.Process().memory_info().rss

@@ -63,6 +63,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "Function": ("tensorflow.python.eager.polymorphic_function.polymorphic_function:Function",),
     "MirroredExtended": ("tensorflow.python.distribute.mirrored_strategy:MirroredExtended",),
     "MirroredReplicaThread": ("tensorflow.python.distribute.mirrored_run:_MirroredReplicaThread",),
+    "custom_gradient": ("tensorflow.python.ops.custom_gradient",),
     "mirrored_strategy": ("tensorflow.python.distribute.mirrored_strategy",),
     "random_seed": ("tensorflow.python.framework.random_seed",),
 }
@@ -153,6 +154,7 @@ TARGETS: tuple[str, ...] = (
     "aug_mix.py_random",
     "backend_ops.remat",
     "core.remat",
+    "custom_gradient._graph_mode_decorator",
     "distribution_lib.set_distribution",
     "hdf5_format.save_model_to_hdf5",
     "hdf5_format.save_weights_to_hdf5_group",

@@ -1,6 +1,7 @@
 """TensorFlow's functions, tapes, graphs and kernels: what has no public name."""
 
 import types
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -13,12 +14,14 @@ from tensorflow.python.eager import backprop, record
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import tf_method_target
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-from tensorflow.python.framework import kernels, op_def_registry, tensor_util
+from tensorflow.python.framework import kernels, op_def_registry, ops, tensor_util
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.framework.none_tensor import NoneTensorSpec
 from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.util import tf_decorator
+
+from tfgpu.compat import slots
 
 __all__ = ["EagerTensor", "Function", "NoneTensorSpec", "eager_context", "is_op_determinism_enabled", "tensor_util"]
 
@@ -84,6 +87,21 @@ def autograph_status() -> AbstractContextManager:
 def without_recording() -> AbstractContextManager:
     """Hides the block's operations from every gradient tape."""
     return record.stop_recording()
+
+
+def let_graph_own_gradient(operation: tf.Operation) -> None:
+    """Makes the custom gradient of an operation live as long as the operation's graph, instead of forever.
+
+    Args:
+        operation: one that `tf.custom_gradient` has added to a graph.
+    """
+    registry, name = ops.gradient_registry, operation.get_attr("_gradient_op_type").decode()
+    gradient = registry.lookup(name)
+    vars(slots.of(operation.graph)).setdefault("custom_gradients", []).append(gradient)
+    held_by_graph = weakref.ref(gradient)
+    del registry._registry[name]
+    registry.register(lambda *given: held_by_graph()(*given), name)
+    weakref.finalize(operation.graph, registry._registry.pop, name, None).atexit = False
 
 
 def surround_gradients(

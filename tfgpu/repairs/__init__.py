@@ -23,6 +23,7 @@ MODULES = (
     "tfgpu.repairs.layers",
     "tfgpu.repairs.regularizers",
     "tfgpu.repairs.functions",
+    "tfgpu.repairs.custom_gradients",
     "tfgpu.repairs.optimizers",
     "tfgpu.optim.repairs",
     "tfgpu.repairs.data",
