@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes || { test -e /proc/driver/nvidia && echo yes; })
 EXTRAS := dev$(if $(HAS_GPU),$(shell echo ,gpu))
 
+# Compile the tests once, not once a process.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-all coverage lint audit docs docs-check doctor digits matrix versions bench bench-gpu clean
 

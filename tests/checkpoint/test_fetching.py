@@ -66,6 +66,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(200)
 def test_what_fails_on_the_chief_fails_on_all_workers(together, tmp_path):

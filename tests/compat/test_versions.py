@@ -29,6 +29,7 @@ def test_each_version_is_older_or_supported_or_newer():
     assert versions.KERAS.describe("2.15.0") == "Keras 2.15.0 is too old: tfgpu supports 3.13 to 3.16."
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("version", "code", "said"), [("3.12.4", 1, "too old"), ("3.99.0", 0, "newer than")])
 def test_the_first_use_of_keras_says_it(version, code, said):

@@ -148,6 +148,7 @@ def test_nobody_answers(photos):
         data(photos, service="here")
 
 
+@pytest.mark.slow
 def test_what_is_in_memory_needs_no_service(shared):
     with pytest.raises(InputError, match="kept in memory"):
         pipeline("digits", global_batch=8, service=shared[0])

@@ -66,6 +66,7 @@ def three(tmp_path_factory):
     return folder, json.loads(out), told
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_three_planted_faults_are_found_by_name_and_place(three):
     folder, found, told = three
@@ -84,6 +85,7 @@ def test_three_planted_faults_are_found_by_name_and_place(three):
     assert "loss" in told and "the end" not in told  # The script's own words; it ends when there is enough.
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_files_lie_in_the_folder(three):
     folder = three[0] / "profile"
@@ -98,6 +100,7 @@ def test_the_files_lie_in_the_folder(three):
     assert named["slow_map"] == "MapDataset:2"  # Names of functions are not in the trace.
 
 
+@pytest.mark.sample("fit")
 @pytest.mark.parametrize("way", ["fit", "Trainer"])
 def test_the_steps_of_a_training_are_found(tmp_path, way):
     with tfgpu.strategy("one_device").scope():

@@ -99,6 +99,7 @@ MODELS = {
 FAST = ("a layer that mixes rows",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "recomputes"),
     [
@@ -189,6 +190,7 @@ def test_lora_after_the_layout():
     assert model.get_layer("first").lora_kernel_a.value.values[0].device.endswith("CPU:1")
 
 
+@pytest.mark.slow
 def test_scaled_and_with_arrays_in_parts():
     def make():
         inputs = keras.Input((8,))

@@ -233,6 +233,7 @@ def test_a_model_is_cut_where_one_tensor_goes_on():
     assert [block.name for block in found.blocks] == ["first", "branch", "shared", "relu", "last"]
 
 
+@pytest.mark.slow
 def test_layers_that_mix_rows_are_not_cut_into_stages():
     found = plan(build("cnn"), 4, batch=16, memory="1GB")
     assert {one.layout.pipeline for one in found} == {1}

@@ -109,6 +109,7 @@ def send(folder: Path, rank: int, number: int) -> float:
     return time.monotonic()
 
 
+@pytest.mark.slow
 def test_in_one_process_the_same_script_runs():
     assert connect().size == 1
     model = pipeline(PARTS["make"](), 2, 3, cuts=["third"], mesh=Mesh(pipeline=2, devices=["CPU:0", "0/CPU:1"]))

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import json, os, time
 from tfgpu import repairs
@@ -20,6 +22,7 @@ print(json.dumps(probing.ask(["gone"])))
 """
 
 
+@pytest.mark.slow
 def test_each_probe_answers_for_itself():
     done = subprocess.run(
         [sys.executable, "-c", CODE],

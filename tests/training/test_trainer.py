@@ -132,6 +132,7 @@ def test_wrong_input_is_one_clear_error():
         tfgpu.Trainer(Own([keras.Input((4,)), keras.layers.Dense(1)]))
 
 
+@pytest.mark.slow
 def test_a_loop_of_one_s_own_learns_the_same():
     """The documented hand-written loop: strategy.run inside a tf.function, the loss divided by the global batch."""
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

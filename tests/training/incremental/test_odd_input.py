@@ -207,6 +207,7 @@ def test_what_is_no_model_file_is_not_taken_up(tmp_path):
             incremental.take_up(source, optimizer="keep")
 
 
+@pytest.mark.slow
 def test_a_metric_that_was_told_the_classes_counts_the_new_ones():
     """MeanIoU leaves out classes beyond its number: it would say 1.0 here, where the last class is never right."""
     keras.utils.set_random_seed(0)
