@@ -29,11 +29,30 @@ def test_each_version_is_older_or_supported_or_newer():
     assert versions.KERAS.describe("2.15.0") == "Keras 2.15.0 is too old: tfgpu supports 3.13 to 3.16."
 
 
+@pytest.mark.parametrize(("name", "library"), [("tf-nightly", "tensorflow"), ("keras-nightly", "keras")])
+def test_a_nightly_build_is_known_before_it_is_imported(name, library, monkeypatch, tmp_path):
+    facts = tmp_path / f"{name.replace('-', '_')}-9.1.0.dev7.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.1.0.dev7\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, library, raising=False)
+    assert str(versions.installed(library)) == "9.1.0.dev7"
+
+
+USES = {
+    "Python": "import tfgpu; tfgpu.repair_keras()",
+    "the command line": "from tfgpu.cli import main; main(['train', '--dry-run', '--model', 'mlp'])",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("version", "code", "said"), [("3.12.4", 1, "too old"), ("3.99.0", 0, "newer than")])
-def test_the_first_use_of_keras_says_it(version, code, said):
-    script = f"import keras; keras.__version__ = {version!r}; import tfgpu; tfgpu.repair_keras()"
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("version", "code", "said"),
+    [pytest.param("3.12.4", 1, "too old", id="old"), pytest.param("3.99.0", 0, "newer than", id="new")],
+)
+def test_the_first_use_of_keras_says_it_once(version, code, said, use):
+    script = f"import keras; keras.__version__ = {version!r}; {USES[use]}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr[-2000:]
     lines = [line for line in done.stderr.splitlines() if f"Keras {version} is {said}" in line]

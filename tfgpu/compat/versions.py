@@ -22,6 +22,7 @@ class Support:
         oldest: the oldest minor version that works.
         newest: the newest minor version that was tried.
         recommended: the version to install where another one does not fit.
+        others: its builds under other names.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Support:
     oldest: str
     newest: str
     recommended: str
+    others: tuple[str, ...]
 
     @property
     def requirement(self) -> str:
@@ -60,8 +62,8 @@ class Support:
         return f"{self.title} {version} is newer than tfgpu was tested with ({self.oldest} to {self.newest})."
 
 
-TENSORFLOW = Support("TensorFlow", "tensorflow", "2.17", "2.22", "2.21.0")
-KERAS = Support("Keras", "keras", "3.13", "3.16", "3.15.1")
+TENSORFLOW = Support("TensorFlow", "tensorflow", "2.17", "2.22", "2.21.0", ("tensorflow-cpu", "tf-nightly"))
+KERAS = Support("Keras", "keras", "3.13", "3.16", "3.15.1", ("keras-nightly",))
 SUPPORTED = {each.package: each for each in (TENSORFLOW, KERAS)}
 INSTALL = f"pip install '{TENSORFLOW.requirement}' '{KERAS.requirement}'"
 INSTALL_CUDA = f"pip install '{TENSORFLOW.requirement.replace('tensorflow', 'tensorflow[and-cuda]')}'"
@@ -74,9 +76,9 @@ def installed(library: str) -> Version | None:
         >>> str(installed("no-such-package"))
         'None'
     """
-    module = sys.modules.get(library)  # nightly builds have another distribution's name
-    found = getattr(module, "__version__", None)
-    for name in () if found else (library, f"{library}-nightly", f"{library}-cpu"):
+    found = getattr(sys.modules.get(library), "__version__", None)
+    others = SUPPORTED[library].others if library in SUPPORTED else ()
+    for name in () if found else (library, *others):
         try:
             found = metadata.version(name)
             break
