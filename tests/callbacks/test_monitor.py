@@ -206,7 +206,7 @@ def test_prometheus_reads_a_file_and_a_port(tmp_path):
             limit_s, text = time.monotonic() + 60, ""
             while f'tfgpu_epoch{{worker="0"}} {epoch + 1}' not in text and time.monotonic() < limit_s:
                 time.sleep(0.05)
-                with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=300) as answer:
                     text = answer.read().decode()
             seen.append(text)
 
@@ -442,7 +442,7 @@ except ValueError:
 left = [thread for thread in threading.enumerate() if thread.name == "tfgpu-monitor"]
 del monitor, model, fails
 import gc; gc.collect()
-for thread in left: thread.join(10)
+for thread in left: thread.join(300)
 print([thread.is_alive() for thread in left])
 """
 

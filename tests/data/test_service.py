@@ -39,7 +39,7 @@ def serving():
         workers = psutil.Process(process.pid).children() if process.poll() is None else []
         process.terminate()
         process.wait(timeout=300)
-        _, left = psutil.wait_procs(workers, timeout=20)
+        _, left = psutil.wait_procs(workers, timeout=300)
         assert not left
 
 

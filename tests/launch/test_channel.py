@@ -73,7 +73,7 @@ def test_what_is_sent_reaches_the_task_even_before_it_connects(links):
             thread.start()
             served(links[0])
             links[0].send("end", grace_s=0)
-            thread.join(30)
+            thread.join(300)
     assert worker.asked == [("reserve", {"count": 1}), ("end", {"grace_s": 0})] and worker.closed.is_set()
 
 

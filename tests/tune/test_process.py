@@ -123,7 +123,7 @@ def test_a_trial_whose_study_is_killed_ends_too(tmp_path):
         pid = int(holder.stdout.readline())
     finally:
         holder.kill()
-        holder.wait(10)
+        holder.wait(300)
         holder.stdout.close()
     until = time.monotonic() + 200
     while time.monotonic() < until and _runs(pid):
