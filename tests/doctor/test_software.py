@@ -92,6 +92,16 @@ def test_the_state_of_each_repair(facts, by_name):
     assert (named["Keras repair a"].fix, named["Keras repair b"].fix) == ("unset TFGPU_REPAIR", "")
     facts["repairs"] = {"error": "MachineError: Keras 4.0 has no `Loss.__call__`"}
     assert by_name(facts)["Keras repairs"].status == "problem"
+    assert by_name(facts)["Keras repairs"].found == facts["repairs"]["error"]
+
+
+def test_a_version_that_is_too_old_is_said_once(facts, by_name):
+    facts["keras"]["version"] = "3.12.4"
+    facts["repairs"] = {"error": "MachineError: Keras 3.12.4 is too old: tfgpu supports 3.13 to 3.16."}
+    named = by_name(facts)
+    assert [name for name, check in named.items() if "too old" in check.found] == ["Keras"]
+    assert named["Keras"].command == INSTALL
+    assert named["Keras repairs"].fix == "Fix TensorFlow and Keras first."
 
 
 BROKEN = {
@@ -160,7 +170,7 @@ def test_a_broken_package_is_a_finding_with_a_fix(case, tmp_path, clean):
     assert named[name].status in ("warning", "problem") and "pip install" in named[name].fix
     assert doctor.stops_training(checks)
     assert named["Python"].status == "ok" and named["CPU"].found
-    assert named["Keras repairs"].fix == "Mend TensorFlow and Keras first."
+    assert named["Keras repairs"].fix == "Fix TensorFlow and Keras first."
     assert all(check.fix for check in checks if check.status != "ok")
 
 

@@ -97,8 +97,9 @@ def repairs(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check
         if "no answer" in found["error"]:
             fix = "Run `tfgpu doctor` again when the machine is less busy."
             return [Check("Keras repairs", "warning", found["error"], fix)]
-        if "not asked" in found["error"]:
-            return [Check("Keras repairs", "problem", found["error"], "Mend TensorFlow and Keras first.")]
+        if "problem" in (tensorflow(facts).status, keras(facts, environ).status):
+            text = "unknown: TensorFlow or Keras cannot be used"
+            return [Check("Keras repairs", "problem", text, "Fix TensorFlow and Keras first.")]
         return [Check("Keras repairs", "problem", found["error"], command=INSTALL)]
     is_off = environ.get("TFGPU_REPAIR", "1") == "0"
     checks = []

@@ -43,8 +43,6 @@ def gather(environ: Mapping[str, str], *, root: str = "/", seconds: float | None
         facts |= _libraries(facts["tensorflow"], environ, root, seconds or QUICK_S)
         for each in [*quick, *repairs]:
             facts |= each.result()
-    if "error" in facts["tensorflow"] or "error" in facts["keras"]:
-        facts |= {name: {"error": "not asked: TensorFlow or Keras cannot be imported"} for name in _ENGINE}
     return facts
 
 
