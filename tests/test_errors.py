@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tfgpu.errors import InputError, whole_number
+from tfgpu.errors import InputError, is_number, whole_number
 
 
 @pytest.mark.parametrize("value", [1, 7, np.int64(7), np.uint8(7)])
@@ -22,3 +22,19 @@ def test_the_minimum_is_allowed_and_named():
     assert whole_number("limit", 0, minimum=0) == 0
     with pytest.raises(InputError, match="from 2. Received: 1."):
         whole_number("steps", 1, minimum=2)
+
+
+def test_the_maximum_is_allowed_and_named():
+    assert whole_number("shards", 9, maximum=9) == 9
+    with pytest.raises(InputError, match="from 1 to 9. Received: 10."):
+        whole_number("shards", 10, maximum=9)
+
+
+@pytest.mark.parametrize("value", [0, -1.5, np.float32(2), np.int64(3), 10**400])
+def test_finite_numbers(value):
+    assert is_number(value)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, "1", None, [1], float("nan"), float("-inf"), 1j])
+def test_everything_else_is_not_a_finite_number(value):
+    assert not is_number(value)

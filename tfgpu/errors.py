@@ -1,6 +1,7 @@
 """The errors that tfgpu raises on purpose, the end of a preempted process, and the sentence for an unknown name."""
 
 import difflib
+import math
 import numbers
 from collections.abc import Iterable
 
@@ -49,27 +50,41 @@ class Preempted(SystemExit):
         self.code: int = self.EXIT_CODE
 
 
-def whole_number(name: str, value: object, *, minimum: int = 1) -> int:
+def whole_number(name: str, value: object, *, minimum: int = 1, maximum: int | None = None) -> int:
     """Checks that an argument is a whole number, Python's or NumPy's; True and False are not.
 
     Args:
         name: the argument's name.
         value: what was received.
-        minimum: the smallest allowed value.
+        minimum, maximum: the smallest and the largest allowed value.
 
     Returns:
         The value as an `int`.
 
     Raises:
-        InputError: it is something else, or too small.
+        InputError: it is something else, or out of range.
 
     Example:
         >>> whole_number("keep", 3)
         3
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
-        raise InputError(f"`{name}` must be a whole number from {minimum}. Received: {value!r}.")
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or value < minimum or (maximum is not None and value > maximum):
+        most = "" if maximum is None else f" to {maximum}"
+        raise InputError(f"`{name}` must be a whole number from {minimum}{most}. Received: {value!r}.")
     return int(value)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite real number, Python's or NumPy's; True and False are not.
+
+    Example:
+        >>> is_number(0.5), is_number(float("nan")), is_number(True)
+        (True, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    return isinstance(value, numbers.Integral) or math.isfinite(value)
 
 
 def unknown(kind: str, name: object, choices: Iterable[str]) -> InputError:

@@ -9,7 +9,7 @@ from tfgpu.errors import InputError
 
 
 class Fixed:
-    """Numbers that are chosen by hand: the same for every stage."""
+    """Hand-chosen random numbers, the same for every stage."""
 
     def __init__(self, *rows):
         self._rows = np.array(rows, np.float32)
@@ -56,7 +56,7 @@ def test_a_quarter_turn_by_hand():
     np.testing.assert_allclose(turned, np.rot90(IMAGE[0, ..., 0]), atol=1e-5)
 
 
-def test_zoom_keeps_the_centre():
+def test_zoom_keeps_the_center():
     zoomed = run("zoom", Fixed([1.0, 0.0]), fraction=0.999, fill="nearest")[0, ..., 0]  # about twice as large
     np.testing.assert_allclose(zoomed[1], [3.5, 4, 4.5], atol=1e-2)
 
@@ -65,7 +65,7 @@ def test_contrast_by_hand():
     np.testing.assert_allclose(run("contrast", Fixed([1.0])), 4 + (IMAGE - 4) * 1.2, atol=1e-6)
 
 
-RED = np.array([[[[1.0, 0.0, 0.0], [0.5, 0.5, 0.5]]]], np.float32)  # one row: pure red, grey
+RED = np.array([[[[1.0, 0.0, 0.0], [0.5, 0.5, 0.5]]]], np.float32)  # one row: pure red, gray
 
 
 def test_brightness_by_hand():
@@ -73,13 +73,13 @@ def test_brightness_by_hand():
 
 
 def test_saturation_by_hand():
-    # Red's grey is 0.299; at the full draw the distance to it is scaled by 1.5. Grey stays.
+    # Red's gray is 0.299; at the full draw the distance to it is scaled by 1.5. Gray stays.
     expected = [[0.299 + 0.701 * 1.5, -0.299 * 0.5, -0.299 * 0.5], [0.5, 0.5, 0.5]]
     np.testing.assert_allclose(run("saturation", Fixed([1.0]), RED, fraction=0.5)[0, 0], expected, atol=1e-6)
 
 
 def test_hue_by_hand():
-    # A third of the circle takes red to green; grey has no hue.
+    # A third of the circle takes red to green; gray has no hue.
     turned = run("hue", Fixed([1.0]), RED, fraction=1 / 3)[0, 0]
     np.testing.assert_allclose(turned, [[0, 1, 0], [0.5, 0.5, 0.5]], atol=1e-6)
 
@@ -112,7 +112,7 @@ def test_each_place_gets_its_own_change_however_the_epoch_is_cut(stage):
     assert not np.array_equal(whole, change(0, 12, seed=6))
 
 
-def test_neighbouring_geometric_stages_are_one_resampling():
+def test_adjacent_geometric_stages_are_one_resampling():
     stages = parse_stages(
         ["shift", "rotate", "flip", "zoom", "noise", "crop", ("shift", {"fill": "reflect"})]
     )
@@ -153,8 +153,8 @@ def test_the_same_numbers_one_by_one_when_examples_overtake_each_other():
     "stage, shape, rank, message",
     [
         ("flip", (64,), 1, "images of one size"),
-        ("hue", (8, 8, 1), 1, "three colours"),
-        ("mixup", (8, 8, 1), 2, "mixes class labels"),
+        ("hue", (8, 8, 1), 1, "three channels"),
+        ("mixup", (8, 8, 1), 2, "one class label per example"),
     ],
 )
 def test_a_stage_that_the_examples_cannot_go_through_is_refused(stage, shape, rank, message):

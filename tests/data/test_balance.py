@@ -96,5 +96,5 @@ def test_a_choice_that_cannot_work_names_the_fix(options, message):
 
 
 def test_sequences_of_labels_have_no_class_to_balance():
-    with pytest.raises(InputError, match="one class an example"):
+    with pytest.raises(InputError, match="one class per example"):
         pipeline((np.zeros([6, 4]), np.ones([6, 4], int)), global_batch=2, validation=0, test=0, balance="weights")

@@ -15,7 +15,7 @@ STAGES = ["flip", "crop", "noise", "cutout"]
 
 
 def numbered(count, classes=2):
-    """Examples that carry their own number, so that an order can be read off them."""
+    """Examples that contain their own index, so that their order can be read from a batch."""
     return np.arange(count, dtype=np.float32)[:, None], np.arange(count) % classes
 
 
@@ -137,7 +137,7 @@ def test_the_source_s_own_parts_are_used(caplog):
     assert sum(numbers(data.test), []) == list(range(25, 40))
     assert sorted(sum(numbers(data.train) + numbers(data.validation), [])) == list(range(30))
     assert data.info.validation_examples == 6
-    assert "brings its own test part" in caplog.text
+    assert "has its own test split" in caplog.text
     assert f"{5 - sum(n >= 25 for n in sum(numbers(data.validation), []))} examples of its own test part" in caplog.text
 
 
@@ -152,14 +152,14 @@ def test_empty_parts_are_none():
     [
         ({"global_batch": 0}, "whole number from 1"),
         ({"global_batch": 2.5}, "whole number from 1"),
-        ({"global_batch": 15}, "larger than the training part.*14 training"),
-        ({"global_batch": 2, "validation": 1.5}, "0 to below 1"),
-        ({"global_batch": 2, "validation": 0.5, "test": 0.5}, "nothing to train on"),
+        ({"global_batch": 15}, "larger than the training split.*14 training"),
+        ({"global_batch": 2, "validation": 1.5}, "at least 0 and below 1"),
+        ({"global_batch": 2, "validation": 0.5, "test": 0.5}, "no training examples"),
         ({"global_batch": 2, "seed": -1}, "`seed`"),
         ({"global_batch": 2, "augment": ["flop"]}, "Did you mean 'flip'"),
         ({"global_batch": 2, "augment": ["flip"]}, "needs images"),
         ({"global_batch": 2, "image_size": "big"}, "image_size"),
-        ({"global_batch": 2, "image_size": 8}, "images of files only"),
+        ({"global_batch": 2, "image_size": 8}, "image files"),
         ({"global_batch": 1, "cluster": Cluster(("a:1", "b:1"), 0, "worker", 0)}, "number of workers"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_damaged_cache_is_written_again(photos, tmp_path, caplog):
         path = next(tmp_path.glob(f"*.{kind}"))
         path.write_bytes(path.read_bytes()[:-7])
         assert np.array_equal(opened(photos, tmp_path), expected)
-    assert caplog.text.count("written again") == 2
+    assert caplog.text.count("rewriting it") == 2
 
 
 @pytest.mark.parametrize("place", [0, -1])
@@ -106,7 +106,26 @@ def test_one_changed_byte_is_noticed(photos, tmp_path, caplog, place):
     content[place] ^= 1
     path.write_bytes(content)
     assert np.array_equal(opened(photos, tmp_path), expected)
-    assert "is damaged; it is written again" in caplog.text
+    assert "is damaged; rewriting it" in caplog.text
+
+
+def test_values_are_compared_with_the_checksums_once_and_again_after_a_change(photos, tmp_path, monkeypatch):
+    read, checksums = [], cache._checksums
+    monkeypatch.setattr(cache, "_checksums", lambda path, size: (read.append(path), checksums(path, size))[1])
+    expected = opened(photos, tmp_path)  # writes it
+    for _ in range(3):
+        assert np.array_equal(opened(photos, tmp_path), expected)
+    assert len(read) == 1
+    os.utime(read[0])
+    for _ in range(2):
+        assert np.array_equal(opened(photos, tmp_path), expected)
+    assert len(read) == 2
+
+
+def test_a_damaged_record_of_the_comparison_is_ignored(photos, tmp_path):
+    expected = [opened(photos, tmp_path) for _ in range(2)][0]
+    next(tmp_path.glob("*.verified")).write_bytes(b"\xff\xfe")
+    assert np.array_equal(opened(photos, tmp_path), expected)
 
 
 def test_values_and_index_are_flushed_to_the_disk(photos, tmp_path, monkeypatch):
@@ -130,12 +149,12 @@ def test_two_that_want_one_cache_at_once_write_it_once(photos, tmp_path, monkeyp
     monkeypatch.setattr(os, "rename", lambda a, b: (writes.append(b.suffix), renamed(a, b)))
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(lambda _: opened(photos, tmp_path), range(2))
-    assert np.array_equal(one, two) and sorted(writes) == [".examples", ".npz"]
+    assert np.array_equal(one, two) and sorted(writes) == [".examples", ".npz", ".verified"]
 
 
 def test_no_room_is_said_before_anything_is_written(photos, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10}))
-    with pytest.raises(MachineError, match="no room .* Give another"):
+    with pytest.raises(MachineError, match="no room .* Use another"):
         pipeline(photos, global_batch=2, cache="disk", cache_directory=tmp_path / "c")
     examples = open_source(str(photos), Reading(memory_bytes=9, cache_directory=tmp_path / "c"))
     assert examples.cache == "none" and "no room" in caplog.text
@@ -147,9 +166,9 @@ def test_no_room_is_said_before_anything_is_written(photos, tmp_path, monkeypatc
     [
         ({"cache": "ram"}, "Unknown cache 'ram'"),
         ({"cache": "disk"}, "Give cache_directory"),
-        ({"cache": "none", "cache_directory": "c"}, "Leave one out"),
-        ({"cache": "memory", "memory_bytes": 100}, "do not fit in memory_bytes=100. Raise it"),
-        ({"cache": "disk", "cache_directory": "/proc/none"}, "Cannot make cache_directory"),
+        ({"cache": "none", "cache_directory": "c"}, "Remove one of them"),
+        ({"cache": "memory", "memory_bytes": 100}, "do not fit in memory_bytes=100. Increase it"),
+        ({"cache": "disk", "cache_directory": "/proc/none"}, "Cannot create cache_directory"),
     ],
 )
 def test_a_cache_that_cannot_be_says_why(photos, settings, message):
@@ -159,7 +178,7 @@ def test_a_cache_that_cannot_be_says_why(photos, settings, message):
 
 @pytest.mark.parametrize("choice", [{"cache": "none"}, {"cache_directory": "c"}])
 def test_arrays_are_in_memory_already(choice):
-    with pytest.raises(InputError, match="kept in memory as they are"):
+    with pytest.raises(InputError, match="already in memory"):
         pipeline("digits", global_batch=2, **choice)
 
 

@@ -54,7 +54,7 @@ def test_equalize_knows_each_image_and_channel_apart():
 
 
 class Drawn:
-    """Choices and signs by hand: one row an image."""
+    """Hand-chosen operations and signs, one row per image."""
 
     def __init__(self, *pairs):
         names = randaugment.CHANGES

@@ -1,4 +1,4 @@
-"""Hugging Face data sets where `datasets` is installed; everywhere, objects that work like them."""
+"""Hugging Face datasets, if `datasets` is installed, and objects that work like them."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class Image:
 
 
 class Like:
-    """Rows with named columns, as a map-style data set has them."""
+    """Rows with named columns, as a map-style dataset has them."""
 
     def __init__(self, features, rows):
         self.features, self._rows = features, rows
@@ -99,12 +99,12 @@ def test_images_stay_encoded_until_they_are_read(tmp_path, memory_bytes):
     [
         ({"text": Value("string"), "label": CLASSES}, [{"text": "a", "label": 0}], r"'text' \(string\).*map"),
         ({"a": Value("int32"), "kind": Value("int32")}, [{"a": 1, "kind": 0}], "rename_column\\('kind', 'label'"),
-        ({"label": CLASSES}, [{"label": 0}], "no column but the label"),
-        ({}, [], "columns are not known"),
+        ({"label": CLASSES}, [{"label": 0}], "only a label column"),
+        ({}, [], "columns are unknown"),
         (
             {"a": Value("int32"), "label": CLASSES},
             [{"a": [1], "label": 0}, {"a": [1, 2], "label": 1}],
-            "must be of one length",
+            "must have one length",
         ),
     ],
 )

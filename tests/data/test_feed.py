@@ -134,7 +134,7 @@ print(most, begun, counter.next)
 
 @pytest.mark.slow
 def test_repeatable_operations_leave_the_input_parallel_and_ahead():
-    """tf.data gives both up, for all of a data set that has a stateful operation in it."""
+    """A stateful operation makes tf.data give up both for the whole dataset."""
     done = subprocess.run([sys.executable, "-c", REPEATABLE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     most, begun, epochs = map(int, done.stdout.split()[-3:])

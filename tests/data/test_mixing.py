@@ -9,7 +9,7 @@ from tfgpu.data.position import Numbers
 
 
 class Fixed:
-    """Numbers that are chosen by hand."""
+    """Hand-chosen random numbers."""
 
     def __init__(self, *rows):
         self._rows = np.array(rows, np.float32)

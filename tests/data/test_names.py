@@ -24,7 +24,7 @@ def test_every_kind_of_source_is_told_apart(tmp_path):
     [
         ("digit", "Did you mean 'digits'"),
         ("", "Try 'digits'"),
-        ("tfds:", "needs the name of a data set"),
+        ("tfds:", "takes the name of a tensorflow-datasets dataset"),
         ("no/such/folder", "No such data folder"),
         (7, "must be a name"),
     ],
@@ -36,7 +36,7 @@ def test_a_wrong_source_names_the_fix(text, message):
 
 def test_a_file_that_is_no_record_is_refused(tmp_path):
     (tmp_path / "a.xls").touch()
-    with pytest.raises(InputError, match="single file"):
+    with pytest.raises(InputError, match="not a .tfrecord, .csv or .parquet file"):
         parse_source(str(tmp_path / "a.xls"))
 
 

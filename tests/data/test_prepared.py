@@ -12,7 +12,7 @@ from tfgpu.errors import InputError
 
 
 class TinySquares(tfds.core.GeneratorBasedBuilder):
-    """Grey squares of two kinds, made here: it stands for a download."""
+    """Gray squares of two classes, generated instead of downloaded."""
 
     VERSION = tfds.core.Version("1.0.0")
 

@@ -1,4 +1,4 @@
-"""Data that fails in the middle is read on, element by element; where it keeps failing one error says so."""
+"""Reading continues after errors, element by element; one error reports a source that keeps failing."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ ROWS = np.arange(24, dtype="float32").reshape(12, 2) / 10
 
 
 class Drive:
-    """Batches of two rows; reading number `at` of an element fails so many times."""
+    """Batches of two rows; reading element `at` fails the given number of times."""
 
     def __init__(self, fails: dict[int, int]):
         self.left, self.opened = dict(fails), 0
@@ -54,7 +54,7 @@ def test_training_on_a_drive_that_fails_ends_as_on_one_that_does_not():
 def test_a_drive_that_keeps_failing_is_told_and_saved_checkpoints_stay(tmp_path):
     bad = Drive({4: 100})
     with pytest.raises(
-        Exception, match=r"The data failed 3 times in a row after 4 of its elements: .*stale file handle"
+        Exception, match=r"The data failed 3 times in a row after 4 elements: .*stale file handle"
     ):
         trained(retry(bad.data(), limit=2, wait_s=0), Checkpoint(tmp_path, every_steps=1))
     bad.left = {}
@@ -76,7 +76,7 @@ def test_options_stay_and_data_that_has_become_shorter_is_told():
             raise OSError("gone")
 
     bad = tf.data.Dataset.from_generator(shorter, output_signature=tf.TensorSpec([], tf.int32))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="opened anew it has fewer"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="has fewer now that it was reopened"):
         list(retry(bad, wait_s=0))
 
 
@@ -90,7 +90,7 @@ def test_each_try_waits_twice_as_long(monkeypatch):
 def test_what_lasts_is_not_tried_again():
     bad = tf.data.Dataset.range(3).map(lambda n: tf.reshape(n, [tf.cast(n, tf.int32)]))  # 0 is no shape of one number
     with pytest.raises(
-        tf.errors.InvalidArgumentError, match="The data cannot be read beyond 0 of its elements: .*shape"
+        tf.errors.InvalidArgumentError, match="The data cannot be read beyond 0 elements: .*shape"
     ):
         list(retry(bad, wait_s=100.0))
 
@@ -125,7 +125,7 @@ def test_epochs_of_a_pipeline_repeat_their_order():
         (([1, 2],), "needs a tf.data.Dataset"),
         ((tf.data.Dataset.range(2), 0), "`limit` must be"),
         ((tf.data.Dataset.range(2), 1.5), "`limit` must be"),
-        ((tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1, 2], [3]])),), "Put it after `batch`"),
+        ((tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1, 2], [3]])),), "Apply it after `batch`"),
     ],
 )
 def test_bad_settings(arguments, message):

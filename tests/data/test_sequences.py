@@ -13,13 +13,13 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=30)
 
 
 def made(lengths):
-    """Sequences of tokens that all differ, so that each can be found again."""
+    """Sequences of unique tokens, so that each can be found again."""
     starts = np.cumsum([0, *lengths])
     return [np.arange(a, b) + 1 for a, b in zip(starts, starts[1:], strict=False)]
 
 
 def segments(batch):
-    """The (tokens, positions) of each sequence in a packed batch, and the rest's tokens."""
+    """The (tokens, positions) of each sequence in a packed batch, and the padding's tokens."""
     x = {name: t.numpy() for name, t in batch[0].items()}
     for row in range(len(x["token_ids"])):
         for number in range(1, x["segment_ids"][row].max() + 1):
@@ -115,7 +115,7 @@ def test_buckets_of_their_own_are_powers_of_two():
 
 
 def test_packed_sequences_do_not_see_one_another():
-    """A row of two sequences gives each the outputs that it has alone."""
+    """Each sequence in a packed row has the same outputs as alone."""
     keras.utils.set_random_seed(0)
     embed = keras.layers.Embedding(20, 8)
     attend = keras.layers.MultiHeadAttention(2, 4)
@@ -135,7 +135,7 @@ def test_packed_sequences_do_not_see_one_another():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: pack([[1] * 9], length=8, global_batch=1), "sequence 0 of 9 tokens. Raise it"),
+        (lambda: pack([[1] * 9], length=8, global_batch=1), "sequence 0 of 9 tokens. Increase it"),
         (lambda: pack([[1]], [3], length=8, global_batch=1), "Use bucket"),
         (lambda: pack([], length=8, global_batch=1), "at least one sequence"),
         (lambda: pack([[1], []], length=8, global_batch=1), "as sequence 1"),
@@ -143,7 +143,7 @@ def test_packed_sequences_do_not_see_one_another():
         (lambda: pack([[1]], length=8, global_batch=0), "`global_batch`"),
         (lambda: pack([[1]], "previous", length=8, global_batch=1), "'next'"),
         (lambda: bucket([[1] * 9], [0], global_batch=1, boundaries=[4, 8]), "`boundaries`.*9 tokens"),
-        (lambda: bucket([[1]], [0], global_batch=1, boundaries=[8, 4]), "rising"),
+        (lambda: bucket([[1]], [0], global_batch=1, boundaries=[8, 4]), "increasing"),
         (lambda: bucket([[1]], [0, 1], global_batch=1), "2 for 1"),
         (lambda: bucket([[1, 2]], [[1]], global_batch=1), "as long"),
     ],

@@ -1,4 +1,4 @@
-"""A tf.data service in real processes: the batches are those of this process, whatever dies."""
+"""A tf.data service in real processes gives the batches of this process, whichever process dies."""
 
 import contextlib
 import os
@@ -51,7 +51,7 @@ def shared():
 
 @pytest.fixture
 def served():
-    """One that the test may kill."""
+    """A service that the test may kill."""
     with serving() as found:
         yield found
 
@@ -138,7 +138,7 @@ class Numbers:
 
 def test_whatever_error_ends_the_fetching_the_rest_is_made_here_at_once(caplog):
     assert list(service.in_order(Numbers(), "", patience_s=5)) == [0, 1, 2]  # tf.data refuses "": a ValueError
-    assert "ValueError" in caplog.text and "No batch came" not in caplog.text
+    assert "ValueError" in caplog.text and "No batch from" not in caplog.text
 
 
 def test_nobody_answers(photos):
@@ -150,7 +150,7 @@ def test_nobody_answers(photos):
 
 @pytest.mark.slow
 def test_what_is_in_memory_needs_no_service(shared):
-    with pytest.raises(InputError, match="kept in memory"):
+    with pytest.raises(InputError, match="decoded examples in memory"):
         pipeline("digits", global_batch=8, service=shared[0])
 
 

@@ -17,7 +17,7 @@ def workers(count):
 
 
 def images(count):
-    """Grey images that carry their own number."""
+    """Gray images that contain their own index."""
     x = np.arange(count, dtype=np.uint8)[:, None, None, None] + np.zeros([4, 4, 1], np.uint8)
     return x, np.arange(count) % 2
 
@@ -83,7 +83,7 @@ def test_each_example_is_read_once_an_epoch(tmp_path, caplog, count, memory_byte
     options = {"global_batch": 8, "seed": 1, "validation": 0, "test": 0.2, "memory_bytes": memory_bytes}
     whole = pipeline(str(tmp_path / "out"), **options)
     made = [pipeline(str(tmp_path / "out"), sharding="file", cluster=worker, **options) for worker in workers(count)]
-    assert caplog.text.count("training examples are shared out by file: 7 files") == 1  # by the chief
+    assert caplog.text.count("training examples are sharded by file: 7 files") == 1  # by the chief
     before = None
     for _ in range(2):
         read = [numbers(data.train) for data in made]
@@ -118,16 +118,16 @@ def test_auto_says_why(tmp_path, caplog):
         return caplog.text
 
     even = str(tmp_path / "even")
-    assert "shared out by file: 4 files, 20 to 20 examples a worker" in said(even)
-    assert "shared out by data: all examples are in memory" in said(even, memory_bytes=1 << 30)
-    assert "shared out by data: one worker would have 50% more than the mean" in said(even, count=3)
-    assert "shared out by data: 4 files are too few for 5 workers" in said(even, count=5)
-    assert "shared out by data: it is not read from files by place" in said(images(10))
-    assert "shared out" not in said(even, count=1)
+    assert "sharded by file: 4 files, 20 to 20 examples per worker" in said(even)
+    assert "sharded by data: all examples are in memory" in said(even, memory_bytes=1 << 30)
+    assert "sharded by data: one worker would have 50% more than the mean" in said(even, count=3)
+    assert "sharded by data: 4 files are too few for 5 workers" in said(even, count=5)
+    assert "sharded by data: it is not read from files at random" in said(images(10))
+    assert "sharded" not in said(even, count=1)
 
 
 @pytest.mark.parametrize(
-    ("sharding", "message"), [("fil", "Did you mean 'file'"), ("file", "cannot be shared out by file: it is not read")]
+    ("sharding", "message"), [("fil", "Did you mean 'file'"), ("file", "cannot be sharded by file: it is not read")]
 )
 def test_what_cannot_be_shared_out_is_named(sharding, message):
     with pytest.raises(InputError, match=message):

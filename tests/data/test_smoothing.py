@@ -1,4 +1,4 @@
-"""Smoothed labels: by hand, beside mixing and weights, and in training alone."""
+"""Label smoothing: values by hand, with mixing and class weights, and only in training."""
 
 import keras
 import numpy as np
@@ -44,12 +44,12 @@ def test_weights_by_class_do_not_see_the_smoothing():
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, True, "much"])
 def test_shares_out_of_range_are_refused(share):
-    with pytest.raises(InputError, match="`label_smoothing` must be a number from 0 to below 1"):
+    with pytest.raises(InputError, match="`label_smoothing` must be at least 0 and below 1"):
         pipeline((X, Y), global_batch=8, label_smoothing=share)
 
 
 def test_sequences_are_refused():
-    with pytest.raises(InputError, match="`label_smoothing` needs one class an example"):
+    with pytest.raises(InputError, match="`label_smoothing` needs one class per example"):
         pipeline((np.arange(120).reshape(40, 3), np.zeros((40, 3), int)), global_batch=8, label_smoothing=0.1)
 
 

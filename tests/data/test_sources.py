@@ -65,8 +65,8 @@ def test_a_function_gives_arrays_parts_or_a_dataset(module):
         ("broken", "raised KeyError: 'no file'"),
         ("wrong", "Received: int"),
         ("leaves", "raised SystemExit: 0"),
-        ("alone", "must hold at least two classes with training examples. Received: a."),
-        ("numbered", "must hold at least two classes with training examples. Received: 5."),
+        ("alone", "must contain at least two classes with training examples. Received: a."),
+        ("numbered", "must contain at least two classes with training examples. Received: 5."),
     ],
 )
 def test_a_function_that_does_not_work_is_named(module, function, message):
@@ -82,7 +82,7 @@ def test_a_module_that_does_not_exist_is_named():
 def test_a_module_that_ends_the_program_is_named(tmp_path, monkeypatch):
     (tmp_path / "leaving_source.py").write_text("import sys; sys.exit(0)")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="'leaving_source' .* ended the program"):
+    with pytest.raises(InputError, match="'leaving_source' .* called sys.exit"):
         open_source("leaving_source:load")
 
 
@@ -105,7 +105,7 @@ def test_kinds_of_arrays():
         (np.zeros([2, 2]), np.eye(2), "argmax"),
         (np.zeros([3, 2]), [0, 1, 500], "Received: 500 as the largest"),
         (np.array([["a"], ["b"]]), [0, 1], "x must be numbers"),
-        (np.array([[0.0], [np.nan]]), [0, 1], "infinity in example 1"),
+        (np.array([[0.0], [np.nan]]), [0, 1], "Inf in example 1"),
         ([[1, 2], [3]], [0, 1], "one shape"),
     ],
 )
@@ -131,12 +131,12 @@ def test_datasets_that_cannot_be_used_are_named():
     dataset = tf.data.Dataset.from_tensor_slices((np.zeros([4, 2]), [0, 1, 0, 1]))
     for wrong, message in (
         (dataset.batch(2), "not batches"),
-        (dataset.repeat(), "never ends"),
+        (dataset.repeat(), "is infinite"),
         (dataset.map(lambda x, y: x), r"\(x, y\) examples"),
     ):
         with pytest.raises(InputError, match=message):
             open_source(wrong)
-    with pytest.raises(InputError, match="all parts must be"):
+    with pytest.raises(InputError, match="all splits or none must be"):
         open_source({"train": dataset, "test": Columns()})
 
 
@@ -148,7 +148,7 @@ def test_a_stream_that_does_not_fit_in_memory_is_read_from_a_file():
 
 
 class Columns:
-    """What a Hugging Face data set looks like from afar."""
+    """A stand-in for a Hugging Face dataset."""
 
     features = {"x": None, "label": None}
     with_format = iter = cast_column = None

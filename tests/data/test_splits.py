@@ -78,5 +78,5 @@ def test_impossible_fractions_are_named(fractions):
 
 
 def test_too_few_examples_are_an_error_that_counts_them():
-    with pytest.raises(InputError, match="2 examples are too few .* Give more"):
+    with pytest.raises(InputError, match="2 examples are too few .* Add examples"):
         split(np.array([0, 1]), validation=0.1, test=0.2)

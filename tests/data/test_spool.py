@@ -69,7 +69,7 @@ def test_files_go_when_the_process_ends(tmp_path, monkeypatch):
 
 def test_a_stream_that_fills_the_disk_is_stopped(monkeypatch):
     monkeypatch.setattr(spool, "_LEAST_FREE", 1 << 60)
-    with pytest.raises(MachineError, match="has no room for it.*TMPDIR.*see that the data ends"):
+    with pytest.raises(MachineError, match="has no room for it.*TMPDIR.*check that the data ends"):
         open_source(vectors, Reading(memory_bytes=SMALL))
     open_source(vectors, Reading(memory_bytes=LARGE))
 
@@ -83,9 +83,9 @@ def broken(*pairs):
     [
         (broken(([1.0], 0), ([1.0, 2.0], 1)), "one shape"),
         (broken(([1.0], 0), ([1.0], [0, 1])), "one shape"),
-        (broken(*[([i / 2], i % 2) for i in range(300)], ([np.nan], 0)), "infinity in example 300"),
+        (broken(*[([i / 2], i % 2) for i in range(300)], ([np.nan], 0)), "Inf in example 300"),
         (broken(*[([i / 2], i % 2) for i in range(256)], ([1], 0)), "one type. Received: float32 and int64"),
-        (broken(*[([i / 2], i % 2) for i in range(256)], ([1.5], "a")), "labels must be of one kind"),
+        (broken(*[([i / 2], i % 2) for i in range(256)], ([1.5], "a")), "labels must have one type and shape"),
         (broken(), "no examples"),
         (broken([1.0]), "must be a pair"),
         (lambda: 5, "must yield"),

@@ -1,4 +1,4 @@
-"""Text by bytes: tokens by hand, texts by class, corpora, and what is refused."""
+"""Text as bytes: tokens by hand, texts by class, corpora, and errors."""
 
 import numpy as np
 import pytest
@@ -78,19 +78,19 @@ def test_a_corpus_through_the_pipeline(tmp_path):
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("text:none", {}, "No such text: 'text:none'. Give text:PATH"),
+        ("text:none", {}, "No such text: 'text:none'. Use text:PATH"),
         ("corpus:", {}, "No such text"),
         ("text:one", {}, "at least two classes of training texts. Received: good"),
-        ("text:photos", {}, "No texts by class in .*Plain text for a language model is `corpus:PATH`"),
-        ("text:bare.csv", {}, "no column text, sentence.*Received: a, b beside the label 'label'"),
-        ("text:holes.csv", {}, "1 row\\(s\\) lack a text or a label, the first is row 1"),
-        ("text:numbers.csv", {}, "the column 'text' must hold text. Received: int"),
+        ("text:photos", {}, "No texts by class in .*For a language model's plain text use `corpus:PATH`"),
+        ("text:bare.csv", {}, "no column text, sentence.*Received: a, b besides the label 'label'"),
+        ("text:holes.csv", {}, "1 row\\(s\\) lack a text or a label; the first is row 1"),
+        ("text:numbers.csv", {}, "column 'text' must contain text. Received: int"),
         ("corpus:photos", {}, "No .txt files in"),
-        ("corpus:one", {"length": 64}, "too few for a piece of length=64. Use a shorter"),
-        ("corpus:one", {"memory_bytes": 8}, "need 40 of memory. Received: memory_bytes=8. Raise it"),
-        ("corpus:one", {"length": 1}, "`length` must be a whole number of bytes from 2"),
-        ("corpus:one", {"image_size": 8}, "`image_size` resizes images of files only"),
-        ("digits", {"length": 8}, "`length` is for text:PATH and corpus:PATH"),
+        ("corpus:one", {"length": 64}, "too few for one sequence of length=64. Use a shorter"),
+        ("corpus:one", {"memory_bytes": 8}, "needs 40 bytes of memory. Received: memory_bytes=8. Increase it"),
+        ("corpus:one", {"length": 1}, "`length` must be a whole number from 2"),
+        ("corpus:one", {"image_size": 8}, "`image_size` only applies to image files"),
+        ("digits", {"length": 8}, "`length` applies to text: and corpus: only"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, monkeypatch, source, options, message):

@@ -1,4 +1,4 @@
-"""Tokenised text: padded for the global batch, so that replicas see what one device sees."""
+"""Tokenized text is padded for the global batch, so replicas see what one device sees."""
 
 import logging
 
@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfgpu
-from tfgpu.data import collated, tokenised
+from tfgpu.data import collated, tokenized
 from tfgpu.errors import InputError
 
 TEXTS = [
@@ -28,7 +28,7 @@ LABELS = [0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
 
 
 def made(**columns):
-    """Sequences of 1 to 12 tokens; each holds its own number."""
+    """Sequences of 1 to 12 tokens that contain their own index."""
     return {"input_ids": [[at + 1] * (at % 12 + 1) for at in range(30)], **columns}
 
 
@@ -36,7 +36,7 @@ def made(**columns):
 @pytest.mark.parametrize("lengths", [None, 8, [4, 6, 12], 1])
 def test_each_sequence_comes_once_and_padding_is_as_short_as_it_may_be(lengths):
     allowed = {None: [16], 8: [8, 16], 1: range(1, 13)}.get(lengths if not isinstance(lengths, list) else 0, lengths)
-    data = tokenised(made(labels=list(range(30))), global_batch=4, lengths=lengths, seed=1)
+    data = tokenized(made(labels=list(range(30))), global_batch=4, lengths=lengths, seed=1)
     for _ in range(2):
         seen = []
         for x, y in data.train:
@@ -54,14 +54,14 @@ def test_each_sequence_comes_once_and_padding_is_as_short_as_it_may_be(lengths):
 
 def test_labels_of_tokens_have_weights():
     texts = {"input_ids": [[5, 6, 7], [8]], "labels": [[-100, 2, 3], [4]]}
-    x, y, weight = tokenised(texts, global_batch=2, lengths=[4], pad_id=9, shuffle=False).peek()
+    x, y, weight = tokenized(texts, global_batch=2, lengths=[4], pad_id=9, shuffle=False).peek()
     assert x["input_ids"].numpy().tolist() == [[5, 6, 7, 9], [8, 9, 9, 9]]
     assert y.numpy().tolist() == [[0, 2, 3, 0], [4, 0, 0, 0]]
     assert weight.numpy().tolist() == [[0, 1, 1, 0], [1, 0, 0, 0]]
 
 
 def test_the_next_token_is_a_label():
-    x, y, weight = tokenised(made(), global_batch=30, labels="next", lengths=12, shuffle=False).peek()
+    x, y, weight = tokenized(made(), global_batch=30, labels="next", lengths=12, shuffle=False).peek()
     assert set(x) == {"input_ids", "attention_mask"}
     assert y[11].numpy().tolist() == [12] * 11 + [0] and weight[11].numpy().tolist() == [1.0] * 11 + [0.0]
     assert weight[0].numpy().sum() == 0
@@ -69,9 +69,9 @@ def test_the_next_token_is_a_label():
 
 def test_columns_that_are_no_numbers_are_left_out(caplog):
     with caplog.at_level(logging.INFO):
-        data = tokenised(made(text=["a"] * 30, score=[0.5] * 30, token_type_ids=made()["input_ids"]), global_batch=30)
+        data = tokenized(made(text=["a"] * 30, score=[0.5] * 30, token_type_ids=made()["input_ids"]), global_batch=30)
     x = data.peek()  # no labels
-    assert set(x) == {"input_ids", "attention_mask", "score", "token_type_ids"} and "left out: text" in caplog.text
+    assert set(x) == {"input_ids", "attention_mask", "score", "token_type_ids"} and "not numeric: text" in caplog.text
     assert {x[name].dtype for name in ("input_ids", "token_type_ids")} == {tf.int32} and data.filled < 1
 
 
@@ -79,13 +79,13 @@ def test_columns_that_are_no_numbers_are_left_out(caplog):
     ("columns", "options", "words"),
     [
         ({"ids": [[1]]}, {}, "a column 'input_ids'"),
-        ({"input_ids": []}, {}, "there are none"),
+        ({"input_ids": []}, {}, "no sequences"),
         ({"input_ids": [[1], []]}, {}, "sequence 1 is empty"),
         ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, {}, r"shape \(1,\) in row 0, which has 2 tokens"),
         ({"input_ids": [[1, 2]], "labels": [1, 2]}, {}, "must have 1 rows"),
         ({"input_ids": [[1] * 9]}, {"lengths": [4, 8]}, "truncation=True"),
-        ({"input_ids": [[1]]}, {"lengths": [8, 4]}, "rising"),
-        ({"input_ids": [[1]]}, {"lengths": 0}, "rising"),
+        ({"input_ids": [[1]]}, {"lengths": [8, 4]}, "increasing"),
+        ({"input_ids": [[1]]}, {"lengths": 0}, "`lengths` must be"),
         ({"input_ids": [[1]]}, {"global_batch": 0}, "from 1"),
         ({"input_ids": [[1]], "labels": [1]}, {"labels": "label"}, "Did you mean 'labels'"),
         ([1, 2], {}, "dict of lists"),
@@ -93,11 +93,11 @@ def test_columns_that_are_no_numbers_are_left_out(caplog):
 )
 def test_bad_input(columns, options, words):
     with pytest.raises(InputError, match=words):
-        tokenised(columns, **{"global_batch": 2, **options})
+        tokenized(columns, **{"global_batch": 2, **options})
 
 
 def pad(rows):
-    """What a collator of transformers does."""
+    """Pads like a transformers collator."""
     longest = max(len(row["input_ids"]) for row in rows)
     ids = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows]
     return {"input_ids": np.array(ids), "labels": np.array([row["labels"] for row in rows])}
@@ -112,7 +112,7 @@ def test_a_collator_gets_the_rows_of_a_global_batch():
         collated(rows, lambda rows: {"a": "text"}, global_batch=8)
     with pytest.raises(InputError, match="dict of arrays"):
         collated(rows, lambda rows: 3, global_batch=8)
-    with pytest.raises(InputError, match="tokenised"):
+    with pytest.raises(InputError, match="tokenized"):
         collated([], pad, global_batch=8)
 
 
@@ -131,15 +131,15 @@ def trained(train, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["tokenised", pytest.param("collated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["tokenized", pytest.param("collated", marks=pytest.mark.slow)])
 def test_two_replicas_train_as_one_device(how):
-    """Where each replica padded its own rows, the mean over all places would differ."""
+    """If each replica padded its own rows, the mean over all positions would differ."""
     tfgpu.repair_keras()
     losses = []
     for strategy in (tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])):
         columns = made(labels=[at % 2 for at in range(30)])
-        if how == "tokenised":
-            data = tokenised(columns, global_batch=7, lengths=1, seed=3)
+        if how == "tokenized":
+            data = tokenized(columns, global_batch=7, lengths=1, seed=3)
         else:
             rows = [{"input_ids": ids, "labels": at % 2} for at, ids in enumerate(columns["input_ids"])]
             with_mask = lambda rows: {**pad(rows), "attention_mask": np.sign(pad(rows)["input_ids"])}  # noqa: E731
@@ -176,7 +176,7 @@ def test_a_real_tokenizer_and_data_set_equal_one_device_and_what_transformers_pa
         tokens.with_format("numpy"),
         tokens.with_format("tensorflow"),
     ):
-        data = tokenised(dataset, global_batch=4, lengths=8, pad_id=own.pad_token_id, shuffle=False)
+        data = tokenized(dataset, global_batch=4, lengths=8, pad_id=own.pad_token_id, shuffle=False)
         for at, (x, y) in enumerate(data.train):
             wanted = own(
                 TEXTS[4 * at : 4 * at + 4],
@@ -191,7 +191,7 @@ def test_a_real_tokenizer_and_data_set_equal_one_device_and_what_transformers_pa
             assert y.numpy().tolist() == LABELS[4 * at : 4 * at + 4]
     losses = []
     for strategy in (tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])):
-        data = tokenised(tokens, global_batch=4, lengths=8, seed=1)
+        data = tokenized(tokens, global_batch=4, lengths=8, seed=1)
         losses.append(trained(data.train, strategy))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 

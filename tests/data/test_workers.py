@@ -1,4 +1,4 @@
-"""Two real processes under MultiWorkerMirroredStrategy get the batches that one device gets, or files of their own."""
+"""Two real processes under MultiWorkerMirroredStrategy get the batches of one device, or their own files."""
 
 import json
 import os

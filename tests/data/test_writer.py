@@ -1,5 +1,6 @@
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,8 +8,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfgpu import cli
-from tfgpu.data import check_shards, manifest, pipeline, records, write_shards, writer
+from tfgpu import atomic, cli
+from tfgpu.data import check_shards, manifest, pipeline, records, write_shards
 from tfgpu.data.decoding import Reading
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
@@ -194,7 +195,7 @@ def test_a_damaged_shard_is_named(out):
     ("change", "message"),
     [
         (lambda text: text[:200], "index.json is damaged"),
-        (lambda text: text.replace('"version": 1', '"version": 2'), "written by a later tfgpu"),
+        (lambda text: text.replace('"version": 1', '"version": 2'), "written by a newer tfgpu"),
         (lambda text: text.replace('"lengths": "e', '"lengths": "f'), "index.json is damaged"),
         (lambda text: text.replace('"bytes"', '"bits"'), "index.json is damaged"),
     ],
@@ -218,16 +219,16 @@ def test_another_program_s_index_is_none_of_ours(tmp_path):
 def test_a_folder_that_is_in_use_is_safe(tmp_path, out):
     write_shards(numbered(6), out, shards=2)
     before = sorted(out.iterdir())
-    with pytest.raises(InputError, match="holds shards. Add --overwrite"):
+    with pytest.raises(InputError, match="already has shards. Replace them with --overwrite"):
         write_shards(numbered(8), out)
     write_shards(numbered(8), out, shards=1, overwrite=True)
     assert sorted(p.name for p in out.iterdir()) == ["arrays-train-00000-of-00001.tfrecord", "index.json"] != before
     (out / "notes.txt").touch()
-    with pytest.raises(InputError, match="also holds 'notes.txt'"):
+    with pytest.raises(InputError, match="also contains 'notes.txt'"):
         write_shards(numbered(8), out, overwrite=True)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "one.tex").touch()
-    for wrong, message in ((tmp_path / "thesis", "holds no shards"), (out / "notes.txt", "is a file")):
+    for wrong, message in ((tmp_path / "thesis", "has no shards"), (out / "notes.txt", "is a file")):
         with pytest.raises(InputError, match=message):
             write_shards(numbered(8), wrong, overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "thesis"]
@@ -238,7 +239,7 @@ def test_of_two_writers_the_first_wins(tmp_path, out):
         write_shards(numbered(6), out, shards=2)
         yield from zip(*numbered(8), strict=True)
 
-    with pytest.raises(InputError, match="holds shards"):
+    with pytest.raises(InputError, match="already has shards"):
         write_shards(slow, out)
     assert check_shards(out).examples == {"train": 6} and [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -256,8 +257,14 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path, out, monkeypatch, 
     elif moment == "before the index":
         monkeypatch.setattr(manifest.Manifest, "write", interrupt)
     else:
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)  # as on file systems that cannot
         rename = os.rename
-        monkeypatch.setattr(writer.os, "rename", lambda a, b: interrupt() if ".unfinished" in str(a) else rename(a, b))
+
+        def fail_once(source, target):
+            is_new = Path(target) == out and not str(source).endswith(atomic.OLD)
+            return interrupt() if is_new else rename(source, target)
+
+        monkeypatch.setattr(os, "rename", fail_once)
     with pytest.raises((KeyboardInterrupt, OSError)):
         write_shards(numbered(8), out, overwrite=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
@@ -270,7 +277,7 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path, out, monkeypatch, 
         ({"shards": 0}, "whole number from 1"),
         ({"shards": 2.5}, "whole number from 1"),
         ({"shards": 7}, "more shards than training examples. Received: shards=7, 6 training"),
-        ({"image_size": 5}, "images of files only"),
+        ({"image_size": 5}, "image files"),
     ],
 )
 def test_settings_that_cannot_work_name_the_fix(out, options, message):
@@ -280,7 +287,7 @@ def test_settings_that_cannot_work_name_the_fix(out, options, message):
 
 
 def command(capsys, *words):
-    """Runs a command of tfgpu in this process: its exit code and what it printed."""
+    """Runs a tfgpu command in this process; returns its exit code and output."""
     with pytest.raises(SystemExit) as done:
         cli.main([*map(str, words)])
     printed = capsys.readouterr()
@@ -297,7 +304,7 @@ def test_the_commands(tmp_path, out, capsys):
     code, printed = command(capsys, "data", "check", out)
     assert code == 2 and printed.startswith("error: The shard") and printed.count("\n") == 1
     for words, message in (
-        (["write", source, out], "holds shards. Add --overwrite"),
+        (["write", source, out], "already has shards. Replace them with --overwrite"),
         (["write", "digts", out], "Did you mean 'digits'"),
         (["write", source, tmp_path / "new", "--shards", "0"], "whole number from 1"),
         (["write", source, tmp_path / "new", "--image-size", "big"], "image_size"),

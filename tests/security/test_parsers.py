@@ -77,7 +77,7 @@ def test_aliases_in_aliases_are_refused():
         bomb += f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
     assert reading.parse_value(bomb) == bomb  # a flag that is no YAML is its text
     assert reading.parse_value("{a: &a [1], b: *a}") == {"a": [1], "b": [1]}
-    with pytest.raises(reading.yaml.YAMLError, match="it holds itself"):
+    with pytest.raises(reading.yaml.YAMLError, match="it contains itself"):
         reading._loaded("&a [*a]")
 
 
@@ -131,13 +131,13 @@ def test_a_path_that_is_no_recipe(path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"file": "../../etc/passwd"}, "no name of a file"),
-        ({"file": ""}, "no name of a file"),
-        ({"file": "/etc/passwd"}, "no name of a file"),
-        ({"examples": 10**12}, "more examples than bytes"),
+        ({"file": "../../etc/passwd"}, "not a file name"),
+        ({"file": ""}, "not a file name"),
+        ({"file": "/etc/passwd"}, "not a file name"),
+        ({"examples": 10**12}, "more examples than its bytes"),
         ({"examples": True}, "examples"),
-        ({"bytes": 43}, "as many bytes"),
-        ({"part": "x"}, "part 'x'"),
+        ({"bytes": 43}, "does not match its records"),
+        ({"part": "x"}, "split 'x'"),
         ({"labels": targets.manifest.pack(np.zeros(1))}, "a label for each record"),
         ({"sha256": None}, "no checksum"),
     ],
@@ -153,16 +153,16 @@ def test_an_index_leads_nowhere_else(change, words, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"dtype": "object"}, "no type of numbers"),
-        ({"dtype": "V8"}, "no type of numbers"),
-        ({"shape": [-1]}, "no sizes"),
-        ({"shape": [True]}, "no sizes"),
+        ({"dtype": "object"}, "not a numeric dtype"),
+        ({"dtype": "V8"}, "not a numeric dtype"),
+        ({"shape": [-1]}, "must be a whole number"),
+        ({"shape": [True]}, "must be a whole number"),
         ({"class_names": "abc"}, "no names"),
         ({"class_names": [1, 2]}, "damaged"),
         ({"class_names": ["\ud800"]}, "damaged"),
         ({"features": {}}, "damaged"),
         ({"features": []}, "damaged"),
-        ({"features": {"x": "x", "y": "y", "kind": "x", "shape": [8], "labels": 1}}, "'x' are not known"),
+        ({"features": {"x": "x", "y": "y", "kind": "x", "shape": [8], "labels": 1}}, "'x' is unknown"),
         (
             {"features": {"x": "x", "y": "y", "kind": "int64_list", "shape": [8, 10**10], "labels": 1}},
             "larger than a file",

@@ -188,7 +188,7 @@ def test_wrong_input_starts_nothing(arguments, expected):
 
 def test_a_file_of_a_stranger_and_a_cluster_are_refused(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text("model: os:system\n")
-    with pytest.raises(InputError, match="names code to be run"):
+    with pytest.raises(InputError, match="names code to run"):
         tune.batch_size(tmp_path / "recipe.yaml")
     monkeypatch.setenv("TF_CONFIG", "{}")
     with pytest.raises(InputError, match="Received: TF_CONFIG"):

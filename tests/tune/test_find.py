@@ -43,8 +43,8 @@ def tfgpu(*words, cwd, timeout=300):
         (["batch-size", "--output", "full"], "--output must be a new or an empty folder. Received: 'full'."),
         (["learning-rate", "--output", "full"], "--output must be a new or an empty folder. Received: 'full'."),
         (["learning-rate", "--epochs", "0"], "`epochs` should be greater than or equal to 1"),
-        (["batch-size", "stranger.yaml"], "stranger.yaml names code to be run: model: os:system"),
-        (["learning-rate", "stranger.yaml"], "stranger.yaml names code to be run: model: os:system"),
+        (["batch-size", "stranger.yaml"], "stranger.yaml names code to run: model: os:system"),
+        (["learning-rate", "stranger.yaml"], "stranger.yaml names code to run: model: os:system"),
         (["batchsize"], "No such command 'batchsize'"),
     ],
 )

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from tfgpu.cli.start import imported, start_tensorflow
+from tfgpu.errors import whole_number
 from tfgpu.recipes import recipe as recipes
 
 app = typer.Typer(
@@ -42,7 +43,7 @@ def write_data(
     from tfgpu.data import manifest, parse_source
 
     parse_source(source)
-    manifest.check_shard_count(shards)
+    whole_number("shards", shards, maximum=manifest.MOST_SHARDS)
     manifest.check_output(out, overwrite=overwrite)
     size = recipes.make({"image_size": image_size}).image_size if image_size else None
     with Console(stderr=True).status("writing shards"):

@@ -1,4 +1,4 @@
-"""Input: sources, splits, and batches whose order and augmentation can be repeated.
+"""Input pipelines: sources, splits, and batches with a reproducible order and augmentation.
 
 Example:
     >>> from tfgpu import data

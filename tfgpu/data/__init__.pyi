@@ -12,5 +12,5 @@ from tfgpu.data.text.sequences import attention_mask as attention_mask
 from tfgpu.data.text.sequences import bucket as bucket
 from tfgpu.data.text.sequences import pack as pack
 from tfgpu.data.text.tokens import collated as collated
-from tfgpu.data.text.tokens import tokenised as tokenised
+from tfgpu.data.text.tokens import tokenized as tokenized
 from tfgpu.data.writer import write_shards as write_shards

@@ -1,9 +1,9 @@
-"""Class balancing: which examples an epoch holds when the classes are not equally frequent, or what each one weighs.
+"""Class balancing: which examples an epoch holds when the classes are imbalanced, or what each one weighs.
 
 | `balance` | an epoch | its length |
 |---|---|---|
-| `"oversample"` | every class as often as the most frequent, whose examples come once each | longer |
-| `"undersample"` | every class as often as the least frequent: others are drawn anew each epoch | shorter |
+| `"oversample"` | every class as often as the most frequent one, whose examples occur once each | longer |
+| `"undersample"` | every class as often as the least frequent one; the others are resampled each epoch | shorter |
 | `"weights"` | every example once, with the weight n / (classes * n of its class) | the same |
 """
 
@@ -19,15 +19,15 @@ CHOICES = ("oversample", "undersample", "weights")
 
 
 def check(balance: str | None, *, shuffle: bool) -> None:
-    """Raises `InputError` for an unknown choice, or one that the order forbids."""
+    """Raises `InputError` for an unknown choice, or one that needs shuffling without it."""
     if balance is None:
         return
     if balance not in CHOICES:
         raise unknown("balance", balance, CHOICES)
     if balance != "weights" and not shuffle:
         raise InputError(
-            f"balance={balance!r} draws the examples of each epoch, so it cannot keep the source's order. Received: "
-            "shuffle=False. Leave that out, or use balance='weights'."
+            f"balance={balance!r} samples the examples of each epoch, so it cannot keep the source's order. Received: "
+            "shuffle=False. Remove that, or use balance='weights'."
         )
 
 
@@ -36,8 +36,7 @@ def resample(
 ) -> tuple[int, Callable[[tf.Tensor], tf.Tensor]]:
     """Makes the order of balanced epochs.
 
-    Within a class each example comes equally often, give or take one; which come once more (or at all) is drawn
-    by `(seed, epoch)`.
+    Within a class, how often examples occur differs by at most one; `(seed, epoch)` determines which occur more often.
 
     Args:
         indices: int64 [n], the examples.
@@ -46,7 +45,7 @@ def resample(
         seed: the run's seed.
 
     Returns:
-        The examples in an epoch, and a function from the epoch (int64 scalar) to its indices in order.
+        The number of examples in an epoch, and a function from the epoch (int64 scalar) to its indices in order.
 
     Example:
         >>> count, order = resample(np.arange(5), np.array([0, 0, 0, 0, 1]), choice="oversample", seed=1)
@@ -70,11 +69,11 @@ def resample(
 
 
 def weights(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Weighs the classes so that each counts alike and the mean weight is 1.
+    """Computes class weights that give each class the same total weight, with a mean of 1.
 
     Args:
         labels: int [n], the class of each training example.
-        classes: how many classes there are; one without training examples gets 0.
+        classes: the number of classes; one without training examples gets 0.
 
     Returns:
         float32 [classes].

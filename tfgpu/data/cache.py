@@ -1,13 +1,14 @@
-"""Decoded examples in a file: written once, and mapped into memory by every run that reads the same files.
+"""Decoded examples in a file that is written once and memory-mapped by every run that reads the same sources.
 
-A cache is two files: `NAME-KEY.examples` (the values, one example after the other) and its index, `NAME-KEY.npz`
-(labels, shape, parts, a checksum of each block of values). KEY is a hash of the source's files (path, size, time of
-change), the settings of the reading and TensorFlow's version, so a changed source gets a new cache. Both files are
-replaced whole, the index last: without it there is no cache. Processes that want the same cache wait for the first one
-to write it.
+A cache is two files: `NAME-KEY.examples` (the values, one example after another) and its index, `NAME-KEY.npz`
+(labels, shape, splits, a checksum of each block of values). KEY is a hash of the source's files (path, size,
+modification time), the settings that affect decoding and TensorFlow's version, so a changed source gets a new cache.
+Both files are replaced atomically, the index last: without an index there is no cache. Processes that need the same
+cache wait for the first one to write it.
 
-Opening a cache reads it once and compares the checksums, which also brings it into the page cache. A damaged cache is
-written again.
+The first time a cache is opened, its values are compared with the checksums. `NAME-KEY.verified` then records the
+file's size, inode and times, and the values are read again only if one of these has changed. A damaged cache is
+rewritten.
 """
 
 import contextlib
@@ -36,8 +37,8 @@ CHOICES = ("auto", "memory", "disk", "none")
 _FORMAT = 2  # Part of the key: raise it when the meaning of the files changes.
 _DAMAGED = (OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, OverflowError, MemoryError)
 _DAMAGED += (zipfile.BadZipFile, zlib.error)
-"""What NumPy raises for a file that it did not write."""
-_ROWS = 64  # examples that are decoded together for writing, and have a checksum together
+"""What NumPy may raise for a file that it did not write."""
+_ROWS = 64  # examples that are decoded together and share a checksum
 
 _log = logging.getLogger(__name__)
 
@@ -47,17 +48,17 @@ def check(cache: str, directory: str | Path | None) -> None:
     if cache not in CHOICES:
         raise unknown("cache", cache, CHOICES)
     if cache == "disk" and directory is None:
-        raise InputError("cache='disk' needs a place for the decoded examples. Give cache_directory.")
+        raise InputError("cache='disk' needs a directory for the decoded examples. Give cache_directory.")
     if cache in ("memory", "none") and directory is not None:
         raise InputError(
-            f"`cache_directory` is used by cache='disk' and 'auto'. Received: cache={cache!r} with cache_directory="
-            f"{str(directory)!r}. Leave one out."
+            f"`cache_directory` requires cache='disk' or 'auto'. Received: cache={cache!r}, cache_directory="
+            f"{str(directory)!r}. Remove one of them."
         )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the cache of one source lies.
+    """The file names of one source's cache.
 
     Args:
         name: the source's name.
@@ -78,43 +79,49 @@ class Place:
         return self.directory / f"{self.stem}.npz"
 
     @property
+    def verified(self) -> Path:
+        return self.directory / f"{self.stem}.verified"
+
+    @property
     def lock(self) -> Path:
         return self.directory / f"{self.stem}.lock"
 
 
 def place(name: str, paths: Sequence[Path], directory: str | Path, *settings: object) -> Place:
-    """Names the cache of a source as it is now.
+    """Names the cache of a source in its current state.
 
     Args:
         name: the source's name.
-        paths: the files that it is made of.
+        paths: the source's files.
         directory: the folder for caches.
-        settings: what else decides the decoded values; compared by their text.
+        settings: everything else that affects the decoded values; compared by `repr`.
 
     Raises:
-        InputError: the source's files are not known, or the directory cannot be made.
+        InputError: the source's files are not known, or the directory cannot be created.
     """
     digest = hashlib.blake2b(repr((_FORMAT, tf.version.VERSION, settings)).encode(), digest_size=8)
     for path in paths:
         facts = path.stat()
         digest.update(repr((str(path.resolve()), facts.st_size, facts.st_mtime_ns)).encode())
     if not paths:
-        raise InputError(f"{name}: its files are not known, so it cannot be cached on disk. Use cache='memory'.")
+        raise InputError(f"{name} has no known files, so it cannot be cached on disk. Use cache='memory'.")
     return Place(name, made(directory), f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}-{digest.hexdigest()}")
 
 
 def made(directory: str | Path) -> Path:
-    """Makes the folder for caches; raises `InputError` where it cannot be."""
+    """Creates the folder for caches; raises `InputError` if that fails."""
     directory = Path(directory).expanduser()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"Cannot make cache_directory {str(directory)!r}: {error.strerror}. Give another.") from error
+        raise InputError(
+            f"Cannot create cache_directory {str(directory)!r}: {error.strerror}. Use another directory."
+        ) from error
     return directory
 
 
 def find(where: Place) -> Examples | None:
-    """Opens a cache; returns None if there is none, or if it is damaged."""
+    """Opens a cache; returns None if it is missing or damaged."""
     return _open(where, verify=True)
 
 
@@ -125,13 +132,13 @@ def _open(where: Place, *, verify: bool) -> Examples | None:
         dtype, shape = np.dtype(str(kept["dtype"])), tuple(kept["shape"].tolist())
         labels = kept["labels"]
         class_names, skipped = (tuple(kept[name].tolist()) for name in ("class_names", "skipped"))
-        # TensorFlow maps the file as it is, so it must hold numbers only.
+        # TensorFlow maps the file into memory unchanged, so it must hold only numbers.
         if dtype.hasobject or dtype.kind in "SUMm" or min(shape, default=0) < 0:
             return None
         size = dtype.itemsize * math.prod(shape)
         if where.examples.stat().st_size != len(labels) * size:
             return None
-        if verify and not np.array_equal(kept["checksums"], _checksums(where.examples, _ROWS * size)):
+        if verify and not _is_intact(where, kept["checksums"], _ROWS * size):
             return None
     except _DAMAGED:
         return None
@@ -156,10 +163,10 @@ def _open(where: Place, *, verify: bool) -> Examples | None:
 
 
 def write(where: Place, examples: Examples) -> Examples:
-    """Decodes all examples into a cache, unless another process has just done so, and opens it.
+    """Decodes all examples into a cache and opens it, unless another process has just written it.
 
     Raises:
-        MachineError: the disk has no room for them.
+        MachineError: the disk has no room.
         tf.errors.OpError: an example is corrupt; then no cache is left.
     """
     with _alone(where):
@@ -167,7 +174,7 @@ def write(where: Place, examples: Examples) -> Examples:
         if found is not None:
             return found
         if where.facts.exists():
-            _log.warning("The cache %s is damaged; it is written again.", where.facts.with_suffix(""))
+            _log.warning("The cache %s is damaged; rewriting it.", where.facts.with_suffix(""))
         loaded = tf.data.Dataset.range(len(examples.labels)).map(
             examples.load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
@@ -177,7 +184,7 @@ def write(where: Place, examples: Examples) -> Examples:
         if size > free:
             raise MachineError(
                 f"cache_directory {str(where.directory)!r} has no room for {size / 2**30:.1f} GiB of decoded examples. "
-                f"Free: {free / 2**30:.1f} GiB. Give another, or cache='none'."
+                f"Free: {free / 2**30:.1f} GiB. Use another directory or cache='none'."
             )
         _log.info("%s: writing %.1f GiB of decoded examples to %s.", where.name, size / 2**30, where.examples)
         checksums = []
@@ -204,22 +211,36 @@ def write(where: Place, examples: Examples) -> Examples:
 
 
 def remove(where: Place) -> None:
-    """Deletes a cache; a process that has it open keeps it."""
-    for path in (where.facts, where.examples, where.lock):
+    """Deletes a cache; a process that has it open can still read it."""
+    for path in (where.facts, where.examples, where.verified, where.lock):
         path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _alone(where: Place):
-    """Holds the cache's lock, which ends with the process; does without it if the file system has no locks."""
+    """Holds the cache's lock until the block or the process ends; has no effect on file systems without locks."""
     with open(where.lock, "w") as lock:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
+def _is_intact(where: Place, checksums: np.ndarray, size: int) -> bool:
+    """Compares the values with their checksums, unless this was done since the file last changed."""
+    facts = where.examples.stat()
+    stamp = repr((facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns, zlib.crc32(checksums.tobytes())))
+    with contextlib.suppress(*_DAMAGED):
+        if where.verified.read_text() == stamp:
+            return True
+    if not np.array_equal(checksums, _checksums(where.examples, size)):
+        return False
+    with contextlib.suppress(OSError):  # the folder may be read-only
+        atomic.write_text(where.verified, stamp)
+    return True
+
+
 def _checksums(path: Path, size: int) -> np.ndarray:
-    """The CRC-32 of each block of so many bytes; several threads read."""
+    """Returns the CRC-32 of each block of `size` bytes, read by several threads."""
     with open(path, "rb") as file, ThreadPoolExecutor() as threads:
 
         def checksum(at: int) -> int:

@@ -1,7 +1,7 @@
-"""Hugging Face `datasets` objects: map-style or iterable, one or a dict of parts. The library is not imported here.
+"""Hugging Face `datasets`: map-style or iterable, one dataset or a dict of splits. The library is not imported here.
 
-The label is the one `ClassLabel` column, or the one called `label`, `labels`, `target` or `y`. The example is the one
-image column; or else all other columns, which must be numbers.
+The label is the only `ClassLabel` column, or the one called `label`, `labels`, `target` or `y`. The example is the only
+image column, or else all other columns, which must be numeric.
 """
 
 import logging
@@ -22,30 +22,30 @@ _log = logging.getLogger(__name__)
 
 
 def has_columns(value) -> bool:
-    """Says whether a value is a Hugging Face data set, or an object that works like one."""
+    """Whether a value is a Hugging Face dataset, or an object that works like one."""
     return all(hasattr(value, name) for name in ("features", "with_format", "iter", "cast_column"))
 
 
 def open_columns(parts: Mapping[str, object], *, name: str, reading: Reading) -> Examples:
-    """Reads Hugging Face data sets through once.
+    """Reads Hugging Face datasets once from start to end.
 
     Args:
-        parts: a data set for each of the source's parts.
+        parts: a dataset for each split.
         name: what to call the source.
         reading: image size, memory.
 
     Returns:
-        The examples: encoded images stay as they are until they are read; numbers are kept as they are.
+        The examples. Encoded images are decoded when they are read; numbers are kept as they are.
 
     Raises:
         InputError: columns that cannot serve as example and label.
     """
     features = parts["train"].features
     if not features:
-        raise InputError(f"{name}: the columns are not known. Give the data set its features.")
+        raise InputError(f"{name}: the columns are unknown. Set the dataset's features.")
     for part, dataset in parts.items():
         if list(dataset.features or ()) != list(features):
-            raise InputError(f"{name}: all parts must have the same columns. Received others in {part}.")
+            raise InputError(f"{name}: all splits must have the same columns. Those of {part} differ.")
     y, xs = _label(features, name), []
     class_names = tuple(getattr(features[y], "names", None) or ()) or None
     images = [column for column, kind in features.items() if type(kind).__name__ == "Image"]
@@ -69,26 +69,26 @@ def _label(features, name: str) -> str:
     found = next((column for column in LABELS if column in features), None)
     if found is None:
         raise InputError(
-            f"{name}: no column is the label. Received: {', '.join(features)}. "
-            f"Name it: dataset.rename_column({list(features)[-1]!r}, 'label')."
+            f"{name} has no label column. Received: {', '.join(features)}. "
+            f"Rename it: dataset.rename_column({list(features)[-1]!r}, 'label')."
         )
     return found
 
 
 def _check_numbers(features, name: str) -> None:
     if not features:
-        raise InputError(f"{name}: there is no column but the label. Add the examples' columns.")
+        raise InputError(f"{name} has only a label column. Add the examples' columns.")
     others = {column: kind for column, kind in features.items() if not _is_numbers(kind)}
     if others:
         listed = ", ".join(f"{column!r} ({_type(kind)})" for column, kind in list(others.items())[:5])
         raise InputError(
-            f"{name}: these columns do not hold numbers: {listed}. Encode text as numbers of one length with "
-            "dataset.map(...), or leave columns out with dataset.remove_columns([...])."
+            f"{name}: these columns are not numeric: {listed}. Encode text as numbers of one length with "
+            "dataset.map(...), or remove columns with dataset.remove_columns([...])."
         )
 
 
 def _is_numbers(kind) -> bool:
-    """Whether a feature is a number, or an array or a list of them."""
+    """Whether a feature is a number, or an array or list of numbers."""
     inner = getattr(kind, "feature", None)
     if inner is not None:
         return _is_numbers(inner)
@@ -104,8 +104,8 @@ def _rows(dataset, xs: list[str], y: str, name: str) -> Iterator[tuple[np.ndarra
         values = [np.asarray(batch[column]) for column in xs]
         if any(value.dtype == object for value in values):
             raise InputError(
-                f"{name}: the lists in a column must be of one length. Pad them with dataset.map(...). "
-                "Tokenised text: tfgpu.data.tokenised."
+                f"{name}: the lists in a column must have one length. Pad them with dataset.map(...). "
+                "For tokenized text use tfgpu.data.tokenized."
             )
         if len(values) > 1:
             values = [value.reshape(len(value), -1).astype(np.float32) for value in values]
@@ -113,7 +113,7 @@ def _rows(dataset, xs: list[str], y: str, name: str) -> Iterator[tuple[np.ndarra
 
 
 def _images(dataset, x: str, y: str) -> Iterator[tuple[bytes, int]]:
-    """Gives images as their files have them: decoding is left to TensorFlow, which does it in parallel."""
+    """Yields encoded images; TensorFlow decodes them in parallel later."""
     encoded = dataset.cast_column(x, type(dataset.features[x])(decode=False))
     for row in encoded:
         content = row[x]["bytes"]

@@ -1,4 +1,4 @@
-"""Reads examples from files: finds the corrupt ones before training starts, keeps decoded what fits."""
+"""Reads examples from files, finds corrupt ones before training starts, and keeps decoded ones if they fit."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfgpu.data import cache, splits
 from tfgpu.data.examples import Examples, labels_of
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, whole_number
 
 _log = logging.getLogger(__name__)
 
@@ -20,17 +20,17 @@ class Reading:
     """How to read files.
 
     Attributes:
-        image_size: (height, width) to resize images to, or None to keep their own.
-        skip_corrupt: leave corrupt examples out rather than stop.
-        cache: where to keep decoded examples: `memory`, `disk`, `none`, or `auto`: memory if they fit, else
-            disk if there is a directory for it, else none.
+        image_size: (height, width) to resize images to, or None to keep their size.
+        skip_corrupt: skip corrupt examples instead of stopping.
+        cache: where to keep decoded examples: `memory`, `disk`, `none`, or `auto`: memory if they fit, else disk if
+            `cache_directory` is set, else none.
         cache_directory: the folder for those on disk.
         memory_bytes: the most bytes of decoded examples to keep in memory.
-        examine_bytes: files of at most this many bytes together are all decoded once before training.
-            Larger sets are not, unless `skip_corrupt` or they will be kept in memory: there a corrupt example
-            stops training when it is met, and is named.
+        examine_bytes: files of at most this total size are all decoded once before training. Larger sets only with
+            `skip_corrupt` or if they will be kept in memory; otherwise a corrupt example stops training when it is
+            read, with its name.
         any_size: images may have different sizes, for copying them as they are.
-        length: bytes of a text, or of a piece of a corpus; None where there are none, or for the default.
+        length: bytes per text, or per sequence of a corpus; None: the default, or not text.
     """
 
     image_size: tuple[int, int] | None = None
@@ -45,22 +45,22 @@ class Reading:
 
 @dataclass(frozen=True)
 class Files:
-    """Examples as they lie in files.
+    """Examples as stored in files.
 
     Attributes:
         name: the source's name.
-        count: how many examples.
-        size: bytes of all files together.
+        count: the number of examples.
+        size: total bytes of the files.
         read: index (int64 scalar tensor) -> (example, label): uint8 [height, width, 1 to 4] for an image.
         label: index -> label alone, without decoding the example.
-        where: index -> string tensor that names the file (and the place in it).
-        own: the source's own parts, name to int64 indices.
-        class_names: one name a class, where they are known.
-        lost: names of what is known to be corrupt already.
+        where: index -> string tensor that names the file (and the record in it).
+        own: the source's own splits, name to int64 indices.
+        class_names: one name per class, if known.
+        lost: names of examples already known to be corrupt.
         encoded: index -> the encoded image, for sources of images.
-        file_of: int64 [count], the number of the file that each lies in.
-        labels: [count], where they are known without reading.
-        paths: the files themselves; a cache on disk needs them, to know when they have changed.
+        file_of: int64 [count], the number of each example's file.
+        labels: [count], if they are known without reading.
+        paths: the files; a cache on disk uses them to detect changes.
     """
 
     name: str
@@ -79,36 +79,32 @@ class Files:
 
 
 def check_size(image_size) -> tuple[int, int] | None:
-    """Makes an image size given as a side or as (height, width) a pair; None stays None.
+    """Returns an image size as a pair (height, width); a single side means a square, and None stays None.
 
     Raises:
-        InputError: it is neither.
+        InputError: it is none of these.
     """
     if image_size is None:
         return None
     pair = tuple(image_size) if isinstance(image_size, (tuple, list)) else (image_size, image_size)
-    if len(pair) != 2 or any(isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 1 for s in pair):
-        raise InputError(
-            f"`image_size` must be a side or (height, width) in pixels. Received: {image_size!r}. Try 224."
-        )
-    return int(pair[0]), int(pair[1])
+    if len(pair) != 2:
+        raise InputError(f"`image_size` must be a side or (height, width) in pixels. Received: {image_size!r}.")
+    return whole_number("image_size", pair[0]), whole_number("image_size", pair[1])
 
 
 def check_length(length) -> int | None:
-    """Gives back the length of a text, a whole number from 2; None stays None.
+    """Returns a text's length in bytes, a whole number from 2; None stays None.
 
     Raises:
         InputError: it is neither.
     """
-    if length is not None and (isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 2):
-        raise InputError(f"`length` must be a whole number of bytes from 2. Received: {length!r}. Try 256.")
-    return length
+    return None if length is None else whole_number("length", length, minimum=2)
 
 
 def check_unsized(name: str, image_size) -> None:
-    """Raises `InputError` if an image size was given for examples that are no image files."""
+    """Raises `InputError` if an image size was given for examples that are not image files."""
     if image_size is not None:
-        raise InputError(f"`image_size` resizes images of files only. Received: {image_size} for {name}. Leave it out.")
+        raise InputError(f"`image_size` only applies to image files. Received: {image_size} for {name}. Remove it.")
 
 
 def decode_image(encoded: tf.Tensor, size: tuple[int, int] | None = None) -> tf.Tensor:
@@ -116,8 +112,8 @@ def decode_image(encoded: tf.Tensor, size: tuple[int, int] | None = None) -> tf.
 
     Args:
         encoded: string scalar.
-        size: (height, width) that the image will be resized to. A JPEG that is at least twice as large is decoded
-            at 1/2, 1/4 or 1/8 of its size, which costs that much less and smooths as a resizing does.
+        size: (height, width) that the image will be resized to. A JPEG at least twice as large is decoded at 1/2, 1/4
+            or 1/8 of its size, which is faster and has the same smoothing effect as resizing.
     """
 
     def whole():
@@ -137,30 +133,30 @@ def _decode_scaled(encoded: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
 
 
 def with_channels(image: tf.Tensor, channels: int) -> tf.Tensor:
-    """Gives a uint8 image 1 or 3 channels; alpha is dropped, and one grey becomes three."""
+    """Gives a uint8 image 1 or 3 channels; alpha is dropped, and gray is repeated."""
     own = tf.shape(image)[-1]
     wanted = tf.where(own < 3, [0, 0, 0], [0, 1, 2]) if channels == 3 else tf.constant([0])
-    # Gathering channels takes as long as decoding a JPEG (measured): only where they are others than wanted.
+    # Gathering channels takes as long as decoding a JPEG (measured), so it is skipped if they are right already.
     image = tf.cond(own == channels, lambda: image, lambda: tf.gather(image, wanted, axis=-1))
     return tf.ensure_shape(image, [None, None, channels])
 
 
 def resize(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
-    """Resizes a uint8 image, smoothly, to (height, width); uint8 again, rounded."""
+    """Resizes a uint8 image to (height, width) with antialiasing; the result is rounded to uint8."""
     resized = tf.image.resize(image, size, method="bilinear", antialias=True)
-    return tf.cast(tf.round(resized), tf.uint8)  # Weights above 0 that sum to 1 stay within 0 to 255.
+    return tf.cast(tf.round(resized), tf.uint8)  # positive weights that sum to 1 stay within 0 to 255
 
 
 def open_files(files: Files, reading: Reading) -> Examples:
-    """Opens a cache of the decoded examples, or examines the files and keeps what `reading.cache` says.
+    """Opens a cache of the decoded examples, or examines the files and keeps the examples as `reading.cache` says.
 
     Returns:
-        Examples in memory, in a file, or ones that are read as they are needed; the same values either way.
+        Examples in memory, in a file, or read on demand; the values are the same.
 
     Raises:
-        InputError: a corrupt example (named, unless `skip_corrupt`), images of different sizes, no examples,
-            or more than fits in memory where they must.
-        MachineError: no room on the disk for what must be kept there.
+        InputError: a corrupt example (unless `skip_corrupt`), images of different sizes, no examples, or too many for
+            `cache="memory"`.
+        MachineError: the disk has no room for `cache="disk"`.
     """
     kept = None
     if reading.cache_directory is not None:
@@ -177,7 +173,7 @@ def open_files(files: Files, reading: Reading) -> Examples:
     except MachineError as error:
         if reading.cache == "disk":
             raise
-        _log.warning("%s They are decoded as they are needed.", error)
+        _log.warning("%s They are decoded on demand.", error)
         return examples
 
 
@@ -187,8 +183,8 @@ def _examine(files: Files, reading: Reading) -> Examples:
     lost = (*files.lost, *survey.lost)
     if lost and not reading.skip_corrupt:
         raise InputError(
-            f"Corrupt: {lost[0]}{f' ({len(lost)} in all)' if len(lost) > 1 else ''}. "
-            "Mend or remove it, or leave such examples out with skip_corrupt (--skip-corrupt)."
+            f"Corrupt: {lost[0]}{f' ({len(lost)} in total)' if len(lost) > 1 else ''}. "
+            "Repair or remove it, or skip corrupt examples with skip_corrupt (--skip-corrupt)."
         )
     if not len(survey.good):
         raise InputError(f"{files.name}: none of its {files.count} examples can be read. Check the files.")
@@ -212,7 +208,7 @@ def _examine(files: Files, reading: Reading) -> Examples:
     if reading.cache == "memory":
         raise InputError(
             f"{files.name}: {len(labels)} decoded examples of shape {shape} do not fit in memory_bytes="
-            f"{reading.memory_bytes}. Raise it, or use cache='auto' or 'disk'."
+            f"{reading.memory_bytes}. Increase it, or use cache='auto' or 'disk'."
         )
     as_they_are = whole and {s[2] for s in survey.shapes if len(s) == 3} <= {channels}
     load, where = _loader(files, survey.good, shape, 0 if as_they_are else channels, reading)
@@ -220,7 +216,7 @@ def _examine(files: Files, reading: Reading) -> Examples:
 
 
 def _fits(files: Files, reading: Reading) -> bool:
-    """Says whether all decoded examples may be kept in memory, judging by the first."""
+    """Whether all decoded examples may be kept in memory, judging by the first."""
     if reading.cache not in ("auto", "memory"):
         return False
     try:
@@ -235,16 +231,16 @@ def _fits(files: Files, reading: Reading) -> bool:
 
 
 class _Survey:
-    """One pass over all examples: which can be read, their shapes, labels, and values while they fit."""
+    """One pass over all examples: which are readable, their shapes and labels, and their values while they fit."""
 
     def __init__(self, files: Files, reading: Reading, whole: bool):
         self._files, self._size = files, reading.image_size
         self._kept: list[np.ndarray] | None = [] if reading.cache in ("auto", "memory") else None
         self._images = False
-        self.digests: list[bytes] = []  # of all that were decoded; equal examples have equal ones
+        self.digests: list[bytes] = []  # of all decoded examples; equal examples have equal ones
         self.shapes: dict[tuple[int, ...], int] = {}  # shape -> index of the first example that has it
         good, labels, size = [], [], 0
-        known = files.labels is not None and not whole  # A million labels one by one take minutes.
+        known = files.labels is not None and not whole  # a million labels, one by one, take minutes
         for index, x, label in () if known else _readable(files, reading.image_size, whole):
             good.append(index)
             labels.append(label)
@@ -275,7 +271,7 @@ class _Survey:
         return tuple(self._files.where(tf.constant(i, tf.int64)).numpy().decode() for i in missing)
 
     def shape(self, size, any_size: bool) -> tuple[tuple[int | None, ...], int]:
-        """Returns one example's shape and its channels (0: not an image)."""
+        """Returns one example's shape and its number of channels (0: not an image)."""
         if not self._images:
             check_unsized(self._files.name, size)
             if len(self.shapes) > 1:
@@ -288,7 +284,7 @@ class _Survey:
         if size is None and len(sizes) > 1:
             raise InputError(
                 f"{self._files.name}: the images have different sizes. Received: {self._seen()}. "
-                "Give one with image_size (--image-size), such as 224."
+                "Choose one with image_size (--image-size), such as 224."
             )
         height, width = size or sizes.pop()
         return (height, width, channels), channels
@@ -308,7 +304,7 @@ class _Survey:
 
 
 def _readable(files: Files, size, whole: bool):
-    """Yields (index, example, label) of what can be read; an empty example where only labels are wanted."""
+    """Yields (index, example, label) of readable examples; the example is empty if only labels are needed."""
 
     def read(index):
         if not whole:
@@ -330,10 +326,10 @@ def _encoded(files: Files, good):
 
 
 def _loader(files: Files, good, shape, channels: int, reading: Reading):
-    """Makes the functions that read the example at a place among the good ones, and that name it.
+    """Makes the functions that read and that name the example at a position among the good ones.
 
-    Every operation costs some microseconds an example, beside 300 for a small JPEG (measured), so none is there that
-    is not needed; `channels` is 0 where all have the right ones.
+    Every operation costs some microseconds per example, compared with 300 for a small JPEG (measured), so unneeded ones
+    are left out; `channels` is 0 if all examples have the right number.
     """
     with tf.device("CPU:0"):
         chosen = tf.constant(good)

@@ -1,4 +1,4 @@
-"""What every source becomes: examples with an index, a label and a way to fetch them."""
+"""The common form of every source: examples with an index, a label and a way to fetch them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,22 +11,22 @@ from tfgpu.errors import InputError
 
 @dataclass(frozen=True)
 class Examples:
-    """All examples of one source, addressed by index 0 to n-1. One of `array`, `stored` and `load` is set.
+    """All examples of one source, indexed from 0 to n-1. Exactly one of `array`, `stored` and `load` is set.
 
     Attributes:
-        name: what to call the source in logs and reports.
+        name: the source's name in logs and reports.
         labels: [n] or [n, ...] integers from 0.
-        shape: one example's shape as the model will see it.
-        class_names: one name a class.
-        array: [n, ...] when the examples are in memory; uint8 images stay uint8 until they are batched.
-        stored: makes the [n, ...] tensor of decoded examples that lie in a file, mapped into memory.
-        load: index (int64 scalar tensor) -> one example, read and decoded as it is needed.
-        where: index -> string tensor that names an example; set where `load` may meet a corrupt one.
-        encoded: index -> the image as its file has it, a string scalar; for sources of encoded images.
-        file_of: int64 [n], the number of the file that an example lies in, for sources that are read by place.
-        copies: int64 [n]; equal examples share a number. None: not known, or told from `array`.
-        own: the source's own parts, name to int64 indices; always has `train`.
-        skipped: the names of the corrupt examples that were left out.
+        shape: one example's shape as the model sees it.
+        class_names: one name per class.
+        array: [n, ...] if the examples are in memory; uint8 images stay uint8 until they are batched.
+        stored: makes the [n, ...] tensor of decoded examples in a memory-mapped file.
+        load: index (int64 scalar tensor) -> one example, read and decoded on demand.
+        where: index -> string tensor that names an example; set if `load` may find a corrupt one.
+        encoded: index -> the encoded image, a string scalar; for sources of encoded images.
+        file_of: int64 [n], the number of each example's file, for sources with random access to files.
+        copies: int64 [n]; equal examples share a number. None: unknown, or computed from `array`.
+        own: the source's own splits, name to int64 indices; always has `train`.
+        skipped: the names of the corrupt examples that were skipped.
     """
 
     name: str
@@ -53,19 +53,19 @@ def from_arrays(x, y, *, name: str, own: Mapping[str, np.ndarray] | None = None,
     """Checks arrays and makes them `Examples`.
 
     Args:
-        x: [n, ...] numbers. uint8 of [n, height, width] or [n, height, width, channels] are images: they
-            become float32 in [0, 1]. float64 becomes float32; other integers (tokens) stay as they are.
-        y: [n] integers from 0, or strings (sorted into classes); [n, 1] is flattened; [n, length] integers
-            serve sequence models.
-        name: what to call the source.
-        own: the source's own parts, as indices.
-        class_names: one name a class, where they are known.
+        x: [n, ...] numbers. uint8 of [n, height, width] or [n, height, width, channels] are images, which become
+            float32 in [0, 1]. float64 becomes float32; other integers (tokens) stay as they are.
+        y: [n] integers from 0, or strings (sorted into classes); [n, 1] is flattened; [n, length] integers are for
+            sequence models.
+        name: the source's name.
+        own: the source's own splits, as indices.
+        class_names: one name per class, if known.
 
     Returns:
         Examples in memory.
 
     Raises:
-        InputError: lengths that differ, no examples, labels that are not classes, values that are not finite.
+        InputError: different lengths, no examples, invalid labels, values that are not finite.
 
     Example:
         >>> examples = from_arrays(np.zeros([3, 4]), np.array(["cat", "dog", "cat"]), name="pets")
@@ -76,17 +76,17 @@ def from_arrays(x, y, *, name: str, own: Mapping[str, np.ndarray] | None = None,
     labels, class_names = labels_of(np.asarray(y), name=name, class_names=class_names)
     if len(x) != len(labels):
         raise InputError(
-            f"{name}: x and y must have one row an example. Received: {len(x)} rows in x, {len(labels)} in y."
+            f"{name}: x and y must have one row per example. Received: {len(x)} rows in x, {len(labels)} in y."
         )
     own = own or {"train": np.arange(len(x))}
     return Examples(name, labels, x.shape[1:], class_names, array=x, own=own)
 
 
 def labels_of(y: np.ndarray, *, name: str, class_names=None) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Makes labels int64 from 0 and names the classes.
+    """Converts labels to int64 from 0 and names the classes.
 
     Returns:
-        The labels and one name a class.
+        The labels and one name per class.
 
     Raises:
         InputError: labels that are not whole numbers from 0 or strings, or more classes than examples.
@@ -94,7 +94,7 @@ def labels_of(y: np.ndarray, *, name: str, class_names=None) -> tuple[np.ndarray
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.ndim == 0 or not len(y):
-        raise InputError(f"{name}: there are no examples. Give at least one example and its label.")
+        raise InputError(f"{name} has no examples. Provide at least one example and its label.")
     if y.dtype.kind in "USO":
         words, labels = np.unique([w.decode() if isinstance(w, bytes) else str(w) for w in y], return_inverse=True)
         return labels.astype(np.int64), tuple(words.tolist())
@@ -102,9 +102,8 @@ def labels_of(y: np.ndarray, *, name: str, class_names=None) -> tuple[np.ndarray
         y = y.astype(np.int64)
     if y.dtype.kind not in "iu":
         raise InputError(
-            f"{name}: labels must be whole numbers from 0 to classes-1, or strings. Received: "
-            f"{y.dtype} of shape "
-            f"{y.shape}. For one-hot rows give y.argmax(-1)."
+            f"{name}: labels must be whole numbers from 0 to classes-1, or strings. Received: {y.dtype} of shape "
+            f"{y.shape}. For one-hot rows use y.argmax(-1)."
         )
     labels = y.astype(np.int64)
     if labels.min() < 0:
@@ -112,31 +111,29 @@ def labels_of(y: np.ndarray, *, name: str, class_names=None) -> tuple[np.ndarray
     classes = int(labels.max()) + 1
     if class_names:
         if classes > len(class_names):
-            raise InputError(
-                f"{name}: a label is {classes - 1}, but there are {len(class_names)} classes. Number them from 0."
-            )
+            raise InputError(f"{name} has a label {classes - 1}, but {len(class_names)} classes. Number them from 0.")
         return labels, tuple(str(c) for c in class_names)
     if labels.ndim == 1 and classes > max(len(labels), 2):
         raise InputError(
-            f"{name}: labels must be 0 to classes-1. Received: {classes - 1} as the largest of {len(labels)} "
-            "examples' labels. Number the classes from 0 without gaps."
+            f"{name}: labels must be 0 to classes-1. Received: {classes - 1} as the largest of {len(labels)} labels. "
+            "Number the classes from 0 without gaps."
         )
     return labels, tuple(str(c) for c in range(classes))
 
 
 def to_model(x: tf.Tensor) -> tf.Tensor:
-    """Turns uint8 images [..., channels] into float32 in [0, 1] and leaves other examples as they are."""
+    """Converts uint8 images [..., channels] to float32 in [0, 1]; other examples stay as they are."""
     return tf.cast(x, tf.float32) / 255.0 if x.dtype == tf.uint8 else x
 
 
 def features(x: np.ndarray, *, name: str, first: int = 0) -> np.ndarray:
-    """Makes rows of examples what `from_arrays` says; `first` is the number of the first row, for errors.
+    """Converts rows of examples as `from_arrays` describes; `first` is the number of the first row, for errors.
 
     Raises:
-        InputError: no rows, values that are no numbers or not finite.
+        InputError: no rows, or values that are not numbers or not finite.
     """
     if x.ndim == 0 or not len(x):
-        raise InputError(f"{name}: there are no examples. Give at least one example and its label.")
+        raise InputError(f"{name} has no examples. Provide at least one example and its label.")
     if x.ndim == 1:
         x = x[:, None]
     if x.dtype == np.uint8 and x.ndim == 3:
@@ -148,7 +145,7 @@ def features(x: np.ndarray, *, name: str, first: int = 0) -> np.ndarray:
         if not np.isfinite(x).all():
             row = int(np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(1))[0])
             raise InputError(
-                f"{name}: x must be finite. Received: NaN or infinity in example {first + row}. Remove or mend it."
+                f"{name}: x must be finite. Received: NaN or Inf in example {first + row}. Remove or correct it."
             )
     elif x.dtype.kind == "b":
         x = x.astype(np.float32)

@@ -1,30 +1,28 @@
-"""From examples in an order to batches: fetch, batch, change, prefetch, each ahead of the training."""
+"""From ordered examples to batches: fetch, batch, change, prefetch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import tensorflow as tf
 
 from tfgpu.data.examples import Examples, to_model
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, unknown, whole_number
 
 
 @dataclass(frozen=True)
 class Feed:
-    """How batches are made ahead of the training. Only `deterministic=False` changes what is in them.
+    """How batches are prepared ahead of training. Only `deterministic=False` changes their content.
 
     Attributes:
-        deterministic: False lets an example that is ready overtake one that is not, so that the order depends
-            on the timing; each example is still read once and augmented as it would be. TensorFlow keeps the order
-            all the same where `tf.config.experimental.enable_op_determinism` was called, as `tfgpu train` does.
-        parallel_calls: how many examples are read and decoded, or batches augmented, at once; None: tf.data
-            finds the number while it runs.
-        threads: threads of this data's own; None: those that TensorFlow has.
-        prefetch: batches that are made ahead; None: tf.data finds the number; 0: none.
-        prefetch_to_device: a device's name, such as `"GPU:0"`, that batches are copied to ahead of the training;
-            `"auto"`: the first GPU, and nothing without one. For training without a strategy: a strategy
-            copies to its own devices.
+        deterministic: False lets an example that is ready overtake a slower one, so the order depends on timing; each
+            example is still read once and augmented the same way. TensorFlow keeps the order anyway after
+            `tf.config.experimental.enable_op_determinism`, which `tfgpu train` calls.
+        parallel_calls: how many examples are read and decoded, or batches augmented, in parallel; None: tf.data tunes
+            it.
+        threads: size of a private thread pool; None: TensorFlow's own.
+        prefetch: batches to prefetch; None: tf.data tunes it; 0: none.
+        prefetch_to_device: a device, such as `"GPU:0"`, to copy batches to ahead of training; `"auto"`: the first GPU,
+            if any. For training without a strategy: a strategy copies to its own devices.
     """
 
     deterministic: bool = True
@@ -37,27 +35,22 @@ class Feed:
         if not isinstance(self.deterministic, bool):
             raise InputError(f"`deterministic` must be true or false. Received: {self.deterministic!r}.")
         for name, least in (("parallel_calls", 1), ("threads", 1), ("prefetch", 0)):
-            value = getattr(self, name)
-            whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-            if value is not None and not (whole and value >= least):
-                raise InputError(
-                    f"`{name}` must be a whole number from {least}. Received: {value!r}. "
-                    "Leave it out to have it found while the data is read."
-                )
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), minimum=least)
         if self.prefetch_to_device is not None and tf.distribute.has_strategy():
             raise InputError(
-                f"A strategy copies batches to its own devices ahead. Received: prefetch_to_device="
-                f"{self.prefetch_to_device!r} under {type(tf.distribute.get_strategy()).__name__}. Leave it out."
+                f"A strategy copies batches to its own devices. Received: prefetch_to_device="
+                f"{self.prefetch_to_device!r} under {type(tf.distribute.get_strategy()).__name__}. Remove it."
             )
         self.device()
 
     @property
     def calls(self) -> int:
-        """What `map` takes as `num_parallel_calls`."""
+        """The `num_parallel_calls` argument of `map`."""
         return self.parallel_calls or tf.data.AUTOTUNE
 
     def device(self) -> str | None:
-        """Names the device to copy to, or None; raises `InputError` where there is no such device."""
+        """Returns the device to copy to, or None; raises `InputError` if it does not exist."""
         wanted = self.prefetch_to_device
         if wanted is None:
             return None
@@ -80,19 +73,19 @@ def batches(
 ) -> tf.data.Dataset:
     """Turns one element, the number of an epoch, into that epoch's batches.
 
+    Examples in memory are fetched by rows of indices: batching single examples, or a dataset nested in `flat_map`,
+        makes
+    an epoch two to three times as slow (measured; noticeable with steps of 100 us).
+
     Args:
-        examples: what the indices stand for.
-        epochs: a data set of that one element, an int64 scalar.
-        order: from it to the indices of the epoch's examples, int64 [count].
+        examples: what the indices refer to.
+        epochs: a dataset of that one element, an int64 scalar.
+        order: maps it to the indices of the epoch's examples, int64 [count].
         count: examples in the epoch.
         global_batch: examples in a batch.
-        change: `(epoch, places, x, y)` -> the batch. `places` is int64: the place in the epoch of the first
-            example, or of each where they may overtake one another.
-        feed: how far ahead, and how many at once.
-
-    Examples in memory are fetched by rows of indices: cutting a batch out of single examples, or a dataset
-    nested in `flat_map`, costs two to three times as much an epoch (measured; it shows beside a step of 100
-    us).
+        change: `(epoch, places, x, y)` -> the batch. `places` is int64: the position in the epoch of the first example,
+            or of each if they may overtake one another.
+        feed: how batches are prepared ahead.
     """
     with tf.device("CPU:0"):
         labels = tf.constant(examples.labels)
@@ -108,8 +101,8 @@ def batches(
 
         return by_rows(epochs, lambda epoch: rows_of(epoch, order(epoch), count, global_batch), fetch, steps, feed)
 
-    # Each component of a data set's elements costs some microseconds an example, beside 300 for a small JPEG
-    # (measured): epoch, place and index go as one.
+    # Each component of a dataset's elements costs some microseconds per example, compared with 300 for a small JPEG
+    # (measured): epoch, position and index are one tensor.
     def singles(epoch):
         return tf.stack([tf.repeat(epoch, count), tf.range(count, dtype=tf.int64), order(epoch)], axis=1)
 
@@ -126,26 +119,26 @@ def batches(
     else:
         cut = _named(loaded.ignore_errors().batch(global_batch), examples.where, order, count, global_batch)
     assembled = cut.map(assemble, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
-    # Joined with batching, loading gives each example its place beforehand: none could overtake another.
+    # Fused with batching, loading would fix each example's position in advance, so none could overtake another.
     return finish(assembled, steps, feed, rewrites=feed.deterministic)
 
 
 def by_rows(epochs: tf.data.Dataset, rows: Callable, fetch: Callable, steps: int, feed: Feed) -> tf.data.Dataset:
-    """Makes an epoch's batches from rows that say what is in each.
+    """Makes an epoch's batches from rows that describe one batch each.
 
     Args:
-        epochs: a data set of one element, the number of an epoch.
-        rows: from it to tensors of `steps` rows.
-        fetch: from one row of each to the batch.
-        steps: how many.
-        feed: how far ahead, and how many at once.
+        epochs: a dataset of one element, the number of an epoch.
+        rows: maps it to tensors of `steps` rows.
+        fetch: maps one row of each to the batch.
+        steps: the number of batches.
+        feed: how batches are prepared ahead.
     """
     made = epochs.map(rows).unbatch().map(fetch, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
     return finish(made, steps, feed)
 
 
 def rows_of(epoch, indices, count: int, global_batch: int):
-    """Cuts an epoch's indices into rows of a batch each, the last one padded: epochs, first places, indices."""
+    """Splits an epoch's indices into one row per batch, the last one padded: epochs, first positions, indices."""
     steps = -(-count // global_batch)
     padded = tf.pad(indices, [[0, steps * global_batch - count]])
     starts = tf.range(0, count, global_batch, dtype=tf.int64)
@@ -153,19 +146,19 @@ def rows_of(epoch, indices, count: int, global_batch: int):
 
 
 def finish(made: tf.data.Dataset, steps: int, feed: Feed, *, rewrites: bool = False) -> tf.data.Dataset:
-    """Says how many batches there are and how they are made ahead; the end of every pipeline.
+    """Sets the number of batches and how they are prepared ahead; the last stage of every pipeline.
 
     Args:
         made: the batches.
-        steps: how many.
-        feed: how they are made ahead.
-        rewrites: let tf.data rewrite its graph. It joins loading and batching, which saves a copy of each example;
-            but it makes the start of an iteration a quarter slower (measured), which shows where epochs are short.
+        steps: the number of batches.
+        feed: how they are prepared ahead.
+        rewrites: let tf.data optimize its graph. It fuses loading and batching, which saves a copy of each example, but
+            starts an iteration 25% more slowly (measured), which matters for short epochs.
     """
     options = tf.data.Options()
     options.deterministic = feed.deterministic
     options.experimental_optimization.apply_default_optimizations = rewrites
-    # Each worker makes the same global batches and keeps its part: files would be cut unevenly.
+    # Each worker makes the same global batches and keeps its rows: files would be divided unevenly.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     if feed.threads is not None:
         options.threading.private_threadpool_size = feed.threads
@@ -180,10 +173,10 @@ def finish(made: tf.data.Dataset, steps: int, feed: Feed, *, rewrites: bool = Fa
 
 
 def _named(cut: tf.data.Dataset, where: Callable, order: Callable, count: int, global_batch: int) -> tf.data.Dataset:
-    """Stops at the first gap in the places, where a corrupt example has dropped out, with that example's name.
+    """Stops at the first gap in the positions, where a corrupt example was dropped, and names that example.
 
-    A decoder's error names no file. To catch it for each example, in a data set of one, costs ten times the
-    decoding of a JPEG (measured); a gap is found for nothing.
+    A decoder's error names no file. Catching it per example, in a dataset of one, costs ten times as much as decoding a
+    JPEG (measured); finding a gap costs nothing.
     """
 
     def look(number, batch):

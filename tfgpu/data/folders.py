@@ -1,11 +1,11 @@
-"""A folder of images, one folder a class.
+"""A folder of images, with one subfolder per class.
 
     photos/cat/1.jpg            photos/train/cat/1.jpg
     photos/dog/2.png     or     photos/test/dog/2.png      (train, validation, test)
 
-JPEG, PNG, BMP and the first frame of a GIF; an image of another kind is an error, or counted as corrupt. Hidden files
-and folders, whose names begin with a dot, do not count. Folders of up to 2 GiB are decoded once before training, so a
-corrupt file is named at the start; in larger ones it is named when training meets it.
+Reads JPEG, PNG, BMP and the first frame of a GIF; other image formats are an error, or count as corrupt. Hidden files
+and folders, whose names begin with a dot, are ignored. Folders of up to 2 GiB are decoded once before training, so a
+corrupt file is reported at the start; in larger ones it is reported when training reads it.
 """
 
 import logging
@@ -37,7 +37,7 @@ def open_folder(folder: str, reading: Reading) -> Examples:
         reading: size, corrupt files, memory.
 
     Returns:
-        uint8 images, one class a folder, in the order of the names.
+        uint8 images, one class per folder, ordered by name.
 
     Raises:
         InputError: no folder, no classes, no images, a corrupt image, images of different sizes.
@@ -80,7 +80,7 @@ def open_folder(folder: str, reading: Reading) -> Examples:
 
 
 def _find(root: Path) -> dict[str, dict[str, list[Path]]]:
-    """Lists the image files by part and class; a folder without parts is all `train`."""
+    """Lists the image files by split and class; a folder without splits is all `train`."""
     folders = _folders(root)
     parts = [f for f in folders if f.name in PARTS]
     if any(f.name == "train" for f in parts) and len(parts) == len(folders):
@@ -88,7 +88,7 @@ def _find(root: Path) -> dict[str, dict[str, list[Path]]]:
     else:
         found = {"train": {c.name: _images(c) for c in folders}}
     if not any(files for by_class in found.values() for files in by_class.values()):
-        loose = " They lie directly in it: move them into one folder a class." if _images(root) else ""
+        loose = " It has images at its top level: move them into one folder per class." if _images(root) else ""
         raise InputError(
             f"No images in {str(root)!r} by class.{loose} "
             f"Expected FOLDER/CLASS/*{'|'.join(SUFFIXES)} or FOLDER/train/CLASS/..."
@@ -100,11 +100,11 @@ def _classes(root: Path, found) -> tuple[str, ...]:
     train = found["train"]
     empty = sorted(name for name, files in train.items() if not files)
     if empty:
-        _log.warning("%s: class folders without images are left out: %s", root, ", ".join(empty))
+        _log.warning("%s: skipping class folders without images: %s", root, ", ".join(empty))
     names = tuple(sorted(name for name, files in train.items() if files))
     if len(names) < 2:
         raise InputError(
-            f"{str(root)!r} must hold at least two classes with training images. "
+            f"{str(root)!r} must contain at least two classes with training images. "
             f"Received: {', '.join(names) or 'none'}. "
             "Expected FOLDER/CLASS/image.png or FOLDER/train/CLASS/image.png."
         )
@@ -114,7 +114,7 @@ def _classes(root: Path, found) -> tuple[str, ...]:
         extra = sorted(set(by_class) - set(names))
         if extra:
             raise InputError(
-                f"{str(root / part)!r} has classes that training lacks: {', '.join(extra)}. Add or remove them."
+                f"{str(root / part)!r} has classes without training images: {', '.join(extra)}. Add or remove them."
             )
     return names
 
@@ -128,7 +128,7 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Lists the files of these kinds below a folder, but none that is hidden or lies in a hidden folder."""
+    """Lists the files with these suffixes below a folder, except hidden ones and those in hidden folders."""
     files = (path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
     shown = (p for p in files if not any(part.startswith(".") for part in p.relative_to(folder).parts))
     return sorted(p for p in shown if p.is_file())
@@ -137,6 +137,6 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 def _refuse_kinds(root: Path, unread: tuple[str, ...]) -> None:
     names = ", ".join(name.removeprefix("the image ") for name in unread[:3]) + (", ..." if len(unread) > 3 else "")
     raise InputError(
-        f"{str(root)!r} has {len(unread)} image(s) of a kind that cannot be read: {names}. "
-        f"Convert them to {', '.join(SUFFIXES)}, or leave them out with skip_corrupt (--skip-corrupt)."
+        f"{str(root)!r} has {len(unread)} image(s) in an unsupported format: {names}. "
+        f"Convert them to {', '.join(SUFFIXES)}, or skip them with skip_corrupt (--skip-corrupt)."
     )

@@ -1,7 +1,8 @@
-"""The index file of a folder of TFRecord shards: what they hold and where each record begins. No TensorFlow here.
+"""The index file of a folder of TFRecord shards: their contents and each record's offset. Imports no TensorFlow.
 
-`index.json` is written last, so a folder that has one is whole. With it the shards are opened without reading them,
-keep the source's order, parts, class names and type, and a damaged shard is named. Without it they can be read too.
+`index.json` is written last, so a folder that has one is complete. It lets the shards be opened without reading them,
+preserves the source's order, splits, class names and dtype, and detects damaged shards. Without it the shards can
+still be read.
 """
 
 import base64
@@ -17,15 +18,16 @@ from typing import Any
 import numpy as np
 
 from tfgpu.data.splits import PARTS
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 
 FILE = "index.json"
+MOST_SHARDS = 99999  # file names have five digits
 FORMAT = "tfgpu shards"
 VERSION = 1
 _KINDS = ("bytes_list", "float_list", "int64_list")
 _DTYPES = ("bool", "bfloat16", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)))
 _DTYPES += ("float16", "float32", "float64")
-FRAME = 16  # bytes that a TFRecord file puts around each record
+FRAME = 16  # bytes of framing around each record of a TFRecord file
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,10 @@ class Shard:
     Attributes:
         file: its name in the folder.
         part: train, validation or test.
-        examples, bytes: how many it has.
+        examples, bytes: the number of each.
         sha256: of the whole file, in hexadecimal.
         lengths: bytes of each record, packed by `pack`.
-        labels: each record's label, packed; None where a label is a sequence.
+        labels: each record's label, packed; None if labels are sequences.
     """
 
     file: str
@@ -50,25 +52,25 @@ class Shard:
     labels: str | None
 
     def offsets(self) -> np.ndarray:
-        """Returns where each record begins, int64 [examples]."""
+        """Returns each record's offset, int64 [examples]."""
         after = np.cumsum(unpack(self.lengths, self.examples) + FRAME)
         return np.concatenate([[0], after[:-1]]).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of shards holds.
+    """The contents of a folder of shards.
 
-    Example `i` of a part with `n` shards is record `i // n` of the part's shard `i % n`: each shard is a fair sample
-    even where the source is sorted by class.
+    Example `i` of a split with `n` shards is record `i // n` of the split's shard `i % n`: each shard is a fair sample
+    even if the source is sorted by class.
 
     Attributes:
         name: the source's name.
-        features: names of the example's and the label's feature, the kind of the first, its shape, labels an example.
-        dtype: the type that examples have in memory; None for encoded images.
-        shape: one example's shape; None for sides that differ.
-        class_names: one name a class.
-        shards: the files, by part and number.
+        features: names of the example's and the label's feature, the kind of the first, its shape, labels per example.
+        dtype: the dtype of examples in memory; None for encoded images.
+        shape: one example's shape; None for dimensions that vary.
+        class_names: one name per class.
+        shards: the files, by split and number.
     """
 
     name: str
@@ -80,7 +82,7 @@ class Manifest:
 
     @property
     def examples(self) -> dict[str, int]:
-        """How many examples each part has."""
+        """The number of examples in each split."""
         counts: dict[str, int] = {}
         for shard in self.shards:
             counts[shard.part] = counts.get(shard.part, 0) + shard.examples
@@ -88,11 +90,11 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all shards together."""
+        """Total bytes of all shards."""
         return sum(shard.bytes for shard in self.shards)
 
     def write(self, folder: Path) -> None:
-        """Writes the index file; the shards must be there already."""
+        """Writes the index file; the shards must exist already."""
         facts = {"format": FORMAT, "version": VERSION, "classes": len(self.class_names), "examples": self.examples}
         (folder / FILE).write_text(json.dumps(facts | asdict(self), indent=1))
 
@@ -101,7 +103,7 @@ def read(folder: str | Path) -> Manifest:
     """Reads the index file of a folder.
 
     Raises:
-        InputError: there is none, it is damaged, or of a later version.
+        InputError: it is missing, damaged, or from a newer version.
     """
     found = find(folder)
     if found is None:
@@ -110,10 +112,10 @@ def read(folder: str | Path) -> Manifest:
 
 
 def find(folder: str | Path) -> Manifest | None:
-    """Reads the index file of a folder; None where there is none, or one that something else wrote.
+    """Reads the index file of a folder; None if it is missing or not tfgpu's.
 
     Raises:
-        InputError: it is damaged or of a later version.
+        InputError: it is damaged or from a newer version.
     """
     path = Path(folder) / FILE
     if not path.is_file():
@@ -122,76 +124,80 @@ def find(folder: str | Path) -> Manifest | None:
         facts = json.loads(path.read_text())
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:
             return None
-        if facts["version"] > VERSION:
-            raise InputError(f"{path} was written by a later tfgpu. Upgrade tfgpu, or write the shards again.")
-        shards = tuple(_shard(facts) for facts in facts["shards"])
-        fields = {name: facts[name] for name in ("name", "features", "dtype")}
-        _check_facts(facts, max((shard.bytes for shard in shards), default=0))
-        return Manifest(**fields, shape=tuple(facts["shape"]), class_names=tuple(facts["class_names"]), shards=shards)
-    except InputError:
-        raise
+        is_newer = facts["version"] > VERSION
+        found = None if is_newer else _parse(facts)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise InputError(
             f"{path} is damaged: {' '.join(str(error).split())}. Copy it again, or remove it and read without it."
         ) from error
+    if is_newer:
+        raise InputError(f"{path} was written by a newer tfgpu. Upgrade tfgpu, or write the shards again.")
+    return found
+
+
+def _parse(facts: Mapping[str, Any]) -> Manifest:
+    shards = tuple(_shard(facts) for facts in facts["shards"])
+    fields = {name: facts[name] for name in ("name", "features", "dtype")}
+    _check_facts(facts, max((shard.bytes for shard in shards), default=0))
+    return Manifest(**fields, shape=tuple(facts["shape"]), class_names=tuple(facts["class_names"]), shards=shards)
 
 
 def _check_facts(facts: Mapping[str, Any], most: int) -> None:
-    """Refuses what would fail, or take any memory, only where the records are read.
+    """Rejects values that would otherwise fail, or exhaust memory, when the records are read.
 
     Args:
-        most: values that a record may have.
+        most: the most values that a record may have.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: something is of another kind than the writer's.
+        ValueError, KeyError, TypeError, AttributeError: a value that `write_shards` would not write.
     """
     features = facts["features"]
     kind, shape = features["kind"], features["shape"]
     for text in (facts["name"], features["x"], features["y"], *facts["class_names"]):
         text.encode()
     if kind not in _KINDS or isinstance(facts["class_names"], str):
-        raise ValueError(f"records of the kind {kind!r} are not known, or the classes have no names")
+        raise ValueError(f"the record kind {kind!r} is unknown, or the classes have no names")
     if facts["dtype"] is not None and facts["dtype"] not in _DTYPES:
-        raise ValueError(f"{facts['dtype']!r} is no type of numbers")
+        raise ValueError(f"{facts['dtype']!r} is not a numeric dtype")
     sides = [*shape, *(side for side in facts["shape"] if side is not None), features["labels"]]
-    if any(isinstance(side, bool) or not isinstance(side, int) or side < 0 for side in sides if side is not None):
-        raise ValueError(f"{sides} are no sizes")
+    for side in sides:
+        if side is not None:
+            whole_number("shape", side, minimum=0)
     if kind != "bytes_list" and math.prod(shape) > most:
         raise ValueError(f"an example of {shape} is larger than a file")
 
 
 def _shard(facts: Mapping[str, object]) -> Shard:
-    """A shard of an index that anybody may have written.
+    """Parses a shard of an untrusted index.
 
     Raises:
-        ValueError, TypeError: it is none; or it leads out of the folder, or to more memory than the file takes.
+        ValueError, TypeError: it is invalid, points out of the folder, or declares more memory than the file occupies.
     """
     shard = Shard(**facts)  # type: ignore[arg-type]
-    numbers = (shard.examples, shard.bytes)
-    if any(isinstance(number, bool) or not isinstance(number, int) or number < 0 for number in numbers):
-        raise ValueError(f"a shard has {shard.examples!r} examples and {shard.bytes!r} bytes")
+    whole_number("examples", shard.examples, minimum=0)
+    whole_number("bytes", shard.bytes, minimum=0)
     is_text = isinstance(shard.file, str) and shard.file != ""
     if not is_text or Path(shard.file).name != shard.file or "\0" in shard.file:
-        raise ValueError(f"{shard.file!r} is no name of a file in its folder")
+        raise ValueError(f"{shard.file!r} is not a file name in its folder")
     if shard.examples * FRAME > shard.bytes:
-        raise ValueError(f"{shard.file} has more examples than bytes for them")
+        raise ValueError(f"{shard.file} has more examples than its bytes can hold")
     lengths = unpack(shard.lengths, shard.examples)
     if len(lengths) != shard.examples:
         raise ValueError(f"{shard.file} does not have a length for each record")
     if shard.labels is not None and len(unpack(shard.labels, shard.examples)) != shard.examples:
         raise ValueError(f"{shard.file} does not have a label for each record")
     if shard.part not in PARTS or not isinstance(shard.sha256, str):
-        raise ValueError(f"{shard.file} is of the part {shard.part!r}, or has no checksum")
+        raise ValueError(f"{shard.file} belongs to an unknown split {shard.part!r}, or has no checksum")
     if (lengths < 0).any() or lengths.sum() + FRAME * shard.examples != shard.bytes:
-        raise ValueError(f"{shard.file} does not have as many bytes as its records")
+        raise ValueError(f"the size of {shard.file} does not match its records")
     return shard
 
 
 def of_files(paths: Sequence[Path]) -> Manifest | None:
-    """Finds the index that lists all of these files; None where there is none.
+    """Finds the index that lists all of these files; None if there is none.
 
     Raises:
-        InputError: the index is damaged or of a later version.
+        InputError: the index is damaged or from a newer version.
     """
     folders = {path.parent for path in paths}
     found = find(folders.pop()) if len(folders) == 1 else None
@@ -204,13 +210,13 @@ def check_shards(folder: str | Path) -> Manifest:
     """Reads all shards of a folder and compares their checksums with its index.
 
     Args:
-        folder: what `write_shards` wrote.
+        folder: the output of `write_shards`.
 
     Returns:
         The index.
 
     Raises:
-        InputError: there is no index, or a shard is missing or damaged; it is named.
+        InputError: the index is missing, or a shard is missing or damaged.
     """
     listed = read(folder)
     check_files(folder, listed, checksums=True)
@@ -221,12 +227,12 @@ def check_files(folder: str | Path, listed: Manifest, *, checksums: bool = False
     """Compares a folder's shards with its index.
 
     Args:
-        folder: where they lie.
+        folder: the shards' folder.
         listed: its index.
-        checksums: whether to read the files and compare their checksums, rather than their sizes only.
+        checksums: compare the files' checksums as well as their sizes.
 
     Raises:
-        InputError: a shard is missing, damaged, or not in the index; it is named.
+        InputError: a shard is missing, damaged, or not in the index.
     """
     folder = Path(folder)
     extra = sorted({p.name for p in folder.glob("[!.]*.tfrecord*")} - {shard.file for shard in listed.shards})
@@ -240,25 +246,19 @@ def check_files(folder: str | Path, listed: Manifest, *, checksums: bool = False
 
 
 def check_shard(path: Path, shard: Shard, *, checksum: bool = False) -> None:
-    """Raises `InputError` if a file is not as the index says."""
-    mend = f"Copy it again from where it was written, or write the shards again. ({FILE} says what it should be.)"
+    """Raises `InputError` if a file does not match the index."""
+    fix = f"Copy it again from the original, or write the shards again. ({FILE} has the expected values.)"
     if not path.is_file():
-        raise InputError(f"The shard {path} is missing. {mend}")
+        raise InputError(f"The shard {path} is missing. {fix}")
     size = path.stat().st_size
     if size != shard.bytes:
-        raise InputError(f"The shard {path} is damaged: it has {size} bytes, not {shard.bytes}. {mend}")
+        raise InputError(f"The shard {path} is damaged: it has {size} bytes, not {shard.bytes}. {fix}")
     if checksum and digest(path) != shard.sha256:
-        raise InputError(f"The shard {path} is damaged: its checksum is not the one of what was written. {mend}")
-
-
-def check_shard_count(shards: int) -> None:
-    """Raises `InputError` unless `shards` is a whole number from 1."""
-    if isinstance(shards, bool) or not isinstance(shards, (int, np.integer)) or not 1 <= shards <= 99999:
-        raise InputError(f"`shards` must be a whole number from 1 to 99999. Received: {shards!r}. Try 8.")
+        raise InputError(f"The shard {path} is damaged: its checksum does not match. {fix}")
 
 
 def check_output(out: str | Path, *, overwrite: bool = False) -> Path:
-    """Refuses a folder that may not be written, before anything is.
+    """Rejects a folder that may not be written, before anything is.
 
     Args:
         out: the folder.
@@ -268,22 +268,22 @@ def check_output(out: str | Path, *, overwrite: bool = False) -> Path:
         Its path.
 
     Raises:
-        InputError: it is a file; or it has files, and they are not shards or may not be replaced.
+        InputError: it is a file, or contains files that are not shards or may not be replaced.
     """
     path = Path(out).expanduser().resolve()
     if path.exists() and not path.is_dir():
-        raise InputError(f"The output {str(path)!r} is a file. Give a folder.")
+        raise InputError(f"The output {str(path)!r} is a file. Use a folder.")
     if not path.is_dir() or not any(path.iterdir()):
         return path
     listed = find(path)
     if listed is None:
-        raise InputError(f"{str(path)!r} is not empty and holds no shards with an index. Give another folder.")
+        raise InputError(f"{str(path)!r} is not empty and has no shards with an index. Use another folder.")
     if not overwrite:
-        raise InputError(f"{str(path)!r} holds shards. Add --overwrite to replace them, or give another folder.")
+        raise InputError(f"{str(path)!r} already has shards. Replace them with --overwrite, or use another folder.")
     others = sorted({p.name for p in path.iterdir()} - {FILE} - {shard.file for shard in listed.shards})
     if others:
         raise InputError(
-            f"{str(path)!r} also holds {others[0]!r}, so it is not replaced. Move that away, or give another folder."
+            f"{str(path)!r} also contains {others[0]!r}, so it is not replaced. Move that away, or use another folder."
         )
     return path
 
@@ -295,7 +295,7 @@ def digest(path: Path) -> str:
 
 
 def pack(numbers: np.ndarray) -> str:
-    """Makes whole numbers a short text.
+    """Encodes whole numbers as a short text.
 
     Example:
         >>> unpack(pack(np.array([7, 7, 9]))).tolist()
@@ -305,11 +305,11 @@ def pack(numbers: np.ndarray) -> str:
 
 
 def unpack(text: str, most: int | None = None) -> np.ndarray:
-    """Reads what `pack` wrote: int64 [n].
+    """Decodes the output of `pack`: int64 [n].
 
     Args:
         text: the short text.
-        most: how many numbers there may be: a short text can stand for many gigabytes of zeros.
+        most: the most numbers to accept: a short text can expand to gigabytes of zeros.
 
     Raises:
         ValueError, zlib.error: it is damaged, or has more numbers.

@@ -1,4 +1,4 @@
-"""What data sources are called; no TensorFlow: a wrong name fails at once."""
+"""The names of data sources. Imports no TensorFlow, so a wrong name fails at once."""
 
 import re
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class SourceName:
-    """What `--data` means.
+    """A parsed `--data` argument.
 
     Attributes:
         kind: digits, tfds, function, records, csv, parquet, text, corpus or folder.
         value: the path or the name.
-        label: the column of a table that holds the label, where it is named.
+        label: the label column of a table, if given.
     """
 
     kind: str
@@ -34,19 +34,19 @@ class SourceName:
 
 
 def parse_source(text: str) -> SourceName:
-    """Says what kind of source a text names, looking at the disk but reading no data.
+    """Finds out what kind of source a text names. Looks at the disk, but reads no data.
 
     Args:
         text: `"digits"`, `"tfds:NAME"`, `"text:PATH"` (texts by class), `"corpus:PATH"` (plain text),
-            `"module:function"`, a folder of images by class, or a file, glob or
-            folder of files: `.tfrecord`, `.csv` or `.parquet`. `csv:` or `parquet:` before a name says what other
-            endings hold; `#COLUMN` after it names a table's label.
+            `"module:function"`, a folder of images by class, or a file, glob or folder of `.tfrecord`, `.csv` or
+            `.parquet` files. The prefix `csv:` or `parquet:` sets the format of files with other extensions; the suffix
+            `#COLUMN` names a table's label.
 
     Returns:
         The kind and the value: a path, a tfds name, or `module:function`.
 
     Raises:
-        InputError: the text is none of these; the message names the closest choice.
+        InputError: none of these; the message names the closest choice.
 
     Example:
         >>> parse_source("digits")
@@ -65,8 +65,8 @@ def parse_source(text: str) -> SourceName:
         name = text.removeprefix("tfds:")
         if not _TFDS.fullmatch(name):
             raise InputError(
-                f"'tfds:' needs the name of a data set of tensorflow-datasets itself, a configuration and a version if "
-                f"need be (not `huggingface:NAME`, whose code would be fetched). Received: {text!r}. Try 'tfds:mnist'."
+                f"'tfds:' takes the name of a tensorflow-datasets dataset with an optional configuration and version, "
+                f"and no `huggingface:NAME`, which would download code. Received: {text!r}. Try 'tfds:mnist'."
             )
         return SourceName("tfds", name)
     kind, _, value = text.partition(":")
@@ -82,27 +82,27 @@ def parse_source(text: str) -> SourceName:
         return SourceName("records", str(path))
     if path.exists():
         raise InputError(
-            f"Cannot read {text!r} as data: it is a single file and not a .tfrecord, .csv or "
-            ".parquet. Give a folder of images by class, such files, or module:function."
+            f"Cannot read {text!r} as data: it is not a .tfrecord, .csv or .parquet file. "
+            "Use one of these, a folder of images by class, or module:function."
         )
     if _FUNCTION.fullmatch(text):
         return SourceName("function", text)
     if "/" in text or "\\" in text:
-        raise InputError(f"No such data folder or file: {text!r}. Check the path (it is relative to {Path.cwd()}).")
+        raise InputError(f"No such data folder or file: {text!r}. Check the path, which is relative to {Path.cwd()}.")
     raise unknown("data source", text, _CHOICES)
 
 
 def check_encodable(paths: Iterable[Path]) -> None:
-    """Refuses names of files and folders that are no UTF-8: no report, checkpoint or TensorFlow could hold them.
+    """Rejects names of files and folders that are not UTF-8: reports, checkpoints and TensorFlow cannot store them.
 
     Raises:
-        InputError: names the first.
+        InputError: names the first one.
     """
     for path in paths:
         try:
             str(path).encode()
         except UnicodeEncodeError:
-            raise InputError(f"{str(path)!r} is no name in UTF-8. Rename it.") from None
+            raise InputError(f"The name {str(path)!r} is not valid UTF-8. Rename it.") from None
 
 
 def _text(kind: str, value: str, text: str) -> SourceName:
@@ -110,15 +110,15 @@ def _text(kind: str, value: str, text: str) -> SourceName:
     is_there = path.exists() or any(path.parent.glob(path.name)) if value else False
     if not is_there:
         raise InputError(
-            f"No such text: {text!r}. Give {kind}:PATH of a file, a folder or a glob (it is relative to {Path.cwd()})."
+            f"No such text: {text!r}. Use {kind}:PATH with a file, folder or glob relative to {Path.cwd()}."
         )
     return SourceName(kind, str(Path(value).expanduser()))
 
 
 def _table(text: str) -> SourceName | None:
-    """Reads `[csv:|parquet:]PATH[#COLUMN]`; None where it is no table."""
+    """Parses `[csv:|parquet:]PATH[#COLUMN]`; None if it is not a table."""
     kind, value, label = _TABLE.fullmatch(text).groups()
-    if label and Path(f"{value}#{label}").expanduser().exists():  # The name of a file may have a # in it.
+    if label and Path(f"{value}#{label}").expanduser().exists():  # a file name may contain a #
         value, label = f"{value}#{label}", None
     path = Path(value).expanduser()
     if kind is None and path.is_dir():

@@ -1,4 +1,4 @@
-"""Where the records of TFRecord files begin, so that any of them can be read by its number."""
+"""Random access to the records of TFRecord files, by where each record begins."""
 
 import copy
 import struct
@@ -14,14 +14,13 @@ _HEAD, _FOOT = 12, 4  # bytes around a record: its length with a checksum, and t
 
 
 class Index:
-    """Where each record of some files begins, so that any of them can be read by its number.
+    """The offset of each record in some TFRecord files, for random access.
 
-    Only the records' headers are read. A broken header ends its file: what follows cannot be found; it is
-    named in `lost`.
+    Only the records' headers are read. Nothing after a broken header can be found; `lost` names it.
 
     Args:
         paths: the files.
-        known: where the records of each file begin, where that is known.
+        known: the offsets of each file's records, if known.
 
     Raises:
         InputError: a file is compressed.
@@ -63,7 +62,7 @@ class Index:
         return other
 
     def record(self, i: tf.Tensor) -> tf.Tensor:
-        """Reads record `i` as a string tensor; its checksums are compared."""
+        """Reads record `i` as a string tensor and verifies its checksums."""
         opened = tf.raw_ops.TFRecordDatasetV2(
             filenames=self._paths[self._file_of[i]][None],
             compression_type="",
@@ -74,19 +73,19 @@ class Index:
         return one.get_single_element()
 
     def where(self, i: tf.Tensor) -> tf.Tensor:
-        """Names record `i`: its place in its file, from 0, and the file."""
+        """Describes record `i`: its number in its file, from 0, and the file."""
         return tf.strings.join(
             ["record ", tf.strings.as_string(self._places[i]), " of ", self._paths[self._file_of[i]]]
         )
 
 
 def _scan(path: Path) -> tuple[list[int], bool]:
-    """Returns where the records begin, and whether the file ends in something that is no record."""
+    """Returns the records' offsets, and whether the file ends in an invalid record."""
     starts, size, place = [], path.stat().st_size, 0
     with open(path, "rb") as file:
         if file.read(2) == b"\x1f\x8b":
             raise InputError(
-                f"{path} is compressed, so its records cannot be read by place. Decompress it: gunzip {path}."
+                f"{path} is compressed, which prevents random access to its records. Decompress it: gunzip {path}."
             )
         while place < size:
             file.seek(place)
@@ -114,7 +113,7 @@ _TABLE = _checksum_table()
 
 
 def _masked_checksum(data: bytes) -> int:
-    """CRC-32C, rotated and shifted as the format does; of eight bytes only, so Python is quick enough."""
+    """CRC-32C, masked as the format specifies; for eight bytes only, so Python is fast enough."""
     value = 0xFFFFFFFF
     for byte in data:
         value = _TABLE[(value ^ byte) & 0xFF] ^ (value >> 8)

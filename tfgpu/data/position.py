@@ -1,7 +1,7 @@
-"""Where a training run is: the epoch counter, the order of an epoch, and its random numbers.
+"""The position of a training run in its data: the epoch counter, the order of an epoch, and its random numbers.
 
-All three depend on the seed, the epoch and the place in the epoch alone. So a run that was resumed, or that
-has another number of replicas, sees the same examples, in the same order, augmented in the same way.
+All three depend only on the seed, the epoch and the position in the epoch. A resumed run, or one with another number
+of replicas, therefore sees the same examples in the same order with the same augmentation.
 """
 
 import threading
@@ -11,30 +11,29 @@ import tensorflow as tf
 
 from tfgpu.errors import whole_number
 
-_ORDER, _NUMBERS, _BATCHES, _BALANCE = 1, 2, 3, 4  # keep one use's random numbers apart from the others'
+_ORDER, _NUMBERS, _BATCHES, _BALANCE = 1, 2, 3, 4  # each use has separate random numbers
 
 
 class Counter:
-    """Says which epoch the next iteration of the training data is; the first is 0."""
+    """Counts the epochs: `next` is the epoch of the next iteration of the training data, from 0."""
 
     def __init__(self):
         self.next = 0
         self._one_at_a_time = threading.Lock()
 
     def take(self) -> int:
-        """Returns the next epoch's number, and moves on."""
+        """Returns the next epoch's number and advances."""
         with self._one_at_a_time:
             self.next += 1
             return self.next - 1
 
     def epochs(self) -> tf.data.Dataset:
-        """Makes the data set of one element, the number of the epoch that starts with this iteration.
+        """Makes a dataset of one element, the number of the epoch that starts with this iteration.
 
-        A variable's `assign_add` would do, but under `tf.config.experimental.enable_op_determinism`, which every
-        `tfgpu train` asks for, tf.data gives up all parallel calls and all prefetching of a data set that has one
-        stateful operation anywhere (TensorFlow's make_deterministic.cc). A Python function that is declared
-        stateless is let be. It may be: it runs once, when an iteration starts. Its argument, which it does not
-        need, keeps it from being folded into a constant.
+        A variable's `assign_add` would do, but under `tf.config.experimental.enable_op_determinism`, which `tfgpu
+        train` uses, tf.data turns off all parallel calls and prefetching of a dataset that has one stateful operation
+        (TensorFlow's make_deterministic.cc). A Python function that is declared stateless avoids this. That is safe: it
+        runs once, when an iteration starts. Its unused argument keeps it from being folded into a constant.
         """
 
         def take(_) -> np.int64:
@@ -47,28 +46,26 @@ class Counter:
 
 
 class Epochs:
-    """What has `train`, a data set of which each iteration is the next epoch, and the counter of them."""
+    """Base of objects whose `train` is a dataset that starts the next epoch with each iteration."""
 
     train: tf.data.Dataset
     _counter: Counter
 
     def __post_init__(self) -> None:
-        self.train.tfgpu_epochs = self._counter  # so that a resumed `fit`, which gets `train` alone, can seek
+        self.train.tfgpu_epochs = self._counter  # lets a resumed `fit`, which gets only `train`, seek
 
     def seek(self, epoch: int) -> None:
-        """Makes the next iteration of `train` epoch number `epoch` (from 0), as a resumed run needs.
+        """Makes epoch number `epoch` (from 0) the next iteration of `train`, as a resumed run needs.
 
-        The order and the augmentation of an epoch depend on its number and the seed alone. A training loop
-        that seeks at the start of each epoch is exact even when something looked into `train` before.
+        A training loop that seeks at the start of each epoch is exact even if something has read from `train` before.
 
         Raises:
             InputError: `epoch` is not a whole number from 0.
         """
-        epoch = whole_number("epoch", epoch, minimum=0)
-        self._counter.next = int(epoch)
+        self._counter.next = whole_number("epoch", epoch, minimum=0)
 
     def peek(self):
-        """Returns the first batch of the next epoch, and leaves the epoch where it is."""
+        """Returns the first batch of the next epoch without advancing."""
         epoch = self._counter.next
         batch = next(iter(self.train))
         self.seek(epoch)
@@ -82,8 +79,8 @@ def order(indices: tf.Tensor, *, seed: int, epoch: tf.Tensor, of: str = "example
         indices: int64 [n].
         seed: the run's seed.
         epoch: int64 scalar.
-        of: what is put in order: `"examples"`, `"batches"` or a balanced draw of examples, `"balance"`; each
-            has random numbers of its own.
+        of: what is ordered: `"examples"`, `"batches"` or a balanced sample of examples, `"balance"`; each has separate
+            random numbers.
 
     Returns:
         int64 [n], a permutation of `indices`.
@@ -93,18 +90,17 @@ def order(indices: tf.Tensor, *, seed: int, epoch: tf.Tensor, of: str = "example
 
 
 class Numbers:
-    """Random numbers for consecutive places in an epoch, the same however it is cut into batches.
+    """Random numbers for consecutive positions in an epoch, independent of how it is divided into batches.
 
-    The generator (Philox) is counter-based: the numbers of place p are drawn at counter p times the count
-    that an example needs, so a batch that starts at place p gets exactly the rows that the whole epoch
-    would have there.
+    The generator (Philox) is counter-based: the numbers of position p start at counter p times the count per example,
+    so a batch that starts at p gets the same rows as the whole epoch has there.
 
     Args:
         seed: the run's seed.
         epoch: int64 scalar.
-        start: int64 scalar, the place of the first example in the epoch; or int64 [count], the place of each,
-            where examples may overtake each other: that costs an operation an example.
-        count: int32 scalar, how many examples.
+        start: int64 scalar, the position of the first example in the epoch; or int64 [count], the position of each, if
+            examples may overtake each other: that costs an operation per example.
+        count: int32 scalar, the number of examples.
 
     Example:
         >>> one = Numbers(seed=1, epoch=tf.constant(0, tf.int64), start=tf.constant(0, tf.int64), count=4)
@@ -123,7 +119,7 @@ class Numbers:
         self._philox_key = key
 
     def uniform(self, width: int, *, stream: int) -> tf.Tensor:
-        """Draws float32 [count, width] in [0, 1); `stream` keeps one use apart from the others."""
+        """Draws float32 [count, width] in [0, 1); different values of `stream` are independent."""
         return self._draw(tf.raw_ops.StatelessRandomUniformV2, width, stream)
 
     def normal(self, width: int, *, stream: int) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Data sets that tensorflow-datasets has prepared on this machine: `tfds:NAME`."""
+"""Datasets that tensorflow-datasets has prepared on this machine: `tfds:NAME`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,22 +14,20 @@ from tfgpu.errors import InputError, MachineError, unknown
 
 
 def open_tfds(name: str, reading: Reading) -> Examples:
-    """Opens a prepared data set of tensorflow-datasets; nothing is downloaded.
+    """Opens a prepared dataset of tensorflow-datasets; nothing is downloaded.
 
-    Its own train, validation and test splits are used as they are. The records are read by place, as TFRecord
-    files are.
+    Its train, validation and test splits are used as they are. The records are read with random access, like TFRecord
+    files.
 
     Args:
-        name: such as `"mnist"` or `"mnist:3.0.1"`; searched in TFDS_DATA_DIR (default
-            `~/tensorflow_datasets`).
+        name: such as `"mnist"` or `"mnist:3.0.1"`; found in TFDS_DATA_DIR (default `~/tensorflow_datasets`).
         reading: size, corrupt records, memory.
 
     Returns:
-        The examples, as the data set's supervised keys say.
+        The examples, as the dataset's supervised keys define them.
 
     Raises:
-        InputError: an unknown name (with the closest), a data set that is not prepared, or one without
-            labels.
+        InputError: an unknown name, a dataset that is not prepared, or one without labels.
         MachineError: tensorflow-datasets is not installed.
     """
     builder = _builder(name)
@@ -60,7 +58,7 @@ def open_tfds(name: str, reading: Reading) -> Examples:
         count=len(index.offsets),
         size=sum(p.stat().st_size for p in paths),
         read=read,
-        label=lambda i: read(i)[1],  # the decoding of what is not used is pruned from the graph
+        label=lambda i: read(i)[1],  # unused decoding is pruned from the graph
         where=index.where,
         own={part: np.flatnonzero(np.isin(index.file_of, list(numbers))) for part, numbers in own_files.items()},
         class_names=tuple(getattr(builder.info.features[y_name], "names", None) or ()) or None,
@@ -73,15 +71,15 @@ def open_tfds(name: str, reading: Reading) -> Examples:
 
 
 def shape_of(name: str, image_size: tuple[int, int] | None = None) -> tuple[tuple[int, ...], int] | None:
-    """What examples a data set of tensorflow-datasets has, by its code: it need not be prepared.
+    """Returns the shape of a tensorflow-datasets dataset from its definition; it need not be prepared.
 
     Args:
         name: such as `"cifar10"`.
-        image_size: what images are resized to.
+        image_size: the size to resize images to.
 
     Returns:
-        The shape of an example and the number of classes; None where it has no images by class of one size, or
-        tensorflow-datasets is not installed.
+        The shape of an example and the number of classes; None if it is not a classification dataset with images of one
+        size, or tensorflow-datasets is not installed.
 
     Raises:
         InputError: an unknown name.
@@ -122,7 +120,7 @@ def _builder(name: str):
         ) from error
     if not builder.info.splits:
         raise InputError(
-            f"tfds:{name} is not prepared in {builder.data_dir}. Run where there is internet: "
+            f"tfds:{name} is not prepared in {builder.data_dir}. Prepare it with internet access: "
             f"python -c \"import tensorflow_datasets as tfds; tfds.load('{name}')\""
         )
     if builder.info.file_format.value != "tfrecord":
@@ -134,10 +132,10 @@ def _builder(name: str):
 
 
 def _closest(name: str, choices: Iterable[str]) -> InputError:
-    """One line: the hundreds of known names are left out of it."""
-    message = str(unknown("tfds data set", name, choices)).split(" Choices:")[0]
+    """One line, without the hundreds of known names."""
+    message = str(unknown("tfds dataset", name, choices)).split(" Choices:")[0]
     return InputError(
-        f'{message} The names: python -c "import tensorflow_datasets as tfds; print(tfds.list_builders())"'
+        f'{message} List them: python -c "import tensorflow_datasets as tfds; print(tfds.list_builders())"'
     )
 
 

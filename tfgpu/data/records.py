@@ -1,6 +1,6 @@
-"""TFRecord files of `tf.train.Example`: read, examined and written.
+"""Reads and writes TFRecord files of `tf.train.Example`.
 
-The first record tells which features hold the example and the label:
+The first record determines which features are the example and the label:
 
 | example | meaning |
 |---|---|
@@ -9,12 +9,12 @@ The first record tells which features hold the example and the label:
 
 | label | meaning |
 |---|---|
-| `image/class/label`, `label` or `y`, integers | the class, from 0; several integers serve sequence models |
+| `image/class/label`, `label` or `y`, integers | the class, from 0; several integers for sequence models |
 
-Files are named by a path, a glob or a folder. `NAME-train...`, `NAME-validation...` and `NAME-test...` are
-the source's own parts where a training part is among them. Records are read by their place, so the order of
-an epoch is exact without reading the files through. Compressed files cannot be read by place. Where
-`tfgpu.data.writer` wrote the files, their index says all of that, and the files are not read to be opened.
+A path, a glob or a folder selects the files. `NAME-train...`, `NAME-validation...` and `NAME-test...` are the source's
+own splits if there is a training split. Records are accessed at random, so the order of an epoch is exact without
+reading the files from start to end. Compressed files are not supported. If `tfgpu.data.writer` wrote the files, their
+index has all of this, and opening them reads no records.
 """
 
 import glob
@@ -45,18 +45,18 @@ _log = logging.getLogger(__name__)
 def write(path: str | Path, examples: Iterable) -> int:
     """Writes examples as one TFRecord file that `pipeline` reads back exactly.
 
-    uint8 images become lossless PNG; other numbers are stored as float32 or int64 with their shape. The file
-    appears under its name when it is whole.
+    uint8 images become lossless PNG; other numbers are stored as float32 or int64 with their shape. The file appears
+    under its name when it is complete.
 
     Args:
         path: the file; its name must contain `.tfrecord`.
         examples: `(x, y)` pairs; y is an integer or an array of integers.
 
     Returns:
-        How many were written.
+        The number of examples.
 
     Raises:
-        InputError: a wrong file name, or an example that is no number.
+        InputError: a wrong file name, or an example that is not numeric.
 
     Example:
         >>> import tempfile
@@ -76,18 +76,18 @@ def write(path: str | Path, examples: Iterable) -> int:
 
 
 def open_records(pattern: str, reading: Reading) -> Examples:
-    """Reads the TFRecord files that a path, a glob or a folder names.
+    """Opens the TFRecord files at a path, glob or folder.
 
     Args:
         pattern: the path, glob or folder.
         reading: size, corrupt records, memory.
 
     Returns:
-        The examples, in the order of the file names and of the records.
+        The examples, ordered by file name and record.
 
     Raises:
-        InputError: no such files, compressed files, unknown features, a corrupt record (file and place
-            named), a shard that is not as its index says.
+        InputError: no such files, compressed files, unknown features, a corrupt record, or a shard that does not match
+            its index.
     """
     paths = find(pattern)
     listed = _listed(Path(pattern), paths, reading.skip_corrupt)
@@ -108,7 +108,7 @@ def open_records(pattern: str, reading: Reading) -> Examples:
 
 
 def _listed(pattern: Path, paths: list[Path], skip_corrupt: bool) -> manifest.Manifest | None:
-    """Returns the files' index, if they have one and are as it says."""
+    """Returns the files' index, if they have one and match it."""
     listed = manifest.find(pattern) if pattern.is_dir() else manifest.of_files(paths)
     if listed is None:
         return None
@@ -121,13 +121,13 @@ def _listed(pattern: Path, paths: list[Path], skip_corrupt: bool) -> manifest.Ma
     except InputError as error:
         if not skip_corrupt:
             raise
-        _log.warning("%s The files are read without the index, in the order that they have on the disk.", error)
+        _log.warning("%s Reading the files without the index, in their order on disk.", error)
         return None
     return listed
 
 
 def _found(pattern: str, paths: list[Path]) -> dict:
-    """Finds out by reading what files without an index hold."""
+    """Finds the contents of files without an index by reading them."""
     index = Index(paths)
     features = _features(index, paths)
     return {
@@ -140,12 +140,12 @@ def _found(pattern: str, paths: list[Path]) -> dict:
 
 
 def _from_manifest(listed: manifest.Manifest, paths: list[Path]) -> dict:
-    """Reads from the index what the files hold, in the order that the source had."""
+    """Takes the files' contents from the index, in the source's order."""
     path_of = {path.name: path for path in paths}
     shards = sorted((shard for shard in listed.shards if shard.file in path_of), key=lambda s: PARTS.index(s.part))
     index = Index([path_of[shard.file] for shard in shards], known=[shard.offsets() for shard in shards])
     part_of = np.repeat([PARTS.index(shard.part) for shard in shards], [shard.examples for shard in shards])
-    # The source's order: a part's examples were dealt to its shards in turn.
+    # The source's order: a split's examples were dealt to its shards round-robin.
     order = np.lexsort((index.file_of, index.places, part_of))
     index = index.reordered(order)
     features = {**listed.features, "shape": tuple(listed.features["shape"]), "dtype": listed.dtype}
@@ -161,7 +161,7 @@ def _from_manifest(listed: manifest.Manifest, paths: list[Path]) -> dict:
 
 
 def _labels_of(shards: Sequence[manifest.Shard], index: Index, order: np.ndarray, features: dict) -> dict:
-    """The labels and the function from an index to one: from the index, if it has them."""
+    """Returns the labels, if the index has them, and a function from an index to a label."""
     if any(shard.labels is None for shard in shards):
         return {"label": lambda i: _parse_label(index.record(i), features)}
     labels = np.concatenate([manifest.unpack(shard.labels, shard.examples) for shard in shards])[order]
@@ -171,10 +171,10 @@ def _labels_of(shards: Sequence[manifest.Shard], index: Index, order: np.ndarray
 
 
 def find(pattern: str, *, end: str = ".tfrecord") -> list[Path]:
-    """Lists the files that a path, a glob or a folder names, sorted; of a folder those with `end` in their names.
+    """Lists the files at a path, glob or folder, sorted; in a folder, those with `end` in their names.
 
     Raises:
-        InputError: there is none.
+        InputError: there are no such files.
     """
     path = Path(pattern)
     if path.is_dir():
@@ -183,13 +183,13 @@ def find(pattern: str, *, end: str = ".tfrecord") -> list[Path]:
         names = [path] if path.is_file() else sorted(Path(p) for p in glob.glob(pattern))
     if not names:
         raise InputError(
-            f"No {_KINDS.get(end, end)} files at {pattern!r}. Give a file, a folder or a glob such as 'data/*{end}'."
+            f"No {_KINDS.get(end, end)} files at {pattern!r}. Use a file, a folder or a glob such as 'data/*{end}'."
         )
     return names
 
 
 def _features(index: Index, paths) -> dict:
-    """Learns from the first readable record which features hold the example and the label."""
+    """Finds the example's and the label's feature in the first readable record."""
     example = _first_example(index, paths)
     kinds = {name: feature.WhichOneof("kind") for name, feature in example.features.feature.items()}
     x = next((n for n in _X_NAMES if n in kinds), None)
@@ -247,7 +247,7 @@ def _label_spec(features: dict) -> tf.io.FixedLenFeature:
 
 
 def parts_of(paths: list[Path]) -> dict[str, list[int]]:
-    """Reads the parts out of the file names, where one of them is called train: the numbers of each part's files."""
+    """Groups files into splits by their names: the indices of each split's files. Without a train split, all train."""
     words = [set(re.split(r"[^a-z]+", p.name.lower())) for p in paths]
     part_of = [next((part for part in PARTS if part in w), None) for w in words]
     if "train" not in part_of or None in part_of:
@@ -260,12 +260,12 @@ def _own_parts(paths, index: Index) -> dict[str, np.ndarray]:
 
 
 def serialize(x: np.ndarray | bytes, y: np.ndarray, *, number: int) -> bytes:
-    """Makes the record of one example.
+    """Serializes one example as a record.
 
     Args:
-        x: numbers, or an encoded image as it is.
+        x: numbers, or an encoded image.
         y: an integer or an array of integers.
-        number: the example's, for errors.
+        number: the example's number, for errors.
 
     Raises:
         InputError: other values.

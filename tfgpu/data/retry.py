@@ -1,13 +1,15 @@
-"""Data that fails in the middle, and is read again from where it was: a network drive, a server, a bucket."""
+"""Retries a dataset whose source fails temporarily, such as a network drive, a server or a bucket."""
 
+import functools
 import itertools
 import logging
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, is_number, whole_number
 
 _LASTING = (
     tf.errors.InvalidArgumentError,
@@ -15,7 +17,7 @@ _LASTING = (
     tf.errors.CancelledError,
     tf.errors.UnauthenticatedError,
 )
-"""What another try would only meet again."""
+"""Errors that another attempt would only repeat."""
 
 _MOST_WAIT_S = 60.0
 
@@ -23,24 +25,23 @@ _log = logging.getLogger(__name__)
 
 
 def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.data.Dataset:
-    """Reads on where data fails: opens it anew, passes over what it has given, and goes on with the next element.
+    """Reopens a dataset after a read error and continues with the next element.
 
-    Errors that are no fault of the moment, such as a wrong shape or an image that cannot be decoded, end it at once.
+    Permanent errors, such as a wrong shape or an image that cannot be decoded, are raised at once.
 
     Args:
-        data: gives the same elements in the same order each time: what shuffles anew each time comes after `retry`. The
-            `train` of `tfgpu.data.pipeline` repeats its epochs, and can be given as it is.
-        limit: tries in a row for one element, from 1; each waits twice as long as the one before, up to a minute.
-        wait_s: seconds before the first of them.
+        data: yields the same elements in the same order each time it is opened, so random shuffling belongs after
+            `retry`. The `train` of `tfgpu.data.pipeline` can be passed as it is.
+        limit: consecutive attempts for one element. The wait doubles with each attempt, up to a minute.
+        wait_s: seconds before the first retry.
 
     Returns:
-        A data set of the same elements. They pass through Python: one copy each. Put it where elements are batches, or
-        few.
+        A dataset of the same elements. They pass through Python, which copies each once, so apply it to batches.
 
     Raises:
         InputError: a setting is out of range.
-        MachineError: by `fit`, `evaluate` and `predict`, where the last try has failed too (elsewhere TensorFlow makes
-            a `tf.errors.UnknownError` of it). A `tfgpu.callbacks.Checkpoint` keeps what was saved before.
+        MachineError: raised by `fit`, `evaluate` and `predict` when the last attempt has failed (elsewhere TensorFlow
+            turns it into a `tf.errors.UnknownError`). Checkpoints that `tfgpu.callbacks.Checkpoint` has saved remain.
 
     Example:
         >>> bad = {"reads": 0}
@@ -54,63 +55,77 @@ def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.d
         >>> [int(n) for n in retry(numbers, wait_s=0)]
         [1, 2, 3]
     """
-    if not isinstance(data, tf.data.Dataset):
-        raise InputError(
-            f"`retry` needs a tf.data.Dataset, which it can open again. Received: {type(data).__name__}. Take "
-            "tf.data.Dataset.from_generator(function, output_signature=...)."
-        )
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise InputError(f"`limit` must be a whole number of tries from 1. Received: {limit!r}.")
-    if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or wait_s < 0:
-        raise InputError(f"`wait_s` must be a number of seconds from 0. Received: {wait_s!r}.")
-    ragged = [spec for spec in tf.nest.flatten(data.element_spec) if isinstance(spec, tf.RaggedTensorSpec)]
-    if any(spec.ragged_rank == 0 for spec in ragged):
-        raise InputError("`retry` cannot pass on rows of a ragged tensor one by one. Put it after `batch`.")
+    _check(data, limit, wait_s)
     counter = getattr(data, "tfgpu_epochs", None)
-
-    def elements() -> Iterator:
-        epoch = None if counter is None else counter.next
-        given = failed = 0
-        while True:
-            if counter is not None:
-                counter.next = epoch
-            source = iter(data)
-            try:
-                if sum(1 for _ in itertools.islice(source, given)) < given:
-                    raise InputError(
-                        f"The data gave {given} elements and failed; opened anew it has fewer. `retry` needs data that "
-                        "gives the same elements each time."
-                    )
-                for element in source:
-                    yield element
-                    given, failed = given + 1, 0
-                return
-            except tf.errors.OpError as error:
-                failed, reason = failed + 1, _reason(error)
-                if isinstance(error, _LASTING):
-                    raise InputError(f"The data cannot be read beyond {given} of its elements: {reason}") from error
-                if failed > limit:
-                    raise MachineError(
-                        f"The data failed {failed} times in a row after {given} of its elements: {reason}. Mend what "
-                        "it is read from and start again; with a Checkpoint the training goes on from there. Or raise "
-                        "`limit` or `wait_s` of `retry`."
-                    ) from error
-            pause = min(wait_s * 2 ** (failed - 1), max(wait_s, _MOST_WAIT_S))
-            _log.warning(
-                "The data failed after %d elements (%s); try %d of %d in %g s.", given, reason, failed, limit, pause
-            )
-            time.sleep(pause)
-
+    elements = functools.partial(_elements, data, counter, limit, wait_s)
     found = tf.data.Dataset.from_generator(elements, output_signature=data.element_spec)
     if int(data.cardinality()) != tf.data.UNKNOWN_CARDINALITY:
         found = found.apply(tf.data.experimental.assert_cardinality(data.cardinality()))
-    found = found.with_options(data.options())  # how workers share it, above all
+    found = found.with_options(data.options())  # above all, how workers shard it
     if counter is not None:
         found.tfgpu_epochs = counter
     return found
 
 
+def _check(data: tf.data.Dataset, limit: int, wait_s: float) -> None:
+    if not isinstance(data, tf.data.Dataset):
+        raise InputError(
+            f"`retry` needs a tf.data.Dataset, which it can reopen. Received: {type(data).__name__}. Use "
+            "tf.data.Dataset.from_generator(function, output_signature=...)."
+        )
+    whole_number("limit", limit)
+    if not is_number(wait_s) or wait_s < 0:
+        raise InputError(f"`wait_s` must be a number of seconds from 0. Received: {wait_s!r}.")
+    ragged = [spec for spec in tf.nest.flatten(data.element_spec) if isinstance(spec, tf.RaggedTensorSpec)]
+    if any(spec.ragged_rank == 0 for spec in ragged):
+        raise InputError("`retry` cannot yield single rows of a ragged tensor. Apply it after `batch`.")
+
+
+def _elements(data: tf.data.Dataset, counter: Any, limit: int, wait_s: float) -> Iterator:
+    """Yields the elements; after an error, reopens the dataset and skips those already yielded."""
+    epoch = None if counter is None else counter.next
+    given = failed = 0
+    while True:
+        if counter is not None:
+            counter.next = epoch
+        source = iter(data)
+        try:
+            _skip(source, given)
+            for element in source:
+                yield element
+                given, failed = given + 1, 0
+            return
+        except tf.errors.OpError as error:
+            failed += 1
+            _raise_if_final(error, given, failed, limit)
+            reason = _reason(error)
+        pause = min(wait_s * 2 ** (failed - 1), max(wait_s, _MOST_WAIT_S))
+        _log.warning(
+            "The data failed after %d elements (%s); retry %d of %d in %g s.", given, reason, failed, limit, pause
+        )
+        time.sleep(pause)
+
+
+def _skip(source: Iterator, given: int) -> None:
+    if sum(1 for _ in itertools.islice(source, given)) < given:
+        raise InputError(
+            f"The data failed after {given} elements, and has fewer now that it was reopened. `retry` needs data that "
+            "yields the same elements each time."
+        )
+
+
+def _raise_if_final(error: tf.errors.OpError, given: int, failed: int, limit: int) -> None:
+    if isinstance(error, _LASTING):
+        raise InputError(f"The data cannot be read beyond {given} elements: {_reason(error)}") from error
+    if failed > limit:
+        raise MachineError(
+            f"The data failed {failed} times in a row after {given} elements: {_reason(error)}. Fix its source and "
+            "start again; training with a Checkpoint resumes from the last save. Or increase `limit` or `wait_s` of "
+            "`retry`."
+        ) from error
+
+
 def _reason(error: tf.errors.OpError) -> str:
-    """What went wrong, without TensorFlow's notes of where."""
+    """Returns the error message without TensorFlow's notes on where it happened."""
     line = next(iter(str(error.message).splitlines()), "") or type(error).__name__
     return line.rpartition("}} ")[2]

@@ -1,8 +1,8 @@
-"""Batches that other processes decode and augment, through TensorFlow's tf.data service.
+"""Batches that other processes decode and augment, through the tf.data service.
 
 `tfgpu data serve` starts a dispatcher and its workers. Fast workers make more batches than slow ones. Each batch is
-numbered, and the training process puts the batches back in order. So they equal those that it would have made itself,
-whatever the number of workers, and whatever dies. If a batch does not arrive, the training process makes it.
+numbered, and the training process restores their order, so the batches equal those that it would have made itself,
+whatever the number of workers and whichever of them die. If a batch does not arrive, the training process makes it.
 
 Source: A. Audibert et al., "tf.data service: A Case for Disaggregating ML Input Data Processing", 2023.
 """
@@ -27,7 +27,7 @@ from tfgpu.data.position import Counter
 from tfgpu.errors import InputError, MachineError
 
 PATIENCE_S = 30.0
-"""Seconds to wait for any batch before this process makes the next one itself."""
+"""Seconds to wait for a batch before this process makes the next one itself."""
 AHEAD = 64
 """Batches that may wait for an earlier one before this process makes that one itself."""
 
@@ -60,22 +60,22 @@ def check(examples: Examples) -> None:
     """Raises `InputError` if the examples are already decoded, which leaves nothing for other processes to do."""
     if examples.load is None:
         raise InputError(
-            f"{examples.name}: its decoded examples are kept in {examples.cache}, so a service has nothing to decode. "
-            "Leave out `service`, or use cache='none'."
+            f"{examples.name} has its decoded examples in {examples.cache}, so a service has nothing to decode. "
+            "Remove `service`, or use cache='none'."
         )
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The batches of one epoch by their numbers.
+    """The batches of one epoch by number.
 
     Attributes:
-        examples: what the indices stand for.
-        number: of the epoch.
+        examples: what the indices refer to.
+        number: the epoch's number.
         indices: int64 [count], in the epoch's order.
         global_batch: examples in a batch.
         change: `(epoch, place, x, y)` -> the batch.
-        feed: how many at once.
+        feed: how batches are prepared ahead.
     """
 
     examples: Examples
@@ -90,7 +90,7 @@ class Epoch:
         return -(-int(self.indices.shape[0]) // self.global_batch)
 
     def batch(self, step: tf.Tensor) -> tf.data.Dataset:
-        """The data set of one batch, whose examples are decoded in parallel."""
+        """The dataset of one batch, whose examples are decoded in parallel."""
         start = step * self.global_batch
         index = self.indices[start : start + self.global_batch]
         labels = tf.gather(tf.constant(self.examples.labels), index)
@@ -100,7 +100,7 @@ class Epoch:
         return whole.map(lambda x: self.change(tf.constant(self.number, tf.int64), start, to_model(x), labels))
 
     def numbered(self) -> tf.data.Dataset:
-        """All batches with their numbers, in the order in which they are ready."""
+        """All batches with their numbers, in the order in which they become ready."""
 
         def one(step):
             return self.batch(step).map(lambda *batch: (step, batch))
@@ -141,7 +141,7 @@ def batches(
     feed: Feed,
     service: str,
 ) -> tf.data.Dataset:
-    """Like `feed.batches`, but made by a service. The arguments are the same, plus the counter of epochs."""
+    """Like `feed.batches`, but made by a service, and with the epoch counter instead of a dataset of epochs."""
 
     def epoch(number: int) -> Epoch:
         with tf.device("CPU:0"):
@@ -158,9 +158,9 @@ def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahea
     """Yields the batches of an epoch in order, each once.
 
     Args:
-        epoch: what the batches are.
+        epoch: the batches.
         service: the dispatcher's address.
-        patience_s: seconds to wait for any batch before this process makes the next one itself.
+        patience_s: seconds to wait for a batch before this process makes the next one itself.
         ahead: batches that may wait for an earlier one before this process makes that one itself.
     """
     arrived: queue.Queue = queue.Queue(maxsize=2)
@@ -176,8 +176,8 @@ def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahea
                 try:
                     number, batch = arrived.get(timeout=patience)
                 except queue.Empty:
-                    _log.warning("No batch came from %s in %g s. This process makes the next one.", service, patience)
-                    patience = min(1.0, patience)  # until one comes: the next ones are unlikely to be faster
+                    _log.warning("No batch from %s in %g s. This process makes the next one.", service, patience)
+                    patience = min(1.0, patience)  # until one arrives: the next ones are unlikely to be faster
                 else:
                     patience, is_open = patience_s, number is not None
                     if is_open and number >= step:
@@ -198,14 +198,14 @@ def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahea
 
 
 def _fetch(epoch: Epoch, service: str, arrived: queue.Queue, stop: threading.Event) -> None:
-    """Puts the service's batches into the queue, then (None, None), also after an error of any kind."""
+    """Puts the service's batches into the queue, then (None, None), even after an error."""
     policy = tf.data.experimental.service.ShardingPolicy.DYNAMIC
     try:
         distribute = tf.data.experimental.service.distribute(processing_mode=policy, service=service)
         for number, batch in epoch.numbered().apply(distribute):
             if not _put(arrived, (int(number), batch), stop):
                 return
-    except Exception as error:  # the reader would wait for a thread that is gone
+    except Exception as error:  # otherwise the reader would wait for a dead thread
         told = next(iter(str(error).splitlines()), "")[:300]
         _log.warning(
             "tf.data service %s: %s: %s. This process makes the rest of the epoch.",
@@ -232,13 +232,13 @@ def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str
     Args:
         workers: processes that make batches.
         port: of the dispatcher; 0 picks a free one.
-        host: the name under which the other machines reach this one.
-        join: the address of a dispatcher that runs elsewhere; then only workers are started.
+        host: this machine's name as seen from the others.
+        join: the address of a dispatcher on another machine; then only workers are started.
         say: called with the dispatcher's address when everything is ready.
 
     Raises:
-        InputError: a number or the host is invalid, or nothing answers at `join`.
-        MachineError: the port is taken, or workers exit at once.
+        InputError: an invalid number or host, or nothing answers at `join`.
+        MachineError: the port is taken, or workers exit immediately.
     """
     if workers < 1 or not 0 <= port < 65536:
         raise InputError(f"`workers` must be 1 or more, `port` from 0 to 65535. Received: {workers}, {port}.")
@@ -271,8 +271,8 @@ def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str
                     continue
                 quick = quick + 1 if time.monotonic() - began < 10 else 0
                 if quick > 3:
-                    raise MachineError(f"The workers exit at once, with code {process.returncode}.")
-                _log.warning("A worker exited with code %d; starting another one.", process.returncode)
+                    raise MachineError(f"The workers exit immediately with code {process.returncode}.")
+                _log.warning("A worker exited with code %d; restarting it.", process.returncode)
                 running[at], began = _worker(place, host), time.monotonic()
     except KeyboardInterrupt:
         pass
@@ -283,7 +283,7 @@ def serve(workers: int = 1, *, port: int = 0, host: str = "localhost", join: str
 
 
 def _worker(dispatcher: str, host: str) -> subprocess.Popen:
-    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}  # it decodes on the CPU, and must not take a GPU's memory
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}  # it decodes on the CPU and must not use GPU memory
     command = [sys.executable, "-m", "tfgpu.data.service", dispatcher, host, str(os.getpid())]
     return subprocess.Popen(command, env={**os.environ, **hidden}, start_new_session=True)
 

@@ -1,8 +1,8 @@
-"""Who reads what: the training examples of one worker, shared out by data or by file, never both.
+"""How the training examples are divided among workers: by data or by file.
 
-By data, every worker makes every global batch and keeps its rows, so the result is the one device's; each worker reads
-everything. By file, each worker reads its own files only, in an order of its own. Each example is still read once an
-epoch, but which examples meet in a batch depends on the number of workers, as the rounding of the batch does.
+By data, every worker makes every global batch and keeps its rows, so the result equals one device's; each worker reads
+everything. By file, each worker reads only its own files, in its own order. Each example is still read once per epoch,
+but which examples share a batch, and the size of the last batch, depend on the number of workers.
 """
 
 import heapq
@@ -16,21 +16,22 @@ from tfgpu.data.examples import Examples
 from tfgpu.errors import InputError, unknown
 
 CHOICES = ("data", "file", "auto")
-_EVEN = 1.05  # `auto` shares out files where no worker has more than 5% above the mean
+_EVEN = 1.05  # `auto` shards by file if no worker has more than 5% above the mean
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker trains on in each epoch.
+    """One worker's part of each training epoch.
 
     Attributes:
         by: `"data"` or `"file"`.
         indices: int64, the examples, in the source's order.
-        first: the place in the epoch of the first, counted over all workers: it keeps random numbers apart.
-        batch: examples in each of this data set's batches. By file TensorFlow cuts one into as many steps as there are
-            workers, so that the workers' parts of a step add up to it.
+        first: the position in the epoch of the worker's first example, counted over all workers; it keeps random
+            numbers distinct.
+        batch: examples in each batch of this dataset. When sharding by file, TensorFlow splits each batch into as many
+            steps as there are workers, so the workers' parts of a step add up to a global batch.
         steps: batches in an epoch over all replicas.
-        reason: why it is shared out so, for the log.
+        reason: why this sharding was chosen, for the log.
     """
 
     by: str
@@ -41,22 +42,28 @@ class Share:
     reason: str
 
 
+def check(sharding: str) -> None:
+    """Raises `InputError` for an unknown choice."""
+    if sharding not in CHOICES:
+        raise unknown("sharding", sharding, CHOICES)
+
+
 def share(examples: Examples, indices: np.ndarray, *, sharding: str, global_batch: int, cluster: Cluster) -> Share:
     """Finds a worker's part of the training examples.
 
     Args:
         examples: the source.
         indices: the training examples.
-        sharding: `"data"`; `"file"`; or `"auto"`: by file where the examples are read from files as they are needed,
-            and the files come out even to 5%.
+        sharding: `"data"`; `"file"`; or `"auto"`: by file if the examples are read from files on demand and the files
+            divide evenly, within 5%.
         global_batch: examples in a batch over all replicas.
         cluster: the workers, and which of them this is.
 
     Returns:
-        The part. On one worker it is everything, whatever `sharding` says.
+        The part. A single worker gets everything, whatever `sharding` says.
 
     Raises:
-        InputError: an unknown choice, or files that cannot be shared out among the workers.
+        InputError: an unknown choice, or files that cannot be divided among the workers.
 
     Example:
         >>> examples = Examples("a", np.zeros(6), (2,), ("a",), file_of=np.array([0, 0, 1, 1, 2, 3]))
@@ -65,8 +72,7 @@ def share(examples: Examples, indices: np.ndarray, *, sharding: str, global_batc
         >>> [share.indices.tolist() for share in shares]
         [[0, 1, 4], [2, 3, 5]]
     """
-    if sharding not in CHOICES:
-        raise unknown("sharding", sharding, CHOICES)
+    check(sharding)
     count, workers = len(indices), max(cluster.size, 1)
     everything = Share("data", indices, 0, global_batch, -(-count // global_batch), "")
     if workers == 1:
@@ -85,7 +91,7 @@ def share(examples: Examples, indices: np.ndarray, *, sharding: str, global_batc
             problem = "all examples are in memory"
     if problem is not None:
         if sharding == "file":
-            raise InputError(f"{examples.name} cannot be shared out by file: {problem}. Use sharding='data'.")
+            raise InputError(f"{examples.name} cannot be sharded by file: {problem}. Use sharding='data'.")
         return Share(**{**vars(everything), "reason": problem})
     elements = -(-int(counts.max()) // global_batch)
     return Share(
@@ -94,15 +100,15 @@ def share(examples: Examples, indices: np.ndarray, *, sharding: str, global_batc
         first=int(counts[: cluster.rank].sum()),
         batch=-(-int(counts[cluster.rank]) // elements),
         steps=elements * workers,
-        reason=f"{len(files)} files, {counts.min()} to {counts.max()} examples a worker",
+        reason=f"{len(files)} files, {counts.min()} to {counts.max()} examples per worker",
     )
 
 
 def own(batches: tf.data.Dataset, part: Share) -> tf.data.Dataset:
-    """Tells TensorFlow that a data set is this worker's alone, where it is shared out by file.
+    """Turns off TensorFlow's sharding for a dataset that is already sharded by file.
 
-    TensorFlow then cuts each of its batches into as many steps as there are workers. So the number of batches, which
-    Keras would take for that of the steps, is hidden.
+    TensorFlow then splits each of its batches into as many steps as there are workers. The cardinality is hidden,
+    because Keras would take it for the number of steps.
     """
     if part.by == "data":
         return batches
@@ -112,14 +118,14 @@ def own(batches: tf.data.Dataset, part: Share) -> tf.data.Dataset:
 
 
 def plan(counts: np.ndarray, workers: int) -> np.ndarray:
-    """Gives files to workers so that they have about as many examples: the largest file to whom has least, and so on.
+    """Assigns files to workers so that they get about as many examples: the largest first, to the least loaded worker.
 
     Args:
         counts: examples in each file.
         workers: how many workers.
 
     Returns:
-        int64, the worker of each file. The same on every worker.
+        int64, the worker of each file; the same on every worker.
 
     Source: R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969: at most 4/3 of the best possible.
 
@@ -138,7 +144,7 @@ def plan(counts: np.ndarray, workers: int) -> np.ndarray:
 
 def _problem(examples: Examples, cluster: Cluster) -> str | None:
     if cluster.parameter_servers or cluster.rank < 0:
-        return "parameter servers' workers are given their data by the coordinator"
+        return "the coordinator distributes the data to a parameter server's workers"
     if examples.file_of is None:
-        return "it is not read from files by place, as TFRecord files, image folders and tfds are"
+        return "it is not read from files at random, as TFRecord files, image folders and tfds are"
     return None

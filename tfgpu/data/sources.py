@@ -1,4 +1,4 @@
-"""Opens a source of examples by its name, or arrays and data sets handed over directly."""
+"""Opens a source of examples by name, or arrays and datasets that are passed directly."""
 
 import importlib
 import sys
@@ -38,19 +38,19 @@ def digits() -> Examples:
 
 
 def open_source(source, reading: Reading | None = None) -> Examples:
-    """Opens whatever `pipeline` accepts as a source.
+    """Opens any source that `pipeline` accepts.
 
     Args:
-        source: a name (see `names.parse_source`), arrays `(x, y)`, a `tf.data.Dataset` of `(x, y)`
-            examples, a function that yields them, a Hugging Face data set, or a dict of such from `train`,
-            `validation`, `test`. A stream of examples must end; it is read through once.
-        reading: how to read files: image size, what to do with corrupt ones, how much to keep in memory.
+        source: a name (see `names.parse_source`), arrays `(x, y)`, a `tf.data.Dataset` of `(x, y)` examples, a function
+            that yields them, a Hugging Face dataset, or a dict of these with the keys `train`, `validation`, `test`. A
+            stream of examples must end; it is read once.
+        reading: how to read files: image size, corrupt files, how much to keep in memory.
 
     Returns:
-        The examples, read or ready to be read.
+        The examples, in memory or read on demand.
 
     Raises:
-        InputError: the source does not exist, is corrupt or cannot be used; one line with the fix.
+        InputError: the source does not exist, is corrupt or cannot be used.
 
     Example:
         >>> open_source((np.zeros([4, 2]), [0, 1, 0, 1])).shape
@@ -86,13 +86,13 @@ def open_source(source, reading: Reading | None = None) -> Examples:
 
 
 def _check_classes(examples: Examples) -> None:
-    """With one class there is nothing to tell apart, and any model is always right."""
+    """With a single class there is nothing to learn."""
     present = np.unique(examples.labels[examples.own["train"]])
     if len(present) < 2:
         raise InputError(
-            f"{examples.name!r} must hold at least two classes with training examples. "
+            f"{examples.name!r} must contain at least two classes with training examples. "
             f"Received: {', '.join(examples.class_names[i] for i in present) or 'none'}. "
-            "Give examples of another class."
+            "Add examples of another class."
         )
 
 
@@ -111,8 +111,8 @@ def _call(text: str):
         ) from error
     except SystemExit as error:
         raise InputError(
-            f"The module {module_name!r} of the data source {text!r} ended the program (sys.exit({error})) when it was "
-            'imported. Put what it does as a script under `if __name__ == "__main__":`.'
+            f"The module {module_name!r} of the data source {text!r} called sys.exit({error}) on import. "
+            'Move its script code under `if __name__ == "__main__":`.'
         ) from error
     finally:
         if added:
@@ -123,7 +123,7 @@ def _call(text: str):
         raise unknown(f"function of module {module_name!r}", function_name, choices)
     try:
         return function()
-    except (Exception, SystemExit) as error:  # sys.exit would end the training, and say that all is well.
+    except (Exception, SystemExit) as error:  # sys.exit would end the training with a success code
         message = " ".join(str(error).split())
         raise InputError(
             f"The data source {text!r} raised {type(error).__name__}: {message}. It is called without arguments."
@@ -135,9 +135,9 @@ def _from_values(values, *, name: str, reading: Reading) -> Examples:
     parts = {"train": values} if whole else dict(values)
     for key in parts:
         if key not in PARTS:
-            raise unknown(f"part of {name}", key, PARTS)
+            raise unknown(f"split of {name}", key, PARTS)
     if "train" not in parts:
-        raise InputError(f"{name}: the dict of parts needs 'train'. Received: {', '.join(parts) or 'nothing'}.")
+        raise InputError(f"{name}: the dict of splits needs 'train'. Received: {', '.join(parts) or 'nothing'}.")
     kinds = {_kind(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
     if kinds != {"columns"}:
         check_unsized(name, reading.image_size)
@@ -147,20 +147,21 @@ def _from_values(values, *, name: str, reading: Reading) -> Examples:
         pairs = {part: _arrays(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
         return from_arrays(*pairs["train"], name=name) if whole else _joined(pairs, name)
     if "columns" in kinds:
-        raise InputError(f"{name}: all parts must be Hugging Face data sets, or none. Received: {', '.join(parts)}.")
+        mixed = f"{name}: all splits or none must be Hugging Face datasets."
+        raise InputError(f"{mixed} Received: {', '.join(parts)}.")
     chunks = {part: _chunks(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
     return spool.keep_rows(chunks, name=name, reading=reading)
 
 
 def _name(value) -> str:
-    """What to call a source that was handed over."""
+    """Names a source that was passed directly."""
     if columns.has_columns(value):
         return getattr(getattr(value, "info", None), "dataset_name", None) or "data"
     return getattr(value, "__name__", "function") if callable(value) else "arrays"
 
 
 def _kind(value, name: str) -> str:
-    """Says what was handed over: arrays, a stream of examples, or columns with names."""
+    """Returns what was passed: arrays, a stream of examples, or named columns."""
     if columns.has_columns(value):
         return "columns"
     if isinstance(value, (tuple, list)) and len(value) == 2:
@@ -168,8 +169,8 @@ def _kind(value, name: str) -> str:
     if isinstance(value, (tf.data.Dataset, Iterator)) or callable(value):
         return "stream"
     raise InputError(
-        f"{name}: data must be (x, y) arrays, a tf.data.Dataset of (x, y) examples, a Hugging Face data set, a "
-        f"function that yields (x, y) examples, or a dict of such parts. Received: {type(value).__name__}."
+        f"{name}: data must be (x, y) arrays, a tf.data.Dataset of (x, y) examples, a Hugging Face dataset, a "
+        f"function that yields (x, y) examples, or a dict of these, one per split. Received: {type(value).__name__}."
     )
 
 
@@ -178,7 +179,7 @@ def _arrays(value, name: str) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(value[0]), np.asarray(value[1])
     except ValueError as error:
         raise InputError(
-            f"{name}: x and y must be arrays of one shape an example. Received rows of different shapes."
+            f"{name}: all rows of x, and all rows of y, must have one shape. Received: rows of different shapes."
         ) from error
 
 
@@ -188,19 +189,19 @@ def _joined(parts: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str) -> Ex
     for part, (x, y) in parts.items():
         if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
             raise InputError(
-                f"{name}, {part}: x and y must have one row an example. Received: shapes {x.shape}, {y.shape}."
+                f"{name}, {part}: x and y must have one row per example. Received: shapes {x.shape}, {y.shape}."
             )
         own[part] = np.arange(start, start + len(x))
         start += len(x)
     shapes = {part: (x.shape[1:], y.shape[1:]) for part, (x, y) in parts.items()}
     if len(set(shapes.values())) > 1:
-        raise InputError(f"{name}: all parts must have examples of one shape. Received: {shapes}.")
+        raise InputError(f"{name}: all splits must have examples of one shape. Received: {shapes}.")
     x, y = (np.concatenate([xy[i] for xy in parts.values()]) for i in (0, 1))
     return from_arrays(x, y, name=name, own=own)
 
 
 def _chunks(value, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Gives a stream's examples as rows of a few hundred."""
+    """Yields a stream's examples in chunks of rows."""
     if _kind(value, name) == "arrays":
         yield _arrays(value, name)
         return
@@ -238,8 +239,8 @@ def _stacked(pairs, name: str) -> tuple[np.ndarray, np.ndarray]:
 def _check_dataset(dataset: tf.data.Dataset, name: str) -> None:
     spec = dataset.element_spec
     if not isinstance(spec, tuple) or len(spec) != 2 or not all(isinstance(s, tf.TensorSpec) for s in spec):
-        raise InputError(f"{name}: the data set must give (x, y) examples. Received: elements {spec}.")
+        raise InputError(f"{name}: the dataset must yield (x, y) examples. Received: elements {spec}.")
     if spec[1].shape.rank and spec[1].shape[0] is None:
-        raise InputError(f"{name}: the data set must give single examples, not batches. Use dataset.unbatch().")
+        raise InputError(f"{name}: the dataset must yield single examples, not batches. Use dataset.unbatch().")
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        raise InputError(f"{name}: the data set never ends. Take the repeat() out, or add take(n).")
+        raise InputError(f"{name}: the dataset is infinite. Remove repeat(), or add take(n).")

@@ -1,8 +1,8 @@
-"""Keeps examples that come one after another: in memory while they fit, else in a temporary file.
+"""Spools sequential examples: in memory while they fit, else in a temporary file.
 
-Generators, `tf.data.Dataset`s and tables cannot be read by place, and an exact order needs that. So they are read
-through once. What does not fit in `memory_bytes` goes to a file below the temporary folder (`TMPDIR` says where), which
-is mapped into memory and removed when the process ends. Either way the batches are the same.
+Generators, `tf.data.Dataset`s and tables have no random access, which an exact order needs, so they are read once from
+start to end. Examples beyond `memory_bytes` go to a file in the temporary folder (see `TMPDIR`), which is memory-mapped
+and removed when the process ends. The batches are the same in both cases.
 """
 
 import atexit
@@ -21,26 +21,26 @@ from tfgpu.data.records import Index
 from tfgpu.data.splits import PARTS, first_of
 from tfgpu.errors import InputError, MachineError
 
-_LEAST_FREE = 1 << 28  # bytes of the disk that are left alone
-_BETWEEN_LOOKS = 1 << 26  # bytes written between two looks at the disk
+_LEAST_FREE = 1 << 28  # bytes of the disk to leave free
+_BETWEEN_CHECKS = 1 << 26  # bytes written between two checks of the free space
 
 
 def keep_rows(
     parts: Mapping[str, Iterable[tuple[np.ndarray, np.ndarray]]], *, name: str, reading: Reading, class_names=None
 ) -> Examples:
-    """Reads chunks of numbers through once.
+    """Reads chunks of numbers once.
 
     Args:
-        parts: for each of the source's parts, chunks `(x, y)` of rows.
+        parts: for each split, chunks `(x, y)` of rows.
         name: what to call the source.
         reading: how much to keep in memory.
-        class_names: one name a class, where they are known.
+        class_names: one name per class, if known.
 
     Returns:
         The examples, in memory or in a file.
 
     Raises:
-        InputError: values that `from_arrays` refuses, or rows of different shapes or types.
+        InputError: values that `from_arrays` rejects, or rows of different shapes or types.
         MachineError: the disk has no room.
 
     Example:
@@ -57,7 +57,7 @@ def keep_rows(
         if rows.count > first or part == "train":
             own[part] = np.arange(first, rows.count)
     if not len(own["train"]):
-        raise InputError(f"{name}: there are no examples. Give at least one example and its label.")
+        raise InputError(f"{name} has no examples. Provide at least one example and its label.")
     y = np.concatenate(labels)
     if rows.path is None:
         return from_arrays(np.concatenate(rows.chunks), y, name=name, own=own, class_names=class_names)
@@ -74,17 +74,17 @@ def keep_rows(
 def keep_images(
     parts: Mapping[str, Iterable[tuple[bytes, int]]], *, name: str, reading: Reading, class_names=None
 ) -> Examples:
-    """Reads encoded images and labels through once.
+    """Reads encoded images and labels once.
 
     Args:
-        parts: for each of the source's parts, pairs of an encoded image and its label.
+        parts: for each split, pairs of an encoded image and its label.
         name, reading, class_names: as in `keep_rows`.
 
     Returns:
-        The examples, as those of files: decoded in memory or read as they are needed.
+        The examples, decoded in memory or read on demand, like those of image files.
 
     Raises:
-        InputError: no examples, images that cannot be read, or of different sizes.
+        InputError: no examples, images that cannot be read, or images of different sizes.
         MachineError: the disk has no room.
     """
     images, labels, own = _Images(name, reading.memory_bytes), [], {}
@@ -96,7 +96,7 @@ def keep_images(
         if len(labels) > first or part == "train":
             own[part] = np.arange(first, len(labels))
     if not len(own["train"]):
-        raise InputError(f"{name}: there are no examples. Give at least one example and its label.")
+        raise InputError(f"{name} has no examples. Provide at least one example and its label.")
     image, size = images.finish()
     labels = np.asarray(labels)
     with tf.device("CPU:0"):
@@ -148,7 +148,7 @@ class _Rows:
             self.chunks = []
 
     def finish(self) -> np.ndarray:
-        """Closes the file; returns for each row the index of the first that equals it."""
+        """Closes the file; returns, for each row, the index of the first row that equals it."""
         self._file.close()
         digests = np.frombuffer(b"".join(self._digests), np.int64)
         return first_of(digests)
@@ -175,7 +175,7 @@ class _Images:
             self._kept = []
 
     def finish(self):
-        """Returns the function from an index to an encoded image, and the bytes of all."""
+        """Returns a function from an index to an encoded image, and the total bytes."""
         if self._writer is not None:
             self._writer.close()
             return Index([self._path]).record, self._size
@@ -185,20 +185,20 @@ class _Images:
 
 
 class _Room:
-    """Looks from time to time whether the disk has room for more: a generator may never end."""
+    """Checks from time to time that the disk has room for more: a generator may never end."""
 
     def __init__(self, path: Path, name: str):
-        self._path, self._name, self._taken = path, name, _BETWEEN_LOOKS
+        self._path, self._name, self._taken = path, name, _BETWEEN_CHECKS
 
     def take(self, size: int) -> None:
         self._taken += size
-        if self._taken < _BETWEEN_LOOKS:
+        if self._taken < _BETWEEN_CHECKS:
             return
         free = shutil.disk_usage(self._path.parent).free
         if free - self._taken < _LEAST_FREE:
             raise MachineError(
                 f"{self._name} does not fit in memory_bytes, and {self._path.parent} has no room for it. Free: "
-                f"{free >> 20} MiB. Set TMPDIR to a larger disk, raise memory_bytes, or see that the data ends."
+                f"{free >> 20} MiB. Set TMPDIR to a larger disk, increase memory_bytes, or check that the data ends."
             )
         self._taken = 0
 
@@ -210,10 +210,10 @@ def _temporary_folder() -> Path:
 
 
 def _same_kind(y: np.ndarray, before: list[np.ndarray], name: str) -> np.ndarray:
-    """Refuses labels that numpy would join silently: numbers with strings, or rows of other lengths."""
+    """Rejects labels that NumPy would concatenate silently: numbers with strings, or rows of different lengths."""
     if before and ((y.dtype.kind in "USO") != (before[0].dtype.kind in "USO") or y.shape[1:] != before[0].shape[1:]):
         raise InputError(
-            f"{name}: all labels must be of one kind. Received: {before[0].dtype} of shape {before[0].shape[1:]}, and "
-            f"{y.dtype} of shape {y.shape[1:]}."
+            f"{name}: all labels must have one type and shape. Received: {before[0].dtype} of shape "
+            f"{before[0].shape[1:]}, and {y.dtype} of shape {y.shape[1:]}."
         )
     return y

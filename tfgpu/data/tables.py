@@ -1,12 +1,12 @@
-"""CSV and Parquet files, through Arrow: one column is the label, the others are numbers.
+"""CSV and Parquet files, read with Arrow: one column is the label, the others are numbers.
 
     iris.csv                 the label is the column `label`, `class`, `target` or `y`
     iris.csv#species         the label is the column `species`
-    parquet:tables/*.part    a name that has another ending
+    parquet:tables/*.part    the format of files with another extension
 
-The examples are the other columns in their order: numbers, and lists of equally many numbers. They become float32.
-Labels are whole numbers from 0, booleans, or strings, which are sorted into classes. A glob or a folder of files is
-one source; `train...`, `validation...` and `test...` in the files' names are its parts.
+Examples are the other columns in order: numbers, and lists of numbers of one length. They become float32. Labels are
+whole numbers from 0, booleans, or strings, which are sorted into classes. A glob or a folder of files is one source;
+files named `train...`, `validation...` and `test...` are its splits.
 """
 
 import contextlib
@@ -23,22 +23,22 @@ from tfgpu.data.spool import keep_rows
 from tfgpu.errors import InputError, MachineError, unknown
 
 LABELS = ("label", "class", "target", "y")
-_ROWS = 1 << 14  # rows that are converted at once
+_ROWS = 1 << 14  # rows per conversion
 _CSV_BLOCK = 1 << 22
 
 
 def open_tables(source: SourceName, reading: Reading) -> Examples:
-    """Reads CSV or Parquet files; what does not fit in memory goes through a temporary file.
+    """Reads CSV or Parquet files; rows that do not fit in memory are spooled to a temporary file.
 
     Args:
-        source: kind, path and label, as `names.parse_source` returns them.
+        source: kind, path and label, as returned by `names.parse_source`.
         reading: how much to keep in memory.
 
     Returns:
-        float32 examples in the order of the files' names and of the rows.
+        float32 examples, ordered by file name and row.
 
     Raises:
-        InputError: no such file or column, text or missing values where numbers are needed, a damaged file.
+        InputError: no such file or column, text or missing values in numeric columns, a damaged file.
         MachineError: pyarrow is not installed.
     """
     _arrow()
@@ -62,12 +62,12 @@ def _arrow():
 
 
 def label_column(path: Path, columns: list[str], asked: str | None) -> str:
-    """Finds the label among a table's columns.
+    """Finds a table's label column.
 
     Args:
-        path: the file, for the error.
-        columns: their names.
-        asked: the one that the user names, or None.
+        path: the file, for errors.
+        columns: the column names.
+        asked: the label given by the user, or None.
 
     Raises:
         InputError: there is no such column.
@@ -80,13 +80,13 @@ def label_column(path: Path, columns: list[str], asked: str | None) -> str:
     if found is None:
         raise InputError(
             f"{path} has no column {', '.join(LABELS[:-1])} or y. Received: {', '.join(columns[:20])}. "
-            f"Name the label's column after a #: '{path}#{columns[-1]}'. (A file's first line names its columns.)"
+            f"Name the label column after a #: '{path}#{columns[-1]}'. (The first line of a file has the column names.)"
         )
     return found
 
 
 def read_columns(path: Path, kind: str) -> dict[str, list]:
-    """Reads a whole table: each column's values as Python has them, None where there is none.
+    """Reads a whole table: each column's values as Python objects, None for missing ones.
 
     Raises:
         InputError: a damaged file.
@@ -129,28 +129,28 @@ class _Table:
                     self.schema = file.schema
 
     def check(self, label: str, first: "_Table") -> None:
-        """Refuses a table with other columns than the first, or columns that are no numbers."""
+        """Rejects a table whose columns differ from the first table's or are not numeric."""
         types = _arrow().types
         if self.schema.names != first.schema.names:
             raise InputError(
-                f"{self.path} has other columns than {first.path}. Received: {', '.join(self.schema.names[:20])}; "
+                f"{self.path} and {first.path} have different columns. Received: {', '.join(self.schema.names[:20])}; "
                 f"expected {', '.join(first.schema.names[:20])}."
             )
         self._label = label
         self._features = [name for name in self.schema.names if name != label]
         if not self._features:
-            raise InputError(f"{self.path} has no column but the label {label!r}. Add columns of numbers.")
+            raise InputError(f"{self.path} has only the label column {label!r}. Add columns of numbers.")
         others = {name: self.schema.field(name).type for name in self._features}
         others = {name: kind for name, kind in others.items() if not _is_numbers(types, kind)}
         if others:
             listed = ", ".join(f"{name!r} ({kind})" for name, kind in list(others.items())[:5])
             raise InputError(
-                f"{self.path}: {len(others)} column(s) do not hold numbers: {listed}. Encode them as numbers, or "
-                f"leave them out of the file. The label is {label!r}."
+                f"{self.path}: {len(others)} column(s) are not numeric: {listed}. Encode them as numbers, or "
+                f"remove them from the file. The label is {label!r}."
             )
 
     def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Gives the rows in chunks of features, float32 [rows, features], and labels."""
+        """Yields the rows in chunks of features, float32 [rows, features], and labels."""
         first = 0
         with self._told(), self._batches() as batches:
             for batch in batches:
@@ -168,7 +168,7 @@ class _Table:
                 yield file.iter_batches(_ROWS, columns=[*self._features, self._label])
         else:
             arrow, kinds = _arrow(), {name: self.schema.field(name).type for name in self._features}
-            # The first rows may show whole numbers, or none, where others follow.
+            # Arrow infers types from the first rows, which may hold only whole numbers, or none.
             types = {name: arrow.float32() for name, kind in kinds.items() if not arrow.types.is_boolean(kind)}
             with self._open_csv(types) as file:
                 yield file
@@ -187,7 +187,7 @@ class _Table:
             values = column.flatten()
             self._check_whole(values, name, first)
             if len(values) % count or np.unique(np.diff(_starts(column))).size > 1:
-                raise InputError(f"{self.path}: the lists in column {name!r} must be of one length.")
+                raise InputError(f"{self.path}: the lists in column {name!r} must have one length.")
             column = values
         if arrow.types.is_decimal(column.type):
             column = column.cast(arrow.float64())
@@ -208,8 +208,8 @@ class _Table:
         if column.null_count:
             row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
             raise InputError(
-                f"{self.path}: column {name!r} lacks {column.null_count} value(s), the first in row {first + row} of "
-                "the data. Fill them in, or leave such rows out."
+                f"{self.path}: column {name!r} has {column.null_count} missing value(s), the first in data row "
+                f"{first + row}. Fill them in, or remove these rows."
             )
 
     @contextlib.contextmanager

@@ -1,18 +1,15 @@
-"""Writes any source as TFRecord shards with an index: read by place, copied, checked and shared out easily.
+"""Writes any source as TFRecord shards with an index, which are easy to copy, verify, shard and access at random.
 
     OUT/digits-train-00000-of-00008.tfrecord
     OUT/...
     OUT/index.json                              see `tfgpu.data.manifest`
 
-`pipeline("OUT", ...)` gives the batches that the source gives. An image that is a file's stays the file's bytes; other
-images become lossless PNG, other numbers float32 or int64. What a record held beside example and label is left out.
+`pipeline("OUT", ...)` gives the same batches as the source. Encoded images keep their bytes; other images become
+lossless PNG, other numbers float32 or int64. Only the example and its label are kept from each record.
 """
 
-import contextlib
 import logging
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfgpu import atomic
 from tfgpu.data import manifest, records, sources
 from tfgpu.data.decoding import Reading, check_size
 from tfgpu.data.examples import Examples
 from tfgpu.data.splits import PARTS
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, whole_number
 
 _log = logging.getLogger(__name__)
 
@@ -39,18 +37,18 @@ def write_shards(
     skip_corrupt: bool = False,
     overwrite: bool = False,
 ) -> manifest.Manifest:
-    """Writes a source's parts as TFRecord shards with an index.
+    """Writes a source's splits as TFRecord shards with an index.
 
-    The folder appears when it is whole: it is written aside and renamed.
+    The folder is written under a temporary name and renamed when it is complete.
 
     Args:
-        source: whatever `pipeline` accepts.
+        source: any source that `pipeline` accepts.
         out: the folder.
-        shards: files of the training part; the other parts get files of about the same size.
-        name: what the files' names begin with; default: the source's name.
+        shards: number of files for the training split; the other splits get files of about the same size.
+        name: prefix of the file names; default: the source's name.
         image_size: side, or (height, width), in pixels to resize images to; they are then stored as PNG.
-        skip_corrupt: leave corrupt examples out rather than stop.
-        overwrite: replace shards that lie in the folder already.
+        skip_corrupt: skip corrupt examples instead of stopping.
+        overwrite: replace shards that are already in the folder.
 
     Returns:
         The index.
@@ -66,16 +64,17 @@ def write_shards(
         >>> [(shard.file, shard.examples) for shard in written.shards]
         [('few-train-00000-of-00002.tfrecord', 3), ('few-train-00001-of-00002.tfrecord', 3)]
     """
-    manifest.check_shard_count(shards)
+    whole_number("shards", shards, maximum=manifest.MOST_SHARDS)
     path = manifest.check_output(out, overwrite=overwrite)
     reading = Reading(image_size=check_size(image_size), skip_corrupt=skip_corrupt, any_size=True)
     examples = sources.open_source(source, reading)
     if examples.skipped:
-        _log.warning("%s: left out %d corrupt: %s", examples.name, len(examples.skipped), ", ".join(examples.skipped))
+        _log.warning("%s: skipped %d corrupt: %s", examples.name, len(examples.skipped), ", ".join(examples.skipped))
     resized = image_size is not None
     _check_writable(examples, shards, resized)
     stem = _stem(examples.name if name is None else name)
-    with _aside(path, overwrite) as aside:
+    with atomic.replacing(path) as aside:
+        _make_folder(aside)
         layout = _layout(examples, shards)
         payloads = _payloads(examples, np.concatenate([indices for *_, indices in layout]), resized)
         written = []
@@ -84,7 +83,15 @@ def write_shards(
             written.append(_write_shard(file, part, payloads, examples, indices))
         listed = _manifest(examples, tuple(written), resized)
         listed.write(aside)
+        manifest.check_output(path, overwrite=overwrite)  # another process may have written there meanwhile
     return listed
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"Cannot write {str(path)!r}: {error.strerror}. Use another folder.") from error
 
 
 def _check_writable(examples: Examples, shards: int, resized: bool) -> None:
@@ -92,14 +99,14 @@ def _check_writable(examples: Examples, shards: int, resized: bool) -> None:
     if shards > train:
         raise InputError(
             f"There are more shards than training examples. Received: shards={shards}, {train} training examples in "
-            f"{examples.name}. Use {train} or less."
+            f"{examples.name}. Use {train} or fewer."
         )
     if not resized and examples.encoded is not None:
         return
     if _is_image(examples) and examples.shape[-1] not in (1, 3):
         raise InputError(
-            f"{examples.name}: uint8 images must have 1 or 3 channels to be written. Received: shape {examples.shape}. "
-            "Give them as float32 in [0, 1]."
+            f"{examples.name}: uint8 images must have 1 or 3 channels. Received: shape {examples.shape}. "
+            "Convert them to float32 in [0, 1]."
         )
 
 
@@ -117,14 +124,14 @@ def _dtype(examples: Examples) -> np.dtype:
 
 
 def _stem(name: str) -> str:
-    """Makes a source's name the beginning of file names; one that names a part would be mistaken for it."""
+    """Makes a file name prefix from a source's name; one that contains a split's name would be mistaken for it."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-") or "data"
     words = set(re.split(r"[^a-z]+", stem.lower()))
     return "data" if words & set(PARTS) else stem
 
 
 def _layout(examples: Examples, shards: int) -> list[tuple[str, int, int, np.ndarray]]:
-    """Deals each part's examples to its shards in turn: (part, number, count, indices)."""
+    """Deals each split's examples to its shards round-robin: (part, number, count, indices)."""
     train = len(examples.own["train"])
     layout = []
     for part in PARTS:
@@ -135,7 +142,7 @@ def _layout(examples: Examples, shards: int) -> list[tuple[str, int, int, np.nda
 
 
 def _payloads(examples: Examples, order: np.ndarray, resized: bool) -> Iterator:
-    """Reads the examples in an order, in parallel: encoded images, or numbers."""
+    """Reads the examples in the given order, in parallel: encoded images, or numbers."""
     if examples.encoded is not None and not resized:
         payload = examples.encoded
     elif _is_image(examples):
@@ -158,7 +165,7 @@ def _read(payloads: Iterator, name: str):
         return next(payloads)
     except tf.errors.OpError as error:
         message = " ".join(error.message.split())
-        raise InputError(f"{name} cannot be read: {message}. Leave such examples out with skip_corrupt.") from error
+        raise InputError(f"Cannot read {name}: {message}. Skip corrupt examples with skip_corrupt.") from error
 
 
 def _write_shard(path: Path, part: str, payloads, examples: Examples, indices) -> manifest.Shard:
@@ -169,11 +176,9 @@ def _write_shard(path: Path, part: str, payloads, examples: Examples, indices) -
                 payload = _read(payloads, examples.name)
                 lengths.append(len(record := records.serialize(payload, examples.labels[index], number=index)))
                 writer.write(record)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
     except (OSError, tf.errors.OpError) as error:
         message = error.message if isinstance(error, tf.errors.OpError) else error.strerror
-        raise MachineError(f"Cannot write {path}: {message}. Give another folder.") from error
+        raise MachineError(f"Cannot write {path}: {message}. Use another folder.") from error
     one_label = examples.labels.ndim == 1
     return manifest.Shard(
         file=path.name,
@@ -199,28 +204,3 @@ def _manifest(examples: Examples, written: tuple[manifest.Shard, ...], resized: 
         class_names=examples.class_names,
         shards=written,
     )
-
-
-@contextlib.contextmanager
-def _aside(path: Path, overwrite: bool):
-    """Gives a folder that takes the place of `path` when all went well, and goes when it did not."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")
-    try:
-        aside.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"Cannot write {str(path)!r}: {error.strerror}. Give another folder.") from error
-    try:
-        yield aside
-        manifest.check_output(path, overwrite=overwrite)  # Another process may have written there meanwhile.
-        if path.exists():
-            os.rename(path, replaced)
-        try:
-            os.rename(aside, path)
-        except OSError:
-            os.rename(replaced, path)
-            raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        if path.exists():  # Not so where the process was interrupted between the two renames.
-            shutil.rmtree(replaced, ignore_errors=True)

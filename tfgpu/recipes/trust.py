@@ -1,4 +1,4 @@
-"""Recipes of strangers run no code: `module:function` counts on the command line, or where the user allows it."""
+"""Untrusted recipes run no code: `module:function` needs the command line or the user's permission."""
 
 import re
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ _CODE = re.compile(r"\s*[\w.]+:\w+\s*")
 
 
 def code_in(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that would import a module and call a function of it.
+    """Returns the settings that would import a module and call one of its functions.
 
     Args:
-        settings: as a file has them, not validated.
+        settings: from a file, not validated.
 
     Example:
         >>> code_in({"model": "os:system", "data": "tfds:mnist"})
@@ -32,25 +32,25 @@ def code_in(settings: Mapping[str, Any]) -> dict[str, str]:
 def refuse_code(
     settings: Mapping[str, Any], source: str, *, allow: bool = False, given: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuses a file that names code to be run.
+    """Rejects a file that names code to run.
 
-    A model of the working directory, or any function of an installed package (`os:system`), could be called with
-    arguments of the file's choice.
+    It could call a function of the working directory, or of any installed package (`os:system`), with its own
+    arguments.
 
     Args:
-        settings: what the file says.
-        source: its name, for the message.
-        allow: the user has said that it may.
-        given: settings that win over the file's; what stands there is the user's own word.
+        settings: the file's content.
+        source: its name, for errors.
+        allow: whether the user has allowed it.
+        given: settings that override the file's; these come from the user.
 
     Raises:
-        InputError: says what the file would run, and how to let it.
+        InputError: names the code, and how to allow it.
     """
     _refuse({n: v for n, v in code_in(settings).items() if n not in (given or {})}, source, allow)
 
 
 def refuse_code_searched(search: Mapping[str, Any], source: str, *, allow: bool = False) -> None:
-    """The same for the settings that a study is to try, as a file has them: a list, or names with commas.
+    """Like `refuse_code`, for the settings that a study tries: lists, or names separated by commas.
 
     Raises:
         InputError: as `refuse_code`.
@@ -66,5 +66,5 @@ def _refuse(found: Mapping[str, str], source: str, allow: bool) -> None:
         named = ", ".join(f"{name}: {value}" for name, value in found.items())
         flags = " ".join(f"--{name} {value}" for name, value in found.items())
         raise InputError(
-            f"{source} names code to be run: {named}. If you trust it, add --allow-code, or write {flags} yourself."
+            f"{source} names code to run: {named}. If you trust it, add --allow-code, or pass {flags} yourself."
         )

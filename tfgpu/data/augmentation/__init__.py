@@ -1,1 +1,1 @@
-"""Augmentation of images: what each stage does, and how stages become one function of a batch."""
+"""Image augmentation: the stages, and how they are combined into one function of a batch."""

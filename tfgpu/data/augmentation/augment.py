@@ -1,26 +1,26 @@
-"""Random changes to training images, a whole batch at a time, the same whatever the number of replicas.
+"""Random changes to training images, applied per batch and independent of the number of replicas.
 
-Stages (options and defaults; all fractions are of the image's side unless said otherwise):
+Stages (options and defaults; fractions are of the image's side unless stated otherwise):
 
-| stage | what it does | options |
+| stage | effect | options |
 |---|---|---|
-| `flip` | mirrors, each way with probability 1/2; wrong for digits | `horizontal=True, vertical=False` |
-| `crop` | moves by whole pixels as padding and cropping back does | `padding=4, fill="constant"` |
-| `shift` | moves by a part of a pixel too | `fraction=0.1, fill="constant"` |
-| `rotate` | turns about the centre | `degrees=10, fill="constant"` |
+| `flip` | mirrors in each direction with probability 1/2; wrong for digits | `horizontal=True, vertical=False` |
+| `crop` | shifts by whole pixels, like padding and cropping | `padding=4, fill="constant"` |
+| `shift` | shifts by fractions of pixels too | `fraction=0.1, fill="constant"` |
+| `rotate` | rotates about the center | `degrees=10, fill="constant"` |
 | `zoom` | scales by 1 - fraction to 1 + fraction | `fraction=0.1, fill="constant"` |
 | `brightness` | scales the values by 1 - fraction to 1 + fraction | `fraction=0.2` |
 | `contrast` | scales the distance to the image's mean likewise | `fraction=0.2` |
-| `saturation` | scales the distance to the image's grey likewise; three colours | `fraction=0.2` |
-| `hue` | turns the colour circle by up to this fraction of it; three colours | `fraction=0.05` |
-| `noise` | adds normal noise | `stddev=0.05` |
+| `saturation` | scales the distance to the image's gray likewise; three channels | `fraction=0.2` |
+| `hue` | rotates the hue by up to this fraction of the color circle; three channels | `fraction=0.05` |
+| `noise` | adds Gaussian noise | `stddev=0.05` |
 | `cutout` | blanks one square (DeVries and Taylor 2017, arXiv:1708.04552) | `fraction=0.25` |
-| `randaugment` | a few of fourteen changes (see `randaugment.py`) | `num_ops=2, magnitude=9, fill="constant"` |
+| `randaugment` | a few of fourteen operations (see `randaugment.py`) | `num_ops=2, magnitude=9, fill="constant"` |
 | `mixup` | blends two examples and their labels (see `mixing.py`) | `alpha=0.2, probability=1` |
-| `cutmix` | puts a box of another example in, and its label's share | `alpha=1, probability=1` |
+| `cutmix` | pastes a box of another example, with its share of the label | `alpha=1, probability=1` |
 
-`fill` is what comes in at the border: `constant` (0), `reflect` or `nearest`. Values may leave [0, 1]; `hue` and
-`randaugment` clip them. Every number is drawn by (seed, epoch, place in the epoch).
+`fill` determines the pixels beyond the border: `constant` (0), `reflect` or `nearest`. Values may leave [0, 1]; `hue`
+and `randaugment` clip them. Every random number depends on (seed, epoch, position in the epoch).
 """
 
 import math
@@ -28,21 +28,21 @@ import math
 import tensorflow as tf
 
 from tfgpu.data.augmentation import color, geometry, mixing, randaugment
-from tfgpu.data.augmentation.stages import COLOUR, MIXING
+from tfgpu.data.augmentation.stages import COLOR, MIXING
 from tfgpu.data.position import Numbers
 from tfgpu.errors import InputError
 
 
 def automatic(name: str, shape: tuple[int, ...]) -> tuple:
-    """Chooses stages for a data set: what is safe without knowing what the images show.
+    """Chooses stages for a dataset that are safe without knowing what the images show.
 
     Args:
-        name: the data set's name, such as `"digits"`.
+        name: the dataset's name, such as `"digits"`.
         shape: one example's shape.
 
     Returns:
-        Stages for `pipeline(augment=...)`. Never a flip: a mirrored digit is another sign. Nothing for
-        examples that are not images.
+        Stages for `pipeline(augment=...)`. Never a flip: a mirrored digit is another symbol. Nothing for examples that
+        are not images.
 
     Example:
         >>> [stage for stage, options in automatic("digits", (8, 8, 1))]
@@ -56,47 +56,45 @@ def automatic(name: str, shape: tuple[int, ...]) -> tuple:
 
 
 def check(stages: tuple[tuple[str, dict], ...], *, name: str, shape: tuple, labels_rank: int) -> None:
-    """Refuses stages that examples of this kind cannot go through.
+    """Rejects stages that do not suit the examples.
 
     Args:
         stages: complete `(name, options)` pairs.
-        name: the data set's name, for the error.
+        name: the dataset's name, for errors.
         shape: one example's shape.
-        labels_rank: 1 for one class an example.
+        labels_rank: 1 for one class per example.
 
     Raises:
-        InputError: the examples are no images of one size, lack colours, or have no single class to mix.
+        InputError: the examples are not images of one size, lack color channels, or have no single class to mix.
     """
     if not stages:
         return
     if len(shape) != 3 or None in shape:
         raise InputError(
-            f"Augmentation needs images of one size. Received: examples of shape {shape} in {name}. "
-            "Leave `augment` empty."
+            f"Augmentation needs images of one size. Received: examples of shape {shape} in {name}. Remove `augment`."
         )
     for stage, _ in stages:
-        if stage in COLOUR and shape[-1] != 3:
+        if stage in COLOR and shape[-1] != 3:
             raise InputError(
-                f"Augmentation {stage!r} needs images of three colours. Received: examples of shape {shape} in {name}. "
-                "Leave it out."
+                f"Augmentation {stage!r} needs images with three channels. Received: examples of shape {shape} in "
+                f"{name}. Remove it."
             )
         if stage in MIXING and labels_rank != 1:
             raise InputError(
-                f"Augmentation {stage!r} mixes class labels, one an example. Received: labels with {labels_rank - 1} "
-                f"more axis in {name}. Leave it out."
+                f"Augmentation {stage!r} needs one class label per example. Received: labels of rank {labels_rank} in "
+                f"{name}. Remove it."
             )
 
 
 def apply(images: tf.Tensor, labels: tf.Tensor, stages: tuple[tuple[str, dict], ...], numbers: Numbers):
     """Runs the stages on a batch.
 
-    Neighbouring geometric stages with one `fill` become a single transformation, so the image is resampled
-    once.
+    Adjacent geometric stages with one `fill` become a single transformation, so the image is resampled once.
 
     Args:
         images: float32 [batch, height, width, channels].
-        labels: [batch], or float32 [batch, classes] where a stage mixes examples; only those stages change them.
-        stages: complete `(name, options)` pairs, as `stages.parse_stages` returns them.
+        labels: [batch], or float32 [batch, classes] if a stage mixes examples; only such stages change them.
+        stages: complete `(name, options)` pairs, as returned by `stages.parse_stages`.
         numbers: the random numbers of these examples.
 
     Returns:
@@ -125,7 +123,7 @@ def apply(images: tf.Tensor, labels: tf.Tensor, stages: tuple[tuple[str, dict], 
 
 
 def _blocks(stages):
-    """Groups neighbouring geometric stages that fill the border alike; every other stage is alone."""
+    """Groups adjacent geometric stages with the same fill; every other stage is alone."""
     blocks: list[list] = []
     for stage in stages:
         joins = blocks and all(_joinable(other, stage) for other in blocks[-1])

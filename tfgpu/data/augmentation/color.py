@@ -1,71 +1,76 @@
-"""Changes the values of images and not their places: every function takes a batch and one strength an image.
+"""Changes the values of images, not their positions: every function takes a batch and one strength per image.
 
-`factor` is how much of the image is kept when it is blended with what it would be without brightness (black),
-contrast (its mean), saturation (its grey) or sharpness (its blur): 0 gives that, 1 the image, 2 more of itself.
-Keras's layers for these either draw once a batch or take the histogram of the whole batch, so that an image would
-change with its neighbours; here each depends on itself alone.
+`factor` blends the image with a version without brightness (black), contrast (its mean), saturation (its gray) or
+sharpness (its blur): 0 gives that version, 1 the image, 2 extrapolates. Keras's layers for these either draw once per
+batch or use the histogram of the whole batch, so an image would depend on its neighbors; here each depends only on
+itself.
 """
 
 import tensorflow as tf
 
-_GREY = (0.299, 0.587, 0.114)  # ITU-R BT.601: how bright red, green and blue look.
+_GRAY = (0.299, 0.587, 0.114)  # ITU-R BT.601 luma
 
 
 def brighten(images: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Scales the values. Args: images float32 [batch, height, width, channels]; factor float32 [batch]."""
+    """Scales the values.
+
+    Args:
+        images: float32 [batch, height, width, channels].
+        factor: float32 [batch].
+    """
     return images * _each(factor)
 
 
 def contrast(images: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Scales the distance to the image's mean, by channel."""
+    """Scales the distance to the image's mean, per channel."""
     return _blend(tf.reduce_mean(images, axis=[1, 2], keepdims=True), images, factor)
 
 
 def saturate(images: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Scales the distance to the image's grey; an image without three colours stays as it is."""
+    """Scales the distance to the image's gray; images without three channels stay unchanged."""
     if images.shape[-1] != 3:
         return images
-    return _blend(tf.reduce_sum(images * tf.constant(_GREY), axis=-1, keepdims=True), images, factor)
+    return _blend(tf.reduce_sum(images * tf.constant(_GRAY), axis=-1, keepdims=True), images, factor)
 
 
 def turn_hue(images: tf.Tensor, turns: tf.Tensor) -> tf.Tensor:
-    """Turns the colours about the colour circle by `turns` [batch], 1 being once around; clips to [0, 1] first."""
+    """Rotates the hue by `turns` [batch], where 1 is a full circle; clips to [0, 1] first."""
     hue, saturation, value = tf.unstack(tf.image.rgb_to_hsv(tf.clip_by_value(images, 0.0, 1.0)), axis=-1)
     hue = tf.math.floormod(hue + turns[:, None, None], 1.0)
     return tf.image.hsv_to_rgb(tf.stack([hue, saturation, value], axis=-1))
 
 
 def sharpen(images: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Blends with a blur of three by three pixels; the border stays as it is."""
+    """Blends with a 3x3 blur; the border stays unchanged."""
     if min(images.shape[1:3]) < 3:
         return images
     down = images[:, :-2] + images[:, 1:-1] + images[:, 2:]
     nine = down[:, :, :-2] + down[:, :, 1:-1] + down[:, :, 2:]
     inner = images[:, 1:-1, 1:-1]
-    blurred = (nine + 4.0 * inner) / 13.0  # The middle counts five times.
+    blurred = (nine + 4.0 * inner) / 13.0  # the center counts five times
     less = tf.pad(blurred - inner, [[0, 0], [1, 1], [1, 1], [0, 0]])
     return images + (1.0 - _each(factor)) * less
 
 
 def solarize(images: tf.Tensor, threshold) -> tf.Tensor:
-    """Inverts the values from `threshold` on."""
+    """Inverts the values of at least `threshold`."""
     return tf.where(images >= threshold, 1.0 - images, images)
 
 
 def posterize(images: tf.Tensor, bits: int) -> tf.Tensor:
-    """Keeps the first `bits` of each value's eight."""
+    """Keeps the `bits` most significant of each value's eight bits."""
     step = float(2 ** (8 - bits))
     return tf.floor(tf.round(images * 255.0) / step) * step / 255.0
 
 
 def stretch(images: tf.Tensor) -> tf.Tensor:
-    """Stretches each channel to the whole range from 0 to 1 (autocontrast); one that is all the same stays."""
+    """Stretches each channel to the range [0, 1] (autocontrast); constant channels stay unchanged."""
     low, high = (f(images, axis=[1, 2], keepdims=True) for f in (tf.reduce_min, tf.reduce_max))
     return tf.where(high > low, (images - low) / tf.where(high > low, high - low, 1.0), images)
 
 
 def equalize(images: tf.Tensor) -> tf.Tensor:
-    """Gives each channel a flat histogram, as the Pillow library defines it for values of eight bits."""
+    """Equalizes each channel's histogram, as the Pillow library does for 8-bit values."""
     shape = tf.shape(images)
     values = tf.cast(tf.round(tf.clip_by_value(images, 0.0, 1.0) * 255.0), tf.int32)
     planes = tf.reshape(tf.transpose(values, [0, 3, 1, 2]), [shape[0] * shape[3], shape[1] * shape[2]])

@@ -1,4 +1,4 @@
-"""Moves, turns and scales images, each by its own matrix; several of them are one resampling."""
+"""Geometric transformations of images, each by its own matrix; several are combined into one resampling."""
 
 import math
 
@@ -8,13 +8,13 @@ STAGES = ("flip", "crop", "shift", "rotate", "zoom")
 
 
 def transform(images: tf.Tensor, block, numbers, stream: int) -> tf.Tensor:
-    """Applies a block of geometric stages that share one `fill` to a batch, as one resampling.
+    """Applies a block of geometric stages that share one `fill` to a batch, with a single resampling.
 
     Args:
         images: float32 [batch, height, width, channels].
-        block: `(name, options)` pairs, the names from `STAGES`.
+        block: `(name, options)` pairs, with names from `STAGES`.
         numbers: the random numbers of these examples.
-        stream: the first stage's stream of numbers; each stage takes one.
+        stream: the first stage's stream of numbers; each stage uses one.
     """
     shape = tf.shape(images)
     size = tf.cast(shape[1], tf.float32), tf.cast(shape[2], tf.float32)
@@ -28,12 +28,12 @@ def transform(images: tf.Tensor, block, numbers, stream: int) -> tf.Tensor:
 
 
 def warp(images: tf.Tensor, matrices: tf.Tensor, fill: str) -> tf.Tensor:
-    """Resamples each image by its own matrix, about the image's centre, between pixels linearly.
+    """Resamples each image about its center by its own matrix, with bilinear interpolation.
 
     Args:
         images: float32 [batch, height, width, channels].
-        matrices: float32 [batch, 3, 3]; each takes an output pixel (x, y, 1) to the input pixel it shows.
-        fill: what comes in at the border: `constant` (0), `reflect` or `nearest`.
+        matrices: float32 [batch, 3, 3]; each maps an output pixel (x, y, 1) to the input pixel that it shows.
+        fill: how to fill beyond the border: `constant` (0), `reflect` or `nearest`.
 
     Returns:
         float32, the same shape.
@@ -58,12 +58,12 @@ def matrix(ones, a, b, c, d, e, f) -> tf.Tensor:
     return tf.reshape(tf.stack(values, axis=-1), [-1, 3, 3])
 
 
-def boxes(size: tuple[int, int], centre: tf.Tensor, lengths) -> tf.Tensor:
-    """Marks one box in each image of a batch; what lies outside the image is cut off.
+def boxes(size: tuple[int, int], center: tf.Tensor, lengths) -> tf.Tensor:
+    """Marks one box in each image of a batch, clipped to the image.
 
     Args:
         size: (height, width) of the images, in pixels.
-        centre: float32 [batch, 2] in [0, 1): where the middle is, down and across.
+        center: float32 [batch, 2] in [0, 1): the box's center, down and across.
         lengths: (height, width) of the boxes in whole pixels, numbers or float32 [batch].
 
     Returns:
@@ -75,15 +75,15 @@ def boxes(size: tuple[int, int], centre: tf.Tensor, lengths) -> tf.Tensor:
     """
     inside = []
     for axis, (side, length) in enumerate(zip(size, lengths, strict=True)):
-        length = tf.cast(length, tf.float32) * tf.ones_like(centre[:, axis])
-        first = tf.floor(centre[:, axis] * side) - tf.floor(length / 2.0)
+        length = tf.cast(length, tf.float32) * tf.ones_like(center[:, axis])
+        first = tf.floor(center[:, axis] * side) - tf.floor(length / 2.0)
         place = tf.range(side, dtype=tf.float32)[None, :] - first[:, None]
         inside.append((place >= 0.0) & (place < length[:, None]))
     return inside[0][:, :, None] & inside[1][:, None, :]
 
 
 def spread(u: tf.Tensor, limit) -> tf.Tensor:
-    """Takes [0, 1) to [-limit, limit)."""
+    """Maps [0, 1) to [-limit, limit)."""
     return (2.0 * u - 1.0) * limit
 
 
@@ -109,7 +109,7 @@ def _rotate_matrix(ones, u, v, size, options):
 
 
 def turned(ones: tf.Tensor, angle: tf.Tensor) -> tf.Tensor:
-    """Makes the matrices that turn an image by `angle` radians."""
+    """Makes the matrices that rotate an image by `angle` radians."""
     cos, sin = tf.cos(angle), tf.sin(angle)
     return matrix(ones, cos, -sin, 0, sin, cos, 0)
 

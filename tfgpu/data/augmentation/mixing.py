@@ -1,11 +1,11 @@
 """Mixes pairs of examples and their labels: mixup and CutMix.
 
 The partner is another example of the same global batch, so a mixed image depends on the batch as well as on
-`(seed, epoch)`. Labels become float32 [batch, classes], the share of each class: they fit
-`CategoricalCrossentropy` (and `BinaryCrossentropy`), not the sparse losses.
+`(seed, epoch)`. Labels become float32 [batch, classes], each class's share, for `CategoricalCrossentropy` (and
+`BinaryCrossentropy`), not the sparse losses.
 
 Sources: H. Zhang, M. Cisse, Y. Dauphin and D. Lopez-Paz, "mixup: beyond empirical risk minimization", 2018,
-arXiv:1710.09412; S. Yun and others, "CutMix: regularization strategy to train strong classifiers with localizable
+arXiv:1710.09412; S. Yun et al., "CutMix: regularization strategy to train strong classifiers with localizable
 features", 2019, arXiv:1905.04899.
 """
 
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfgpu.data.augmentation import geometry
 
-_STEPS = 4096  # of the table of a distribution's quantiles
+_STEPS = 4096  # of the quantile table
 
 
 def apply(name: str, images: tf.Tensor, labels: tf.Tensor, options: dict, numbers, stream: int):
@@ -24,9 +24,9 @@ def apply(name: str, images: tf.Tensor, labels: tf.Tensor, options: dict, number
         name: `"mixup"` or `"cutmix"`.
         images: float32 [batch, height, width, channels].
         labels: float32 [batch, classes], each row the shares of the classes.
-        options: `alpha` of the Beta distribution that the kept share is drawn from, and `probability` of mixing.
+        options: `alpha` of the Beta distribution of the kept share, and the `probability` of mixing.
         numbers: the random numbers of these examples.
-        stream: the stream of them to take.
+        stream: which stream of them to use.
 
     Returns:
         Images and labels of the same shapes.
@@ -42,12 +42,12 @@ def apply(name: str, images: tf.Tensor, labels: tf.Tensor, options: dict, number
         side = tf.sqrt(1.0 - kept)
         inside = geometry.boxes((height, width), draw[:, 3:5], (tf.floor(height * side), tf.floor(width * side)))
         mixed = tf.where(inside[..., None], other, images)
-        kept = 1.0 - tf.reduce_mean(tf.cast(inside, tf.float32), axis=[1, 2])  # What was cut off does not count.
+        kept = 1.0 - tf.reduce_mean(tf.cast(inside, tf.float32), axis=[1, 2])  # of the clipped box
     return mixed, _between(tf.gather(labels, partner), labels, kept)
 
 
 def partners(u: tf.Tensor) -> tf.Tensor:
-    """Gives each of a batch another one for a partner: a single ring through them all, drawn by `u` [batch].
+    """Assigns each example of a batch another one, by `u` [batch]: a single random cycle through all of them.
 
     Example:
         >>> partners(tf.constant([0.5, 0.1, 0.9])).numpy().tolist()
@@ -63,7 +63,7 @@ def _between(other, own, kept):
 
 
 def _beta(u: tf.Tensor, alpha: float) -> tf.Tensor:
-    """Takes uniform numbers to Beta(alpha, alpha), by a table: one number an example, whatever is drawn."""
+    """Transforms uniform numbers to Beta(alpha, alpha) by a table, so each example uses exactly one number."""
     table = tf.constant(_quantiles(float(alpha)), tf.float32)
     place = u * _STEPS
     low = tf.minimum(tf.cast(place, tf.int32), _STEPS - 1)
@@ -72,7 +72,7 @@ def _beta(u: tf.Tensor, alpha: float) -> tf.Tensor:
 
 
 def _quantiles(alpha: float) -> np.ndarray:
-    """Finds the quantiles of Beta(alpha, alpha) at `_STEPS` + 1 places, by halving the interval."""
+    """Computes the quantiles of Beta(alpha, alpha) at `_STEPS` + 1 points by bisection."""
     wanted = np.linspace(0.0, 1.0, _STEPS + 1)
     low, high = np.zeros_like(wanted), np.ones_like(wanted)
     with tf.init_scope(), tf.device("CPU:0"):

@@ -1,8 +1,8 @@
-"""RandAugment: a few changes of one strength, drawn for each image from fourteen.
+"""RandAugment: a few operations of one strength, drawn for each image from fourteen.
 
 Source: E. D. Cubuk, B. Zoph, J. Shlens and Q. V. Le, "RandAugment: practical automated data augmentation with a
-reduced search space", 2019, arXiv:1909.13719. The magnitude goes from 0 to 30; at 30 an image is turned by 30 degrees,
-sheared by 0.3, moved by 45% of its side, or blended with factors of 0.1 or 1.9.
+reduced search space", 2019, arXiv:1909.13719. The magnitude ranges from 0 to 30; at 30 an image is rotated by 30
+degrees, sheared by 0.3, translated by 45% of its side, or blended with factors of 0.1 or 1.9.
 """
 
 import math
@@ -24,10 +24,10 @@ def apply(images: tf.Tensor, options: dict, numbers, stream: int) -> tf.Tensor:
     """Changes each image of a batch `num_ops` times.
 
     Args:
-        images: float32 [batch, height, width, channels] in [0, 1]; values outside are clipped by some changes.
-        options: `num_ops`, `magnitude` and `fill`, as `stages.parse_stages` returns them.
+        images: float32 [batch, height, width, channels] in [0, 1]; some operations clip values outside.
+        options: `num_ops`, `magnitude` and `fill`, as returned by `stages.parse_stages`.
         numbers: the random numbers of these examples.
-        stream: the stream of them to take.
+        stream: which stream of them to use.
 
     Returns:
         float32, the same shape, in [0, 1].
@@ -43,9 +43,9 @@ def apply(images: tf.Tensor, options: dict, numbers, stream: int) -> tf.Tensor:
 
 
 def _change(images, choice, sign, strength, fill):
-    """Runs each change on the images that drew it alone: the work is one change an image, not fourteen."""
+    """Runs each operation only on the images that drew it: one operation per image, not fourteen."""
     first_move = len(CHANGES) - len(_MOVES)
-    kind = tf.minimum(choice, first_move)  # All moves are one resampling, each image by its own matrix.
+    kind = tf.minimum(choice, first_move)  # all moves are one resampling
     rows, parts = [], []
     for number, name in enumerate((*CHANGES[:first_move], "move")):
         chosen = tf.where(kind == number)[:, 0]
@@ -53,13 +53,13 @@ def _change(images, choice, sign, strength, fill):
         if name == "move":
             part = _move(part, tf.gather(choice, chosen) - first_move, signs * strength, fill)
         else:
-            part = tf.clip_by_value(_recolour(name, part, 1.0 + 0.9 * strength * signs, strength), 0.0, 1.0)
+            part = tf.clip_by_value(_recolor(name, part, 1.0 + 0.9 * strength * signs, strength), 0.0, 1.0)
         rows.append(tf.cast(chosen, tf.int32))
         parts.append(part)
     return tf.ensure_shape(tf.dynamic_stitch(rows, parts), images.shape)
 
 
-def _recolour(name, images, factor, strength):
+def _recolor(name, images, factor, strength):
     if name == "autocontrast":
         return color.stretch(images)
     if name == "equalize":
@@ -78,7 +78,7 @@ def _recolour(name, images, factor, strength):
 
 
 def _move(images, which, strength, fill):
-    """Builds each image's own matrix from the move that it drew; `strength` [batch] has the direction in its sign."""
+    """Builds each image's matrix from the move that it drew; the sign of `strength` [batch] is the direction."""
     height, width = images.shape[1:3]
 
     def amount(name, greatest):

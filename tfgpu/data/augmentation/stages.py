@@ -1,4 +1,4 @@
-"""What augmentation stages are called, and their options; no TensorFlow: a wrong name or value fails at once."""
+"""The names and options of augmentation stages. Imports no TensorFlow, so a wrong name or value fails at once."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,10 +23,10 @@ STAGES: Mapping[str, Mapping[str, object]] = {
     "cutmix": {"alpha": 1.0, "probability": 1.0},
 }
 FILLS = ("constant", "reflect", "nearest")
-COLOUR = ("saturation", "hue")  # Stages that mean nothing without three colours.
-MIXING = ("mixup", "cutmix")  # Stages that mix examples, and so their labels.
+COLOR = ("saturation", "hue")  # need three color channels
+MIXING = ("mixup", "cutmix")  # mix examples and their labels
 
-_BOUNDS = {  # option -> (what is right, said in words)
+_BOUNDS = {  # option -> (check, description)
     "padding": (lambda v: v == int(v) and v >= 1, "a whole number of pixels from 1"),
     "num_ops": (lambda v: v == int(v) and v >= 1, "a whole number from 1"),
     "fraction": (lambda v: 0 < v < 1, "between 0 and 1"),
@@ -39,14 +39,14 @@ _BOUNDS = {  # option -> (what is right, said in words)
 
 
 def parse_stages(augment: str | Iterable[Any]) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Completes a list of augmentation stages with their default options and checks every name and value.
+    """Checks a list of augmentation stages and adds their default options.
 
     Args:
-        augment: a stage's name, or a sequence of names and `(name, options)` pairs; `"none"` is the empty one.
-            `"auto"` is not resolved here, because it depends on the data.
+        augment: a stage's name, or a sequence of names and `(name, options)` pairs; `"none"` is the empty sequence.
+            `"auto"` depends on the data and is not resolved here.
 
     Returns:
-        One `(name, options)` pair a stage, every option present.
+        A `(name, options)` pair per stage, with every option.
 
     Raises:
         InputError: an unknown stage or option, or a value out of range.
@@ -62,7 +62,7 @@ def parse_stages(augment: str | Iterable[Any]) -> tuple[tuple[str, dict[str, Any
 
 
 def mixes(stages: Iterable[tuple[str, dict]]) -> bool:
-    """Says whether one of the stages mixes examples, so that the labels become shares of the classes."""
+    """Whether one of the stages mixes examples, so that labels become shares of the classes."""
     return any(name in MIXING for name, _ in stages)
 
 

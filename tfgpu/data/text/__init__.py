@@ -1,1 +1,1 @@
-"""Text as bytes or tokens, and sequences of unequal length as batches."""
+"""Text as bytes or tokens, and batches of variable-length sequences."""

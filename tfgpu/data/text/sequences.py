@@ -1,12 +1,12 @@
-"""Sequences of different lengths in batches: by buckets of similar lengths, or packed into rows of one length.
+"""Batches of variable-length sequences: bucketed by length, or packed into rows of one length.
 
 | | `bucket` | `pack` |
 |---|---|---|
-| a row | one sequence, padded to its bucket's length | several sequences one after the other |
-| shapes | one for each bucket | one |
-| the model | must know `padding_mask` | must keep the sequences of a row apart (`attention_mask`) |
+| a row | one sequence, padded to its bucket's length | several concatenated sequences |
+| shapes | one per bucket | one |
+| the model | must use `padding_mask` | must separate the sequences of a row (`attention_mask`) |
 
-Both read each sequence once an epoch, in an order of `(seed, epoch)` alone.
+Both read each sequence once per epoch, in an order that depends only on `(seed, epoch)`.
 """
 
 import bisect
@@ -19,10 +19,10 @@ import tensorflow as tf
 
 from tfgpu.data import position
 from tfgpu.data.feed import Feed, by_rows, rows_of
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 
 NEXT = "next"
-_SHORTEST = 16  # the first of the buckets that are chosen for the user
+_SHORTEST = 16  # the first of the default buckets
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Sequences(position.Epochs):
     """Batches of sequences.
 
     Attributes:
-        train: one iteration is one epoch; each start of an iteration takes the next epoch (see `seek`, `peek`).
-            Batches are `(x, y)`, or `(x, y, sample_weight)` where y has a target a token: 0 stands for padding.
-        examples: how many sequences an epoch holds.
-        rows: how many rows they take.
+        train: one iteration is one epoch; each new iteration starts the next epoch (see `seek`, `peek`). Batches are
+            `(x, y)`, or `(x, y, sample_weight)` if y has a target per token: the weight of padding is 0.
+        examples: the number of sequences in an epoch.
+        rows: the number of rows that they fill.
         steps_per_epoch: batches in an epoch.
-        filled: the share of all places that hold a token.
+        filled: the share of all positions that hold a token.
     """
 
     train: tf.data.Dataset
@@ -56,22 +56,22 @@ def bucket(
     shuffle: bool = True,
     feed: Feed | None = None,
 ) -> Sequences:
-    """Puts sequences of similar length into one batch and pads them to the bucket's length.
+    """Batches sequences of similar length and pads them to the bucket's length.
 
     Args:
         sequences: n sequences of token numbers: lists, arrays or a `tf.RaggedTensor`.
-        targets: `"next"`: the next token of each; one sequence as long for each; or [n], one target each.
+        targets: `"next"`: the next token of each; a sequence of the same length for each; or [n], one target each.
         global_batch: sequences in a batch; the last one of each bucket may be smaller.
-        boundaries: the greatest length of each bucket, rising. Left out: 16, 32, 64 and so on.
-        seed: decides the order of every epoch.
+        boundaries: the largest length of each bucket, increasing. Default: 16, 32, 64 and so on.
+        seed: determines the order of every epoch.
         shuffle: False keeps the sequences' order within a bucket, and the buckets' order.
-        feed: how far ahead of the training batches are made.
+        feed: how batches are prepared ahead of training.
 
     Returns:
         Batches whose x is `{"token_ids": int32 [batch, length], "padding_mask": bool [batch, length]}`.
 
     Raises:
-        InputError: no sequences, empty ones, one longer than the last boundary, or targets that do not fit.
+        InputError: no sequences, empty ones, one longer than the last boundary, or targets that do not match.
 
     Example:
         >>> data = bucket([[1, 2, 3], [4], [5, 6], [7, 8, 9, 1]], [0, 1, 0, 1], global_batch=2, boundaries=[2, 4])
@@ -79,7 +79,7 @@ def bucket(
         ([2, 4], 0.8333333333333334)
     """
     tokens = _Tokens(sequences, targets)
-    _check_batch(global_batch)
+    whole_number("global_batch", global_batch)
     boundaries = _boundaries(boundaries, tokens)
     which = np.searchsorted(boundaries, tokens.lengths)
     plan = _Plan(which, boundaries, global_batch)
@@ -114,25 +114,25 @@ def pack(
     shuffle: bool = True,
     feed: Feed | None = None,
 ) -> Sequences:
-    """Puts several sequences into each row of one length, so that little is padded.
+    """Packs several sequences into each row of one length, which minimizes padding.
 
-    Which sequences share a row is found once (best fit, the longest first); epochs differ in the rows' order.
+    The packing is computed once (best fit decreasing); epochs differ in the order of the rows.
 
     Args:
         sequences: n sequences of token numbers: lists, arrays or a `tf.RaggedTensor`.
-        targets: `"next"`: the next token of each (never another sequence's), or one sequence as long for each.
+        targets: `"next"`: the next token of each (never another sequence's), or a sequence of the same length for each.
         length: tokens in a row.
         global_batch: rows in a batch; the last one may be smaller.
-        seed: decides the order of every epoch.
-        shuffle: False keeps the order that the packing gave.
-        feed: how far ahead of the training batches are made.
+        seed: determines the order of every epoch.
+        shuffle: False keeps the order of the packing.
+        feed: how batches are prepared ahead of training.
 
     Returns:
-        Batches `(x, y, sample_weight)`. x holds, all int32 [batch, length], `token_ids`; `segment_ids`, which
-        counts the sequences of a row from 1, 0 being padding; and `positions`, from 0 in each sequence.
+        Batches `(x, y, sample_weight)`. x has, all int32 [batch, length], `token_ids`; `segment_ids`, which number the
+        sequences of a row from 1, with 0 for padding; and `positions`, from 0 in each sequence.
 
     Raises:
-        InputError: no sequences, empty ones, one longer than `length`, or targets that do not fit.
+        InputError: no sequences, empty ones, one longer than `length`, or targets that do not match.
 
     Example:
         >>> data = pack([[1, 2, 3], [4, 5], [6]], length=6, global_batch=1)
@@ -144,8 +144,8 @@ def pack(
     """
     tokens = _Tokens(sequences, targets)
     if tokens.one_each:
-        raise InputError("pack() needs a target for each token. Received: one for each sequence. Use bucket().")
-    _check_batch(global_batch)
+        raise InputError("pack() needs a target per token. Received: one per sequence. Use bucket().")
+    whole_number("global_batch", global_batch)
     tokens.check_longest(length, "length")
     row_of, offset, segment = _best_fit(tokens.lengths, length)
     count = int(row_of.max()) + 1
@@ -173,12 +173,12 @@ def pack(
 
 
 def attention_mask(segment_ids: tf.Tensor, *, causal: bool = False) -> tf.Tensor:
-    """Says which places may attend to which: those of the same sequence.
+    """Masks attention between different sequences of a row.
 
     Args:
-        segment_ids: int [batch, length], as `pack` makes them; 0 is padding, which attends to itself alone, so
-            that no row of the softmax is empty.
-        causal: only to earlier places and oneself.
+        segment_ids: int [batch, length], as returned by `pack`; 0 is padding, which attends only to itself, so that no
+            row of the softmax is empty.
+        causal: attend only to the same and earlier positions.
 
     Returns:
         bool [batch, length, length] for `keras.layers.MultiHeadAttention(...)(..., attention_mask=...)`.
@@ -194,7 +194,7 @@ def attention_mask(segment_ids: tf.Tensor, *, causal: bool = False) -> tf.Tensor
 
 
 class _Tokens:
-    """All tokens one after the other, with their targets and where each sequence begins."""
+    """All tokens concatenated, with their targets and the start of each sequence."""
 
     def __init__(self, sequences, targets):
         self.values, self.lengths = _flat(sequences, "sequences")
@@ -203,19 +203,19 @@ class _Tokens:
         self.weights = np.ones(len(self.values), np.float32)
         if isinstance(targets, str):
             if targets != NEXT:
-                raise InputError(f"`targets` must be 'next' or targets. Received: {targets!r}.")
+                raise InputError(f"`targets` must be 'next' or arrays. Received: {targets!r}.")
             last = self.starts + self.lengths - 1
             self.targets = np.append(self.values[1:], 0)
             self.targets[last], self.weights[last] = 0, 0.0
         elif isinstance(targets, tf.RaggedTensor) or np.ndim(targets[0]):
             self.targets, lengths = _flat(targets, "targets")
             if len(lengths) != len(self.lengths) or (lengths != self.lengths).any():
-                raise InputError("`targets` must be as long as the sequences, each as its own. Received: others.")
+                raise InputError("Each of `targets` must be as long as its sequence. Received: different lengths.")
         else:
             self.targets, self.one_each = np.asarray(targets), True
             if len(self.targets) != len(self.lengths):
                 raise InputError(
-                    f"`targets` must have one for each sequence. Received: {len(self.targets)} for {len(self.lengths)}."
+                    f"`targets` must have one per sequence. Received: {len(self.targets)} for {len(self.lengths)}."
                 )
         with tf.device("CPU:0"):
             names = ("values", "lengths", "starts", "targets", "weights")
@@ -223,14 +223,14 @@ class _Tokens:
 
     def check_longest(self, length: int, name: str) -> None:
         longest = int(self.lengths.max())
-        if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < longest:
+        if whole_number(name, length) < longest:
             raise InputError(
-                f"`{name}` must be a whole number, at least the longest sequence's. Received: {length!r}, and sequence "
-                f"{int(self.lengths.argmax())} of {longest} tokens. Raise it, or cut the sequence."
+                f"`{name}` must be at least the longest sequence's. Received: {length!r}, and sequence "
+                f"{int(self.lengths.argmax())} of {longest} tokens. Increase it, or truncate the sequence."
             )
 
     def padded(self, index: tf.Tensor, length: tf.Tensor):
-        """Returns the sequences' tokens, mask, targets and weights (None: one target each), padded to `length`."""
+        """Returns the sequences' tokens, mask, targets and weights, padded to `length`; no weights if `one_each`."""
         own = {name: tf.gather(self._tensors[name], index) for name in ("starts", "lengths")}
         places = tf.range(length)[None, :]
         mask = places < own["lengths"][:, None]
@@ -246,39 +246,44 @@ class _Tokens:
 
 
 def _flat(sequences, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Lays sequences end to end: int32 values, int64 lengths."""
+    """Concatenates sequences: int32 values, int64 lengths."""
     if isinstance(sequences, tf.RaggedTensor):
         sequences = sequences.to_list()
     parts = [np.asarray(part) for part in sequences]
     if not parts:
-        raise InputError(f"`{name}` must hold at least one sequence. Received: none.")
+        raise InputError(f"`{name}` must have at least one sequence. Received: none.")
     for i, part in enumerate(parts):
         if part.ndim != 1 or not len(part) or part.dtype.kind not in "iu":
             raise InputError(
-                f"`{name}` must be sequences of whole numbers, at least one each. Received: {part.dtype} of shape "
+                f"`{name}` must be non-empty sequences of whole numbers. Received: {part.dtype} of shape "
                 f"{part.shape} as sequence {i}."
             )
     return np.concatenate(parts).astype(np.int32), np.array([len(part) for part in parts], np.int64)
 
 
-def _check_batch(global_batch) -> None:
-    if isinstance(global_batch, bool) or not isinstance(global_batch, (int, np.integer)) or global_batch < 1:
-        raise InputError(f"`global_batch` must be a whole number from 1. Received: {global_batch!r}. Try 64.")
+def doubling(longest: int) -> np.ndarray:
+    """Returns 16, 32, 64 and so on, up to the first that is at least `longest`."""
+    return _SHORTEST * 2 ** np.arange(max(0, int(np.ceil(np.log2(longest / _SHORTEST)))) + 1)
+
+
+def increasing(name: str, values: Sequence[int]) -> np.ndarray:
+    """Returns an array of increasing whole numbers; raises `InputError` for anything else."""
+    found = np.asarray(values)
+    if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu" or (np.diff(found) <= 0).any():
+        raise InputError(f"`{name}` must be increasing whole numbers. Received: {values!r}. Try [32, 64, 128].")
+    return found
 
 
 def _boundaries(boundaries, tokens: _Tokens) -> np.ndarray:
     if boundaries is None:
-        longest = int(tokens.lengths.max())
-        return _SHORTEST * 2 ** np.arange(max(0, int(np.ceil(np.log2(longest / _SHORTEST)))) + 1)
-    rising = np.asarray(boundaries)
-    if rising.ndim != 1 or not len(rising) or rising.dtype.kind not in "iu" or (np.diff(rising) <= 0).any():
-        raise InputError(f"`boundaries` must be rising whole numbers. Received: {boundaries!r}. Try [32, 64, 128].")
-    tokens.check_longest(int(rising[-1]), "boundaries")
-    return rising
+        return doubling(int(tokens.lengths.max()))
+    found = increasing("boundaries", boundaries)
+    tokens.check_longest(int(found[-1]), "boundaries")
+    return found
 
 
 class _Plan:
-    """Where each batch begins among the sequences sorted by bucket; the same in all epochs."""
+    """The start of each batch among the sequences sorted by bucket; the same in all epochs."""
 
     def __init__(self, which: np.ndarray, boundaries: np.ndarray, global_batch: int):
         sizes = np.bincount(which, minlength=len(boundaries))
@@ -292,18 +297,18 @@ class _Plan:
         self.lengths = np.array(lengths, np.int64)
         self.padded = int((self.counts * self.lengths).sum())
         places = np.array(firsts)[:, None] + np.arange(min(global_batch, len(which)))[None, :]
-        self.places = np.minimum(places, len(which) - 1)  # `counts` says how many of a row are meant
+        self.places = np.minimum(places, len(which) - 1)  # only the first `counts` of a row are used
 
 
 def _best_fit(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places each sequence, the longest first, in the row with the least room that is enough.
+    """Places each sequence, the longest first, in the row with the least room that suffices.
 
     Returns:
-        For each sequence its row, its first place in it, and its number in it, from 1.
+        For each sequence its row, its offset in the row, and its number in the row, from 1.
     """
     row, offset, segment = (np.zeros(len(lengths), np.int64) for _ in range(3))
-    by_room: dict[int, list[int]] = {}  # room -> rows that have just that
-    rooms: list[int] = []  # the keys of `by_room`, rising
+    by_room: dict[int, list[int]] = {}  # room -> rows with exactly that room
+    rooms: list[int] = []  # the keys of `by_room`, increasing
     held: list[int] = []  # sequences in each row
     for i in np.argsort(-lengths, kind="stable"):
         size = int(lengths[i])

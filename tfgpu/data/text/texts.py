@@ -1,7 +1,7 @@
-"""Text, byte by byte: texts by class (`text:PATH`) and plain text for a language model (`corpus:PATH`).
+"""Text as bytes: texts by class (`text:PATH`) and plain text for a language model (`corpus:PATH`).
 
-A token is a byte of UTF-8, so a vocabulary is always the same 256 numbers: nothing is learned, lost or unknown, and a
-saved model needs no other file. 0, which no text has, stands for padding and for the end of a file.
+A token is a byte of UTF-8, so the vocabulary always has the same 256 entries: there is no training, no unknown token,
+and no vocabulary file to save. 0, which does not occur in text, marks padding and the end of a file.
 
     reviews/good/1.txt        reviews/train/good/1.txt         a table with a text and a label:
     reviews/bad/2.txt    or   reviews/test/bad/2.txt     or    reviews.csv, reviews.parquet#stars
@@ -22,15 +22,15 @@ from tfgpu.data.tables import label_column, read_columns
 from tfgpu.errors import InputError
 
 VOCABULARY = 256
-LENGTH = 256  # Bytes of an example where nobody says.
+LENGTH = 256  # default bytes per example
 _COLUMNS = ("text", "sentence", "review", "content", "document")
-_PLACE_BYTES = 8  # of memory for each place of a corpus: a token and its target, int32 each
+_TOKEN_BYTES = 8  # of memory for each byte of a corpus: a token and its target, int32 each
 
 _log = logging.getLogger(__name__)
 
 
 def encode(text: str | bytes, length: int) -> np.ndarray:
-    """Makes a text the numbers of its first bytes, with zeros behind it up to `length`: int32 [length].
+    """Encodes the first bytes of a text as numbers, zero-padded to `length`: int32 [length].
 
     Example:
         >>> encode("tü", 4).tolist()
@@ -41,7 +41,7 @@ def encode(text: str | bytes, length: int) -> np.ndarray:
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """Makes numbers text again; what is no UTF-8 becomes a replacement character, and zeros are left out.
+    """Decodes numbers to text; invalid UTF-8 becomes a replacement character, and zeros are dropped.
 
     Example:
         >>> decode(encode("tü", 4))
@@ -51,29 +51,29 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def open_corpus(pattern: str, reading: Reading) -> Examples:
-    """Reads plain text for a language model: pieces of one length, each place's target being the next byte.
+    """Reads plain text for a language model: sequences of one length, whose targets are the next bytes.
 
-    The files are laid end to end, in the order of their names, with a 0 after each. The last bytes that fill no piece
-    are left out.
+    The files are concatenated in the order of their names, with a 0 after each. Bytes at the end that do not fill a
+    sequence are dropped.
 
     Args:
-        pattern: a file, a glob, or a folder whose `.txt` files are meant. `train...`, `validation...` and `test...` in
-            the names are the source's own parts.
-        reading: the length of a piece, and the most memory.
+        pattern: a file, a glob, or a folder of `.txt` files. `train...`, `validation...` and `test...` in the names are
+            the source's own splits.
+        reading: the length of a sequence, and the memory limit.
 
     Returns:
         int32 [n, length] tokens and targets; 256 classes.
 
     Raises:
-        InputError: no such files, files without text, too little for two pieces, or too much for the memory.
+        InputError: no such files, files without text, less than one sequence, or too much for the memory limit.
     """
     length, name = reading.length or LENGTH, Path(pattern).name
     paths = _plain_files(pattern)
     size = sum(path.stat().st_size for path in paths)
-    if size * _PLACE_BYTES > reading.memory_bytes:
+    if size * _TOKEN_BYTES > reading.memory_bytes:
         raise InputError(
-            f"corpus:{pattern} has {size:,} bytes, which need {size * _PLACE_BYTES:,} of memory. Received: "
-            f"memory_bytes={reading.memory_bytes:,}. Raise it (--memory-bytes), or take fewer files."
+            f"corpus:{pattern} has {size:,} bytes and needs {size * _TOKEN_BYTES:,} bytes of memory. Received: "
+            f"memory_bytes={reading.memory_bytes:,}. Increase it (--memory-bytes), or use fewer files."
         )
     pieces, own, count = [], {}, 0
     for part, numbers in parts_of(paths).items():
@@ -81,8 +81,8 @@ def open_corpus(pattern: str, reading: Reading) -> Examples:
         rows = (len(text) - 1) // length
         if not rows:
             raise InputError(
-                f"corpus:{pattern} has {len(text)} bytes for the {part} part, too few for a piece of length={length}. "
-                "Use a shorter length, or more text."
+                f"corpus:{pattern} has {len(text)} bytes in the {part} split, too few for one sequence of "
+                f"length={length}. Use a shorter length, or more text."
             )
         places = np.arange(rows)[:, None] * length + np.arange(length + 1)
         pieces.append(np.frombuffer(text, np.uint8)[places].astype(np.int32))
@@ -94,13 +94,12 @@ def open_corpus(pattern: str, reading: Reading) -> Examples:
 
 
 def open_texts(value: str, reading: Reading) -> Examples:
-    """Reads texts by class: `.txt` files in one folder a class, or the rows of `.csv` or `.parquet` files.
+    """Reads texts by class: `.txt` files in one folder per class, or the rows of `.csv` or `.parquet` files.
 
     Args:
-        value: what stands behind `text:`: a folder, or a table as `names.parse_source` knows them (`#COLUMN` names the
-            label). A table's text is its column `text`, `sentence`, `review`, `content` or `document`, or the only one
-            besides the label.
-        reading: the length; longer texts are cut, shorter ones padded with zeros.
+        value: a folder, or a table as `names.parse_source` defines it (`#COLUMN` names the label). The text column of a
+            table is `text`, `sentence`, `review`, `content` or `document`, or the only one besides the label.
+        reading: the length; longer texts are truncated, shorter ones padded with zeros.
 
     Returns:
         int32 [n, length] tokens, and classes.
@@ -118,12 +117,12 @@ def open_texts(value: str, reading: Reading) -> Examples:
     else:
         raise InputError(
             f"No texts by class in {value!r}. Expected FOLDER/CLASS/*.txt, FOLDER/train/CLASS/*.txt, or .csv or "
-            ".parquet files. Plain text for a language model is `corpus:PATH`."
+            ".parquet files. For a language model's plain text use `corpus:PATH`."
         )
     texts = [text for found in parts.values() for text, _ in found]
     longer = sum(len(text) > length for text in texts)
     if longer:
-        _log.info("%s: %d of %d texts are longer than %d bytes and are cut.", folder.name, longer, len(texts), length)
+        _log.info("%s: truncating %d of %d texts to %d bytes.", folder.name, longer, len(texts), length)
     labels, names = labels_of(np.array([y for found in parts.values() for _, y in found]), name=folder.name)
     ends = np.cumsum([0, *(len(found) for found in parts.values())])
     own = {part: np.arange(ends[i], ends[i + 1]) for i, part in enumerate(parts)}
@@ -132,21 +131,23 @@ def open_texts(value: str, reading: Reading) -> Examples:
 
 
 def check_no_length(name: str, reading: Reading) -> None:
-    """Raises `InputError` if a length was given for examples that are no text."""
+    """Raises `InputError` if a length was given for examples that are not text."""
     if reading.length is not None:
-        raise InputError(f"`length` is for text:PATH and corpus:PATH. Received: {reading.length} for {name}. Drop it.")
+        raise InputError(
+            f"`length` applies to text: and corpus: only. Received: {reading.length} for {name}. Remove it."
+        )
 
 
 def _plain_files(pattern: str) -> list[Path]:
     folder = Path(pattern)
     found = _texts(folder) if folder.is_dir() else find(pattern, end=".txt")
     if not found:
-        raise InputError(f"No .txt files in {pattern!r}. Give a file, a glob such as 'books/*.md', or another folder.")
+        raise InputError(f"No .txt files in {pattern!r}. Use a file, a glob such as 'books/*.md', or another folder.")
     return found
 
 
 def _texts(folder: Path) -> list[Path]:
-    """The `.txt` files below a folder that are not hidden, by their names."""
+    """Lists the `.txt` files below a folder that are not hidden, sorted."""
     found = (path for path in folder.rglob("*.txt") if path.is_file())
     return sorted(p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts))
 
@@ -163,13 +164,13 @@ def _of_folder(folder: Path) -> dict[str, list[tuple[bytes, str]]]:
     classes = {label for _, label in parts["train"]}
     if len(classes) < 2:
         raise InputError(
-            f"{str(folder)!r} must hold at least two classes of training texts. Received: "
+            f"{str(folder)!r} must contain at least two classes of training texts. Received: "
             f"{', '.join(sorted(classes)) or 'none'}. Expected FOLDER/CLASS/*.txt or FOLDER/train/CLASS/*.txt."
         )
     for part, found in parts.items():
         extra = sorted({label for _, label in found} - classes)
         if extra:
-            raise InputError(f"{folder / part} has classes that training lacks: {', '.join(extra)}. Remove them.")
+            raise InputError(f"{folder / part} has classes without training texts: {', '.join(extra)}. Remove them.")
     return parts
 
 
@@ -189,11 +190,11 @@ def _rows(path: Path, source: SourceName) -> list[tuple[bytes, object]]:
     if text is None:
         raise InputError(
             f"{path} has no column {', '.join(_COLUMNS[:-1])} or {_COLUMNS[-1]}. Received: "
-            f"{', '.join(others) or 'none'} beside the label {label!r}. Call the text's column 'text'."
+            f"{', '.join(others) or 'none'} besides the label {label!r}. Rename the text column to 'text'."
         )
     lacking = [at for at, pair in enumerate(zip(columns[text], columns[label], strict=True)) if None in pair]
     if lacking:
-        raise InputError(f"{path}: {len(lacking)} row(s) lack a text or a label, the first is row {lacking[0]}.")
+        raise InputError(f"{path}: {len(lacking)} row(s) lack a text or a label; the first is row {lacking[0]}.")
     if not all(isinstance(value, str) for value in columns[text]):
-        raise InputError(f"{path}: the column {text!r} must hold text. Received: {type(columns[text][0]).__name__}.")
+        raise InputError(f"{path}: column {text!r} must contain text. Received: {type(columns[text][0]).__name__}.")
     return [(t.encode(), y) for t, y in zip(columns[text], columns[label], strict=True)]

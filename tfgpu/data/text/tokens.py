@@ -1,8 +1,8 @@
-"""What a tokenizer of `transformers` or a Hugging Face data set holds, in batches that are padded as one device pads.
+"""Batches of tokenized text from a `transformers` tokenizer or a Hugging Face dataset, padded as on one device.
 
-The length of a batch is that of its longest sequence, rounded up. It is found for the global batch, before replicas cut
-it, so that each sees the shapes, and the numbers, that one device sees; it is rounded so that a step is traced for few
-lengths only.
+A batch's length is that of its longest sequence, rounded up. It is computed for the global batch, before it is divided
+among replicas, so each replica sees the shapes, and the numbers, of one device. Rounding keeps the number of traced
+shapes small.
 """
 
 import logging
@@ -15,20 +15,19 @@ import tensorflow as tf
 from tfgpu.data import position
 from tfgpu.data.columns import LABELS, has_columns
 from tfgpu.data.feed import Feed, by_rows, rows_of
-from tfgpu.data.text.sequences import NEXT, Sequences
-from tfgpu.errors import InputError, unknown
+from tfgpu.data.text.sequences import NEXT, Sequences, doubling, increasing
+from tfgpu.errors import InputError, unknown, whole_number
 
 IDS, MASK = "input_ids", "attention_mask"
 IGNORED = -100
-"""The label of a token that counts for nothing, as in `transformers`."""
+"""The label of an ignored token, as in `transformers`."""
 _ROWS = 1000
-_SHORTEST = 16
 
 _log = logging.getLogger(__name__)
 Collate = Callable[[list[dict[str, object]]], Mapping[str, np.ndarray]]
 
 
-def tokenised(
+def tokenized(
     dataset: object,
     *,
     global_batch: int,
@@ -39,40 +38,40 @@ def tokenised(
     shuffle: bool = True,
     feed: Feed | None = None,
 ) -> Sequences:
-    """Makes batches `({"input_ids": ..., "attention_mask": ...}, labels)` of tokenised text.
+    """Makes batches `({"input_ids": ..., "attention_mask": ...}, labels)` of tokenized text.
 
     Args:
-        dataset: a Hugging Face data set, map-style or iterable (which is read through once), or a dict of lists such as
-            a tokenizer returns: `input_ids`, and other columns of as many numbers each (`token_type_ids`). Columns that
-            are no numbers are left out, which the log says. `attention_mask` is made where it is missing.
+        dataset: a Hugging Face dataset, map-style or iterable (which is read once), or a dict of lists, such as a
+            tokenizer returns: `input_ids`, and other columns of the same lengths (`token_type_ids`). Columns that are
+                not
+            numeric are dropped with a log message. `attention_mask` is added if it is missing.
         global_batch: sequences in a batch; the last one may be smaller.
-        labels: the column of labels, one for each sequence or one for each token; `"next"`: each token's label is the
-            next token; left out: `labels`, `label`, `target` or `y`, and without any of them batches have no labels.
-        lengths: to which lengths batches are padded, rising: a batch gets the smallest that holds its longest sequence;
-            or one whole number, of which each length is a multiple. Left out: 16, 32, 64 and so on.
-        pad_id: what stands in `input_ids` behind the end: `tokenizer.pad_token_id`.
-        seed: decides the order of every epoch.
-        shuffle: False keeps the data set's order.
-        feed: how far ahead of the training batches are made.
+        labels: the column of labels, one per sequence or one per token; `"next"`: each token's label is the next token.
+            Default: `labels`, `label`, `target` or `y`; without any of them batches have no labels.
+        lengths: the lengths to pad batches to, increasing: a batch gets the smallest that fits its longest sequence; or
+            one whole number to use multiples of. Default: 16, 32, 64 and so on.
+        pad_id: padding of `input_ids`: `tokenizer.pad_token_id`.
+        seed: determines the order of every epoch.
+        shuffle: False keeps the dataset's order.
+        feed: how batches are prepared ahead of training.
 
     Returns:
-        Batches: integers are int32, or int64 where they need it. Where each token has a label there is a
-        `sample_weight`, 0 where the label is -100 or padding (and the label is then 0): use a loss with
-        `reduction="mean_with_sample_weight"`.
+        Batches with integers as int32, or int64 if needed. Labels per token come with a `sample_weight`, which is 0
+        (like the label) where the label is -100 or padding: use a loss with `reduction="mean_with_sample_weight"`.
 
     Raises:
-        InputError: no `input_ids`, sequences that are empty, of different lengths in one row, or longer than the last
-            of `lengths`.
+        InputError: no `input_ids`, empty sequences, columns of different lengths, or a sequence longer than the last of
+            `lengths`.
 
     Example:
         >>> texts = {"input_ids": [[5, 6, 7], [8]], "labels": [1, 0]}
-        >>> x, y = tokenised(texts, global_batch=2, lengths=4, shuffle=False).peek()
+        >>> x, y = tokenized(texts, global_batch=2, lengths=4, shuffle=False).peek()
         >>> x["input_ids"].numpy().tolist(), x["attention_mask"].numpy().tolist(), y.numpy().tolist()
         ([[5, 6, 7, 0], [8, 0, 0, 0]], [[1, 1, 1, 0], [1, 0, 0, 0]], [1, 0])
 
     Source: https://huggingface.co/docs/transformers/main_classes/data_collator
     """
-    _check_batch(global_batch)
+    whole_number("global_batch", global_batch)
     table = _Table.of(_columns(dataset), labels, pad_id)
     count, steps = len(table.lengths), -(-len(table.lengths) // global_batch)
     rising = _lengths(lengths, int(table.lengths.max()))
@@ -114,24 +113,24 @@ def collated(
     shuffle: bool = True,
     feed: Feed | None = None,
 ) -> Sequences:
-    """Makes batches by a collator of `transformers`: `DataCollatorWithPadding(tokenizer, return_tensors="np")`.
+    """Makes batches with a `transformers` collator: `DataCollatorWithPadding(tokenizer, return_tensors="np")`.
 
-    It gets the rows of a whole global batch, in Python, one batch at a time. A collator that draws, such as
-    `DataCollatorForLanguageModeling`, draws on: give it a seed, the same on every worker; a resumed run draws other
-    numbers. Give it `pad_to_multiple_of`, or each length is traced anew.
+    It is called in Python with the rows of a whole global batch, one batch at a time. A random collator, such as
+    `DataCollatorForLanguageModeling`, needs the same seed on every worker; a resumed run draws different numbers. Set
+    `pad_to_multiple_of`, or every new length is traced again.
 
     Args:
-        dataset: whose items are dicts: a map-style Hugging Face data set, or a list.
-        collate: from a list of such dicts to a dict of arrays, with as many rows.
+        dataset: a map-style Hugging Face dataset or a list, whose items are dicts.
+        collate: maps a list of such dicts to a dict of arrays with as many rows.
         global_batch: rows in a batch; the last one may be smaller.
-        labels: the array that becomes y; where there is none, batches have no labels. Those of a number a token become
-            `(y, sample_weight)` as in `tokenised`.
-        seed: decides the order of every epoch.
-        shuffle: False keeps the data set's order.
-        feed: how far ahead of the training batches are made.
+        labels: the array to use as y; without it, batches have no labels. Labels per token become `(y, sample_weight)`
+            as in `tokenized`.
+        seed: determines the order of every epoch.
+        shuffle: False keeps the dataset's order.
+        feed: how batches are prepared ahead of training.
 
     Returns:
-        The batches; `filled` is not known (NaN).
+        The batches; `filled` is unknown (NaN).
 
     Raises:
         InputError: no rows, or a collator that does not return arrays.
@@ -145,9 +144,9 @@ def collated(
 
     Source: https://huggingface.co/docs/transformers/main_classes/data_collator
     """
-    _check_batch(global_batch)
+    whole_number("global_batch", global_batch)
     if not hasattr(dataset, "__len__") or not len(dataset):
-        raise InputError("`dataset` must have rows by number, and at least one. Received: none. Use tokenised().")
+        raise InputError("`dataset` must have a length of at least 1. Received: none. Use tokenized().")
     count, steps = len(dataset), -(-len(dataset) // global_batch)
     first = _arrays(collate([dataset[0]]), 1)
     names = sorted(first)
@@ -168,7 +167,7 @@ def collated(
             batch[name].set_shape([None] * first[name].ndim)
         return _with_labels(batch, labels if labels in names else None, by_token)
 
-    alone = Feed(**{**vars(feed or Feed()), "parallel_calls": 1})  # a collator draws in the batches' order
+    alone = Feed(**{**vars(feed or Feed()), "parallel_calls": 1})  # a random collator draws in the batches' order
     counter = position.Counter()
     train = by_rows(counter.epochs(), rows, fetch, steps, alone)
     return Sequences(train, count, count, steps, float("nan"), counter)
@@ -176,7 +175,7 @@ def collated(
 
 @dataclass(frozen=True)
 class _Table:
-    """Columns end to end: those of a number a token, and those of a number a sequence."""
+    """Concatenated columns: those with a number per token, and those with a number per sequence."""
 
     tokens: dict[str, np.ndarray]
     single: dict[str, np.ndarray]
@@ -190,8 +189,8 @@ class _Table:
             raise InputError(f"The data must have a column {IDS!r}. Received: {', '.join(columns) or 'none'}.")
         lengths = np.array([len(ids) for ids in columns[IDS]], np.int64)
         if not len(lengths) or not lengths.all():
-            which = f"sequence {int(lengths.argmin())} is empty" if len(lengths) else "there are none"
-            raise InputError(f"The data must hold sequences of at least one token. Received: {which}.")
+            which = f"sequence {int(lengths.argmin())} is empty" if len(lengths) else "no sequences"
+            raise InputError(f"The data must be sequences of at least one token. Received: {which}.")
         tokens, single, left_out = {}, {}, []
         for name, values in columns.items():
             kept = _flat(name, values, lengths)
@@ -200,7 +199,7 @@ class _Table:
             else:
                 (tokens if kept[1] else single)[name] = kept[0]
         if left_out:
-            _log.info("Columns that are no numbers are left out: %s.", ", ".join(left_out))
+            _log.info("Dropping columns that are not numeric: %s.", ", ".join(left_out))
         tokens.setdefault(MASK, np.ones(int(lengths.sum()), np.int32))
         if labels is None:
             labels = next((name for name in LABELS if name in columns and name not in left_out), None)
@@ -208,7 +207,7 @@ class _Table:
             tokens[NEXT] = np.append(tokens[IDS][1:], IGNORED)
             tokens[NEXT][np.cumsum(lengths) - 1] = IGNORED
         elif labels not in tokens and labels not in single:
-            raise unknown("column of numbers for `labels`", labels, [NEXT, *single, *tokens])
+            raise unknown("numeric column for `labels`", labels, [NEXT, *single, *tokens])
         return cls(tokens, single, lengths, labels, {IDS: pad_id, labels: IGNORED})
 
     @property
@@ -238,13 +237,11 @@ def _columns(dataset: object) -> Mapping[str, Sequence]:
         return found
     if isinstance(dataset, Mapping) or hasattr(dataset, "data") and isinstance(dataset.data, Mapping):
         return dict(dataset)
-    raise InputError(
-        f"`dataset` must be a Hugging Face data set, or a dict of lists. Received: {type(dataset)}."
-    )
+    raise InputError(f"`dataset` must be a Hugging Face dataset or a dict of lists. Received: {type(dataset)}.")
 
 
 def _flat(name: str, values: Sequence, lengths: np.ndarray) -> tuple[np.ndarray, bool] | None:
-    """A column's numbers end to end, and whether there is one a token; None where they are no numbers."""
+    """Returns a column's concatenated numbers and whether it has one per token; None if it is not numeric."""
     if len(values) != len(lengths):
         raise InputError(f"Column {name!r} must have {len(lengths)} rows, as {IDS!r} has. Received: {len(values)}.")
     parts = [np.asarray(value) for value in values]
@@ -255,14 +252,14 @@ def _flat(name: str, values: Sequence, lengths: np.ndarray) -> tuple[np.ndarray,
     for row, part in enumerate(parts):
         if part.shape != (lengths[row],):
             raise InputError(
-                f"Column {name!r} must have a number a token, or one a sequence. Received: shape {part.shape} in row "
+                f"Column {name!r} must have one number per token or per sequence. Received: shape {part.shape} in row "
                 f"{row}, which has {lengths[row]} tokens."
             )
     return _small(np.concatenate(parts)), True
 
 
 def _small(values: np.ndarray) -> np.ndarray:
-    """int32 where that holds them, and float32."""
+    """Converts to int32 if the values fit, and floats to float32."""
     if values.dtype.kind == "f":
         return values.astype(np.float32)
     limits = np.iinfo(np.int32)
@@ -284,22 +281,16 @@ def _arrays(made: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
 
 
 def _lengths(lengths: Sequence[int] | int | None, longest: int) -> np.ndarray:
-    """All lengths that a batch may have."""
+    """Returns all lengths that a batch may have."""
     if lengths is None:
-        return _SHORTEST * 2 ** np.arange(max(0, int(np.ceil(np.log2(longest / _SHORTEST)))) + 1)
-    if isinstance(lengths, (int, np.integer)) and not isinstance(lengths, bool) and lengths > 0:
-        return lengths * np.arange(1, -(-longest // lengths) + 1)
-    rising = np.asarray(lengths)
-    if rising.ndim != 1 or not len(rising) or rising.dtype.kind not in "iu" or (np.diff(rising) <= 0).any():
-        raise InputError(f"`lengths` must be rising whole numbers, or one. Received: {lengths!r}. Try [32, 64, 128].")
-    if rising[-1] < longest:
+        return doubling(longest)
+    if np.ndim(lengths) == 0:
+        step = whole_number("lengths", lengths)
+        return step * np.arange(1, -(-longest // step) + 1)
+    found = increasing("lengths", lengths)
+    if found[-1] < longest:
         raise InputError(
-            f"`lengths` must reach the longest sequence. Received: {rising[-1]}, and one of {longest} tokens. Raise "
+            f"`lengths` must reach the longest sequence. Received: {found[-1]}, and one of {longest} tokens. Increase "
             "it, or tokenize with truncation=True, max_length=..."
         )
-    return rising
-
-
-def _check_batch(global_batch: int) -> None:
-    if isinstance(global_batch, bool) or not isinstance(global_batch, (int, np.integer)) or global_batch < 1:
-        raise InputError(f"`global_batch` must be a whole number from 1. Received: {global_batch!r}. Try 64.")
+    return found

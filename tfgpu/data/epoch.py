@@ -1,0 +1,86 @@
+"""What an epoch of batches is made of: the examples' order, and what happens to each batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.data import balance as balancing
+from tfgpu.data import position, shards
+from tfgpu.data.augmentation import augment as augmentation
+from tfgpu.data.augmentation import stages as augmentations
+from tfgpu.data.examples import Examples
+from tfgpu.data.feed import Feed, batches
+from tfgpu.errors import InputError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How training batches are made from examples: the arguments of `pipeline`, with `augment` parsed."""
+
+    global_batch: int
+    stages: tuple[tuple[str, dict[str, Any]], ...]
+    seed: int
+    shuffle: bool
+    balance: str | None
+    smoothing: float
+
+    @property
+    def soft(self) -> bool:
+        """Whether labels are shares of the classes."""
+        return augmentations.mixes(self.stages) or self.smoothing > 0
+
+
+def order(examples: Examples, share: shards.Share, settings: Settings) -> tuple[int, Callable]:
+    """Returns the number of examples per epoch and the function from an epoch's number to their order."""
+    indices, balance, seed = share.indices, settings.balance, settings.seed
+    if balance is not None and examples.labels.ndim != 1:
+        raise InputError(
+            f"`balance` needs one class per example. Received: labels of shape {examples.labels.shape} in "
+            f"{examples.name}. Remove it."
+        )
+    if balance in ("oversample", "undersample"):
+        if share.by == "file":
+            raise InputError(
+                f"With sharding by file, balance={balance!r} would give the workers different numbers of steps. "
+                "Use sharding='data', or balance='weights'."
+            )
+        return balancing.resample(indices, examples.labels[indices], choice=balance, seed=seed)
+    with tf.device("CPU:0"):
+        indices = tf.constant(indices)
+    return len(indices), lambda epoch: position.order(indices, seed=seed, epoch=epoch) if settings.shuffle else indices
+
+
+def change_of(examples: Examples, indices, settings: Settings, first: int) -> Callable:
+    """Returns the function that augments and weights a batch of training examples and smooths its labels."""
+    classes, soft, smoothing = len(examples.class_names), settings.soft, settings.smoothing
+    weights = balancing.weights(examples.labels[indices], classes) if settings.balance == "weights" else None
+
+    def change(epoch, places, x, y):
+        y = tf.one_hot(y, classes) if soft else y
+        if settings.stages:
+            numbers = position.Numbers(seed=settings.seed, epoch=epoch, start=first + places, count=tf.shape(x)[0])
+            x, y = augmentation.apply(x, y, settings.stages, numbers)
+        smooth = y * (1.0 - smoothing) + smoothing / classes if smoothing else y
+        if weights is None:
+            return x, smooth
+        return x, smooth, tf.linalg.matvec(y, weights) if soft else tf.gather(weights, y)
+
+    return change
+
+
+def fixed(examples: Examples, indices, settings: Settings, feed: Feed) -> tf.data.Dataset | None:
+    """Batches a validation or test split in a fixed order; None if it is empty."""
+    if not len(indices):
+        return None
+    classes = len(examples.class_names)
+    with tf.device("CPU:0"):
+        indices = tf.constant(indices)
+
+    def change(epoch, places, x, y):
+        return x, tf.one_hot(y, classes) if settings.soft else y
+
+    epochs = tf.data.Dataset.from_tensors(np.int64(0))
+    return batches(examples, epochs, lambda epoch: indices, len(indices), settings.global_batch, change, feed)
