@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tfgpu.cli import completion
+from tfgpu.cli.flags import with_options
 from tfgpu.cli.start import complain
 from tfgpu.errors import InputError
 
@@ -20,6 +21,57 @@ app = typer.Typer()
 _TRAIN, _BUNDLE = "Self-test", "Bug report"
 _WIDTHS = (len("Training parameter_server"), len("problem"), None)
 """Of the self-test's columns: each of its checks is a table of its own, as it is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `tfgpu doctor`."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Print a shell script that mends what was found. Nothing is run.")
+    ] = False
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME",
+            help="Also advise on the layer sizes of this model.",
+            autocompletion=completion.completing(completion.models),
+        ),
+    ] = None
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Also measure devices, links and disk, and train on every strategy: one or two minutes where nothing "
+            "else runs. Each check is shown as it ends; Ctrl-C keeps those that are there.",
+            rich_help_panel=_TRAIN,
+        ),
+    ] = False
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOSTS",
+            help="Machines that ssh reaches: host1,host2. For --train \\[two processes here].",
+            rich_help_panel=_TRAIN,
+        ),
+    ] = None
+    ssh: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="ssh with options of your own.", rich_help_panel=_TRAIN)
+    ] = None
+    bundle: Annotated[
+        bool,
+        typer.Option("--bundle", help="Write a .zip to attach to a bug report.", rich_help_panel=_BUNDLE),
+    ] = False
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A run, or a launch's logs, to put in.", rich_help_panel=_BUNDLE),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Its name \\[tfgpu-doctor-<time>.zip].", rich_help_panel=_BUNDLE),
+    ] = None
 
 
 @app.command(
@@ -32,86 +84,50 @@ _WIDTHS = (len("Training parameter_server"), len("problem"), None)
         "tfgpu doctor --bundle --run runs/best"
     ),
 )
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
-    fix: Annotated[
-        bool, typer.Option("--fix", help="Print a shell script that mends what was found. Nothing is run.")
-    ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            help="Also advise on the layer sizes of this model.",
-            autocompletion=completion.completing(completion.models),
-        ),
-    ] = None,
-    train: Annotated[
-        bool,
-        typer.Option(
-            "--train",
-            help="Also measure devices, links and disk, and train on every strategy: one or two minutes where nothing "
-            "else runs. Each check is shown as it ends; Ctrl-C keeps those that are there.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = False,
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOSTS",
-            help="Machines that ssh reaches: host1,host2. For --train \\[two processes here].",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = None,
-    ssh: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="ssh with options of your own.", rich_help_panel=_TRAIN)
-    ] = None,
-    bundle: Annotated[
-        bool,
-        typer.Option("--bundle", help="Write a .zip to attach to a bug report.", rich_help_panel=_BUNDLE),
-    ] = False,
-    run: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A run, or a launch's logs, to put in.", rich_help_panel=_BUNDLE),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Its name \\[tfgpu-doctor-<time>.zip].", rich_help_panel=_BUNDLE),
-    ] = None,
-) -> None:
-    if as_json and fix:
+@with_options(Options)
+def doctor(options: Options) -> None:
+    if options.as_json and options.fix:
         raise InputError("--json and --fix exclude each other: --json has each command too. Give one of them.")
-    _only_with("--train", train, {"--workers": workers, "--ssh": ssh})
-    _only_with("--bundle", bundle, {"--run": run, "--output": output})
-    from tfgpu.doctor import advise, gather, judge, script, selftest, stops_training, to_json
+    _only_with("--train", options.train, {"--workers": options.workers, "--ssh": options.ssh})
+    _only_with("--bundle", options.bundle, {"--run": options.run, "--output": options.output})
+    from tfgpu.doctor import advise, gather, judge, selftest, stops_training
     from tfgpu.doctor import bundle as bundles
 
-    hosts = [] if workers is None else selftest.checked(workers.split(","))
-    path = bundles.checked(output or bundles.default_path(), run) if bundle else None
+    hosts = [] if options.workers is None else selftest.checked(options.workers.split(","))
+    path = bundles.checked(options.output or bundles.default_path(), options.run) if options.bundle else None
     environ = dict(os.environ)
-    for_programs = as_json or fix
+    for_programs = options.as_json or options.fix
     with Console(stderr=True).status("looking at this machine; trying the faults of Keras takes some 20 s"):
-        advice = advise(model)
+        advice = advise(options.model)
         facts = gather(environ)
         checks = [*judge(facts, environ), *advice]
     if not for_programs:
         _show_checks(checks)
-    interrupted = train and _self_test(checks, facts, environ, hosts, ssh, Console(stderr=for_programs))
-    if as_json:
-        print(to_json(checks))
-    elif fix:
-        print(script(checks), end="")
-    elif not interrupted:
-        _show_counts(checks)
+    if options.train:
+        interrupted = _self_test(checks, facts, environ, hosts, options.ssh, Console(stderr=for_programs))
+    else:
+        interrupted = False
+    _show_result(checks, options, interrupted)
     if interrupted:
         complain("Interrupted: what stands above is known; the rest of the self-test is not.")
         raise typer.Exit(130)
     if path:
-        bundles.write(path, checks, facts, environ=environ, run=run)
+        bundles.write(path, checks, facts, environ=environ, run=options.run)
         words = f"Wrote {path}: read it before you send it; {bundles.LEFT_OUT} in it says what was removed."
         Console(stderr=True, soft_wrap=True, highlight=False).print(words, markup=False)
     if stops_training(checks):
         raise typer.Exit(1)
+
+
+def _show_result(checks: Sequence[Any], options: Options, interrupted: bool) -> None:
+    from tfgpu.doctor import script, to_json
+
+    if options.as_json:
+        print(to_json(checks))
+    elif options.fix:
+        print(script(checks), end="")
+    elif not interrupted:
+        _show_counts(checks)
 
 
 def _self_test(

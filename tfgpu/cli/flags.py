@@ -1,8 +1,10 @@
 """Flags from the schema of a run: one of each setting, and a command's own."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, get_args, get_origin
 
 import typer
 from rich.markup import escape
@@ -10,6 +12,37 @@ from rich.markup import escape
 from tfgpu.cli import completion
 from tfgpu.errors import InputError
 from tfgpu.recipes import recipe as recipes
+
+Options = TypeVar("Options")
+
+
+def with_options(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Decorates a command that takes its options as one object of the dataclass `kind`.
+
+    Args:
+        kind: a dataclass; each field is an option, declared as Typer declares a parameter: `Annotated[type, Option]`.
+    """
+
+    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            command(kind(**values))
+
+        keyword, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+        run.__signature__ = inspect.Signature(
+            [
+                inspect.Parameter(
+                    *(field.name, keyword),
+                    default=empty if field.default is MISSING else field.default,
+                    annotation=field.type,
+                )
+                for field in fields(kind)
+            ]
+        )
+        run.__annotations__ = {field.name: field.type for field in fields(kind)}
+        return run
+
+    return decorate
 
 
 def with_settings(
@@ -54,9 +87,7 @@ def _signature(own: Mapping[str, tuple], names: Mapping[str, completion.Names]) 
     return inspect.Signature(parameters)
 
 
-def _own(
-    default: Any, flags: Sequence[str], metavar: str | None, text: str, names: completion.Names | None
-) -> Any:
+def _own(default: Any, flags: Sequence[str], metavar: str | None, text: str, names: completion.Names | None) -> Any:
     shown = {"metavar": metavar, "help": escape(text), "show_default": False}
     if names is not None:
         shown["autocompletion"] = completion.completing(names)

@@ -4,11 +4,13 @@ import math
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tfgpu.cli.flags import with_options
 from tfgpu.errors import InputError
 from tfgpu.launch.attempts import GRACE_S
 from tfgpu.launch.job import Job
@@ -18,6 +20,12 @@ from tfgpu.redact import Cleaner, is_secret
 app = typer.Typer()
 _SSH, _SLURM, _KUBERNETES = "Several machines", "Slurm", "Kubernetes"
 _BATCH_GRACE_S = 60
+_OF_SSH = ("python", "directory", "ssh")
+_OF_SLURM = ("time", "partition", "account", "sbatch", "dry_run", "wait")
+_OF_KUBERNETES = (
+    *("name", "image", "claim", "claim_size", "storage_class", "namespace", "mount", "cpu", "memory", "shared_memory"),
+    *("port", "user", "pull_secret", "scheduling", "node_selector", "label", "in_image"),
+)
 
 
 def _option(kind: type, panel: str, metavar: str, words: str) -> Any:
@@ -27,6 +35,78 @@ def _option(kind: type, panel: str, metavar: str, words: str) -> Any:
 
 def _flag(panel: str, name: str, words: str) -> Any:
     return Annotated[bool, typer.Option(name, help=words, rich_help_panel=panel)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `tfgpu launch`."""
+
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file.")]
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", "-n", metavar="N", help="Processes that train, on all machines together \\[1 each]."),
+    ] = None
+    parameter_servers: Annotated[
+        int, typer.Option("--ps", metavar="N", help="Parameter servers; with them a chief is added, too.")
+    ] = 0
+    evaluator: Annotated[
+        bool, typer.Option("--evaluator", help="Add a process that evaluates what the others save.")
+    ] = False
+    gpus_per_worker: Annotated[
+        int | None, typer.Option(metavar="G", help="GPUs of each worker \\[an equal share]; 0 trains on the CPU.")
+    ] = None
+    max_restarts: Annotated[
+        int, typer.Option(metavar="R", help="How often to start all processes again after a failure.")
+    ] = 0
+    startup_timeout: Annotated[
+        float, typer.Option(metavar="S", help="Seconds until a process that does not answer at the start is named.")
+    ] = 60.0
+    silence: Annotated[float, typer.Option(metavar="S", help="Heartbeat timeout in seconds; 0: none.")] = 60.0
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help=f"Seconds to save after Ctrl-C, SIGTERM or a preemption \\[{GRACE_S:g}; elsewhere {_BATCH_GRACE_S}].",
+        ),
+    ] = None
+    logs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for a log file each \\[tfgpu-logs/<time>-<script>].")
+    ] = None
+    no_logs: Annotated[bool, typer.Option("--no-logs", help="Write no log files.")] = False
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=VALUE]", help="A variable for every process; its value here if none is given."),
+    ] = None
+    nodes: _option(str, _SSH, "HOSTS", "Machines reached by ssh: host1,host2. With --slurm, their number.") = None
+    python: _option(str, _SSH, "PATH", "The interpreter there [as here].") = None
+    directory: _option(str, _SSH, "DIR", "Where to run there [as here].") = None
+    ssh: _option(str, _SSH, "COMMAND", "ssh with options of your own.") = None
+    slurm: _flag(_SLURM, "--slurm", "Submit to Slurm; -n: processes on all nodes together.") = False
+    time: _option(str, _SLURM, "LIMIT", "Minutes, 12:00:00 or 2-12:00:00 [the partition's].") = None
+    partition: _option(str, _SLURM, "NAME", "Where the job runs [the default one].") = None
+    account: _option(str, _SLURM, "NAME", "Who pays [your default].") = None
+    sbatch: _option(list[str], _SLURM, "OPTION", "A further option of sbatch: --sbatch=--qos=high.") = None
+    dry_run: _flag(_SLURM, "--dry-run", "Show the batch file and submit nothing.") = False
+    wait: _flag(_SLURM, "--wait", "Stay until the job has ended, and exit with its code.") = False
+    kubernetes: _option(str, _KUBERNETES, "KIND", "Print manifests (job, tfjob, trainjob); start nothing.") = None
+    name: _option(str, _KUBERNETES, "NAME", "Of the objects and pods.") = None
+    image: _option(str, _KUBERNETES, "IMAGE", "The container image.") = None
+    in_image: _flag(_KUBERNETES, "--in-image", "The script is a path in the image.") = False
+    claim: _option(str, _KUBERNETES, "NAME", "The volume claim with the checkpoints.") = None
+    claim_size: _option(str, _KUBERNETES, "SIZE", "Make the claim, such as 100Gi.") = None
+    storage_class: _option(str, _KUBERNETES, "NAME", "Of the claim that is made [the cluster's default].") = None
+    namespace: _option(str, _KUBERNETES, "NAME", "Where [kubectl's].") = None
+    mount: _option(str, _KUBERNETES, "DIR", "Where the claim is mounted [/checkpoints].") = None
+    cpu: _option(str, _KUBERNETES, "N", "Cores of each pod [4].") = None
+    memory: _option(str, _KUBERNETES, "SIZE", "Of each pod [16Gi].") = None
+    shared_memory: _option(str, _KUBERNETES, "SIZE", "/dev/shm of each pod [2Gi].") = None
+    scheduling: _option(int, _KUBERNETES, "S", "Seconds that the pods may start apart [600].") = None
+    port: _option(int, _KUBERNETES, "PORT", "On which the workers talk [2222].") = None
+    user: _option(int, _KUBERNETES, "UID", "That the container runs as [10001].") = None
+    pull_secret: _option(str, _KUBERNETES, "NAME", "Opens the registry.") = None
+    node_selector: _option(list[str], _KUBERNETES, "KEY=VALUE", "A label of the nodes to use.") = None
+    label: _option(list[str], _KUBERNETES, "KEY=VALUE", "A label for all objects.") = None
 
 
 @app.command(
@@ -42,135 +122,92 @@ def _flag(panel: str, name: str, words: str) -> Any:
     ),
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
-def launch_script(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", "-n", metavar="N", help="Processes that train, on all machines together \\[1 each]."),
-    ] = None,
-    parameter_servers: Annotated[
-        int, typer.Option("--ps", metavar="N", help="Parameter servers; with them a chief is added, too.")
-    ] = 0,
-    evaluator: Annotated[
-        bool, typer.Option("--evaluator", help="Add a process that evaluates what the others save.")
-    ] = False,
-    gpus_per_worker: Annotated[
-        int | None, typer.Option(metavar="G", help="GPUs of each worker \\[an equal share]; 0 trains on the CPU.")
-    ] = None,
-    max_restarts: Annotated[
-        int, typer.Option(metavar="R", help="How often to start all processes again after a failure.")
-    ] = 0,
-    startup_timeout: Annotated[
-        float, typer.Option(metavar="S", help="Seconds until a process that does not answer at the start is named.")
-    ] = 60.0,
-    silence: Annotated[float, typer.Option(metavar="S", help="Heartbeat timeout in seconds; 0: none.")] = 60.0,
-    grace: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S",
-            help=f"Seconds to save after Ctrl-C, SIGTERM or a preemption \\[{GRACE_S:g}; elsewhere {_BATCH_GRACE_S}].",
-        ),
-    ] = None,
-    logs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for a log file each \\[tfgpu-logs/<time>-<script>].")
-    ] = None,
-    no_logs: Annotated[bool, typer.Option("--no-logs", help="Write no log files.")] = False,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME[=VALUE]", help="A variable for every process; its value here if none is given."),
-    ] = None,
-    nodes: _option(str, _SSH, "HOSTS", "Machines reached by ssh: host1,host2. With --slurm, their number.") = None,
-    python: _option(str, _SSH, "PATH", "The interpreter there [as here].") = None,
-    directory: _option(str, _SSH, "DIR", "Where to run there [as here].") = None,
-    ssh: _option(str, _SSH, "COMMAND", "ssh with options of your own.") = None,
-    slurm: _flag(_SLURM, "--slurm", "Submit to Slurm; -n: processes on all nodes together.") = False,
-    time: _option(str, _SLURM, "LIMIT", "Minutes, 12:00:00 or 2-12:00:00 [the partition's].") = None,
-    partition: _option(str, _SLURM, "NAME", "Where the job runs [the default one].") = None,
-    account: _option(str, _SLURM, "NAME", "Who pays [your default].") = None,
-    sbatch: _option(list[str], _SLURM, "OPTION", "A further option of sbatch: --sbatch=--qos=high.") = None,
-    dry_run: _flag(_SLURM, "--dry-run", "Show the batch file and submit nothing.") = False,
-    wait: _flag(_SLURM, "--wait", "Stay until the job has ended, and exit with its code.") = False,
-    kubernetes: _option(str, _KUBERNETES, "KIND", "Print manifests (job, tfjob, trainjob); start nothing.") = None,
-    name: _option(str, _KUBERNETES, "NAME", "Of the objects and pods.") = None,
-    image: _option(str, _KUBERNETES, "IMAGE", "The container image.") = None,
-    in_image: _flag(_KUBERNETES, "--in-image", "The script is a path in the image.") = False,
-    claim: _option(str, _KUBERNETES, "NAME", "The volume claim with the checkpoints.") = None,
-    claim_size: _option(str, _KUBERNETES, "SIZE", "Make the claim, such as 100Gi.") = None,
-    storage_class: _option(str, _KUBERNETES, "NAME", "Of the claim that is made [the cluster's default].") = None,
-    namespace: _option(str, _KUBERNETES, "NAME", "Where [kubectl's].") = None,
-    mount: _option(str, _KUBERNETES, "DIR", "Where the claim is mounted [/checkpoints].") = None,
-    cpu: _option(str, _KUBERNETES, "N", "Cores of each pod [4].") = None,
-    memory: _option(str, _KUBERNETES, "SIZE", "Of each pod [16Gi].") = None,
-    shared_memory: _option(str, _KUBERNETES, "SIZE", "/dev/shm of each pod [2Gi].") = None,
-    scheduling: _option(int, _KUBERNETES, "S", "Seconds that the pods may start apart [600].") = None,
-    port: _option(int, _KUBERNETES, "PORT", "On which the workers talk [2222].") = None,
-    user: _option(int, _KUBERNETES, "UID", "That the container runs as [10001].") = None,
-    pull_secret: _option(str, _KUBERNETES, "NAME", "Opens the registry.") = None,
-    node_selector: _option(list[str], _KUBERNETES, "KEY=VALUE", "A label of the nodes to use.") = None,
-    label: _option(list[str], _KUBERNETES, "KEY=VALUE", "A label for all objects.") = None,
-) -> None:
-    of_ssh = {"python": python, "directory": directory, "ssh": ssh}
-    of_slurm = {"time": time, "partition": partition, "account": account, "sbatch": sbatch}
-    of_slurm |= {"dry_run": dry_run or None, "wait": wait or None}
-    facts = {"name": name, "image": image, "claim": claim, "claim_size": claim_size, "storage_class": storage_class}
-    facts |= {"namespace": namespace, "mount": mount, "cpu": cpu, "memory": memory, "shared_memory": shared_memory}
-    facts |= {"port": port, "user": user, "pull_secret": pull_secret}
-    facts |= {"scheduling": scheduling, "node_selector": node_selector, "label": label, "in_image": in_image or None}
-    if slurm and kubernetes is not None:
-        raise InputError("--slurm and --kubernetes exclude each other. Give one of them.")
-    if slurm or nodes is None:
-        _only_with("--nodes HOSTS", of_ssh)
-    if not slurm:
-        _only_with("--slurm", of_slurm)
-    if kubernetes is None:
-        _only_with("--kubernetes KIND", facts)
-    elif nodes is not None:
-        raise InputError("--nodes is for ssh and Slurm: Kubernetes chooses the nodes. Leave it out, or --kubernetes.")
-    if no_logs and logs:
-        raise InputError("--logs and --no-logs exclude each other. Give one of them.")
-    hosts = nodes.split(",") if nodes is not None and not slurm else []
-    machines = _number(nodes) if slurm else max(1, len(hosts))
-    job = Job(
-        script,
-        tuple(arguments or ()),
-        workers=machines if workers is None else workers,
-        parameter_servers=parameter_servers,
-        evaluator=evaluator,
-        gpus_per_worker=gpus_per_worker,
-        max_restarts=max_restarts,
-        startup_timeout_s=startup_timeout,
-        silence_s=silence,
-        logs=None if no_logs or kubernetes is not None else logs or default_folder(script),
-        environment=_variables(env or ()),
-    )
-    if slurm or kubernetes is not None:
-        _say_of_secrets(job, facts if kubernetes is not None else None)
-    if kubernetes is not None:
-        if logs is not None:
-            raise InputError("--logs is not for Kubernetes, which keeps the pods' own. Use `kubectl logs`.")
-        print(_manifests(job, kubernetes, facts, grace), end="")
+@with_options(Options)
+def launch_script(options: Options) -> None:
+    _check(options)
+    job = _job(options)
+    if options.slurm or options.kubernetes is not None:
+        _warn_of_secrets(job, options)
+    if options.kubernetes is not None:
+        print(_manifests(job, options), end="")
         return
-    if slurm:
+    raise typer.Exit(_launch(job, options))
+
+
+def _check(options: Options) -> None:
+    """Rejects options that exclude each other, or that belong to another engine."""
+    if options.slurm and options.kubernetes is not None:
+        raise InputError("--slurm and --kubernetes exclude each other. Give one of them.")
+    if options.slurm or options.nodes is None:
+        _only_with("--nodes HOSTS", _given(options, _OF_SSH))
+    if not options.slurm:
+        _only_with("--slurm", _given(options, _OF_SLURM))
+    if options.kubernetes is None:
+        _only_with("--kubernetes KIND", _given(options, _OF_KUBERNETES))
+    elif options.nodes is not None:
+        raise InputError("--nodes is for ssh and Slurm: Kubernetes chooses the nodes. Leave it out, or --kubernetes.")
+    if options.no_logs and options.logs:
+        raise InputError("--logs and --no-logs exclude each other. Give one of them.")
+    if options.kubernetes is not None and options.logs is not None:
+        raise InputError("--logs is not for Kubernetes, which keeps the pods' own. Use `kubectl logs`.")
+
+
+def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
+    """The options of one engine that were given."""
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
+
+
+def _hosts(options: Options) -> list[str]:
+    return options.nodes.split(",") if options.nodes is not None and not options.slurm else []
+
+
+def _machines(options: Options) -> int:
+    return _number(options.nodes) if options.slurm else max(1, len(_hosts(options)))
+
+
+def _job(options: Options) -> Job:
+    has_logs = not options.no_logs and options.kubernetes is None
+    return Job(
+        options.script,
+        tuple(options.arguments or ()),
+        workers=_machines(options) if options.workers is None else options.workers,
+        parameter_servers=options.parameter_servers,
+        evaluator=options.evaluator,
+        gpus_per_worker=options.gpus_per_worker,
+        max_restarts=options.max_restarts,
+        startup_timeout_s=options.startup_timeout,
+        silence_s=options.silence,
+        logs=options.logs or default_folder(options.script) if has_logs else None,
+        environment=_variables(options.env or ()),
+    )
+
+
+def _launch(job: Job, options: Options) -> int:
+    grace_s = GRACE_S if options.grace is None else options.grace
+    if options.slurm:
         from tfgpu.launch.slurm import launch
         from tfgpu.launch.slurm_allocation import Allocation
 
-        seconds = _BATCH_GRACE_S if grace is None else math.ceil(grace)
-        allocation = Allocation(machines, time, partition, account, seconds, tuple(sbatch or ()))
-        code = launch(job, allocation, dry_run=dry_run, wait=wait)
-    elif hosts:
+        limits = options.time, options.partition, options.account, _batch_grace_s(options)
+        allocation = Allocation(_machines(options), *limits, tuple(options.sbatch or ()))
+        return launch(job, allocation, dry_run=options.dry_run, wait=options.wait)
+    if hosts := _hosts(options):
         from tfgpu.launch.ssh import launch
 
-        code = launch(job, hosts, **(of_ssh | {"ssh": ssh or "ssh"}), grace_s=GRACE_S if grace is None else grace)
-    else:
-        from tfgpu.launch.local import launch
+        remote = dict(python=options.python, directory=options.directory, ssh=options.ssh or "ssh")
+        return launch(job, hosts, **remote, grace_s=grace_s)
+    from tfgpu.launch.local import launch
 
-        code = launch(job, grace_s=GRACE_S if grace is None else grace)
-    raise typer.Exit(code)
+    return launch(job, grace_s=grace_s)
 
 
-def _say_of_secrets(job: Job, kubernetes: dict[str, Any] | None) -> None:
-    """Batch files and manifests lie about: what to do about secrets in them, on stderr."""
+def _batch_grace_s(options: Options) -> int:
+    return _BATCH_GRACE_S if options.grace is None else math.ceil(options.grace)
+
+
+def _warn_of_secrets(job: Job, options: Options) -> None:
+    """Says on stderr how to keep secrets out of batch files and manifests, which others may read."""
     words = shlex.join(job.arguments)
     if Cleaner(job.environment).hide(words) != words:
         typer.echo(
@@ -179,20 +216,20 @@ def _say_of_secrets(job: Job, kubernetes: dict[str, Any] | None) -> None:
             err=True,
         )
     names = [name for name in job.environment if is_secret(name)]
-    if names and kubernetes is not None:
-        where = f" --namespace={kubernetes['namespace']}" if kubernetes["namespace"] else ""
+    if names and options.kubernetes is not None:
+        where = f" --namespace={options.namespace}" if options.namespace else ""
         values = " ".join(f'--from-literal={name}="${name}"' for name in names)
         typer.echo(
             f"{', '.join(names)}: read from a Secret, which you make: "
-            f"kubectl create secret generic {kubernetes['name']}-secrets{where} {values}",
+            f"kubectl create secret generic {options.name}-secrets{where} {values}",
             err=True,
         )
 
 
-def _manifests(job: Job, kind: str, facts: dict[str, Any], grace: float | None) -> str:
+def _manifests(job: Job, options: Options) -> str:
     from tfgpu.launch.kubernetes import Kubernetes, render
 
-    given = {name: value for name, value in facts.items() if value is not None}
+    given = _given(options, _OF_KUBERNETES)
     for needed in ("name", "image", "claim"):
         if needed not in given:
             raise InputError(f"--kubernetes needs --{needed}, besides --name, --image and --claim. Add it.")
@@ -205,9 +242,8 @@ def _manifests(job: Job, kind: str, facts: dict[str, Any], grace: float | None) 
     for field in ("node_selector", "labels"):
         if field in given:
             given[field] = dict(_pair(text) for text in given[field])
-    grace_s = _BATCH_GRACE_S if grace is None else math.ceil(grace)
     source = None if in_image else path.read_text()
-    return render(job, Kubernetes(kind=kind, source=source, grace_s=grace_s, **given))
+    return render(job, Kubernetes(kind=options.kubernetes, source=source, grace_s=_batch_grace_s(options), **given))
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -234,6 +270,5 @@ def _variables(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _only_with(engine: str, given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise InputError(f"--{name.replace('_', '-')} is an option of {engine}. Add that, or leave it out.")
+    for name in given:
+        raise InputError(f"--{name.replace('_', '-')} is an option of {engine}. Add that, or leave it out.")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from tfgpu.cli import completion
-from tfgpu.cli.flags import pairs
+from tfgpu.cli.flags import pairs, with_options
 from tfgpu.cli.start import imported, start_tensorflow
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.parallel.planning import hardware, timing
 from tfgpu.parallel.planning.planner import HEADROOM, Plan, plan
 from tfgpu.parallel.planning.workload import PRECISIONS, Transformer, Workload
@@ -37,10 +37,68 @@ def _option(
     return typer.Option(*flags, autocompletion=None if names is None else completion.completing(names), **shown)
 
 
-def _on(
-    help_text: str, *flags: str, metavar: str | None = None, names: completion.Names | None = None
-) -> Any:
+def _on(help_text: str, *flags: str, metavar: str | None = None, names: completion.Names | None = None) -> Any:
     return _option(help_text, *flags, metavar=metavar, panel="Devices", names=names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `tfgpu plan`."""
+
+    devices: Annotated[int, _on("How many.", "--devices", "-n", metavar="INTEGER")]
+    model: Annotated[
+        str | None, _option("As for `tfgpu train`; or give the sizes of a transformer.", names=completion.models)
+    ] = None
+    option: Annotated[
+        list[str] | None, _option("Of the model's builder.", "--option", "--model-option", metavar="KEY=VALUE")
+    ] = None
+    input_shape: Annotated[str | None, _option("Of one example, such as 224x224x3.", metavar="NxN")] = None
+    classes: Annotated[int | None, _option("What the model tells apart; for a transformer, its vocabulary.")] = None
+    layers: Annotated[int | None, _option("Blocks of a transformer.")] = None
+    hidden: Annotated[int | None, _option("Its units of each position.")] = None
+    heads: Annotated[int | None, _option("Its attention heads.")] = None
+    sequence: Annotated[int | None, _option("Tokens of an example.")] = None
+    vocabulary: Annotated[int | None, _option("How many tokens there are.")] = None
+    mlp: Annotated[int | None, _option("Units of the MLP's hidden layer [4 times --hidden].")] = None
+    dropout: Annotated[bool, _option("There is dropout, whose masks are kept.", "--dropout")] = False
+    batch: Annotated[int | None, _option("Examples of a step, over all devices [8 a device].")] = None
+    optimizer: Annotated[
+        str, _option("Its name, or how many numbers it keeps for each parameter [adamw].", metavar="NAME|INTEGER")
+    ] = "adamw"
+    precision: Annotated[
+        str,
+        _option(f"What the model computes in [{_DEFAULT_PRECISION}].", metavar="NAME", names=lambda: PRECISIONS),
+    ] = _DEFAULT_PRECISION
+    loss: Annotated[
+        str,
+        _option("`batch`: as parallel.pipeline takes it [batch]; `microbatch`: as Megatron-LM does.", metavar="NAME"),
+    ] = "batch"
+    device: Annotated[
+        str,
+        _on(
+            f"One of: {', '.join(hardware.DEVICES)} [a100-80].",
+            "--device",
+            metavar="NAME",
+            names=lambda: hardware.DEVICES,
+        ),
+    ] = "a100-80"
+    memory: Annotated[str | None, _on("Of a device, such as 80GB [the device's].", metavar="SIZE")] = None
+    per_host: Annotated[int, _on("Devices of a host [8].")] = 8
+    flops: Annotated[float | None, _on("Operations a second of a device at most, such as 312e12.")] = None
+    bandwidth: Annotated[
+        str | None, _on("Bytes a second between devices of a host, such as 300GB.", metavar="SIZE")
+    ] = None
+    host_bandwidth: Annotated[
+        str | None, _on("The same between devices of two hosts, such as 25GB.", metavar="SIZE")
+    ] = None
+    efficiency: Annotated[
+        float, _on(f"The share of --flops that is reached while computing [{timing.EFFICIENCY}].")
+    ] = timing.EFFICIENCY
+    headroom: Annotated[float, _on(f"The share of the memory that is left free [{HEADROOM}].")] = HEADROOM
+    top: Annotated[int, _option("How many layouts are shown [10].", panel="Output")] = 10
+    to_json: Annotated[
+        Path | None, _option("Write all layouts to a file.", "--json", metavar="FILE", panel="Output")
+    ] = None
 
 
 @app.command(
@@ -54,100 +112,48 @@ def _on(
         "tfgpu plan --model ResNet50 --input-shape 224x224x3 --classes 1000 --devices 8 --batch 2048 --json plans.json"
     ),
 )
-def show_plans(
-    devices: Annotated[int, _on("How many.", "--devices", "-n", metavar="INTEGER")],
-    model: Annotated[
-        str | None, _option("As for `tfgpu train`; or give the sizes of a transformer.", names=completion.models)
-    ] = None,
-    option: Annotated[
-        list[str] | None, _option("Of the model's builder.", "--option", "--model-option", metavar="KEY=VALUE")
-    ] = None,
-    input_shape: Annotated[str | None, _option("Of one example, such as 224x224x3.", metavar="NxN")] = None,
-    classes: Annotated[int | None, _option("What the model tells apart; for a transformer, its vocabulary.")] = None,
-    layers: Annotated[int | None, _option("Blocks of a transformer.")] = None,
-    hidden: Annotated[int | None, _option("Its units of each position.")] = None,
-    heads: Annotated[int | None, _option("Its attention heads.")] = None,
-    sequence: Annotated[int | None, _option("Tokens of an example.")] = None,
-    vocabulary: Annotated[int | None, _option("How many tokens there are.")] = None,
-    mlp: Annotated[int | None, _option("Units of the MLP's hidden layer [4 times --hidden].")] = None,
-    dropout: Annotated[bool, _option("There is dropout, whose masks are kept.", "--dropout")] = False,
-    batch: Annotated[int | None, _option("Examples of a step, over all devices [8 a device].")] = None,
-    optimizer: Annotated[
-        str, _option("Its name, or how many numbers it keeps for each parameter [adamw].", metavar="NAME|INTEGER")
-    ] = "adamw",
-    precision: Annotated[
-        str,
-        _option(f"What the model computes in [{_DEFAULT_PRECISION}].", metavar="NAME", names=lambda: PRECISIONS),
-    ] = _DEFAULT_PRECISION,
-    loss: Annotated[
-        str,
-        _option("`batch`: as parallel.pipeline takes it [batch]; `microbatch`: as Megatron-LM does.", metavar="NAME"),
-    ] = "batch",
-    device: Annotated[
-        str,
-        _on(
-            f"One of: {', '.join(hardware.DEVICES)} [a100-80].",
-            "--device",
-            metavar="NAME",
-            names=lambda: hardware.DEVICES,
-        ),
-    ] = "a100-80",
-    memory: Annotated[str | None, _on("Of a device, such as 80GB [the device's].", metavar="SIZE")] = None,
-    per_host: Annotated[int, _on("Devices of a host [8].")] = 8,
-    flops: Annotated[float | None, _on("Operations a second of a device at most, such as 312e12.")] = None,
-    bandwidth: Annotated[
-        str | None, _on("Bytes a second between devices of a host, such as 300GB.", metavar="SIZE")
-    ] = None,
-    host_bandwidth: Annotated[
-        str | None, _on("The same between devices of two hosts, such as 25GB.", metavar="SIZE")
-    ] = None,
-    efficiency: Annotated[
-        float, _on(f"The share of --flops that is reached while computing [{timing.EFFICIENCY}].")
-    ] = timing.EFFICIENCY,
-    headroom: Annotated[float, _on(f"The share of the memory that is left free [{HEADROOM}].")] = HEADROOM,
-    top: Annotated[int, _option("How many layouts are shown [10].", panel="Output")] = 10,
-    to_json: Annotated[
-        Path | None, _option("Write all layouts to a file.", "--json", metavar="FILE", panel="Output")
-    ] = None,
-) -> None:
-    if top < 1:
-        raise InputError(f"--top must be a whole number from 1. Received: {top}.")
-    if precision not in PRECISIONS:
-        raise unknown("precision", precision, PRECISIONS)
-    options = pairs("--option", option or [])
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence, "vocabulary": vocabulary}
-    work = _workload(model, options, input_shape, classes, sizes | {"mlp": mlp, "dropout": dropout}, precision)
+@with_options(Options)
+def show_plans(options: Options) -> None:
+    whole_number("--top", options.top)
+    if options.precision not in PRECISIONS:
+        raise unknown("precision", options.precision, PRECISIONS)
+    work = _workload(options)
     found = plan(
         work,
-        devices,
-        batch=batch,
-        memory=memory,
-        optimizer=optimizer,
-        device=device,
-        per_host=per_host,
-        flops=flops,
-        bandwidth=None if bandwidth is None else hardware.bytes_of(bandwidth),
-        host_bandwidth=None if host_bandwidth is None else hardware.bytes_of(host_bandwidth),
-        efficiency=efficiency,
-        headroom=headroom,
-        loss=loss,
+        options.devices,
+        batch=options.batch,
+        memory=options.memory,
+        optimizer=options.optimizer,
+        device=options.device,
+        per_host=options.per_host,
+        flops=options.flops,
+        bandwidth=None if options.bandwidth is None else hardware.bytes_of(options.bandwidth),
+        host_bandwidth=None if options.host_bandwidth is None else hardware.bytes_of(options.host_bandwidth),
+        efficiency=options.efficiency,
+        headroom=options.headroom,
+        loss=options.loss,
     )
-    if to_json is not None:
-        _write(to_json, found)
-    size = f"{hardware.known(device).memory_bytes >> 30} GiB" if memory is None else memory
-    about = (
-        f"{work.name}: {_count(work.parameters)} parameters, batches of {batch or 8 * devices:,}, {precision}, "
-        f"{optimizer}; {devices:,} × {device} with {size}, of which {headroom:.0%} is left free"
-    )
-    _show(Console(highlight=False), about, found, top)
+    if options.to_json is not None:
+        _write(options.to_json, found)
+    _show(Console(highlight=False), _about(options, work), found, options.top)
     if not found[0].fits:
         raise typer.Exit(1)
 
 
-def _workload(
-    model: str | None, options: Mapping, shape: str | None, classes: int | None, sizes: Mapping, precision: str
-) -> Workload:
-    given = {name: value for name, value in sizes.items() if value is not None and value is not False}
+def _about(options: Options, work: Workload) -> str:
+    size = options.memory or f"{hardware.known(options.device).memory_bytes >> 30} GiB"
+    return (
+        f"{work.name}: {_count(work.parameters)} parameters, batches of {options.batch or 8 * options.devices:,}, "
+        f"{options.precision}, {options.optimizer}; {options.devices:,} × {options.device} with {size}, of which "
+        f"{options.headroom:.0%} is left free"
+    )
+
+
+def _workload(options: Options) -> Workload:
+    builder_options = pairs("--option", options.option or [])
+    values = {name: getattr(options, name) for name in (*_SIZES, "mlp", "dropout")}
+    given = {name: value for name, value in values.items() if value is not None and value is not False}
+    model, precision = options.model, options.precision
     if model is None:
         missing = [name for name in _SIZES if name not in given]
         if missing:
@@ -155,15 +161,15 @@ def _workload(
                 f"A plan needs --model, or the sizes of a transformer: {', '.join(f'--{name}' for name in _SIZES)}. "
                 f"Missing: --{missing[0]}."
             )
-        if options:
-            raise InputError(f"--option is for --model. Received: {next(iter(options))!r}. Add --model NAME.")
+        if builder_options:
+            raise InputError(f"--option is for --model. Received: {next(iter(builder_options))!r}. Add --model NAME.")
         return Transformer(**given).workload(precision)
     if given:
         raise InputError(f"Give --model or sizes, not both. Received: --model {model} and --{next(iter(given))}.")
-    dims = _shape(model, shape)
+    dims = _shape(model, options.input_shape)
     if model == "transformer":
-        return _language_model(options, dims, classes).workload(precision)
-    return _built(model, options, dims, classes, precision)
+        return _language_model(builder_options, dims, options.classes).workload(precision)
+    return _built(model, builder_options, dims, options.classes, precision)
 
 
 def _language_model(options: Mapping, shape: tuple, classes: int | None) -> Transformer:

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +12,7 @@ import typer
 from rich.console import Console
 
 from tfgpu.cli import completion
+from tfgpu.cli.flags import with_options
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.errors import InputError, unknown
 from tfgpu.parallel.pipeline.schedule import SCHEDULES
@@ -17,7 +20,104 @@ from tfgpu.recipes import ready
 
 app = typer.Typer()
 _STEPS, _PIPELINE = "The steps that are recorded", "Without TARGET: a model as a pipeline"
+_WINDOW = ("skip", "calls", "seconds", "nvtx")
+_OF_PIPELINE = ("model", "stages", "microbatches", "schedule", "devices", "cuts", "rows", "steps")
 _FOLDER, _PICTURE = Path("profile"), Path("schedule.html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `tfgpu profile`."""
+
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TARGET",
+            help="A script (.py), a recipe (.yaml, or a ready one's name), or a trace: .xplane.pb, or a folder.",
+            autocompletion=completion.completing(completion.ready_recipes),
+        ),
+    ] = None
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None
+    skip: Annotated[
+        int | None,
+        typer.Option(
+            min=0, rich_help_panel=_STEPS, help="Calls that trace and warm up; `fit` runs blocks of steps [3]."
+        ),
+    ] = None
+    calls: Annotated[
+        int | None, typer.Option(min=2, rich_help_panel=_STEPS, help="Calls to record, 0.3 s at least [10].")
+    ] = None
+    seconds: Annotated[
+        float | None, typer.Option(min=0.01, rich_help_panel=_STEPS, help="How long to record at most [5].")
+    ] = None
+    whole: Annotated[
+        bool, typer.Option("--whole", rich_help_panel=_STEPS, help="Let the script run to its end after that.")
+    ] = False
+    nvtx: Annotated[
+        bool,
+        typer.Option(
+            "--nvtx", rich_help_panel=_STEPS, help="Mark the steps for nsys or ncu instead of recording them."
+        ),
+    ] = False
+    allow_code: Annotated[
+        bool,
+        typer.Option("--allow-code", rich_help_panel=_STEPS, help="Let a recipe name a function to be called."),
+    ] = False
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME",
+            rich_help_panel=_PIPELINE,
+            help="A builder's name, or module:function \\[mlp].",
+            autocompletion=completion.completing(completion.models),
+        ),
+    ] = None
+    stages: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="How many stages the model is cut into [4].")
+    ] = None
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="How many parts the batch is cut into [8].")
+    ] = None
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=_PIPELINE,
+            help="1f1b, gpipe or interleaved [1f1b].",
+            autocompletion=completion.completing(lambda: SCHEDULES),
+        ),
+    ] = None
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            rich_help_panel=_PIPELINE,
+            help="How many devices; logical CPUs where there is no GPU. Default: by stages.",
+        ),
+    ] = None
+    cuts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cut",
+            metavar="LAYER",
+            rich_help_panel=_PIPELINE,
+            help="A layer that begins a stage; one option a stage but the first.",
+        ),
+    ] = None
+    rows: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Rows of the batch. Default: 8 a micro-batch.")
+    ] = None
+    steps: Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Steps measured; the middle one is drawn [3].")
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="PATH", help="The folder \\[profile]; a pipeline's picture \\[schedule.html]."
+        ),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False
 
 
 @app.command(
@@ -36,109 +136,21 @@ _FOLDER, _PICTURE = Path("profile"), Path("schedule.html")
     ),
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-def profile(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TARGET",
-            help="A script (.py), a recipe (.yaml, or a ready one's name), or a trace: .xplane.pb, or a folder.",
-            autocompletion=completion.completing(completion.ready_recipes),
-        ),
-    ] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None,
-    skip: Annotated[
-        int | None,
-        typer.Option(
-            min=0, rich_help_panel=_STEPS, help="Calls that trace and warm up; `fit` runs blocks of steps [3]."
-        ),
-    ] = None,
-    calls: Annotated[
-        int | None, typer.Option(min=2, rich_help_panel=_STEPS, help="Calls to record, 0.3 s at least [10].")
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(min=0.01, rich_help_panel=_STEPS, help="How long to record at most [5].")
-    ] = None,
-    whole: Annotated[
-        bool, typer.Option("--whole", rich_help_panel=_STEPS, help="Let the script run to its end after that.")
-    ] = False,
-    nvtx: Annotated[
-        bool,
-        typer.Option(
-            "--nvtx", rich_help_panel=_STEPS, help="Mark the steps for nsys or ncu instead of recording them."
-        ),
-    ] = False,
-    allow_code: Annotated[
-        bool,
-        typer.Option("--allow-code", rich_help_panel=_STEPS, help="Let a recipe name a function to be called."),
-    ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            rich_help_panel=_PIPELINE,
-            help="A builder's name, or module:function \\[mlp].",
-            autocompletion=completion.completing(completion.models),
-        ),
-    ] = None,
-    stages: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="How many stages the model is cut into [4].")
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="How many parts the batch is cut into [8].")
-    ] = None,
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel=_PIPELINE,
-            help="1f1b, gpipe or interleaved [1f1b].",
-            autocompletion=completion.completing(lambda: SCHEDULES),
-        ),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            rich_help_panel=_PIPELINE,
-            help="How many devices; logical CPUs where there is no GPU. Default: by stages.",
-        ),
-    ] = None,
-    cut: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cut",
-            metavar="LAYER",
-            rich_help_panel=_PIPELINE,
-            help="A layer that begins a stage; one option a stage but the first.",
-        ),
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Rows of the batch. Default: 8 a micro-batch.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Steps measured; the middle one is drawn [3].")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="PATH", help="The folder \\[profile]; a pipeline's picture \\[schedule.html]."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
-) -> None:
-    pipeline = dict(model=model, stages=stages, microbatches=microbatches, schedule=schedule, devices=devices)
-    pipeline |= dict(cuts=cut or None, rows=rows, steps=steps)
-    pipeline = {name: value for name, value in pipeline.items() if value is not None}
-    window: dict[str, Any] = {"skip": skip, "calls": calls, "seconds": seconds, "nvtx": nvtx or None}
-    window = {name: value for name, value in window.items() if value is not None}
-    if target is None:
-        _refuse(window | ({"whole": True} if whole else {}), "a TARGET: a script, a recipe or a trace")
-        return _draw(pipeline, output or _PICTURE, as_json)
-    if target.startswith("-"):
-        raise InputError(f"`tfgpu profile` has no option {target}. See `tfgpu profile --help`.")
-    _refuse(pipeline, "no TARGET: they are about a model as a pipeline")
-    _profile(target, arguments or [], output or _FOLDER, window, whole=whole, as_json=as_json, allow_code=allow_code)
+@with_options(Options)
+def profile(options: Options) -> None:
+    if options.target is None:
+        _refuse(_given(options, (*_WINDOW, "whole")), "a TARGET: a script, a recipe or a trace")
+        _draw(_given(options, _OF_PIPELINE), options.output or _PICTURE, options.as_json)
+        return
+    if options.target.startswith("-"):
+        raise InputError(f"`tfgpu profile` has no option {options.target}. See `tfgpu profile --help`.")
+    _refuse(_given(options, _OF_PIPELINE), "no TARGET: they are about a model as a pipeline")
+    _profile(options, options.target)
+
+
+def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value not in (None, False, [])}
 
 
 def _refuse(given: dict[str, Any], needs: str) -> None:
@@ -147,44 +159,38 @@ def _refuse(given: dict[str, Any], needs: str) -> None:
         raise InputError(f"{names}: only with {needs}. See `tfgpu profile --help`.")
 
 
-def _profile(
-    target: str,
-    arguments: list[str],
-    output: Path,
-    window: dict[str, Any],
-    *,
-    whole: bool,
-    as_json: bool,
-    allow_code: bool,
-) -> None:
-    path = _path(target)
+def _profile(options: Options, target: str) -> None:
+    path, output, window = _path(target), options.output or _FOLDER, _given(options, _WINDOW)
     is_script, is_recipe = path.suffix == ".py", path.suffix in (".yaml", ".yml")
-    if allow_code and not is_recipe:
+    if options.allow_code and not is_recipe:
         raise InputError(f"--allow-code is for recipes. Received: {target!r}. Leave it out.")
-    if not is_script and (arguments or whole):
+    if not is_script and (options.arguments or options.whole):
         raise InputError(f"Only a script has arguments and an end of its own. Received: {target!r}.")
     if not (is_script or is_recipe):
         _refuse(window, "a script or a recipe: a trace is recorded already")
-    recipe = None
-    if is_recipe:
-        from tfgpu.recipes import recipe as recipes
-        from tfgpu.recipes.trust import refuse_code
-
-        settings = recipes.read(path)
-        refuse_code(settings, target, allow=allow_code)
-        recipe = recipes.make(settings, source=str(path))
-        recipes.check(recipe)
+    recipe = _recipe(path, target, options.allow_code) if is_recipe else None
     start_tensorflow()
     targets = imported("tfgpu.measure.profiling.targets")
     # What the script prints must not stand in the JSON.
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if options.as_json else contextlib.nullcontext():
         if is_script:
-            report = targets.profile_script(path, arguments, output, whole=whole, **window)
+            report = targets.profile_script(path, options.arguments or [], output, whole=options.whole, **window)
         elif is_recipe:
             report = targets.profile_recipe(recipe, target, output, **window)
         else:
             report = targets.read_trace(path, output)
-    _show(report, output, as_json)
+    _show(report, output, options.as_json)
+
+
+def _recipe(path: Path, target: str, allow_code: bool) -> Any:
+    from tfgpu.recipes import recipe as recipes
+    from tfgpu.recipes.trust import refuse_code
+
+    settings = recipes.read(path)
+    refuse_code(settings, target, allow=allow_code)
+    recipe = recipes.make(settings, source=str(path))
+    recipes.check(recipe)
+    return recipe
 
 
 def _path(target: str) -> Path:

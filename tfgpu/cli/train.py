@@ -117,6 +117,26 @@ def train(
         _check_alone(output=output, resume=resume, overwrite=overwrite, track=track)
         _dry_run(recipes.make(settings, source=source), debug=debug)
         return
+    recipe = _recipe(settings, source, output, resume=resume, overwrite=overwrite, allow_code=allow_code)
+    how = dict(output=output, resume=resume, overwrite=overwrite, show=True, track=track, project=project)
+    result = _run(recipe, debug=debug, **how)
+    if result.run_directory is not None:
+        if "test_perplexity" in result.facts:
+            print(f"test perplexity: {result.facts['test_perplexity']:.2f}")
+        print(f"test accuracy: {result.accuracy:.1%}")
+        print(result.run_directory)
+
+
+def _recipe(
+    settings: Mapping[str, Any],
+    source: str | None,
+    output: Path | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    allow_code: bool,
+) -> recipes.Recipe:
+    """The recipe to train, with the settings of an earlier run if it resumes; checks all that needs no TensorFlow."""
     from tfgpu.recipes import directory
 
     if resume:
@@ -129,22 +149,20 @@ def train(
     recipes.check(recipe)
     Cluster.from_environment()
     directory.check(output, resume=resume, overwrite=overwrite)
+    return recipe
+
+
+def _run(recipe: recipes.Recipe, *, debug: bool, **how: Any) -> Any:
     try:
         with Console().status("starting TensorFlow"):  # On a terminal only.
             start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
             runner = imported("tfgpu.recipes.runner")
-        how = dict(output=output, resume=resume, overwrite=overwrite, show=True, track=track, project=project)
-        result = runner.run(recipe, **how)
+        return runner.run(recipe, **how)
     except Preempted as leaving:  # It has said so; Typer would swallow the code.
         raise typer.Exit(leaving.code) from None
     except KeyboardInterrupt as interrupt:  # Typer would swallow the message.
         complain(str(interrupt) or "Interrupted.")
         raise typer.Exit(130) from None
-    if result.run_directory is not None:
-        if "test_perplexity" in result.facts:
-            print(f"test perplexity: {result.facts['test_perplexity']:.2f}")
-        print(f"test accuracy: {result.accuracy:.1%}")
-        print(result.run_directory)
 
 
 def _settings(name: str | None, config: Path | None) -> tuple[str | None, Mapping[str, Any]]:
