@@ -253,7 +253,7 @@ def test_a_stopped_process_is_named(addresses):
         answers_nothing(stopped)
     for each in found:
         assert f"worker 1 ({jobs['worker'][1]})" in each["said"], found
-    assert any("took the connection and said nothing" in each["said"] for each in found)
+    assert any("accepted the connection and did not answer" in each["said"] for each in found)
 
 
 def answers_nothing(process: subprocess.Popen) -> None:
@@ -321,7 +321,7 @@ def test_a_late_comer_hears_that_tensorflow_runs_and_a_worker_of_parameter_serve
     finally:
         for process in running:
             answers_nothing(process)
-    assert "TensorFlow runs there already: this process came too late" in late["said"]
+    assert "TensorFlow already runs there: this process is too late" in late["said"]
     assert back["kind"] == "met", back
 
 

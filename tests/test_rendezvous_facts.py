@@ -139,7 +139,8 @@ def test_equal_ones_train_and_arguments_that_differ_are_a_warning(pair):
     found = pair.run(*words, environ=[{"BEFORE": "7"}] * 2)
     assert [(code, out.split()[-1:]) for code, out, _ in found] == [(0, ["trained"])] * 2, found
     expected = (
-        "arguments differ: ... --rank 0 on worker 0; ... --rank 1 on worker 1. Give all the same, unless meant so."
+        "arguments differ: ... --rank 0 on worker 0; ... --rank 1 on worker 1. "
+        "Use the same everywhere, unless intended."
     )
     assert expected in found[0][2] and "seed" not in found[0][2]
     assert not any(re.search("differs?:", error) for _, _, error in pair.run(SCRIPT))  # oneDNN says "different", too
@@ -185,6 +186,7 @@ def test_long_arguments_and_settings_that_differ_at_their_ends_still_differ():
 
 def test_no_argument_is_told_too():
     found = facts.advice({"worker 0": {"arguments": ""}, "worker 1": {"arguments": "--fast"}})
-    assert found == ["arguments differ: none on worker 0; --fast on worker 1. Give all the same, unless meant so."]
+    text = "arguments differ: none on worker 0; --fast on worker 1. Use the same everywhere, unless intended."
+    assert found == [text]
     many = {f"worker {rank}": {"arguments": str(rank)} for rank in range(20)}
     assert "7 on worker 7; and 12 others. Give" in facts.advice(many)[0]

@@ -146,7 +146,7 @@ def test_a_missing_peer_is_named_before_tensorflow_starts(tmp_path, addresses, m
     config = json.dumps({"cluster": {"worker": addresses(2)}, "task": {"type": "worker", "index": 0}})
     done = command(*module, "--startup-timeout", "1", str(tmp_path / "report.py"), TF_CONFIG=config)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: The processes of the cluster did not meet within 1 s. worker 1 (127.0.0.1:")
+    assert done.stderr.startswith("error: The processes of the cluster did not connect within 1 s. worker 1 (127.0.0.1")
     assert "Traceback" not in done.stderr
 
 
@@ -238,4 +238,4 @@ def test_an_error_outside_a_script_is_one_line_with_its_type(monkeypatch, capsys
     monkeypatch.delenv("TFGPU_DEBUG", raising=False)
     with pytest.raises(SystemExit):
         cli.main(["doctor"])
-    assert capsys.readouterr().err == "error: KeyError: 'x'. Set TFGPU_DEBUG=1 to see where.\n"
+    assert capsys.readouterr().err == "error: KeyError: 'x'. Set TFGPU_DEBUG=1 for a traceback.\n"

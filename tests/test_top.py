@@ -58,7 +58,7 @@ def run(tmp_path):
 def test_one_look_without_a_gpu():
     done = top("--once")
     assert done.returncode == 0, done.stderr
-    assert "CPU" in done.stdout and "No NVIDIA GPU here: CPU figures alone." in done.stdout and not done.stderr
+    assert "CPU" in done.stdout and "No NVIDIA GPU here." in done.stdout and not done.stderr
     assert top().stdout.count("No NVIDIA GPU") == 1  # in a pipe it is one look, too
 
 
@@ -85,7 +85,7 @@ def test_a_run(run):
     row = next(line for line in done.stdout.splitlines() if line.startswith("0 "))
     assert row.split() == ["0", "3", "1,000", "20.00", "ms", "1,600", "50%", "40%", "1.0", "GiB", "0.25"]
     assert "limited by input: the step waits for data 50% of the time  (worker 0)" in done.stdout
-    assert "worker 1: no sample for 60 min: it has ended, or hangs" in done.stdout
+    assert "worker 1: no sample for 60 min: it has ended or hangs" in done.stdout
     (view,) = json.loads(top(run, "--once", "--json").stdout)
     assert [worker["number"] for worker in view["workers"]] == [0, 1]
     assert view["workers"][0]["limit"]["resource"] == "input" and view["sample"]["cores"] > 0
@@ -101,7 +101,7 @@ def test_a_narrow_terminal_has_whole_figures(run):
 @pytest.mark.slow
 def test_folders_that_are_no_run(tmp_path):
     done = top(tmp_path, "--once")
-    assert done.returncode == 2 and "has no figures of a training" in done.stderr
+    assert done.returncode == 2 and "has no monitoring data" in done.stderr
     assert top(tmp_path / "none").returncode == 2
     assert top("--every", "0").returncode == 2
     (tmp_path / "config.yaml").write_text("epochs: 3\n")  # a run that has not begun

@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_training_goes_on(tmp
     assert len(history.history["loss"]) == 5
     said = [record.getMessage() for record in caplog.records if "Monitor" in record.getMessage()]
     assert len(said) == len(set(said)) and 3 <= len(said) <= 4  # one for each file
-    assert all(text.endswith("Training goes on.") for text in said) and "monitor-worker0.csv" in "".join(said)
+    assert all(text.endswith("Training continues.") for text in said) and "monitor-worker0.csv" in "".join(said)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -181,7 +181,7 @@ def test_a_fault_of_its_own_stops_no_training(caplog, monkeypatch):
         history = fit(Monitor(every_s=0.02), epochs=3)
     assert len(history.history["loss"]) == 3
     assert [record.getMessage() for record in caplog.records] == [
-        "Monitor: a sample could not be taken. Training goes on."
+        "Monitor: a sample could not be taken. Training continues."
     ]
 
 
@@ -366,7 +366,7 @@ def test_blocks_of_keras_have_as_many_steps_as_there_were():
 
 def test_the_same_one_twice_in_a_fit_is_refused():
     monitor = Monitor()
-    with pytest.raises(InputError, match="Give it once"):
+    with pytest.raises(InputError, match="Pass it once"):
         fit(monitor, callbacks=[monitor])
     assert not alive()
     fit(monitor)

@@ -62,8 +62,10 @@ def fit(epochs, *given, replicas=2):
 
 
 def test_each_epoch_is_sent_once_however_many_replicas(server):
-    history = fit(3, callbacks.Track("json", project="p", name="n", settings={"epochs": 3, "data": "x"}))
-    assert server.begun == [("p", "n", {"epochs": "3", "data": "x"}, None)]
+    settings = {"epochs": 3, "data": "x", "options": {"api_key": "abc", "rate": 0.5}}
+    history = fit(3, callbacks.Track("json", project="p", name="n", settings=settings))
+    sent = {"epochs": "3", "data": "x", "options": '{"api_key": "<removed>", "rate": 0.5}'}
+    assert server.begun == [("p", "n", sent, None)]
     assert [(step, numbers["loss"]) for step, numbers in server.rows] == list(enumerate(history["loss"], start=1))
     assert server.closed == ["finished"]
 
@@ -72,13 +74,13 @@ def test_what_was_not_taken_comes_later_in_its_order(server, caplog):
     server.fails = 2
     fit(3, callbacks.Track("json"))
     assert [step for step, _ in server.rows] == [1, 2, 3] and server.closed == ["finished"]
-    assert "json did not take 1 messages: gone" in caplog.text
+    assert "json did not accept 1 messages: gone. Will retry." in caplog.text
 
 
 def test_a_tracker_that_is_gone_for_good_does_not_end_the_training(server, caplog):
     server.fails = 100
     assert len(fit(2, callbacks.Track("json"))["loss"]) == 2
-    assert not server.rows and "did not take all that was measured; the files here have it" in caplog.text
+    assert not server.rows and "did not receive all values; the local files have them" in caplog.text
 
 
 def test_a_tracker_that_is_not_there_at_the_begin_is_an_error(monkeypatch):
@@ -86,7 +88,7 @@ def test_a_tracker_that_is_not_there_at_the_begin_is_an_error(monkeypatch):
         raise ConnectionError("port 5000 refused")
 
     monkeypatch.setitem(tracking._TRACKERS, "json", refuse)
-    with pytest.raises(MachineError, match="json cannot be had: port 5000 refused"):
+    with pytest.raises(MachineError, match="json is unavailable: port 5000 refused"):
         fit(1, callbacks.Track("json"))
 
 
@@ -113,7 +115,7 @@ def test_a_training_that_goes_on_does_so_in_the_same_run(server, tmp_path):
     fit(1, callbacks.Track("json", remember=kept))
     assert [found for *_, found in server.begun] == [None, "run1"]
     kept.write_text(json.dumps({"tracker": "wandb", "run": "a"}))
-    with pytest.raises(InputError, match="was tracked by wandb"):
+    with pytest.raises(InputError, match="was tracked with wandb"):
         fit(1, callbacks.Track("json", remember=kept))
     kept.write_text("[")
     with pytest.raises(InputError, match="is damaged. Remove it"):

@@ -104,11 +104,11 @@ def test_the_gpus_of_a_process(visible, gpus):
     [
         (
             OPEN_MPI,
-            "process 2 of 4, but not where the others are. Set TFGPU_HOSTS .*host1:4,host2:4.*mpirun -x TFGPU_HOSTS",
+            "process 2 of 4, but the hosts of the others are unknown.*host1:4,host2:4.*mpirun -x TFGPU_HOSTS",
         ),
-        (BARE, "not where the others are"),
-        (PMIX, "not of how many. Set TFGPU_HOSTS"),
-        ({**OPEN_MPI, "SLURM_JOB_NODELIST": "n[1-3]"}, "not where the others are"),
+        (BARE, "the hosts of the others are unknown"),
+        (PMIX, "not the number of processes. Set TFGPU_HOSTS"),
+        ({**OPEN_MPI, "SLURM_JOB_NODELIST": "n[1-3]"}, "the hosts of the others are unknown"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK is malformed.*from 0 to 3.*'4'"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE is malformed.*'x'"),
         ({**OPEN_MPI, "TFGPU_HOSTS": "a:2:3"}, "TFGPU_HOSTS is malformed.*'a:2:3'"),

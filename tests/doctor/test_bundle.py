@@ -137,4 +137,4 @@ def test_the_script_runs_nothing_that_was_found(tmp_path):
     done = subprocess.run(["sh"], input=text + "echo $A\n", cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr, list(tmp_path.iterdir())) == ("1\n", "", [])
     assert text.index("problem: B") < text.index("warning: A") and text.count("\nexport A=1") == 1
-    assert "Nothing was found that needs mending" in script([Check("A", "ok", "well")])
+    assert "Nothing to fix." in script([Check("A", "ok", "well")])

@@ -20,10 +20,10 @@ def tfgpu(*words: str, environ: dict, cwd) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--workers", "a,b"], "--workers is for --train. Add --train, or leave it out."),
-        (["--output", "it.zip"], "--output is for --bundle. Add --bundle, or leave it out."),
+        (["--workers", "a,b"], "--workers is for --train. Add --train, or omit --workers."),
+        (["--output", "it.zip"], "--output is for --bundle. Add --bundle, or omit --output."),
         (["--json", "--fix"], "--json and --fix exclude each other"),
-        (["--train", "--workers", "a"], "--workers must name two machines or more"),
+        (["--train", "--workers", "a"], "--workers must list two or more machines"),
         (["--bundle", "--run", "nowhere"], "There is no folder 'nowhere'"),
     ],
 )
@@ -47,4 +47,4 @@ def test_the_script_and_the_bundle_of_a_machine_without_tensorflow(clean, tmp_pa
         assert b"it-is-secret" not in b"".join(archive.read(name) for name in archive.namelist())
         assert json.loads(archive.read("tfgpu-doctor/facts.json"))["machine"]["cores"]
     assert {check["status"] for check in checks} == {"ok", "warning", "problem"}
-    assert "left-out.txt in it says what was removed" in " ".join(done.stderr.split())
+    assert "left-out.txt in it lists what was removed" in " ".join(done.stderr.split())

@@ -89,7 +89,7 @@ FAULTS = {
     ),
     "memory waits for a reset": (
         {"ecc": {"enabled": True, "corrected": 3, "uncorrected": 0, "pending": True, "failed": False}},
-        ("ECC errors", "warning", "waits for a reset", "sudo nvidia-smi -i GPU-aaaa-1 --gpu-reset"),
+        ("ECC errors", "warning", "at the next reset", "sudo nvidia-smi -i GPU-aaaa-1 --gpu-reset"),
     ),
     "memory that cannot be replaced": (
         {"ecc": {"enabled": True, "corrected": 0, "uncorrected": 1, "pending": False, "failed": True}},
@@ -125,7 +125,7 @@ FAULTS = {
     ),
     "few lanes": (
         {"pcie": {"width": 4, "most_width": 16, "generation": 4}},
-        ("GPU links", "warning", "4 PCIe lanes of the 16", ""),
+        ("GPU links", "warning", "4 of 16 possible PCIe lanes", ""),
     ),
 }
 
@@ -144,17 +144,17 @@ def test_the_state_of_a_gpu(case, by_name, with_gpus, a_gpu):
 @pytest.mark.parametrize(
     ("fault", "name", "status", "words"),
     [
-        ({}, "GPU memory", "ok", "0.0 GiB in use on all"),
+        ({}, "GPU memory", "ok", "0.0 GiB in use in total"),
         ({"USED_MIB": "70000"}, "GPU memory", "warning", "68.4 of 79.6 GiB of GPU 0 are in use by processes that"),
         ({"USED_MIB": "70000", "PID": "4711"}, "GPU memory", "warning", "in use by python3 4711"),
         ({"PERSISTENCE": "0"}, "Persistence mode", "warning", "off on GPU 0"),
         ({"CELSIUS": "92", "REASONS": "72"}, "GPU clocks", "warning", "hardware slowdown, heat (hardware), at 92 °C"),
         ({"LIMIT_MW": "350000"}, "GPU clocks", "warning", "may take 350 W, of the 700 W"),
         ({"UNCORRECTED": "3"}, "ECC errors", "problem", "GPU 0 (GPU-1f0c5a92): 3 error(s)"),
-        ({"PENDING": "1"}, "ECC errors", "warning", "GPU 0 (GPU-1f0c5a92): bad memory waits for a reset"),
+        ({"PENDING": "1"}, "ECC errors", "warning", "GPU 0 (GPU-1f0c5a92): bad memory will be replaced"),
         ({"FAILED": "1"}, "ECC errors", "problem", "cannot be replaced"),
-        ({"MIG": "1"}, "MIG", "problem", "GPU 0 is in MIG mode and has no slices"),
-        ({"LANES": "4"}, "GPU links", "warning", "4 PCIe lanes of the 16"),
+        ({"MIG": "1"}, "MIG", "problem", "GPU 0 is in MIG mode without slices"),
+        ({"LANES": "4"}, "GPU links", "warning", "4 of 16 possible PCIe lanes"),
         ({"DOWN": "2"}, "GPU links", "warning", "GPU 0: 2 of 18 NVLinks are down"),
         ({"FABRIC": "2"}, "GPU links", "problem", "GPU 0: the NVLink fabric is under way"),
         ({"P2P": "1"}, "GPU links", "warning", "1 of 1 pairs (0-1) cannot read"),
@@ -234,7 +234,7 @@ def test_all_gpus_full_names_whose_they_are(by_name, with_gpus, a_gpu):
     [
         ([9, 0], "ok", "9.0: TensorFlow has code for it"),
         ([8, 6], "ok", "8.6"),
-        ([12, 0], "warning", "compiled at the first start"),
+        ([12, 0], "warning", "the first start compiles its kernels"),
         ([5, 2], "problem", "5.2; TensorFlow was built for sm_60"),
     ],
 )
@@ -294,5 +294,5 @@ def test_a_gpu_that_is_lost_hides_no_other(by_name, with_gpus, a_gpu):
     ],
 )
 def test_gpus_that_a_scheduler_has_promised(variables, status, by_name, with_gpus, a_gpu):
-    check = by_name(with_gpus(a_gpu()), **variables).get("GPUs promised")
+    check = by_name(with_gpus(a_gpu()), **variables).get("GPUs allocated")
     assert (check and check.status) == status

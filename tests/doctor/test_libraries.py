@@ -82,7 +82,7 @@ def test_tensorflow_itself_names_what_it_cannot_load_and_where_it_looked(broken,
     checks = [check for check in judging.cuda(facts) if check.status == "problem"]
     assert len(checks) == len(failed)
     cudnn = next(check for check in checks if "libcudnn" in check.found)
-    assert "file too short. Looked in " in cudnn.found and str(broken) in cudnn.found
+    assert "file too short. Searched in " in cudnn.found and str(broken) in cudnn.found
     assert cudnn.command == "pip install 'tensorflow[and-cuda]>=2.17,<2.23' --force-reinstall"
     assert next(check for check in checks if "libcublas.so.12" in check.found).command.endswith("<2.23'")
 
@@ -179,7 +179,7 @@ def test_a_cudnn_of_the_system_is_known_by_its_files_name(name, status, site, co
     check = by_name(gpu_facts)["cuDNN"]
     assert check.status == status and check.found.startswith(name.removeprefix("libcudnn.so.")), check
     if status == "problem":
-        assert "comes before the wheel's" in check.found and check.command == f"unset LD_LIBRARY_PATH\n{RAISE}"
+        assert "takes precedence over the wheel's" in check.found and check.command == f"unset LD_LIBRARY_PATH\n{RAISE}"
 
 
 def test_run_time_and_nccl_older_than_tensorflows_package_asks_for(site, compiled, clean, gpu_facts, by_name):
@@ -189,14 +189,14 @@ def test_run_time_and_nccl_older_than_tensorflows_package_asks_for(site, compile
     compiled("libnccl.so.2", version("ncclGetVersion", 22304), folder)
     gpu_facts["libraries"] = opened(clean(), tensorflow=str(site / "tensorflow"))
     named = by_name(gpu_facts)
-    assert {named[name].status for name in ("CUDA run time", "NCCL")} == {"warning"}
-    assert named["CUDA run time"].command == "pip install --upgrade 'nvidia-cuda-runtime-cu12>=12.5.82,<13.0'"
+    assert {named[name].status for name in ("CUDA runtime", "NCCL")} == {"warning"}
+    assert named["CUDA runtime"].command == "pip install --upgrade 'nvidia-cuda-runtime-cu12>=12.5.82,<13.0'"
     assert named["NCCL"].command == "pip install --upgrade 'nvidia-nccl-cu12>=2.27.7,<3.0'"
     # Of the same minor version, and one that is told by two numbers alone.
     gpu_facts["libraries"]["cudart"] |= {"version": "12.5", "wheel": None}
     gpu_facts["libraries"]["nccl"] |= {"version": "2.27.7", "wheel": "2.27.7"}
     named = by_name(gpu_facts)
-    assert {named[name].status for name in ("CUDA run time", "NCCL")} == {"ok"}
+    assert {named[name].status for name in ("CUDA runtime", "NCCL")} == {"ok"}
 
 
 def test_the_installed_tensorflow_says_what_it_asks_for():
@@ -227,14 +227,14 @@ def gpu_facts(with_gpus, a_gpu):
 def test_libraries_that_fit(gpu_facts, by_name):
     named = by_name(gpu_facts)
     assert named["CUDA libraries"].found == "cudart 12.5, cudnn 9.3.0, nccl 2.23.4"
-    names = ("CUDA libraries", "CUDA run time", "cuDNN", "NCCL", "ptxas")
+    names = ("CUDA libraries", "CUDA runtime", "cuDNN", "NCCL", "ptxas")
     assert {named[name].status for name in names} == {"ok"}
 
 
 @pytest.mark.parametrize(
     ("library", "change", "name", "words", "command"),
     [
-        ("cudart", {"version": "13.0"}, "CUDA run time", "the driver is too old for it", ""),
+        ("cudart", {"version": "13.0"}, "CUDA runtime", "the driver is too old", ""),
         # Of a TensorFlow whose package asks for nothing: its build tells no more than "9".
         ("cudnn", {"version": "8.9.7"}, "cuDNN", "was built for 9", "pip install --upgrade 'nvidia-cudnn-cu12>=9,<10'"),
         ("cudnn", {"version": "8.9.7", "path": "/usr/lib/x"}, "cuDNN", "comes before", "unset LD_LIBRARY_PATH\npip"),
@@ -252,7 +252,7 @@ def test_a_library_that_lies_where_tensorflow_does_not_look(gpu_facts):
     loading = {"failed": {"libcudnn.so": "not found"}, "places": {"libcudnn.so": ["/a"]}, "log": ""}
     gpu_facts["tensorflow"]["loading"] = loading
     check = judging.cuda(gpu_facts)[0]
-    assert check.found.endswith("Looked in /a; it lies in /site/nvidia/cudnn")
+    assert check.found.endswith("Searched in /a; it is in /site/nvidia/cudnn")
     assert check.command == "export LD_LIBRARY_PATH=/site/nvidia/cudnn${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 
 

@@ -204,7 +204,7 @@ def test_limits_on_addresses_and_locked_memory(facts, by_name, clean):
     [
         ({"cores": 64, "quota": 4.0}, {}, "time of 4: ", "export TF_NUM_INTRAOP_THREADS=4"),
         ({"cores": 8}, {"OMP_NUM_THREADS": "64"}, "but OMP_NUM_THREADS=64", "unset OMP_NUM_THREADS"),
-        ({"cores": 8}, {"OMP_NUM_THREADS": "1"}, "one thread each by OMP_NUM_THREADS", "unset OMP_NUM_THREADS"),
+        ({"cores": 8}, {"OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS allows one thread", "unset OMP_NUM_THREADS"),
         ({"cores": 8}, {"TF_NUM_INTRAOP_THREADS": "all"}, "no number: TF_NUM_INTRAOP_THREADS='all'", "unset TF_NUM"),
     ],
 )

@@ -31,10 +31,10 @@ cli.main(["doctor", *sys.argv[1:]])
 """
 PARTS = {
     "multiply": ["Matrix products"],
-    "sums": ["Sums between devices"],
+    "sums": ["All-reduce between devices"],
     "disk": ["Disk rate", "Input rate"],
     "training": ["Training one_device", "Training mirrored", "Training averaging"],
-    "multi_worker": ["Sums between workers", "Clocks of workers", "Training multi_worker"],
+    "multi_worker": ["All-reduce between workers", "Clocks of workers", "Training multi_worker"],
     "parameter_server": ["Training parameter_server"],
 }
 
@@ -91,7 +91,7 @@ def test_each_part_is_told_before_the_next_begins(started, tmp_path, words):
         names = [check["name"] for check in json.loads(out)]
         assert names[-11:] == [name for expected in PARTS.values() for name in expected]
     else:
-        assert ("Nothing stands in the way" in out) is (not words), out
+        assert ("No problems found" in out) is (not words), out
 
 
 @pytest.mark.sample(1)
@@ -101,13 +101,13 @@ def test_an_interrupt_leaves_what_is_known(started, tmp_path, words):
     process = started("--train", *words)
     for name in ("multiply", "sums"):
         (tmp_path / name).touch()
-    before = titles(process.stderr if words else process.stdout, "Sums between devices")
+    before = titles(process.stderr if words else process.stdout, "All-reduce between devices")
     process.send_signal(signal.SIGINT)
     out, err = ended(process)
     assert process.returncode == 130, err
-    assert err == "error: Interrupted: what stands above is known; the rest of the self-test is not.\n"
+    assert err == "error: Interrupted: the checks above are done; the rest of the self-test is not.\n"
     if words:
-        assert [check["name"] for check in json.loads(out)][-2:] == ["Matrix products", "Sums between devices"]
+        assert [check["name"] for check in json.loads(out)][-2:] == ["Matrix products", "All-reduce between devices"]
     else:
         assert "TensorFlow" in before and out == ""
     assert not (tmp_path / "it.zip").exists()
@@ -134,6 +134,7 @@ def test_a_training_is_judged_once_all_machines_are_known(facts, found, monkeypa
     monkeypatch.setattr(selftest, "launched", lambda kind, *_, **__: found[kind])
     checks = selftest.examine(facts, {}, workers=["localhost", "b"], on_check=told.append)
     names = [check.name for check in told]
-    assert names[:5] == ["Matrix products", "Sums between devices", "Disk rate", "Input rate", "Training one_device"]
+    expected = ["Matrix products", "All-reduce between devices", "Disk rate", "Input rate", "Training one_device"]
+    assert names[:5] == expected
     assert names[7] == "Machine b"
     assert sorted(names) == sorted(check.name for check in checks)

@@ -28,8 +28,8 @@ def test_figures_of_a_machine_that_is_well(found, judged):
     named = judged(found)
     assert {check.status for check in named.values()} == {"ok"}
     assert named["Matrix products"].figures == {"rate": 8e10, "peak": 1e11, "ratio": 0.8}
-    assert named["Sums between devices"].figures["ratio"] == pytest.approx(0.05)
-    assert "0.15 of the 2.00 GB/s of a plain TCP connection" in named["Sums between workers"].found
+    assert named["All-reduce between devices"].figures["ratio"] == pytest.approx(0.05)
+    assert "0.15 of the 2.00 GB/s of a plain TCP connection" in named["All-reduce between workers"].found
     assert named["Input rate"].figures["ratio"] == 0.5
 
 
@@ -45,8 +45,8 @@ def test_figures_of_gpus_against_what_their_makers_say(found, judged, facts, wit
     assert checks[2].found.endswith("360.0 GB/s; 0.80 of NVLink")
     facts["driver"]["links"] = [{"gpus": [0, 1], "path": "SYS", "reads": True}]
     found["sums"]["sum"] = rate(1e10)  # 16 lanes of generation 5 carry 63 GB/s.
-    assert judged(found)["Sums between devices"].found.startswith("2 devices: 10.0 GB/s; 0.16 of PCIe")
-    assert judged(found)["Sums between devices"].status == "warning"
+    assert judged(found)["All-reduce between devices"].found.startswith("2 devices: 10.0 GB/s; 0.16 of PCIe")
+    assert judged(found)["All-reduce between devices"].status == "warning"
 
 
 def test_a_gpu_before_ampere_is_judged_by_its_float32(found, judged, with_gpus, a_gpu):
@@ -64,8 +64,8 @@ def test_a_bridge_between_cards_is_not_judged_by_their_slot(found, judged, with_
     name = "NVIDIA A100 80GB PCIe"
     with_gpus(a_gpu(name=name), a_gpu(name=name, uuid="GPU-2"))  # the pair's path is NVLink
     found["sums"] = {"devices": 2, "kind": "GPU", "bytes": 2**26, "sum": rate(2e11)}
-    check = judged(found)["Sums between devices"]
-    assert check.found.endswith("what the link can do is not known") and "peak" not in check.figures
+    check = judged(found)["All-reduce between devices"]
+    assert check.found.endswith("the bandwidth of the link is unknown") and "peak" not in check.figures
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_a_bridge_between_cards_is_not_judged_by_their_slot(found, judged, with_
         ({"training": {"mirrored": None}}, "Training mirrored", "ok", "not tried"),
         ({"multi_worker": {"weights": [0.5, -2.0]}}, "Training multi_worker", "problem", "2 weights, where one"),
         ({"multi_worker": {"clocks": {"worker 1": [-40.0, 0.1]}}}, "Clocks of workers", "warning", "40.0 s behind"),
-        ({"multi_worker": {"sum": rate(1e6)}}, "Sums between workers", "warning", "less than 0.02"),
+        ({"multi_worker": {"sum": rate(1e6)}}, "All-reduce between workers", "warning", "less than 0.02"),
         ({"disk": {"write": 1e7}}, "Disk rate", "warning", "too slow"),
-        ({"sums": {"error": "no answer within 5 s"}}, "Sums between devices", "problem", "no answer within 5 s"),
+        ({"sums": {"error": "no answer within 5 s"}}, "All-reduce between devices", "problem", "no answer within 5 s"),
         ({"parameter_server": {"weights": None, "error": "gone"}}, "Training parameter_server", "problem", "gone"),
     ],
 )
@@ -107,13 +107,13 @@ def test_a_part_that_fails_hides_no_other(found, judged):
     broken = {name: {"error": "no answer within 5 s"} for name in found}
     assert {check.status for check in judged(broken).values()} == {"problem"}
     named = judged(found | {"multi_worker": broken["multi_worker"]})
-    assert named["Sums between workers"].status == named["Training multi_worker"].status == "problem"
+    assert named["All-reduce between workers"].status == named["Training multi_worker"].status == "problem"
     assert named["Training mirrored"].status == "ok"
 
 
 @pytest.mark.parametrize("workers", [["one"], ["one", ""], [""]])
 def test_fewer_than_two_workers(workers):
-    with pytest.raises(InputError, match="must name two machines or more"):
+    with pytest.raises(InputError, match="must list two or more machines"):
         selftest.checked(workers)
     assert selftest.checked([]) == ["localhost", "localhost"]
 
@@ -158,7 +158,7 @@ def test_this_machine_passes(facts, clean, tmp_path):
     names = ("one_device", "mirrored", "averaging", "multi_worker", "parameter_server")
     for name in names:
         assert named[f"Training {name}"].status == "ok", named[f"Training {name}"]
-    for name in ("Matrix products", "Sums between devices", "Sums between workers", "Input rate"):
+    for name in ("Matrix products", "All-reduce between devices", "All-reduce between workers", "Input rate"):
         assert named[name].figures["rate"] > 0, named[name]
     assert not list(tmp_path.iterdir())
 
@@ -172,7 +172,7 @@ def test_every_machine_is_measured(facts, clean, ssh_server, tmp_path):
     named = {check.name: check for check in checks}
     for name in ("one_device", "mirrored", "averaging"):
         assert named[f"Training {name} on node1"].status == "ok", named[f"Training {name} on node1"]
-    for name in ("Matrix products", "Sums between devices", "Input rate"):
+    for name in ("Matrix products", "All-reduce between devices", "Input rate"):
         assert named[f"{name} on node1"].figures["rate"] > 0, named[f"{name} on node1"]
     assert str(tmp_path) in named["Disk rate on node1"].found and not list(tmp_path.iterdir())
     # One that is not reached is named, and hides nothing of the other.

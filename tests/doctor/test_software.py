@@ -113,7 +113,7 @@ BROKEN = {
     "dies on import": (
         {"tensorflow/__init__.py": "import os, signal; os.kill(os.getpid(), signal.SIGILL)"},
         "TensorFlow",
-        "cannot be imported: the process died of SIGILL",
+        "cannot be imported: the process was ended by SIGILL",
     ),
     "leaves on import": (
         {"tensorflow/__init__.py": "raise SystemExit(3)"},

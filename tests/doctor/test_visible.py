@@ -41,7 +41,7 @@ def test_cuda_visible_devices_is_read_as_cuda_does(value, shown, stray):
     ("value", "status", "fix"),
     [
         ("0,1", "ok", ""),
-        ("1", "warning", "unset CUDA_VISIBLE_DEVICES  (leave it where the others are somebody else's)"),
+        ("1", "warning", "unset CUDA_VISIBLE_DEVICES  (unless the others are reserved for someone else)"),
         ("MIG-1", "ok", ""),
         ("", "warning", "unset CUDA_VISIBLE_DEVICES"),
         ("-1", "warning", "unset CUDA_VISIBLE_DEVICES"),
@@ -63,15 +63,15 @@ def two_workers(*hosts) -> str:
 @pytest.mark.parametrize(
     ("environ", "status", "words"),
     [
-        ({}, "warning", "'2', shows 1 of 4 GPU(s): GPU 0, 1, 3 would be left unused"),
+        ({}, "warning", "'2', shows 1 of 4 GPU(s): GPU 0, 1, 3 stays unused"),
         ({"TFGPU_HEARTBEAT": "/run/heart"}, "ok", "shows 1 of 4 GPU(s), by tfgpu's launcher"),
         ({"TFGPU_HEARTBEAT": "/run/heart", "CUDA_VISIBLE_DEVICES": ""}, "ok", "shows 0 of 4 GPU(s), by tfgpu's"),
         ({"SLURM_JOB_ID": "7"}, "ok", "shows 1 of 4 GPU(s), by Slurm"),
         ({"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": ""}, "warning", "training runs on the CPU"),
         ({"PBS_JOBID": "7.host"}, "ok", "by PBS"),
         ({"TF_CONFIG": two_workers("a", "a")}, "ok", "by the share of one of several workers (TF_CONFIG)"),
-        ({"TF_CONFIG": two_workers("a", "b")}, "warning", "GPU 0, 1, 3 would be left unused"),
-        ({"TF_CONFIG": "{"}, "warning", "GPU 0, 1, 3 would be left unused"),
+        ({"TF_CONFIG": two_workers("a", "b")}, "warning", "GPU 0, 1, 3 stays unused"),
+        ({"TF_CONFIG": "{"}, "warning", "GPU 0, 1, 3 stays unused"),
         ({"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-0,GPU-3,GPU-1"}, "ok", "shows 4 of 4 GPU(s)"),
     ],
 )
@@ -91,7 +91,7 @@ def test_gpus_that_are_hidden_for_a_reason_stay_hidden(mine, by_name, with_gpus,
     cut = a_gpu(uuid="GPU-3", mig={"enabled": True, "pending": True, "slices": ["MIG-1"]})
     facts = with_gpus(a_gpu(uuid="GPU-0"), full, bad, cut)
     check = by_name(facts, CUDA_VISIBLE_DEVICES=mine)["CUDA_VISIBLE_DEVICES"]
-    assert check.status == "ok" and check.found.endswith("shows 1 of 4 GPU(s); what it hides could not be used")
+    assert check.status == "ok" and check.found.endswith("shows 1 of 4 GPU(s); the hidden ones are in use or faulty")
     facts = with_gpus(a_gpu(uuid="GPU-0"), full, a_gpu(uuid="GPU-2"))
     check = by_name(facts, CUDA_VISIBLE_DEVICES=mine)["CUDA_VISIBLE_DEVICES"]
     assert (check.status, check.command) == ("warning", f"{ONLY}=GPU-0,GPU-2")
@@ -114,12 +114,12 @@ def test_a_lost_gpu_stays_hidden(told, facts, by_name):
     facts |= told(GPUS="4", LOST="1")
     check = by_name(facts, CUDA_VISIBLE_DEVICES="3")["CUDA_VISIBLE_DEVICES"]
     assert check.command == f"{ONLY}=GPU-1f0c5a92,GPU-3b6a90c1,GPU-4c51d7e8"
-    assert "shows 1 of 3 GPU(s): GPU 0, 2 would be left unused" in check.found
+    assert "shows 1 of 3 GPU(s): GPU 0, 2 stays unused" in check.found
 
 
 def test_hidden_gpus_are_no_fault_of_tensorflow(facts, by_name, with_gpus):
     named = by_name(with_gpus(H100, T4, seen=[]), CUDA_VISIBLE_DEVICES="")
-    assert named["GPUs"] == Check("GPUs", "ok", "CUDA_VISIBLE_DEVICES shows none: training runs on the CPU")
+    assert named["GPUs"] == Check("GPUs", "ok", "CUDA_VISIBLE_DEVICES hides all: training runs on the CPU")
 
 
 @pytest.mark.parametrize(

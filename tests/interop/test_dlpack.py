@@ -116,7 +116,7 @@ class Elsewhere:
 def test_bad_input():
     with pytest.raises(InputError, match="__dlpack__"):
         from_dlpack([1, 2])
-    with pytest.raises(InputError, match="is no number. Convert it first"):
+    with pytest.raises(InputError, match="is not numeric. Convert it to another type first"):
         from_dlpack(np.array(["a"]))
     with pytest.raises(MachineError, match="TensorFlow sees 0 GPU"):
         from_dlpack(Elsewhere(2, 0))

@@ -189,7 +189,7 @@ def test_bad_input():
         dali(lambda shard, shards, batch: Reader(10, batch), global_batch=4, shards=2)
     with pytest.raises(InputError, match="batches of 2 rows. Received: batches of 4"):
         dali(lambda shard, shards, batch: Reader(10, 4, shard, shards), global_batch=4, shards=2)
-    with pytest.raises(InputError, match="One pipeline is one shard"):
+    with pytest.raises(InputError, match="A pipeline is one shard"):
         dali(Source(), global_batch=4, shards=2)
     with pytest.raises(InputError, match="Unknown reader 'number'.*numbers"):
         dali(reader(10), global_batch=4, reader="number")

@@ -56,7 +56,7 @@ def rate(*values):
 
 
 TRIALS = [
-    Trial("augment='none'", rate(900, 900), 9.0, "to see what augmentation costs"),
+    Trial("augment='none'", rate(900, 900), 9.0, "shows the cost of augmentation"),
     Trial("cache='memory'", rate(310, 290), 3.0),
     Trial("prefetch=0", rate(95, 96), 0.95),
 ]
@@ -66,10 +66,10 @@ TRIALS = [
     "bottleneck, base, model, together, shared, tried, text",
     [
         ("input", 100, 400, 98, False, TRIALS, "the model waits 75% of the time. cache='memory' makes .* 3.0 times"),
-        ("input", 100, 400, 98, False, TRIALS[2:], "None of the settings tried"),
-        ("input", 100, 400, 98, False, [Trial("prefetch=0", rate(150, 90), 1.2)], "None of the settings tried"),
+        ("input", 100, 400, 98, False, TRIALS[2:], "No measured setting"),
+        ("input", 100, 400, 98, False, [Trial("prefetch=0", rate(150, 90), 1.2)], "No measured setting"),
         ("model", 400, 100, 98, False, TRIALS, "could feed 4.0 of it. No setting of the input"),
-        ("model", 400, 100, 60, True, TRIALS[2:], "share the processor.*None of the settings"),
+        ("model", 400, 100, 60, True, TRIALS[2:], "compete for the CPU.*No measured setting"),
     ],
 )
 def test_the_advice_names_the_bottleneck_and_what_clearly_moves_it(

@@ -151,7 +151,7 @@ def host(**lines):
 def test_a_trace_without_a_gpu_claims_nothing_of_one():
     report = judged(host(python=steps((0, 1000)), pool=[("dense/MatMul:MatMul", 0, 900, {})]))
     assert report.verdict == "compute-bound" and report.tensor_cores is None and names(report) == []
-    assert "Tensor Cores, kernels and gaps between kernels are not known" in report.unknown[0]
+    assert "Tensor Cores, kernels and gaps between kernels are unknown" in report.unknown[0]
     there_is_one = judged(host(python=steps((0, 1000))), Around(devices=("GPU:0",)))
     assert any("There is a GPU" in text for text in there_is_one.unknown)
 
@@ -205,7 +205,7 @@ def test_retracing_names_the_function_and_the_argument(change, text, knob):
 
 def test_functions_that_are_made_anew_are_told_apart():
     (found,) = judged(host(python=[call(at, True, 1) for at in (0, 100, 200)])).findings
-    assert "another tf.function of that name" in found.seen and "once, before the loop" in found.knob
+    assert "a new tf.function of that name" in found.seen and "once, before the loop" in found.knob
 
 
 def test_the_loops_of_tfgpu_itself_are_no_functions_made_anew():
@@ -303,7 +303,7 @@ def test_an_input_without_a_stage_that_stands_out_is_slow_all_the_same():
     wait = [("IteratorGetNextOp::DoCompute", at, at + 80, {"id": 1}) for at in range(0, 1000, 100)]
     planes = host(python=[*steps((0, 1000), count=10), *wait], feed=[iterator("Map", 0, 5, 2, 99)])
     (found,) = judged(planes).findings
-    assert (found.name, found.where) == ("slow_input", "") and "no stage of it stands out" in found.seen
+    assert (found.name, found.where) == ("slow_input", "") and "no stage stands out" in found.seen
 
 
 def slow_input(around):
@@ -363,7 +363,7 @@ def test_pythons_time_between_the_calls_of_a_function_is_its_own():
     report = judged(host(python=calls, pool=[("MatMul:MatMul", at, at + 90, {}) for at in range(0, 2000, 400)]))
     assert report.verdict == "python-bound" and names(report) == ["work_between_steps"]
     assert report.shares["between"] == pytest.approx(310 / 400) and report.shares["launch"] == 0
-    assert "several steps in one call: @tf.function" in report.findings[0].knob
+    assert "several steps per call: @tf.function" in report.findings[0].knob
     marks = [("mine", at, at + 400, {"step_num": at, "_r": 1}) for at in range(0, 2000, 400)]
     report = judged(host(python=[*marks, *calls]))
     assert report.verdict == "python-bound" and report.shares["python"] == pytest.approx(310 / 400)
@@ -537,7 +537,7 @@ def test_all_files_are_written_and_can_be_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "is no whole trace"), (b"no trace at all\n", "is no whole trace"), (b"", "holds nothing")],
+    [(None, "is not a complete trace"), (b"no trace at all\n", "is not a complete trace"), (b"", "is empty")],
 )
 def test_a_broken_trace_is_named(content, said, tmp_path):
     whole = space(gpu(kernels=[(TENSOR, 0, 300, {})])).SerializeToString()

@@ -70,7 +70,7 @@ def test_the_command_line_says_what_to_do_about_secrets(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert SECRET not in done.stderr
-    assert "arguments hold what looks like a secret" in done.stderr
+    assert "arguments seem to contain a secret" in done.stderr
     made = 'kubectl create secret generic digits-secrets --namespace=team --from-literal=WANDB_API_KEY="$WANDB_API_KEY"'
     assert made in done.stderr
 

@@ -35,13 +35,13 @@ def tfgpu(*words, cwd, timeout=300):
     ("words", "expected"),
     [
         (["batch-size", "digist"], "Did you mean 'digits'?"),
-        (["batch-size", "--lowest", "0"], "`lowest` must be a whole number of at least 1. Received: 0."),
+        (["batch-size", "--lowest", "0"], "`lowest` must be a whole number from 1. Received: 0."),
         (["batch-size", "--lowest", "two"], "Invalid value for '--lowest'"),
         (["batch-size", "--scale", "sqr"], "Did you mean 'sqrt'?"),
         (["batch-size", "--memory-limit", "much"], "A size of memory is a number with a unit"),
         (["batch-size", "--timeout", "-1"], "`timeout_s` must be above 0. Received: -1.0."),
-        (["batch-size", "--output", "full"], "--output must be a new or an empty folder. Received: 'full'."),
-        (["learning-rate", "--output", "full"], "--output must be a new or an empty folder. Received: 'full'."),
+        (["batch-size", "--output", "full"], "--output must be a new or empty folder. Received: 'full'."),
+        (["learning-rate", "--output", "full"], "--output must be a new or empty folder. Received: 'full'."),
         (["learning-rate", "--epochs", "0"], "`epochs` should be greater than or equal to 1"),
         (["batch-size", "stranger.yaml"], "stranger.yaml names code to run: model: os:system"),
         (["learning-rate", "stranger.yaml"], "stranger.yaml names code to run: model: os:system"),
@@ -125,7 +125,7 @@ def test_a_batch_size_is_found_and_its_recipe_trains(tmp_path):
     )
     assert trained.returncode == 0 and "test accuracy" in trained.stdout, trained.stderr
     again = tfgpu(*words, "--output", "a/found", cwd=tmp_path)
-    assert again.returncode == 2 and "a new or an empty folder" in again.stderr
+    assert again.returncode == 2 and "a new or empty folder" in again.stderr
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Training in which replicas or workers do not wait for each other in every step."""
+"""Training in which replicas or workers do not synchronize at every step."""
 
 from tfgpu.lazy import on_first_use
 

@@ -1,4 +1,4 @@
-"""Local SGD, as its users see it: `traffic` tells what a model's replicas have sent to each other.
+"""Local SGD; `traffic` reports how much data the replicas of a model have sent to each other.
 
 Example:
     >>> import keras, numpy as np, tfgpu
@@ -30,11 +30,11 @@ class Traffic:
 
     Attributes:
         steps: training steps.
-        rounds: averagings of the weights; 0 in synchronous training.
-        bytes: payload of all collectives in training, gradients, weights and metrics. What the network carries
-            depends on the all-reduce: a ring of N replicas sends 2 (N - 1) / N times the payload of a sum, and N - 1
-            times the payload of a gather (`top_k`).
-        is_whole: False if `bytes` leaves out tensors whose shapes change.
+        rounds: how often the weights were averaged; 0 in synchronous training.
+        bytes: payload of all collectives in training: gradients, weights and metrics. The network traffic depends on
+            the all-reduce: a ring of N replicas sends 2 (N - 1) / N times the payload of a sum, and N - 1 times the
+            payload of a gather (`top_k`).
+        is_whole: False if `bytes` excludes tensors whose shapes change.
     """
 
     steps: int
@@ -44,7 +44,7 @@ class Traffic:
 
 
 def traffic(model: keras.Model) -> Traffic:
-    """Returns what each replica of a model has sent to the others in training, under any strategy of replicas.
+    """Returns what each replica of a model has sent to the others in training, under any replicated strategy.
 
     Args:
         model: a model that has been trained by `fit`, `Trainer` or `train_on_batch`.

@@ -1,4 +1,4 @@
-"""The curves of a run for TensorBoard: each epoch's logs, written in the background."""
+"""Each epoch's logs for TensorBoard, written in the background."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ class EventsFile(keras.callbacks.Callback):
 
     Args:
         directory: where the event files go; None writes none (on a worker that is not the chief).
-        writer: writes them; others may share it. Default: one of its own.
+        writer: writes the files; it can be shared with other callbacks. Default: a new one.
 
     Raises:
         MachineError: an event could not be written; raised at the end of the next epoch or of the training.

@@ -1,4 +1,4 @@
-"""Rows of figures as TensorBoard's scalars, many to an event."""
+"""Rows of numbers as TensorBoard scalars, one event per row."""
 
 import os
 import socket
@@ -16,12 +16,12 @@ _NO_CURVES = ("time", "seconds", "epoch", "step")
 
 
 class EventsTable:
-    """Writes samples under `monitor/` by the model's step, and epochs under `monitor_epoch/` by the epoch.
+    """Writes samples under `monitor/` by step, and epochs under `monitor_epoch/` by epoch.
 
-    `tf.summary` makes an event of each number; here a sample is one, which costs a fraction of a millisecond.
+    `tf.summary` makes one event per number. One event per sample takes a fraction of a millisecond.
 
     Args:
-        folder: the run; made with the first row.
+        folder: the run's folder; created with the first row.
     """
 
     def __init__(self, folder: Path):

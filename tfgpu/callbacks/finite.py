@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfgpu.checkpoint import data_position
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.optim import nonfinite_steps
 
 _log = logging.getLogger(__name__)
@@ -94,9 +94,7 @@ class SkipNaN(keras.callbacks.Callback):
 
     def __init__(self, limit: int = 10):
         super().__init__()
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-            raise InputError(f"`limit` must be a whole number of steps from 0. Received: {limit!r}.")
-        self.limit: int = limit
+        self.limit: int = whole_number("limit", limit, minimum=0)
         self.skipped: int = 0
         self._epoch = self._first = self._before = 0
 

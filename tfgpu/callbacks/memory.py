@@ -1,4 +1,4 @@
-"""The memory that an epoch used: that of the process on the host, and that of each GPU."""
+"""Peak memory of each epoch, on the host and on each GPU."""
 
 import resource
 import sys
@@ -13,7 +13,7 @@ _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB o
 
 
 class Memory(keras.callbacks.Callback):
-    """Adds memory peaks to the logs at the end of each epoch; does nothing in single steps.
+    """Adds memory peaks to the logs at the end of each epoch; does no work per step.
 
     | in the logs | |
     |---|---|
@@ -22,7 +22,7 @@ class Memory(keras.callbacks.Callback):
 
     A GPU's peak includes validation, but not memory that TensorFlow has reserved and does not use.
 
-    On several workers, each worker has its own peaks in its own logs. Put it before callbacks that keep the logs
+    On several workers, each worker logs its own peaks. Put this callback before those that store the logs
     (`MetricsFile`, `Checkpoint`, `EventsFile`). It resets TensorFlow's peak counters at the beginning of an epoch.
 
     Example:
@@ -47,7 +47,7 @@ class Memory(keras.callbacks.Callback):
 
 
 def peaks() -> dict[str, int]:
-    """The peaks as they are now, in bytes, by their names in the logs.
+    """Returns the current peaks in bytes, by their names in the logs.
 
     Example:
         >>> peaks()["host_peak_bytes"] > 2**20
@@ -60,7 +60,7 @@ def peaks() -> dict[str, int]:
 
 
 def is_peak(name: str) -> bool:
-    """Whether an entry of the logs is a peak of memory.
+    """Returns whether an entry of the logs is a memory peak.
 
     Example:
         >>> is_peak("gpu0_peak_bytes")
@@ -70,7 +70,7 @@ def is_peak(name: str) -> bool:
 
 
 def _host() -> int:
-    """Of this program: Linux's `ru_maxrss` counts what the process was before it, such as a larger parent's fork."""
+    """The peak of this program. Linux's `ru_maxrss` also counts the time before `exec`, such as a larger parent's."""
     try:
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):

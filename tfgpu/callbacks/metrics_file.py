@@ -1,4 +1,4 @@
-"""The table of a run: a CSV file with one row per epoch, which is replaced as a whole."""
+"""The metrics of a run as a CSV file with one row per epoch."""
 
 import csv
 import io
@@ -20,13 +20,13 @@ _LAST = ("learning_rate", "step_time_s", "epoch_time_s")
 class MetricsFile(keras.callbacks.Callback):
     """Times steps and epochs, adds the times and the learning rate to the logs, and writes `metrics.csv`.
 
-    Put it before callbacks that keep the logs (checkpoint, TensorBoard), so that they get the times too. The file is
-    written in the background and replaced as a whole; `fit` waits for it at the end.
+    Put it before callbacks that store the logs (checkpoint, TensorBoard), so that they get the times too. The file is
+    written in the background and replaced atomically; `fit` waits for it at the end.
 
     Args:
         path: the CSV file; None writes no file (on a worker that is not the chief) but still measures times.
-        rows: the rows of epochs that are already done, as a checkpoint keeps them; new ones are appended.
-        writer: writes the file; others may share it. Default: one of its own.
+        rows: the rows of finished epochs, as stored in a checkpoint; new rows are appended.
+        writer: writes the file; it can be shared with other callbacks. Default: a new one.
 
     The columns are `epoch` (from 1), the metrics, `learning_rate` (at the end of the epoch), `step_time_s`
     (median seconds per step; a call that runs many steps counts as its time divided by their number), `epoch_time_s`
@@ -79,7 +79,7 @@ class MetricsFile(keras.callbacks.Callback):
         self._writer.wait()
 
     def write(self) -> None:
-        """Hands the rows to the writer, as they are; nothing when there is no path or no row."""
+        """Passes the current rows to the writer; does nothing without a path or rows."""
         if self._path is None or not self.rows:
             return
         names = dict.fromkeys(name for row in self.rows for name in row if name not in (*_LAST, "epoch"))

@@ -1,4 +1,4 @@
-"""What a training takes of its machine, watched from a thread beside it."""
+"""Resource use of a training, sampled by a background thread."""
 
 import os
 import threading
@@ -12,46 +12,46 @@ import keras
 from tfgpu.callbacks.watcher import Places, Watcher
 from tfgpu.cluster import Cluster
 from tfgpu.core import input_stats, step_blocks
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.sensors import prometheus as prometheus_format
 from tfgpu.sensors.epochs import Epoch
 from tfgpu.sensors.sample import Value
 
 SAMPLES, EPOCHS, PROMETHEUS = "monitor-worker{}.csv", "monitor-epochs-worker{}.csv", "monitor-worker{}.prom"
-"""The files of a worker, by its number."""
+"""A worker's files; `{}` is its number."""
 
 
 class Monitor(keras.callbacks.Callback):
-    """Watches GPUs, CPU, memory, disks, network and the wait for data while a model trains, and says what limits it.
+    """Monitors GPUs, CPU, memory, disks, network and waits for data during training, and says what limits the speed.
 
-    A thread takes a sample a second; no step waits for it, and blocks of steps stay as long as they are. Without a GPU
-    the GPU's figures are not there. Every process that trains watches its own machine and writes its own files; those
-    of an earlier training are gone on with. Nothing that fails in the monitor stops the training: a warning says so
-    once.
+    A background thread takes one sample per second. No step waits for it, and it does not shorten blocks of steps.
+    Without a GPU, the GPU columns are missing. Each process that trains monitors its own machine and writes its own
+    files; rows are appended to the files of an earlier training. An error in the monitor does not stop the training;
+    it is logged once as a warning.
 
     | file | |
     |---|---|
-    | `monitor-worker0.csv` | a row a sample |
-    | `monitor-epochs-worker0.csv` | a row an epoch: means, maxima, energy, what limited it |
+    | `monitor-worker0.csv` | one row per sample |
+    | `monitor-epochs-worker0.csv` | one row per epoch: means, maxima, energy, what limited it |
     | `monitor-worker0.prom` | the newest sample for node_exporter's textfile collector |
 
     Args:
         folder: for the files; None writes none.
-        every_s: seconds from sample to sample. The thread waits longer where a sample takes more than a hundredth of
-            that in processor time.
-        csv: whether to write the two tables; None: where there is a folder.
-        tensorboard: a folder for TensorBoard's events, one run a worker (`monitor-worker0`); None writes none.
-        prometheus: `True` for a file in `folder`; a port on this machine, or `"host:port"`, to serve it at `/metrics`
-            (each worker at the next port); None for neither.
-        worker: this process's number; None asks the cluster.
+        every_s: seconds between samples. The thread waits longer if a sample uses more than a hundredth of that as CPU
+            time.
+        csv: whether to write the two tables; None writes them if there is a folder.
+        tensorboard: a folder for TensorBoard's events, one run per worker (`monitor-worker0`); None writes none.
+        prometheus: `True` writes a file in `folder`; a port on this machine, or `"host:port"`, serves it at `/metrics`
+            (worker N at the port plus N); None does neither.
+        worker: this process's number; None reads it from the cluster's environment.
 
     Attributes:
-        epochs: the rows of the epochs so far, as in `monitor-epochs-worker0.csv`; whole once `fit` has ended.
-        cost_s: the processor's time that the samples of the last `fit` took, in seconds.
+        epochs: the rows of the epochs so far, as in `monitor-epochs-worker0.csv`; complete once `fit` has ended.
+        cost_s: the CPU time that the samples of the last `fit` took, in seconds.
 
     Raises:
-        InputError: a setting that cannot work.
-        MachineError: when `fit` begins, the port cannot be had.
+        InputError: an argument is invalid.
+        MachineError: when `fit` begins, the port cannot be opened.
 
     Example:
         >>> import tensorflow as tf
@@ -78,14 +78,12 @@ class Monitor(keras.callbacks.Callback):
     ):
         super().__init__()
         if isinstance(every_s, bool) or not isinstance(every_s, int | float) or not 0.01 <= every_s < float("inf"):
-            raise InputError(f"`every_s` must be seconds, 0.01 or more. Received: every_s={every_s!r}. Try 1.")
+            raise InputError(f"`every_s` must be 0.01 seconds or more. Received: every_s={every_s!r}. Try 1.")
         if folder is None and (csv or prometheus is True):
-            raise InputError("`csv` and `prometheus=True` write files. Received: no folder. Give one.")
-        if worker is not None and (isinstance(worker, bool) or not isinstance(worker, int) or worker < 0):
-            raise InputError(f"`worker` must be a number from 0, or None to ask the cluster. Received: {worker!r}.")
+            raise InputError("`csv` and `prometheus=True` write files. Received: folder=None. Give a folder.")
         cluster = Cluster.from_environment()
         self._workers = cluster.size
-        self._worker = max(0, cluster.rank) if worker is None else worker
+        self._worker = max(0, cluster.rank) if worker is None else whole_number("worker", worker, minimum=0)
         self._every_s = float(every_s)
         self._places = _places(folder, csv, tensorboard, prometheus, self._worker)
         self._watcher: Watcher | None = None
@@ -105,15 +103,15 @@ class Monitor(keras.callbacks.Callback):
 
     @property
     def port(self) -> int | None:
-        """Where Prometheus's figures are served now."""
+        """The port that serves Prometheus metrics now."""
         return self._watcher.port if self._watcher is not None else None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if (other := self._fit) is not None and other is not threading.current_thread() and other.is_alive():
-            raise InputError("A Monitor watches one `fit` at a time. Received: a second one beside it. Make another.")
+            raise InputError("A Monitor can monitor one `fit` at a time. Create another one for the second `fit`.")
         run = step_blocks.current()
         if run is not None and self._run is not None and self._run() is run:
-            raise InputError("A Monitor watches a `fit` once. Received: the same one twice. Give it once.")
+            raise InputError("The same Monitor is in `callbacks` twice. Pass it once.")
         self.close()
         self._fit, self._run = threading.current_thread(), weakref.ref(run) if run is not None else None
         self._is_traced, self._block_ended, self.epochs = False, None, []
@@ -131,7 +129,7 @@ class Monitor(keras.callbacks.Callback):
         )
         self._thread = threading.Thread(target=self._watcher.work, name="tfgpu-monitor", daemon=True)
         self._thread.start()
-        # A `fit` that failed without the repairs tells nobody.
+        # Without the repairs, a failed `fit` does not notify its callbacks.
         self._forgotten = weakref.finalize(self, self._watcher.stop)
         if run is not None:
             run.exits.callback(self.close)
@@ -150,7 +148,7 @@ class Monitor(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._block_ended = now = time.monotonic()
-        # Keras's own blocks (`steps_per_execution`) have a number as if the last one were whole.
+        # Keras numbers its own blocks (`steps_per_execution`) as if the last one were full.
         steps = min(batch, ((self.params or {}).get("steps") or batch + 1) - 1) - self._first + 1
         self._epoch_steps += steps
         if self._is_traced:
@@ -158,10 +156,10 @@ class Monitor(keras.callbacks.Callback):
             self._train_s += now - self._block_begun
         if self._watcher is not None:
             self._watcher.note(steps, now - self._block_begun if self._is_traced else None)
-        self._is_traced = True  # The first block of a `fit` is traced, which is no step's time.
+        self._is_traced = True  # The first block of a `fit` includes tracing.
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._count()  # Keras sets the metrics back right after this.
+        self._count()  # Keras resets the metrics right after this.
         self._block_ended = None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -175,8 +173,8 @@ class Monitor(keras.callbacks.Callback):
         self.close()
 
     def close(self) -> None:
-        """Ends the thread after a last sample; `fit` calls it, also where it fails."""
-        if self._forgotten is not None:  # It holds the watcher, and by that the data of the `fit`.
+        """Ends the thread after a last sample; `fit` calls this, also when it fails."""
+        if self._forgotten is not None:  # It references the watcher, and so the data of the `fit`.
             self._forgotten.detach()
         self._forgotten = self._fit = None
         watcher, self._watcher = self._watcher, None
@@ -186,7 +184,7 @@ class Monitor(keras.callbacks.Callback):
             self.cost_s = watcher.cost_s
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy watches nothing yet."""
+        """Copies the settings; a copy monitors nothing yet."""
         idle = dict.fromkeys(("_watcher", "_thread", "_forgotten", "_fit", "_run"))
         return {**self.__dict__, **idle, "_counter": input_stats.RowCounter(None)}
 
@@ -210,7 +208,7 @@ def _places(
         server = host, port + worker if port else 0
         if server[1] > 65535:
             raise InputError(
-                f"Worker {worker} serves its figures at `prometheus` + {worker}, at most 65535. "
+                f"Worker {worker} serves its metrics at port `prometheus` + {worker}, which must be at most 65535. "
                 f"Received: {prometheus!r}. Use 9400."
             )
     return Places(

@@ -1,4 +1,4 @@
-"""What a person sees while a model trains: a progress bar on a terminal, and one line per epoch everywhere."""
+"""A progress bar on a terminal, and one line per epoch everywhere."""
 
 import time
 from typing import Any
@@ -15,14 +15,14 @@ _HIDDEN = ("epoch_time_s",)
 
 
 class Progress(keras.callbacks.Callback):
-    """Shows a progress bar with metrics and remaining time, and keeps one line for each finished epoch.
+    """Shows a progress bar with metrics and remaining time, and prints one line for each finished epoch.
 
-    Works with `fit` and with `Trainer.fit`, which reports once per block of steps. If the output is not a terminal (a
-    log file, a scheduler), there is no bar, only one plain line per epoch.
+    It is updated once per block of steps. If the output is not a terminal (a log file, a scheduler), it prints only the
+    line per epoch.
 
     Args:
         console: where to write; None writes to standard output.
-        first_total: steps per epoch, if the data does not tell before the first epoch ends.
+        first_total: steps per epoch, if the data does not have a known size.
 
     Example:
         model.fit(x, y, epochs=3, verbose=0, callbacks=[Progress()])
@@ -82,7 +82,7 @@ class Progress(keras.callbacks.Callback):
         self.close()
 
     def close(self) -> None:
-        """Takes the bar away and gives the terminal back; also after an error."""
+        """Removes the bar and restores the terminal, also after an error."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = self._task = None
@@ -93,7 +93,7 @@ class Progress(keras.callbacks.Callback):
 
 
 def line(logs: dict[str, Any] | None) -> str:
-    """Writes metrics for a person: rates in percent, times in milliseconds, memory in GiB, the rest with four digits.
+    """Formats metrics: accuracies in percent, times in milliseconds, memory in GiB, the rest with four decimals.
 
     Example:
         line({"loss": 0.08121, "val_accuracy": 0.986, "step_time_s": 0.0053})

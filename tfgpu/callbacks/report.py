@@ -8,7 +8,7 @@ from tfgpu.launch.functions.reports import report
 
 
 class Report(keras.callbacks.Callback):
-    """Sends each epoch's logs to the `on_progress` of `tfgpu.launch.ray_job` or `spark_job`; elsewhere does nothing.
+    """Sends each epoch's logs to `on_progress` of `tfgpu.launch.ray_job` or `spark_job`; elsewhere does nothing.
 
     Example:
         model.fit(x, y, epochs=3, callbacks=[tfgpu.callbacks.Report()])

@@ -39,9 +39,9 @@ class Tasks:
         DIRECTORY/task-0003/fit/        the checkpoints of the fourth's `fit`
 
     Args:
-        directory: where all this is saved; one directory per training.
+        directory: where the state is saved; one directory per training.
         remember: further state by name, as for `Checkpoint`: `{"replay": replay, "elastic": elastic}`.
-        keep: for how many of the newest tasks to keep checkpoints (default 2): if one is damaged, the training resumes
+        keep: how many of the newest tasks keep their checkpoints (default 2). If one is damaged, the training resumes
             from the previous one.
 
     Raises:
@@ -76,10 +76,10 @@ class Tasks:
 
     @property
     def done(self) -> int:
-        """The number of tasks done. Before `begin`, it is read from the directory, for a script that grows its model.
+        """The number of finished tasks. Before `begin`, it is read from the directory, for scripts that grow the model.
 
         Raises:
-            InputError: all that was saved is damaged.
+            InputError: all saved states are damaged.
         """
         if self._at is not None:
             return self._at
@@ -92,7 +92,7 @@ class Tasks:
 
     @property
     def logs(self) -> list[dict[str, Any]]:
-        """The logs that `end` was given for each finished task."""
+        """The logs passed to `end` for each finished task."""
         return [dict(row) for row in self._rows]
 
     def remembers(self, one: Any) -> bool:
@@ -103,8 +103,8 @@ class Tasks:
         """Restores the beginning of the newest task. On several workers, each must call this.
 
         Args:
-            model: compiled and built, as at the beginning of that task: if earlier tasks grow the model, grow it as
-                often before (see `done`), without training.
+            model: compiled and built, as at the beginning of that task: if earlier tasks grow the model, grow it the
+                same number of times first (see `done`), without training.
 
         Returns:
             The number of that task, from 0, which is the number of tasks done.
@@ -137,20 +137,20 @@ class Tasks:
         if self._at is None:
             raise InputError("No task has begun. Call `begin(model)` first.")
         if not re.fullmatch(r"[\w-]+", name) or name in self._names:
-            raise InputError(f"Each `fit` of a task needs another name, of letters and digits. Received: {name!r}.")
+            raise InputError(f"Each `fit` of a task needs its own name of letters and digits. Received: {name!r}.")
         self._names.add(name)
         made = Checkpoint(self._task() / name, **{"remember": self._objects, **settings})
         made.warns_when_over = False
         return made
 
     def end(self, model: keras.Model, logs: Mapping[str, Any] | None = None) -> None:
-        """Ends the running task, once all states in `remember` are up to date; the next one begins.
+        """Ends the running task and begins the next. Call it once all states in `remember` are up to date.
 
         On several workers, each must call this.
 
         Args:
-            model: compiled and built, as for the beginning of the next task.
-            logs: numbers about the task, or lists of numbers, for `logs`.
+            model: compiled and built, as at the beginning of the next task.
+            logs: numbers or lists of numbers to record for the task.
 
         Raises:
             InputError: no task has begun, or `logs` contains something else.
@@ -188,7 +188,7 @@ class Tasks:
         fail_together(model.distribute_strategy, save, f"Saving to {self._begun}")
 
     def _write(self, position: Position, arrays: dict[str, Any], memory: dict[str, Any]) -> None:
-        # A folder of this task dates from an earlier attempt, whose saved beginning was damaged.
+        # A folder of this task is left over from an attempt whose saved beginning was damaged.
         shutil.rmtree(self._task(), ignore_errors=True)
         path = self._begun / position.name
         storage.write(path, *storage.encode(position, arrays, memory))
@@ -201,7 +201,7 @@ class Tasks:
     def _put(self, model: keras.Model, read: Snapshot) -> None:
         setting = read.memory.get(_SETTING)
         if setting is None:
-            raise InputError(f"{read.position.directory} was not saved by Tasks. Give Tasks a directory of its own.")
+            raise InputError(f"{read.position.directory} was not saved by Tasks. Give Tasks its own directory.")
         _put_rate(model, setting["rate"])
         training_state.build_optimizer(model, setting["places"])
         _put_trainable(model, setting["trainable"])
@@ -215,7 +215,7 @@ def _numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {str(name): np.asarray(value, float).tolist() for name, value in logs.items()}
     except (AttributeError, TypeError, ValueError):
-        raise InputError(f"`logs` must be a mapping of numbers, or of lists of them. Received: {logs!r}.") from None
+        raise InputError(f"`logs` must map names to numbers or lists of numbers. Received: {logs!r}.") from None
 
 
 def _trainable(model: keras.Model) -> dict[str, bool]:
@@ -240,14 +240,12 @@ def _rate(model: keras.Model) -> str | None:
 
 
 def _put_rate(model: keras.Model, text: str | None) -> None:
-    """Restores a schedule that an earlier task has set, as `rewarm` does."""
+    """Restores a schedule that an earlier task has set, for example with `rewarm`."""
     if text is None or text == _rate(model):
         return
     try:
         schedule = keras.optimizers.schedules.deserialize(json.loads(text))
     except (TypeError, ValueError) as error:
-        raise InputError(
-            f"The learning rate schedule cannot be restored ({error}). Set it before `begin`."
-        ) from error
+        raise InputError(f"The learning rate schedule cannot be restored ({error}). Set it before `begin`.") from error
     model.optimizer.learning_rate = schedule
     tracing.trace_anew(model)

@@ -1,4 +1,4 @@
-"""A training in MLflow or Weights & Biases: settings, metrics and files, sent beside it."""
+"""Sends settings, metrics and files to MLflow or Weights & Biases in the background."""
 
 import importlib
 import json
@@ -24,32 +24,32 @@ from tfgpu.repairs import saving
 _log = logging.getLogger(__name__)
 
 LAST_S = 30.0
-"""Seconds that the end of a training waits for what was not sent yet."""
+"""Seconds that the end of a training waits for unsent messages."""
 START_S = 120.0
 
 
 class Track(keras.callbacks.Callback):
-    """Sends each epoch's logs to a tracker. The chief sends; a thread does it, so that no step waits for a network.
+    """Sends each epoch's logs to a tracker. Only the chief sends, from a thread, so that no step waits for the network.
 
-    A tracker that cannot be had when the training begins is an error. One that fails later is not: a warning says so,
-    and what it did not take is sent again with the next epoch.
+    If the tracker is unavailable when the training begins, `fit` fails. If it fails later, a warning is logged, and the
+    unsent values are sent again with the next epoch.
 
-    As a context manager it keeps the tracker's run open after `fit`, for `log` and `add`; without, the run ends with
-    `fit`. A run that ends by an error is marked so.
+    As a context manager, it keeps the tracker's run open after `fit`, for `log` and `add`. Otherwise the run ends with
+    `fit`. A run that ends with an error is marked as failed.
 
     Args:
-        tracker: `"mlflow"` or `"wandb"`. Where they send to is theirs to know: `MLFLOW_TRACKING_URI`, `WANDB_MODE`
-            and so on; without a word, MLflow writes to `mlflow.db` in the working directory.
-        project: MLflow's experiment, Weights & Biases' project.
-        name: the run's, as it is shown; None leaves it to the tracker.
-        settings: what is recorded with the run, such as a recipe's settings; secrets are removed.
-        remember: a file that keeps the tracker's name of the run: a training that goes on (`Checkpoint`) goes on there
-            too. None begins a run each time.
+        tracker: `"mlflow"` or `"wandb"`. Configure its destination as usual (`MLFLOW_TRACKING_URI`, `WANDB_MODE`); by
+            default, MLflow writes to `mlflow.db` in the working directory.
+        project: MLflow's experiment, or Weights & Biases' project.
+        name: the displayed name of the run; None lets the tracker choose one.
+        settings: recorded with the run, such as a recipe's settings; secrets are removed.
+        remember: a file for the tracker's run id, so that a resumed training (`Checkpoint`) continues the same run.
+            None begins a new run each time.
         is_chief: whether this worker sends; None asks the strategy.
 
     Raises:
-        InputError: there is no such tracker, its package is not installed, or `remember` is another tracker's.
-        MachineError: when `fit` begins, the tracker cannot be had.
+        InputError: the tracker is unknown, its package is not installed, or `remember` is another tracker's.
+        MachineError: when `fit` begins, the tracker is unavailable.
 
     Example:
         model.fit(x, y, epochs=3, callbacks=[tfgpu.callbacks.Track("mlflow", project="digits")])
@@ -71,8 +71,8 @@ class Track(keras.callbacks.Callback):
         super().__init__()
         check(tracker)
         self._tracker, self._project, self._name = tracker, project, name
-        cleaner = Cleaner(os.environ)
-        self._settings = {key: cleaner.clean(_text(value)) for key, value in (settings or {}).items()}
+        cleaned = Cleaner(os.environ).facts(dict(settings or {}))
+        self._settings = {key: _text(value) for key, value in cleaned.items()}
         self._remember = None if remember is None else Path(remember)
         self._is_chief = is_chief
         self._run: _Run | None = None
@@ -108,7 +108,7 @@ class Track(keras.callbacks.Callback):
             self._close("finished")
 
     def log(self, values: Mapping[str, Any], *, step: int) -> None:
-        """Sends numbers; what is no finite number is left out.
+        """Sends values; skips those that are not finite numbers.
 
         Args:
             values: by name.
@@ -137,7 +137,8 @@ class Track(keras.callbacks.Callback):
             self._thread.shutdown(wait=False, cancel_futures=True)
             why = f"no answer for {START_S:.0f} s" if isinstance(error, TimeoutError) else str(error).strip()
             raise MachineError(
-                f"{self._tracker} cannot be had: {why[:500]} Look at its server and its variables, or train without."
+                f"{self._tracker} is unavailable: {why[:500]} Check its server and environment variables, or train "
+                "without it."
             ) from error
         if self._remember is not None:
             atomic.write_text(self._remember, json.dumps({"tracker": self._tracker, "run": self._run.name}) + "\n")
@@ -149,9 +150,11 @@ class Track(keras.callbacks.Callback):
             kept = json.loads(self._remember.read_text(encoding="utf-8"))
             tracker, run = str(kept["tracker"]), str(kept["run"])
         except (ValueError, KeyError, TypeError):
-            raise InputError(f"{self._remember} is damaged. Remove it: a new run of {self._tracker} begins.") from None
+            raise InputError(f"{self._remember} is damaged. Remove it to begin a new {self._tracker} run.") from None
         if tracker != self._tracker:
-            raise InputError(f"This training was tracked by {tracker}. Received: {self._tracker!r}. Go on with that.")
+            raise InputError(
+                f"This training was tracked with {tracker}. Received: {self._tracker!r}. Use {tracker} again."
+            )
         return run
 
     def _send(self, what: Callable[[], None]) -> None:
@@ -160,14 +163,15 @@ class Track(keras.callbacks.Callback):
         self._sent.append(self._thread.submit(self._send_all, what))
 
     def _send_all(self, what: Callable[[], None]) -> None:
-        """In the thread: what waits, in order, then this."""
+        """Runs in the thread: sends what is queued, in order, then this."""
         waiting, self._waiting = [*self._waiting, what], []
         for at, each in enumerate(waiting):
             try:
                 each()
             except Exception as error:
                 self._waiting = waiting[at:]
-                _log.warning("%s did not take %d messages: %s. They wait.", self._tracker, len(waiting) - at, error)
+                count = len(waiting) - at
+                _log.warning("%s did not accept %d messages: %s. Will retry.", self._tracker, count, error)
                 return
 
     def _close(self, status: str) -> None:
@@ -179,12 +183,12 @@ class Track(keras.callbacks.Callback):
         _, late = wait(self._sent, timeout=LAST_S)
         thread.shutdown(wait=False, cancel_futures=True)
         if late or self._waiting:
-            _log.warning("%s did not take all that was measured; the files here have it.", self._tracker)
+            _log.warning("%s did not receive all values; the local files have them.", self._tracker)
         self._sent, self._waiting = [], []
 
 
 class _Run(Protocol):
-    """A tracker's run: its name there, and what it takes."""
+    """A tracker's run; `name` is its id there."""
 
     name: str
 
@@ -245,10 +249,10 @@ TRACKERS = tuple(_TRACKERS)
 
 
 def check(tracker: str) -> None:
-    """Refuses a tracker that is none, or whose package is not there.
+    """Checks that a tracker is known and its package installed.
 
     Raises:
-        InputError: says which there are, or what to install.
+        InputError: it is not; the message lists the trackers, or says what to install.
     """
     if tracker not in _TRACKERS:
         raise unknown("tracker", tracker, _TRACKERS)

@@ -1,8 +1,8 @@
-"""The command line. Each command calls one library function; `train` has its flags from the schema.
+"""The command line. Each command calls one library function; the options of `train` come from the recipe schema.
 
-Nothing here imports TensorFlow before the input is validated, so that `--help` and errors are quick.
-Exit codes: 0 done, 1 training failed or the doctor found a problem, 2 wrong input, 75 asked to leave
-(SIGTERM) and saved, 130 interrupted.
+Nothing here imports TensorFlow before the input is validated, so that `--help` and errors are fast.
+Exit codes: 0 success, 1 training failed or the doctor found a problem, 2 invalid input, 75 preempted (SIGTERM) and
+saved, 130 interrupted.
 """
 
 import runpy
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits with its code.
 
     Args:
-        arguments: the words after `tfgpu`; None takes the process's own.
+        arguments: the arguments after `tfgpu`; None takes those of the process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     sys.exit(_execute(words))
@@ -48,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _execute(words: list[str]) -> int:
     try:
         return app(words, prog_name="tfgpu", standalone_mode=False) or 0
-    except typer.Abort as error:  # An interrupt in a command that has no words of its own for it.
+    except typer.Abort as error:  # An interrupt in a command that does not report it itself.
         ended = error.__cause__ or error.__context__
-        if isinstance(ended, EOFError):  # Typer takes it for an interrupt.
+        if isinstance(ended, EOFError):  # Typer treats it as an interrupt.
             return _complain_of(ended, words)
         complain("Interrupted.")
         return 130
     except typer.TyperException as error:
-        if message := error.format_message():  # None after a help that was asked for by saying nothing.
+        if message := error.format_message():  # Empty after the help that a command without arguments prints.
             context = getattr(error, "ctx", None)
             stop = "" if message.endswith((".", "?", ")")) else "."
             complain(f"{message}{stop} See `{context.command_path if context else 'tfgpu'} --help`.")
@@ -65,7 +65,7 @@ def _execute(words: list[str]) -> int:
 
 
 def _complain_of(error: Exception, words: list[str]) -> int:
-    """Says in one line what is wrong, or in a script's own lines where those are what is wrong; gives the exit code."""
+    """Prints an error as one line, or as a traceback if a script failed; returns the exit code."""
     is_in_script, lines = _within_script(error)
     if is_in_script:
         traceback.print_exception(type(error), error, lines)
@@ -75,12 +75,12 @@ def _complain_of(error: Exception, words: list[str]) -> int:
         traceback.print_exception(error)
         complain(_one_line(error))
     else:
-        complain(f"{_one_line(error)} Set TFGPU_DEBUG=1 to see where.")
+        complain(f"{_one_line(error)} Set TFGPU_DEBUG=1 for a traceback.")
     return 2 if isinstance(error, InputError) else 1
 
 
 def _within_script(error: Exception) -> tuple[bool, TracebackType | None]:
-    """Whether a script that `runpy` runs is what failed, and where, from its first line on; a wrong syntax has none."""
+    """Whether a script run by `runpy` failed, and its part of the traceback (None for a syntax error)."""
     found, is_run = error.__traceback__, False
     while found is not None:
         is_runpy = found.tb_frame.f_code.co_filename in (runpy.__file__, "<frozen runpy>")
@@ -124,7 +124,7 @@ app.add_typer(top.app)
 
 
 def _one_line(error: Exception) -> str:
-    """With the type, without which the words of a `KeyError` say nothing."""
+    """The first line of an error, with its type: the message of a `KeyError` is only the key."""
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return said if said.endswith((".", "!", "?")) else f"{said}."

@@ -1,4 +1,4 @@
-"""`tfgpu bench`: how fast this machine does the user's own job."""
+"""`tfgpu bench`: how fast this machine runs the user's own training."""
 
 import json
 from pathlib import Path
@@ -9,25 +9,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tfgpu.cli.flags import given, with_settings
+from tfgpu.cli.flags import ALLOW_CODE, given, with_settings
 from tfgpu.cli.start import imported, start_tensorflow
 from tfgpu.measure import rates
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.trust import refuse_code
 
 app = typer.Typer(
-    help="Measure how fast this machine does your own job.",
+    help="Measure how fast this machine runs your training.",
     epilog="[bold]Example[/]\n\ntfgpu bench input --data photos/ --image-size 224 --model resnet",
     no_args_is_help=True,
 )
 OWN = {
-    "config": (Path | None, None, ["--config", "-c"], "FILE", "Settings from a YAML file; flags win over it."),
-    "allow_code": (
-        *(bool, False, ["--allow-code"], None),
-        "Let the file name a function to be called (module:function), as flags may.",
-    ),
-    "seconds": (float, 1.0, ["--seconds"], "NUMBER", "How long each single measurement takes [1]."),
-    "repeats": (int, 3, ["--repeats"], "INTEGER", "How many there are of each [3]."),
+    "config": (Path | None, None, ["--config", "-c"], "FILE", "Settings from a YAML file; flags override it."),
+    "allow_code": ALLOW_CODE,
+    "seconds": (float, 1.0, ["--seconds"], "NUMBER", "Length of each measurement [1]."),
+    "repeats": (int, 3, ["--repeats"], "INTEGER", "Measurements of each rate [3]."),
     "as_json": (bool, False, ["--json"], None, "Print everything that was measured as JSON."),
 }
 
@@ -39,7 +36,7 @@ def _group() -> None:
 
 @app.command(
     "input",
-    help="Measure the input alone, the model alone and both together; say which is the bottleneck and what moves it.",
+    help="Measure the input, the model and both together; name the bottleneck and the settings that help.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu bench input --data photos/ --image-size 224 --model resnet --global-batch 64\n\n"
@@ -75,7 +72,7 @@ def _show_input(measured: Any) -> None:
     shape = "×".join(str(n) for n in about["input_shape"])
     console.print(
         f"{measured.recipe.model} on {measured.recipe.data}: examples of {shape}, "
-        f"batches of {about['global_batch']:,}, {', '.join(about['devices'])}, {about['cores']} processor cores\n",
+        f"batches of {about['global_batch']:,}, {', '.join(about['devices'])}, {about['cores']} CPU cores\n",
         markup=False,
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -91,11 +88,11 @@ def _show_input(measured: Any) -> None:
     for heading, justify in (("the input with", "left"), ("examples/s", "right"), ("ratio", "right"), ("", "left")):
         tried.add_column(heading, justify=justify, overflow="fold")
     for trial in measured.trials:
-        colour = "green" if trial.ratio >= 1.1 else "red" if trial.ratio <= 0.9 else "none"
+        color = "green" if trial.ratio >= 1.1 else "red" if trial.ratio <= 0.9 else "none"
         tried.add_row(
             escape(trial.setting),
             f"{trial.rate.median:,.0f}",
-            f"[{colour}]{trial.ratio:.2f}[/]",
+            f"[{color}]{trial.ratio:.2f}[/]",
             f"[dim]{escape(trial.note)}[/]",
         )
     console.print(tried)

@@ -12,13 +12,13 @@ from tfgpu.redact import printable
 
 app = typer.Typer()
 _TELLING = ("best val_accuracy", "best val_perplexity", "test_accuracy", "epochs", "training_s", "test_perplexity")
-"""What a terminal shows as far as it has room, in this order; the page has all."""
+"""The results that a terminal shows, in this order, as far as there is room; the page shows all."""
 _NAME = 24
-"""Characters of a run's name."""
+"""Most characters of a run's name."""
 
 
 @app.command(
-    help="Put runs side by side: a table here, and a page with their curves.",
+    help="Compare runs: print a table, and write a page with their curves.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu compare runs/a runs/b\n\n"
@@ -29,9 +29,9 @@ _NAME = 24
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The page; an earlier one is replaced.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The page; an existing file is replaced.")
     ] = Path("compare.html"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print all as JSON, and write no page.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and write no page.")] = False,
 ) -> None:
     from tfgpu.recipes import compare as comparing
 
@@ -64,12 +64,12 @@ def compare(
         if run.state != "finished":
             console.print(f"{name}: {printable(run.state)}")
     if left:
-        console.print(f"These settings differ too: {', '.join(left)}.")
+        console.print(f"Other settings that differ: {', '.join(left)}.")
     console.print(f"{comparing.write(found, output)}")
 
 
 def _told_apart(names: list[str]) -> list[str]:
-    """Names of 24 characters at most, none like another: cut at their end, else at their beginning, else numbered."""
+    """Truncates names to 24 distinct characters: at the end, else at the beginning, else with a number in front."""
     for cut in (_cut_at_end, _cut_at_beginning):
         shown = [cut(name, _NAME) for name in names]
         if len(set(shown)) == len(shown):
@@ -87,7 +87,7 @@ def _cut_at_beginning(text: str, length: int) -> str:
 
 
 def _fitting(columns: dict[str, list[str]], width: int) -> tuple[dict[str, list[str]], list[str], int]:
-    """The columns that a terminal has room for, the names of the others, and the width that is left."""
+    """The columns that fit, the names of the others, and the remaining width."""
     fitting, left = {}, []
     for name, column in columns.items():
         needed = max(map(len, [name, *column])) + 2

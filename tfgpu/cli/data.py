@@ -1,4 +1,4 @@
-"""`tfgpu data`: shards written, checked, and served to other processes."""
+"""`tfgpu data`: writes and checks shards, and serves data to other processes."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from tfgpu.errors import whole_number
 from tfgpu.recipes import recipe as recipes
 
 app = typer.Typer(
-    help="Write data as shards, check them, and let other processes prepare it.",
+    help="Write data as shards, check them, and prepare data in other processes.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu data write photos/ shards/ --shards 64\n\n"
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 @app.command(
     "write",
-    help="Write any source as TFRecord shards with checksums and an index; training on them gives the same batches.",
+    help="Write any source as TFRecord shards with checksums and an index; training on them gets the same batches.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu data write photos/ shards/ --shards 64\n\n"
@@ -32,13 +32,13 @@ app = typer.Typer(
     ),
 )
 def write_data(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="What [bold]train --data[/] takes.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="As for [bold]train --data[/].")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder for the shards.")],
-    shards: Annotated[int, typer.Option(metavar="N", help="Files of the training part.")] = 8,
-    name: Annotated[str | None, typer.Option(metavar="TEXT", help="What the files' names begin with.")] = None,
-    image_size: Annotated[str | None, typer.Option(metavar="HxW", help="Resize images; they become PNG.")] = None,
-    skip_corrupt: Annotated[bool, typer.Option("--skip-corrupt", help="Leave corrupt examples out.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace shards that lie in OUT already.")] = False,
+    shards: Annotated[int, typer.Option(metavar="N", help="Number of training shards.")] = 8,
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="Prefix of the file names.")] = None,
+    image_size: Annotated[str | None, typer.Option(metavar="HxW", help="Resize images and store them as PNG.")] = None,
+    skip_corrupt: Annotated[bool, typer.Option("--skip-corrupt", help="Skip corrupt examples.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing shards in OUT.")] = False,
 ) -> None:
     from tfgpu.data import manifest, parse_source
 
@@ -61,7 +61,7 @@ def write_data(
     epilog="[bold]Example[/]\n\ntfgpu data check shards/",
 )
 def check_data(
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="What [bold]data write[/] wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A folder written by [bold]data write[/].")],
 ) -> None:
     from tfgpu.data import check_shards
 
@@ -73,8 +73,8 @@ def check_data(
 @app.command(
     "serve",
     help=(
-        "Start a tf.data service: processes that decode and augment for training, until Ctrl-C. It prints the address "
-        "that [bold]pipeline(service=...)[/] takes."
+        "Start a tf.data service, whose processes decode and augment for training, until Ctrl-C. Prints the address "
+        "for [bold]pipeline(service=...)[/]."
     ),
     epilog=(
         "[bold]Examples[/]\n\n"
@@ -84,9 +84,9 @@ def check_data(
     ),
 )
 def serve_data(
-    workers: Annotated[int, typer.Option(metavar="N", help="Processes that make batches.")] = 1,
+    workers: Annotated[int, typer.Option(metavar="N", help="Number of worker processes.")] = 1,
     port: Annotated[int, typer.Option(metavar="N", help="The dispatcher's port; 0 takes a free one.")] = 0,
-    host: Annotated[str, typer.Option(metavar="NAME", help="This machine, as others reach it.")] = "localhost",
+    host: Annotated[str, typer.Option(metavar="NAME", help="This machine's name for other machines.")] = "localhost",
     join: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Add workers to this dispatcher.")] = None,
 ) -> None:
     start_tensorflow()

@@ -1,4 +1,4 @@
-"""`tfgpu doctor`: what this machine has and lacks."""
+"""`tfgpu doctor`: finds what stops or slows training on this machine."""
 
 import os
 from collections import Counter
@@ -20,7 +20,7 @@ from tfgpu.errors import InputError
 app = typer.Typer()
 _TRAIN, _BUNDLE = "Self-test", "Bug report"
 _WIDTHS = (len("Training parameter_server"), len("problem"), None)
-"""Of the self-test's columns: each of its checks is a table of its own, as it is known."""
+"""Column widths of the self-test, which prints each check as a separate table as soon as it is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Options:
 
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False
     fix: Annotated[
-        bool, typer.Option("--fix", help="Print a shell script that mends what was found. Nothing is run.")
+        bool, typer.Option("--fix", help="Print a shell script that fixes what was found. Nothing is run.")
     ] = False
     model: Annotated[
         str | None,
@@ -44,8 +44,8 @@ class Options:
         bool,
         typer.Option(
             "--train",
-            help="Also measure devices, links and disk, and train on every strategy: one or two minutes where nothing "
-            "else runs. Each check is shown as it ends; Ctrl-C keeps those that are there.",
+            help="Also measure devices, links and disk, and train with every strategy: one or two minutes on an idle "
+            "machine. Each check is shown as it ends; Ctrl-C keeps the checks so far.",
             rich_help_panel=_TRAIN,
         ),
     ] = False
@@ -53,12 +53,12 @@ class Options:
         str | None,
         typer.Option(
             metavar="HOSTS",
-            help="Machines that ssh reaches: host1,host2. For --train \\[two processes here].",
+            help="Machines to reach by ssh: host1,host2. For --train \\[two processes here].",
             rich_help_panel=_TRAIN,
         ),
     ] = None
     ssh: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="ssh with options of your own.", rich_help_panel=_TRAIN)
+        str | None, typer.Option(metavar="COMMAND", help="ssh with your own options.", rich_help_panel=_TRAIN)
     ] = None
     bundle: Annotated[
         bool,
@@ -66,7 +66,7 @@ class Options:
     ] = False
     run: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A run, or a launch's logs, to put in.", rich_help_panel=_BUNDLE),
+        typer.Option(metavar="DIR", help="A run, or the logs of a launch, to include.", rich_help_panel=_BUNDLE),
     ] = None
     output: Annotated[
         Path | None,
@@ -75,11 +75,11 @@ class Options:
 
 
 @app.command(
-    help="Look for what stops or slows training on this machine, and say how to mend it.",
+    help="Find what stops or slows training on this machine, and how to fix it.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu doctor\n\n"
-        "tfgpu doctor --fix > mend.sh\n\n"
+        "tfgpu doctor --fix > fix.sh\n\n"
         "tfgpu doctor --train --workers host1,host2\n\n"
         "tfgpu doctor --bundle --run runs/best"
     ),
@@ -87,7 +87,7 @@ class Options:
 @with_options(Options)
 def doctor(options: Options) -> None:
     if options.as_json and options.fix:
-        raise InputError("--json and --fix exclude each other: --json has each command too. Give one of them.")
+        raise InputError("--json and --fix exclude each other: --json includes each command. Give one of them.")
     _only_with("--train", options.train, {"--workers": options.workers, "--ssh": options.ssh})
     _only_with("--bundle", options.bundle, {"--run": options.run, "--output": options.output})
     from tfgpu.doctor import advise, gather, judge, selftest, stops_training
@@ -97,7 +97,7 @@ def doctor(options: Options) -> None:
     path = bundles.checked(options.output or bundles.default_path(), options.run) if options.bundle else None
     environ = dict(os.environ)
     for_programs = options.as_json or options.fix
-    with Console(stderr=True).status("looking at this machine; trying the faults of Keras takes some 20 s"):
+    with Console(stderr=True).status("checking this machine; probing Keras takes about 20 s"):
         advice = advise(options.model)
         facts = gather(environ)
         checks = [*judge(facts, environ), *advice]
@@ -109,11 +109,11 @@ def doctor(options: Options) -> None:
         interrupted = False
     _show_result(checks, options, interrupted)
     if interrupted:
-        complain("Interrupted: what stands above is known; the rest of the self-test is not.")
+        complain("Interrupted: the checks above are done; the rest of the self-test is not.")
         raise typer.Exit(130)
     if path:
         bundles.write(path, checks, facts, environ=environ, run=options.run)
-        words = f"Wrote {path}: read it before you send it; {bundles.LEFT_OUT} in it says what was removed."
+        words = f"Wrote {path}. Read it before you send it; {bundles.LEFT_OUT} in it lists what was removed."
         Console(stderr=True, soft_wrap=True, highlight=False).print(words, markup=False)
     if stops_training(checks):
         raise typer.Exit(1)
@@ -138,16 +138,16 @@ def _self_test(
     ssh: str | None,
     console: Console,
 ) -> bool:
-    """Measures and trains, shows each check as soon as it is known, and adds it; returns whether Ctrl-C ended it."""
+    """Runs the self-test, and shows each check as soon as it is done; returns whether Ctrl-C ended it."""
     from tfgpu.doctor import selftest
 
     def tell(check: Any) -> None:
         checks.append(check)
-        status.stop()  # It is the terminal's last line, whichever of the two streams the check is written to.
+        status.stop()  # It occupies the terminal's last line, whichever stream the check is written to.
         console.print(_table([check], _WIDTHS, show_header=False))
         status.start()
 
-    words = "measuring and training; a minute or two on an idle machine, more where others compute"
+    words = "measuring and training; a minute or two on an idle machine, longer on a busy one"
     with Console(stderr=True).status(words) as status:
         try:
             selftest.examine(facts, environ, workers=hosts, ssh=ssh, on_check=tell)
@@ -159,7 +159,7 @@ def _self_test(
 def _only_with(flag: str, is_given: bool, others: dict[str, object]) -> None:
     for name, value in others.items():
         if value is not None and not is_given:
-            raise InputError(f"{name} is for {flag}. Add {flag}, or leave it out.")
+            raise InputError(f"{name} is for {flag}. Add {flag}, or omit {name}.")
 
 
 def _show_checks(checks: Sequence[Any]) -> None:
@@ -184,16 +184,16 @@ def _show_counts(checks: Sequence[Any]) -> None:
         text = f"\n{counts['problem']} problem(s), {counts['warning']} warning(s)."
         console.print(text + (" --fix prints a script." if any(check.command for check in checks) else ""))
     else:
-        console.print("\nNothing stands in the way of training.")
+        console.print("\nNo problems found.")
 
 
 def _summed_up(checks: Sequence[Any]) -> list[Any]:
-    """Puts the Keras repairs that need no attention into one line; `--json` has them all."""
+    """Merges the Keras repairs that need no attention into one line; `--json` lists them all."""
     repairs = [check for check in checks if check.name.startswith("Keras repair") and check.status == "ok"]
     if len(repairs) < 2:
         return list(checks)
     needed = sum("needed here;" in check.found for check in repairs)
-    text = f"{needed} of {len(repairs)} faults are in this Keras; tfgpu.strategy() mends them (--json lists them)"
+    text = f"{needed} of {len(repairs)} faults are in this Keras; tfgpu.strategy() repairs them (--json lists them)"
     at = checks.index(repairs[0])
     kept = [check for check in checks if check not in repairs]
     return [*kept[:at], replace(repairs[0], name="Keras repairs", found=text), *kept[at:]]

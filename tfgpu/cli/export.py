@@ -1,4 +1,4 @@
-"""`tfgpu export`: a model for other programs."""
+"""`tfgpu export`: writes a model for other programs."""
 
 import json
 from dataclasses import asdict
@@ -25,13 +25,13 @@ app = typer.Typer()
 )
 def export(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A run directory, or a .keras file.")],
-    path: Annotated[Path, typer.Argument(metavar="OUT", help="Where to; the format's ending is added.")],
+    path: Annotated[Path, typer.Argument(metavar="OUT", help="The output; the format's suffix is added.")],
     formats: Annotated[
         list[str] | None,
         typer.Option(
             "--format",
             metavar="NAME",
-            help="savedmodel, onnx or litert; may be given again \\[savedmodel].",
+            help="savedmodel, onnx or litert; can be repeated \\[savedmodel].",
             autocompletion=completion.completing(completion.formats),
         ),
     ] = None,
@@ -39,11 +39,11 @@ def export(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Rows to compare on: .txt (a text a line), .json, .npy, or .npz with an array for each input. "
-            "Needed by models that take texts, or that do not say what they take.",
+            help="Rows to compare on: .txt (one text per line), .json, .npy, or .npz with an array for each input. "
+            "Required for models with text inputs or without a known input shape.",
         ),
     ] = None,
-    check: Annotated[bool, typer.Option(help="Run what was written and compare.")] = True,
+    check: Annotated[bool, typer.Option(help="Run the exported model and compare its outputs.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`tfgpu find`: a recipe's batch size and learning rate, by trying for a minute."""
+"""`tfgpu find`: finds a recipe's batch size and learning rate by short trainings."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tfgpu import atomic
 from tfgpu.cli import completion
-from tfgpu.cli.flags import given, with_settings
+from tfgpu.cli.flags import ALLOW_CODE, DEBUG, RECIPE_NAME, given, with_settings
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.errors import InputError
 from tfgpu.parallel.planning.hardware import bytes_of, shown
@@ -23,60 +23,57 @@ from tfgpu.recipes.trust import refuse_code
 from tfgpu.tune.scaling import RULES, rate_text
 
 app = typer.Typer(
-    help="Find a recipe's batch size or learning rate by trying, for a minute or some.",
+    help="Find a recipe's batch size or learning rate by training for some minutes.",
     epilog="[bold]Examples[/]\n\ntfgpu find batch-size digits\n\ntfgpu find learning-rate digits --optimizer momentum",
     no_args_is_help=True,
 )
 _ROWS = 10
 PLOT, RESULT, RECIPE = "plot.png", "result.json", "recipe.yaml"
 _ALL = {
-    "name": (str | None, None, [], "RECIPE", "A ready recipe or a YAML file; flags win over it."),
+    "name": RECIPE_NAME,
     "output": (
         *(Path | None, None, ["--output", "-o"], "DIR"),
         "A folder for plot.png, result.json and recipe.yaml, for tfgpu train --config.",
     ),
     "as_json": (bool, False, ["--json"], None, "Print the result as JSON."),
-    "allow_code": (
-        *(bool, False, ["--allow-code"], None),
-        "Let the file name a function to be called (module:function), as flags may.",
-    ),
-    "debug": (bool, False, ["--debug"], None, "Show a traceback when it fails (also TFGPU_DEBUG=1)."),
+    "allow_code": ALLOW_CODE,
+    "debug": DEBUG,
 }
 BATCH = {
     **_ALL,
-    "lowest": (int | None, None, ["--lowest"], "INTEGER", "The first batch to try [8 a replica]."),
-    "highest": (int | None, None, ["--highest"], "INTEGER", "The last one [the training examples]."),
+    "lowest": (int | None, None, ["--lowest"], "INTEGER", "The smallest batch to try [8 per replica]."),
+    "highest": (int | None, None, ["--highest"], "INTEGER", "The largest batch to try [the training examples]."),
     "granularity": (
         *(int | None, None, ["--granularity"], "INTEGER"),
-        "How near the largest that fits is to one that does not [a sixteenth of it].",
+        "Precision of the largest batch that fits [a sixteenth of it].",
     ),
     "rate_only": (
         *(bool, False, ["--rate-only"], None),
-        "Stop where a larger batch is no faster, without the largest that fits.",
+        "Stop when larger batches are not faster; do not search for the largest that fits.",
     ),
     "scale": (
         *(str, "auto", ["--scale"], "NAME"),
-        "How the learning rate follows the batch: linear, sqrt, none; auto: linear for sgd, momentum, lars, else sqrt "
-        "[auto].",
+        "How the learning rate scales with the batch: linear, sqrt, none; auto: linear for sgd, momentum, lars, else "
+        "sqrt [auto].",
     ),
-    "rounds": (int, 5, ["--rounds"], "INTEGER", "Measurements of each batch, of half a second [5]."),
+    "rounds": (int, 5, ["--rounds"], "INTEGER", "Half-second measurements of each batch [5]."),
     "memory_limit": (
         *(str | None, None, ["--memory-limit"], "SIZE"),
-        "Of each GPU, such as 16GB; without GPUs of what the process reserves [none].",
+        "Memory of each GPU, such as 16GB; without GPUs, memory that the process may reserve [none].",
     ),
-    "timeout": (float, 600.0, ["--timeout"], "SECONDS", "A batch that takes longer does not fit [600]."),
+    "timeout": (float, 600.0, ["--timeout"], "SECONDS", "A batch that takes longer counts as too large [600]."),
 }
 RATE = {
     **_ALL,
-    "lowest": (float, 1e-6, ["--lowest"], "NUMBER", "The rate of the first step [1e-6]."),
-    "highest": (float, 1.0, ["--highest"], "NUMBER", "The rate of the last step [1]."),
-    "steps": (int, 200, ["--steps"], "INTEGER", "How many steps, at least 20 [200]."),
+    "lowest": (float, 1e-6, ["--lowest"], "NUMBER", "Learning rate of the first step [1e-6]."),
+    "highest": (float, 1.0, ["--highest"], "NUMBER", "Learning rate of the last step [1]."),
+    "steps": (int, 200, ["--steps"], "INTEGER", "Number of steps, at least 20 [200]."),
 }
 
 
 @app.command(
     "batch-size",
-    help="Train some steps with one batch after the other: which fit, and how many examples a second each has.",
+    help="Train some steps with one batch size after the other: which fit, and their rate in examples per second.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu find batch-size digits\n\n"
@@ -108,7 +105,7 @@ def find_batch_size(
     folder = _folder(output)
     finder = imported("tfgpu.tune.batch_search")
     try:
-        with Console(stderr=True).status("looking at the recipe") as status:
+        with Console(stderr=True).status("reading the recipe") as status:
             found = finder.batch_size(
                 recipe,
                 lowest=lowest,
@@ -139,7 +136,7 @@ def find_batch_size(
 
 @app.command(
     "learning-rate",
-    help="Train some steps while the learning rate rises, and say where the loss falls. The model is thrown away.",
+    help="Train some steps with a rising learning rate, and show where the loss falls. The model is discarded.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu find learning-rate digits\n\n"
@@ -167,7 +164,7 @@ def find_learning_rate(
         with Console(stderr=True).status("starting TensorFlow"):
             start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
             finder = imported("tfgpu.tune.recipe_rate")
-        with Console(stderr=True).status("training while the rate rises"):
+        with Console(stderr=True).status("training with a rising learning rate"):
             tested = finder.of_recipe(recipe, lowest=lowest, highest=highest, steps=steps)
     except KeyboardInterrupt:
         complain("Interrupted. Nothing was written.")
@@ -194,9 +191,9 @@ def _recipe(name: str | None, flags: Mapping[str, Any], *, allow_code: bool) -> 
 
 
 def _folder(output: Path | None) -> Path | None:
-    """The folder to write, which is made when there is something to write."""
+    """Checks the output folder, which is created later."""
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InputError(f"--output must be a new or an empty folder. Received: {str(output)!r}. Give another one.")
+        raise InputError(f"--output must be a new or empty folder. Received: {str(output)!r}. Give another one.")
     return output
 
 
@@ -214,7 +211,7 @@ def _write(folder: Path, result: Mapping[str, Any], recipe: recipes.Recipe | Non
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: None stands for it."""
+    """Replaces NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, Mapping):
@@ -223,7 +220,7 @@ def _finite(value: Any) -> Any:
 
 
 def _show_batches(console: Console, found: Any) -> None:
-    on = "a GPU's" if any(name.startswith("gpu") for one in found.tries for name in one.peaks) else "the process's"
+    on = "GPU" if any(name.startswith("gpu") for one in found.tries for name in one.peaks) else "process"
     replicas = f"{found.replicas} replicas" if found.replicas > 1 else "one device"
     console.print(f"{found.recipe.model} on {found.recipe.data}: {replicas}, {found.device}", markup=False)
     console.print()
@@ -242,7 +239,7 @@ def _show_batches(console: Console, found: Any) -> None:
         table.add_row(f"{one.batch:,}", f"{one.examples_per_s:,.0f}", spread, step, memory, ", ".join(marks))
     console.print(table)
     console.print()
-    console.print(f"Memory is {on} peak. Fastest: the smallest batch within 5 % of the best rate.", markup=False)
+    console.print(f"Memory: {on} peak. Fastest: smallest batch within 5 % of the best rate.", markup=False)
     for one in found.tries:
         if not one.fits:
             console.print(f"{one.batch:,}: {one.reason}", markup=False)

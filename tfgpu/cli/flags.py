@@ -1,4 +1,4 @@
-"""Flags from the schema of a run: one of each setting, and a command's own."""
+"""Command-line options from dataclasses, and from the recipe schema."""
 
 import functools
 import inspect
@@ -14,13 +14,20 @@ from tfgpu.errors import InputError
 from tfgpu.recipes import recipe as recipes
 
 Options = TypeVar("Options")
+# Options that several commands share, for `with_settings`.
+RECIPE_NAME = (str | None, None, [], "RECIPE", "A ready recipe or a YAML file; flags override it.")
+ALLOW_CODE = (
+    *(bool, False, ["--allow-code"], None),
+    "Allow files to name functions to call (module:function), as flags may.",
+)
+DEBUG = (bool, False, ["--debug"], None, "Show a traceback on failure (also TFGPU_DEBUG=1).")
 
 
 def with_options(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Decorates a command that takes its options as one object of the dataclass `kind`.
+    """Decorates a command that takes its options as one object of a dataclass.
 
     Args:
-        kind: a dataclass; each field is an option, declared as Typer declares a parameter: `Annotated[type, Option]`.
+        kind: the dataclass; each field is an option, annotated as a parameter of a Typer command.
     """
 
     def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
@@ -48,11 +55,11 @@ def with_options(kind: type[Options]) -> Callable[[Callable[[Options], None]], C
 def with_settings(
     own: Mapping[str, tuple], *, names: Mapping[str, completion.Names] | None = None
 ) -> Callable[[Callable], Callable]:
-    """Decorates a command: it gets its own parameters, then one of each setting of the schema.
+    """Decorates a command: it gets its own options, and one for each setting of the recipe schema.
 
     Args:
-        own: parameters by name: their type, default, flags (none: it is a word of its own), placeholder and help.
-        names: what a shell completes for some of them: a function each that lists names.
+        own: options by name: type, default, flags (empty for a positional argument), placeholder and help.
+        names: shell completions by name of the option: functions that list names.
     """
     signature = _signature(own, names or {})
 
@@ -65,7 +72,7 @@ def with_settings(
 
 
 def given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keeps the flags that were written, with KEY=VALUE pairs as a mapping."""
+    """Keeps the options that were given, with KEY=VALUE pairs as a mapping."""
     kept = {name: value for name, value in flags.items() if value not in (None, [], ())}
     for name, value in kept.items():
         if get_origin(recipes.Recipe.model_fields[name].annotation) is dict:
@@ -95,9 +102,9 @@ def _own(default: Any, flags: Sequence[str], metavar: str | None, text: str, nam
 
 
 def _flag(name: str, field: Any) -> tuple[Any, list[str], str | None]:
-    """Gives a setting's type on the command line, its flag and its placeholder.
+    """Returns a setting's type on the command line, its flag and its placeholder.
 
-    Values stay text: the schema reads them, so that a flag and a file get the same sentence for a wrong one.
+    Values stay text: the schema parses them, so that a flag and a file give the same error for an invalid value.
     """
     words = name.replace("_", "-")
     flag = field.json_schema_extra.get("flag", f"--{words}")
@@ -115,7 +122,7 @@ def _flag(name: str, field: Any) -> tuple[Any, list[str], str | None]:
 
 
 def _help(name: str, field: Any) -> str:
-    """Writes a setting's description, choices and default; backticks become bold."""
+    """Formats a setting's description, choices and default; backticks become bold."""
     parts = escape(field.description).split("`")
     text = "".join(f"[bold]{part}[/]" if i % 2 else part for i, part in enumerate(parts))
     if names := recipes.choices(name):
@@ -133,12 +140,12 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
 
 
 def pairs(flag: str, words: Sequence[str]) -> dict[str, Any]:
-    """Reads KEY=VALUE words, whose values are as in a config file."""
+    """Parses KEY=VALUE arguments; values are parsed as in a config file."""
     found = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key.isidentifier():
-            raise InputError(f"{flag} must be KEY=VALUE. Received: {word!r}. Write for example {flag} name=0.5.")
+            raise InputError(f"{flag} must be KEY=VALUE. Received: {word!r}. Write, for example, {flag} name=0.5.")
         if key in found:
             raise InputError(f"{flag} gives {key!r} twice. Keep one of them.")
         found[key] = recipes.parse_value(text)

@@ -1,4 +1,4 @@
-"""`tfgpu build-kernel`: C++ and CUDA sources as a library of operations."""
+"""`tfgpu build-kernel`: builds a library of operations from C++ and CUDA sources."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ app = typer.Typer()
 
 @app.command(
     "build-kernel",
-    help="Build a library of your own operations for the installed TensorFlow, with CUDA kernels where there is nvcc.",
+    help="Build a library of custom operations for the installed TensorFlow, with CUDA kernels if nvcc is installed.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu build-kernel examples/kernels/bias_gelu.cc examples/kernels/bias_gelu.cu\n\n"
@@ -25,16 +25,16 @@ def build_kernel(
         typer.Argument(metavar="SOURCE...", exists=True, dir_okay=False, help="C++ files, and CUDA files (.cu)."),
     ],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The library. Left out: libNAME.so beside the first source.")
+        Path | None, typer.Option(metavar="FILE", help="The library. Default: libNAME.so beside the first source.")
     ] = None,
     cuda: Annotated[
         bool | None,
         typer.Option(
-            "--cuda/--no-cuda", help="Insist on the CUDA files, or leave them out. Neither: if there is nvcc."
+            "--cuda/--no-cuda", help="Require the CUDA files, or skip them. Default: build them if nvcc is installed."
         ),
     ] = None,
     arch: Annotated[str, typer.Option(metavar="NAME", help="nvcc's -arch: all-major, native, sm_90.")] = "all-major",
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For each call of a compiler.")] = 600.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit for each compiler call.")] = 600.0,
 ) -> None:
     start_tensorflow()
     building = imported("tfgpu.interop.building")

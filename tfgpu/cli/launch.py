@@ -1,4 +1,4 @@
-"""`tfgpu launch`: a script in many processes, on this machine, on several, or through Slurm or Kubernetes."""
+"""`tfgpu launch`: runs a script in many processes, on one or more machines, through Slurm or on Kubernetes."""
 
 import math
 import os
@@ -29,7 +29,7 @@ _OF_KUBERNETES = (
 
 
 def _option(kind: type, panel: str, metavar: str, words: str) -> Any:
-    """An option of one engine, whose absence its own code fills in."""
+    """An option of one engine; the engine's code sets its default."""
     return Annotated[kind | None, typer.Option(metavar=metavar, help=words.replace("[", "\\["), rich_help_panel=panel)]
 
 
@@ -42,76 +42,77 @@ class Options:
     """The options of `tfgpu launch`."""
 
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file.")]
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None
     workers: Annotated[
         int | None,
-        typer.Option("--workers", "-n", metavar="N", help="Processes that train, on all machines together \\[1 each]."),
+        typer.Option("--workers", "-n", metavar="N", help="Training processes, on all machines together \\[1 each]."),
     ] = None
     parameter_servers: Annotated[
-        int, typer.Option("--ps", metavar="N", help="Parameter servers; with them a chief is added, too.")
+        int, typer.Option("--ps", metavar="N", help="Number of parameter servers; they also add a chief.")
     ] = 0
     evaluator: Annotated[
         bool, typer.Option("--evaluator", help="Add a process that evaluates what the others save.")
     ] = False
     gpus_per_worker: Annotated[
-        int | None, typer.Option(metavar="G", help="GPUs of each worker \\[an equal share]; 0 trains on the CPU.")
+        int | None, typer.Option(metavar="G", help="GPUs per worker \\[an equal share]; 0 trains on the CPU.")
     ] = None
     max_restarts: Annotated[
-        int, typer.Option(metavar="R", help="How often to start all processes again after a failure.")
+        int, typer.Option(metavar="R", help="How often to restart all processes after a failure.")
     ] = 0
     startup_timeout: Annotated[
-        float, typer.Option(metavar="S", help="Seconds until a process that does not answer at the start is named.")
+        float, typer.Option(metavar="S", help="Seconds to wait for all processes at the start.")
     ] = 60.0
-    silence: Annotated[float, typer.Option(metavar="S", help="Heartbeat timeout in seconds; 0: none.")] = 60.0
+    silence: Annotated[float, typer.Option(metavar="S", help="Heartbeat timeout in seconds; 0 disables it.")] = 60.0
     grace: Annotated[
         float | None,
         typer.Option(
             metavar="S",
-            help=f"Seconds to save after Ctrl-C, SIGTERM or a preemption \\[{GRACE_S:g}; elsewhere {_BATCH_GRACE_S}].",
+            help=f"Seconds to save after Ctrl-C, SIGTERM or preemption \\[{GRACE_S:g}; Slurm, Kubernetes: "
+            f"{_BATCH_GRACE_S}].",
         ),
     ] = None
     logs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for a log file each \\[tfgpu-logs/<time>-<script>].")
+        Path | None, typer.Option(metavar="DIR", help="Folder for the log files \\[tfgpu-logs/<time>-<script>].")
     ] = None
     no_logs: Annotated[bool, typer.Option("--no-logs", help="Write no log files.")] = False
     env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[=VALUE]", help="A variable for every process; its value here if none is given."),
+        typer.Option(metavar="NAME[=VALUE]", help="A variable for every process; without VALUE, its value here."),
     ] = None
-    nodes: _option(str, _SSH, "HOSTS", "Machines reached by ssh: host1,host2. With --slurm, their number.") = None
-    python: _option(str, _SSH, "PATH", "The interpreter there [as here].") = None
-    directory: _option(str, _SSH, "DIR", "Where to run there [as here].") = None
-    ssh: _option(str, _SSH, "COMMAND", "ssh with options of your own.") = None
+    nodes: _option(str, _SSH, "HOSTS", "Machines to reach by ssh: host1,host2. With --slurm, their number.") = None
+    python: _option(str, _SSH, "PATH", "Python interpreter on the machines [as here].") = None
+    directory: _option(str, _SSH, "DIR", "Working directory on the machines [as here].") = None
+    ssh: _option(str, _SSH, "COMMAND", "ssh with your own options.") = None
     slurm: _flag(_SLURM, "--slurm", "Submit to Slurm; -n: processes on all nodes together.") = False
-    time: _option(str, _SLURM, "LIMIT", "Minutes, 12:00:00 or 2-12:00:00 [the partition's].") = None
-    partition: _option(str, _SLURM, "NAME", "Where the job runs [the default one].") = None
-    account: _option(str, _SLURM, "NAME", "Who pays [your default].") = None
-    sbatch: _option(list[str], _SLURM, "OPTION", "A further option of sbatch: --sbatch=--qos=high.") = None
-    dry_run: _flag(_SLURM, "--dry-run", "Show the batch file and submit nothing.") = False
-    wait: _flag(_SLURM, "--wait", "Stay until the job has ended, and exit with its code.") = False
+    time: _option(str, _SLURM, "LIMIT", "Time limit: minutes, 12:00:00 or 2-12:00:00 [the partition's].") = None
+    partition: _option(str, _SLURM, "NAME", "Partition of the job [the default one].") = None
+    account: _option(str, _SLURM, "NAME", "Account to charge [your default].") = None
+    sbatch: _option(list[str], _SLURM, "OPTION", "Another option for sbatch: --sbatch=--qos=high.") = None
+    dry_run: _flag(_SLURM, "--dry-run", "Show the batch file without submitting it.") = False
+    wait: _flag(_SLURM, "--wait", "Wait for the job to end, and exit with its code.") = False
     kubernetes: _option(str, _KUBERNETES, "KIND", "Print manifests (job, tfjob, trainjob); start nothing.") = None
-    name: _option(str, _KUBERNETES, "NAME", "Of the objects and pods.") = None
+    name: _option(str, _KUBERNETES, "NAME", "Name of the objects and pods.") = None
     image: _option(str, _KUBERNETES, "IMAGE", "The container image.") = None
     in_image: _flag(_KUBERNETES, "--in-image", "The script is a path in the image.") = False
-    claim: _option(str, _KUBERNETES, "NAME", "The volume claim with the checkpoints.") = None
-    claim_size: _option(str, _KUBERNETES, "SIZE", "Make the claim, such as 100Gi.") = None
-    storage_class: _option(str, _KUBERNETES, "NAME", "Of the claim that is made [the cluster's default].") = None
-    namespace: _option(str, _KUBERNETES, "NAME", "Where [kubectl's].") = None
-    mount: _option(str, _KUBERNETES, "DIR", "Where the claim is mounted [/checkpoints].") = None
+    claim: _option(str, _KUBERNETES, "NAME", "The volume claim for the checkpoints.") = None
+    claim_size: _option(str, _KUBERNETES, "SIZE", "Create the claim with this size, such as 100Gi.") = None
+    storage_class: _option(str, _KUBERNETES, "NAME", "Storage class of a created claim [the cluster's default].") = None
+    namespace: _option(str, _KUBERNETES, "NAME", "Namespace of the objects [kubectl's].") = None
+    mount: _option(str, _KUBERNETES, "DIR", "Mount path of the claim [/checkpoints].") = None
     cpu: _option(str, _KUBERNETES, "N", "Cores of each pod [4].") = None
-    memory: _option(str, _KUBERNETES, "SIZE", "Of each pod [16Gi].") = None
+    memory: _option(str, _KUBERNETES, "SIZE", "Memory of each pod [16Gi].") = None
     shared_memory: _option(str, _KUBERNETES, "SIZE", "/dev/shm of each pod [2Gi].") = None
-    scheduling: _option(int, _KUBERNETES, "S", "Seconds that the pods may start apart [600].") = None
-    port: _option(int, _KUBERNETES, "PORT", "On which the workers talk [2222].") = None
-    user: _option(int, _KUBERNETES, "UID", "That the container runs as [10001].") = None
-    pull_secret: _option(str, _KUBERNETES, "NAME", "Opens the registry.") = None
-    node_selector: _option(list[str], _KUBERNETES, "KEY=VALUE", "A label of the nodes to use.") = None
+    scheduling: _option(int, _KUBERNETES, "S", "Seconds within which all pods must start [600].") = None
+    port: _option(int, _KUBERNETES, "PORT", "Port of the workers [2222].") = None
+    user: _option(int, _KUBERNETES, "UID", "User that the container runs as [10001].") = None
+    pull_secret: _option(str, _KUBERNETES, "NAME", "Secret for the image registry.") = None
+    node_selector: _option(list[str], _KUBERNETES, "KEY=VALUE", "A label that nodes must have.") = None
     label: _option(list[str], _KUBERNETES, "KEY=VALUE", "A label for all objects.") = None
 
 
 @app.command(
     "launch",
-    help="Run a script in several processes that train together, stay with them, and start them again after a failure.",
+    help="Run a script in several processes that train together, supervise them, and restart them after a failure.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu launch -n 4 train.py --epochs 3\n\n"
@@ -145,11 +146,11 @@ def _check(options: Options) -> None:
     if options.kubernetes is None:
         _only_with("--kubernetes KIND", _given(options, _OF_KUBERNETES))
     elif options.nodes is not None:
-        raise InputError("--nodes is for ssh and Slurm: Kubernetes chooses the nodes. Leave it out, or --kubernetes.")
+        raise InputError("--nodes is for ssh and Slurm: Kubernetes chooses the nodes. Omit --nodes or --kubernetes.")
     if options.no_logs and options.logs:
         raise InputError("--logs and --no-logs exclude each other. Give one of them.")
     if options.kubernetes is not None and options.logs is not None:
-        raise InputError("--logs is not for Kubernetes, which keeps the pods' own. Use `kubectl logs`.")
+        raise InputError("--logs is not for Kubernetes, which keeps the pods' logs itself. Use `kubectl logs`.")
 
 
 def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
@@ -211,8 +212,8 @@ def _warn_of_secrets(job: Job, options: Options) -> None:
     words = shlex.join(job.arguments)
     if Cleaner(job.environment).hide(words) != words:
         typer.echo(
-            "The script's arguments hold what looks like a secret, and will stand in a file that others may read. "
-            "Hand it over by --env NAME.",
+            "The script's arguments seem to contain a secret, and are written to a file that others may read. "
+            "Pass it with --env NAME.",
             err=True,
         )
     names = [name for name in job.environment if is_secret(name)]
@@ -220,7 +221,7 @@ def _warn_of_secrets(job: Job, options: Options) -> None:
         where = f" --namespace={options.namespace}" if options.namespace else ""
         values = " ".join(f'--from-literal={name}="${name}"' for name in names)
         typer.echo(
-            f"{', '.join(names)}: read from a Secret, which you make: "
+            f"{', '.join(names)}: read from a Secret. Create it with: "
             f"kubectl create secret generic {options.name}-secrets{where} {values}",
             err=True,
         )
@@ -232,10 +233,10 @@ def _manifests(job: Job, options: Options) -> str:
     given = _given(options, _OF_KUBERNETES)
     for needed in ("name", "image", "claim"):
         if needed not in given:
-            raise InputError(f"--kubernetes needs --{needed}, besides --name, --image and --claim. Add it.")
+            raise InputError(f"--kubernetes needs --name, --image and --claim. Missing: --{needed}. Add it.")
     path, in_image = Path(job.script), given.pop("in_image", False)
     if not in_image and not path.is_file():
-        raise InputError(f"There is no script {job.script!r}. Give a file, or --in-image for one in the image.")
+        raise InputError(f"There is no script {job.script!r}. Give a file, or add --in-image for one in the image.")
     for flag, field in (("scheduling", "scheduling_s"), ("label", "labels")):
         if flag in given:
             given[field] = given.pop(flag)
@@ -255,7 +256,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _number(nodes: str | None) -> int:
     if nodes is not None and not nodes.isdecimal():
-        raise InputError(f"With --slurm, --nodes is a number: Slurm chooses the machines. Received: {nodes!r}.")
+        raise InputError(f"With --slurm, --nodes must be a number: Slurm chooses the machines. Received: {nodes!r}.")
     return int(nodes or 1)
 
 
@@ -264,11 +265,12 @@ def _variables(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals and name not in os.environ:
-            raise InputError(f"--env {name}: there is no such variable here. Write --env {name}=VALUE.")
+            raise InputError(f"--env {name}: the variable is not set here. Write --env {name}=VALUE.")
         found[name] = value if equals else os.environ[name]
     return found
 
 
 def _only_with(engine: str, given: dict[str, Any]) -> None:
     for name in given:
-        raise InputError(f"--{name.replace('_', '-')} is an option of {engine}. Add that, or leave it out.")
+        flag = f"--{name.replace('_', '-')}"
+        raise InputError(f"{flag} is an option of {engine}. Add {engine.split()[0]}, or omit {flag}.")

@@ -1,4 +1,4 @@
-"""`tfgpu plan`: the ways to lay a model out over devices, what each needs, and how long a step of it takes."""
+"""`tfgpu plan`: the possible layouts of a model over devices, their memory, and the time of a step."""
 
 import json
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from tfgpu.parallel.planning.workload import PRECISIONS, Transformer, Workload
 app = typer.Typer()
 _SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary")
 _BUILDER = {"depth": "layers", "width": "hidden", "mlp_width": "mlp", "dropout": "dropout", "heads": "heads"}
-_WIDE = 112  # columns from which on the parts of each sum are shown
+_WIDE = 112  # terminal columns needed to show the parts of each sum
 _DEFAULT_PRECISION = "mixed_bfloat16"
 
 
@@ -45,33 +45,38 @@ def _on(help_text: str, *flags: str, metavar: str | None = None, names: completi
 class Options:
     """The options of `tfgpu plan`."""
 
-    devices: Annotated[int, _on("How many.", "--devices", "-n", metavar="INTEGER")]
+    devices: Annotated[int, _on("Number of devices.", "--devices", "-n", metavar="INTEGER")]
     model: Annotated[
-        str | None, _option("As for `tfgpu train`; or give the sizes of a transformer.", names=completion.models)
+        str | None,
+        _option("A model, as for `tfgpu train`; or give the sizes of a transformer.", names=completion.models),
     ] = None
     option: Annotated[
-        list[str] | None, _option("Of the model's builder.", "--option", "--model-option", metavar="KEY=VALUE")
+        list[str] | None,
+        _option("An option of the model's builder.", "--option", "--model-option", metavar="KEY=VALUE"),
     ] = None
-    input_shape: Annotated[str | None, _option("Of one example, such as 224x224x3.", metavar="NxN")] = None
-    classes: Annotated[int | None, _option("What the model tells apart; for a transformer, its vocabulary.")] = None
-    layers: Annotated[int | None, _option("Blocks of a transformer.")] = None
-    hidden: Annotated[int | None, _option("Its units of each position.")] = None
-    heads: Annotated[int | None, _option("Its attention heads.")] = None
-    sequence: Annotated[int | None, _option("Tokens of an example.")] = None
-    vocabulary: Annotated[int | None, _option("How many tokens there are.")] = None
-    mlp: Annotated[int | None, _option("Units of the MLP's hidden layer [4 times --hidden].")] = None
-    dropout: Annotated[bool, _option("There is dropout, whose masks are kept.", "--dropout")] = False
-    batch: Annotated[int | None, _option("Examples of a step, over all devices [8 a device].")] = None
+    input_shape: Annotated[str | None, _option("Shape of one example, such as 224x224x3.", metavar="NxN")] = None
+    classes: Annotated[int | None, _option("Number of classes; for a transformer, its vocabulary.")] = None
+    layers: Annotated[int | None, _option("Transformer: number of blocks.")] = None
+    hidden: Annotated[int | None, _option("Transformer: hidden size.")] = None
+    heads: Annotated[int | None, _option("Transformer: attention heads.")] = None
+    sequence: Annotated[int | None, _option("Transformer: sequence length.")] = None
+    vocabulary: Annotated[int | None, _option("Transformer: vocabulary size.")] = None
+    mlp: Annotated[int | None, _option("Transformer: hidden size of the MLP [4 times --hidden].")] = None
+    dropout: Annotated[bool, _option("Transformer: uses dropout, whose masks take memory.", "--dropout")] = False
+    batch: Annotated[int | None, _option("Global batch [8 per device].")] = None
     optimizer: Annotated[
-        str, _option("Its name, or how many numbers it keeps for each parameter [adamw].", metavar="NAME|INTEGER")
+        str, _option("Optimizer name, or its number of slots per parameter [adamw].", metavar="NAME|INTEGER")
     ] = "adamw"
     precision: Annotated[
         str,
-        _option(f"What the model computes in [{_DEFAULT_PRECISION}].", metavar="NAME", names=lambda: PRECISIONS),
+        _option(f"Compute precision [{_DEFAULT_PRECISION}].", metavar="NAME", names=lambda: PRECISIONS),
     ] = _DEFAULT_PRECISION
     loss: Annotated[
         str,
-        _option("`batch`: as parallel.pipeline takes it [batch]; `microbatch`: as Megatron-LM does.", metavar="NAME"),
+        _option(
+            "`batch`: of the whole batch, as parallel.pipeline [batch]; `microbatch`: as Megatron-LM.",
+            metavar="NAME",
+        ),
     ] = "batch"
     device: Annotated[
         str,
@@ -82,20 +87,20 @@ class Options:
             names=lambda: hardware.DEVICES,
         ),
     ] = "a100-80"
-    memory: Annotated[str | None, _on("Of a device, such as 80GB [the device's].", metavar="SIZE")] = None
-    per_host: Annotated[int, _on("Devices of a host [8].")] = 8
-    flops: Annotated[float | None, _on("Operations a second of a device at most, such as 312e12.")] = None
+    memory: Annotated[str | None, _on("Memory of a device, such as 80GB [the device's].", metavar="SIZE")] = None
+    per_host: Annotated[int, _on("Devices per host [8].")] = 8
+    flops: Annotated[float | None, _on("Peak FLOP/s of a device, such as 312e12.")] = None
     bandwidth: Annotated[
-        str | None, _on("Bytes a second between devices of a host, such as 300GB.", metavar="SIZE")
+        str | None, _on("Bytes per second between devices of a host, such as 300GB.", metavar="SIZE")
     ] = None
     host_bandwidth: Annotated[
-        str | None, _on("The same between devices of two hosts, such as 25GB.", metavar="SIZE")
+        str | None, _on("Bytes per second between devices of two hosts, such as 25GB.", metavar="SIZE")
     ] = None
-    efficiency: Annotated[
-        float, _on(f"The share of --flops that is reached while computing [{timing.EFFICIENCY}].")
-    ] = timing.EFFICIENCY
-    headroom: Annotated[float, _on(f"The share of the memory that is left free [{HEADROOM}].")] = HEADROOM
-    top: Annotated[int, _option("How many layouts are shown [10].", panel="Output")] = 10
+    efficiency: Annotated[float, _on(f"Share of --flops reached while computing [{timing.EFFICIENCY}].")] = (
+        timing.EFFICIENCY
+    )
+    headroom: Annotated[float, _on(f"Share of the memory to leave free [{HEADROOM}].")] = HEADROOM
+    top: Annotated[int, _option("Number of layouts to show [10].", panel="Output")] = 10
     to_json: Annotated[
         Path | None, _option("Write all layouts to a file.", "--json", metavar="FILE", panel="Output")
     ] = None
@@ -103,7 +108,7 @@ class Options:
 
 @app.command(
     "plan",
-    help="List the ways to lay a model out over devices, the quickest that fits first. Nothing is run.",
+    help="List the layouts of a model over devices, the fastest that fits first. Nothing is run.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu plan --layers 24 --hidden 2048 --heads 16 --sequence 1024 --vocabulary 50257 --devices 8\n\n"
@@ -188,7 +193,7 @@ def _language_model(options: Mapping, shape: tuple, classes: int | None) -> Tran
 def _built(name: str, options: Mapping, shape: tuple, classes: int | None, precision: str) -> Workload:
     """Builds a Keras model on this machine's CPU, and reads its graph."""
     if classes is None and ":" not in name:
-        raise InputError(f"Model {name!r} needs to know what it tells apart. Add for example --classes 10.")
+        raise InputError(f"Model {name!r} needs the number of classes. Add, for example, --classes 10.")
     with Console(stderr=True).status("starting TensorFlow"):
         start_tensorflow()
         keras, tf = imported("keras"), imported("tensorflow")
@@ -205,7 +210,7 @@ def _shape(model: str, text: str | None) -> tuple[int, ...]:
     words = (text or "").lower().split("x")
     if not all(word.isdigit() and int(word) for word in words):
         raise InputError(
-            f"Model {model!r} needs the shape of one example. Received: {text!r}. Add for example --input-shape "
+            f"Model {model!r} needs the shape of one example. Received: {text!r}. Add, for example, --input-shape "
             f"{'1024' if model == 'transformer' else '32x32x3'}."
         )
     return tuple(map(int, words))
@@ -216,7 +221,7 @@ def _write(path: Path, found: list[Plan]) -> None:
     try:
         path.write_text(json.dumps(rows, indent=1) + "\n")
     except OSError as error:
-        words = f"--json {path} cannot be written: {error.strerror}. Name a file in a folder that is there."
+        words = f"--json {path} cannot be written: {error.strerror}. Give a file in an existing folder."
         raise InputError(words) from error
 
 
@@ -234,14 +239,14 @@ def _show(console: Console, about: str, found: list[Plan], top: int) -> None:
         shown = hardware.shown
         console.print(
             f"\n[yellow]{count:,} {'layout does' if count == 1 else 'layouts do'} not fit.[/] The nearest, "
-            f"{nearest.layout}, needs {shown(memory.peak)} a device, {shown(nearest.lacks_bytes)} too much: "
+            f"{nearest.layout}, needs {shown(memory.peak)} per device, {shown(nearest.lacks_bytes)} too much: "
             f"parameters {shown(memory.parameters)}, slots {shown(memory.slots)}, gradients "
             f"{shown(memory.gradients)}, activations {shown(memory.activations)}."
         )
 
 
 def _table(plans: list[Plan], *, wide: bool) -> Table:
-    """One row a layout; where there is room, the parts of memory and of what is sent."""
+    """One row per layout; a wide terminal also shows the parts of the memory and of the traffic."""
     size, unit = _unit(plans[0].memory.peak, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3})
     second, time_unit = _unit(plans[0].step_time_s, {"s": 1, "ms": 1e-3, "µs": 1e-6})
     headings = ["\ndata", "pipe-\nline", "ten-\nsor", "\nZeRO", "accu-\nmulate", "micro-\nbatches", "\nschedule"]
@@ -271,13 +276,13 @@ def _cells(one: Plan, wide: bool, size: float, second: float) -> list[str]:
 
 
 def _unit(value: float, units: Mapping[str, float]) -> tuple[float, str]:
-    """The largest unit in which a value is above 1, or else the smallest."""
+    """The largest unit in which a value is at least 1, else the smallest unit."""
     found = next((name for name, size in units.items() if value >= size), list(units)[-1])
     return units[found], found
 
 
 def _digits(value: float) -> str:
-    """Three digits, and all before the point; of small numbers two after it.
+    """Formats a number with three significant digits, at most two of them after the point.
 
     Example:
         >>> _digits(0.01234), _digits(1.5), _digits(1234.5)
@@ -289,7 +294,7 @@ def _digits(value: float) -> str:
 
 
 def _count(number: int) -> str:
-    """A count for a person.
+    """Formats a count, with words for large ones.
 
     Example:
         >>> _count(175245043712), _count(592246)

@@ -1,4 +1,4 @@
-"""`tfgpu profile`: what bounds a training, and which knob helps; or a picture of a model as a pipeline."""
+"""`tfgpu profile`: what limits a training, and which setting helps; or a picture of a model as a pipeline."""
 
 import contextlib
 import json
@@ -37,21 +37,21 @@ class Options:
             autocompletion=completion.completing(completion.ready_recipes),
         ),
     ] = None
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None
     skip: Annotated[
         int | None,
         typer.Option(
-            min=0, rich_help_panel=_STEPS, help="Calls that trace and warm up; `fit` runs blocks of steps [3]."
+            min=0, rich_help_panel=_STEPS, help="Warm-up calls to skip; in `fit` a call is a block of steps [3]."
         ),
     ] = None
     calls: Annotated[
-        int | None, typer.Option(min=2, rich_help_panel=_STEPS, help="Calls to record, 0.3 s at least [10].")
+        int | None, typer.Option(min=2, rich_help_panel=_STEPS, help="Calls to record, for at least 0.3 s [10].")
     ] = None
     seconds: Annotated[
-        float | None, typer.Option(min=0.01, rich_help_panel=_STEPS, help="How long to record at most [5].")
+        float | None, typer.Option(min=0.01, rich_help_panel=_STEPS, help="Longest time to record [5].")
     ] = None
     whole: Annotated[
-        bool, typer.Option("--whole", rich_help_panel=_STEPS, help="Let the script run to its end after that.")
+        bool, typer.Option("--whole", rich_help_panel=_STEPS, help="Run the script to its end after recording.")
     ] = False
     nvtx: Annotated[
         bool,
@@ -61,7 +61,7 @@ class Options:
     ] = False
     allow_code: Annotated[
         bool,
-        typer.Option("--allow-code", rich_help_panel=_STEPS, help="Let a recipe name a function to be called."),
+        typer.Option("--allow-code", rich_help_panel=_STEPS, help="Allow a recipe to name functions to call."),
     ] = False
     model: Annotated[
         str | None,
@@ -74,10 +74,10 @@ class Options:
         ),
     ] = None
     stages: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="How many stages the model is cut into [4].")
+        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Number of pipeline stages [4].")
     ] = None
     microbatches: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="How many parts the batch is cut into [8].")
+        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Number of micro-batches [8].")
     ] = None
     schedule: Annotated[
         str | None,
@@ -93,7 +93,7 @@ class Options:
         typer.Option(
             min=1,
             rich_help_panel=_PIPELINE,
-            help="How many devices; logical CPUs where there is no GPU. Default: by stages.",
+            help="Number of devices; logical CPUs without a GPU. Default: from the stages.",
         ),
     ] = None
     cuts: Annotated[
@@ -102,19 +102,23 @@ class Options:
             "--cut",
             metavar="LAYER",
             rich_help_panel=_PIPELINE,
-            help="A layer that begins a stage; one option a stage but the first.",
+            help="A layer that begins a stage; repeat for each stage except the first.",
         ),
     ] = None
     rows: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Rows of the batch. Default: 8 a micro-batch.")
+        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Batch size. Default: 8 per micro-batch.")
     ] = None
     steps: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PIPELINE, help="Steps measured; the middle one is drawn [3].")
+        int | None,
+        typer.Option(min=1, rich_help_panel=_PIPELINE, help="Steps to measure; the median is drawn [3]."),
     ] = None
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="PATH", help="The folder \\[profile]; a pipeline's picture \\[schedule.html]."
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="The folder \\[profile], or the pipeline's picture \\[schedule.html].",
         ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False
@@ -122,8 +126,8 @@ class Options:
 
 @app.command(
     help=(
-        "Profile a script, a recipe or a recorded trace: what bounds the steps, the faults by name, and the knob that "
-        "helps each. Without TARGET: draw how a model runs as a pipeline."
+        "Profile a script, a recipe or a recorded trace: what limits the steps, the problems found, and what to change "
+        "for each. Without TARGET: draw how a model runs as a pipeline."
     ),
     epilog=(
         "[bold]Examples[/]\n\n"
@@ -139,12 +143,12 @@ class Options:
 @with_options(Options)
 def profile(options: Options) -> None:
     if options.target is None:
-        _refuse(_given(options, (*_WINDOW, "whole")), "a TARGET: a script, a recipe or a trace")
+        _reject(_given(options, (*_WINDOW, "whole")), "a TARGET: a script, a recipe or a trace")
         _draw(_given(options, _OF_PIPELINE), options.output or _PICTURE, options.as_json)
         return
     if options.target.startswith("-"):
         raise InputError(f"`tfgpu profile` has no option {options.target}. See `tfgpu profile --help`.")
-    _refuse(_given(options, _OF_PIPELINE), "no TARGET: they are about a model as a pipeline")
+    _reject(_given(options, _OF_PIPELINE), "no TARGET, for a model as a pipeline")
     _profile(options, options.target)
 
 
@@ -153,25 +157,25 @@ def _given(options: Options, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, False, [])}
 
 
-def _refuse(given: dict[str, Any], needs: str) -> None:
+def _reject(given: dict[str, Any], needs: str) -> None:
     if given:
         names = ", ".join("--cut" if name == "cuts" else f"--{name}" for name in given)
-        raise InputError(f"{names}: only with {needs}. See `tfgpu profile --help`.")
+        raise InputError(f"{names}: only valid with {needs}. See `tfgpu profile --help`.")
 
 
 def _profile(options: Options, target: str) -> None:
     path, output, window = _path(target), options.output or _FOLDER, _given(options, _WINDOW)
     is_script, is_recipe = path.suffix == ".py", path.suffix in (".yaml", ".yml")
     if options.allow_code and not is_recipe:
-        raise InputError(f"--allow-code is for recipes. Received: {target!r}. Leave it out.")
+        raise InputError(f"--allow-code is for recipes. Received: {target!r}. Omit it.")
     if not is_script and (options.arguments or options.whole):
-        raise InputError(f"Only a script has arguments and an end of its own. Received: {target!r}.")
+        raise InputError(f"Arguments and --whole are for scripts. Received: {target!r}. Omit them.")
     if not (is_script or is_recipe):
-        _refuse(window, "a script or a recipe: a trace is recorded already")
+        _reject(window, "a script or a recipe, not with a recorded trace")
     recipe = _recipe(path, target, options.allow_code) if is_recipe else None
     start_tensorflow()
     targets = imported("tfgpu.measure.profiling.targets")
-    # What the script prints must not stand in the JSON.
+    # The script's output must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if options.as_json else contextlib.nullcontext():
         if is_script:
             report = targets.profile_script(path, options.arguments or [], output, whole=options.whole, **window)
@@ -194,7 +198,7 @@ def _recipe(path: Path, target: str, allow_code: bool) -> Any:
 
 
 def _path(target: str) -> Path:
-    """The file or folder that is meant; a ready recipe's where none of its name can be profiled."""
+    """The file or folder to profile; a ready recipe's, unless a local one of that name can be profiled."""
     path = Path(target)
     if target in ready.names() and not path.is_file() and not any(path.rglob("*.xplane.pb")):
         return ready.path(target)
@@ -219,10 +223,11 @@ def _show(report: Any, output: Path, as_json: bool) -> None:
     writing = imported("tfgpu.measure.profiling.writing")
     console.print(f"\n{writing.text(report)}\n", markup=False)
     console.print(
-        f"Pictures: {output / 'profile.html'}. Open {output / 'trace.json.gz'} at ui.perfetto.dev.", markup=False
+        f"Charts: {output / 'profile.html'}. Open {output / 'trace.json.gz'} at ui.perfetto.dev.", markup=False
     )
     if (output / "commands.txt").exists() and any(name.startswith("GPU") for name in report.around.devices):
-        console.print(f"NVIDIA's profilers, the same steps:\n{(output / 'commands.txt').read_text()}", markup=False)
+        commands = (output / "commands.txt").read_text()
+        console.print(f"To profile the same steps with NVIDIA's profilers:\n{commands}", markup=False)
 
 
 def _draw(settings: dict[str, Any], output: Path, as_json: bool) -> None:

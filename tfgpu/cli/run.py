@@ -1,4 +1,4 @@
-"""`tfgpu run`: a script of the user's own."""
+"""`tfgpu run`: runs a user's script."""
 
 from typing import Annotated
 
@@ -12,18 +12,18 @@ app = typer.Typer()
 
 @app.command(
     "run",
-    help="Run a script of your own, unmodified, with the Keras repairs in force.",
+    help="Run your script, unmodified, with the Keras repairs installed.",
     epilog="[bold]Example[/]\n\ntfgpu run train.py --epochs 3",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 def run_script(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The Python file.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None,
     startup_timeout: Annotated[
         str | None,
         typer.Option(
             metavar="SECONDS",
-            help="Before SCRIPT: seconds to wait for the cluster's other processes, 0 for not at all [60].",
+            help="Before SCRIPT: seconds to wait for the other processes of the cluster; 0 does not wait [60].",
         ),
     ] = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""What every command begins and ends with: TensorFlow's start, and one line for an error."""
+"""Starts TensorFlow quietly, and prints errors in one line."""
 
 import importlib
 import os
@@ -14,12 +14,12 @@ from rich.markup import escape
 
 
 def start_tensorflow(*, quiet: bool = True) -> None:
-    """Imports TensorFlow without its start-up notes, unless the user has asked for a level of them."""
+    """Imports TensorFlow without its startup messages, unless the user has set a log level."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     if not quiet or "TF_CPP_MIN_LOG_LEVEL" in os.environ:
         return
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    # The first notes are written before TensorFlow reads that variable, past Python's own stderr.
+    # TensorFlow writes its first messages to file descriptor 2 before it reads that variable.
     sys.stderr.flush()
     with tempfile.TemporaryFile() as aside:
         screen = os.dup(2)
@@ -36,9 +36,9 @@ def start_tensorflow(*, quiet: bool = True) -> None:
 
 
 def imported(name: str) -> ModuleType:
-    """Imports a module that takes seconds; Ctrl-C ends that whatever the module makes of the interrupt.
+    """Imports a slow module such that Ctrl-C always interrupts the import.
 
-    A library's C++ code may turn it into an error of its own, or an `except` without a name may swallow it.
+    A library's C++ code may otherwise turn the interrupt into another error, or a bare `except` may swallow it.
     """
     from tfgpu.recipes.directory import NOTHING_WRITTEN
 

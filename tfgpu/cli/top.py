@@ -1,4 +1,4 @@
-"""`tfgpu top`: machines and a training, live."""
+"""`tfgpu top`: a live view of machines and of a training."""
 
 import json
 import os
@@ -28,9 +28,9 @@ _ANSWER_S = 30.0
 
 
 @app.command(
-    help="Show GPUs, CPUs, memory, disks and who holds the GPUs; with RUN also step time, energy and what limits it.",
+    help="Show GPUs, their processes, CPUs, memory and disks; with RUN also step time, energy and what limits it.",
     epilog=(
-        "q or Ctrl-C ends it.\n\n"
+        "Quit with q or Ctrl-C.\n\n"
         "[bold]Examples[/]\n\n"
         "tfgpu top\n\n"
         "tfgpu top runs/best\n\n"
@@ -43,14 +43,14 @@ def top(
         Path | None, typer.Argument(metavar="[RUN]", help="A run directory, or the folder of a Monitor.")
     ] = None,
     workers: Annotated[
-        str | None, typer.Option(metavar="HOSTS", help="Machines that ssh reaches, beside this one: host1,host2.")
+        str | None, typer.Option(metavar="HOSTS", help="More machines to reach by ssh: host1,host2.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: a line a look, or with --once one and no more.")
+        bool, typer.Option("--json", help="Print one line of JSON per update; with --once, a single document.")
     ] = False,
-    every: Annotated[float, typer.Option(metavar="SECONDS", help="From look to look.")] = 1.0,
-    ssh: Annotated[str, typer.Option(metavar="COMMAND", help="ssh with options of your own.")] = "ssh",
+    every: Annotated[float, typer.Option(metavar="SECONDS", help="Time between updates.")] = 1.0,
+    ssh: Annotated[str, typer.Option(metavar="COMMAND", help="ssh with your own options.")] = "ssh",
 ) -> None:
     if not 0.1 <= every <= 3600:
         raise InputError(f"--every must be from 0.1 to 3600 seconds. Received: {every}. Try 1.")
@@ -66,7 +66,7 @@ def top(
             _show(lambda: [viewer.look(), *(other.look() for other in others)], others, once, as_json, every)
         except KeyboardInterrupt:  # The usual way to end it.
             pass
-        except BrokenPipeError:  # Whoever reads has enough; Python would say so at its end.
+        except BrokenPipeError:  # The reader has closed the pipe; without this, Python reports it again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -97,13 +97,13 @@ def _console(**settings: Any) -> Console:
 
 
 class Other:
-    """Another machine's `tfgpu top --json`, through ssh, for as long as the block lasts.
+    """Runs `tfgpu top --json` on another machine through ssh, while the block lasts.
 
     Args:
-        node: what ssh takes.
-        ssh: the command.
-        run: shown there too.
-        every: seconds from look to look.
+        node: the machine, as ssh names it.
+        ssh: the ssh command.
+        run: the run to show.
+        every: seconds between updates.
     """
 
     def __init__(self, node: str, ssh: str, run: Path | None, every: float):
@@ -130,14 +130,14 @@ class Other:
         self._thread.join(timeout=5)
 
     def look(self) -> View:
-        """What it said last; an error where that is long ago."""
+        """The latest view; an error if that is too old."""
         silent = time.monotonic() - self._at
         if silent > _ANSWER_S and not self._newest.error:
             return View(self._node, error=f"no answer for {silent:.0f} s")
         return self._newest
 
     def wait(self) -> None:
-        """Returns when it has answered, failed, or not answered in time."""
+        """Waits for the first answer, a failure, or the timeout."""
         if not self._heard.wait(_ANSWER_S):
             self._newest = View(self._node, error=f"no answer within {_ANSWER_S:.0f} s")
 
@@ -148,8 +148,8 @@ class Other:
                 (told,) = json.loads(line)
                 view = View.from_json({**told, "host": self._node})
                 drawn([view], width=200)
-            except (ValueError, TypeError, KeyError, AttributeError):  # What a login shell says is no answer,
-                continue  # nor is what cannot be shown.
+            except (ValueError, TypeError, KeyError, AttributeError):  # Output of a login shell, or a malformed view.
+                continue
             self._newest = view
             self._at = time.monotonic()
             self._heard.set()
@@ -165,7 +165,7 @@ def _nodes(workers: str | None) -> list[str]:
 
 
 def _leave_at_sigterm(held: ExitStack) -> None:
-    """A terminal that is asked to end is given back as it was."""
+    """Handles SIGTERM like Ctrl-C, so that the terminal is restored."""
 
     def leave(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -177,7 +177,7 @@ def _leave_at_sigterm(held: ExitStack) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Reads single keys; where there is no keyboard, only waits."""
+    """Reads single keys; without a terminal it only waits."""
     if not sys.stdin.isatty():
         yield lambda seconds: time.sleep(seconds) or ""
         return
@@ -190,7 +190,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
         def pressed(seconds: float) -> str:
             ready, _, _ = select.select([sys.stdin], [], [], seconds)
-            # Not `sys.stdin.read`, which takes more than it gives; no answer means that the terminal is gone.
+            # Not `sys.stdin.read`, which buffers. An empty read means that the terminal is gone.
             return (os.read(sys.stdin.fileno(), 1).decode(errors="replace") or "q") if ready else ""
 
         yield pressed

@@ -1,4 +1,4 @@
-"""What `tfgpu top` draws: machines, their GPUs and who computes on them, the workers of a run."""
+"""Renders `tfgpu top`: machines, GPUs and their processes, the workers of a run."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ _FULL, _EMPTY = "━", "─"
 _MOST_PROCESSES = 8
 _WIDE = 110
 _NARROW = 72
-"""Columns below which there are short bars, and of a worker what tells most."""
+"""Below this many terminal columns, bars are short and workers have fewer columns."""
 
 
 def drawn(views: Sequence[View], *, width: int) -> RenderableType:
-    """All that is shown.
+    """Renders the whole screen.
 
     Args:
-        views: one a machine.
+        views: one per machine.
         width: columns of the terminal.
     """
     parts: list[RenderableType] = []
@@ -38,7 +38,7 @@ def drawn(views: Sequence[View], *, width: int) -> RenderableType:
 
 
 def _printable(view: View) -> View:
-    """The same without what would steer the terminal: processes and other machines name themselves."""
+    """Removes control sequences from a view, since processes and other machines choose their names."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -79,7 +79,7 @@ def _machine(view: View, width: int) -> list[RenderableType]:
 
 
 def _cores(shares: Sequence[float], width: int) -> str:
-    """A stroke a core, where there is room for them all."""
+    """One bar per core, if they all fit."""
     strokes = "▁▂▃▄▅▆▇█"
     text = "".join(strokes[min(7, int(share * 8))] for share in shares)
     return f"  {text}" if 1 < len(text) <= width - 40 else ""
@@ -88,7 +88,7 @@ def _cores(shares: Sequence[float], width: int) -> str:
 def _gpus(gpus: Sequence[Gpu], error: str, width: int) -> list[RenderableType]:
     lost = [Text(f"GPU figures are missing: {error}", "yellow")] if gpus and error else []
     if not gpus:
-        return [Text("No NVIDIA GPU here: CPU figures alone.", "dim")]
+        return [Text("No NVIDIA GPU here.", "dim")]
     table = _table()
     columns: list[tuple[str, Callable[[Gpu], Text | str]]] = [
         ("GPU", lambda gpu: gpu.label),
@@ -115,7 +115,7 @@ def _gpus(gpus: Sequence[Gpu], error: str, width: int) -> list[RenderableType]:
 
 
 def _all_workers(views: Sequence[View]) -> list[Worker]:
-    """Each worker once, from the machine that has heard of it last."""
+    """Each worker once, from the machine with its latest sample."""
     found: dict[int, Worker] = {}
     for worker in (worker for view in views for worker in view.workers):
         if worker.number not in found or worker.age_s < found[worker.number].age_s:
@@ -149,7 +149,7 @@ def _workers(workers: Sequence[Worker], width: int) -> Table:
 
 
 def _limits(workers: Sequence[Worker]) -> list[Text]:
-    """What limits the workers, those of one kind together."""
+    """What limits the workers, grouped by resource."""
     silent = [worker for worker in workers if worker.age_s > SILENT_S]
     lines = []
     for resource in dict.fromkeys(worker.limit.resource for worker in workers if worker not in silent):
@@ -159,7 +159,7 @@ def _limits(workers: Sequence[Worker]) -> list[Text]:
     if silent:
         named_all = ", ".join(str(worker.number) for worker in silent)
         ages = _ago(min(worker.age_s for worker in silent))
-        lines.append(Text(f"worker {named_all}: no sample for {ages}: it has ended, or hangs", "dim"))
+        lines.append(Text(f"worker {named_all}: no sample for {ages}: it has ended or hangs", "dim"))
     return lines
 
 
@@ -186,12 +186,12 @@ def _bar(share: float | None, size: int = _BAR) -> Text:
         return Text("-", "dim")
     share = min(1.0, max(0.0, share))
     full = round(share * size)
-    colour = "green" if share < 0.6 else "yellow" if share < 0.9 else "red"
-    return Text.assemble((_FULL * full, colour), (_EMPTY * (size - full), "dim"), f" {share:4.0%}")
+    color = "green" if share < 0.6 else "yellow" if share < 0.9 else "red"
+    return Text.assemble((_FULL * full, color), (_EMPTY * (size - full), "dim"), f" {share:4.0%}")
 
 
 def _newest(worker: Worker, name: str) -> Value:
-    """The mean of the last samples; of a step that is longer than a sample, the last epoch's."""
+    """The mean of the last samples; if steps are longer than samples, the value of the last epoch."""
     value = worker.now.get(name)
     return value if value is not None else worker.epoch.get(name)
 

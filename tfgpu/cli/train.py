@@ -1,4 +1,4 @@
-"""`tfgpu train`: its flags are the settings of the schema."""
+"""`tfgpu train`: trains a recipe; its options are the settings of the recipe schema."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tfgpu.cli import completion
-from tfgpu.cli.flags import given, with_settings
+from tfgpu.cli.flags import ALLOW_CODE, DEBUG, given, with_settings
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, Preempted
@@ -24,14 +24,14 @@ OWN = {
         None,
         [],
         "RECIPE",
-        "A ready recipe (see --list) or a YAML file; flags win over it.",
+        "A ready recipe (see --list) or a YAML file; flags override it.",
     ),
     "config": (
         Path | None,
         None,
         ["--config", "-c"],
         "FILE",
-        "Settings from a YAML file; the same as RECIPE.",
+        "Settings from a YAML file; same as RECIPE.",
     ),
     "listing": (bool, False, ["--list"], None, "Show the ready recipes."),
     "dry_run": (
@@ -39,22 +39,16 @@ OWN = {
         False,
         ["--dry-run"],
         None,
-        "Build everything, train two steps and validate on made-up data, and write nothing.",
+        "Build everything, train two steps and validate on synthetic data, and write nothing.",
     ),
     "output": (Path | None, None, ["--output", "-o"], "DIR", "The run directory [runs/<time>-<model>]."),
-    "allow_code": (
-        bool,
-        False,
-        ["--allow-code"],
-        None,
-        "Let the file name a function to be called (module:function), as flags may.",
-    ),
+    "allow_code": ALLOW_CODE,
     "resume": (
         bool,
         False,
         ["--resume"],
         None,
-        "Go on with the run in --output, after its last checkpoint.",
+        "Resume the run in --output from its last checkpoint.",
     ),
     "overwrite": (bool, False, ["--overwrite"], None, "Replace the run in --output."),
     "track": (
@@ -62,22 +56,16 @@ OWN = {
         None,
         ["--track"],
         "TRACKER",
-        "Send settings, metrics and the report to mlflow or wandb too.",
+        "Also send settings, metrics and the report to mlflow or wandb.",
     ),
     "project": (str, "tfgpu", ["--project"], "NAME", "The tracker's experiment or project."),
-    "debug": (
-        bool,
-        False,
-        ["--debug"],
-        None,
-        "Show a traceback when training fails (also TFGPU_DEBUG=1).",
-    ),
+    "debug": DEBUG,
 }
 
 
 @app.command(
     "train",
-    help="Train a model and leave a run directory with the model, its metrics and a report.",
+    help="Train a model, and write a run directory with the model, its metrics and a report.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu train\n\n"
@@ -136,12 +124,12 @@ def _recipe(
     overwrite: bool,
     allow_code: bool,
 ) -> recipes.Recipe:
-    """The recipe to train, with the settings of an earlier run if it resumes; checks all that needs no TensorFlow."""
+    """The recipe to train, merged with the recorded settings if it resumes; all checks that need no TensorFlow."""
     from tfgpu.recipes import directory
 
     if resume:
         if output is None:
-            raise InputError("--resume needs the run to go on with. Add --output DIR.")
+            raise InputError("--resume needs the run to resume. Add --output DIR.")
         earlier = directory.recorded(output)
         refuse_code(earlier, str(output / directory.CONFIG), allow=allow_code, given=settings)
         settings = earlier | settings
@@ -158,7 +146,7 @@ def _run(recipe: recipes.Recipe, *, debug: bool, **how: Any) -> Any:
             start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
             runner = imported("tfgpu.recipes.runner")
         return runner.run(recipe, **how)
-    except Preempted as leaving:  # It has said so; Typer would swallow the code.
+    except Preempted as leaving:  # Already reported; Typer would swallow the exit code.
         raise typer.Exit(leaving.code) from None
     except KeyboardInterrupt as interrupt:  # Typer would swallow the message.
         complain(str(interrupt) or "Interrupted.")
@@ -166,9 +154,9 @@ def _run(recipe: recipes.Recipe, *, debug: bool, **how: Any) -> Any:
 
 
 def _settings(name: str | None, config: Path | None) -> tuple[str | None, Mapping[str, Any]]:
-    """The file that the settings come from, and what it says."""
+    """The file that the settings come from, and its content."""
     if name is not None and config is not None:
-        raise InputError(f"A recipe and --config say the same thing. Received: {name} and {config}. Give one of them.")
+        raise InputError(f"RECIPE and --config exclude each other. Received: {name} and {config}. Give one of them.")
     if name is not None:
         return str(ready.path(name)), ready.read(name)
     return (str(config), recipes.read(config)) if config else (None, {})
@@ -177,14 +165,14 @@ def _settings(name: str | None, config: Path | None) -> tuple[str | None, Mappin
 def _check_alone(**flags: Any) -> None:
     for name, value in flags.items():
         if value:
-            raise InputError(f"A dry run writes nothing. Received: --{name}. Leave it out.")
+            raise InputError(f"A dry run writes nothing. Received: --{name}. Omit it.")
 
 
 def _dry_run(recipe: recipes.Recipe, *, debug: bool) -> None:
     with Console(stderr=True).status("starting TensorFlow"):
         start_tensorflow(quiet=not debugging(["--debug"] if debug else []))
         dry = imported("tfgpu.recipes.dry")
-    with Console(stderr=True).status("a dry run"):
+    with Console(stderr=True).status("dry run"):
         lines = dry.run(recipe)
     print("\n".join(lines))
 
@@ -195,4 +183,4 @@ def _list() -> None:
         table.add_row(f"[bold]{name}[/]", ready.describe(name))
     console = Console(highlight=False)
     console.print(table)
-    console.print("\nStart one with: tfgpu train NAME. Try it without its data: tfgpu train NAME --dry-run")
+    console.print("\nTrain one with: tfgpu train NAME. Try it without its data: tfgpu train NAME --dry-run")

@@ -1,4 +1,4 @@
-"""`tfgpu tune`: a study over a recipe's settings."""
+"""`tfgpu tune`: searches a recipe's settings."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tfgpu.cli import completion
-from tfgpu.cli.flags import given, with_settings
+from tfgpu.cli.flags import ALLOW_CODE, DEBUG, RECIPE_NAME, given, with_settings
 from tfgpu.cli.start import complain, debugging, imported, start_tensorflow
 from tfgpu.errors import InputError
 from tfgpu.recipes import reading, ready
@@ -20,7 +20,7 @@ from tfgpu.tune import journal, space
 
 app = typer.Typer()
 OWN = {
-    "name": (str | None, None, [], "RECIPE", "A ready recipe or a YAML file; flags win over it."),
+    "name": RECIPE_NAME,
     "output": (Path | None, None, ["--output", "-o"], "DIR", "The study's folder."),
     "search": (
         list[str] | None,
@@ -28,23 +28,20 @@ OWN = {
         ["--search"],
         "NAME=VALUES",
         "A setting to search: learning_rate=1e-5..1e-1:log, global_batch=16..512:powers, optimizer=adam,sgd, "
-        "model_options.depth=20,32 [learning rate, batch, optimizer, schedule; initialiser, normalisation, dropout].",
+        "model_options.depth=20,32 [learning rate, batch, optimizer, schedule; initializer, normalization, dropout].",
     ),
-    "space": (Path | None, None, ["--space"], "FILE", "The same from a YAML file, one NAME: VALUES a line."),
-    "trials": (int, 20, ["--trials"], "INTEGER", "How many in all, those of an earlier start included [20]."),
-    "parallel": (int, 1, ["--parallel"], "INTEGER", "Trials at a time: each on a GPU, or with its share of cores [1]."),
-    "use_ray": (bool, False, ["--ray"], None, "Run the trials on a Ray cluster, whose machines see the folder."),
+    "space": (Path | None, None, ["--space"], "FILE", "The same from a YAML file, one NAME: VALUES per line."),
+    "trials": (int, 20, ["--trials"], "INTEGER", "Number of trials, including those of earlier starts [20]."),
+    "parallel": (int, 1, ["--parallel"], "INTEGER", "Concurrent trials: one GPU or a share of the cores each [1]."),
+    "use_ray": (bool, False, ["--ray"], None, "Run the trials on a Ray cluster whose machines share the folder."),
     "sampler": (str | None, None, ["--sampler"], "NAME", "How settings are drawn: tpe or random [tpe]."),
     "pruner": (str | None, None, ["--pruner"], "NAME", "Which trials end early: median, halving or none [median]."),
-    "monitor": (str | None, None, ["--monitor"], "NAME", "What is made small: val_error, val_loss, ... [val_error]."),
-    "study_seed": (int | None, None, ["--study-seed"], "INTEGER", "Of the draws; --seed is the trainings' [0]."),
-    "trial_timeout": (float | None, None, ["--trial-timeout"], "SECONDS", "End a trial after so many seconds [never]."),
-    "resume": (bool, False, ["--resume"], None, "Go on with the study in --output."),
-    "allow_code": (
-        *(bool, False, ["--allow-code"], None),
-        "Let files name a function to be called (module:function), as flags may.",
-    ),
-    "debug": (bool, False, ["--debug"], None, "Show a traceback when the study fails (also TFGPU_DEBUG=1)."),
+    "monitor": (str | None, None, ["--monitor"], "NAME", "What to minimize: val_error, val_loss, ... [val_error]."),
+    "study_seed": (int | None, None, ["--study-seed"], "INTEGER", "Seed of the search; --seed is for training [0]."),
+    "trial_timeout": (float | None, None, ["--trial-timeout"], "SECONDS", "Time limit of each trial [none]."),
+    "resume": (bool, False, ["--resume"], None, "Resume the study in --output."),
+    "allow_code": ALLOW_CODE,
+    "debug": DEBUG,
 }
 NAMES = {
     "name": completion.ready_recipes,
@@ -55,7 +52,7 @@ NAMES = {
 
 @app.command(
     "tune",
-    help="Search a recipe's settings: trainings with pruning, several at a time; the best becomes a recipe.",
+    help="Search a recipe's settings by parallel trainings with pruning; the best settings become a recipe.",
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu tune digits --trials 30 --output studies/digits\n\n"
@@ -112,7 +109,7 @@ def tune(
             on_trial=lambda trial: console.print(_line(trial), markup=False),
         )
     except KeyboardInterrupt:
-        complain(f"Interrupted. Go on with: tfgpu tune --resume --output {output} --trials {trials}")
+        complain(f"Interrupted. Resume with: tfgpu tune --resume --output {output} --trials {trials}")
         raise typer.Exit(130) from None
     _show(console, result)
 
@@ -129,7 +126,7 @@ def _recipe(name: str | None, flags: dict[str, Any], *, resume: bool, allow_code
 
 def _searched(words: list[str] | None, file: Path | None, *, allow_code: bool) -> dict[str, Any] | None:
     if words and file is not None:
-        raise InputError("--search and --space say the same thing. Keep one of them.")
+        raise InputError("--search and --space exclude each other. Keep one of them.")
     if file is not None:
         values = reading.read(file)
         refuse_code_searched(values, str(file), allow=allow_code)
@@ -157,10 +154,10 @@ def _show(console: Console, result: Any) -> None:
             f"recipe's own settings: {result.monitor} {text_of(result.own.value, result.monitor)}, "
             f"test error {1 - result.own_test_accuracy:.2%}"
         )
-    tested = "not known" if result.test_accuracy is None else f"{1 - result.test_accuracy:.2%}"
+    tested = "unknown" if result.test_accuracy is None else f"{1 - result.test_accuracy:.2%}"
     console.print(
         f"best of {len(result.trials)} trials:   {result.monitor} {text_of(result.best.value, result.monitor)} "
-        f"(chosen by it, so optimistic), test error {tested}"
+        f"(selected by it, so optimistic), test error {tested}"
     )
     if result.missing:
         console.print(result.missing_text)
@@ -168,7 +165,7 @@ def _show(console: Console, result: Any) -> None:
 
 
 def _table(result: Any, width: int) -> Table:
-    """The five best trials; a column for each setting where `width` has room for them, else all in one."""
+    """The five best trials; one column per setting if `width` allows, else one for all."""
     from tfgpu.tune.report import by_value, setting_text, text_of
 
     rows = []

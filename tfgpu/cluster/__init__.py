@@ -6,8 +6,8 @@ Example:
     >>> cluster.size, cluster.rank, cluster.is_chief
     (2, 1, False)
 
-`facts.py` holds `Cluster`; each other module reads what one kind of launcher leaves in the environment. All of it needs
-the standard library alone, so that a launcher can use it without starting TensorFlow.
+`facts.py` holds `Cluster`; each other module reads what one kind of launcher sets in the environment. The package uses
+only the standard library, so a launcher can import it without starting TensorFlow.
 """
 
 from tfgpu.cluster.facts import Cluster

@@ -30,9 +30,9 @@ class Cluster:
         source: where the facts come from: `"none"`, `"TF_CONFIG"`, `"Slurm"`, `"Kubernetes"`, `"MPI"`, `"Ray"` or
             `"Spark"`.
         has_chief: whether there is a `"chief"` job; then `workers[0]` is it and `worker` 0 has rank 1.
-        local_rank: this process's position among the job's processes of its machine, where the source tells it.
-        local_size: how many of the job's processes its machine has, where the source tells it.
-        gpus: the GPUs that are this process's own, for CUDA_VISIBLE_DEVICES; None: all that it sees.
+        local_rank: this process's position among the job's processes on its machine, if the source provides it.
+        local_size: how many of the job's processes run on its machine, if the source provides it.
+        gpus: this process's own GPUs, for CUDA_VISIBLE_DEVICES; None means all visible ones.
 
     Raises:
         InputError: the facts contradict each other, or an address is not `host:port`.
@@ -66,18 +66,18 @@ class Cluster:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> "Cluster":
         """Reads the cluster from TF_CONFIG, Slurm, Kubernetes or MPI, in this order; else this is the only process.
 
-        A TF_CONFIG that is set decides, with a cluster in it or not. Slurm counts inside `srun` with several tasks;
-        Kubernetes where the manifest of an indexed Job sets TFGPU_WORKERS, or a Kubeflow TrainJob PET_NNODES. Spark's
-        and Ray's launchers of tfgpu set TF_CONFIG.
+        If TF_CONFIG is set, it decides, even if it contains no cluster. Slurm applies inside an `srun` with several
+        tasks. Kubernetes applies if the manifest of an indexed Job sets TFGPU_WORKERS, or a Kubeflow TrainJob sets
+        PET_NNODES. tfgpu's Spark and Ray launchers set TF_CONFIG.
 
         Args:
             environ: environment variables by name; `None` means this process's.
 
         Returns:
-            The cluster. Equal on every process but for the fields that say who this one is.
+            The cluster. It is equal on every process except for the fields that identify this process.
 
         Raises:
-            InputError: a variable is malformed; the message quotes it and shows a right one.
+            InputError: a variable is malformed; the message quotes it and shows a valid value.
 
         Example:
             >>> step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2"}
@@ -95,18 +95,18 @@ class Cluster:
             if not text.strip():
                 raise
             raise InputError(
-                f"TF_CONFIG is malformed: {error} Received: {quoted(text)}. "
-                f"Expected a value such as {tf_config.EXAMPLE}. Mend it, or unset it to train in one process."
+                f"TF_CONFIG is malformed: {error} Its value: {quoted(text)}. "
+                f"Expected a value such as {tf_config.EXAMPLE}. Correct it, or unset it to train in one process."
             ) from None
 
     @property
     def size(self) -> int:
-        """The number of processes that train, this one included: at least 1."""
+        """The number of processes that train, including this one: at least 1."""
         return max(1, len(self.workers))
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes the files and logs; exactly one of those that train does."""
+        """Whether this process writes the files and logs; exactly one training process does."""
         return self.rank == 0
 
     @property
@@ -126,7 +126,7 @@ class Cluster:
         return {name: list(addresses) for name, addresses in jobs.items() if addresses}
 
     def tf_config(self) -> str:
-        """Returns the value of TF_CONFIG that says the same: `os.environ["TF_CONFIG"] = cluster.tf_config()`.
+        """Returns this cluster as a value of TF_CONFIG: `os.environ["TF_CONFIG"] = cluster.tf_config()`.
 
         Example:
             >>> Cluster(workers=("a:1", "b:1"), rank=1, task_index=1).tf_config()
@@ -147,7 +147,7 @@ def _check_addresses(addresses: tuple[str, ...]) -> None:
             raise InputError(f"a port must be from 1 to 65535, got {address!r}.")
     repeated = sorted(address for address, count in Counter(addresses).items() if count > 1)
     if repeated:
-        raise InputError(f"every task needs its own address, but {repeated[0]!r} stands there twice.")
+        raise InputError(f"every task needs its own address, but {repeated[0]!r} is listed twice.")
 
 
 def _check_task(cluster: Cluster) -> None:
@@ -158,7 +158,7 @@ def _check_task(cluster: Cluster) -> None:
         return
     addresses = jobs.get(cluster.task_type, [])
     if cluster.task_type == "evaluator" and not addresses:
-        return  # An evaluator talks to nobody, so TensorFlow's own guides leave it out of `cluster`.
+        return  # An evaluator communicates with no other task, so TensorFlow's guides omit it from `cluster`.
     if not addresses:
         raise InputError(f"the task is a {cluster.task_type}, but `cluster` has none.")
     if cluster.task_index >= len(addresses):

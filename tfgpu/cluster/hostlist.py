@@ -1,4 +1,4 @@
-"""Slurm's short form for many host names: `gpu[01-03,7],login2` and back.
+"""Slurm's hostlist expressions, such as `gpu[01-03,7],login2`.
 
 Source: https://slurm.schedmd.com/scontrol.html (show hostnames, show hostlist).
 """
@@ -12,25 +12,25 @@ from tfgpu.errors import InputError
 
 EXAMPLE = "gpu[01-03,7],login2"
 MOST = 65536
-"""Slurm's own bound on the nodes of a system; a longer list is a mistake."""
-_LITERAL = r"[A-Za-z0-9_.-]++"  # possessive: else a name of 40 letters before a bracket that never closes takes years
+"""Slurm's own limit on the nodes of a system; a longer list is a mistake."""
+_LITERAL = r"[A-Za-z0-9_.-]++"  # possessive: an unclosed bracket would otherwise cause exponential backtracking
 _ELEMENT = re.compile(rf"(?:{_LITERAL}|\[[0-9,\s-]*\])++")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _LAST_NUMBER = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*+)")
 
 
 def expand(text: str) -> list[str]:
-    """Writes out a list of hosts, in its order.
+    """Expands a hostlist into names, in order.
 
     Args:
-        text: names with commas between; brackets hold numbers and ranges, of any number of dimensions. A range keeps
-            the leading zeros of its first number.
+        text: comma-separated names; brackets hold numbers and ranges, in any number of dimensions. A range keeps the
+            leading zeros of its first number.
 
     Returns:
-        The names. A name that stands there twice comes twice.
+        The names; duplicates are kept.
 
     Raises:
-        InputError: it is not such a list, or has more than 65,536 hosts.
+        InputError: the text is not a hostlist, or has more than 65,536 hosts.
 
     Example:
         >>> expand("gpu[01-03,7],login2")
@@ -44,7 +44,7 @@ def expand(text: str) -> list[str]:
         if not element:
             raise _error(text, "a name is missing before or after a comma")
         if not _ELEMENT.fullmatch(element):
-            raise _error(text, f"{element[:60]!r} is no name with closed brackets of numbers in it")
+            raise _error(text, f"{element[:60]!r} is not a host name with closed brackets of numbers")
         parts = [_numbers(part, text) for part in re.findall(rf"{_LITERAL}|\[[^\]]*\]", element)]
         if len(hosts) + math.prod(map(len, parts)) > MOST:
             raise _error(text, f"it has more than {MOST} hosts")
@@ -53,10 +53,10 @@ def expand(text: str) -> list[str]:
 
 
 def compress(hosts: Sequence[str]) -> str:
-    """Writes hosts in the short form, in their order: `expand(compress(hosts)) == hosts`.
+    """Writes hosts as a hostlist, in order: `expand(compress(hosts)) == hosts`.
 
     Args:
-        hosts: names without brackets, commas or blanks; at least one.
+        hosts: names without brackets, commas or spaces; at least one.
 
     Example:
         >>> compress(["gpu01", "gpu02", "gpu03", "login2"])
@@ -79,7 +79,7 @@ def compress(hosts: Sequence[str]) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """The text at its commas, but for those in brackets; in one pass, whatever the text."""
+    """Splits at commas outside brackets, in linear time."""
     elements, begin, is_inside = [], 0, False
     for at, character in enumerate(text):
         if character in "[]":
@@ -97,7 +97,7 @@ def _numbers(part: str, text: str) -> list[str] | range:
     for each in part[1:-1].split(","):
         match = _RANGE.fullmatch(each.strip())
         if not match:
-            raise _error(text, f"{each.strip()!r} in brackets is no number and no range such as 01-03")
+            raise _error(text, f"{each.strip()!r} in brackets is neither a number nor a range such as 01-03")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first) or len(last) < len(first):
             raise _error(text, f"the range {match[0]} runs backwards")
@@ -108,7 +108,7 @@ def _numbers(part: str, text: str) -> list[str] | range:
 
 
 def _follows(span: list[str], number: str) -> bool:
-    """Whether `number` is what a range from `span`'s first number would have next."""
+    """Whether `number` is the next number of the range `span`."""
     return number == str(int(span[1]) + 1).zfill(len(span[0]))
 
 

@@ -1,6 +1,6 @@
 """Pods of one training job: an indexed Job with a headless service, or a Kubeflow TrainJob (v2).
 
-Kubeflow's TFJob (v1) sets TF_CONFIG itself, with its services' names as hosts.
+Kubeflow's TFJob (v1) sets TF_CONFIG itself, with the names of its services as hosts.
 
 Sources: https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode and
 https://www.kubeflow.org/docs/components/trainer/
@@ -20,15 +20,15 @@ _FIRST_POD = re.compile(r"(?P<pod>[^.:\s]+-)0(?P<service>\.[^:\s]+)")
 
 
 def read(environ: Mapping[str, str]) -> dict | None:
-    """Reads what an indexed Job or a TrainJob leaves in a pod.
+    """Reads the variables that an indexed Job or a TrainJob sets in a pod.
 
     Args:
         environ: environment variables by name. For an indexed Job: Kubernetes's JOB_COMPLETION_INDEX, and from the
-            manifest TFGPU_WORKERS (the Job's completions), TFGPU_JOB_NAME, TFGPU_SERVICE and, at will, TFGPU_PORT. For
+            manifest TFGPU_WORKERS (the Job's completions), TFGPU_JOB_NAME, TFGPU_SERVICE and optionally TFGPU_PORT. For
             a TrainJob: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
 
     Returns:
-        Keyword arguments of `Cluster`, or None where these are not set or speak of one pod.
+        Keyword arguments of `Cluster`, or None if these are not set or there is only one pod.
 
     Raises:
         InputError: a variable is malformed or missing.
@@ -62,7 +62,7 @@ def _indexed_job(environ: Mapping[str, str]) -> tuple[list[str], int]:
 def _train_job(environ: Mapping[str, str]) -> tuple[list[str], int]:
     nodes = values.text(environ, "PET_NNODES")
     if re.fullmatch(r"[0-9]+:[0-9]+", nodes):
-        problem = "a number of nodes that changes is not supported."
+        problem = "a variable number of nodes is not supported."
         raise values.malformed("PET_NNODES", nodes, problem, "PET_NNODES=2")
     count = values.whole(environ, "PET_NNODES", least=1, most=hostlist.MOST)
     place = values.whole(environ, "PET_NODE_RANK", most=count - 1)
@@ -81,7 +81,7 @@ def _train_job(environ: Mapping[str, str]) -> tuple[list[str], int]:
         raise values.malformed(
             "PET_MASTER_ADDR",
             master,
-            "the other pods' names cannot be told from it. Set TF_CONFIG, or use a TrainJob's own value.",
+            "the other pods' names cannot be derived from it. Set TF_CONFIG, or use the value that a TrainJob sets.",
             "PET_MASTER_ADDR=myjob-node-0-0.myjob",
         )
     return [f"{match['pod']}{index}{match['service']}:{port}" for index in range(count)], place

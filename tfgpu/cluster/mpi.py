@@ -1,7 +1,7 @@
 """Processes of one `mpirun`, whose variables give this process's rank, but not the addresses of the others.
 
-So the hosts come from TFGPU_HOSTS (as `mpirun -H` has them), from Slurm's allocation around the `mpirun`, or are this
-one machine, where all processes are on it.
+The hosts come from TFGPU_HOSTS (in the format of `mpirun -H`) or from the Slurm allocation around the `mpirun`. If all
+processes run on this machine, neither is needed.
 
 Sources: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html,
 https://www.mpich.org/static/docs/latest/www1/mpiexec.html
@@ -16,7 +16,7 @@ from tfgpu.errors import InputError
 
 HOSTS = slurm.HOSTS
 EXAMPLE = f"{HOSTS}=host1:4,host2:4"
-# Rank, size, local rank and local size, by launcher. Every one of a line's first two must be set.
+# Rank, size, local rank and local size, by launcher. The first two must be set.
 LAUNCHERS = {
     "Open MPI": (
         "OMPI_COMM_WORLD_RANK",
@@ -33,14 +33,14 @@ LAUNCHERS = {
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "Cray MPICH": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 }
-# What a job's processes share and another job's do not.
+# Variables that identify a job: equal in all its processes, different in other jobs.
 _JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PALS_APID", "SLURM_JOB_ID")
 _HOST = re.compile(r"(?P<hosts>[^:]+?)(?::(?P<slots>[0-9]{1,6}))?")
 
 
 @dataclass(frozen=True)
 class World:
-    """MPI_COMM_WORLD as the environment tells it; the local numbers are -1 where it does not."""
+    """MPI_COMM_WORLD according to the environment; unknown local numbers are -1."""
 
     rank: int
     size: int
@@ -49,10 +49,10 @@ class World:
 
 
 def world(environ: Mapping[str, str]) -> World | None:
-    """Reads rank and size, or None where no `mpirun` has set them.
+    """Reads rank and size; None if no `mpirun` has set them.
 
     Raises:
-        InputError: a number is malformed, or the size is nowhere.
+        InputError: a number is malformed.
     """
     for names in sorted(LAUNCHERS.values(), key=lambda names: not values.text(environ, names[2])):
         if values.text(environ, names[0]) and values.text(environ, names[1]):
@@ -64,17 +64,17 @@ def world(environ: Mapping[str, str]) -> World | None:
 
 
 def read(environ: Mapping[str, str]) -> dict | None:
-    """Reads what `mpirun` leaves in the environment of a process.
+    """Reads the variables that `mpirun` sets in a process.
 
     Args:
-        environ: environment variables by name. TFGPU_HOSTS names hosts and slots as `mpirun -H` does, and must reach
-            every process (`mpirun -x TFGPU_HOSTS` of Open MPI); TFGPU_PORT is the first port.
+        environ: environment variables by name. TFGPU_HOSTS lists hosts and slots as `mpirun -H` does, and must be set
+            in every process (Open MPI: `mpirun -x TFGPU_HOSTS`); TFGPU_PORT is the first port.
 
     Returns:
-        Keyword arguments of `Cluster`, or None where there is no MPI or one process.
+        Keyword arguments of `Cluster`, or None without MPI or with one process.
 
     Raises:
-        InputError: a variable is malformed, or the other processes' hosts are not known.
+        InputError: a variable is malformed, or the other processes' hosts are unknown.
     """
     found = world(environ) or _pmix(environ)
     if found is None or found.size == 1:
@@ -93,13 +93,13 @@ def read(environ: Mapping[str, str]) -> dict | None:
 
 
 def _pmix(environ: Mapping[str, str]) -> World | None:
-    """A launcher of PMIx alone tells the rank, not the size; Slurm's does so too, for one task."""
+    """A plain PMIx launcher sets the rank but not the size; so does Slurm's, for one task."""
     if not values.text(environ, "PMIX_RANK") or values.text(environ, "SLURM_STEP_NODELIST"):
         return None
     if not values.text(environ, HOSTS):
         raise InputError(
-            f"PMIX_RANK={values.quoted(environ['PMIX_RANK'])} says that this is a process of several, but not of how "
-            f"many. Set {HOSTS} to the hosts and their slots, such as {EXAMPLE}, or start with `tfgpu launch`."
+            f"PMIX_RANK={values.quoted(environ['PMIX_RANK'])} gives this process's rank, but not the number of "
+            f"processes. Set {HOSTS} to the hosts and their slots, such as {EXAMPLE}, or start with `tfgpu launch`."
         )
     size = sum(slots for _, slots in _listed(environ))
     return World(values.whole(environ, "PMIX_RANK", most=size - 1), size, -1, -1)
@@ -112,14 +112,14 @@ def _hosts(environ: Mapping[str, str], found: World) -> tuple[list[tuple[str, in
     if found.local_size == found.size:
         return [("127.0.0.1", found.size)], "one machine"
     if values.text(environ, "SLURM_JOB_NODELIST"):
-        # SLURM_TASKS_PER_NODE is of no use: on all hosts but the first it speaks of `mpirun`'s helpers.
+        # SLURM_TASKS_PER_NODE does not help: on all hosts but the first it counts `mpirun`'s helpers.
         nodes = slurm.hosts_of(environ, "SLURM_JOB_NODELIST")
         if len(nodes) * found.local_size == found.size:
             return [(node, found.local_size) for node in nodes], "SLURM_JOB_NODELIST"
     raise InputError(
-        f"MPI says that this is process {found.rank} of {found.size}, but not where the others are. Set {HOSTS} to the "
-        f"hosts and their slots in the order of the ranks, such as {EXAMPLE} (Open MPI: `mpirun -x {HOSTS}`), or start "
-        "with `srun` or `tfgpu launch`."
+        f"According to MPI this is process {found.rank} of {found.size}, but the hosts of the others are unknown. Set "
+        f"{HOSTS} to the hosts and their slots in the order of the ranks, such as {EXAMPLE} (Open MPI: `mpirun -x "
+        f"{HOSTS}`), or start with `srun` or `tfgpu launch`."
     )
 
 
@@ -128,39 +128,39 @@ def _listed(environ: Mapping[str, str]) -> list[tuple[str, int]]:
     for part in re.split(r",(?![^\[\]]*\])", environ[HOSTS]):
         match = _HOST.fullmatch(part.strip())
         if not match or match["slots"] and int(match["slots"]) < 1:
-            raise values.malformed(HOSTS, environ[HOSTS], f"{part[:60]!r} is no host with its slots.", EXAMPLE)
+            raise values.malformed(HOSTS, environ[HOSTS], f"{part[:60]!r} is not HOST:SLOTS.", EXAMPLE)
         try:
             names = hostlist.expand(match["hosts"])
         except InputError as error:
-            raise InputError(f"{HOSTS} is malformed: {error} Or with slots: {EXAMPLE}.") from None
+            raise InputError(f"{HOSTS} is malformed: {error} With slots: {EXAMPLE}.") from None
         for name in names:
-            before = hosts.pop()[1] if hosts and hosts[-1][0] == name else 0  # Named again: one slot more.
+            before = hosts.pop()[1] if hosts and hosts[-1][0] == name else 0  # Listed again: one more slot.
             hosts.append((name, before + int(match["slots"] or 1)))
     return hosts
 
 
 def _filled(hosts: list[tuple[str, int]], size: int, origin: str) -> list[int]:
-    """How many ranks each host has, filled one after another; hosts past the last rank are left out."""
+    """The number of ranks on each host, filling the hosts in order; hosts past the last rank are omitted."""
     counts: list[int] = []
     for _, slots in hosts:
         counts.append(min(slots, size - sum(counts)))
         if sum(counts) == size:
             return counts
-    raise InputError(f"{origin} has {sum(counts)} slots for {size} processes. Name more: {EXAMPLE}.")
+    raise InputError(f"{origin} has {sum(counts)} slots for {size} processes. List more, such as {EXAMPLE}.")
 
 
 def _check_place(found: World, local: int, local_size: int, origin: str) -> None:
     if found.local_rank in (-1, local) and found.local_size in (-1, local_size):
         return
     raise InputError(
-        f"By {origin}, rank {found.rank} is process {local} of {local_size} on its host, but MPI says "
+        f"According to {origin}, rank {found.rank} is process {local} of {local_size} on its host, but MPI says "
         f"{found.local_rank} of {found.local_size}: the ranks do not fill the hosts in order. Start with "
-        f"`mpirun --map-by slot`, or set {HOSTS} as they do: {EXAMPLE}."
+        f"`mpirun --map-by slot`, or set {HOSTS} in the order of the ranks: {EXAMPLE}."
     )
 
 
 def _gpus(environ: Mapping[str, str], local: int, processes_here: int) -> tuple[str, ...] | None:
-    """This process's part of CUDA_VISIBLE_DEVICES; None where it has none to part."""
+    """This process's share of CUDA_VISIBLE_DEVICES; None if there is nothing to share."""
     shown = [each.strip() for each in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
     each = len(shown) // processes_here
     if processes_here == 1 or not each or "-1" in shown:

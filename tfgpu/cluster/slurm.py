@@ -1,6 +1,6 @@
-"""The tasks of one `srun`: Slurm's step variables.
+"""The tasks of one `srun`, from Slurm's step variables.
 
-A batch script outside `srun`, an interactive `salloc` shell and an `srun` of one task are one process each.
+A batch script outside `srun`, an interactive `salloc` shell and an `srun` of one task each count as one process.
 
 Source: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 """
@@ -19,18 +19,18 @@ _GPUS = re.compile(r"(?:[\w./-]+[:=])*([0-9]{1,4})")
 
 
 def read(environ: Mapping[str, str]) -> dict | None:
-    """Reads the step that this process is a task of.
+    """Reads the Slurm step that this process is a task of.
 
     Args:
-        environ: environment variables by name. TFGPU_HOSTS names the nodes' hosts, in the nodes' order, where the
-            nodes' names do not resolve; TFGPU_PORT the first port; TFGPU_PARAMETER_SERVERS how many of the last
-            tasks hold variables.
+        environ: environment variables by name. TFGPU_HOSTS lists the nodes' host names, in the nodes' order, for nodes
+            whose own names do not resolve; TFGPU_PORT is the first port; TFGPU_PARAMETER_SERVERS is the number of
+            parameter servers, which are the last tasks.
 
     Returns:
-        Keyword arguments of `Cluster`, or None where there is no step of several tasks.
+        Keyword arguments of `Cluster`, or None outside a step of several tasks.
 
     Raises:
-        InputError: a variable is malformed, or does not agree with the others.
+        InputError: a variable is malformed, or contradicts the others.
     """
     if not _in_step(environ):
         return None
@@ -52,7 +52,7 @@ def read(environ: Mapping[str, str]) -> dict | None:
 
 
 def hosts_of(environ: Mapping[str, str], name: str) -> list[str]:
-    """Writes out a variable that holds a hostlist."""
+    """Expands a variable that holds a hostlist."""
     try:
         return hostlist.expand(environ[name])
     except InputError as error:
@@ -60,12 +60,12 @@ def hosts_of(environ: Mapping[str, str], name: str) -> list[str]:
 
 
 def repeated(environ: Mapping[str, str], name: str) -> list[int]:
-    """Writes out Slurm's form for numbers by node: `2(x3),1` is 2, 2, 2, 1."""
+    """Expands Slurm's notation for counts per node: `2(x3),1` is 2, 2, 2, 1."""
     found: list[int] = []
     for part in environ[name].split(","):
         match = _COUNT.fullmatch(part.strip())
         if not match or int(match[1]) < 1 or len(found) + int(match[2] or 1) > hostlist.MOST:
-            raise values.malformed(name, environ[name], f"{part[:60]!r} says no tasks of a node.", f"{name}='2(x3),1'")
+            raise values.malformed(name, environ[name], f"{part[:60]!r} is not a task count.", f"{name}='2(x3),1'")
         found += [int(match[1])] * int(match[2] or 1)
     return found
 
@@ -75,7 +75,7 @@ def _in_step(environ: Mapping[str, str]) -> bool:
         return False
     if not values.text(environ, "SLURM_JOB_NODELIST"):
         return True
-    # `sbatch` inside a step hands the old step's variables on to the new job.
+    # `sbatch` inside a step passes the old step's variables to the new job.
     return set(hosts_of(environ, "SLURM_STEP_NODELIST")) <= set(hosts_of(environ, "SLURM_JOB_NODELIST"))
 
 
@@ -94,14 +94,14 @@ def _counts(environ: Mapping[str, str], nodes: int, size: int) -> list[int]:
         raise values.malformed(
             name,
             environ.get(name, ""),
-            f"it must give the tasks of each of {nodes} nodes, {size} together.",
+            f"it must give the number of tasks on each of {nodes} nodes, {size} in total.",
             f"{name}='{size // nodes}(x{nodes})'" if size % nodes == 0 else f"{name}='2(x3),1'",
         )
     return counts
 
 
 def _placed(environ: Mapping[str, str], counts: Sequence[int]) -> list[tuple[int, int]]:
-    """The node of each task, and its number there, in the order of the tasks."""
+    """The node of each task, and its number on that node, in the order of the tasks."""
     kind = re.split(r"[:,=]", values.text(environ, "SLURM_DISTRIBUTION").lower() or "block")[0]
     if kind in ("block", "nopack", "pack", "*"):
         run = max(counts)
@@ -113,7 +113,7 @@ def _placed(environ: Mapping[str, str], counts: Sequence[int]) -> list[tuple[int
         raise values.malformed(
             "SLURM_DISTRIBUTION",
             environ["SLURM_DISTRIBUTION"],
-            "which node a task is on cannot be told from it. Start with `srun --distribution=block`.",
+            "it does not determine the node of each task. Start with `srun --distribution=block`.",
             "SLURM_DISTRIBUTION=block",
         )
     where: list[tuple[int, int]] = []
@@ -129,8 +129,8 @@ def _check_place(environ: Mapping[str, str], place: int, node: int, local: int) 
         found = values.whole(environ, name, default=expected)
         if found != expected:
             raise InputError(
-                f"{name} does not agree with SLURM_STEP_TASKS_PER_NODE and SLURM_DISTRIBUTION, by which task {place} "
-                f"has {expected}. Received: '{found}'. Start with `srun --distribution=block`."
+                f"{name} contradicts SLURM_STEP_TASKS_PER_NODE and SLURM_DISTRIBUTION. Expected {expected} for task "
+                f"{place}. Received: '{found}'. Start with `srun --distribution=block`."
             )
 
 
@@ -139,13 +139,13 @@ def _hosts(environ: Mapping[str, str], nodes: list[str]) -> list[str]:
         return nodes
     hosts = hosts_of(environ, HOSTS)
     if len(hosts) != len(nodes):
-        problem = f"it must name a host for each of the {len(nodes)} nodes of the step."
+        problem = f"it must list one host for each of the step's {len(nodes)} nodes."
         raise values.malformed(HOSTS, environ[HOSTS], problem, f"{HOSTS}={','.join(nodes)}")
     return hosts
 
 
 def _gpus(environ: Mapping[str, str], local: int, tasks_here: int) -> tuple[str, ...] | None:
-    """This task's part of the node's GPUs, where Slurm has bound none; None where it has, or there are too few."""
+    """This task's share of the node's GPUs; None if Slurm has already bound them, or there are too few."""
     if tasks_here == 1:
         return None
     on_node = _on_node(environ)
@@ -164,7 +164,7 @@ def _gpus(environ: Mapping[str, str], local: int, tasks_here: int) -> tuple[str,
 
 
 def _on_node(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs of the step on this node as CUDA numbers them there: from 0."""
+    """The step's GPUs on this node, numbered from 0 as CUDA does."""
     names = [each for each in values.text(environ, "SLURM_STEP_GPUS").split(",") if each]
     count = values.whole(environ, "SLURM_GPUS_ON_NODE", default=len(names))
     return [str(index) for index in range(count)]

@@ -1,4 +1,4 @@
-"""Which of the launchers that have left something in the environment started this process."""
+"""Finds out which launcher started this process."""
 
 from collections.abc import Mapping
 
@@ -6,13 +6,13 @@ from tfgpu.cluster import kubernetes, mpi, slurm, tf_config
 
 
 def read(environ: Mapping[str, str]) -> dict:
-    """Asks TF_CONFIG, Slurm, Kubernetes and MPI in this order; the first that has an answer is believed.
+    """Tries TF_CONFIG, Slurm, Kubernetes and MPI in this order; the first that describes a cluster is used.
 
-    A TF_CONFIG without a cluster is an answer too: one process. Where `mpirun` runs inside a Slurm step, the step's
-    tasks are its helpers, so MPI's numbers are nearer to this process than Slurm's.
+    A TF_CONFIG without a cluster means one process. If `mpirun` runs inside a Slurm step, the step's tasks are its
+    helpers, so MPI's numbers take precedence over Slurm's.
 
     Returns:
-        Keyword arguments of `Cluster`; none of them for one process.
+        Keyword arguments of `Cluster`; empty for one process.
     """
     if environ.get("TF_CONFIG", "").strip():
         return tf_config.read(environ["TF_CONFIG"])

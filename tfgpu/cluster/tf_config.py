@@ -7,7 +7,7 @@ import json
 import re
 
 from tfgpu.cluster.tasks import JOBS, rank_of
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, unknown, whole_number
 
 EXAMPLE = '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
 
@@ -19,10 +19,10 @@ def read(text: str) -> dict:
         text: JSON.
 
     Returns:
-        Keyword arguments of `Cluster`; none of them where there is no cluster in it.
+        Keyword arguments of `Cluster`; empty if it contains no cluster.
 
     Raises:
-        InputError: it cannot be read. Whether the task is one of the cluster's is for `Cluster` to say.
+        InputError: it cannot be read. `Cluster` checks whether the task belongs to the cluster.
     """
     try:
         config = json.loads(text)
@@ -32,11 +32,11 @@ def read(text: str) -> dict:
         raise InputError("it must be a JSON object with the keys `cluster` and `task`.")
     if "sparseCluster" in config:
         raise InputError(
-            "`sparseCluster` tells a worker of no other worker; set the TFJob's `enableDynamicWorker` to false."
+            "`sparseCluster` does not list the other workers; set the TFJob's `enableDynamicWorker` to false."
         )
     jobs = _jobs({} if config.get("cluster") is None else config["cluster"])
     if not jobs:
-        # Some platforms set TF_CONFIG on a single machine too, with no cluster in it.
+        # Some platforms set TF_CONFIG without a cluster on a single machine.
         return {}
     if config.get("rpc_layer") not in (None, "", "grpc"):
         raise InputError(f"`rpc_layer` must be 'grpc', got {config['rpc_layer']!r}.")
@@ -56,7 +56,7 @@ def read(text: str) -> dict:
 
 def _jobs(section: object) -> dict[str, tuple[str, ...]]:
     if not isinstance(section, dict):
-        raise InputError("`cluster` must be an object of address lists by job.")
+        raise InputError("`cluster` must map jobs to lists of addresses.")
     jobs = {}
     for name, addresses in section.items():
         job = _job(name)
@@ -72,17 +72,15 @@ def _jobs(section: object) -> dict[str, tuple[str, ...]]:
 
 def _task(section: object) -> tuple[str, int]:
     if not isinstance(section, dict):
-        raise InputError("`task` must say who this process is, by `type` and `index`.")
+        raise InputError("`task` must identify this process by `type` and `index`.")
     for key in ("type", "index"):
         if key not in section:
             raise InputError(f"`task.{key}` is missing.")
     index = section["index"]
-    # Shell templates often leave the index quoted; TensorFlow takes that too.
+    # Shell templates often leave the index quoted; TensorFlow accepts that too.
     if isinstance(index, str) and re.fullmatch(r"[0-9]{1,9}", index):
         index = int(index)
-    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-        raise InputError(f"`task.index` must be a whole number from 0, got {index!r}.")
-    return _job(section["type"]), index
+    return _job(section["type"]), whole_number("task.index", index, minimum=0)
 
 
 def _job(name: object) -> str:

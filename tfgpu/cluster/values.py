@@ -1,4 +1,4 @@
-"""Numbers and ports from environment variables; a wrong one is quoted beside the right form."""
+"""Reads numbers and ports from environment variables; errors quote the value and show a valid one."""
 
 import re
 import zlib
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tfgpu.errors import InputError
 
 PORT = "TFGPU_PORT"
-# Below Linux's ephemeral ports (32768 and up), which any connection may hold, and above what services listen on.
+# Below Linux's ephemeral ports (32768 and up), which any connection may use, and above most services' ports.
 FIRST_PORT = 10240
 PORTS_OF_A_JOB = 16
 _JOBS = 1400
@@ -15,17 +15,17 @@ _QUOTED_CHARACTERS = 2000
 
 
 def quoted(value: str) -> str:
-    """The value as Python writes it, cut where it is very long."""
+    """The `repr` of a value, truncated if very long."""
     return repr(value if len(value) <= _QUOTED_CHARACTERS else value[:_QUOTED_CHARACTERS] + "...")
 
 
 def malformed(name: str, value: str, problem: str, example: str) -> InputError:
-    """Makes the error for a variable whose value cannot be read."""
+    """Makes the error for a variable that cannot be parsed."""
     return InputError(f"{name} is malformed: {problem} Received: {quoted(value)}. Expected a value such as {example}.")
 
 
 def text(environ: Mapping[str, str], name: str) -> str:
-    """The variable's value without blanks around it; empty where it is not set."""
+    """The stripped value of a variable; empty if it is not set."""
     return environ.get(name, "").strip()
 
 
@@ -35,7 +35,7 @@ def whole(
     """Reads a whole number.
 
     Raises:
-        InputError: it is missing and has no default, is no number, or is out of range.
+        InputError: it is missing without a default, not a number, or out of range.
     """
     value = text(environ, name)
     if not value and default is not None:
@@ -48,14 +48,14 @@ def whole(
 
 
 def first_port(environ: Mapping[str, str], job: Sequence[str]) -> int:
-    """The first of the ports of a job: TFGPU_PORT, or one that follows from what identifies the job.
+    """The first port of a job: TFGPU_PORT, or one derived from the job's identity.
 
     Args:
         environ: environment variables by name.
-        job: what all processes of the job, and no others, share; such as its number and its step's.
+        job: identifies the job, such as its number and its step's; equal in all its processes.
 
     Returns:
-        A port such that `PORTS_OF_A_JOB` lie from it on below the ephemeral ones.
+        A port; it and the next `PORTS_OF_A_JOB - 1` are below the ephemeral ports.
     """
     if text(environ, PORT):
         return whole(environ, PORT, least=1, most=65535)
@@ -63,9 +63,9 @@ def first_port(environ: Mapping[str, str], job: Sequence[str]) -> int:
 
 
 def ports(first: int, counts: Sequence[int]) -> list[list[int]]:
-    """The ports of a job's tasks, by node: those of one node differ, and so do the job's first 16.
+    """The ports of a job's tasks, by node: ports on one node differ, and so do the job's first 16.
 
-    So nodes that are one machine, as in a trial set-up, do not clash either.
+    So nodes that share one machine, as in a test setup, do not clash.
 
     Args:
         first: the job's first port.

@@ -1,7 +1,7 @@
-"""What stops or slows training on this machine, and the command that mends it.
+"""Finds what stops or slows training on this machine, and the commands that fix it.
 
-`facts/` asks the machine, `checks/` decides what the answers mean, `script.py` writes down what mends it. `selftest/`
-measures and trains; `bundle.py` makes one file for a bug report, which `tfgpu/redact/` has cleaned.
+`facts/` collects facts about the machine, `checks/` judges them, `script.py` writes the fixes as a script. `selftest/`
+measures and trains; `bundle.py` writes a file for a bug report, cleaned by `tfgpu/redact/`.
 
 Example:
     >>> from tfgpu import doctor
@@ -29,32 +29,32 @@ __all__ = ["Check", "advise", "examine", "gather", "judge", "script", "stops_tra
 
 
 def examine(*, environ: Mapping[str, str] | None = None, model: "keras.Model | str | None" = None) -> list[Check]:
-    """Looks at everything that training needs here. Changes nothing; takes about 20 s, mostly to try Keras.
+    """Checks everything that training needs on this machine, without changes. Takes about 20 s, mostly to probe Keras.
 
     Args:
         environ: environment variables by name; `None` means this process's.
-        model: a Keras model, or a name that `tfgpu.models.build` knows, whose layer sizes are looked at too.
+        model: a Keras model, or a name for `tfgpu.models.build`, whose layer sizes are checked too.
 
     Returns:
-        The checks, in the order in which they are to be read.
+        The checks, in reading order.
 
     Raises:
-        InputError: `model` is a name that is not known.
+        InputError: `model` is an unknown name.
     """
     environ = dict(os.environ if environ is None else environ)
-    advice = advise(model)  # first, so that a wrong name is said at once
+    advice = advise(model)  # first, so that a wrong name fails at once
     return [*judge(gather(environ), environ), *advice]
 
 
 def advise(model: "keras.Model | str | None") -> list[Check]:
-    """As `tensor_cores`; nothing without a model, or where Keras cannot be imported, which `judge` says."""
+    """The check of `tensor_cores`; empty without a model, or if Keras cannot be imported, which `judge` reports."""
     with contextlib.suppress(ImportError):
         return [] if model is None else [tensor_cores(model)]
     return []
 
 
 def stops_training(checks: Iterable[Check]) -> bool:
-    """Tells whether a problem was found; the command line then exits with 1."""
+    """Returns whether a problem was found; the command line then exits with 1."""
     return any(check.status == "problem" for check in checks)
 
 
@@ -67,10 +67,10 @@ def tensor_cores(model: "keras.Model | str") -> Check:
     """Looks for layer sizes that Tensor Cores cannot use well.
 
     Args:
-        model: a Keras model, or a name that `tfgpu.models.build` knows.
+        model: a Keras model, or a name for `tfgpu.models.build`.
 
     Returns:
-        A check that is ok, or a warning with a suggestion for each size.
+        A check: ok, or a warning with a suggestion for each size.
     """
     from tfgpu import models, precision
 

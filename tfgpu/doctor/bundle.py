@@ -1,7 +1,6 @@
-"""A .zip to attach to a bug report: named facts, and the texts that a report needs, without secrets.
+"""Writes a .zip for a bug report: facts and logs, without secrets.
 
-What is collected is listed: `FACTS`, `VARIABLES` and `FAMILIES`, `_TOOLS`, and a run's files where the user asks for
-them. A new fact is not in the bundle until it is named here.
+It contains only what is listed here: `FACTS`, `VARIABLES` and `FAMILIES`, `_TOOLS`, and the files of a run on request.
 """
 
 import json
@@ -41,19 +40,19 @@ FACTS: dict[str, tuple[str, ...] | None] = {
     ),
     "cluster": (*("own", "names", "here", "own_addresses", "port", "reached", "clocks", "differs", "others"),),
 }
-"""The doctor's questions, and which fields of each answer are written; `None`: all, for answers by name."""
+"""The doctor's questions, and the fields of each answer to include; `None` includes all."""
 VARIABLES = (
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG"),
     *("LC_ALL", "HF_HOME", "HF_HUB_OFFLINE", "TFDS_DATA_DIR", "KUBERNETES_SERVICE_HOST"),
 )
 FAMILIES = ("TF_", "TFGPU_", "KERAS_", "XLA_", "NCCL_", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "SLURM_", "OMPI_", "PMI")
-"""Environment variables that are written: these, and those whose names begin with one of these."""
+"""The environment variables to include: those in `VARIABLES`, and those with one of these prefixes."""
 LEFT_OUT = "left-out.txt"
 _TAIL = 256 * 1024
-"""Bytes of a log's end."""
+"""Bytes to keep of the end of a log."""
 _MOST_LOGS = 16
 _TOOL_S = 20.0
-# All of `nvidia-smi -q` but the processes.
+# All sections of `nvidia-smi -q` except the processes.
 _SECTIONS = "MEMORY,UTILIZATION,ECC,TEMPERATURE,POWER,CLOCK,COMPUTE,PERFORMANCE,PAGE_RETIREMENT"
 _TOOLS = {
     "nvidia-smi.txt": ("nvidia-smi", "-q", "-d", _SECTIONS),
@@ -63,7 +62,7 @@ _TOOLS = {
 
 
 class _Archive:
-    """The cleaned texts of a bundle, and a list of what was left out."""
+    """The cleaned texts of a bundle, and a list of omissions."""
 
     def __init__(self, cleaner: Cleaner):
         self._cleaner = cleaner
@@ -77,7 +76,7 @@ class _Archive:
         self._count(name, before)
 
     def add_facts(self, name: str, facts: object) -> None:
-        """Adds facts as JSON or YAML, by the file's name; they keep their structure."""
+        """Adds facts as JSON or YAML, depending on the file's name."""
         before = self._cleaner.removed.copy()
         found = self._cleaner.facts(facts)
         is_json = name.endswith(".json")
@@ -105,10 +104,10 @@ def write(
 
     Args:
         path: the file to write, which must not exist.
-        checks: what the doctor found.
-        facts: what `gather` returned.
-        environ: environment variables; `VARIABLES` and `FAMILIES` say which are written; secret ones lose their values.
-        run: the directory of a run or of a launch's logs; adds its settings, metrics and logs.
+        checks: the doctor's checks.
+        facts: the result of `gather`.
+        environ: environment variables; `VARIABLES` and `FAMILIES` select those to include; secret values are removed.
+        run: the directory of a run, or of the logs of a launch; adds its settings, metrics and logs.
         cleaner: removes secrets; `None` makes one from `environ`.
 
     Returns:
@@ -129,14 +128,14 @@ def write(
     _add_xids(archive, facts["xid"])
     if run is not None:
         _add_run(archive, run)
-    text = "What is not in this bundle, and how often something was removed from each file:\n"
+    text = "Omitted from this bundle, and removed from its files:\n"
     archive.texts[LEFT_OUT] = text + "\n".join(f"- {line}" for line in archive.left_out or ["nothing"]) + "\n"
     _zip(path, archive.texts)
     return path
 
 
 def named(facts: Mapping[str, Mapping]) -> dict[str, dict]:
-    """The facts that `FACTS` names, with the reasons why others could not be read."""
+    """The facts selected by `FACTS`, and the errors of those that could not be read."""
     return {
         question: {
             name: value for name, value in facts[question].items() if fields is None or name in (*fields, "error")
@@ -147,7 +146,7 @@ def named(facts: Mapping[str, Mapping]) -> dict[str, dict]:
 
 
 def checked(path: Path, run: Path | None) -> Path:
-    """The path, if a bundle can be written there.
+    """Returns the path, after checking that a bundle can be written there.
 
     Raises:
         InputError: the file exists, its directory does not, or `run` is not a directory.
@@ -155,7 +154,7 @@ def checked(path: Path, run: Path | None) -> Path:
     if path.exists():
         raise InputError(f"{path} exists. Remove it, or give --output another name.")
     if not path.absolute().parent.is_dir():
-        raise InputError(f"There is no folder {str(path.parent)!r}. Create it, or give --output another place.")
+        raise InputError(f"There is no folder {str(path.parent)!r}. Create it, or give --output another path.")
     if run is not None and not run.is_dir():
         raise InputError(f"There is no folder {str(run)!r}. Give --run the folder of a run, or omit it.")
     return path
@@ -219,7 +218,7 @@ def _add_run(archive: _Archive, run: Path) -> None:
             continue
         if len(content) > _TAIL:
             archive.omit(name, f"all but its last {_TAIL // 1024} KiB, of {len(content) // 1024} KiB")
-            # Without the first line, which may begin in the middle of a secret.
+            # Drop the first line, which may begin in the middle of a secret.
             content = content[-_TAIL:].partition(b"\n")[2]
         archive.add(name, content.decode(errors="replace"))
     for path in logs[_MOST_LOGS:]:
@@ -228,7 +227,7 @@ def _add_run(archive: _Archive, run: Path) -> None:
 
 
 def _add_settings(archive: _Archive, path: Path) -> None:
-    """A run's settings, by their names: a secret one has no value."""
+    """Adds a run's settings, without secret values."""
     if not path.is_file():
         archive.omit("run/config.yaml", "no such file")
         return
@@ -239,7 +238,7 @@ def _add_settings(archive: _Archive, path: Path) -> None:
 
 
 def _zip(path: Path, texts: Mapping[str, str]) -> None:
-    """Writes the file, which only its owner may read."""
+    """Writes the file, readable only by its owner."""
     try:
         with atomic.replacing(path) as aside:
             with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -247,4 +246,4 @@ def _zip(path: Path, texts: Mapping[str, str]) -> None:
                     for name, text in texts.items():
                         archive.writestr(f"tfgpu-doctor/{name}", text)
     except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}. Give --output another place.") from None
+        raise InputError(f"{path} cannot be written: {error.strerror}. Give --output another path.") from None

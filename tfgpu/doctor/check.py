@@ -1,4 +1,4 @@
-"""One thing that the doctor looked at."""
+"""The result of one check of the doctor."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Args:
         name: such as `"TensorFlow"`.
-        status: `"ok"`, `"warning"` (training works, but could do better) or `"problem"` (it does not work, or
-            leaves a GPU unused).
-        found: what is there, in a few words.
-        fix: what mends it, for a person; `""` when the status is `"ok"`. Left out, it is `command`.
-        command: what a shell would run, a line or more; `""` where only a person can mend it.
-        figures: what was measured, by name; rates are in bytes or operations a second.
+        status: `"ok"`, `"warning"` (training works, but could be better) or `"problem"` (training fails, or leaves a
+            GPU unused).
+        found: a short description of what was found.
+        fix: how to fix it, for a person; `""` if the status is `"ok"`. Default: `command`.
+        command: shell commands that fix it, one per line; `""` if only a person can fix it.
+        figures: measured values by name; rates are in bytes or operations per second.
 
     Example:
-        >>> Check("TF_CONFIG", "problem", "it is no JSON", command="unset TF_CONFIG").fix
+        >>> Check("TF_CONFIG", "problem", "it is not JSON", command="unset TF_CONFIG").fix
         'unset TF_CONFIG'
     """
 
@@ -35,10 +35,10 @@ class Check:
 
 
 def ok(name: str, found: str) -> Check:
-    """A check that found nothing wrong."""
+    """Makes a check without a problem."""
     return Check(name, "ok", found)
 
 
 def worst(name: str, fine: str, faults: Iterable[Check]) -> list[Check]:
-    """The faults, or one check that is ok where there is none."""
+    """Returns the faults, or a check that is ok if there are none."""
     return list(faults) or [ok(name, fine)]

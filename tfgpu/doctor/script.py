@@ -1,4 +1,4 @@
-"""The commands that mend what was found, as a shell script for a person to read. Nothing here runs it."""
+"""Writes the fixes as a shell script for a person to read. Nothing here runs it."""
 
 import textwrap
 from collections.abc import Sequence
@@ -8,16 +8,16 @@ from tfgpu.doctor.check import Check
 _WIDTH = 100
 _HEAD = """\
 #!/bin/sh
-# What `tfgpu doctor --fix` would have you run. Nothing has been run. Read it, strike out what you do not want, and
-# take it into your shell with `. ./FILE`: what it exports and unsets would be lost in a shell of its own.
+# Fixes suggested by `tfgpu doctor --fix`. Nothing has been run. Read it, remove what you do not want, and run it in
+# your shell with `. ./FILE`, so that the variables it exports and unsets take effect.
 """
 
 
 def script(checks: Sequence[Check]) -> str:
-    """Writes the commands of all problems and warnings, problems first; what only a person can do is a comment.
+    """Writes the commands for all problems and warnings, problems first; manual fixes become comments.
 
     Args:
-        checks: what `examine` returns.
+        checks: the result of `examine`.
 
     Returns:
         A shell script, each command once.
@@ -37,14 +37,14 @@ def script(checks: Sequence[Check]) -> str:
         if not check.command:
             lines += _comment(f"by hand: {check.fix}")
         elif check.command in seen:
-            lines += _comment("mended above")
+            lines += _comment("fixed above")
         else:
             lines += check.command.splitlines()
             seen.add(check.command)
         parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts) if faults else f"{_HEAD}\n# Nothing was found that needs mending.\n"
+    return "\n".join(parts) if faults else f"{_HEAD}\n# Nothing to fix.\n"
 
 
 def _comment(text: str) -> list[str]:
-    """Lines that a shell skips, whatever stands in the text."""
+    """Formats a text as shell comments."""
     return [f"# {line}" for line in textwrap.wrap(" ".join(text.split()), _WIDTH, break_on_hyphens=False)] or ["#"]

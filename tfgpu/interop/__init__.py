@@ -1,4 +1,4 @@
-"""Other libraries beside TensorFlow: their arrays by DLPack, NVIDIA DALI's pipelines, kernels of your own.
+"""Interoperability: arrays of other libraries by DLPack, NVIDIA DALI pipelines, and custom kernels.
 
 Example:
     >>> import numpy as np

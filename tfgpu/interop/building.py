@@ -1,4 +1,4 @@
-"""Builds a library of kernels from C++ and CUDA sources, for the TensorFlow that is installed."""
+"""Builds a library of kernels from C++ and CUDA sources for the installed TensorFlow."""
 
 import os
 import re
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from tfgpu import atomic
 from tfgpu.errors import InputError, MachineError
 
 MARK = "tfgpu-kernel-for-tensorflow:"
-"""Stands in each library that is built here, before the version of TensorFlow it was built for."""
+"""A marker in each library built here, followed by the version of TensorFlow it was built for."""
 _CUDA = ".cu"
 _CPP = (".cc", ".cpp", ".cxx")
 _LINES = 15
@@ -27,24 +28,24 @@ def build_kernel(
     architectures: str = "all-major",
     timeout_s: float = 600.0,
 ) -> Path:
-    """Compiles sources into a library for `custom_op`, with the flags of the TensorFlow that is installed.
+    """Compiles sources into a library for `custom_op`, with the flags of the installed TensorFlow.
 
-    C++ goes through g++ (or `CXX`), CUDA through nvcc, from `CUDA_HOME` or the path. Where CUDA sources are compiled,
-    C++ ones see `WITH_CUDA`. The library appears whole, under its name, or not at all.
+    C++ is compiled with g++ (or `CXX`), CUDA with nvcc from `CUDA_HOME` or `PATH`. If CUDA sources are compiled,
+    `WITH_CUDA` is defined in the C++ sources. The library is replaced atomically.
 
     Args:
-        sources: C++ files (.cc, .cpp, .cxx), of which there must be one, and CUDA files (.cu).
-        output: the library; left out: `lib` and the first source's name, beside it.
-        cuda: True insists on the CUDA files, False leaves them out, None builds them where there is an nvcc.
+        sources: C++ files (.cc, .cpp, .cxx), at least one, and CUDA files (.cu).
+        output: the library. Default: `lib` and the first source's name, beside that source.
+        cuda: True requires the CUDA files, False skips them, None builds them if nvcc is installed.
         architectures: nvcc's `-arch`: `"all-major"`, `"native"`, `"sm_90"`.
-        timeout_s: seconds for each call of a compiler.
+        timeout_s: limit in seconds for each compiler call.
 
     Returns:
         The library's path.
 
     Raises:
-        InputError: sources that are missing or of another kind, or that do not compile.
-        MachineError: no compiler, or it takes too long.
+        InputError: a source is missing, has another suffix, or does not compile.
+        MachineError: a compiler is missing, or takes too long.
 
     Example:
         build_kernel(["bias_gelu.cc", "bias_gelu.cu"])  # libbias_gelu.so
@@ -56,13 +57,14 @@ def build_kernel(
     if cuda and not cu:
         raise InputError(f"cuda=True needs a source that ends in {_CUDA}. Received: {', '.join(map(str, cpp))}.")
     if cuda and nvcc is None:
-        raise MachineError("There is no nvcc. Set CUDA_HOME to the CUDA toolkit's folder, or leave `cuda` out.")
+        raise MachineError("nvcc was not found. Set CUDA_HOME to the CUDA toolkit's folder, or omit `cuda`.")
     library = Path(output) if output is not None else cpp[0].with_name(f"lib{cpp[0].stem}.so")
     compiler = os.environ.get("CXX") or "g++"
     if shutil.which(compiler) is None:
-        raise MachineError(f"There is no C++ compiler {compiler!r}. Install g++, or set CXX.")
-    flags = [*tf.sysconfig.get_compile_flags(), "-O3", "-fPIC", "-w"]  # warnings would all be of TensorFlow's headers
-    with tempfile.TemporaryDirectory(prefix="tfgpu-kernel-", dir=_folder(library)) as folder:
+        raise MachineError(f"The C++ compiler {compiler!r} was not found. Install g++, or set CXX.")
+    flags = [*tf.sysconfig.get_compile_flags(), "-O3", "-fPIC", "-w"]  # TensorFlow's headers cause many warnings
+    _check_folder(library)
+    with tempfile.TemporaryDirectory(prefix="tfgpu-kernel-") as folder:
         objects = []
         if nvcc is not None:
             flags.append("-DWITH_CUDA")
@@ -75,14 +77,13 @@ def build_kernel(
         for source in (*cpp, mark):
             objects.append(f"{folder}/{source.stem}.o")
             _call([compiler, *flags, "-c", str(source), "-o", objects[-1]], source, timeout_s)
-        made = f"{folder}/{library.name}"
-        _call([compiler, "-shared", *objects, "-o", made, *_link(nvcc)], library, timeout_s)
-        os.replace(made, library)
+        with atomic.replacing(library) as aside:
+            _call([compiler, "-shared", *objects, "-o", str(aside), *_link(nvcc)], library, timeout_s)
     return library
 
 
 def built_for(library: str | Path) -> str | None:
-    """Reads, without loading it, for which TensorFlow a library was built; None where another tool made it."""
+    """Returns the TensorFlow version a library was built for, without loading it; None if another tool built it."""
     found = re.search(re.escape(MARK).encode() + rb"([0-9A-Za-z.+-]+);", Path(library).read_bytes())
     return found.group(1).decode() if found else None
 
@@ -93,20 +94,19 @@ def _sorted(sources: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
         if path.suffix not in (*_CPP, _CUDA):
             raise InputError(f"A source must end in {', '.join(_CPP)} or {_CUDA}. Received: {path}.")
         if not path.is_file():
-            raise InputError(f"There is no file {path}.")
+            raise InputError(f"The source {path} does not exist.")
     cpp, cu = [p for p in paths if p.suffix != _CUDA], [p for p in paths if p.suffix == _CUDA]
     if not cpp:
-        raise InputError("Among `sources` there must be a C++ file, which registers the operations. Received: none.")
+        raise InputError("`sources` must include a C++ file, which registers the operations. Received: none.")
     names = [p.stem for p in cpp]
     if len(set(names)) < len(names):
         raise InputError(f"C++ sources must have different names. Received: {', '.join(map(str, cpp))}.")
     return cpp, cu
 
 
-def _folder(library: Path) -> Path:
+def _check_folder(library: Path) -> None:
     if not library.parent.is_dir():
-        raise InputError(f"There is no folder {library.parent} for the library.")
-    return library.parent
+        raise InputError(f"There is no folder {library.parent} for the library. Create it, or give another `output`.")
 
 
 def _nvcc() -> str | None:
@@ -115,7 +115,7 @@ def _nvcc() -> str | None:
 
 
 def _link(nvcc: str | None) -> list[str]:
-    """The linker's flags; CUDA's runtime goes into the library, so that it needs none of that version at run time."""
+    """The linker's flags; CUDA's runtime is linked statically, so that the library does not depend on its version."""
     flags = list(tf.sysconfig.get_link_flags())
     if nvcc is None:
         return flags

@@ -1,4 +1,4 @@
-"""Arrays of other libraries as tensors, and back, without a copy: DLPack, the protocol that all of them speak."""
+"""Shares arrays with other libraries without a copy, by the DLPack protocol."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfgpu.errors import InputError, MachineError
 
 ALIGNMENT = 64
-"""Bytes: where the memory of a tensor on the CPU must begin."""
+"""The alignment in bytes of a tensor's memory on the CPU."""
 _CPU, _PINNED, _CUDA, _MANAGED = 1, 3, 2, 13  # DLDeviceType
 _WHERE = {_CPU: "CPU", _PINNED: "CPU", _CUDA: "GPU", _MANAGED: "GPU"}
 _BFLOAT = 4  # DLDataTypeCode
@@ -19,26 +19,25 @@ _WITHOUT_MEMORY = (tf.string, tf.resource, tf.variant)
 
 
 def from_dlpack(value: object, *, copy: bool | None = None) -> tf.Tensor:
-    """Takes another library's array as a tensor, on the device where it lies.
+    """Returns another library's array as a tensor on the same device.
 
-    Both then share one memory. A tensor is a constant for TensorFlow, so do not write to the array while the tensor is
-    in use. On a GPU the other library must have finished the array (`torch.cuda.synchronize()`): the two do not know of
-    each other's streams.
+    Both share their memory. TensorFlow assumes that tensors are constant, so do not write to the array while the tensor
+    is in use. On a GPU, synchronize first (`torch.cuda.synchronize()`): the libraries do not synchronize their streams.
 
     Args:
-        value: whatever has `__dlpack__`: an array of NumPy, PyTorch, JAX, CuPy, cuDF, or a tensor, of any shape.
+        value: an object with `__dlpack__`: an array of NumPy, PyTorch, JAX, CuPy, cuDF, or a tensor, of any shape.
         copy: `False` never copies, `True` always does; `None` copies only what TensorFlow cannot share: an array on the
-            CPU whose rows do not lie one behind the other, that is read-only, or that does not begin at a multiple of
-            64 bytes. TensorFlow's own `from_dlpack` takes the last, and ends the process at a later operation ("Check
-            failed: IsAligned()"). PyTorch and JAX begin there; NumPy need not.
+            CPU that is not contiguous, is read-only, or is not aligned to 64 bytes. TensorFlow's own `from_dlpack`
+            accepts unaligned arrays, and aborts the process in a later operation ("Check failed: IsAligned()"). PyTorch
+            and JAX align their arrays; NumPy may not.
 
     Returns:
         A tensor of the same shape and type.
 
     Raises:
-        InputError: no `__dlpack__`, a type that is no number, a PyTorch tensor that wants a gradient (`detach()` it),
-            or a copy would be needed and `copy` is `False`.
-        MachineError: the array lies on a device that TensorFlow does not see.
+        InputError: `value` has no `__dlpack__`, its type is not numeric, it is a PyTorch tensor that requires a
+            gradient (`detach()` it), or it needs a copy and `copy` is `False`.
+        MachineError: the array is on a device that TensorFlow does not see.
 
     Example:
         >>> import numpy as np
@@ -60,45 +59,45 @@ def from_dlpack(value: object, *, copy: bool | None = None) -> tf.Tensor:
             return tf.raw_ops.DeepCopy(x=shared) if copy else shared
         array, lend = _array(value)
         if array.dtype.kind not in "biufc" and array.dtype != _BFLOAT16:
-            raise TypeError(f"{array.dtype} is no number.")
+            raise TypeError(f"{array.dtype} is not numeric.")
     except (BufferError, RuntimeError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"This array of the type {getattr(value, 'dtype', '?')} cannot be taken: {reason.rstrip('.')}. "
-            "Convert it first."
+            f"The array of type {getattr(value, 'dtype', '?')} cannot be converted: {reason.rstrip('.')}. Convert it "
+            "to another type first."
         ) from error
     is_fit = array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0
     if is_fit and not copy:
-        with contextlib.suppress(BufferError):  # NumPy does not hand out what must not be written
+        with contextlib.suppress(BufferError):  # NumPy does not export read-only arrays
             return tf.experimental.dlpack.from_dlpack(lend())
     if copy is False:
         raise InputError(
-            "TensorFlow cannot share this array: its rows must lie one behind the other, begin at a multiple of "
-            f"{ALIGNMENT} bytes, and not be marked as read-only. Leave `copy` out."
+            f"TensorFlow cannot share this array: it must be contiguous, aligned to {ALIGNMENT} bytes and writable. "
+            "Omit `copy`."
         )
     return tf.constant(array)
 
 
 def to_dlpack(tensor: object, *, copy: bool = False) -> tf.Tensor:
-    """Gives a tensor as what other libraries take: `torch.from_dlpack(to_dlpack(tensor))`.
+    """Prepares a tensor for other libraries: `torch.from_dlpack(to_dlpack(tensor))`.
 
-    A tensor can be handed over as it is; this refuses what would end the process (TensorFlow's DLPack of a tensor of
-    strings: "Check failed: DataTypeCanUseMemcpy") or be an error without a reason (a ragged tensor, a tensor within a
-    `tf.function`), takes variables, and waits for the GPU, as no stream is handed over.
+    A tensor itself has `__dlpack__`. In addition, this function accepts variables, waits for the GPU (DLPack passes no
+    stream), and rejects tensors that would abort the process (strings: "Check failed: DataTypeCanUseMemcpy") or raise
+    an unclear error (ragged tensors, tensors within a `tf.function`).
 
-    The memory is one, and lives until the last of both lets go. PyTorch lets you write to it, and so change what is a
-    constant for TensorFlow, or a variable behind its back: take a copy where you mean to write.
+    Both libraries share the memory, which is freed after its last use. PyTorch allows writes to it, which would change
+    a constant or a variable of TensorFlow: make a copy if you write to it.
 
     Args:
-        tensor: a tensor, `tf.Variable` or Keras variable of numbers, of any shape.
-        copy: True gives memory of its own.
+        tensor: a numeric tensor, `tf.Variable` or Keras variable, of any shape.
+        copy: True copies the memory.
 
     Returns:
         A tensor, for `from_dlpack` of `torch`, `jax.dlpack`, `cupy` or `numpy` (which has no bfloat16: use
-        `tensor.numpy()`). JAX makes int64 and float64 narrower, unless `jax_enable_x64` is set.
+        `tensor.numpy()`). JAX converts int64 and float64 to 32 bits, unless `jax_enable_x64` is set.
 
     Raises:
-        InputError: no tensor of numbers that is there, in one piece.
+        InputError: `tensor` is not a dense, eager, numeric tensor.
 
     Example:
         >>> import numpy as np
@@ -114,11 +113,11 @@ def to_dlpack(tensor: object, *, copy: bool = False) -> tf.Tensor:
     if not isinstance(tensor, tf.Tensor) or not hasattr(tensor, "numpy"):
         where = " within a `tf.function`, where it has no memory yet" if isinstance(tensor, tf.Tensor) else ""
         raise InputError(
-            f"`tensor` must be a tensor or a variable with its numbers in one piece. Received: {type(tensor)}{where}. "
-            "Hand over the result of the function, or each component of a ragged or sparse tensor."
+            f"`tensor` must be a dense tensor or a variable. Received: {type(tensor)}{where}. "
+            "Pass the result of the function, or each component of a ragged or sparse tensor."
         )
     if tensor.dtype in _WITHOUT_MEMORY:
-        raise InputError(f"`tensor` must hold numbers. Received: {tensor.dtype.name}. Use tensor.numpy().")
+        raise InputError(f"`tensor` must be numeric. Received: {tensor.dtype.name}. Use tensor.numpy().")
     if copy:
         tensor = tf.raw_ops.DeepCopy(x=tensor)
     if tf.DeviceSpec.from_string(tensor.device).device_type == "GPU":
@@ -127,7 +126,7 @@ def to_dlpack(tensor: object, *, copy: bool = False) -> tf.Tensor:
         tensor.__dlpack__()
     except tf.errors.InvalidArgumentError as error:
         raise InputError(
-            f"DLPack has no word for {tensor.dtype.name} in this TensorFlow. Cast it, or use tensor.numpy()."
+            f"This TensorFlow does not support {tensor.dtype.name} in DLPack. Cast it, or use tensor.numpy()."
         ) from error
     return tensor
 
@@ -136,18 +135,18 @@ def _check_device(kind: int, index: int) -> str:
     where = _WHERE.get(kind)
     if where is None:
         raise MachineError(
-            f"TensorFlow has no device of DLPack's kind {kind}, where the array lies. Move it to the CPU."
+            f"The array is on a device of DLPack's kind {kind}, which TensorFlow does not support. Move it to the CPU."
         )
     count = len(tf.config.list_logical_devices(where))
     if where == "GPU" and index >= count:
         raise MachineError(
-            f"The array lies on GPU {index}, and TensorFlow sees {count} GPU(s). Move it to the CPU first."
+            f"The array is on GPU {index}, but TensorFlow sees {count} GPU(s). Move it to the CPU first."
         )
     return where
 
 
 def _array(value: object):
-    """A NumPy array over the memory, and what hands the memory to TensorFlow."""
+    """A NumPy view of the memory, and a function that exports the memory to TensorFlow."""
     if isinstance(value, np.ndarray):
         return value, value.__dlpack__
     try:
@@ -183,7 +182,7 @@ class _Tensor(ctypes.Structure):
         return cls.from_address(pointer(capsule, b"dltensor"))
 
     def words(self) -> np.ndarray:
-        """The memory as numbers of 16 bits, which lives no longer than the capsule."""
+        """A view of the memory as 16-bit integers, valid as long as the capsule."""
         shape = tuple(self.shape[: self.ndim])
         if 0 in shape:
             return np.zeros(shape, np.uint16)

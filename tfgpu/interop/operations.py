@@ -1,4 +1,4 @@
-"""An operation of your own in C++ or CUDA, with a gradient, and TensorFlow operations where it cannot run."""
+"""Custom operations in C++ or CUDA, with a gradient and a fallback to TensorFlow operations."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Fallback = Callable[..., tf.Tensor]
 
 
 class Operations:
-    """The operations of a library that can run where the tensors are, by their names in Python; see `CustomOp`."""
+    """The operations of a library, by their names in Python; see `CustomOp`."""
 
     def __init__(self, module: object):
         self._module = module
@@ -32,20 +32,20 @@ class Operations:
 
 
 class CustomOp:
-    """A function of tensors that runs a library's kernel where there is one, and `fallback` elsewhere.
+    """A function of tensors that runs a library's kernel if available, and `fallback` otherwise.
 
-    Where that is, is found at each call (in a `tf.function`: at each trace), and said once each in the log:
+    Each call (in a `tf.function`, each trace) chooses one, and each reason for the fallback is logged once:
 
     | | runs |
     |---|---|
-    | the library is there, and has a kernel for the device | the kernel |
-    | no library; no kernel for this device | `fallback` |
-    | XLA compiles (`jit_compile=True`), which knows no kernels but its own | `fallback` |
+    | the library exists and has a kernel for the device | the kernel |
+    | no library, or no kernel for this device | `fallback` |
+    | XLA compiles (`jit_compile=True`), which cannot use custom kernels | `fallback` |
 
     Attributes:
-        name: the operation's.
+        name: the operation's name.
         library: its file.
-        devices: kinds of device that it has a kernel for; empty without a library.
+        devices: kinds of device with a kernel; empty without a library.
     """
 
     def __init__(self, library: Path, name: str, module: object | None, gradient: Gradient | None, fallback: Fallback):
@@ -57,7 +57,7 @@ class CustomOp:
         self._said: set[str] = set()
 
     def __call__(self, *inputs: object) -> tf.Tensor:
-        """Runs on tensors, or what `tf.convert_to_tensor` takes; returns one tensor."""
+        """Runs on tensors, or values for `tf.convert_to_tensor`; returns one tensor."""
         if not inputs:
             raise InputError("A custom operation needs at least one tensor. Received: none.")
         tensors = [tf.convert_to_tensor(value) for value in inputs]
@@ -65,7 +65,7 @@ class CustomOp:
         if reason:
             if reason not in self._said:
                 self._said.add(reason)
-                _log.warning("%s runs as TensorFlow operations: %s.", self.name, reason)
+                _log.warning("%s uses its fallback: %s.", self.name, reason)
             return self._fallback(*tensors)
         operations, gradient = self._operations, self._gradient
         operation = getattr(operations, _snake(self.name))
@@ -83,7 +83,7 @@ class CustomOp:
         if self._operations is None:
             return f"there is no library {self.library}"
         if step_context.is_in_xla():
-            return "XLA compiles this function, and knows no kernels but its own"
+            return "XLA compiles this function and cannot use custom kernels"
         kind = _kind(tensors[0])
         return "" if kind in self.devices else f"the library has no kernel for a {kind}"
 
@@ -91,15 +91,15 @@ class CustomOp:
 def custom_op(
     library: str | Path, name: str, *, fallback: Fallback, gradient: Gradient | None = None, required: bool = False
 ) -> CustomOp:
-    """Loads an operation from a library that `tfgpu build-kernel` made.
+    """Loads an operation from a library built by `tfgpu build-kernel`.
 
     Args:
-        library: the file. Where it is missing, `fallback` runs.
+        library: the file. If it is missing, `fallback` runs.
         name: the operation's name, as in `REGISTER_OP`.
-        fallback: the same in TensorFlow's operations, from the same inputs; its gradient is TensorFlow's own.
+        fallback: computes the same from the same inputs with TensorFlow operations; TensorFlow differentiates it.
         gradient: `(inputs, output, upstream, operations) -> a gradient for each input`; `operations` has the library's
-            other operations, such as one for the backward pass. Left out: the operation must have one registered
-            (`tf.RegisterGradient`).
+            other operations, such as one for the backward pass. By default, the operation's registered gradient
+            (`tf.RegisterGradient`) is used.
         required: True makes a missing library an error.
 
     Returns:
@@ -107,7 +107,7 @@ def custom_op(
 
     Raises:
         InputError: the library has no such operation, or is missing and `required`.
-        MachineError: it was built for another TensorFlow or another machine, or cannot be loaded.
+        MachineError: the library was built for another TensorFlow or another machine, or cannot be loaded.
 
     Example:
         >>> double = custom_op("libdouble.so", "Double", fallback=lambda x: 2 * x)
@@ -118,7 +118,7 @@ def custom_op(
     """
     path = Path(library)
     if not callable(fallback):
-        raise InputError(f"`fallback` must be a function of the same tensors. Received: {fallback!r}.")
+        raise InputError(f"`fallback` must be a function of the same inputs. Received: {fallback!r}.")
     if not path.is_file():
         if required:
             raise InputError(f"There is no library {path}. Build it: tfgpu build-kernel SOURCES --output {path}.")
@@ -130,25 +130,24 @@ def custom_op(
 
 
 def _loaded(path: Path) -> object:
-    """Loads a library after a look at what it was built for: a wrong one may end the process as it is loaded."""
+    """Loads a library after checking its TensorFlow version: loading a wrong one may crash the process."""
     wanted, version = built_for(path), tf.version.VERSION
     if wanted not in (None, version):
         raise MachineError(
-            f"{path} was built for TensorFlow {wanted}, and this is {version}: C++ does not fit between versions. "
-            "Build it anew: tfgpu build-kernel."
+            f"{path} was built for TensorFlow {wanted}, but {version} is installed, and the C++ ABI differs between "
+            "versions. Rebuild it: tfgpu build-kernel."
         )
     try:
         return tf.load_op_library(str(path.resolve()))
     except (tf.errors.OpError, RuntimeError) as error:
         said = str(error).strip().splitlines()[0]
         raise MachineError(
-            f"{path} cannot be loaded: {said} Build it anew for TensorFlow {version} on this machine: "
-            "tfgpu build-kernel."
+            f"{path} cannot be loaded: {said} Rebuild it for TensorFlow {version} on this machine: tfgpu build-kernel."
         ) from error
 
 
 def _kind(tensor: tf.Tensor) -> str:
-    """The kind of device that operations on a tensor run on here: in a graph, the innermost `tf.device`'s."""
+    """The kind of device that operations on a tensor run on; in a graph, that of the innermost `tf.device`."""
     device = tf.identity(tensor).device
     kind = tf.DeviceSpec.from_string(device).device_type if device else None
     return kind or ("GPU" if tf.config.list_logical_devices("GPU") else "CPU")
@@ -160,7 +159,7 @@ def _names(module: Any) -> list[str]:
 
 
 def _snake(name: str) -> str:
-    """`ExampleBiasGelu` -> `example_bias_gelu`, as TensorFlow names the function of an operation."""
+    """Converts `ExampleBiasGelu` to `example_bias_gelu`, as TensorFlow names the Python function of an operation."""
     letters = []
     for at, letter in enumerate(name):
         before, after = name[at - 1 : at], name[at + 1 : at + 2]

@@ -1,4 +1,4 @@
-"""NVIDIA DALI's pipelines as a source for `fit`: each example once an epoch, whatever reads them."""
+"""NVIDIA DALI pipelines as data for `fit`: each example once per epoch, for any number of replicas and workers."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +17,13 @@ Rows = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class DaliBatches(position.Epochs):
-    """Batches that DALI makes.
+    """Batches from DALI.
 
     Attributes:
-        train: one iteration is one epoch; each start of an iteration takes the next (see `seek`, `peek`). An element is
-            what the pipeline returns: `(x, y)`, `(x, y, sample_weight)`, or `x` alone.
-        examples: in an epoch; None where the pipeline has no reader that counts them.
-        steps_per_epoch: batches in an epoch, or None as well.
+        train: one iteration is one epoch; each new iteration is the next epoch (see `seek`, `peek`). An element is
+            the output of the pipeline: `(x, y)`, `(x, y, sample_weight)`, or `x` alone.
+        examples: examples per epoch; None if the pipeline has no reader that counts them.
+        steps_per_epoch: batches per epoch; None likewise.
     """
 
     train: tf.data.Dataset
@@ -33,25 +33,27 @@ class DaliBatches(position.Epochs):
     _source: "_Source" = field(repr=False)
 
     def distribute(self, strategy: tf.distribute.Strategy) -> object:
-        """Lets each worker run only the shards of its own replicas, instead of all.
+        """Lets each worker read only the shards of its own replicas.
 
-        The batches are the same as those of `train`.
+        The batches equal those of `train`.
 
         Args:
-            strategy: whose replicas must divide `shards`, of which each has as many.
+            strategy: its number of replicas must divide `shards`.
 
         Returns:
-            What `fit` takes in the place of `train`.
+            A dataset to pass to `fit` instead of `train`.
 
         Raises:
-            InputError: shards that cannot be shared out, or `last` is not `"drop"`: replicas must have equally many
-                rows here.
+            InputError: the number of replicas does not divide `shards`, or `last` is not `"drop"`: here, all replicas
+                must have the same number of rows.
         """
         source, replicas = self._source, strategy.num_replicas_in_sync
         if source.shards % replicas:
-            raise InputError(f"{replicas} replicas must divide `shards`. Received: shards={source.shards}.")
+            raise InputError(
+                f"`shards` must be a multiple of the replicas. Received: shards={source.shards}, replicas={replicas}."
+            )
         if source.last != "drop":
-            raise InputError("`distribute` needs dali(..., last='drop'): replicas must have equally many rows.")
+            raise InputError("`distribute` needs dali(..., last='drop'), so that replicas have equally many rows.")
 
         def of_worker(context: tf.distribute.InputContext) -> tf.data.Dataset:
             local = replicas // context.num_input_pipelines
@@ -66,28 +68,28 @@ class DaliBatches(position.Epochs):
 def dali(
     make: object, *, global_batch: int, shards: int = 1, reader: str | None = None, last: str = "partial"
 ) -> DaliBatches:
-    """Reads batches from a DALI pipeline, whose order decides what is in them: not the number of replicas or workers.
+    """Reads batches from a DALI pipeline; their content does not depend on the number of replicas or workers.
 
-    A global batch is made of equally many rows of each shard, so it is the same wherever they are read. By `train` each
-    worker runs all shards, and `fit` cuts the batch; by `distribute` each runs its own. The rows come through the
-    host's memory, also those that DALI made on a GPU. An iteration that was left early is run to its end, unseen,
-    before the next.
+    A global batch has equally many rows of each shard, so it is the same wherever the shards are read. With `train`,
+    each worker reads all shards, and `fit` splits the batch; with `distribute`, each worker reads its own. All rows
+    pass through host memory, also those that DALI made on a GPU. An iteration that ended early is read to its end
+    before the next one.
 
     Args:
-        make: `(shard_id, num_shards, batch) -> pipeline`, with a seed. Or a pipeline of batches of `global_batch`,
-            which cannot go back to an earlier epoch.
-        global_batch: rows in a batch, which `shards` divides.
-        shards: into how many parts the readers cut the data. More than one lets workers share out the reading.
-        reader: the name of the reader that counts examples; left out: the only one, if any. It must be told
-            `pad_last_batch=True` (what it pads is left out here). A pipeline without one ends its epochs itself, by
-            `StopIteration`, as `external_source` does.
-        last: `"partial"`: the last batch of an epoch is smaller; `"drop"`: batches that are not full are left out.
+        make: `(shard_id, num_shards, batch) -> pipeline`, with a seed. Or a pipeline with batches of `global_batch`,
+            which cannot return to an earlier epoch.
+        global_batch: rows in a batch; a multiple of `shards`.
+        shards: the number of shards of the readers. With more than one, workers can share the reading.
+        reader: the name of the reader that counts examples. Default: the only one, if any. It must have
+            `pad_last_batch=True` (the padding is removed here). A pipeline without a reader must end its epochs itself
+            by `StopIteration`, as `external_source` does.
+        last: `"partial"`: the last batch of an epoch is smaller; `"drop"`: incomplete batches are dropped.
 
     Returns:
         The batches.
 
     Raises:
-        InputError: a pipeline that is none, that does not use its shard, or whose rows are not of one shape.
+        InputError: `make` does not return a pipeline, or the pipeline ignores its shard, or rows differ in shape.
 
     Example:
         @pipeline_def(num_threads=4, seed=1)
@@ -125,16 +127,16 @@ def dali(
 
 
 class _Source:
-    """How shards are made."""
+    """Creates the pipelines of shards."""
 
     def __init__(self, make: object, shards: int, batch: int, reader: str | None, last: str):
         self.shards, self.batch, self.reader, self.last = shards, batch, reader, last
         self._is_one = hasattr(make, "run")
         if self._is_one and shards > 1:
-            raise InputError(f"One pipeline is one shard. Received: shards={shards}. Give a function that makes them.")
+            raise InputError(f"A pipeline is one shard. Received: shards={shards}. Pass a function that creates them.")
         if not self._is_one and not callable(make):
             raise InputError(
-                "`make` must be a DALI pipeline, or a function of (shard_id, num_shards, batch) that makes one. "
+                "`make` must be a DALI pipeline, or a function of (shard_id, num_shards, batch) that creates one. "
                 f"Received: {type(make)}."
             )
         self._make = make
@@ -145,20 +147,20 @@ class _Source:
     def pipeline(self, shard: int, anew: bool) -> object:
         if self._is_one:
             if anew:
-                raise InputError("A pipeline cannot go back to an earlier epoch. Give a function that makes it.")
+                raise InputError("A pipeline cannot return to an earlier epoch. Pass a function that creates it.")
             made = self._make
         else:
             made = self._make(shard, self.shards, self.batch)
         if not hasattr(made, "run"):
-            raise InputError(f"`make` must return a DALI pipeline, which has `run`. Received: {type(made)}.")
+            raise InputError(f"`make` must return a DALI pipeline. Received: {type(made)}.")
         size = getattr(made, "max_batch_size", self.batch)
         if size != self.batch:
             raise InputError(f"The pipeline must make batches of {self.batch} rows. Received: batches of {size}.")
         seed = getattr(made, "seed", 0)
         if seed is None or seed < 0:
             raise InputError(
-                "The pipeline must have a seed, or each worker, and each run, would draw other numbers. "
-                "Received: none. Add seed=1 to pipeline_def."
+                "The pipeline must have a seed, so that all workers and runs draw the same numbers. Received: no seed. "
+                "Add seed=1 to pipeline_def."
             )
         if hasattr(made, "build"):
             made.build()
@@ -166,7 +168,7 @@ class _Source:
 
 
 class _Shard:
-    """One pipeline, and where it is."""
+    """One pipeline and its position."""
 
     def __init__(self, source: _Source, number: int, anew: bool):
         self._source, self._number = source, number
@@ -177,26 +179,26 @@ class _Shard:
 
     @property
     def steps(self) -> int | None:
-        """Batches in an epoch, the same in each shard; None where the source says when it ends."""
+        """Batches per epoch, equal in each shard; None if the source ends its epochs itself."""
         if self.examples is None:
             return None
         largest = -(-self.examples // self._source.shards)
         return -(-largest // self._source.batch)
 
     def count(self, epoch: int) -> int:
-        """Examples of this shard in an epoch. Unless told to stick to it, a reader goes on to the next shard."""
+        """Examples of this shard in an epoch. Without `stick_to_shard`, a reader changes the shard every epoch."""
         shards = self._source.shards
         own = self._number if self._facts["stick_to_shard"] else (self._number + epoch) % shards
         return (own + 1) * self.examples // shards - own * self.examples // shards
 
     def look(self) -> Rows | None:
-        """The next batch, which stays the next."""
+        """The next batch, without consuming it."""
         if not self._ahead:
             self._ahead.append(self._run())
         return self._ahead[0]
 
     def take(self) -> Rows | None:
-        """The next batch, or None at the end of a source that ends its epochs itself."""
+        """Consumes the next batch; None at the end of a source that ends its epochs itself."""
         return self._ahead.pop() if self._ahead else self._run()
 
     def _run(self) -> Rows | None:
@@ -211,7 +213,7 @@ class _Shard:
         meta: dict[str, dict[str, int]] = self._pipeline.reader_meta() if hasattr(self._pipeline, "reader_meta") else {}
         name = self._source.reader
         if name is None and len(meta) > 1:
-            raise InputError(f"The pipeline has several readers: {', '.join(meta)}. Say which counts: reader=NAME.")
+            raise InputError(f"The pipeline has several readers: {', '.join(meta)}. Choose one with reader=NAME.")
         if name is not None and name not in meta:
             raise unknown("reader", name, meta)
         if not meta:
@@ -221,18 +223,18 @@ class _Shard:
         if (facts["number_of_shards"], facts["shard_id"]) != (shards, self._number):
             raise InputError(
                 f"The reader must take shard {self._number} of {shards}. Received: shard {facts['shard_id']} of "
-                f"{facts['number_of_shards']}. Hand shard_id and num_shards on to it."
+                f"{facts['number_of_shards']}. Pass shard_id and num_shards to it."
             )
         if not facts["pad_last_batch"]:
             raise InputError(
-                "The reader must have pad_last_batch=True: without it the last batch of an epoch has rows of the next. "
-                "What it pads is left out."
+                "The reader must have pad_last_batch=True: otherwise the last batch of an epoch contains rows of the "
+                "next. The padding is removed."
             )
         return facts
 
 
 class _Run:
-    """Some shards, read side by side from epoch to epoch."""
+    """Reads some shards in parallel, epoch by epoch."""
 
     def __init__(self, source: _Source, which: list[int]):
         self._source, self._which = source, which
@@ -241,7 +243,7 @@ class _Run:
         self._open(anew=False)
         firsts = [part.look() for part in self.parts]
         if any(first is None for first in firsts):
-            raise InputError("The pipeline ended before its first batch.")
+            raise InputError("The pipeline has no data: it ended before its first batch.")
         self.spec = tuple(tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in firsts[0])
 
     @property
@@ -253,7 +255,7 @@ class _Run:
         return sum(int(np.clip(part.count(epoch) - step * batch, 0, batch)) for part in self.parts)
 
     def epoch(self, number: int) -> Iterator[list[Rows]]:
-        """The batches of an epoch, each as the rows of every shard."""
+        """Yields the batches of an epoch, each as a list of rows by shard."""
         with self._one_at_a_time:
             self._turn += 1
             turn = self._turn
@@ -261,7 +263,7 @@ class _Run:
         while True:
             with self._one_at_a_time:
                 if turn != self._turn:
-                    raise MachineError("Another iteration of this DALI data has begun. Use one at a time.")
+                    raise MachineError("Another iteration over this DALI data has begun. Use one iteration at a time.")
                 rows = self._next()
             if rows is None:
                 return
@@ -279,7 +281,7 @@ class _Run:
             self._next()
 
     def _next(self) -> list[Rows] | None:
-        """One batch of each shard, without what is padded; None, and the next epoch, where all have ended."""
+        """One batch of each shard, without padding; None at the end of the epoch, which begins the next."""
         found = []
         if self.steps is None or self._step < self.steps:
             for at, part in enumerate(self.parts):
@@ -294,7 +296,7 @@ class _Run:
             if self._step == 0:
                 raise InputError(
                     f"The pipeline has no batch in epoch {self._epoch}. An `external_source` over a list needs "
-                    'cycle="raise", to begin anew.'
+                    'cycle="raise" to start again.'
                 )
             self._epoch, self._step, self._ended = self._epoch + 1, 0, [False] * len(self.parts)
             return None
@@ -304,7 +306,7 @@ class _Run:
 
 
 def _dataset(run: _Run, counter: position.Counter, pieces: int, steps: int | None = None) -> tf.data.Dataset:
-    """An epoch's batches, each in `pieces` elements one after the other."""
+    """A dataset of an epoch's batches, each split into `pieces` consecutive elements."""
     each, batch, drop = len(run.parts) // pieces, run._source.batch, run._source.last == "drop"
 
     def generate(epoch: np.int64) -> Iterator[Rows | np.ndarray]:
@@ -331,12 +333,12 @@ def _dataset(run: _Run, counter: position.Counter, pieces: int, steps: int | Non
 
 
 def _array(output: object, at: int) -> np.ndarray:
-    """A TensorList's rows as one array, which is a copy: DALI uses its memory again at the next run."""
+    """Copies a TensorList into an array: DALI reuses its memory in the next run."""
     try:
         on_host = output.as_cpu() if hasattr(output, "as_cpu") else output
         return np.array(on_host.as_array() if hasattr(on_host, "as_array") else on_host)
     except (RuntimeError, ValueError, TypeError) as error:
         raise InputError(
-            f"Output {at} of the pipeline must have rows of one shape. DALI says: {str(error).splitlines()[0]} "
-            "Crop, resize or pad them in the pipeline."
+            f"All rows of output {at} of the pipeline must have the same shape. DALI says: "
+            f"{str(error).splitlines()[0]} Crop, resize or pad them in the pipeline."
         ) from error

@@ -1,4 +1,4 @@
-"""Measurements of a user's own job: what is slow, and what would make it quicker."""
+"""Measures a user's training: what is slow, and what makes it faster."""
 
 from tfgpu.lazy import on_first_use
 

@@ -1,7 +1,7 @@
-"""What limits a training: the input, the model, or the processor that they share; and which setting moves the input.
+"""Finds out whether the input, the model or the CPU that they share limits a training, and which input setting helps.
 
-Three rates say where the time goes: batches that are read and thrown away, the model on one batch that is ready, and
-both together. Then each setting of the input that applies is tried for real, in turn with the input as it is.
+Three rates are measured: the input alone, the model alone on one prepared batch, and both together. Then each
+applicable setting of the input is measured, alternating with the current settings.
 """
 
 import contextlib
@@ -29,21 +29,21 @@ from tfgpu.measure.rates import Rate, alternate, check
 from tfgpu.recipes import building, facts, runner
 from tfgpu.recipes.recipe import Recipe
 
-_WORTH = 1.1  # A setting that gives less than a tenth more is not recommended.
-_SHARED = 0.85  # Together slower than this share of the slower one: they get in each other's way.
-_SAMPLE_BYTES = 128 << 20  # of decoded examples, to try caches that would take long to fill
-_FIRST_STEPS = 8  # steps of the model to judge by how many to measure
+_WORTH = 1.1  # the least speedup to recommend a setting
+_SHARED = 0.85  # input and model compete for the CPU if both together reach less than this share of the slower one
+_SAMPLE_BYTES = 128 << 20  # size of the decoded sample for measuring caches that would take long to fill
+_FIRST_STEPS = 8  # steps that determine how many steps to measure
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting of the input that was tried.
+    """A measured setting of the input.
 
     Attributes:
-        setting: as one would write it, such as `"cache='memory'"`.
-        rate: examples a second that the input made with it.
-        ratio: to the input as it is.
-        note: what to know about it.
+        setting: as in a recipe, such as `"cache='memory'"`.
+        rate: examples per second of the input with this setting.
+        ratio: relative to the current settings.
+        note: a remark about the measurement.
     """
 
     setting: str
@@ -54,17 +54,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class InputReport:
-    """What was measured, in examples a second.
+    """Measured rates in examples per second.
 
     Attributes:
-        recipe: what was measured, as the recipe's own settings.
+        recipe: the measured recipe.
         input: the input alone.
-        model: the model alone, on one batch that is ready.
+        model: the model alone, on one prepared batch.
         together: training.
-        bottleneck: `"input"` or `"model"`: the slower of the two.
-        shared: the two together are much slower than the slower one: they share the processor.
-        trials: the settings that were tried, the best first.
-        advice: what to do, in words.
+        bottleneck: `"input"` or `"model"`, whichever is slower.
+        shared: whether both together are much slower than the slower one, because they compete for the CPU.
+        trials: the measured settings, the best first.
+        advice: what to do, as text.
         facts: device, versions and sizes.
     """
 
@@ -79,7 +79,7 @@ class InputReport:
     facts: dict[str, object]
 
     def as_json(self) -> dict[str, object]:
-        """Returns plain values for JSON."""
+        """Returns JSON-compatible values."""
         return {
             "examples_per_s": {name: getattr(self, name).facts() for name in ("input", "model", "together")},
             "bottleneck": self.bottleneck,
@@ -97,19 +97,19 @@ class InputReport:
 def measure_input(
     what: Recipe, *, seconds: float = 1.0, repeats: int = 3, progress: Callable[[str], None] = lambda text: None
 ) -> InputReport:
-    """Measures the input, the model, both together, and what each setting of the input would give.
+    """Measures the input, the model, both together, and the effect of each setting of the input.
 
     Args:
-        what: the recipe of the training; nothing is written and its model is thrown away.
-        seconds: how long each single measurement takes, about.
-        repeats: how many there are of each.
-        progress: is told what is being measured.
+        what: the recipe of the training; nothing is written, and its model is discarded.
+        seconds: approximate length of each measurement.
+        repeats: the number of measurements of each rate.
+        progress: called with the name of the current measurement.
 
     Returns:
         The rates, the bottleneck and the advice.
 
     Raises:
-        InputError: something in the recipe cannot work, or there are several workers.
+        InputError: the recipe is invalid, or there are several workers.
 
     Example:
         >>> found = measure_input(Recipe(model="mlp"), seconds=0.05, repeats=1)
@@ -119,7 +119,7 @@ def measure_input(
     check(seconds, repeats)
     cluster = runner.check(what, None, resume=False, overwrite=False)
     if cluster.is_multi_worker:
-        raise InputError("The input is measured in one process. Received: a cluster. Unset TF_CONFIG.")
+        raise InputError("The input is measured in one process, but the environment has a cluster. Unset TF_CONFIG.")
     with contextlib.ExitStack() as held:
         held.enter_context(building.prepare(what))
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="tfgpu-input-"))
@@ -129,11 +129,11 @@ def measure_input(
         sample = None if examples.load is None else _sample(examples)
         variants = _variants(what, examples, sample, job.data, cluster)
         progress(f"the input alone, and {len(variants)} settings of it")
-        draw = tf.function(_draw)  # One for all: they have the same kinds of batches.
+        draw = tf.function(_draw)  # One for all, since their batches have the same shapes.
         opened = {"": job.data} | {name: data for name, (data, _) in variants.items()}
         readers = {name: _Reader(data, draw) for name, data in opened.items()}
         for reader in readers.values():
-            reader(seconds / 2)  # tf.data finds its numbers, and functions are traced
+            reader(seconds / 2)  # warm-up: tf.data tunes itself, and functions are traced
         rates = alternate({name: lambda r=r: r(seconds) for name, r in readers.items()}, repeats=repeats)
         cold = sample and _cold_disk(what, sample, cluster, folder)
         progress("the model alone")
@@ -152,8 +152,8 @@ def measure_input(
 
 
 _FILES = ("folder", "records", "tfds")
-_COLD = "read from the disk, not from memory; on a sample"
-_LESS = "to see what augmentation costs"
+_COLD = "read from disk, not from the page cache; on a sample"
+_LESS = "shows the cost of augmentation"
 
 
 def _reading(what: Recipe, kept: str) -> Reading:
@@ -164,7 +164,7 @@ def _reading(what: Recipe, kept: str) -> Reading:
 def _variants(
     what: Recipe, examples: Examples, sample: Examples | None, data: Data, cluster: Cluster
 ) -> dict[str, tuple[Data, str]]:
-    """Opens the data with each setting that may make a difference; the value is the data and a note."""
+    """Opens the data with each setting that may help; returns data and note by setting."""
     found = {}
 
     def add(name, note="", source=examples, **changes):
@@ -189,7 +189,7 @@ def _variants(
 
 
 def _sample(examples: Examples) -> Examples:
-    """Decodes as many examples as there is room for, each class in its share, as if all were kept in memory."""
+    """Decodes a random sample of limited size, as the memory cache would hold it."""
     x = examples.load(tf.constant(0, tf.int64))
     count = min(len(examples.labels), max(1, _SAMPLE_BYTES // (x.dtype.size * math.prod(x.shape))))
     chosen = np.sort(np.random.default_rng(0).permutation(len(examples.labels))[:count])
@@ -202,7 +202,7 @@ def _sample(examples: Examples) -> Examples:
 
 
 def _cold_disk(what: Recipe, sample: Examples, cluster: Cluster, folder: str) -> Rate:
-    """Reads a cache on the disk once, when it is no longer in memory."""
+    """Reads a disk cache once, after dropping it from the page cache."""
     with tf.device("CPU:0"):
         array = tf.constant(sample.array)
     where = cache.Place(sample.name, cache.made(what.cache_directory or folder), f".tfgpu-measure-{os.getpid()}")
@@ -222,14 +222,14 @@ def _cold_disk(what: Recipe, sample: Examples, cluster: Cluster, folder: str) ->
 
 
 class _Reader:
-    """Reads batches and throws them away, epoch after epoch."""
+    """Reads and discards batches, epoch after epoch."""
 
     def __init__(self, data: Data, draw: Callable):
         self._data, self._draw = data, draw
         self._iterator, self._left, self._count = None, 0, 1
 
     def __call__(self, seconds: float) -> float:
-        """Reads for about so long; returns examples a second."""
+        """Reads for about this long; returns examples per second."""
         begun, seen = time.perf_counter(), 0
         while (passed := time.perf_counter() - begun) < seconds:
             if not self._left:
@@ -237,7 +237,7 @@ class _Reader:
             count = min(self._left, self._count)
             seen += int(self._draw(self._iterator, tf.constant(count)))
             self._left -= count
-            if time.perf_counter() - begun - passed < seconds / 50:  # Few calls: each costs as much as a small batch.
+            if time.perf_counter() - begun - passed < seconds / 50:  # A call costs as much as a small batch.
                 self._count *= 2
         return seen / (time.perf_counter() - begun)
 
@@ -250,7 +250,7 @@ def _draw(iterator, count):
 
 
 class _Clock(keras.callbacks.Callback):
-    """Notes how long each epoch takes."""
+    """Records the duration of each epoch."""
 
     def __init__(self):
         super().__init__()
@@ -264,14 +264,14 @@ class _Clock(keras.callbacks.Callback):
 
 
 def _fit(job: building.Job, dataset: tf.data.Dataset, epochs: int) -> list[float]:
-    """Trains for some epochs after one that does not count; returns the seconds of each."""
+    """Trains one warm-up epoch and then `epochs`; returns the seconds of each."""
     clock = _Clock()
     job.trainer.fit(dataset, epochs=epochs + 1, callbacks=[clock], shuffle=False, verbose=0)
     return clock.seconds[1:]
 
 
 def _model_rate(job: building.Job, seconds: float, repeats: int) -> tuple[Rate, int]:
-    """Trains on one batch over and over; returns the rate and the steps of an epoch that takes `seconds`."""
+    """Trains on one batch repeatedly; returns the rate, and the steps of an epoch that takes `seconds`."""
     batch = job.data.peek()
     ready = tf.data.Dataset.from_tensors(batch)
     options = tf.data.Options()
@@ -291,24 +291,24 @@ def _together(job: building.Job, steps: int, repeats: int) -> Rate:
 
 def _advice(bottleneck: str, base: Rate, model: Rate, together: Rate, shared: bool, tried: list[Trial]) -> str:
     if bottleneck == "model":
-        text = f"The model is the bottleneck: the input could feed {base.median / model.median:.1f} of it."
+        text = f"The model is the bottleneck: the input is {base.median / model.median:.1f} times as fast."
         if shared:
-            text += " Together they are slower than either: they share the processor, so a cheaper input helps too."
+            text += " Together they are slower than either: they compete for the CPU, so a cheaper input helps too."
         else:
-            return f"{text} No setting of the input would make training quicker."
+            return f"{text} No setting of the input would make training faster."
     else:
         text = f"The input is the bottleneck: the model waits {1 - base.median / model.median:.0%} of the time."
     best = next((trial for trial in tried if trial.note != _LESS and _clearly_better(trial, base)), None)
     if best:
         return f"{text} {best.setting} makes the input {best.ratio:.1f} times as fast."
     return (
-        f"{text} None of the settings tried makes the input a tenth faster: write the examples smaller or decoded, "
-        "or give it more processor cores."
+        f"{text} No measured setting makes the input at least 10 % faster: store the examples smaller or decoded, or "
+        "use more CPU cores."
     )
 
 
 def _clearly_better(trial: Trial, base: Rate) -> bool:
-    """Says whether a setting gives a tenth more, and more in each measurement than the best without it."""
+    """Whether a setting is at least 10 % faster, and its slowest measurement beats the fastest without it."""
     return trial.ratio >= _WORTH and min(trial.rate.values) > max(base.values)
 
 

@@ -1,18 +1,18 @@
-"""Rates that are measured several times in turn, so that a machine that slows down slows them all."""
+"""Rates measured alternately, so that a slowdown of the machine affects all of them."""
 
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 
 
 @dataclass(frozen=True)
 class Rate:
-    """So many a second, measured several times.
+    """A rate per second, measured several times.
 
     Attributes:
-        values: each measurement, in the order in which they were made.
+        values: the measurements, in order.
     """
 
     values: tuple[float, ...]
@@ -23,11 +23,11 @@ class Rate:
 
     @property
     def spread(self) -> float:
-        """The distance from the lowest to the highest, as a share of the median; 0 for one measurement."""
+        """The range of the measurements as a share of the median; 0 for one measurement."""
         return (max(self.values) - min(self.values)) / self.median if self.median else 0.0
 
     def facts(self) -> dict[str, float | int]:
-        """Returns plain numbers for JSON."""
+        """Returns JSON-compatible values."""
         return {
             "median": round(self.median, 2),
             "lowest": round(min(self.values), 2),
@@ -37,19 +37,18 @@ class Rate:
 
 
 def check(seconds: float, repeats: int) -> None:
-    """Raises `InputError` unless there is something to measure."""
-    if not 0 < seconds < float("inf") or repeats < 1:
-        raise InputError(
-            f"`seconds` must be above 0 and `repeats` at least 1. Received: {seconds!r} and {repeats!r}. Try 1 and 3."
-        )
+    """Raises `InputError` if a number is out of range."""
+    whole_number("repeats", repeats)
+    if not 0 < seconds < float("inf"):
+        raise InputError(f"`seconds` must be above 0 and finite. Received: {seconds!r}. Try 1.")
 
 
 def alternate(runs: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, Rate]:
-    """Measures several things in turn, each round in the other direction.
+    """Measures several rates alternately, reversing the order in each round.
 
     Args:
-        runs: a name and a function that measures once and returns the rate.
-        repeats: rounds.
+        runs: functions by name; each measures once and returns a rate.
+        repeats: the number of rounds.
 
     Returns:
         The rates by name, in the order of `runs`.

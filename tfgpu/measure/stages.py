@@ -1,4 +1,4 @@
-"""How a model runs as a pipeline here: a picture of its schedule, as measured, without any data of the user's."""
+"""Measures and draws the pipeline schedule of a model, on random data."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from tfgpu.parallel.pipeline.drawing import Measured, idle
 from tfgpu.parallel.pipeline.schedule import bound
 
 DEEP = {"mlp": ((256,), {"widths": (1024,) * 8}), "transformer": ((64,), {"depth": 8})}
-"""Input shapes and options that make a builder's model deep enough to be cut; else images of 32 x 32."""
+"""Input shapes and options that make a builder's model deep enough for a pipeline. Default: images of 32 x 32."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured.
+    """The measured schedule.
 
     Args:
-        path: of the picture.
-        cells: of the step that is drawn.
-        idle_share: of the devices' time.
-        bound: what it is where all stages cost the same.
-        busy_s: of each device, by number.
+        path: the picture.
+        cells: the cells of the drawn step.
+        idle_share: the share of the devices' time that is idle.
+        bound: the idle share of a pipeline with equal stages.
+        busy_s: busy seconds of each device.
     """
 
     path: Path
@@ -64,32 +64,32 @@ def profile_stages(
 ) -> Profile:
     """Trains a model as a pipeline on random numbers for a few steps, and draws one of them.
 
-    Where there is no GPU, logical CPU devices stand in, which share the cores.
+    Without a GPU, it uses logical CPU devices, which share the cores.
 
     Args:
-        model: a name of a builder, of `keras.applications`, or `module:function`, as `models.build` takes it.
+        model: a builder, a model of `keras.applications`, or `module:function`, as for `models.build`.
         path: the picture: `.png`, `.svg` or `.html`.
-        stages: how many, and so on, as for `parallel.pipeline`.
-        rows: of the whole batch; None takes 8 for each micro-batch.
-        steps: to measure.
+        stages: the number of stages; this and the following arguments as for `parallel.pipeline`.
+        rows: the batch size; None takes 8 per micro-batch.
+        steps: the number of steps to measure.
 
     Returns:
-        What was measured.
+        The measured schedule.
 
     Raises:
-        InputError: as `models.build`, `parallel.pipeline` and `parallel.picture` say.
+        InputError: see `models.build`, `parallel.pipeline` and `parallel.picture`.
     """
     count = devices or (max(1, stages // 2) if schedule == "interleaved" else stages)
     if not environment.devices("GPU") and len(environment.devices("CPU")) < count:
         environment.set_logical_devices(count)
-        environment.set_threads(inter=max(8, 4 * count))  # a stage that waits keeps a thread
+        environment.set_threads(inter=max(8, 4 * count))  # a waiting stage occupies a thread
     shape, options = DEEP.get(model.lower(), ((32, 32, 3), {}))
     made = models.build(model, input_shape=shape, classes=10, options=options)
     pipe = parallel.pipeline(made, stages, microbatches, schedule=schedule, cuts=cuts, devices=count)
     pipe.compile("sgd", "mse", jit_compile=False)
     rows = 8 * microbatches if rows is None else rows
     if rows < microbatches:
-        raise InputError(f"`rows` must be {microbatches} at least, one a micro-batch. Received: {rows}.")
+        raise InputError(f"`rows` must be at least {microbatches}, one per micro-batch. Received: {rows}.")
     cells = tuple(parallel.picture(pipe, _batch(pipe, rows), path, steps=steps))
     busy = [sum(one.end - one.start for one in cells if one.device == at) for at in range(count)]
     least = bound(count, microbatches * (stages // count))
@@ -97,7 +97,7 @@ def profile_stages(
 
 
 def _batch(model: keras.Model, rows: int) -> tuple:
-    """Random inputs, and targets of the shapes of the outputs."""
+    """Random inputs and targets."""
     random = np.random.default_rng(0)
 
     def values(tensor):
@@ -111,17 +111,17 @@ def _batch(model: keras.Model, rows: int) -> tuple:
 
 
 def summary(profile: Profile) -> str:
-    """Two lines about it.
+    """Summarizes a schedule in one or two lines.
 
     Example:
         >>> summary(Profile(Path("a.png"), (), 0.25, 0.2, (1.0, 1.0)))
-        'The devices were idle for 25.0% of a step; with equal stages it is 20.0%.'
+        'The devices were idle for 25.0% of a step; equal stages would give 20.0%.'
     """
     middle = statistics.mean(profile.busy_s)
-    text = f"The devices were idle for {profile.idle_share:.1%} of a step; with equal stages it is {profile.bound:.1%}."
+    text = f"The devices were idle for {profile.idle_share:.1%} of a step; equal stages would give {profile.bound:.1%}."
     if max(profile.busy_s) > 1.1 * middle:
         text += (
-            f"\nThe busiest device worked {max(profile.busy_s) / middle:.1f} times as long as the average one: "
-            "other cuts may even it out."
+            f"\nThe busiest device worked {max(profile.busy_s) / middle:.1f} times as long as the average: other cuts "
+            "may balance the stages."
         )
     return text

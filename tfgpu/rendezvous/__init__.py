@@ -1,10 +1,10 @@
-"""Before TensorFlow starts: does every process of the cluster reach every other, and are they alike?
+"""Checks, before TensorFlow starts, that all processes of the cluster reach each other and agree.
 
-TensorFlow waits for ever for a peer that never comes. So every process first listens on the port that TensorFlow will
-use, calls every other one there, and compares versions, seeds, recipe and code. Either all go on together, or all end
-with one message that names who is missing or who differs. `meeting.py` holds the conversation, `chair.py` the leader's
-part in it, `facts.py` what is compared, `clocks.py` how far clocks are apart,
-`sentences.py` what is said, `wire.py` one message.
+TensorFlow waits forever for a missing peer. So each process first listens on the port that TensorFlow will use,
+connects to every other process there, and compares versions, seeds, recipe and code. Either all processes continue
+together, or all end with one message that names the missing or differing process. `meeting.py` holds the protocol,
+`leader.py` the leader's part in it, `facts.py` the comparison, `clocks.py` the clock offsets, `sentences.py` the error
+messages, `wire.py` the message format.
 
 Example:
     >>> from tfgpu import rendezvous
@@ -24,7 +24,7 @@ TIMEOUT = "TFGPU_STARTUP_TIMEOUT"
 ATTEMPT = "TFGPU_ATTEMPT"
 REJOIN = "TFGPU_REJOIN"
 DEFAULT_TIMEOUT_S = 60.0
-# What this process has told the others of the clusters that it has joined, by their TF_CONFIG.
+# The facts that this process has sent to the clusters it has joined, by their TF_CONFIG.
 _joined: dict[str, dict[str, str]] = {}
 
 
@@ -35,21 +35,21 @@ def join(
     facts: Mapping[str, str] | None = None,
     again: bool = False,
 ) -> None:
-    """Meets the other processes of the cluster, once a process; every one of them must call it.
+    """Waits for the other processes of the cluster and compares facts; every process must call it once.
 
-    Chief, workers and parameter servers take part; an evaluator and a process by itself do not. Waits up to
-    TFGPU_STARTUP_TIMEOUT seconds (60; 0 leaves all of this out). Afterwards the ports are free for TensorFlow. A worker
-    that comes back alone (TFGPU_REJOIN) meets nobody: the others have long gone on.
+    Chief, workers and parameter servers take part; evaluators and single processes do not. It waits up to
+    TFGPU_STARTUP_TIMEOUT seconds (default 60; 0 skips the rendezvous). Afterwards the ports are free for TensorFlow. A
+    single worker that rejoins (TFGPU_REJOIN) skips it, since the others are already training.
 
     Args:
         cluster: the facts of the cluster; `None` reads them from the environment.
-        script: the file whose content must be the same everywhere; `None` is the running program's.
-        facts: what else must be equal, by name, such as `{"recipe": "5f2c..."}`.
-        again: meet even where this process has met the others before, and tell them the same, and the script's
-            arguments: a warning names those that differ. Only before TensorFlow has started, which then has the port.
+        script: the file whose content must be the same everywhere; `None` is the running program.
+        facts: further facts that must be equal, by name, such as `{"recipe": "5f2c..."}`.
+        again: repeat the rendezvous if this process has already joined, and also compare the script's arguments, with a
+            warning if they differ. Only before TensorFlow has started, which then occupies the port.
 
     Raises:
-        InputError: the processes differ, two are the same task, or TFGPU_STARTUP_TIMEOUT is malformed.
+        InputError: the processes differ, two have the same task, or TFGPU_STARTUP_TIMEOUT is malformed.
         MachineError: a process did not answer in time, or this one's port is in use; the message names it.
     """
     cluster = Cluster.from_environment() if cluster is None else cluster
@@ -58,7 +58,7 @@ def join(
     key = cluster.tf_config()
     if not wait_s or me < 0 or len(everyone) < 2 or os.environ.get(REJOIN) or (key in _joined and not again):
         return
-    # asyncio takes a tenth of a second to import, which a command that meets nobody need not spend.
+    # Imported late: asyncio takes a tenth of a second.
     from tfgpu.rendezvous.facts import ARGUMENTS, arguments, fitting, gather
     from tfgpu.rendezvous.holding import hold
     from tfgpu.rendezvous.meeting import Meeting
@@ -70,13 +70,13 @@ def join(
 
 
 def timeout_s(environ: Mapping[str, str] | None = None) -> float:
-    """Reads TFGPU_STARTUP_TIMEOUT: the seconds to wait for the others; 0 for not at all.
+    """Reads TFGPU_STARTUP_TIMEOUT: the seconds to wait for the others; 0 skips the rendezvous.
 
     Args:
         environ: environment variables by name; `None` means this process's.
 
     Raises:
-        InputError: it is no number of seconds.
+        InputError: it is not a number of seconds.
 
     Example:
         >>> timeout_s({}), timeout_s({"TFGPU_STARTUP_TIMEOUT": "300"})
@@ -92,6 +92,6 @@ def timeout_s(environ: Mapping[str, str] | None = None) -> float:
     if not 0 <= seconds <= 7 * 86400:
         raise InputError(
             f"{TIMEOUT} must be a number of seconds from 0 (no waiting, no comparison) to a week. Received: {value!r}. "
-            f"Set for example {TIMEOUT}=300."
+            f"Set, for example, {TIMEOUT}=300."
         )
     return seconds

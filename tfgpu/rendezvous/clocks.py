@@ -1,24 +1,24 @@
-"""How far the clocks of two machines are apart, from the answers of a preflight.
+"""Estimates the offset between the clocks of two machines from a request and its answer.
 
-A caller notes its own time before and after; the answer has the other's time in between. Halfway is the best guess, and
-half of the way is how wrong that can be (Cristian, "Probabilistic clock synchronization", 1989; NTP does the same).
+The caller records its own time before and after; the answer contains the other's time. The midpoint is the best
+estimate, with an error of at most half the round trip (Cristian, "Probabilistic clock synchronization", 1989; as NTP).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MOST_S = 2.0
-"""Seconds that clocks may differ: file times, logs of several machines and certificates are compared by them."""
+"""The largest tolerated offset in seconds; larger ones confuse file times, logs of several machines, certificates."""
 FIX = "Set the clocks: `sudo timedatectl set-ntp true`, or `sudo chronyc makestep`."
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Another machine's clock.
+    """The offset of another machine's clock.
 
     Attributes:
-        ahead_s: seconds that it is ahead of this one's; below 0 where it is behind.
-        within_s: how wrong that can be.
+        ahead_s: seconds that it is ahead of this machine's clock; negative if it is behind.
+        within_s: the largest possible error.
     """
 
     ahead_s: float
@@ -26,17 +26,17 @@ class Clock:
 
     @property
     def is_off(self) -> bool:
-        """Whether the clocks surely differ by more than `MOST_S`."""
+        """Whether the clocks certainly differ by more than `MOST_S`."""
         return abs(self.ahead_s) - self.within_s > MOST_S
 
 
 def read(told: object, *, sent_s: float, took_s: float) -> Clock | None:
-    """Makes a clock of the time in an answer; `None` where there is none, as from an older tfgpu.
+    """Computes the offset from the time in an answer; `None` if the answer has no time.
 
     Args:
-        told: the other's time, in seconds since 1970.
-        sent_s: this machine's, when it asked.
-        took_s: seconds until the answer was there, by a clock that nobody sets.
+        told: the other machine's time, in seconds since 1970.
+        sent_s: this machine's time of the request.
+        took_s: seconds until the answer arrived, by a monotonic clock.
 
     Example:
         >>> read(130.0, sent_s=99.0, took_s=2.0)
@@ -48,31 +48,31 @@ def read(told: object, *, sent_s: float, took_s: float) -> Clock | None:
 
 
 class Comparison:
-    """What several calls have said of the others' clocks; the surest counts."""
+    """Collects clock offsets from several calls, and keeps the most accurate of each machine."""
 
     def __init__(self):
         self._found: dict[int, Clock] = {}
 
     def note(self, index: int, answer: Mapping, *, sent_s: float, took_s: float) -> None:
-        """Keeps the time in an answer, if it is there and surer than what is known."""
+        """Records an answer, if it gives a more accurate offset."""
         clock, known = read(answer.get("clock"), sent_s=sent_s, took_s=took_s), self._found.get(index)
         if clock and (known is None or clock.within_s < known.within_s):
             self._found[index] = clock
 
     def named(self, names: Sequence[str]) -> dict[str, Clock]:
-        """The clocks by name.
+        """The offsets by name.
 
         Args:
-            names: of all, by their indices.
+            names: the names of all members, by index.
         """
         return {names[index]: clock for index, clock in sorted(self._found.items())}
 
 
 def advice(clocks: Mapping[str, Clock]) -> list[str]:
-    """Says whose clock is off.
+    """Returns a message on clocks that are off.
 
     Args:
-        clocks: by the process's name.
+        clocks: offsets by the name of the process.
 
     Example:
         >>> advice({"worker 1": Clock(-34.5, 0.01), "worker 2": Clock(0.5, 0.01)})
@@ -86,7 +86,7 @@ def advice(clocks: Mapping[str, Clock]) -> list[str]:
 
 
 def shown(clock: Clock) -> str:
-    """A difference in words.
+    """Formats an offset.
 
     Example:
         >>> shown(Clock(2.25, 0.001))

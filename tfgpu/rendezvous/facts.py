@@ -1,4 +1,4 @@
-"""What must be equal on all processes of a run, and the sentence that says who differs."""
+"""The facts that must be equal on all processes of a run, and the messages on differences."""
 
 import hashlib
 import os
@@ -15,19 +15,19 @@ PACKAGES = {"TensorFlow": ("tensorflow", "tensorflow-cpu"), "Keras": ("keras",),
 SCRIPT = "script"
 ARGUMENTS, SEED = "arguments", "seeds"
 MAY_DIFFER = {
-    ARGUMENTS: "Give all the same, unless meant so.",
-    SEED: "Set the same everywhere, unless each worker reads data of its own.",
+    ARGUMENTS: "Use the same everywhere, unless intended.",
+    SEED: "Set the same everywhere, unless each worker reads its own data.",
 }
-"""What is said in a warning: `--rank 0`, and seeds that shuffle each worker's own data, are no mistake."""
+"""Facts that only cause a warning: `--rank 0`, or a seed that shuffles each worker's own data, may be intended."""
 LONGEST = 1024
-"""Characters of a fact; a longer one ends with its hash."""
+"""Most characters of a fact; longer ones end with their hash."""
 LONGEST_NAME = 64
-# By fact, or by what stands before its colon; all others are versions.
+# By the fact's name, or the part before its colon; all other facts are versions.
 FIXES = {
     SCRIPT: "Give every process the same file.",
     "tfgpu's code": "Install the same tfgpu everywhere.",
-    "TFGPU_SEED": "Set it alike everywhere.",
-    "PYTHONHASHSEED": "Set it alike everywhere.",
+    "TFGPU_SEED": "Set the same value everywhere.",
+    "PYTHONHASHSEED": "Set the same value everywhere.",
     "recipe": "Give every process the same settings.",
     "seed before the strategy": "Set one everywhere, or nowhere.",
 }
@@ -36,10 +36,10 @@ _DIGITS = 12
 
 
 def gather(script: str | os.PathLike | None = None) -> dict[str, str]:
-    """Looks up this process's versions, seeds and code, without importing TensorFlow.
+    """Collects this process's versions, seeds and code hashes, without importing TensorFlow.
 
     Args:
-        script: the file that runs; `None` is the running program's.
+        script: the script; `None` is the running program.
 
     Returns:
         Short texts by name.
@@ -53,7 +53,7 @@ def gather(script: str | os.PathLike | None = None) -> dict[str, str]:
 
 
 def arguments(words: Sequence[str] | None = None) -> str:
-    """The arguments of the script, as they are compared: without secrets, for they travel and stand in warnings.
+    """The script's arguments for the comparison, without secrets, since they are sent and appear in warnings.
 
     Args:
         words: the arguments; `None` is `sys.argv[1:]`.
@@ -67,7 +67,7 @@ def arguments(words: Sequence[str] | None = None) -> str:
 
 
 def of_settings(settings: Mapping[str, object]) -> dict[str, str]:
-    """A recipe's settings as facts, without secrets.
+    """Converts a recipe's settings to facts, without secrets.
 
     Example:
         >>> of_settings({"epochs": 3})
@@ -78,7 +78,7 @@ def of_settings(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def fitting(facts: Mapping[str, str]) -> dict[str, str]:
-    """The same facts, those that are too long for a message with a hash in place of their end.
+    """Shortens facts that are too long for a message; a hash replaces their end.
 
     Example:
         >>> fitting({"note": "short"}), len(fitting({"note": "y" * 2000})["note"])
@@ -88,21 +88,21 @@ def fitting(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def advice(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Says who has what, of what may differ on purpose.
+    """Returns messages on differences that may be intended.
 
     Args:
-        facts: facts by the process's name.
+        facts: facts by the name of the process.
 
     Example:
         >>> advice({"worker 0": {"arguments": "--lr 1 --rank 0"}, "worker 1": {"arguments": "--lr 1 --rank 1"}})
-        ['arguments differ: ... --rank 0 on worker 0; ... --rank 1 on worker 1. Give all the same, unless meant so.']
+        ['arguments differ: ... --rank 0 on worker 0; ... --rank 1 on worker 1. Use the same everywhere, ...']
     """
     found = []
     for name, fix in MAY_DIFFER.items():
         who = _who(facts, name)
         if len(who) > 1:
             words = [value.split(" ") for value in who]
-            alike = max(len(os.path.commonprefix(words)) - 1, 0)  # leaves the option's name before what differs
+            alike = max(len(os.path.commonprefix(words)) - 1, 0)  # keeps the option's name before the difference
             told = [("... " if alike else "") + (" ".join(each[alike:])[:100] or "none") for each in words]
             told = [f"{text} on {_some(names)}" for text, names in zip(told, who.values(), strict=True)]
             more = f"; and {len(told) - _MOST_NAMED} others" if len(told) > _MOST_NAMED else ""
@@ -111,10 +111,10 @@ def advice(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
 
 
 def differences(facts: Mapping[str, Mapping[str, str]], *, skip: Sequence[str] = ()) -> list[str]:
-    """Says, for each fact that is not equal everywhere, who has what.
+    """Returns a message for each fact that differs between processes.
 
     Args:
-        facts: facts by the process's name.
+        facts: facts by the name of the process.
         skip: names of facts that may differ.
 
     Example:
@@ -131,7 +131,7 @@ def differences(facts: Mapping[str, Mapping[str, str]], *, skip: Sequence[str] =
 
 
 def _who(facts: Mapping[str, Mapping[str, str]], name: str) -> dict[str, list[str]]:
-    """Who has which value of a fact."""
+    """The processes by the value of a fact."""
     found: dict[str, list[str]] = {}
     for process, each in facts.items():
         found.setdefault(str(each.get(name, "none")), []).append(process)
@@ -153,7 +153,7 @@ def _version(names: Sequence[str]) -> str:
 
 
 def package_hash(folder: Path) -> str:
-    """The hash of all Python files of a folder."""
+    """The hash of all Python files in a folder."""
     whole = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()

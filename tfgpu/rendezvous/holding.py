@@ -1,4 +1,4 @@
-"""A meeting, held from code that runs no event loop."""
+"""Holds a meeting from synchronous code."""
 
 import asyncio
 import threading
@@ -7,7 +7,7 @@ from tfgpu.rendezvous.meeting import Meeting
 
 
 def hold(meeting: Meeting) -> None:
-    """Holds a meeting, in a thread of its own where this one runs an event loop already, as in a notebook."""
+    """Holds a meeting; uses a new thread if this one already runs an event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What the leader of a meeting does besides: hears the others, compares what they say, and lets all go on at once."""
+"""The leader's part in a meeting: collects the facts of the others, compares them, and starts all at once."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ _log = logging.getLogger("tfgpu.rendezvous")
 
 @dataclass(frozen=True)
 class Guest:
-    """A process that keeps a connection to the leader."""
+    """A process with an open connection to the leader."""
 
     id: str
     process: str
@@ -26,14 +26,14 @@ class Guest:
 
 
 class Chair:
-    """The leader's knowledge of the others, for as long as their connections are open.
+    """The leader's state about the others while their connections are open.
 
     Args:
         everyone: the processes, the leader first.
-        facts: the leader's own.
+        facts: the leader's own facts.
         fail: ends the meeting with an error.
-        note: keeps what a guest has heard of a process that was refused.
-        missing: says who has not come.
+        note: records what a guest reports about a rejected process.
+        missing: returns the message on missing processes.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Chair:
         self._facts_of: dict[int, dict[str, str]] = {LEADER: dict(facts)}
 
     async def attend(self, hello: dict, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hears a guest until it hangs up."""
+        """Reads a guest's messages until it disconnects."""
         task = hello["task"]
         guest = self.guests[task] = Guest(str(hello["id"])[:64], str(hello["process"])[:200], writer)
         told = dict(hello["facts"]).items()
@@ -62,7 +62,7 @@ class Chair:
                 word = await wire.read(reader, within_s=None)
                 if "failed" in word:
                     kind = InputError if word.get("fatal") else MachineError
-                    self._fail(kind(f"{self._everyone[task]} has given up: {word['failed']}"))
+                    self._fail(kind(f"{self._everyone[task]} failed: {word['failed']}"))
                 elif "late" in word:
                     self._fail(MachineError(self._missing()))
                 else:
@@ -70,49 +70,49 @@ class Chair:
                     for process, note in dict(word["notes"]).items():
                         self._note(process, note)
         finally:
-            if self.guests.get(task) is guest:  # It may have called again.
+            if self.guests.get(task) is guest:  # It may have reconnected.
                 del self.guests[task]
                 self._lacks.pop(task, None)
 
     def has_heard_all(self, others: Sequence[int], running: Collection[int]) -> bool:
-        """Whether each of the others has said that it lacks nobody, or is at work already."""
+        """Whether each of the others has reached everyone, or already runs TensorFlow."""
         return len({*self._lacks, *running}) == len(others) and not any(self._lacks.values())
 
     def differences(self) -> str:
-        """What differs and must not, in one text; empty where nothing does."""
-        # Parameter servers and their workers may run a script of their own.
+        """The message on facts that must not differ; empty if none does."""
+        # Parameter servers and their workers may run different scripts.
         found = differences(self._named(), skip=(*MAY_DIFFER, SCRIPT) if self._has_servers else (*MAY_DIFFER,))
         return f"The processes differ. {' '.join(found)}" if found else ""
 
     def warn(self) -> None:
-        """Says what differs and may do so."""
+        """Logs differences that may be intended."""
         for text in advice(self._named()):
-            _log.warning("Between the processes %s", text)
+            _log.warning("Between the processes, %s", text)
 
     async def let_go(self) -> None:
-        """Tells all that they can start."""
+        """Tells all processes to start."""
         for guest in self.guests.values():
             guest.writer.write(wire.encode({"go": True}))
-        # They hang up first, so that no remains of a connection lie on this port.
+        # The guests close first, so that no connection remains in TIME_WAIT on this port.
         until = asyncio.get_running_loop().time() + _LAST_WORD_S
         while self.guests and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.01)
 
     def stop(self, error: Exception) -> None:
-        """Tells all why they cannot start."""
+        """Tells all processes why they cannot start."""
         words = {"stop": str(error)[: wire.LIMIT // 8], "fatal": isinstance(error, InputError)}
         for guest in list(self.guests.values()):
             guest.writer.write(wire.encode(words))
 
     def unheard(self, others: Sequence[int], absent: Collection[int]) -> list[str]:
-        """Who answers, but does not reach the leader or one of the others."""
+        """Messages on processes that answer, but have not reached the leader or another process."""
         lines = []
         for index in others:
             if index in absent:
                 continue
             if index not in self.guests:
                 silent, leader = self._everyone[index], self._everyone[LEADER]
-                lines.append(f"{silent} answers, but has not reached {leader}: firewall, or wrong address")
+                lines.append(f"{silent} answers, but has not reached {leader}: firewall or wrong address")
                 continue
             for other in self._lacks.get(index, []):
                 if other not in absent:

@@ -1,11 +1,11 @@
-"""The meeting before a start: every process calls every other on the port that TensorFlow will use.
+"""The rendezvous protocol: every process connects to every other on the port that TensorFlow will use.
 
-The first task leads. A process keeps its connection to the leader open and says there whom it has not reached yet; when
-nobody lacks anybody, the leader compares the facts and lets all go on at once. At the deadline of any of them, the
-leader tells all who is missing; where the leader itself is, each says what it knows.
+The first task is the leader. Each process keeps its connection to the leader open and reports which processes it has
+not reached yet. When all have reached each other, the leader compares the facts and starts all at once. At the first
+deadline, the leader tells all who is missing; if the leader itself is missing, each process reports what it knows.
 
-All pairs are tried because a firewall can lie between any two, and in one direction only. Connections to a port grow
-with the number of processes, not with its square: a thousand processes take a thousand calls each.
+All pairs are tried because a firewall can block any pair, in either direction. Each process makes as many connections
+as there are other processes.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tfgpu.rendezvous.leader import MOST_NAMED, Chair
 from tfgpu.rendezvous.members import Member
 
 BIND_WAIT_S = 3.0
-"""How long a port may still be held by a process that is about to end."""
+"""Seconds to wait for a port that an ending process still holds."""
 LEADER = 0
 CALLS_AT_ONCE = 256
 _TICK_S = 0.05
@@ -39,10 +39,10 @@ class Meeting:
     """One process's part in the meeting.
 
     Args:
-        everyone: the processes, in an order that is the same for all.
+        everyone: the processes, in the same order everywhere.
         me: this process's position.
-        facts: what must be equal everywhere, by name.
-        attempt: which start of the job this is; processes of another one are refused. May be empty.
+        facts: facts to compare, by name.
+        attempt: the number of this start of the job; processes of another attempt are rejected. May be empty.
         timeout_s: seconds to wait for the others.
     """
 
@@ -70,14 +70,14 @@ class Meeting:
         self._chair = Chair(self.everyone, self.facts, fail=self._fail, note=self._note, missing=self._missing)
 
     async def hold(self) -> None:
-        """Returns when all may start TensorFlow; its port is free then.
+        """Returns when all may start TensorFlow; its port is then free.
 
         Raises:
-            InputError: what a new start cannot mend: the processes differ.
-            MachineError: what it may mend: someone is missing, or the port is in use.
+            InputError: the processes differ; a restart would not help.
+            MachineError: a process is missing, or the port is in use; a restart may help.
         """
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # Nobody may ask for a second one.
+        self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # marks it as retrieved
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
         jobs: list[asyncio.Task] = []
         server = None
@@ -103,11 +103,11 @@ class Meeting:
             await self._hang_up()
 
     def clocks_of_others(self) -> dict[str, clocks.Clock]:
-        """The clocks of those that have answered, by name, against this machine's."""
+        """The clock offsets of the processes that have answered, by name."""
         return self._clocks.named([each.name for each in self.everyone])
 
     def reached(self) -> list[str]:
-        """The names of the others that have answered as members of this meeting."""
+        """The names of the processes that have answered."""
         return [self.everyone[index].name for index in sorted(self._reached)]
 
     # Listening.
@@ -124,7 +124,7 @@ class Meeting:
             await asyncio.sleep(0.2)
 
     async def _port_in_use(self, error: OSError) -> Exception:
-        """The error that names who holds the port, where it can be told."""
+        """The error for a port in use; names the process that holds it, if known."""
         try:
             reader, writer = await wire.connect("localhost", self.own.port)
             self._writers.add(writer)
@@ -137,7 +137,7 @@ class Meeting:
         return MachineError(sentences.port_in_use(self.own, error))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers whoever has connected; strangers get nothing and hold up nobody."""
+        """Answers a connection; foreign programs get no answer and block nobody."""
         if self._guests > CALLS_AT_ONCE + 2 * len(self.everyone):
             writer.close()
             return
@@ -153,17 +153,17 @@ class Meeting:
             if self.me == LEADER and hello.get("stays"):
                 await self._chair.attend(hello, reader, writer)
         except (*_BROKEN, LookupError, TypeError, ValueError):
-            _log.debug("A connection to %s that was none of the cluster's, or broke.", self.own.address)
+            _log.debug("A connection to %s was not from the cluster, or broke.", self.own.address)
         finally:
             self._guests -= 1
             self._writers.discard(writer)
             writer.close()
 
     def _refusal(self, hello: dict) -> dict | None:
-        """Why a caller is none of the meeting's, if so."""
+        """Why a caller does not belong to this meeting, if so."""
         process, attempt, task = str(hello["process"])[:200], str(hello["attempt"])[:200], hello["task"]
         if attempt != self.attempt:
-            self._note(process, f"{process}, of attempt {attempt!r}, was refused: this is attempt {self.attempt!r}")
+            self._note(process, f"{process}, of attempt {attempt!r}, was rejected: this is attempt {self.attempt!r}")
             text = sentences.other_attempt(process, attempt, self.own, self.process, self.attempt)
             return {"refused": text, "fatal": False, "ends": sentences.is_older(attempt, self.attempt)}
         if hello["cluster"] != self._digest:
@@ -180,7 +180,7 @@ class Meeting:
         return None
 
     def _note(self, process: str, text: str) -> None:
-        """Keeps what was heard of a process that was refused, to be said at the end."""
+        """Records a rejected process, for the final message."""
         if len(self._notes) < MOST_NAMED or process in self._notes:
             self._notes[process] = text[:1000]
 
@@ -192,7 +192,7 @@ class Meeting:
     # Calling.
 
     async def _reach(self, index: int) -> None:
-        """Calls until the other has answered."""
+        """Calls until the other process has answered."""
         pause = 0.1
         while index not in self._reached:
             async with self._calls:
@@ -201,7 +201,7 @@ class Meeting:
             pause = min(2 * pause, 1.0)
 
     async def _call(self, index: int) -> None:
-        """Calls once; the leader's line stays open until the end."""
+        """Calls once; the connection to the leader stays open until the end."""
         other, writer = self.everyone[index], None
         try:
             reader, writer = await wire.connect(other.host, other.port)
@@ -212,8 +212,8 @@ class Meeting:
             self._clocks.note(index, answer, sent_s=sent_s, took_s=time.monotonic() - since_s)
             await self._hear(index, answer, reader, writer)
         except wire.Running:
-            self._why[index] = "TensorFlow runs there already: this process came too late, or another job has the port"
-            if self._has_servers:  # There a task may come back, and find the others at work.
+            self._why[index] = "TensorFlow already runs there: this process is too late, or another job uses the port"
+            if self._has_servers:  # A task that rejoins finds the others already running.
                 self._reached.add(index)
                 self._running.add(index)
         except wire.Foreign:
@@ -221,7 +221,7 @@ class Meeting:
         except EOFError:
             self._why[index] = "it closed the connection"
         except TimeoutError:
-            self._why[index] = "no answer" if writer is None else "it took the connection and said nothing"
+            self._why[index] = "no answer" if writer is None else "it accepted the connection and did not answer"
         except OSError as error:
             self._why[index] = wire.words(error)
         finally:
@@ -308,7 +308,7 @@ class Meeting:
             self._fail(job.exception())
 
     async def _end_late(self) -> None:
-        """The time is over: asks the leader for the names, or says those that this process knows."""
+        """Handles the deadline: asks the leader for the missing processes, or reports those known here."""
         text = self._missing()
         if self._leader and not self._end.done():
             with contextlib.suppress(OSError):
@@ -322,7 +322,7 @@ class Meeting:
         raise error
 
     async def _tell_others(self, error: Exception) -> None:
-        """Hands the error on: the leader to all, the others to the leader, which is called where it has to be."""
+        """Sends an error: the leader to all, the others to the leader, reconnecting if necessary."""
         if self._leader_knows:
             return
         fatal = isinstance(error, InputError)
@@ -349,7 +349,7 @@ class Meeting:
         await asyncio.sleep(_TICK_S)
 
     def _missing(self) -> str:
-        """Who has not come, as far as this process can tell."""
+        """The message on missing processes, as far as this process knows."""
         absent = [index for index in self._others if index not in self._reached]
         lines = [
             f"{self.everyone[index]} did not answer: not started, wrong port, or firewall"
@@ -361,7 +361,7 @@ class Meeting:
         if self.me == LEADER:
             lines += self._chair.unheard(self._others, absent)
         if not lines:
-            lines = [f"{self.everyone[LEADER]} did not say that all can start"]
+            lines = [f"{self.everyone[LEADER]} did not start the processes"]
         lines += list(self._notes.values())[:MOST_NAMED]
         return sentences.not_met(lines, self.timeout_s)
 

@@ -1,4 +1,4 @@
-"""Who takes part in a preflight: chief, workers and parameter servers, by the addresses of the cluster."""
+"""The members of a rendezvous: chief, workers and parameter servers."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Member:
 
 
 def members(cluster: Cluster) -> tuple[list[Member], int]:
-    """The processes that start together, and this one's position among them; -1 where it is none of them."""
+    """The processes that start together, and this one's position among them; -1 if it is not one of them."""
     first = int(cluster.has_chief)
     found = [
         Member(f"worker {rank - first}" if rank >= first else "chief", address)

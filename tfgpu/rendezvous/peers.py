@@ -1,4 +1,4 @@
-"""Whether TensorFlow's servers of the other processes answer, once all have met: for a chief, and for those it uses."""
+"""Checks whether the TensorFlow servers of other processes answer, after the rendezvous."""
 
 import contextlib
 import logging
@@ -15,53 +15,53 @@ from tfgpu.errors import MachineError, Preempted
 from tfgpu.rendezvous import wire
 
 STARTUP_TIMEOUT_S = 60.0
-"""Seconds to wait for a peer that does not answer, where `TFGPU_STARTUP_TIMEOUT` does not say."""
+"""Seconds to wait for a peer, unless `TFGPU_STARTUP_TIMEOUT` is set."""
 LEFT_AFTER_S = 5.0
-"""Seconds without an answer from the chief's port after which those that serve it end."""
+"""Processes that serve the chief end after this many seconds without a connection to its port."""
 STOPPED_AFTER_S = 30.0
-"""Seconds after which they end where the chief's port is open, but nobody speaks there."""
+"""They end after this many seconds if the chief's port is open, but its server does not answer."""
 _ANSWER_S = 2.0
 
 _log = logging.getLogger(__name__)
 
 
 def fail_fast() -> None:
-    """Lets TensorFlow say that a peer is gone; otherwise gRPC calls it again for ever."""
+    """Makes gRPC report lost peers; otherwise it retries forever."""
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
 
 
 def startup_timeout_s() -> float:
-    """Seconds to wait for a peer: TensorFlow itself would wait for ever."""
-    return rendezvous.timeout_s() or STARTUP_TIMEOUT_S  # 0 is for the preflight
+    """Seconds to wait for a peer; TensorFlow itself would wait forever."""
+    return rendezvous.timeout_s() or STARTUP_TIMEOUT_S  # 0 only skips the rendezvous
 
 
 def deadline() -> float:
-    """When a peer that is called from now on must have answered, by `time.monotonic`."""
+    """The time by which a peer must answer, by `time.monotonic`."""
     return time.monotonic() + startup_timeout_s()
 
 
 def wait_for(name: str, address: str, until: float) -> None:
-    """Returns when TensorFlow's server answers at an address.
+    """Waits until TensorFlow's server answers at an address.
 
     Raises:
-        MachineError: it did not by then; the message has the name.
+        MachineError: it did not answer in time.
     """
     while not serves(address):
         if time.monotonic() > until:
             raise MachineError(
                 f"{name} ({address}) did not answer within {startup_timeout_s():g} s: not started, wrong port, or "
-                "firewall. Start it, or give it longer by TFGPU_STARTUP_TIMEOUT."
+                "firewall. Start it, or increase TFGPU_STARTUP_TIMEOUT."
             )
         time.sleep(0.2)
 
 
 def stay_with(chief: str, me: str, *, is_asked_to_leave: Callable[[], bool] = lambda: False) -> None:
-    """Returns when the chief, once seen, is gone or is stopped.
+    """Waits for the chief, and returns when it is gone or stopped.
 
     Args:
         chief: its address.
         me: this process's name, for the log.
-        is_asked_to_leave: whether it need not be sure: one look without an answer is then enough.
+        is_asked_to_leave: whether this process is asked to end; then one failed connection is enough.
     """
     wait_for("the chief", chief, deadline())
     answered = spoke = time.monotonic()
@@ -80,7 +80,7 @@ def stay_with(chief: str, me: str, *, is_asked_to_leave: Callable[[], bool] = la
 
 
 def answers(address: str) -> bool:
-    """Whether anybody takes a connection there."""
+    """Whether anything accepts connections at an address."""
     try:
         with _connected(address):
             return True
@@ -89,7 +89,7 @@ def answers(address: str) -> bool:
 
 
 def serves(address: str) -> bool:
-    """Whether TensorFlow's own server answers there, and not the meeting before it; a stopped process does not."""
+    """Whether TensorFlow's server answers at an address (not the rendezvous before it, nor a stopped process)."""
     try:
         with _connected(address) as connection, connection.makefile("rb") as answer:
             return wire.is_grpc(answer.read(wire.FRAME))
@@ -99,7 +99,7 @@ def serves(address: str) -> bool:
 
 @contextlib.contextmanager
 def hearing_term(act: Callable[[], None]) -> Iterator[None]:
-    """Calls a function at SIGTERM, where nobody else has asked to hear of it."""
+    """Calls a function on SIGTERM, unless another handler is installed."""
     is_ours = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
@@ -113,12 +113,12 @@ def hearing_term(act: Callable[[], None]) -> Iterator[None]:
 
 
 def leave() -> None:
-    """Ends this process as one that was asked to leave and loses nothing."""
+    """Ends this process with the exit code for preemption."""
     sys.exit(Preempted.EXIT_CODE)
 
 
 def _connected(address: str) -> socket.socket:
-    """A connection as `wire.connect` makes one: it leaves its own port free, and is none with itself."""
+    """Connects as `wire.connect` does: leaves the local port free, and rejects a connection to itself."""
     host, _, port = address.rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     for family, kind, protocol, _, place in found:

@@ -1,4 +1,4 @@
-"""Ports and messages of the preflight: lines of JSON, of bounded length, read in bounded time from whoever connects."""
+"""Ports and messages of the rendezvous: lines of JSON with limits on length and time."""
 
 import asyncio
 import json
@@ -8,33 +8,33 @@ import threading
 from typing import Any
 
 LIMIT = 2**16
-"""Bytes of the longest message; a stranger's connection is closed at this many."""
+"""Bytes of the longest message; connections that send more are closed."""
 FRAME = 9
-"""Bytes of the head of a frame of HTTP/2."""
+"""Bytes of an HTTP/2 frame header."""
 READ_S = 5.0
 CONNECT_S = 5.0
 KIND = "tfgpu preflight 1"
 
 
 class Running(Exception):
-    """TensorFlow's own server answers there already."""
+    """TensorFlow's server already answers there."""
 
 
 class Foreign(Exception):
-    """Something answers there that is no preflight."""
+    """Another program answers there."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """The message as it travels."""
+    """Encodes a message."""
     return json.dumps({"kind": KIND, **message}).encode() + b"\n"
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Reads a message.
+    """Decodes a message.
 
     Raises:
-        Running: it is the beginning of HTTP/2, as a gRPC server sends it.
-        Foreign: it is no message of a preflight.
+        Running: it is the start of HTTP/2, as sent by a gRPC server.
+        Foreign: it is not a message of a rendezvous.
     """
     if is_grpc(line):
         raise Running
@@ -48,8 +48,8 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def is_grpc(beginning: bytes) -> bool:
-    """Whether this is how a gRPC server, such as TensorFlow's, begins: a frame of HTTP/2's settings."""
-    # Three bytes of length, the type 4, flags, and stream 0.
+    """Whether this is the start of a gRPC server's answer: an HTTP/2 SETTINGS frame."""
+    # Three bytes of length, type 4, flags, and stream 0.
     return len(beginning) >= FRAME and beginning[3] == 4 and beginning[5:FRAME] == bytes(4)
 
 
@@ -57,9 +57,9 @@ async def read(reader: asyncio.StreamReader, *, within_s: float | None = READ_S)
     """Waits for a message.
 
     Raises:
-        Running, Foreign: as `decode`.
-        EOFError: the connection was closed before one.
-        TimeoutError: none has come in time.
+        Running, Foreign: see `decode`.
+        EOFError: the connection was closed before a message.
+        TimeoutError: no message arrived in time.
         OSError: the connection broke.
     """
     try:
@@ -75,13 +75,13 @@ async def read(reader: asyncio.StreamReader, *, within_s: float | None = READ_S)
 
 
 async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Opens a connection that leaves its own port free for a listener.
+    """Opens a connection that leaves its local port free for a listener.
 
-    Linux may choose for a connection's near end just the port on which a process of this machine is about to listen;
-    without SO_REUSEADDR that process would find it in use, for a minute after the connection's end.
+    Linux may choose as the local port the very port on which another process of this machine is about to listen.
+    Without SO_REUSEADDR, that process would find the port in use until a minute after the connection's end.
 
     Raises:
-        OSError: nobody listens there, or the name does not resolve.
+        OSError: nothing listens there, or the name does not resolve.
         TimeoutError: no answer within `CONNECT_S`.
     """
     loop = asyncio.get_running_loop()
@@ -94,7 +94,7 @@ async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.S
                 near.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 await loop.sock_connect(near, address)
                 if near.getsockname() == near.getpeername():
-                    raise ConnectionRefusedError("nobody listens there")  # TCP had connected the socket with itself.
+                    raise ConnectionRefusedError("nobody listens there")  # TCP connected the socket to itself.
                 return await asyncio.open_connection(sock=near, limit=LIMIT)
             except BaseException as error:
                 near.close()
@@ -104,7 +104,7 @@ async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.S
 
 
 def listener(port: int) -> socket.socket:
-    """Listens on all interfaces, as TensorFlow will, and not beside another listener."""
+    """Listens on all interfaces, as TensorFlow will; fails if the port has another listener."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
@@ -115,13 +115,13 @@ def listener(port: int) -> socket.socket:
 
 
 def words(error: OSError) -> str:
-    """What the system calls the error, without the call that it came from."""
+    """The system's message for an error, without the failed call."""
     is_errno = error.errno is not None and error.errno > 0
     return (os.strerror(error.errno) if is_errno else error.strerror or str(error)).lower()
 
 
 async def _resolve(host: str, port: int) -> list[tuple]:
-    """`getaddrinfo` in a daemon thread: one that hangs holds up neither the others nor the end of the process."""
+    """Runs `getaddrinfo` in a daemon thread, so that it cannot block other calls or the end of the process."""
     loop = asyncio.get_running_loop()
     answer = loop.create_future()
 

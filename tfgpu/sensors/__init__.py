@@ -1,7 +1,7 @@
-"""GPUs, processors, memory, disks and network of this machine, read again and again. No TensorFlow.
+"""Samples GPUs, CPU, memory, disks and network of this machine, without TensorFlow.
 
-`nvml.py` is the one place that asks NVIDIA's driver; the doctor asks it too. `limits.py` says which resource limits a
-step.
+`nvml.py` is the only module that queries NVIDIA's driver; the doctor uses it too. `limits.py` decides which resource
+limits a step.
 
 Example:
     >>> from tfgpu.sensors import Sampler

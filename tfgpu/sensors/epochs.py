@@ -1,4 +1,4 @@
-"""Samples and epochs: what each epoch took of the machine, by means, maxima and energy."""
+"""Summarizes samples by epoch: means, maxima and energy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ _CONSTANT = ("energy_j", "total_bytes", "limit_bytes", "power_limit_w")
 
 @dataclass(frozen=True)
 class Epoch:
-    """What the training knows of an epoch.
+    """An epoch as recorded by the training.
 
     Attributes:
         number: from 1.
-        begin_s: its begin, by the samples' clock.
-        end_s: its end, with validation.
-        steps: how many there were.
-        train_s: the time of the steps that were timed, without validation.
-        timed_steps: how many those were; a training's first block, which is traced, is not timed.
-        examples: rows of this process's replicas; `None` where the loss does not count them.
+        begin_s: its start, by the clock of the samples.
+        end_s: its end, including validation.
+        steps: the number of steps.
+        train_s: the time of the timed steps, without validation.
+        timed_steps: their number; the first block of a training, which includes tracing, is not timed.
+        examples: rows of this process's replicas; `None` if the loss does not count them.
     """
 
     number: int
@@ -35,10 +35,10 @@ class Epoch:
 
 
 class Epochs:
-    """Puts samples and epochs together. An epoch's row is ready once there is a sample from after its end.
+    """Combines samples and epochs. An epoch's row is complete once there is a sample after its end.
 
     Args:
-        workers: that train together.
+        workers: number of workers that train together.
     """
 
     def __init__(self, *, workers: int = 1):
@@ -47,7 +47,7 @@ class Epochs:
         self._open: list[Epoch] = []
 
     def add(self, sample: Row) -> list[dict[str, Value]]:
-        """Takes a sample; returns the rows of the epochs that are complete with it."""
+        """Adds a sample; returns the rows of the epochs that it completes."""
         self._samples.append(sample)
         now = _at(sample)
         done = [epoch for epoch in self._open if epoch.end_s <= now]
@@ -58,11 +58,11 @@ class Epochs:
         return rows
 
     def end(self, epoch: Epoch) -> None:
-        """Takes an epoch that has ended."""
+        """Adds a finished epoch."""
         self._open.append(epoch)
 
     def _forget(self, before_s: float) -> None:
-        """Keeps the samples from the last one before a time on."""
+        """Drops all samples before the last one that precedes a time."""
         first = max((at for at, sample in enumerate(self._samples) if _at(sample) <= before_s), default=0)
         del self._samples[:first]
 
@@ -88,7 +88,7 @@ class Epochs:
         return row
 
     def _pieces(self, epoch: Epoch) -> list[tuple[float, Row]]:
-        """The samples of an epoch, each with the seconds that it stands for: those since the sample before."""
+        """The samples of an epoch, each weighted with the seconds since the previous sample."""
         before, found = None, []
         for sample in self._samples:
             begin = epoch.begin_s if before is None else before
@@ -99,7 +99,7 @@ class Epochs:
         return found or [(1.0, self._samples[-1])]
 
     def _energies(self, epoch: Epoch) -> dict[str, float | None]:
-        """The joules of each counter between the epoch's begin and end, read between samples along a line."""
+        """The energy of each counter within an epoch in joules, by linear interpolation between samples."""
         names = dict.fromkeys(name for sample in self._samples for name in sample if name.endswith("energy_j"))
         return {name: self._between(name, epoch.begin_s, epoch.end_s) for name in names}
 
@@ -127,13 +127,13 @@ def _most(pieces: list[tuple[float, Row]]) -> dict[str, float | None]:
 
 
 def _names(pieces: list[tuple[float, Row]]) -> list[str]:
-    """The columns that have a mean: numbers that are no counts and no limits, of at least one sample."""
+    """The columns with a mean: numbers except counts and limits."""
     names = dict.fromkeys(name for _, row in pieces for name, value in row.items() if not isinstance(value, str))
     return [name for name in names if name not in _NO_MEANS and not name.endswith(_CONSTANT)]
 
 
 def _along(points: list[tuple[float, float]], seconds: float) -> float:
-    """The value at a time on the line through the points; beyond its ends, that of the last piece's slope."""
+    """Interpolates linearly between points; extrapolates beyond the ends."""
     for (left_s, left), (right_s, right) in zip(points, points[1:], strict=False):
         if seconds <= right_s or (right_s, right) == points[-1]:
             return left + (right - left) * (seconds - left_s) / (right_s - left_s) if right_s > left_s else right

@@ -1,4 +1,4 @@
-"""The GPUs that this process may use, read again and again through NVML."""
+"""Samples the GPUs that this process may use, through NVML."""
 
 import contextlib
 import os
@@ -11,24 +11,24 @@ from tfgpu.sensors.sample import Gpu
 
 _ALL_LINKS = 0xFFFFFFFF
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""What a PCIe lane carries in one direction, by generation, coding taken off."""
+"""The bandwidth of a PCIe lane in one direction, by generation, net of encoding."""
 
 
 @dataclass
 class _Watched:
-    """A GPU and what its figures are counted from.
+    """A GPU and the state for its counters.
 
     Attributes:
-        handle: NVML's.
+        handle: NVML's handle.
         label: as in `Gpu`.
         name: as in `Gpu`.
         uuid: as in `Gpu`.
-        whole: it is no slice.
-        link_bytes_per_s: what its PCIe link carries in one direction.
-        nvlink_bytes_per_s: what its NVLinks that are up carry in one direction.
-        first_mj: NVML's count of energy when it was first read.
-        energy_j: by power over time, where NVML has no count.
-        before: seconds, watts and NVLink's counts at the sample before.
+        whole: False for a MIG slice.
+        link_bytes_per_s: bandwidth of its PCIe link in one direction.
+        nvlink_bytes_per_s: bandwidth of its active NVLinks in one direction.
+        first_mj: NVML's energy counter at the first sample.
+        energy_j: energy integrated from power, if NVML has no counter.
+        before: seconds, watts and NVLink counters of the previous sample.
     """
 
     handle: Any
@@ -44,12 +44,12 @@ class _Watched:
 
 
 class Gpus:
-    """Reads GPUs; NVML stays open until `close`. Without a driver there are none, and `error` says why.
+    """Reads GPUs; NVML stays open until `close`. Without a driver there are no GPUs, and `error` has the reason.
 
-    A GPU that is lost under way is left out from then on; where the number of GPUs changes, all are looked up anew.
+    A lost GPU is skipped from then on; if the number of GPUs changes, all are looked up again.
 
     Args:
-        everything: all GPUs of the machine, not only those that CUDA_VISIBLE_DEVICES shows.
+        everything: all GPUs of the machine, not only those in CUDA_VISIBLE_DEVICES.
         environ: environment variables; None means this process's.
     """
 
@@ -64,15 +64,15 @@ class Gpus:
         try:
             self._nvml = self._held.enter_context(driver.opened())
             self._look()
-        except Exception as error:  # pynvml has a class for each way to say that there is no driver, or is broken
+        except Exception as error:  # pynvml has many error classes for a missing or broken driver
             self.error = _words(error)
             self.close()
 
     def read(self, seconds: float) -> tuple[Gpu, ...]:
-        """All GPUs as they are now.
+        """Samples all GPUs.
 
         Args:
-            seconds: by a clock that does not leap.
+            seconds: by a monotonic clock.
         """
         if self._nvml is None:
             return ()
@@ -92,12 +92,12 @@ class Gpus:
         return tuple(found)
 
     def processes(self) -> list[dict[str, Any]]:
-        """Who computes on the GPUs: `gpu` (its label), `pid`, `name`, `bytes`."""
+        """The processes on the GPUs: `gpu` (its label), `pid`, `name`, `bytes`."""
         whole = [each for each in self._watched.values() if each.whole]
         return [{"gpu": each.label, **one} for each in whole for one in driver.processes(self._nvml, each.handle)]
 
     def close(self) -> None:
-        """Gives NVML back."""
+        """Shuts down NVML."""
         self._nvml, self._watched = None, {}
         self._held.close()
 
@@ -118,7 +118,7 @@ class Gpus:
             }
             found = {index: each for index, each in found.items() if index in shown or parts[index]}
         all_of_them = [one for index, each in found.items() for one in (each, *parts[index])]
-        # What was counted so far goes on, with the new handle.
+        # Counters continue with the new handle.
         for each in all_of_them:
             if old := known.get(each.uuid):
                 each.first_mj, each.energy_j, each.before = old.first_mj, old.energy_j, old.before
@@ -142,7 +142,7 @@ class Gpus:
         nvml, handle = self._nvml, each.handle
         memory = driver.answer(nvml.nvmlDeviceGetMemoryInfo, handle)
         sizes = {"memory_bytes": memory and memory.used, "memory_total_bytes": memory and memory.total}
-        if not each.whole:  # The rest is the whole GPU's.
+        if not each.whole:  # NVML has the other values only for the whole GPU.
             return Gpu(each.label, each.name, each.uuid, **sizes)
         busy = driver.answer(nvml.nvmlDeviceGetUtilizationRates, handle)
         power = driver.watts(driver.answer(nvml.nvmlDeviceGetPowerUsage, handle))
@@ -178,7 +178,7 @@ class Gpus:
         )
 
     def _energy(self, each: _Watched, seconds: float, power: float | None) -> float | None:
-        """NVML's count (Volta and newer), or power over time."""
+        """NVML's energy counter (Volta and newer), or integrated power."""
         counted = driver.answer(self._nvml.nvmlDeviceGetTotalEnergyConsumption, each.handle)
         if counted is not None:
             each.first_mj = counted if each.first_mj is None else each.first_mj

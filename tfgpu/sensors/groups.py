@@ -1,6 +1,6 @@
-"""What this process's control group may use of the machine: cores and memory.
+"""CPU and memory limits of this process's control group.
 
-Everything is read below `root`, a folder that has `proc` and `sys` as `/` has.
+Everything is read below `root`, a folder with `proc` and `sys`, such as `/`.
 """
 
 import contextlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cpu_quota(root: Path) -> float | None:
-    """The cores' worth of time that this process's control group gets; `None` where there is no limit."""
+    """The CPU quota of this process's control group in cores; `None` without a limit."""
     for path in _groups(root, "cpu"):
         words = _text(path / "cpu.max").split()
         if len(words) == 2 and words[0] != "max":
@@ -20,17 +20,17 @@ def cpu_quota(root: Path) -> float | None:
 
 
 def memory_limit(root: Path) -> int | None:
-    """The bytes that this process's control group may use; `None` where there is no limit."""
+    """The memory limit of this process's control group in bytes; `None` without a limit."""
     for path in _groups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = _text(path / name).strip()
-            if text.isdecimal() and int(text) < 2**60:  # Version 1 writes nearly 2**63 for none.
+            if text.isdecimal() and int(text) < 2**60:  # Version 1 writes nearly 2**63 for no limit.
                 return int(text)
     return None
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """The folders of the control group that this process is in, and of the ones above it, the nearest first."""
+    """The folders of this process's control group and its parents, the nearest first."""
     found = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -47,7 +47,7 @@ def _groups(root: Path, controller: str) -> list[Path]:
 
 
 def memory_used(root: Path) -> int | None:
-    """The bytes that the control group with the limit uses, less what the kernel can drop; `None` without a limit."""
+    """The memory use of the limited control group in bytes, without reclaimable cache; `None` without a limit."""
     for path in _groups(root, "memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             most, now = _text(path / limit).strip(), _text(path / used).strip()

@@ -1,6 +1,6 @@
-"""What NVIDIA's driver says of its GPUs, through NVML: health, state, who uses them, how they are linked.
+"""Queries NVIDIA's driver through NVML: health and state of the GPUs, their processes and links.
 
-This is the one place that asks NVML. What a GPU or a driver does not support is `None`, and no error.
+This is the only module that uses NVML. Values that a GPU or a driver does not support are `None`.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Bits of nvmlClocksEventReasons; the others are no loss (idle, set by the user, sync boost).
+# Bits of nvmlClocksEventReasons; the others do not cost speed (idle, set by the user, sync boost).
 REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -22,13 +22,13 @@ REASONS = {
 _ANCESTORS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _NVLINKS = 18
 LOST = ("NVMLError_GpuIsLost", "NVMLError_Uninitialized", "NVMLError_DriverNotLoaded", "NVMLError_ResetRequired")
-"""What NVML says where a GPU, or all of them, is gone; other errors are no more than a question without an answer."""
+"""NVML's errors for a lost GPU or driver; other errors only mean that a value is not available."""
 _P2P_READ, _P2P_NVLINK = 0, 2  # In nvidia-ml-py these constants are tuples, which ctypes refuses.
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[Any]:
-    """NVML's functions (`pynvml`), ready to be called inside.
+    """Gives NVML's functions (`pynvml`), initialized within the block.
 
     Raises:
         pynvml.NVMLError: there is no driver, or it does not answer.
@@ -39,14 +39,14 @@ def opened() -> Iterator[Any]:
     try:
         yield pynvml
     finally:
-        with contextlib.suppress(pynvml.NVMLError):  # a driver that is gone by now
+        with contextlib.suppress(pynvml.NVMLError):  # the driver may be gone
             pynvml.nvmlShutdown()
 
 
 def handles(nvml: Any) -> tuple[dict[int, Any], dict[int, str]]:
-    """The GPUs by NVML's index, as `nvidia-smi` counts them, and what NVML says of those that do not answer.
+    """The handles of the GPUs by NVML's index (as in `nvidia-smi`), and the errors of those that do not answer.
 
-    One that is lost hides none of the others, and keeps its number.
+    A lost GPU keeps its index and does not hide the others.
     """
     found: dict[int, Any] = {}
     lost: dict[int, str] = {}
@@ -59,7 +59,7 @@ def handles(nvml: Any) -> tuple[dict[int, Any], dict[int, str]]:
 
 
 def living(nvml: Any) -> dict[int, Any]:
-    """The GPUs that answer, by NVML's index: one that went after NVML had begun still has its handle."""
+    """The GPUs that answer, by NVML's index. A GPU lost after NVML's start still has a handle."""
     found = {}
     for index, handle in handles(nvml)[0].items():
         with contextlib.suppress(nvml.NVMLError):
@@ -69,7 +69,7 @@ def living(nvml: Any) -> dict[int, Any]:
 
 
 def asked(function: Callable, *arguments: Any) -> Any:
-    """NVML's answer, or `None` where this GPU or this driver has none."""
+    """NVML's answer; `None` if this GPU or driver does not support it."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -78,10 +78,10 @@ def asked(function: Callable, *arguments: Any) -> Any:
 
 
 def answer(function: Callable, *arguments: Any) -> Any:
-    """As `asked`, but where the GPU itself is gone.
+    """Like `asked`, but raises an error if the GPU itself is lost.
 
     Raises:
-        pynvml.NVMLError: the GPU, or the driver, is gone.
+        pynvml.NVMLError: the GPU or the driver is lost.
     """
     import pynvml
 
@@ -94,10 +94,10 @@ def answer(function: Callable, *arguments: Any) -> Any:
 
 
 def driver(root: str = "/") -> dict:
-    """The driver and all its GPUs, as plain values: what the doctor judges.
+    """The driver and all its GPUs as plain values, for the doctor.
 
     Args:
-        root: the folder below which the processes' names are read.
+        root: the folder below which the names of processes are read.
 
     Raises:
         pynvml.NVMLError: there is no driver, or it does not answer.
@@ -109,7 +109,7 @@ def driver(root: str = "/") -> dict:
         for index, handle in list(found.items()):
             try:
                 gpus.append({"index": index, **_gpu(nvml, handle, Path(root))})
-            except nvml.NVMLError as error:  # A GPU that went after NVML had begun still has its handle.
+            except nvml.NVMLError as error:  # A GPU lost after NVML's start still has a handle.
                 lost[index] = str(error)
                 del found[index]
         return {
@@ -122,15 +122,15 @@ def driver(root: str = "/") -> dict:
 
 
 def visible(value: str, uuids: Sequence[str | None]) -> tuple[list[int], str | None]:
-    """Reads CUDA_VISIBLE_DEVICES as CUDA does: up to the first entry that names no GPU.
+    """Parses CUDA_VISIBLE_DEVICES as CUDA does: up to the first entry that does not name a GPU.
 
     Args:
-        value: the variable's value: indices, or starts of GPU UUIDs, with commas between.
-        uuids: of the driver's GPUs, in its order; `None` stands for one that is lost, whose number is passed over.
+        value: the variable's value: comma-separated indices, or prefixes of GPU UUIDs.
+        uuids: the UUIDs of the driver's GPUs, in its order; `None` for a lost GPU, whose index is skipped.
 
     Returns:
-        The indices of the visible GPUs, and the entry at which CUDA stops; `None` where it reads to the end.
-        "-1" is the usual way to hide all, and no stray entry.
+        The indices of the visible GPUs, and the invalid entry at which CUDA stops; `None` if there is none.
+        "-1", the usual way to hide all GPUs, does not count as invalid.
 
     Example:
         >>> visible("1,GPU-a", ["GPU-aa", "GPU-bb"])
@@ -155,7 +155,7 @@ def visible(value: str, uuids: Sequence[str | None]) -> tuple[list[int], str | N
         else:
             return shown, None if entry == "-1" else entry
         if index in shown:
-            return [], entry  # CUDA shows none at all when one stands there twice.
+            return [], entry  # CUDA shows no GPU at all if one is listed twice.
         shown.append(index)
     return shown, None
 
@@ -182,12 +182,12 @@ def _gpu(nvml: Any, handle: Any, root: Path) -> dict:
 
 
 def watts(milliwatts: int | None) -> float | None:
-    """Watts, or `None` as it came."""
+    """Converts milliwatts to watts."""
     return None if milliwatts is None else milliwatts / 1000
 
 
 def slowed_by(bits: int) -> list[str]:
-    """The reasons for which a GPU's clocks are held back.
+    """The reasons why a GPU's clocks are throttled.
 
     Example:
         >>> slowed_by(0x41), slowed_by(0x1)
@@ -197,7 +197,7 @@ def slowed_by(bits: int) -> list[str]:
 
 
 def processes(nvml: Any, handle: Any, root: Path = Path("/")) -> list[dict]:
-    """Who computes on a GPU: `pid`, `name` (`""` where it cannot be seen) and `bytes` of its memory."""
+    """The processes on a GPU: `pid`, `name` (`""` if not visible) and `bytes` of GPU memory."""
     found = []
     for each in asked(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []:
         name = ""
@@ -226,7 +226,7 @@ def _mig(nvml: Any, handle: Any) -> dict:
 
 
 def slices(nvml: Any, handle: Any) -> dict[int, Any]:
-    """The MIG slices of a GPU by number; none where it is whole."""
+    """The MIG slices of a GPU by number; empty without MIG."""
     mode = asked(nvml.nvmlDeviceGetMigMode, handle)
     count = asked(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0 if mode and mode[0] else 0
     found = {index: asked(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index) for index in range(count)}
@@ -243,28 +243,28 @@ def _pcie(nvml: Any, handle: Any) -> dict:
 
 
 def _nvlinks(nvml: Any, handle: Any) -> dict:
-    """How many NVLinks are up, of those that this GPU has; what the fabric between them says."""
+    """The numbers of active and of all NVLinks, and the state of the NVLink fabric."""
     states = [asked(nvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(_NVLINKS)]
     known = [each for each in states if each is not None]
     return {"up": sum(known), "of": len(known), "fabric": _fabric(nvml, handle)}
 
 
 def nvlink_rate(nvml: Any, handle: Any) -> float | None:
-    """Bytes a second that the NVLinks that are up carry in one direction; `None` where there are none."""
+    """The bandwidth of the active NVLinks in one direction, in bytes per second; `None` without NVLinks."""
     found = asked(nvml.nvmlDeviceGetFieldValues, handle, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
     up = _nvlinks(nvml, handle)["up"] if found and not found[0].nvmlReturn else 0
     return found[0].value.uiVal * 1e6 * up or None if up else None
 
 
 def _fabric(nvml: Any, handle: Any) -> str | None:
-    """What the switches between NVLinks say; `None` where there are none."""
+    """The state of the NVLink fabric (NVSwitch); `None` without one."""
     found = nvml.c_nvmlGpuFabricInfo_t()
     asked(nvml.nvmlDeviceGetGpuFabricInfo, handle, ctypes.byref(found))
     return {1: "not started", 2: "under way", 3: "done"}.get(found.state)
 
 
 def _links(nvml: Any, handles: Mapping[int, Any]) -> list[dict]:
-    """How each two GPUs reach each other, and whether one may read the other's memory."""
+    """The path between each pair of GPUs, and whether they can read each other's memory."""
     found = []
     for one, other in itertools.combinations(handles, 2):
         pair = handles[one], handles[other]

@@ -1,4 +1,4 @@
-"""What is read of a machine at one moment, and the same as one row of a table."""
+"""A sample of a machine, and its conversion to a table row."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -8,29 +8,29 @@ Value = float | int | str | None
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, or one MIG slice of it. `None`: this GPU or this driver does not tell.
+    """A GPU, or one of its MIG slices. Values that the GPU or the driver does not provide are `None`.
 
     Attributes:
-        label: its index, as NVML counts; a slice's is `"0s1"`.
+        label: NVML's index; a slice is `"0s1"`.
         name: such as `"NVIDIA H100 80GB HBM3"`.
-        uuid: by which CUDA_VISIBLE_DEVICES may name it.
+        uuid: as used in CUDA_VISIBLE_DEVICES.
         utilization: share of the time in which a kernel ran, 0 to 1.
         memory_utilization: share of the time in which its memory was read or written, 0 to 1.
-        memory_bytes: in use, by all processes.
-        memory_total_bytes: all that it has.
-        power_w: drawn now.
-        power_limit_w: the most that it may draw.
-        energy_j: used since the sampler began.
-        temperature_c: of its chip.
-        sm_clock_mhz: of its processors.
-        memory_clock_mhz: of its memory.
-        pcie_sent_bytes_per_s: to the host.
-        pcie_received_bytes_per_s: from the host.
-        pcie_share: of what the link can carry in one direction, the busier one, 0 to 1.
-        nvlink_sent_bytes_per_s: to other GPUs, over all links.
-        nvlink_received_bytes_per_s: the other way.
-        nvlink_share: of what the links that are up carry in one direction, the busier one, 0 to 1.
-        slowed_by: why its clocks are held back, such as `"power cap"`; with commas between.
+        memory_bytes: memory in use by all processes.
+        memory_total_bytes: total memory.
+        power_w: current power.
+        power_limit_w: power limit.
+        energy_j: energy since the sampler began.
+        temperature_c: temperature of the chip.
+        sm_clock_mhz: clock of the SMs.
+        memory_clock_mhz: clock of the memory.
+        pcie_sent_bytes_per_s: rate to the host.
+        pcie_received_bytes_per_s: rate from the host.
+        pcie_share: share of the link's bandwidth in the busier direction, 0 to 1.
+        nvlink_sent_bytes_per_s: rate to other GPUs, over all links.
+        nvlink_received_bytes_per_s: rate from other GPUs.
+        nvlink_share: share of the bandwidth of the active links in the busier direction, 0 to 1.
+        slowed_by: comma-separated reasons for throttling, such as `"power cap"`.
     """
 
     label: str
@@ -57,31 +57,31 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Sample:
-    """A machine at one moment, as one process sees it. `None`: it cannot be read here.
+    """A sample of a machine, as seen by one process. Values that cannot be read are `None`.
 
-    Rates are over the time since the sample before; the first sample has none.
+    Rates cover the time since the previous sample; the first sample has none.
 
     Attributes:
-        time: seconds since 1970, by the clock of the day: for reading only.
-        seconds: since the sampler began, by a clock that does not leap.
-        cores: that this process may use: its affinity, or its control group's share where that is less.
-        cpu_cores: cores' worth of time that this process and its children took.
+        time: seconds since 1970, for display only.
+        seconds: seconds since the sampler began, by a monotonic clock.
+        cores: cores that this process may use: its affinity, or its control group's quota if that is less.
+        cpu_cores: CPU use of this process and its children, in cores.
         cpu_share: the same as a share of `cores`, 0 to 1.
-        machine_cpu_share: of all cores of the machine, taken by anybody, 0 to 1.
-        memory_bytes: resident, of this process and its children.
-        machine_memory_bytes: in use by anybody.
-        machine_memory_total_bytes: all there is.
-        memory_limit_bytes: the most that the control group may use; `None` where there is no limit.
-        group_memory_bytes: in use by the control group, where it has a limit.
-        disk_read_bytes_per_s: from all disks.
-        disk_written_bytes_per_s: to all disks.
-        network_sent_bytes_per_s: by all interfaces but loopback.
-        network_received_bytes_per_s: the other way.
-        network_share: of what an interface carries in one direction, the busiest of those that tell their speed, 0 to
-            1; InfiniBand's own traffic (RDMA) passes these counters by.
-        cpu_energy_j: of all processor packages since the sampler began (RAPL).
-        gpus: those that CUDA shows this process.
-        gpu_error: why there are none, or none any more; `""` where all is well.
+        machine_cpu_share: CPU use of the whole machine, 0 to 1.
+        memory_bytes: resident memory of this process and its children.
+        machine_memory_bytes: memory in use on the machine.
+        machine_memory_total_bytes: total memory of the machine.
+        memory_limit_bytes: memory limit of the control group; `None` without a limit.
+        group_memory_bytes: memory in use by the control group, if it has a limit.
+        disk_read_bytes_per_s: rate from all disks.
+        disk_written_bytes_per_s: rate to all disks.
+        network_sent_bytes_per_s: rate of all interfaces except loopback.
+        network_received_bytes_per_s: the same for received bytes.
+        network_share: share of the bandwidth in one direction of the busiest interface with a known speed, 0 to 1.
+            RDMA over InfiniBand is not counted.
+        cpu_energy_j: energy of all CPU packages since the sampler began (RAPL).
+        gpus: the GPUs visible to this process.
+        gpu_error: why there are no GPUs, or a GPU was lost; `""` if all is well.
     """
 
     time: float
@@ -106,12 +106,12 @@ class Sample:
 
     @property
     def gpu_energy_j(self) -> float | None:
-        """Of all whole GPUs that tell it, since the sampler began."""
+        """The energy of all whole GPUs that report it, since the sampler began."""
         told = [gpu.energy_j for gpu in self.gpus if gpu.energy_j is not None]
         return sum(told) if told else None
 
     def row(self) -> dict[str, Value]:
-        """One flat row; a GPU's columns begin with its label, as in `gpu0_power_w`.
+        """Converts to a flat row; GPU columns begin with the label, as in `gpu0_power_w`.
 
         Example:
             >>> Sample(0.0, 1.0, 2.0, gpus=(Gpu("0", power_w=70.0),)).row()["gpu0_power_w"]
@@ -125,4 +125,4 @@ class Sample:
 
 
 READ = tuple(each.name for each in dataclasses.fields(Gpu) if each.name not in ("label", "name", "uuid"))
-"""What is read of a GPU again and again."""
+"""The GPU values that each sample reads."""

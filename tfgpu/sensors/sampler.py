@@ -1,4 +1,4 @@
-"""Reads a machine and its GPUs again and again."""
+"""Samples a machine and its GPUs."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -11,14 +11,14 @@ from tfgpu.sensors.sample import Sample
 
 
 class Sampler:
-    """Takes samples; a context manager that gives NVML back.
+    """Takes samples; a context manager that shuts down NVML at the end.
 
     Args:
-        everything: all GPUs of the machine, not only those that CUDA_VISIBLE_DEVICES shows this process.
-        pid: of the process whose tree is watched; None: this one.
+        everything: all GPUs of the machine, not only those in CUDA_VISIBLE_DEVICES.
+        pid: the root of the process tree to sample; None means this process.
         root: the folder below which control groups and RAPL's files are read.
         environ: environment variables; None means this process's.
-        clock: seconds that do not leap.
+        clock: a monotonic clock in seconds.
 
     Example:
         >>> with Sampler() as sampler:
@@ -42,14 +42,14 @@ class Sampler:
         self.gpus: Gpus = Gpus(everything=everything, environ=environ)
 
     def read(self) -> Sample:
-        """The machine and its GPUs as they are now."""
+        """Takes a sample."""
         seconds = self._clock() - self._begun
         gpus = self.gpus.read(seconds)
         machine = self._machine.read(seconds)
         return Sample(time=time.time(), seconds=seconds, **machine, gpus=gpus, gpu_error=self.gpus.error)
 
     def close(self) -> None:
-        """Gives NVML back."""
+        """Shuts down NVML."""
         self.gpus.close()
 
     def __enter__(self) -> "Sampler":

@@ -1,4 +1,4 @@
-"""A table on disk that grows by whole rows, and is read while it grows."""
+"""A CSV table that grows by complete rows, and can be read meanwhile."""
 
 import contextlib
 import csv
@@ -15,13 +15,13 @@ _TAIL_BYTES = 1 << 18
 
 
 class Table:
-    """Appends rows to a CSV file, each with one write. A file that is there is gone on with; nothing in it is lost.
+    """Appends rows to a CSV file, each with one write. An existing file is continued.
 
-    Where a row has columns that the file has not (a GPU more), the file is written anew with them, and appears by a
-    rename. What a write that failed has left of a row is taken away before the next one.
+    If a row has new columns (another GPU), the file is rewritten with them and replaced atomically. A partial row left
+    by a failed write is removed.
 
     Args:
-        path: the file; its folder is made with the first row.
+        path: the file; its folder is created with the first row.
     """
 
     def __init__(self, path: str | Path):
@@ -32,9 +32,9 @@ class Table:
         """Adds one row.
 
         Raises:
-            OSError: it could not be written; the next row may be.
+            OSError: it could not be written; later rows may succeed.
         """
-        if self._columns is not None and not self.path.exists():  # Somebody has taken it away; it begins anew.
+        if self._columns is not None and not self.path.exists():  # The file was removed; start again.
             self._columns = None
         if self._columns is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,22 +42,22 @@ class Table:
         if new := [name for name in row if name not in self._columns]:
             self._widen([*self._columns, *new])
         line = _text(self._columns, [row]).encode()
-        # Unbuffered: a buffer would try again what has failed.
+        # Unbuffered: a buffer would retry the failed write.
         with open(self.path, "r+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             try:
-                if file.write(line) != len(line):  # a disk that is full takes what it can
+                if file.write(line) != len(line):  # a full disk may accept a part
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
                 file.truncate(end)
                 raise
 
     def _resumed(self) -> list[str]:
-        """The columns of the file that is there, whose last row is whole afterwards."""
+        """The columns of an existing file, after removing an incomplete last row."""
         if not self.path.exists():
             return []
-        if not self.path.is_file():  # A pipe or a device may be read without end.
-            raise OSError(errno.EINVAL, "it is no file")
+        if not self.path.is_file():  # Reading a pipe or a device may never end.
+            raise OSError(errno.EINVAL, "it is not a regular file")
         content = self.path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole != len(content):
@@ -72,7 +72,7 @@ class Table:
 
 
 def read(path: str | Path) -> list[dict[str, Value]]:
-    """All whole rows of a table; numbers are numbers, and what is empty is `None`.
+    """Reads all complete rows of a table; numbers become floats, empty cells `None`.
 
     Raises:
         OSError: it cannot be read.
@@ -82,7 +82,7 @@ def read(path: str | Path) -> list[dict[str, Value]]:
 
 
 def last(path: str | Path, count: int) -> list[dict[str, Value]]:
-    """The last whole rows of a table, of which only the end is read.
+    """Reads the last complete rows of a table, from the end of the file.
 
     Raises:
         OSError: it cannot be read.
@@ -99,7 +99,7 @@ def last(path: str | Path, count: int) -> list[dict[str, Value]]:
 
 def _rows(text: str) -> list[dict[str, Value]]:
     found = []
-    with contextlib.suppress(csv.Error):  # What somebody else has written into it ends it.
+    with contextlib.suppress(csv.Error):  # Stop at rows that another program has damaged.
         for row in csv.DictReader(io.StringIO(text.replace("\r", "").replace("\0", ""))):
             found.append({name: _value(cell) for name, cell in row.items() if isinstance(name, str)})
     return found

@@ -1,4 +1,4 @@
-"""What `tfgpu top` shows: one machine now, and the training that writes its figures into a run's folder."""
+"""The data of `tfgpu top`: the machine now, and the training that writes its samples into a run's folder."""
 
 import contextlib
 import dataclasses
@@ -22,20 +22,20 @@ from tfgpu.sensors.sampler import Sampler
 
 _FILE = re.compile(r"monitor-worker(\d+)\.csv")
 _LAST = 10
-"""Samples whose mean is shown and judged."""
+"""The number of samples to average."""
 SILENT_S = 10.0
 """Seconds without a sample after which a worker counts as silent."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker of a training, by what its monitor wrote last.
+    """A worker of a training, from the files of its monitor.
 
     Attributes:
         number: its number.
-        now: the mean of its last samples; what is no rate is the last one's.
-        epoch: its last whole epoch.
-        limit: what limits its step.
+        now: the mean of its last samples; counts are those of the last sample.
+        epoch: its last complete epoch.
+        limit: what limits its steps.
         age_s: seconds since its last sample.
     """
 
@@ -48,17 +48,17 @@ class Worker:
 
 @dataclass(frozen=True)
 class View:
-    """One machine at one moment.
+    """The current state of one machine.
 
     Attributes:
         host: its name.
-        sample: its figures; those of the process are `tfgpu top`'s own.
-        cpus: the share of each processor that is busy, 0 to 1.
-        load: processes that run or want to, over the last minute.
-        disk_free_bytes: free where the run lies, or else the working directory.
-        processes: who computes on the GPUs: `gpu`, `pid`, `name`, `bytes`.
-        workers: of the run, as far as this machine sees their files.
-        error: why there is nothing, for a machine that does not answer.
+        sample: a sample; its process values are those of `tfgpu top` itself.
+        cpus: the utilization of each CPU, 0 to 1.
+        load: the load average of the last minute.
+        disk_free_bytes: free space on the disk of the run, or of the working directory.
+        processes: the processes on the GPUs: `gpu`, `pid`, `name`, `bytes`.
+        workers: the workers of the run whose files this machine sees.
+        error: why there is no sample, for a machine that does not answer.
     """
 
     host: str
@@ -71,15 +71,15 @@ class View:
     error: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Returns JSON-compatible values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> "View":
-        """The view that another machine has written.
+        """Parses a view that another machine has sent.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is malformed.
         """
         try:
             sample = told["sample"]
@@ -90,28 +90,28 @@ class View:
             rest = {"sample": whole, "cpus": tuple(told["cpus"]), "processes": processes, "workers": workers}
             return cls(**{**told, **rest})
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"no view of a machine: {error}") from None
+            raise ValueError(f"malformed view: {error}") from None
 
 
 class Viewer:
-    """Looks at this machine again and again.
+    """Creates views of this machine.
 
     Args:
-        run: the folder of a run, or of a `Monitor`; None shows the machine alone.
-        sampler: reads the machine, with all of its GPUs.
+        run: the folder of a run, or of a `Monitor`; None shows only the machine.
+        sampler: samples the machine with all its GPUs.
     """
 
     def __init__(self, run: Path | None, sampler: Sampler):
         self._run, self._folder = run, None if run is None else folder_of(run)
         self._sampler = sampler
-        psutil.cpu_percent(percpu=True)  # The first call has nothing to compare with.
+        psutil.cpu_percent(percpu=True)  # Usage is measured since the previous call.
         sampler.read()
 
     def look(self) -> View:
-        """This machine now; rates are over the time since the look before."""
+        """Returns the current view; rates cover the time since the previous one."""
         place = self._run if self._run is not None else Path()
         free = None
-        with contextlib.suppress(OSError):  # The run may be moved while somebody looks on.
+        with contextlib.suppress(OSError):  # The run may be moved meanwhile.
             free = psutil.disk_usage(str(place)).free
         return View(
             host=socket.gethostname(),
@@ -125,10 +125,10 @@ class Viewer:
 
 
 def folder_of(run: Path) -> Path:
-    """Where the tables of a run are: in its `monitor/`, or in the folder itself.
+    """The folder with the tables of a run: its `monitor/`, or the folder itself.
 
     Raises:
-        InputError: there is no such folder, or it is no run.
+        InputError: the folder does not exist, or is not a run.
     """
     if not run.is_dir():
         raise InputError(
@@ -139,17 +139,17 @@ def folder_of(run: Path) -> Path:
     if any(_FILE.fullmatch(path.name) for path in run.iterdir()):
         return run
     raise InputError(
-        f"{str(run)!r} has no figures of a training. Give a run directory of `tfgpu train`, or the folder that "
-        "`tfgpu.callbacks.Monitor` writes to."
+        f"{str(run)!r} has no monitoring data. Give a run directory of `tfgpu train`, or the folder of "
+        "`tfgpu.callbacks.Monitor`."
     )
 
 
 def workers(folder: Path, *, now: float | None = None) -> tuple[Worker, ...]:
-    """The workers whose tables lie in a folder; none where there is no table yet.
+    """The workers with tables in a folder.
 
     Args:
-        folder: of the tables.
-        now: seconds since 1970; None: this moment.
+        folder: the folder of the tables.
+        now: seconds since 1970; None takes the current time.
     """
     now = time.time() if now is None else now
     found = []

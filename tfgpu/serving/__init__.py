@@ -1,4 +1,4 @@
-"""A trained model for other programs: TensorFlow's SavedModel, ONNX, LiteRT, each held against the model itself.
+"""Exports trained models to SavedModel, ONNX and LiteRT, and compares their outputs with the model's.
 
 Example:
     >>> import keras

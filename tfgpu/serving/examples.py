@@ -1,4 +1,4 @@
-"""Rows to compare a model and its export on."""
+"""Example rows on which a model and its export are compared."""
 
 import json
 import zipfile
@@ -11,27 +11,27 @@ import numpy as np
 from tfgpu.errors import InputError
 
 ROWS = 4
-OTHER_LENGTH = 16  # of an axis that may have any length
+OTHER_LENGTH = 16  # for a dimension of any size
 
 
 def inputs_of(model: keras.Model, example: object) -> dict[str, np.ndarray]:
-    """Rows by the name that the exported model has for each input.
+    """Returns example rows by the input names of the exported model.
 
     Args:
-        model: built.
-        example: arrays in the structure that the model takes; `None` draws some.
+        model: a built model.
+        example: arrays in the structure of the model's inputs; `None` draws random ones.
 
     Returns:
-        In the order of the model's inputs.
+        Arrays by name, in the order of the model's inputs.
 
     Raises:
-        InputError: an example is needed, or does not fit.
+        InputError: an example is required, or does not match the inputs.
     """
     known = getattr(model, "inputs", None)
     if example is None:
         if not known:
-            text = "Give `example` (--example FILE): arrays as it is called with."
-            raise InputError(f"{model.name!r} does not say what it takes. {text}")
+            text = "Give `example` (--example FILE) with its input arrays."
+            raise InputError(f"The inputs of {model.name!r} are unknown. {text}")
         return {tensor.name: _drawn(model, tensor) for tensor in known}
     if not known:
         return {"args_0" if at == 0 else f"args_0_{at}": plain(v) for at, v in enumerate(keras.tree.flatten(example))}
@@ -46,22 +46,22 @@ def inputs_of(model: keras.Model, example: object) -> dict[str, np.ndarray]:
             )
     rows = {name: len(array) for name, array in found.items()}
     if len(set(rows.values())) > 1:
-        raise InputError(f"The inputs of the example must have as many rows. Received: {rows}.")
+        raise InputError(f"All inputs of the example must have the same number of rows. Received: {rows}.")
     return found
 
 
 def read(path: str | Path) -> object:
-    """Reads rows from a file, by its ending.
+    """Reads example rows from a file; its suffix selects the format.
 
     Args:
-        path: `.txt`: a text a line, in UTF-8. `.json`: a list of rows, or such lists by the inputs' names. `.npy`: an
-            array. `.npz`: an array for each input, by its name. Nothing in them is unpickled.
+        path: `.txt`: one text per line, in UTF-8. `.json`: a list of rows, or such lists by the inputs' names. `.npy`:
+            an array. `.npz`: an array for each input, by name. Nothing is unpickled.
 
     Returns:
-        What `inputs_of` takes as `example`.
+        An `example` for `inputs_of`.
 
     Raises:
-        InputError: the file is not there, has another ending, holds no rows, or is damaged.
+        InputError: the file is missing, has another suffix, has no rows, or is damaged.
     """
     path = Path(path)
     readers = {".txt": _texts, ".json": _json, ".npy": _arrays, ".npz": _arrays}
@@ -72,16 +72,16 @@ def read(path: str | Path) -> object:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
     except RecursionError:
-        raise InputError(f"{path} holds no rows that can be read (too many lists in lists).") from None
+        raise InputError(f"{path} cannot be parsed: its lists are nested too deeply.") from None
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path} holds no rows that can be read ({error}). Write it anew.") from None
+        raise InputError(f"{path} cannot be parsed: {error}. Write it again.") from None
     if not all(map(np.size, found.values() if isinstance(found, Mapping) else [found])) or not len(found):
-        raise InputError(f"{path} holds no rows. Give one or more.")
+        raise InputError(f"{path} has no rows. Give at least one.")
     return found
 
 
 def given_to(model: keras.Model, inputs: Mapping[str, np.ndarray], example: object) -> object:
-    """The same rows as the model is called with."""
+    """The rows in the structure of the model's call."""
     if not getattr(model, "inputs", None):
         return example
     values = [*map(keras.ops.convert_to_tensor, inputs.values())]
@@ -89,7 +89,7 @@ def given_to(model: keras.Model, inputs: Mapping[str, np.ndarray], example: obje
 
 
 def plain(value: object, dtype: str | None = None) -> np.ndarray:
-    """An array that a file can hold: texts as bytes, in UTF-8."""
+    """Converts to an array that can be stored; texts become UTF-8 bytes."""
     found = np.asarray(value)
     if found.dtype.kind in "OU":
         texts = [text if isinstance(text, bytes) else str(text).encode() for text in found.ravel()]
@@ -98,7 +98,7 @@ def plain(value: object, dtype: str | None = None) -> np.ndarray:
 
 
 def _held(tensor: keras.KerasTensor, value: object) -> np.ndarray:
-    """The example's part in the type that the model takes, where that changes none of its numbers."""
+    """Converts an example array to the type of the model's input, if that is lossless."""
     received = plain(value)
     takes = "texts" if tensor.dtype == "string" else tensor.dtype
     fault = f"The example for {tensor.name!r} must be of {takes}"
@@ -113,7 +113,7 @@ def _held(tensor: keras.KerasTensor, value: object) -> np.ndarray:
     except (ValueError, TypeError):
         raise InputError(f"{fault}. Received: {received.dtype}.") from None
     if not np.all(same):
-        raise InputError(f"{fault}, which does not hold {received[~same].flat[0]}.")
+        raise InputError(f"{fault}, which cannot represent {received[~same].flat[0]}.")
     return found
 
 
@@ -136,7 +136,7 @@ def _json(path: Path) -> object:
 def _rows(rows: object) -> np.ndarray:
     found = np.array(rows)  # refuses rows of different lengths
     if not found.ndim or found.dtype.kind not in "biufU":
-        raise ValueError("rows must be lists of numbers, or of texts")
+        raise ValueError("rows must be lists of numbers or texts")
     if found.dtype.kind == "U":
         return found.astype(object)
     return found.astype(keras.config.floatx()) if found.dtype.kind == "f" else found
@@ -151,12 +151,12 @@ def _arrays(path: Path) -> object:
 
 
 def _given(model: keras.Model, known: list, example: object) -> list:
-    """The example's parts in the order of the model's inputs."""
+    """The example's arrays in the order of the model's inputs."""
     names, parts = [tensor.name for tensor in known], keras.tree.flatten(example)
     if isinstance(example, Mapping) and set(example) == set(names):
         return [example[name] for name in names]
     if isinstance(example, Mapping) and len(names) == 1 < len(example):
-        raise InputError(f"The model takes {names[0]} alone. Received: {', '.join(map(str, example))}.")
+        raise InputError(f"The only input of the model is {names[0]}. Received: {', '.join(map(str, example))}.")
     if len(names) == 1:  # a list may be a list of rows
         is_boxed = len(parts) == 1 and np.ndim(parts[0]) == len(known[0].shape)
         return [parts[0] if is_boxed else example]
@@ -167,14 +167,14 @@ def _given(model: keras.Model, known: list, example: object) -> list:
         is_known = not isinstance(structure, Mapping)
         parts = list(example) if isinstance(example, list | tuple) and len(example) == len(names) else parts
     if len(parts) != len(names) or not is_known:
-        raise InputError(f"The model takes {', '.join(names)}. Give `example` by these names, or in this order.")
+        raise InputError(f"The model's inputs are {', '.join(names)}. Give `example` by these names, or in this order.")
     return parts
 
 
 def _drawn(model: keras.Model, tensor: keras.KerasTensor) -> np.ndarray:
     if tensor.dtype == "string":
         raise InputError(
-            f"{model.name!r} takes text, and what it knows cannot be guessed. Give some texts to compare on: "
+            f"{model.name!r} has text inputs, for which no example can be drawn. Give some texts to compare on: "
             "`tfgpu.serving.export(..., example=TEXTS)`, or `tfgpu export ... --example FILE.txt`."
         )
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""From a model, a `.keras` file or a run directory to a file that other programs run, with the same outputs."""
+"""Exports a model, a `.keras` file or a run directory, and checks that the outputs are the same."""
 
 import os
 import re
@@ -24,15 +24,15 @@ TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """An exported model.
 
     Args:
-        path: the file, or a SavedModel's folder.
+        path: the file, or the folder of a SavedModel.
         format: a name in `FORMATS`.
-        bytes: its size on the disk.
-        inputs: shape and type of each input by name; `None` for an axis of any length, as the first, of the rows, has.
-        difference: the largest difference of its outputs from the model's, relative to the largest output where that is
-            above 1; `None` where it was not checked.
+        bytes: its size on disk.
+        inputs: shape and type of each input by name; `None` for a dimension of any size, such as the batch.
+        difference: the largest difference of its outputs from the model's, relative to the largest output if that is
+            above 1; `None` if not checked.
     """
 
     path: Path
@@ -51,26 +51,27 @@ def export(
     check: bool = True,
     overwrite: bool = False,
 ) -> Exported:
-    """Writes a model for other programs, runs it there, and compares its outputs with the model's.
+    """Exports a model, runs the export, and compares its outputs with the model's.
 
-    The model is taken as one device's: what lies on replicas, in parts or in stages is brought together first. It is
-    written aside and renamed, so a failure leaves nothing behind, and what was there stays.
+    The model is exported as for one device: replicas, sharded variables and pipeline stages are merged first. The
+    output is replaced atomically, so after a failure the previous export remains.
 
     Args:
         model: a built Keras model, a `.keras` file, or a run directory of `tfgpu train`.
-        path: where to; the format's ending (`.onnx`, `.tflite`) is added where it is missing.
+        path: the output; the format's suffix (`.onnx`, `.tflite`) is added if missing.
         format: `"savedmodel"` (TensorFlow Serving, C++, Java), `"onnx"` (ONNX Runtime, TensorRT), `"litert"` (phones).
-        example: arrays `[rows, ...]` by the inputs' names, or in the structure that the model takes, to be compared on;
-            `None` draws 4 rows. Needed for a subclassed model, and for one that takes text.
-        check: run what was written in a process of its own, and compare.
-        overwrite: replace an earlier export that is there; nothing else is ever replaced.
+        example: arrays `[rows, ...]` by the inputs' names, or in the structure of the model's inputs, to compare on;
+            `None` draws 4 random rows. Required for a subclassed model, and for text inputs.
+        check: run the exported model in a separate process, and compare.
+        overwrite: replace an existing export; nothing else is ever replaced.
 
     Returns:
-        The facts of what was written.
+        Facts about the exported model.
 
     Raises:
-        InputError: an unknown format, no model, a library that is not installed, something that the format lacks.
-        MachineError: the outputs differ by more than 1e-4 (2e-2 where the model computes in float16, 5e-2 in bfloat16).
+        InputError: the format is unknown, the model does not exist, a library is not installed, or the format does not
+            support the model.
+        MachineError: the outputs differ by more than 1e-4 (2e-2 if the model computes in float16, 5e-2 in bfloat16).
 
     Example:
         >>> import keras
@@ -97,16 +98,14 @@ def export(
         difference = _difference(alone, made, form, inputs, expected) if check else None
         placing.put(made, path)
     sizes = {tensor.name: tuple(tensor.shape[1:]) for tensor in getattr(alone, "inputs", None) or []}
-    shapes = {
-        name: ((None, *sizes.get(name, value.shape[1:])), examples.kind(value)) for name, value in inputs.items()
-    }
+    shapes = {name: ((None, *sizes.get(name, value.shape[1:])), examples.kind(value)) for name, value in inputs.items()}
     return Exported(path, format, _size(path), shapes, difference)
 
 
 def _on_one_device(model: keras.Model | str | os.PathLike[str], folder: Path) -> keras.Model:
     if isinstance(model, keras.Model):
         if not model.built:
-            raise InputError(f"{model.name!r} is not built. Call it on a batch, or fit it, before you export it.")
+            raise InputError(f"{model.name!r} is not built. Call it on a batch, or fit it, before exporting it.")
         file = folder / "model.keras"
         model.save(file)
     else:
@@ -114,18 +113,18 @@ def _on_one_device(model: keras.Model | str | os.PathLike[str], folder: Path) ->
         file = file / "model.keras" if file.is_dir() else file
         if not file.is_file():
             raise InputError(f"There is no model at {str(model)!r}. Give a .keras file or a run directory.")
-    import tfgpu.models  # noqa: F401  registers the layers that our builders use
+    import tfgpu.models  # noqa: F401  registers the layers of tfgpu's builders
 
     try:
         return keras.models.load_model(file, compile=False, custom_objects=_classes_of(model))
     except Exception as error:
         if isinstance(model, keras.Model) and (not getattr(model, "inputs", None) or _is_on_one_device(model)):
-            return model  # something in it does not say how it is made
+            return model  # it contains something that cannot be serialized
         raise InputError(_why_not(file, error)) from error
 
 
 def _classes_of(model: object) -> dict[str, type]:
-    """A model's own layers, registered or not: whoever has the model has them."""
+    """The classes of a model's custom layers, registered or not."""
     within = model_graph.layers_within(model).values() if isinstance(model, keras.Model) else ()
     return {type(each).__name__: type(each) for each in within if not type(each).__module__.startswith("keras.")}
 
@@ -136,26 +135,27 @@ def _is_on_one_device(model: keras.Model) -> bool:
 
 
 def _why_not(file: Path, error: Exception) -> str:
-    """Says what to do about a file that Keras does not load."""
+    """The message for a file that Keras cannot load."""
     if file.suffix == ".keras" and not zipfile.is_zipfile(file):
         return (
-            f"{file} is damaged, or no model of Keras: it is no whole `.keras` archive. Where its run has checkpoints, "
-            "`tfgpu train --resume --output RUN` writes it anew."
+            f"{file} is damaged, or not a Keras model: it is not a complete `.keras` archive. If its run has "
+            "checkpoints, `tfgpu train --resume --output RUN` writes it again."
         )
     said = str(error).strip()
     reason = said.splitlines()[0] if said else type(error).__name__
     if "safe_mode" in said or "`Lambda`" in said:
         return (
-            f"{file} holds code (a Lambda layer, or one that loads another model), which is not run. If you trust it, "
-            "load it yourself by `keras.models.load_model(file, safe_mode=False)`, and give `tfgpu.serving.export` the "
-            "model."
+            f"{file} contains code (a Lambda layer, or one that loads another model), which is not executed. If you "
+            "trust it, load it with `keras.models.load_model(file, safe_mode=False)`, and pass the model to "
+            "`tfgpu.serving.export`."
         )
     if missing := re.search(r"Could not locate (?:class|function) '([^']+)'", said):
         return (
-            f"{file} has the class {missing[1]}, which nobody here knows. Import its module, decorate it by "
-            "`@keras.saving.register_keras_serializable()`, load the model, and give `tfgpu.serving.export` the model."
+            f"{file} uses the class {missing[1]}, which is not registered. Decorate the class with "
+            "`@keras.saving.register_keras_serializable()`, import its module, load the model, and pass it to "
+            "`tfgpu.serving.export`."
         )
-    return f"{file} cannot be loaded: {reason} Import the module of its layers first."
+    return f"{file} cannot be loaded: {reason} Import the modules of its layers first."
 
 
 def _signature(example: object) -> object:
@@ -167,7 +167,7 @@ def _signature(example: object) -> object:
 
 
 def _outputs(model: keras.Model, inputs: dict[str, np.ndarray], example: object) -> list[np.ndarray]:
-    """The model's own; Keras's ONNX asks that a loaded model has been called once."""
+    """The model's outputs. Keras's ONNX export also needs a loaded model to be called once."""
     made = model(examples.given_to(model, inputs, example), training=False)
     return [examples.plain(keras.ops.convert_to_numpy(each)) for each in keras.tree.flatten(made)]
 
@@ -177,23 +177,23 @@ def _difference(
 ) -> float:
     received = run(made, inputs)
     if len(expected) != len(received):
-        raise MachineError(f"The {form.name} has {len(received)} outputs, the model {len(expected)}.")
+        raise MachineError(f"The {form.name} export has {len(received)} outputs, the model {len(expected)}.")
     largest = 0.0
     for mine, theirs in zip(expected, received, strict=True):
         if mine.shape != theirs.shape:
-            raise MachineError(f"The {form.name} gives the shape {theirs.shape}, the model {mine.shape}.")
+            raise MachineError(f"The {form.name} export returns shape {theirs.shape}, the model {mine.shape}.")
         largest = max(largest, _distance(mine, theirs))
     allowed = max(TOLERANCE.get(each, 1e-4) for each in computes_in(model))
     if not largest <= allowed:
         raise MachineError(
-            f"The {form.name}'s outputs differ from the model's by {largest:.1e}, more than {allowed:.0e}. Nothing was "
-            "written. Give check=False (--no-check) if that is small enough for you."
+            f"The outputs of the {form.name} export differ from the model's by {largest:.1e}, more than {allowed:.0e}. "
+            "Nothing was written. Use check=False (--no-check) if you accept the difference."
         )
     return largest
 
 
 def _distance(mine: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest difference, relative to the largest number where that is above 1; infinite where one alone is NaN."""
+    """The largest difference, relative to the largest value if that is above 1; infinite if only one is NaN."""
     if not mine.size:
         return 0.0
     if mine.dtype.kind == "S":

@@ -1,4 +1,4 @@
-"""The forms that a model can be written in. Keras writes them; what is here is what Keras lacks."""
+"""The export formats. Keras writes them; this module adds checks and missing operations."""
 
 import contextlib
 import importlib.util
@@ -18,15 +18,15 @@ INSTALL = "pip install 'tfgpu[export]'"
 
 @dataclass(frozen=True)
 class Format:
-    """One form.
+    """An export format.
 
     Args:
-        name: what `--format` takes.
-        keras_name: what Keras calls it.
-        suffix: how its file's name ends; `""` for a folder.
-        needs: modules without which it cannot be written.
+        name: the value of `--format`.
+        keras_name: its name in Keras.
+        suffix: the suffix of its file; `""` for a folder.
+        needs: modules required to write it.
         runs_with: the module that runs it.
-        lacks: types that it has no operations for.
+        lacks: types that it does not support.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Format:
     lacks: tuple[str, ...] = ()
 
     def check_installed(self, *, running: bool) -> None:
-        """Raises an `InputError` where a library is missing that writes, or runs, this form."""
+        """Raises an `InputError` if a library is missing to write (and run) this format."""
         wanted = (*self.needs, self.runs_with) if running else self.needs
         if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
             raise InputError(f"The format {self.name!r} needs {', '.join(missing)}. Run: {INSTALL}")
@@ -56,21 +56,21 @@ FORMATS = MappingProxyType(
 
 
 def write(model: keras.Model, form: Format, path: Path, signature: Any = None) -> None:
-    """Writes a model that lies on one device.
+    """Writes a model that is on one device.
 
     Args:
-        model: built, uncompiled.
+        model: built and uncompiled.
         form: one of `FORMATS`.
-        path: a file, or for a SavedModel a folder, that is not there yet.
+        path: a new file, or a new folder for a SavedModel.
         signature: `keras.InputSpec`s in the structure of the inputs; `None` takes the model's own.
 
     Raises:
-        InputError: the form has no word for something that the model does.
+        InputError: the format does not support the model.
     """
     if missing := sorted(computes_in(model) & set(form.lacks)):
         raise InputError(
-            f"{form.name} does not compute in {missing[0]}. Build the model under the policy float32, give it "
-            "these weights (`other.set_weights(model.get_weights())`), and export that."
+            f"{form.name} does not support {missing[0]}. Build the model with the dtype policy float32, copy "
+            "the weights (`other.set_weights(model.get_weights())`), and export that model."
         )
     options = {} if signature is None else {"input_signature": signature}
     with _complementary_error_function() if form.name == "onnx" else contextlib.nullcontext():
@@ -79,7 +79,7 @@ def write(model: keras.Model, form: Format, path: Path, signature: Any = None) -
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise InputError(
-                f"{model.name!r} cannot be written as {form.name}: {reason} Try another format, or another layer."
+                f"{model.name!r} cannot be exported as {form.name}: {reason} Try another format, or replace the layer."
             ) from error
     if form.name == "onnx":
         _check_operations(path)
@@ -99,19 +99,19 @@ def computes_in(model: keras.Model) -> set[str]:
 
 
 def _check_operations(path: Path) -> None:
-    """tf2onnx logs an operation that it does not know, and writes a file that nothing can read."""
+    """Checks the file: tf2onnx only logs unknown operations, and writes an invalid file."""
     import onnx
 
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:
         reason = str(error).strip().splitlines()[0]
-        raise InputError(f"ONNX has no operation for a part of it: {reason} Try `savedmodel` or `litert`.") from None
+        raise InputError(f"ONNX lacks an operation of the model: {reason} Try `savedmodel` or `litert`.") from None
 
 
 @contextlib.contextmanager
 def _complementary_error_function() -> Iterator[None]:
-    """Teaches tf2onnx `Erfc`, which Keras's exact GELU uses: one less `Erf`."""
+    """Adds `Erfc` to tf2onnx as one minus `Erf`; Keras's exact GELU uses it."""
     from tf2onnx.handler import tf_op
 
     @tf_op("Erfc")

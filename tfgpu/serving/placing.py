@@ -1,4 +1,4 @@
-"""Puts what was exported in its place: whole or not at all, and over nothing but an earlier export."""
+"""Moves an export to its path atomically, and replaces nothing but an earlier export."""
 
 import os
 import shutil
@@ -12,44 +12,44 @@ _OF_SAVED_MODEL = ("assets", "assets.extra", "fingerprint.pb", "saved_model.pb",
 
 
 def check(path: Path, form: Format, *, overwrite: bool) -> None:
-    """Refuses a place where something would be lost, or nothing can be written.
+    """Checks that nothing would be lost and the path can be written.
 
     Args:
-        path: where the export goes.
+        path: the output path.
         form: its format.
         overwrite: whether an earlier export may be replaced.
 
     Raises:
-        InputError: there is something else, or a file stands where a folder must be.
+        InputError: the path contains something else, or one of its parents is a file.
     """
     if path.is_symlink() or path.exists():
         if not overwrite:
-            raise InputError(f"{path} exists. Choose another place, or give overwrite=True (--overwrite).")
+            raise InputError(f"{path} exists. Choose another path, or use overwrite=True (--overwrite).")
         if other := _other(path, form):
-            raise InputError(f"{path} {other}, and is not replaced. Choose another place, or remove it yourself.")
+            raise InputError(f"{path} {other}, and is not replaced. Choose another path, or remove it yourself.")
     nearest = next(folder for folder in path.absolute().parents if folder.exists())
     if not nearest.is_dir():
-        raise InputError(f"{nearest} is a file, so nothing can be put into it. Choose another place than {path}.")
+        raise InputError(f"{nearest} is a file, not a folder. Choose another path than {path}.")
 
 
 def _other(path: Path, form: Format) -> str:
-    """What there is other than an export of this format; empty where there is one."""
+    """Why the path is not an export of this format; empty if it is one."""
     if path.is_symlink():
         return f"is a link to {os.readlink(path)}"
     if form.suffix:
-        return "" if path.is_file() else "is no file"
+        return "" if path.is_file() else "is not a file"
     if not (path / "saved_model.pb").is_file():
-        return "is no exported model"
+        return "is not an exported model"
     more = sorted({each.name for each in path.iterdir()} - set(_OF_SAVED_MODEL))
-    return f"has more in it than an exported model ({', '.join(more[:4])})" if more else ""
+    return f"contains more than an exported model ({', '.join(more[:4])})" if more else ""
 
 
 def put(made: Path, path: Path) -> None:
-    """Moves a file or folder to its place, and replaces what is there as a whole.
+    """Moves a file or folder to a path, replacing it atomically.
 
     Args:
         made: a file or folder, on any disk.
-        path: where to; `check` has accepted it.
+        path: the target, accepted by `check`.
 
     Raises:
         MachineError: it cannot be written.
@@ -59,4 +59,4 @@ def put(made: Path, path: Path) -> None:
         with atomic.replacing(path) as aside:
             shutil.move(made, aside)
     except OSError as error:
-        raise MachineError(f"{path} cannot be written: {error}. Make room, or choose another place.") from error
+        raise MachineError(f"{path} cannot be written: {error}. Free disk space, or choose another path.") from error

@@ -1,4 +1,4 @@
-"""A model that was written, run in a process that has its library alone: nothing of tfgpu's, no code of the model's."""
+"""Runs an exported model in a process with only its library: without tfgpu or the model's code."""
 
 import os
 import subprocess
@@ -68,18 +68,18 @@ np.savez(made, *map(plain, outputs))
 
 
 def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Runs an exported model once, on the CPU, in a process of its own.
+    """Runs an exported model once on the CPU, in a separate process.
 
     Args:
-        path: a SavedModel's folder, an `.onnx` or a `.tflite` file.
+        path: the folder of a SavedModel, or an `.onnx` or `.tflite` file.
         inputs: arrays `[rows, ...]` by the inputs' names; texts as `str` or `bytes`.
 
     Returns:
-        The outputs, in the model's order: that of its list, or of the sorted names; texts as bytes.
+        The outputs in the model's order: that of its list, or of the sorted names; texts as bytes.
 
     Raises:
-        InputError: there is no such file, or its library is not installed.
-        MachineError: the library refuses the file or the inputs; the message has its words.
+        InputError: the file does not exist, or its library is not installed.
+        MachineError: the library rejects the file or the inputs; the message quotes its error.
 
     Example:
         >>> import keras, numpy as np
@@ -91,7 +91,7 @@ def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> list[
     """
     path = Path(path)
     if not path.exists():
-        raise InputError(f"There is no {str(path)!r}. Give what `tfgpu export` wrote.")
+        raise InputError(f"{str(path)!r} does not exist. Give a model written by `tfgpu export`.")
     form = format_of(path)
     form.check_installed(running=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -102,16 +102,16 @@ def run(path: str | os.PathLike[str], inputs: Mapping[str, np.ndarray]) -> list[
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise MachineError(f"{path} gave no answer within {TIMEOUT_S} s. Try it with fewer rows.") from None
+            raise MachineError(f"{path} did not finish within {TIMEOUT_S} s. Try it with fewer rows.") from None
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise MachineError(f"{form.runs_with} does not run {path}: {last}")
+            raise MachineError(f"{form.runs_with} cannot run {path}: {last}")
         with np.load(made) as file:
             return [file[name] for name in file.files]
 
 
 def format_of(path: Path) -> Format:
-    """The form of a file, by its name.
+    """The format of a path, by its name.
 
     Example:
         >>> format_of(Path("model.onnx")).name
@@ -123,4 +123,4 @@ def format_of(path: Path) -> Format:
         if form.suffix and path.suffix == form.suffix:
             return form
     endings = ", ".join(form.suffix for form in FORMATS.values() if form.suffix)
-    raise InputError(f"{str(path)!r} is no exported model. Give a SavedModel's folder, or a file: {endings}.")
+    raise InputError(f"{str(path)!r} is not an exported model. Give a SavedModel's folder, or a file: {endings}.")

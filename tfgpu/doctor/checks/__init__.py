@@ -1,4 +1,4 @@
-"""What the machine's facts mean: each check is one function of the facts and the environment, in a file by subject."""
+"""Judges the facts of the machine; each check is a function of the facts and the environment."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,15 +11,15 @@ __all__ = ["Check", "judge", "visible_gpus"]
 
 
 def judge(facts: Mapping[str, dict[str, Any]], environ: Mapping[str, str]) -> list[Check]:
-    """Makes checks of the facts that `gather` brought.
+    """Judges the facts collected by `gather`.
 
     Args:
-        facts: what `gather` returns.
-        environ: the environment variables it was given.
+        facts: the result of `gather`.
+        environ: the environment variables passed to it.
 
     Returns:
-        The checks, in the order in which they are to be read; each problem and warning has a fix. A check may stand
-        there several times, once for each fault.
+        The checks, in reading order; each problem and warning has a fix. A check with several faults occurs once for
+        each.
     """
     checks = [
         software.python(facts),

@@ -1,4 +1,4 @@
-"""TF_CONFIG and its like: is it readable, is it this machine, are the others alike?"""
+"""Checks of the cluster: its description, this machine's address and port, and the other workers."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ def cluster(environ: Mapping[str, str]) -> Check:
         found = Cluster.from_environment(environ)
     except InputError as error:
         if environ.get("TF_CONFIG", "").strip():
-            return Check(_NAME, "problem", str(error), "unset TF_CONFIG  (or mend it)", "unset TF_CONFIG")
-        return Check(_NAME, "problem", str(error), "Mend what it names.")
+            return Check(_NAME, "problem", str(error), "unset TF_CONFIG  (or correct it)", "unset TF_CONFIG")
+        return Check(_NAME, "problem", str(error), "Correct the variable that it names.")
     if found.source == "none":
         return Check(_NAME, "ok", "none: one process")
     counts = ", ".join(f"{len(addresses)} {job}" for job, addresses in found.jobs().items())
@@ -25,7 +25,7 @@ def cluster(environ: Mapping[str, str]) -> Check:
 
 
 def reality(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
-    """What the cluster's facts say, against what is there; nothing where this process is alone."""
+    """Compares the cluster's description with reality; empty for a single process."""
     found = facts["cluster"]
     if not found:
         return []
@@ -36,20 +36,20 @@ def reality(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check
 
 
 def gpus(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check | None:
-    """The GPUs that a scheduler has promised, against those that TensorFlow sees."""
+    """Compares the GPUs that the scheduler allocated with those that TensorFlow sees."""
     promised, by = _promise(environ)
     seen = facts["tensorflow"].get("gpus")
     if promised is None or seen is None:
         return None
     text = f"{by}; TensorFlow sees {len(seen)}"
     if promised > len(seen):
-        fix = "See 'GPUs' here; in Slurm, start the processes with `srun --gpus-per-task`, which shows each its own."
-        return Check("GPUs promised", "problem", text, fix)
-    return Check("GPUs promised", "ok", text)
+        fix = "See 'GPUs' here; in Slurm, start the processes with `srun --gpus-per-task`, which assigns each its own."
+        return Check("GPUs allocated", "problem", text, fix)
+    return Check("GPUs allocated", "ok", text)
 
 
 def _promise(environ: Mapping[str, str]) -> tuple[int | None, str]:
-    """How many GPUs were promised to this process, and by which variable."""
+    """The number of GPUs allocated to this process, and the variable that says so."""
     try:
         own = Cluster.from_environment(environ).gpus
     except InputError:
@@ -71,9 +71,9 @@ def _names(found: dict) -> Check:
     unknown = [name for name, addresses in found["names"].items() if not addresses]
     if unknown:
         text = f"no address is known for {', '.join(unknown)}"
-        fix = "Mend the names in TF_CONFIG, or add them to DNS or /etc/hosts."
+        fix = "Correct the names in TF_CONFIG, or add them to DNS or /etc/hosts."
         return Check("Cluster addresses", "problem", text, fix)
-    return Check("Cluster addresses", "ok", f"all {len(found['names'])} names have one")
+    return Check("Cluster addresses", "ok", f"all {len(found['names'])} names resolve")
 
 
 def _own(found: dict, environ: Mapping[str, str]) -> Check | None:
@@ -84,10 +84,8 @@ def _own(found: dict, environ: Mapping[str, str]) -> Check | None:
         return Check("Own address", "ok", f"{found['own']} is this machine")
     text = f"{found['own']} is {', '.join(addresses)}, but this machine is {', '.join(here) or 'without a network'}"
     if environ.get("KUBERNETES_SERVICE_HOST"):
-        return Check("Own address", "ok", f"{text}: a service in between, as Kubernetes has it")
-    fix = (
-        "Give this machine its own task: the index in TF_CONFIG's `task` is another machine's, or the address is wrong."
-    )
+        return Check("Own address", "ok", f"{text}: the address of a Kubernetes service")
+    fix = "Correct the address, or TF_CONFIG's `task`: its index may be that of another machine."
     return Check("Own address", "problem", text, fix)
 
 
@@ -99,8 +97,8 @@ def _port(found: dict) -> Check:
     port = found["own"].rpartition(":")[2].rstrip(")")
     if not found["port"]:
         return Check("Own port", "ok", f"{port} is free")
-    text = f"{port} cannot be had: {found['port']}"
-    fix = f"`ss -ltnp 'sport = :{port}'` shows who has it: end that, or choose another port in TF_CONFIG."
+    text = f"{port} cannot be opened: {found['port']}"
+    fix = f"`ss -ltnp 'sport = :{port}'` shows the process that uses it: end it, or choose another port in TF_CONFIG."
     status = "warning" if found["port"].startswith("TensorFlow") else "problem"
     return Check("Own port", status, text, fix)
 
@@ -108,10 +106,10 @@ def _port(found: dict) -> Check:
 def _others(found: dict) -> Check:
     if found["differs"]:
         text, _, fix = found["differs"].rpartition(". ")
-        return Check("Other workers", "problem", text or found["differs"], fix or "Make them alike.")
+        return Check("Other workers", "problem", text or found["differs"], fix or "Make them equal.")
     text = f"{len(found['reached'])} of {found['others']} answer"
     if len(found["reached"]) < found["others"]:
-        text += "; nothing need run there yet: run `tfgpu doctor` on all at once to compare them"
+        text += "; they may not be running yet. Run `tfgpu doctor` on all at the same time to compare them"
     return Check("Other workers", "ok", text)
 
 
@@ -121,7 +119,7 @@ def _clocks(found: dict) -> Check | None:
         return None
     off = [f"{name}'s is {clocks.shown(clock)}" for name, clock in known.items() if clock.is_off]
     if off:
-        fix = clocks.FIX.replace("Set the clocks", "Set the clock of the machine that is wrong")
-        return Check("Clocks", "warning", f"against this machine's, {', '.join(off)}", fix)
+        fix = clocks.FIX.replace("Set the clocks", "Set the wrong clock")
+        return Check("Clocks", "warning", f"compared with this machine's, {', '.join(off)}", fix)
     most = max(abs(clock.ahead_s) for clock in known.values())
     return Check("Clocks", "ok", f"within {max(most, 0.001):.3f} s of {len(known)} other(s)")

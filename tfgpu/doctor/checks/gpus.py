@@ -1,4 +1,4 @@
-"""NVIDIA's driver and GPUs: seen or not, and whether TensorFlow's build fits them."""
+"""Checks of NVIDIA's driver and GPUs: whether they are visible, and whether TensorFlow's build supports them."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +11,8 @@ from tfgpu.launch.heartbeat import HEARTBEAT
 from tfgpu.sensors import nvml
 
 MUCH = 0.1
-"""The part of a GPU's memory in use from which others are named."""
-# What sets CUDA_VISIBLE_DEVICES for its processes, by the variable that tells of it.
+"""From this share of a GPU's memory in use, its processes are named."""
+# Systems that set CUDA_VISIBLE_DEVICES for their processes, by a variable that they set.
 _SHARING = {
     HEARTBEAT: "tfgpu's launcher",
     "SLURM_JOB_ID": "Slurm",
@@ -36,41 +36,39 @@ def driver(facts: Mapping[str, dict]) -> Check:
 
 
 def _silent(error: str, on_the_bus: int, machine: Mapping) -> Check:
-    """A driver that does not answer: a fault, or none there."""
+    """The check of a driver that does not answer, or is not installed."""
     name = "NVIDIA driver"
     if "DriverNotLoaded" in error or "version mismatch" in error.lower() or "LibRmVersionMismatch" in error:
-        text = f"the library and the kernel's module do not fit ({error})"
+        text = f"the library and the kernel module have different versions ({error})"
         if machine.get("kernel_driver"):
             text += f"; the module is {machine['kernel_driver']}"
-        fix = "sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia  (or reboot: the driver was updated under way)"
+        fix = "sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia  (or reboot: the driver was updated)"
         if "DriverNotLoaded" in error:
-            return Check(
-                name, "problem", f"the kernel's module is not loaded ({error})", command="sudo modprobe nvidia"
-            )
+            return Check(name, "problem", f"the kernel module is not loaded ({error})", command="sudo modprobe nvidia")
         return Check(name, "problem", text, fix, "sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia")
     if "no answer within" in error:
-        fix = "Look for Xid errors with `sudo dmesg | grep -i xid`; a GPU that hangs needs a reset or a reboot."
+        fix = "Look for Xid errors with `sudo dmesg | grep -i xid`; a hung GPU needs a reset or a reboot."
         return Check(name, "problem", f"hangs: {error}", fix)
     if on_the_bus:
         text = f"{on_the_bus} NVIDIA GPU(s) on the PCI bus, but no driver answers ({error})"
-        fix = "sudo ubuntu-drivers install  (or your system's way; start a container with --gpus all)"
+        fix = "sudo ubuntu-drivers install  (or your system's command; in a container, use --gpus all)"
         return Check(name, "problem", text, fix, "" if machine.get("container") else "sudo ubuntu-drivers install")
     if "ModuleNotFoundError" in error:
-        text = "not asked: nvidia-ml-py is not installed"
+        text = "not checked: nvidia-ml-py is not installed"
         return Check(name, "warning", text, command="pip install nvidia-ml-py")
     return Check(name, "ok", "none: no NVIDIA GPU")
 
 
 def lost(facts: Mapping[str, dict]) -> list[Check]:
-    """GPUs that no longer answer: CUDA may then fail as a whole, and its numbers need not be the driver's any more."""
+    """Lost GPUs: CUDA may then fail completely, or number the GPUs differently than the driver."""
     found, checks = facts["driver"], []
     others = [gpu["uuid"] for gpu in found.get("gpus", [])]
     for each in found.get("lost", []):
         text = f"GPU {each['index']} does not answer: {each['error']}"
         command = f"sudo nvidia-smi -i {each['index']} --gpu-reset"
-        fix = f"{command}  (with no program on it; where that is refused, reboot. If it stays away, look at its power"
-        fix += " and its place, and have it replaced)"
-        fix += f"; until then train on the others: {only(others)}" if others else ""
+        fix = f"{command}  (end its programs first; if that is refused, reboot. If it stays lost, check its power and"
+        fix += " slot, or have it replaced)"
+        fix += f"; until then, train on the others: {only(others)}" if others else ""
         checks.append(Check("Lost GPU", "problem", text, fix, command))
     return checks
 
@@ -91,22 +89,22 @@ def visible(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
     if by and (shown or by == _SHARING[HEARTBEAT]):
         return Check(name, "ok", f"{text}, by {by}")
     if by:
-        return Check(name, "warning", f"{text}: training runs on the CPU", f"Ask {by} for GPUs.")
+        return Check(name, "warning", f"{text}: training runs on the CPU", f"Request GPUs from {by}.")
     free = [gpu for gpu in gpus if gpu["index"] not in shown and is_free(gpu)]
     if shown and not free:
         hidden = len(shown) < len(gpus)
-        return Check(name, "ok", f"{text}; what it hides could not be used" if hidden else text)
+        return Check(name, "ok", f"{text}; the hidden ones are in use or faulty" if hidden else text)
     chosen = [gpu for gpu in gpus if gpu["index"] in shown or gpu in free]
     whole = len(chosen) == len(gpus) and not facts["driver"].get("lost")
     command = "unset CUDA_VISIBLE_DEVICES" if whole or not chosen else only(gpu["uuid"] for gpu in chosen)
     if not shown:
         return Check(name, "warning", f"{text}: training runs on the CPU", command=command)
-    text += f": GPU {', '.join(str(gpu['index']) for gpu in free)} would be left unused"
-    return Check(name, "warning", text, f"{command}  (leave it where the others are somebody else's)", command)
+    text += f": GPU {', '.join(str(gpu['index']) for gpu in free)} stays unused"
+    return Check(name, "warning", text, f"{command}  (unless the others are reserved for someone else)", command)
 
 
 def shared_out(environ: Mapping[str, str]) -> str:
-    """Who has given this process its part of the GPUs by CUDA_VISIBLE_DEVICES; `""` where nobody is known to have."""
+    """The system that assigned this process its GPUs by CUDA_VISIBLE_DEVICES; `""` if unknown."""
     for variable, who in _SHARING.items():
         if environ.get(variable):
             return who
@@ -115,35 +113,35 @@ def shared_out(environ: Mapping[str, str]) -> str:
     except InputError:
         return ""
     hosts = [address.rpartition(":")[0] for address in cluster.workers]
-    neighbours = hosts.count(hosts[cluster.rank]) if hosts and cluster.rank >= 0 else 1
-    return f"the share of one of several workers ({cluster.source})" if max(cluster.local_size, neighbours) > 1 else ""
+    neighbors = hosts.count(hosts[cluster.rank]) if hosts and cluster.rank >= 0 else 1
+    return f"the share of one of several workers ({cluster.source})" if max(cluster.local_size, neighbors) > 1 else ""
 
 
 def is_full(gpu: Mapping) -> bool:
-    """Whether much of its memory is in use."""
+    """Whether much of a GPU's memory is in use."""
     total = gpu.get("memory_bytes")
     return bool(total) and (gpu.get("used_bytes") or 0) >= MUCH * total
 
 
 def is_free(gpu: Mapping) -> bool:
-    """Whether a GPU could train: whole, not in use, without errors that a program would die of."""
+    """Whether a GPU can train: not in use, without MIG, without fatal memory errors."""
     ecc = gpu.get("ecc") or {}
     return not (is_full(gpu) or ecc.get("failed") or ecc.get("uncorrected") or (gpu.get("mig") or {}).get("enabled"))
 
 
 def visible_gpus(value: str, gpus: list[dict], lost: Sequence[Mapping] = ()) -> tuple[list[int], str | None]:
-    """As `tfgpu.sensors.nvml.visible`, of the driver's GPUs as the doctor describes them, and of those it has lost."""
+    """As `tfgpu.sensors.nvml.visible`, for the doctor's descriptions of present and lost GPUs."""
     uuids = {each["index"]: None for each in lost} | {gpu["index"]: gpu["uuid"] for gpu in gpus}
     return nvml.visible(value, [uuids.get(index) for index in range(max(uuids, default=-1) + 1)])
 
 
 def only(uuids: Iterable[str]) -> str:
-    """The command that shows these GPUs alone: by UUID, since CUDA's numbers need not be the driver's."""
+    """The command that makes only these GPUs visible, by UUID: CUDA and the driver may number them differently."""
     return f"export CUDA_VISIBLE_DEVICES={','.join(uuids)}"
 
 
 def seen(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
-    """The GPUs that TensorFlow uses, of those that the driver has and the user shows."""
+    """Compares the GPUs that TensorFlow uses with the visible ones of the driver."""
     found = facts["tensorflow"]
     gpus, there = found.get("gpus", []), facts["driver"].get("gpus", [])
     value = environ.get("CUDA_VISIBLE_DEVICES")
@@ -160,10 +158,10 @@ def seen(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
         if not found["build"].get("is_cuda_build"):
             command = f"pip uninstall -y tensorflow-cpu; {INSTALL_CUDA}"
             return Check("GPUs", "problem", f"{text} (this build is for CPUs)", command=command)
-        fix = f"{INSTALL_CUDA}  (then look at 'CUDA libraries' here)"
+        fix = f"{INSTALL_CUDA}  (then see 'CUDA libraries' here)"
         return Check("GPUs", "problem", text, fix, INSTALL_CUDA)
     if there:
-        return Check("GPUs", "ok", "CUDA_VISIBLE_DEVICES shows none: training runs on the CPU")
+        return Check("GPUs", "ok", "CUDA_VISIBLE_DEVICES hides all: training runs on the CPU")
     if facts["driver"].get("lost"):
         return Check("GPUs", "problem", "the driver has lost all its GPUs", "See 'Lost GPU' here.")
     if facts["machine"].get("pci_gpus"):
@@ -172,7 +170,7 @@ def seen(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
 
 
 def capability(facts: Mapping[str, dict]) -> list[Check]:
-    """Each GPU's compute capability against what TensorFlow was compiled for."""
+    """Compares each GPU's compute capability with TensorFlow's build."""
     built = facts["tensorflow"].get("build", {}).get("cuda_compute_capabilities") or []
     found = [tuple(gpu.get("capability") or ()) for gpu in facts["driver"].get("gpus") or []]
     if not built or not any(found):
@@ -183,20 +181,20 @@ def capability(facts: Mapping[str, dict]) -> list[Check]:
         fits = fit(own, built)
         if fits == "compiled at start":
             fix = "export CUDA_CACHE_MAXSIZE=4294967296"
-            text += ": its kernels are compiled at the first start, for up to half an hour"
-            faults.append(Check(name, "warning", text, f"{fix}  (so that it happens once)", fix))
+            text += ": the first start compiles its kernels, which takes up to half an hour"
+            faults.append(Check(name, "warning", text, f"{fix}  (so that it happens only once)", fix))
         elif fits == "none":
-            fix = "Use a TensorFlow that was built for this GPU: an older release for an old one, a newer for a new."
+            fix = "Use a TensorFlow built for this GPU: an older release for an old GPU, a newer one for a new GPU."
             faults.append(Check(name, "problem", text, fix))
     shown = ", ".join(f"{each[0]}.{each[1]}" for each in dict.fromkeys(found) if each)
     return faults or [Check(name, "ok", f"{shown}: TensorFlow has code for it")]
 
 
 def fit(own: tuple[int, int], built: list[str]) -> str:
-    """Whether a build has code for a GPU: `"ready"`, `"compiled at start"` from PTX, or `"none"`.
+    """Returns whether a build supports a GPU: `"ready"`, `"compiled at start"` from PTX, or `"none"`.
 
-    Machine code (`sm_80`) runs on GPUs of its own major version that are as new or newer; PTX (`compute_90`) is
-    compiled on the spot for all newer ones.
+    Machine code (`sm_80`) runs on GPUs of the same major version and the same or a higher minor version; PTX
+    (`compute_90`) is compiled at run time for all newer GPUs.
 
     Example:
         >>> fit((8, 6), ["sm_80", "compute_90"]), fit((12, 0), ["sm_80", "compute_90"]), fit((5, 2), ["sm_80"])
@@ -210,7 +208,7 @@ def fit(own: tuple[int, int], built: list[str]) -> str:
     codes = [(each[1], (int(each[2]), int(each[3]))) for each in known if each]
     if any(kind == "sm" and code[0] == own[0] and code <= own for kind, code in codes):
         return "ready"
-    # TensorFlow's own releases name the newest GPUs this way, and carry machine code for them too.
+    # TensorFlow's releases list the newest GPUs this way, and contain machine code for them too.
     if any(kind == "compute" and code == own for kind, code in codes):
         return "ready"
     return "compiled at start" if any(kind == "compute" and code <= own for kind, code in codes) else "none"

@@ -1,4 +1,4 @@
-"""The state of the GPUs: memory in use by others, ECC, MIG, persistence, heat and power, links, errors in the log."""
+"""Checks of the state of GPUs: memory in use, ECC, MIG, persistence, heat and power, links, errors in the log."""
 
 from collections.abc import Mapping
 
@@ -8,29 +8,29 @@ from tfgpu.doctor.checks.gpus import is_full, only, shared_out, visible_gpus
 GIB = 2**30
 _FEW_NAMED = 5
 _SLOW_PATHS = ("NODE", "SYS")
-# What NVIDIA says of an Xid: https://docs.nvidia.com/deploy/xid-errors/
+# NVIDIA's descriptions of Xid errors: https://docs.nvidia.com/deploy/xid-errors/
 _XIDS = {
-    13: "a program's fault in a kernel",
-    31: "a program read memory that is not its own",
+    13: "a fault in a program's kernel",
+    31: "a program accessed invalid memory",
     43: "a program was stopped",
     45: "a program was ended",
     48: "memory error that ECC cannot correct",
     62: "the GPU's controller stopped",
-    63: "a bad memory row is to be replaced at the next reset",
+    63: "a bad memory row will be replaced at the next reset",
     64: "a bad memory row cannot be replaced",
     74: "NVLink error",
     79: "the GPU has fallen off the bus",
     92: "many corrected memory errors",
     94: "memory error, contained in one program",
     95: "memory error, not contained",
-    119: "the GPU's system processor gives no answer",
+    119: "the GPU's system processor does not answer",
     120: "error of the GPU's system processor",
 }
 _PROGRAMS = (13, 31, 43, 45)
 
 
 def checks(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
-    """All of them, where the driver shows a GPU."""
+    """All checks of this module, if the driver shows a GPU."""
     gpus = facts["driver"].get("gpus") or []
     found = xids(facts)
     if not gpus:
@@ -41,7 +41,7 @@ def checks(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]
 
 
 def own(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[dict]:
-    """The GPUs that are this process's to choose from: all of them, or the part that it was given."""
+    """The GPUs that this process may choose from: all, or those assigned to it."""
     gpus, value = facts["driver"]["gpus"], environ.get("CUDA_VISIBLE_DEVICES")
     if value is None or not shared_out(environ):
         return gpus
@@ -50,7 +50,7 @@ def own(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[dict]:
 
 
 def memory(gpus: list[dict]) -> list[Check]:
-    """Memory that is taken before training starts: TensorFlow then gets less, or fails to start."""
+    """Memory in use before training starts, so that TensorFlow gets less or fails to start."""
     faults = []
     for gpu in gpus:
         if not is_full(gpu):
@@ -67,25 +67,25 @@ def memory(gpus: list[dict]) -> list[Check]:
             faults.append(Check("GPU memory", "warning", text, f"{command}  (or end what uses it)", command))
         else:
             fix = f"End it if it is left over: `ps -o user,etime,args -p {','.join(str(each['pid']) for each in who)}`."
-            faults.append(Check("GPU memory", "warning", text, fix if who else "Ask who else uses this machine."))
+            faults.append(Check("GPU memory", "warning", text, fix if who else "Find out who else uses this machine."))
     used = sum(gpu.get("used_bytes") or 0 for gpu in gpus)
-    return worst("GPU memory", f"{used / GIB:.1f} GiB in use on all", faults)
+    return worst("GPU memory", f"{used / GIB:.1f} GiB in use in total", faults)
 
 
 def mig(gpus: list[dict]) -> list[Check]:
-    """Multi-instance GPUs: TensorFlow sees one slice a process, and slices cannot sum among themselves by NCCL."""
+    """Multi-instance GPUs: TensorFlow sees one slice per process, and NCCL does not work between slices."""
     faults = []
     for gpu in gpus:
         found, index = gpu.get("mig") or {}, gpu["index"]
         if found.get("enabled") != found.get("pending"):
             state = "on" if found["pending"] else "off"
-            text = f"GPU {index}: turning it {state} waits for a reset"
+            text = f"GPU {index}: turning MIG {state} needs a reset"
             faults.append(Check("MIG", "warning", text, command=f"sudo nvidia-smi -i {gpu['uuid']} --gpu-reset"))
         elif found.get("enabled") and not found["slices"]:
-            text = f"GPU {index} is in MIG mode and has no slices, so no program can use it"
+            text = f"GPU {index} is in MIG mode without slices, so no program can use it"
             faults.append(Check("MIG", "problem", text, command=f"sudo nvidia-smi -i {gpu['uuid']} -mig 0"))
         elif found.get("enabled"):
-            text = f"GPU {index} is cut into {len(found['slices'])}; a process gets one, and slices cannot be mirrored"
+            text = f"GPU {index} has {len(found['slices'])} slices; a process gets one, and slices cannot be mirrored"
             command = f"export CUDA_VISIBLE_DEVICES={found['slices'][0]}"
             fix = f"{command}  (or use it whole: sudo nvidia-smi -i {gpu['uuid']} -mig 0)"
             faults.append(Check("MIG", "warning", text, fix, command))
@@ -95,27 +95,27 @@ def mig(gpus: list[dict]) -> list[Check]:
 def persistence(gpus: list[dict]) -> list[Check]:
     off = [str(gpu["index"]) for gpu in gpus if gpu.get("persistence") == 0]
     if off:
-        text = f"off on GPU {', '.join(off)}: the driver starts anew for each program, which takes seconds"
+        text = f"off on GPU {', '.join(off)}: the driver restarts for each program, which takes seconds"
         return [Check("Persistence mode", "warning", text, command="sudo nvidia-smi -pm 1")]
     is_known = any(gpu.get("persistence") is not None for gpu in gpus)
-    return [Check("Persistence mode", "ok", "on" if is_known else "this driver has none")]
+    return [Check("Persistence mode", "ok", "on" if is_known else "not supported by this driver")]
 
 
 def ecc(gpus: list[dict]) -> list[Check]:
-    """Memory errors since the driver started: wrong numbers, and the end of programs."""
+    """Memory errors since the driver started, which corrupt results or end programs."""
     faults = []
     for gpu in gpus:
         found, named = gpu.get("ecc") or {}, f"GPU {gpu['index']} ({gpu['uuid']})"
         reset = f"sudo nvidia-smi -i {gpu['uuid']} --gpu-reset"
         if found.get("failed"):
-            text = f"{named}: bad rows of memory cannot be replaced any more"
+            text = f"{named}: bad memory rows can no longer be replaced"
             faults.append(Check("ECC errors", "problem", text, "Have this GPU replaced, and hide it until then."))
         elif found.get("uncorrected"):
-            text = f"{named}: {found['uncorrected']} error(s) that could not be corrected, since the driver started"
-            fix = f"{reset}  (with no program on it; have it replaced if they return)"
+            text = f"{named}: {found['uncorrected']} uncorrected error(s) since the driver started"
+            fix = f"{reset}  (end its programs first; have it replaced if the errors return)"
             faults.append(Check("ECC errors", "problem", text, fix, reset))
         elif found.get("pending"):
-            text = f"{named}: bad memory waits for a reset to be replaced"
+            text = f"{named}: bad memory will be replaced at the next reset"
             faults.append(Check("ECC errors", "warning", text, command=reset))
     corrected = sum((gpu.get("ecc") or {}).get("corrected") or 0 for gpu in gpus)
     is_on = any((gpu.get("ecc") or {}).get("enabled") for gpu in gpus)
@@ -124,27 +124,27 @@ def ecc(gpus: list[dict]) -> list[Check]:
 
 
 def throttling(gpus: list[dict]) -> list[Check]:
-    """Clocks that are held back by heat or power, and power limits below the maker's."""
+    """Clocks throttled by heat or power, and reduced power limits."""
     faults = []
     for gpu in gpus:
         hot, index = gpu.get("temperature_c"), gpu["index"]
         reasons = [each for each in gpu.get("slowed_by", []) if each != "power cap"]
         limit, default = gpu.get("power_limit_w"), gpu.get("default_power_limit_w")
         if reasons:
-            text = f"GPU {index} is slowed down by {', '.join(reasons)}" + (f", at {hot} °C" if hot is not None else "")
-            fix = "Look at fans, air and power cables: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`."
+            text = f"GPU {index} is throttled by {', '.join(reasons)}" + (f", at {hot} °C" if hot is not None else "")
+            fix = "Check fans, airflow and power cables: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`."
             faults.append(Check("GPU clocks", "warning", text, fix))
         if limit and default and limit < 0.95 * default:
-            text = f"GPU {index} may take {limit:.0f} W, of the {default:.0f} W that it is made for"
+            text = f"GPU {index} is limited to {limit:.0f} W, of {default:.0f} W by default"
             command = f"sudo nvidia-smi -i {gpu['uuid']} -pl {default:.0f}"
             faults.append(Check("GPU clocks", "warning", text, command=command))
     busy = [str(gpu["index"]) for gpu in gpus if "power cap" in gpu.get("slowed_by", [])]
-    text = f"GPU {', '.join(busy)} at its power limit, as under full load" if busy else "not held back"
+    text = f"GPU {', '.join(busy)} at its power limit, as under full load" if busy else "not throttled"
     return worst("GPU clocks", text, faults)
 
 
 def links(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
-    """How the GPUs reach each other."""
+    """The links between GPUs."""
     name, faults = "GPU links", []
     for variable, words in (("NCCL_P2P_DISABLE", "from GPU to GPU"), ("NCCL_SHM_DISABLE", "through shared memory")):
         if environ.get(variable, "0") not in ("", "0"):
@@ -161,30 +161,30 @@ def links(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check]:
                 Check(name, "warning", text, "See `nvidia-smi nvlink -s` and `-e`; a reset may bring them back.")
             )
         if pcie.get("width") and pcie.get("most_width") and pcie["width"] < pcie["most_width"]:
-            text = f"GPU {index} has {pcie['width']} PCIe lanes of the {pcie['most_width']} that it could use"
-            faults.append(Check(name, "warning", text, "Look at its slot and riser (BIOS: lane bifurcation)."))
+            text = f"GPU {index} uses {pcie['width']} of {pcie['most_width']} possible PCIe lanes"
+            faults.append(Check(name, "warning", text, "Check its slot and riser (BIOS: lane bifurcation)."))
     pairs = facts["driver"].get("links", [])
     without = [each for each in pairs if each["reads"] is False and each["path"] != "NVLink"]
     if without:
         named = ", ".join("-".join(map(str, each["gpus"])) for each in without[:_FEW_NAMED])
-        text = f"{len(without)} of {len(pairs)} pairs ({named}) cannot read each other's memory: sums take the host's"
-        fix = "Turn off IOMMU and ACS in the BIOS where the GPUs allow it (consumer GPUs do not)."
+        text = f"{len(without)} of {len(pairs)} pairs ({named}) cannot read each other's memory: NCCL uses the host's"
+        fix = "Turn off IOMMU and ACS in the BIOS, if the GPUs support it (consumer GPUs do not)."
         faults.append(Check(name, "warning", text, fix))
     return worst(name, _drawn(pairs), faults)
 
 
 def _drawn(pairs: list[dict]) -> str:
-    """How many pairs go which way."""
+    """The number of pairs by path."""
     kinds: dict[str, int] = {}
     for each in pairs:
         kinds[each["path"]] = kinds.get(each["path"], 0) + 1
     text = ", ".join(f"{count} by {path}" for path, count in sorted(kinds.items(), key=lambda item: -item[1]))
     slow = any(path in _SLOW_PATHS for path in kinds)
-    return f"pairs: {text or 'unknown'}" + (" (SYS and NODE cross the processor's own links)" if slow else "")
+    return f"pairs: {text or 'unknown'}" + (" (SYS and NODE cross the links between CPUs)" if slow else "")
 
 
 def xids(facts: Mapping[str, dict]) -> list[Check]:
-    """What NVIDIA's kernel module has written into the kernel's log."""
+    """NVIDIA's errors in the kernel log."""
     found, has_gpus = facts["xid"], bool(facts["driver"].get("gpus") or facts["machine"].get("pci_gpus"))
     lines = found.get("lines", [])
     if not lines:
@@ -196,7 +196,7 @@ def xids(facts: Mapping[str, dict]) -> list[Check]:
     hard = [each for each in lines if each["number"] not in _PROGRAMS]
     each = hard[-1] if hard else last
     text = f"{len(lines)} in the kernel's log; Xid {each['number']}"
-    text += f" ({_XIDS.get(each['number'], 'see its list')}) of {each['gpu']}: {each['text']}"
+    text += f" ({_XIDS.get(each['number'], 'see the list')}) of {each['gpu']}: {each['text']}"
     fix = "Look it up: https://docs.nvidia.com/deploy/xid-errors/. "
-    fix += "Reset or reboot, and have the GPU looked at." if hard else "A program did this, not the GPU."
+    fix += "Reset or reboot, and have the GPU checked." if hard else "It was caused by a program, not by the GPU."
     return [Check("GPU errors (Xid)", "problem" if hard else "warning", text, fix)]

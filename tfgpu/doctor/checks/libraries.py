@@ -1,4 +1,4 @@
-"""CUDA's libraries against TensorFlow's build and the driver; the tools that XLA runs."""
+"""Checks of CUDA's libraries and of XLA's tools, against TensorFlow's build and the driver."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from tfgpu.compat.versions import INSTALL_CUDA
 from tfgpu.doctor.check import Check
 
-# The first CUDA whose ptxas knows a compute capability: https://docs.nvidia.com/cuda/parallel-thread-execution/
+# The first CUDA whose ptxas supports a compute capability: https://docs.nvidia.com/cuda/parallel-thread-execution/
 _FIRST_PTXAS = {
     (8, 9): (11, 8),
     (9, 0): (11, 8),
@@ -22,7 +22,7 @@ _MOST_FOLDERS = 12
 
 
 def cuda(facts: Mapping[str, dict]) -> list[Check]:
-    """Each library that TensorFlow opens, by TensorFlow's own words where it has tried."""
+    """Each library that TensorFlow loads; uses TensorFlow's own errors if it has tried."""
     found, log = facts["libraries"], facts["tensorflow"].get("loading", {})
     if "error" in found:
         return [Check("CUDA libraries", "warning", found["error"], command=INSTALL_CUDA)]
@@ -33,43 +33,43 @@ def cuda(facts: Mapping[str, dict]) -> list[Check]:
         return [Check("CUDA libraries", "ok", text)]
     failed = log.get("failed", {})
     if facts["tensorflow"].get("gpus"):
-        failed = {}  # What it could not load at first, it has found elsewhere since.
+        failed = {}  # TensorFlow has found them elsewhere.
     elif not failed:
         failed = {each["file"]: each["error"] for each in found.values() if not each.get("path")}
     faults = [_unloaded(file, words, log.get("places", {}).get(file, []), facts) for file, words in failed.items()]
-    return faults or [Check("CUDA libraries", "ok", there or "in TensorFlow's own build")]
+    return faults or [Check("CUDA libraries", "ok", there or "part of TensorFlow's build")]
 
 
 def _unloaded(file: str, words: str, folders: Sequence[str], facts: Mapping[str, dict]) -> Check:
-    """A library that could not be loaded: the loader's words, and where it looked."""
-    looked = ", ".join(folders[:_MOST_FOLDERS]) or "the loader's own folders"
+    """The check of a library that could not be loaded: the loader's error, and where it searched."""
+    looked = ", ".join(folders[:_MOST_FOLDERS]) or "the loader's default folders"
     if len(folders) > _MOST_FOLDERS:
         looked += f" and {len(folders) - _MOST_FOLDERS} more"
-    text = f"{file} cannot be loaded: {words or 'not found'}. Looked in {looked}"
-    # Where it is there, but is broken or lies where TensorFlow does not look.
+    text = f"{file} cannot be loaded: {words or 'not found'}. Searched in {looked}"
+    # It may be broken, or in a folder that TensorFlow does not search.
     lies = next((each.get("path") for each in facts["libraries"].values() if each.get("file") == file), None)
     if lies and "/" in lies:
         command = f"export LD_LIBRARY_PATH={os.path.dirname(lies)}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"
-        return Check("CUDA libraries", "problem", f"{text}; it lies in {os.path.dirname(lies)}", command=command)
+        return Check("CUDA libraries", "problem", f"{text}; it is in {os.path.dirname(lies)}", command=command)
     force = "" if "No such file" in words or not words else " --force-reinstall"
     return Check("CUDA libraries", "problem", text, command=INSTALL_CUDA + force)
 
 
 def runtime(facts: Mapping[str, dict]) -> Check | None:
-    """The CUDA run time that is found first, against the driver and the build."""
+    """Compares the CUDA runtime that is found first with the driver and the build."""
     found = facts["libraries"].get("cudart", {}).get("version")
     driver = facts["driver"].get("cuda")
     if not found or not driver or not facts["driver"].get("gpus"):
         return None
-    text = f"{found}; the driver knows CUDA up to {'.'.join(map(str, driver))}"
+    text = f"{found}; the driver supports CUDA up to {'.'.join(map(str, driver))}"
     if numbers(found)[0] > driver[0]:
         fix = f"Install a driver for CUDA {numbers(found)[0]}, or a TensorFlow built for CUDA {driver[0]}."
-        return Check("CUDA run time", "problem", f"{text}: the driver is too old for it", fix)
-    return _as_asked("CUDA run time", facts["libraries"]["cudart"], text)
+        return Check("CUDA runtime", "problem", f"{text}: the driver is too old", fix)
+    return _as_asked("CUDA runtime", facts["libraries"]["cudart"], text)
 
 
 def cudnn(facts: Mapping[str, dict]) -> Check | None:
-    """cuDNN has to be what TensorFlow's package asks for; where that is not known, of the build's major version."""
+    """cuDNN must have the version required by TensorFlow's package or, if unknown, the major version of the build."""
     found = facts["libraries"].get("cudnn", {})
     built = numbers(str(facts["tensorflow"].get("build", {}).get("cudnn_version", "")))
     if not version(found) or not facts["driver"].get("gpus"):
@@ -78,25 +78,25 @@ def cudnn(facts: Mapping[str, dict]) -> Check | None:
     if not found.get("needs") and built:
         needs = {"package": "nvidia-cudnn-cu12", "versions": f">={built[0]},<{built[0] + 1}"}
         found = {**found, "needs": needs | {"words": f"TensorFlow was built for {built[0]}"}}
-    # A cuDNN of another major version, or of an older minor one, TensorFlow refuses when it first needs it.
+    # TensorFlow rejects a cuDNN of another major or an older minor version at its first use.
     return _as_asked("cuDNN", found, text, refused=True)
 
 
 def _as_asked(name: str, found: Mapping, text: str, refused: bool = False) -> Check:
-    """A library against the versions that TensorFlow's package asks for, where it says any.
+    """Compares a library with the versions required by TensorFlow's package, if any.
 
     Args:
-        refused: TensorFlow does not run with another major version, or an older minor one.
+        refused: whether TensorFlow rejects another major or an older minor version.
     """
     needs, have = found.get("needs"), version(found)
     if not needs or not have:
         return Check(name, "ok", text)
-    text += f"; {needs.get('words') or 'TensorFlow asks for ' + needs['package'] + needs['versions']}"
+    text += f"; {needs.get('words') or 'TensorFlow requires ' + needs['package'] + needs['versions']}"
     if fits(have, needs["versions"]):
         return Check(name, "ok", text)
     command = f"pip install --upgrade '{needs['package']}{needs['versions']}'"
     if "/nvidia/" not in found["path"]:
-        text += "; LD_LIBRARY_PATH or the system's own comes before the wheel's"
+        text += "; LD_LIBRARY_PATH or the system's library takes precedence over the wheel's"
         command = f"unset LD_LIBRARY_PATH\n{command}"
     minor = ".".join(map(str, numbers(have)[:2]))
     status = "problem" if refused and not fits(minor, needs["versions"]) else "warning"
@@ -104,7 +104,7 @@ def _as_asked(name: str, found: Mapping, text: str, refused: bool = False) -> Ch
 
 
 def version(library: Mapping) -> str:
-    """The version of a library as exactly as it is known: its own word, and its wheel's where that says more.
+    """The most exact version of a library: its own, or that of its wheel.
 
     Example:
         >>> version({"version": "9.3.0", "wheel": "9.3.0.75"}), version({"version": "9.1.0", "wheel": "9.3.0.75"})
@@ -115,7 +115,7 @@ def version(library: Mapping) -> str:
 
 
 def fits(version: str, versions: str) -> bool:
-    """Whether a version is among those asked for; one that is told in part, as far as it is told.
+    """Whether a version satisfies a requirement; a partial version, as far as it is known.
 
     Example:
         >>> fits("9.3.0", ">=9.3.0.75,<10"), fits("9.2.1", ">=9.3.0.75,<10"), fits("10.0.0", ">=9.3.0.75,<10")
@@ -126,7 +126,7 @@ def fits(version: str, versions: str) -> bool:
 
 
 def nccl(facts: Mapping[str, dict]) -> Check | None:
-    """NCCL, which sums over several GPUs."""
+    """NCCL, which communicates between GPUs."""
     found, gpus = facts["libraries"].get("nccl", {}), facts["driver"].get("gpus") or []
     if not gpus or "error" in facts["libraries"]:
         return None
@@ -134,8 +134,8 @@ def nccl(facts: Mapping[str, dict]) -> Check | None:
         text = f"libnccl.so.2 cannot be loaded: {found.get('error') or 'not found'}"
         if len(gpus) < 2:
             return Check("NCCL", "ok", f"not needed for one GPU ({text})")
-        return Check("NCCL", "problem", f"{text}; {len(gpus)} GPUs cannot sum by it", command=INSTALL_CUDA)
-    return _as_asked("NCCL", found, f"{version(found) or 'without a version'} ({found['path']})")
+        return Check("NCCL", "problem", f"{text}; {len(gpus)} GPUs need it", command=INSTALL_CUDA)
+    return _as_asked("NCCL", found, f"{version(found) or 'unknown version'} ({found['path']})")
 
 
 def tools(facts: Mapping[str, dict]) -> Check | None:
@@ -146,7 +146,7 @@ def tools(facts: Mapping[str, dict]) -> Check | None:
     command = "pip install nvidia-cuda-nvcc-cu12"
     looked = ", ".join(found.get("looked", []))
     if not found.get("ptxas"):
-        text = f"not found in {looked}: XLA leaves it to the driver, which may know too little"
+        text = f"not found in {looked}: XLA then uses the driver, which may be too old"
         return Check("ptxas", "warning", text, command=command)
     if not found.get("version"):
         return Check("ptxas", "problem", found["error"], command=f"{command} --force-reinstall")

@@ -1,4 +1,4 @@
-"""Cores, memory, limits, shared memory, disk and container."""
+"""Checks of cores, memory, limits, shared memory, disk and container."""
 
 import os
 import shlex
@@ -8,14 +8,14 @@ from tfgpu.doctor.check import Check
 
 GIB = 2**30
 FILES = 4096
-"""Open files that a training with many shards, workers and logs may need."""
+"""The number of open files that a training with many shards, workers and logs may need."""
 _SHARED = GIB
 _SMALL_SHARED = 2**28
 _THREADS = 2048
 
 
 def processor(facts: Mapping[str, dict]) -> list[Check]:
-    """The cores that this process may use, against the threads that it would start."""
+    """Compares the cores that this process may use with the threads that it starts."""
     found = facts["machine"]
     if not found.get("cores"):
         return [Check("CPU", "warning", found.get("error", "unknown"), command="pip install psutil")]
@@ -24,7 +24,7 @@ def processor(facts: Mapping[str, dict]) -> list[Check]:
     text = f"{cores} cores for this process"
     if quota and quota < cores:
         whole = max(1, round(quota))
-        text += f", but time of {quota:g}: TensorFlow starts {cores} threads, which wait for each other"
+        text += f", but a CPU quota of {quota:g}: TensorFlow starts {cores} threads, which slow each other down"
         return [Check("CPU", "warning", text, command=_threads(whole))]
     too_many = {name: value for name, value in found.get("threads", {}).items() if _number(value) > usable}
     if too_many:
@@ -33,18 +33,18 @@ def processor(facts: Mapping[str, dict]) -> list[Check]:
     odd = {name: value for name, value in found.get("threads", {}).items() if not _is_number(value)}
     if odd:
         told = ", ".join(f"{name}={value!r}" for name, value in odd.items())
-        return [Check("CPU", "warning", f"{text}; no number: {told}", command=f"unset {' '.join(odd)}")]
+        return [Check("CPU", "warning", f"{text}; not a number: {told}", command=f"unset {' '.join(odd)}")]
     # In a launch, several processes share the cores.
     alone = usable >= 4 and not facts["cluster"]
     lone = [name for name, value in found.get("threads", {}).items() if _number(value) == 1 and alone]
     if lone:
-        told = f"{text}, but one thread each by {', '.join(lone)}"
+        told = f"{text}, but {', '.join(lone)} allows one thread"
         return [Check("CPU", "warning", told, command=f"unset {' '.join(lone)}")]
     gpus = len(facts["driver"].get("gpus") or [])
     if gpus and usable < 2 * gpus:
         text += f", for {gpus} GPU(s): too few to feed them"
         return [
-            Check("CPU", "warning", text, "Ask for 4 cores or more a GPU (Slurm: --cpus-per-task; docker: --cpus).")
+            Check("CPU", "warning", text, "Request 4 or more cores per GPU (Slurm: --cpus-per-task; docker: --cpus).")
         ]
     everything = found.get("all_cores") or cores
     return [Check("CPU", "ok", text + (f" of {everything}" if everything > cores else ""))]
@@ -79,10 +79,12 @@ def memory(facts: Mapping[str, dict]) -> Check:
 
 
 def shared_memory(facts: Mapping[str, dict]) -> Check:
-    """`/dev/shm`, through which NCCL's processes and data workers talk; Docker gives it 64 MiB."""
+    """`/dev/shm`, which NCCL and data workers use; Docker's default is 64 MiB."""
     found, name = facts["machine"].get("shared_memory"), "/dev/shm"
     if not found:
-        return Check(name, "warning", "unknown: the machine was not asked", command="pip install psutil")
+        return Check(
+            name, "warning", "unknown: the facts of the machine could not be read", command="pip install psutil"
+        )
     if "error" in found:
         fix = "sudo mount -t tmpfs -o size=8g tmpfs /dev/shm"
         return Check(name, "warning", found["error"], command=f"sudo mkdir -p /dev/shm; {fix}")
@@ -95,8 +97,8 @@ def shared_memory(facts: Mapping[str, dict]) -> Check:
         fix, command = _larger(facts["machine"].get("container", ""))
         return Check(name, "problem" if several else "warning", text, fix, command)
     if free < least:
-        text += ": full of what others left behind"
-        return Check(name, "warning", text, "Look with `ls -la /dev/shm`, and remove what no process uses.")
+        text += ": full of leftover files"
+        return Check(name, "warning", text, "List them with `ls -la /dev/shm`, and remove those that no process uses.")
     return Check(name, "ok", text)
 
 
@@ -109,14 +111,16 @@ def _larger(container: str) -> tuple[str, str]:
 
 
 def container(facts: Mapping[str, dict]) -> Check:
-    """A container whose host has GPUs, which it was not given."""
+    """A container without access to the GPUs of its host."""
     found, name = facts["machine"], "Container"
     if "error" in found:
-        return Check(name, "warning", "unknown: the machine was not asked", command="pip install psutil")
+        return Check(
+            name, "warning", "unknown: the facts of the machine could not be read", command="pip install psutil"
+        )
     kind, there = found.get("container", ""), found.get("devices", {})
     has_host_gpus = found.get("pci_gpus") or found.get("kernel_driver")
     if kind and has_host_gpus and not there.get("gpus"):
-        text = f"{kind}: its host has NVIDIA GPUs, but there is no /dev/nvidia0 here"
+        text = f"{kind}: the host has NVIDIA GPUs, but /dev/nvidia0 is missing"
         return Check(name, "problem", text, _gpus_for(kind))
     if there.get("closed"):
         files = ", ".join(f"/dev/{each}" for each in there["closed"])
@@ -129,7 +133,7 @@ def container(facts: Mapping[str, dict]) -> Check:
 
 def _gpus_for(kind: str) -> str:
     ways = {
-        "kubernetes": "Ask for them in the pod: resources.limits with nvidia.com/gpu: 1 (and NVIDIA's device plugin).",
+        "kubernetes": "Request them in the pod: resources.limits with nvidia.com/gpu: 1 (and NVIDIA's device plugin).",
         "podman": "Start it with: podman run --device nvidia.com/gpu=all ...",
         "apptainer": "Start it with: apptainer run --nv ...",
     }
@@ -140,25 +144,29 @@ def limits(facts: Mapping[str, dict]) -> list[Check]:
     """Open files, processes, locked memory and address space."""
     found = facts["machine"].get("limits")
     if not found:
-        return [Check("Limits", "warning", "unknown: the machine was not asked", command="pip install psutil")]
+        return [
+            Check(
+                "Limits", "warning", "unknown: the facts of the machine could not be read", command="pip install psutil"
+            )
+        ]
     faults = []
     if 0 <= found["files"] < FILES:
-        text = f"{found['files']} open files at most; a training with many files and workers needs {FILES}"
+        text = f"at most {found['files']} open files; a training with many files and workers needs {FILES}"
         faults.append(_limit("Open files", text, "n", found["most_files"], FILES * 16, FILES))
     if 0 <= found["processes"] < _THREADS:
-        text = f"{found['processes']} processes and threads at most; TensorFlow starts hundreds"
+        text = f"at most {found['processes']} processes and threads; TensorFlow starts hundreds"
         faults.append(_limit("Processes", text, "u", found["most_processes"], _THREADS * 8, _THREADS))
     if facts["machine"].get("infiniband") and 0 <= found["locked"] < GIB:
-        text = f"{found['locked'] >> 10} KiB of locked memory; InfiniBand locks what it sends"
+        text = f"at most {found['locked'] >> 10} KiB of locked memory; InfiniBand locks its buffers"
         faults.append(_limit("Locked memory", text, "l", found["most_locked"], -1, GIB))
     if 0 <= found["addresses"]:
-        text = f"{found['addresses'] / GIB:.1f} GiB of addresses at most; a GPU alone reserves more"
+        text = f"at most {found['addresses'] / GIB:.1f} GiB of address space; a GPU reserves more"
         faults.append(_limit("Address space", text, "v", found["most_addresses"], -1, 2**47))
     return faults or [Check("Limits", "ok", f"{_shown(found['files'])} open files")]
 
 
 def _limit(name: str, text: str, flag: str, most: int, wish: int, need: int) -> Check:
-    """A limit that a shell can raise up to `most`, or only an administrator."""
+    """The check of a limit, which a shell can raise up to `most`."""
     if most < 0 or most >= need:
         value = "unlimited" if wish < 0 and most < 0 else min(each for each in (wish, most) if each >= 0)
         return Check(name, "warning", text, command=f"ulimit -{flag} {value}")
@@ -166,7 +174,7 @@ def _limit(name: str, text: str, flag: str, most: int, wish: int, need: int) -> 
         name,
         "warning",
         text,
-        f"Raise it in /etc/security/limits.conf, or docker run --ulimit ({most} is the most here).",
+        f"Raise it in /etc/security/limits.conf, or with docker run --ulimit (the hard limit is {most}).",
     )
 
 
@@ -175,15 +183,17 @@ def _shown(value: int) -> str:
 
 
 def disk(facts: Mapping[str, dict]) -> Check:
-    """Room for checkpoints where this process works."""
+    """Disk space for checkpoints in the working directory."""
     found = facts["machine"].get("disk")
     if not found:
-        return Check("Disk", "warning", "unknown: the machine was not asked", command="pip install psutil")
+        return Check(
+            "Disk", "warning", "unknown: the facts of the machine could not be read", command="pip install psutil"
+        )
     text = f"{found['free_bytes'] / GIB:.1f} GiB free in {found['folder']}"
     if not found["is_writable"]:
         return Check("Disk", "warning", f"{found['folder']} cannot be written", command=f"cd {shlex.quote(_home())}")
     if found["free_bytes"] < 5 * GIB:
-        return Check("Disk", "warning", f"{text}: checkpoints may not fit", "Free some, or give --output another disk.")
+        return Check("Disk", "warning", f"{text}: checkpoints may not fit", "Free some, or use another disk: --output.")
     return Check("Disk", "ok", text)
 
 

@@ -1,4 +1,4 @@
-"""Python, TensorFlow, Keras, TensorBoard and the repairs."""
+"""Checks of Python, TensorFlow, Keras, TensorBoard and the repairs."""
 
 import re
 import sys
@@ -12,10 +12,11 @@ from tfgpu.doctor.check import Check
 def python(facts: Mapping[str, dict]) -> Check:
     found = facts["python"]
     if "error" in found:
-        return Check("Python", "problem", found["error"], f"Run `{sys.executable} -c 'import tfgpu'` and mend it.")
+        fix = f"Run `{sys.executable} -c 'import tfgpu'` and fix its error."
+        return Check("Python", "problem", found["error"], fix)
     text = f"{found['version']} ({found['executable']})"
     if tuple(map(int, found["version"].split(".")[:2])) < (3, 11):
-        return Check("Python", "problem", text, "Install Python 3.11 or newer, and make a new .venv with it.")
+        return Check("Python", "problem", text, "Install Python 3.11 or newer, and create a new .venv with it.")
     return Check("Python", "ok", text)
 
 
@@ -37,18 +38,18 @@ def _package(support: Support, found: dict) -> Check:
 
 
 def several_tensorflows(facts: Mapping[str, dict]) -> Check:
-    """Packages of TensorFlow that write into the same folder."""
+    """Several TensorFlow packages, which install into the same folder."""
     found = facts["packages"].get("tensorflows", [])
     names = [each.partition(" ")[0] for each in found]
     if len(found) < 2:
-        return Check("TensorFlow packages", "ok", ", ".join(found) or "none by pip")
-    text = f"{', '.join(found)}: they share one folder, and have overwritten each other's files"
+        return Check("TensorFlow packages", "ok", ", ".join(found) or "none installed by pip")
+    text = f"{', '.join(found)}: they share one folder and overwrite each other's files"
     return Check("TensorFlow packages", "problem", text, command=f"pip uninstall -y {' '.join(names)}; {INSTALL}")
 
 
 def keras(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check:
     found = facts["keras"]
-    # A backend that is not installed shows as an import error that names it.
+    # A backend that is not installed causes an import error that names it.
     absent = re.search(r"No module named '(jax|torch|openvino)'", found.get("error", ""))
     backend = absent[1] if absent else found.get("backend", "tensorflow")
     if backend == "tensorflow":
@@ -62,10 +63,10 @@ def legacy_keras(facts: Mapping[str, dict], environ: Mapping[str, str]) -> Check
     wanted = environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
     installed = facts["packages"].get("tf-keras")
     if wanted:
-        text = "TF_USE_LEGACY_KERAS makes tf.keras the old Keras 2, whose models do not mix with Keras 3"
+        text = "TF_USE_LEGACY_KERAS makes tf.keras the old Keras 2, which is incompatible with Keras 3"
         return Check("Legacy Keras", "problem", text, command="unset TF_USE_LEGACY_KERAS")
     if installed:
-        text = f"tf-keras {installed} is installed: what it makes does not mix with Keras 3"
+        text = f"tf-keras {installed} is installed: its models are incompatible with Keras 3"
         fix = "pip uninstall -y tf-keras  (unless something imports tf_keras)"
         return Check("Legacy Keras", "warning", text, fix, "pip uninstall -y tf-keras")
     return Check("Legacy Keras", "ok", "not in use")
@@ -106,12 +107,12 @@ def repairs(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check
     for name, is_needed in found.items():
         title = f"Keras repair {name}"
         if is_needed is None:
-            fix = "Run `tfgpu doctor` again; if it stays so, report it with `tfgpu doctor --bundle`."
+            fix = "Run `tfgpu doctor` again; if this remains, report it with `tfgpu doctor --bundle`."
             checks.append(Check(title, "warning", "its probe gave no answer; the repair is installed", fix))
         elif not is_needed:
             checks.append(Check(title, "ok", "fixed upstream: not needed here"))
         elif is_off:
-            text = "needed here, but TFGPU_REPAIR=0 leaves Keras alone"
+            text = "needed here, but TFGPU_REPAIR=0 disables it"
             checks.append(Check(title, "warning", text, command="unset TFGPU_REPAIR"))
         else:
             checks.append(Check(title, "ok", "needed here; tfgpu.strategy() installs it"))
@@ -119,15 +120,15 @@ def repairs(facts: Mapping[str, dict], environ: Mapping[str, str]) -> list[Check
 
 
 def patches(facts: Mapping[str, dict]) -> list[Check]:
-    """Whether every function that tfgpu wraps has a source that tfgpu was tested with."""
+    """Whether tfgpu was tested with the source of every function that it wraps."""
     found, title = facts["patches"], "Patches"
     if "error" in found:
-        return []  # the repairs' check says what it is
+        return []  # `repairs` reports it
     changed = [f"{target} (by {by})" for target, by, source in found["in force"] if source == "changed"]
     functions = {target for target, *_ in found["in force"]}
     text = f"{len(functions)} functions of Keras and TensorFlow wrapped, {len(found['on use'])} more by features"
     if not changed:
-        return [Check(title, "ok", f"{text}; each has a source that was tested")]
-    text = f"{text}; the source of {', '.join(changed)} is not one that was tested"
-    fix = f"Compare a short run with one device, or use a version that was tested: {versions.tried()}."
+        return [Check(title, "ok", f"{text}; all sources were tested")]
+    text = f"{text}; the source of {', '.join(changed)} was not tested"
+    fix = f"Compare a short run with one device, or use a tested version: {versions.tried()}."
     return [Check(title, "warning", text, fix)]

@@ -1,6 +1,6 @@
-"""Asks this machine's Python, packages, driver, libraries, kernel, cluster, TensorFlow and Keras what they are.
+"""Collects facts about this machine's Python, packages, driver, libraries, kernel, cluster, TensorFlow and Keras.
 
-`asking.py` runs the questions in processes of their own; the other files hold them, by subject.
+`asking.py` answers the questions in separate processes; the other files hold the questions, by subject.
 """
 
 import tempfile
@@ -12,22 +12,22 @@ from typing import Any
 from tfgpu.doctor.facts import asking, loader
 
 QUICK_S, TENSORFLOW_S, REPAIRS_S = 60, 240, 600
-_ENGINE = ("repairs", "patches")  # a process each: the probes must run where nothing is patched
-"""Seconds for a group of questions to be answered; on an idle machine they take 1, 7 and 15."""
+"""Time limits of a group of questions in seconds; on an idle machine they take 1, 7 and 15."""
+_ENGINE = ("repairs", "patches")  # one process each: the probes must run without patches
 _HERE = "tfgpu.doctor.facts"
 _LOG_LINES = 100
 
 
 def gather(environ: Mapping[str, str], *, root: str = "/", seconds: float | None = None) -> dict[str, dict[str, Any]]:
-    """Asks this machine's Python, packages, driver, libraries, kernel, cluster, TensorFlow and Keras what they are.
+    """Collects facts about this machine's Python, packages, driver, libraries, kernel, cluster, TensorFlow and Keras.
 
     Args:
-        environ: the environment of the processes that are asked.
+        environ: the environment of the answering processes.
         root: the folder below which the kernel's files are read.
-        seconds: for each group of questions; `None` gives each what it needs at most on a busy machine.
+        seconds: time limit for each group of questions; `None` allows enough for a busy machine.
 
     Returns:
-        The answers by question. One that could not be had is `{"error": why}`.
+        The answers by question. A failed one is `{"error": why}`.
     """
     environ = {**asking.with_tfgpu(environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
     with asking.Askers() as pool:
@@ -53,17 +53,17 @@ def _ask(
 
 
 def hardware(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """What TensorFlow and the driver say of this machine's devices: the answers to `tensorflow` and `driver`."""
+    """The answers to `tensorflow` and `driver`: this machine's devices."""
     found = _ask("software", ["tensorflow"], environ, TENSORFLOW_S)
     return found | _ask("gpus", ["driver"], environ, QUICK_S, root="/")
 
 
 def tensorflow(environ: dict[str, str], seconds: float) -> dict[str, dict[str, Any]]:
-    """TensorFlow and Keras, with what the loader says in TensorFlow's process.
+    """The facts of TensorFlow and Keras, with messages of the loader.
 
     Returns:
-        The answers to `tensorflow` and `keras`. `tensorflow` has, besides, `loading`: `failed` (libraries and the
-        loader's words), `places` (where it looked for each) and `log`.
+        The answers to `tensorflow` and `keras`. `tensorflow` also has `loading`: `failed` (libraries and the loader's
+        errors), `places` (the folders searched for each) and `log`.
     """
     with tempfile.TemporaryDirectory(prefix="tfgpu-doctor-") as folder:
         watched = loader.watched(environ, folder)
@@ -77,7 +77,7 @@ def tensorflow(environ: dict[str, str], seconds: float) -> dict[str, dict[str, A
 
 
 def _libraries(found: Mapping, environ: Mapping[str, str], root: str, seconds: float) -> dict[str, dict[str, Any]]:
-    """CUDA's libraries, opened as this TensorFlow would."""
+    """CUDA's libraries, loaded as this TensorFlow does."""
     folder = str(Path(found["folder"])) if found.get("folder") else None
     built = found.get("build", {}).get("cuda_version")
     return _ask("libraries", ["libraries", "tools"], environ, seconds, cuda_version=built, tensorflow=folder, root=root)
@@ -86,7 +86,7 @@ def _libraries(found: Mapping, environ: Mapping[str, str], root: str, seconds: f
 def _repairs(
     names: list[str], environ: Mapping[str, str], seconds: float, stop: threading.Event
 ) -> dict[str, dict[str, Any]]:
-    # The probes train tiny models on logical CPU devices of their own: no GPU, no cluster, a fresh process.
+    # The probes train tiny models on logical CPU devices, without GPU and cluster.
     away = ("TF_CONFIG", "TFGPU_REPAIR")
     alone = {name: value for name, value in environ.items() if name not in away} | {"CUDA_VISIBLE_DEVICES": ""}
     return _ask("software", names, alone, seconds, stop=stop)

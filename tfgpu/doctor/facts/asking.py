@@ -1,6 +1,6 @@
-"""Questions that are answered in a process of their own: a library that hangs or dies is a fact, not the doctor's end.
+"""Answers questions in separate processes, so that a library that hangs or crashes does not end the doctor.
 
-The answering process prints each answer as it comes, so that those before a death are kept.
+The process prints each answer as soon as it is known, so that answers before a crash are kept.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ class Ended:
     """How a command ended.
 
     Attributes:
-        code: its exit code, negative for a signal; `None` where it gave no answer in time.
-        out: what it wrote to stdout.
-        err: the same of stderr.
-        how: the end in words.
+        code: its exit code, negative for a signal; `None` after a timeout.
+        out: its stdout.
+        err: its stderr.
+        how: a description of the end.
     """
 
     code: int | None
@@ -42,10 +42,10 @@ class Ended:
 
 
 class Askers(ThreadPoolExecutor):
-    """Threads that ask at once. An error or Ctrl-C in the thread that waits for them ends what they have asked.
+    """Threads that ask in parallel. An error or Ctrl-C in the waiting thread ends their processes.
 
     Attributes:
-        stop: what `run` and `ask` take, so that they end then.
+        stop: to pass to `run` and `ask`.
     """
 
     def __init__(self, most: int | None = None):
@@ -66,9 +66,9 @@ def run(
     directory: str | None = None,
     stop: threading.Event | None = None,
 ) -> Ended:
-    """Runs a command to its end, to the end of its time, or until `stop`; then it is killed, with all that it started.
+    """Runs a command until its end, the timeout, or `stop`; then kills it with its children.
 
-    A process that hangs in the kernel, as with a GPU that has fallen off the bus, cannot be killed: it is left behind.
+    A process that hangs in the kernel, as with a lost GPU, cannot be killed, and is abandoned.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
@@ -105,18 +105,18 @@ def ask(
     stop: threading.Event | None = None,
     **options: Any,
 ) -> dict:
-    """Has a module's `QUESTIONS` answered in a process of its own.
+    """Answers questions of a module in a separate process.
 
     Args:
-        module: its full name; it has `QUESTIONS`, functions by name.
-        names: which of them, in this order.
+        module: its full name; its `QUESTIONS` are functions by name.
+        names: the questions, in order.
         environ: the environment of the process.
-        seconds: for all of them together.
-        stop: ends it before.
-        options: what each of them gets.
+        seconds: time limit for all questions together.
+        stop: ends the process early.
+        options: arguments for the questions.
 
     Returns:
-        The answers by name. One that could not be had is `{"error": why}`.
+        The answers by name. A failed one is `{"error": why}`.
     """
     return ask_with_log(module, names, environ=environ, seconds=seconds, stop=stop, **options)[0]
 
@@ -130,21 +130,21 @@ def ask_with_log(
     stop: threading.Event | None = None,
     **options: Any,
 ) -> tuple[dict[str, dict], str]:
-    """As `ask`, with what the process wrote to stderr."""
+    """As `ask`; also returns the stderr of the process."""
     code = f"from tfgpu.doctor.facts import asking; asking.answer({module!r}, {list(names)!r}, {options!r})"
     ended = run([*INTERPRETER, "-c", code], environ=environ, seconds=seconds, stop=stop)
     return {name: {"error": ended.how} for name in names} | answers(ended.out), ended.err
 
 
 def answer(module: str, names: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Prints the answer to each question as it comes; `ask` runs this in a process of its own."""
+    """Prints the answer to each question; `ask` runs this in a separate process."""
     import importlib
 
     questions: Mapping[str, Callable[..., dict]] = importlib.import_module(module).QUESTIONS
     for name in names:
         try:
             found = questions[name](**options)
-        except BaseException as error:  # A broken package may raise anything, SystemExit too.
+        except BaseException as error:  # A broken package may raise anything, even SystemExit.
             found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]}
         tell(name, found)
 
@@ -155,7 +155,7 @@ def tell(name: str, found: Mapping[str, Any]) -> None:
 
 
 def answers(text: str) -> dict[str, dict]:
-    """Reads the answers in an output, whatever else stands there.
+    """Extracts the answers from an output.
 
     Example:
         >>> answers('noise\\ntfgpu-fact {"a": {"b": 1}}\\ntfgpu-fact {"broken')
@@ -171,7 +171,7 @@ def answers(text: str) -> dict[str, dict]:
 
 
 def with_tfgpu(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that finds this tfgpu, which hides no package of the user's."""
+    """The environment with this tfgpu at the end of PYTHONPATH, so that it hides no package of the user."""
     parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     path = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), parent]))
     return {**environ, "PYTHONPATH": path}
@@ -198,6 +198,6 @@ def _words(code: int | None, err: str, seconds: float) -> str:
     if code is None:
         return f"no answer within {seconds:g} s"
     if code < 0:
-        return f"the process died of {signal.Signals(-code).name}"
+        return f"the process was ended by {signal.Signals(-code).name}"
     lines = err.strip().splitlines()
     return f"the process ended with code {code}" + (f": {lines[-1][:_LONGEST]}" if lines else "")

@@ -1,4 +1,4 @@
-"""TF_CONFIG against reality: names, addresses, the port of this process, and the other workers, if they answer."""
+"""Facts of the cluster: names, addresses, the port of this process, and the other workers, if they answer."""
 
 import contextlib
 import os
@@ -18,15 +18,15 @@ from tfgpu.rendezvous.peers import answers, serves
 MEET_S = 8.0
 """Seconds for the doctors of other workers to answer."""
 ATTEMPT = "doctor"
-"""So that a training that waits for this worker does not take the doctor for it."""
+"""Distinguishes the doctor from a training that waits for this worker."""
 _RESOLVE_S = 5.0
 
 
 def _cluster(*, meet_s: float = MEET_S, **_) -> dict:
-    """Looks from this process; an empty answer where it is alone."""
+    """The cluster as seen from this process; empty for a single process."""
     try:
         cluster = Cluster.from_environment(os.environ)
-    except InputError:  # `checks/cluster.py` says which.
+    except InputError:  # `checks/cluster.py` reports it.
         return {}
     everyone, me = members(cluster)
     if me < 0 or len(everyone) < 2:
@@ -43,7 +43,7 @@ def _cluster(*, meet_s: float = MEET_S, **_) -> dict:
 
 
 def resolved(hosts: Sequence[str]) -> dict[str, list[str]]:
-    """The addresses of host names, empty where there is none, or no answer in time."""
+    """The addresses of host names; empty if a name does not resolve in time."""
     found: dict[str, list[str]] = {host: [] for host in hosts}
 
     def ask(host: str) -> None:
@@ -68,13 +68,13 @@ def own_addresses() -> list[str]:
 
 
 def _port(own: Member) -> str:
-    """Why TensorFlow cannot listen at this process's port; `""` where it can."""
+    """Why TensorFlow cannot listen at this process's port; `""` if it can."""
     try:
         wire.listener(own.port).close()
         return ""
     except OSError as error:
         if serves(f"127.0.0.1:{own.port}"):
-            return "TensorFlow listens there already"
+            return "TensorFlow already listens there"
         return f"{wire.words(error)}{_holder(own.port)}"
 
 
@@ -89,7 +89,7 @@ def _holder(port: int) -> str:
 
 
 def _met(everyone: Sequence[Member], me: int, meet_s: float) -> dict:
-    """Meets the doctors of the other workers, as a training would; those that do not come are no fault."""
+    """Holds a rendezvous with the doctors of the other workers; missing ones are not an error."""
     facts = preflight_facts.gather()
     facts.pop(preflight_facts.SCRIPT, None)
     meeting = Meeting(everyone, me, facts=facts, attempt=ATTEMPT, timeout_s=meet_s)
@@ -100,7 +100,7 @@ def _met(everyone: Sequence[Member], me: int, meet_s: float) -> dict:
     except InputError as error:
         differs = str(error)
     except MachineError:
-        pass  # It names who did not come, whom `reached` lacks.
+        pass  # `reached` shows who is missing.
     clocks = {name: [clock.ahead_s, clock.within_s] for name, clock in meeting.clocks_of_others().items()}
     others = [each.name for index, each in enumerate(everyone) if index != me]
     reached = others if all_came else meeting.reached()
@@ -108,7 +108,7 @@ def _met(everyone: Sequence[Member], me: int, meet_s: float) -> dict:
 
 
 def _called(everyone: Sequence[Member], me: int) -> dict:
-    """Who takes a connection, where this process cannot hold a meeting."""
+    """The processes that accept connections, if this process cannot hold a rendezvous."""
     found = {each.name: answers(each.address) for index, each in enumerate(everyone) if index != me}
     reached = [name for name, is_there in found.items() if is_there]
     return {"reached": reached, "clocks": {}, "differs": "", "others": len(everyone) - 1}

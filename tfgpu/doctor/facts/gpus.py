@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of its GPUs, for the doctor; `tfgpu.sensors` asks it."""
+"""Facts of NVIDIA's driver and GPUs, from `tfgpu.sensors`."""
 
 from tfgpu.sensors import nvml
 

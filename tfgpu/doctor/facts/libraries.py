@@ -1,4 +1,4 @@
-"""CUDA's libraries and tools, opened one by one as TensorFlow would, and the versions that its package asks for."""
+"""Facts of CUDA's libraries and tools, loaded as TensorFlow does, and the versions that its package requires."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tfgpu.doctor.facts.software import TENSORFLOWS
 
-# By CUDA's major version: what TensorFlow opens, by the names that its errors have.
+# The libraries that TensorFlow loads, by CUDA's major version.
 _SONAMES = {
     12: {
         "cudart": 12,
@@ -34,10 +34,10 @@ _SONAMES = {
         "nccl": 2,
     },
 }
-# The function that tells a library's version, whether by its result or by a pointer.
+# The function that returns a library's version, and whether it does so by a pointer.
 _VERSIONS = {"cudart": ("cudaRuntimeGetVersion", True), "cudnn": ("cudnnGetVersion", False)}
 _VERSIONS["nccl"] = ("ncclGetVersion", True)
-# The wheels that hold them; CUDA's major version may follow.
+# The wheels of the libraries; CUDA's major version may follow.
 _WHEELS = {name: rf"nvidia-{name}(-cu\d+)?" for name in ("cudnn", "nccl")}
 _WHEELS["cudart"] = r"nvidia-cuda-runtime(-cu\d+)?"
 _EXTRA = "and-cuda"
@@ -45,7 +45,7 @@ _TOOL_S = 10
 
 
 def sonames(cuda_version: str | None) -> dict[str, str]:
-    """The files that a TensorFlow built for a CUDA opens.
+    """The library files that TensorFlow loads, for the CUDA version of its build.
 
     Example:
         >>> sonames("12.5.1")["cudnn"], sonames(None)["cufft"]
@@ -56,7 +56,7 @@ def sonames(cuda_version: str | None) -> dict[str, str]:
 
 
 def spelled(name: str, number: int) -> str:
-    """A library's version as its makers write it.
+    """Formats a library's version number.
 
     Example:
         >>> spelled("cudart", 12050), spelled("cudnn", 90300), spelled("cudnn", 8907), spelled("nccl", 22304)
@@ -64,16 +64,15 @@ def spelled(name: str, number: int) -> str:
     """
     if name == "cudart":
         return f"{number // 1000}.{number % 1000 // 10}"
-    # cuDNN 9 and NCCL 2.9 went from one digit for the minor version to two.
+    # Since cuDNN 9 and NCCL 2.9, the minor version has two digits.
     large = 10000 if number >= 10000 else 1000
     return f"{number // large}.{number % large // 100}.{number % 100}"
 
 
 def wheel_folders(tensorflow: str | None) -> list[str]:
-    """The folders of NVIDIA's wheels beside TensorFlow, which its own libraries name as places to look in."""
+    """The folders of NVIDIA's wheels beside TensorFlow, which its libraries search."""
     beside = Path(tensorflow).parent / "nvidia" if tensorflow else None
-    found = [str(path) for path in sorted(beside.glob("*/lib"))] if beside else []
-    return found
+    return [str(path) for path in sorted(beside.glob("*/lib"))] if beside else []
 
 
 def _libraries(*, cuda_version: str | None, tensorflow: str | None, **_) -> dict:
@@ -86,10 +85,10 @@ def _libraries(*, cuda_version: str | None, tensorflow: str | None, **_) -> dict
 
 
 def requirements(tensorflow: str | None) -> list[dict]:
-    """The wheels that TensorFlow's own package asks for: `package` and `versions`, such as `">=9.3.0.75,<10.0"`.
+    """The wheels that TensorFlow's package requires: `package` and `versions`, such as `">=9.3.0.75,<10.0"`.
 
     Args:
-        tensorflow: the folder of TensorFlow; its package's metadata lies beside it.
+        tensorflow: the folder of TensorFlow; the metadata of its package is beside it.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -112,7 +111,7 @@ def _name(distribution: metadata.Distribution) -> str:
 
 
 def _wheel(wheel: str, path: str | None) -> str | None:
-    """The version of the wheel that a library is of; `None` where it is not of one."""
+    """The version of a library's wheel; `None` if it is not from a wheel."""
     at = Path(path).parents if path else ()
     site = next((str(folder.parent) for folder in at if folder.name == "nvidia"), None)
     for each in metadata.distributions(path=[site] if site else []):
@@ -122,7 +121,7 @@ def _wheel(wheel: str, path: str | None) -> str | None:
 
 
 def _opened(name: str, file: str, folders: list[str]) -> dict:
-    """Opens a library as the loader finds it, or else in the wheels' folders; reads its version."""
+    """Loads a library by the loader's search path, or from the wheels' folders; reads its version."""
     found = {"file": file, "version": None, "error": ""}
     for path in [file, *(os.path.join(each, file) for each in folders)]:
         if path != file and not os.path.exists(path):
@@ -150,14 +149,14 @@ def _version(name: str, library: ctypes.CDLL) -> str | None:
 
 
 def _named(path: str, file: str) -> str | None:
-    """The version in a library's own name, such as `libcudnn.so.9.3.0`, where it says more than `libcudnn.so.9`."""
+    """The version in the full name of a library, such as `libcudnn.so.9.3.0`."""
     name = os.path.basename(os.path.realpath(path))
     number = name.removeprefix(file.partition(".so.")[0] + ".so.")
     return number if re.fullmatch(r"\d+(\.\d+)+", number) else None
 
 
 def _path(file: str) -> str | None:
-    """Where a library that is open lies."""
+    """The path of a loaded library."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.partition("/")[2]
         if path and os.path.basename(path).startswith(file):
@@ -166,7 +165,7 @@ def _path(file: str) -> str | None:
 
 
 def _tools(*, tensorflow: str | None, root: str = "/", **_) -> dict:
-    """XLA's tools: `ptxas` assembles what it compiles, `libdevice` has CUDA's mathematics."""
+    """XLA's tools: `ptxas`, its assembler, and `libdevice`, CUDA's math library."""
     found: dict = {"ptxas": None, "version": None, "libdevice": None, "looked": []}
     folders = _tool_folders(tensorflow, os.environ, root)
     for folder in folders:
@@ -182,7 +181,7 @@ def _tools(*, tensorflow: str | None, root: str = "/", **_) -> dict:
 
 
 def _tool_folders(tensorflow: str | None, environ: Mapping[str, str], root: str) -> list[str]:
-    """Where XLA looks: its flag, the wheel, CUDA's variables and the usual places."""
+    """The folders that XLA searches: its flag, the wheel, CUDA's variables and the default folders."""
     flag = re.search(r"--xla_gpu_cuda_data_dir=(\S+)", environ.get("XLA_FLAGS", ""))
     found = [flag[1]] if flag else []
     found += [str(Path(tensorflow).parent / "nvidia/cuda_nvcc")] if tensorflow else []

@@ -1,6 +1,6 @@
-"""What the kernel says of this machine and of this process's share of it: cores, memory, limits, devices, container.
+"""Facts of this machine, and of this process's share of it: cores, memory, limits, devices, container.
 
-Everything is read below `root`, a folder that has `proc`, `sys`, `dev` and `run` as `/` has.
+Everything is read below `root`, a folder with `proc`, `sys`, `dev` and `run`, such as `/`.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def pci_gpus(folder: Path) -> int:
     """Counts NVIDIA's display and 3D controllers among Linux's PCI devices, with or without a driver.
 
     Args:
-        folder: `/sys/bus/pci/devices`; where there is no such folder, 0.
+        folder: `/sys/bus/pci/devices`; the count is 0 if it does not exist.
     """
     count = 0
     for device in folder.glob("*"):
@@ -60,7 +60,7 @@ def pci_gpus(folder: Path) -> int:
 
 
 def container(root: Path, environ: Mapping[str, str]) -> str:
-    """What kind of container this is, by what its engine leaves behind; `""` where it is none."""
+    """The kind of container this is; `""` outside containers."""
     if environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
     if (root / ".dockerenv").exists():
@@ -74,26 +74,26 @@ def container(root: Path, environ: Mapping[str, str]) -> str:
 
 
 def devices(folder: Path) -> dict:
-    """NVIDIA's device files, and those of them that this process may not open."""
+    """NVIDIA's device files, and those that this process may not open."""
     nodes = [path for path in sorted(folder.glob("nvidia*")) if re.fullmatch(r"nvidia(ctl|-uvm|\d+)", path.name)]
     closed = [path.name for path in nodes if not os.access(path, os.R_OK | os.W_OK)]
     return {"gpus": sum(path.name[6:].isdecimal() for path in nodes), "closed": closed}
 
 
 def kernel_driver(root: Path) -> str | None:
-    """The version of NVIDIA's kernel module that runs; `None` where there is none."""
+    """The version of the loaded NVIDIA kernel module; `None` if it is not loaded."""
     match = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(?:\.\d+)?)\s", _text(root / "proc/driver/nvidia/version"))
     return match[1] if match else None
 
 
 def shared_memory(root: Path) -> dict:
-    """Bytes of `/dev/shm`, and how many of them are free."""
+    """The size and the free space of `/dev/shm` in bytes."""
     try:
         found = os.statvfs(root / "dev/shm")
     except OSError as error:
         return {"error": f"/dev/shm: {error.strerror}"}
     total, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
-    # Below another root it is a plain folder: its size is what the mounts say.
+    # Below another root it is a plain folder: use the size in the mount table.
     size = _mounted_size(_text(root / "proc/mounts")) if str(root) != "/" else None
     return {"bytes": size or total, "free_bytes": min(free, size or free)}
 
@@ -104,7 +104,7 @@ def _mounted_size(mounts: str) -> int | None:
 
 
 def limits() -> dict[str, int]:
-    """What this process may use at most, by the names of `ulimit`; -1 for no limit."""
+    """The resource limits of this process; -1 means unlimited."""
     import resource
 
     asked = {"files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked": resource.RLIMIT_MEMLOCK}
@@ -118,24 +118,24 @@ def limits() -> dict[str, int]:
 
 
 def disk() -> dict:
-    """Bytes that are free where this process works, and whether it can write there."""
+    """Free bytes in the working directory, and whether it is writable."""
     here = os.getcwd()
     return {"folder": here, "free_bytes": shutil.disk_usage(here).free, "is_writable": os.access(here, os.W_OK)}
 
 
 def _xid(**_) -> dict:
-    """NVIDIA's own errors in the kernel's log, which only some users may read."""
+    """NVIDIA's errors in the kernel log, which only some users may read."""
     try:
         done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=_TOOL_S)
     except OSError as error:
         return {"lines": [], "unread": error.strerror or str(error)}
     if done.returncode:
-        return {"lines": [], "unread": (done.stderr.strip().splitlines() or ["no words"])[-1][:200]}
+        return {"lines": [], "unread": (done.stderr.strip().splitlines() or ["no message"])[-1][:200]}
     return {"lines": xids(done.stdout), "unread": ""}
 
 
 def xids(log: str) -> list[dict]:
-    """The Xid errors in a kernel log, the last of them.
+    """The last Xid errors in a kernel log.
 
     Example:
         >>> xids("[ 7.1] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.")

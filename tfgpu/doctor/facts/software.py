@@ -1,4 +1,4 @@
-"""Python, packages, TensorFlow and Keras: what they are, in a process that may die of asking."""
+"""Facts of Python, packages, TensorFlow and Keras."""
 
 import platform
 import re
@@ -7,7 +7,7 @@ from importlib import metadata
 
 PACKAGES = ("tensorflow", "keras", "tf-keras", "tensorboard")
 TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-intel", "tf-nightly", "tf-nightly-cpu")
-"""Packages whose files lie in the same folder, so that the last one that was installed wins, in parts."""
+"""Packages that install into the same folder and overwrite each other's files."""
 
 
 def _python(**_) -> dict:
@@ -28,7 +28,7 @@ def _version(package: str) -> str | None:
 
 
 def installed() -> dict[str, str]:
-    """The versions of all packages, by their names in lower case with dashes."""
+    """The versions of all packages, by normalized name."""
     return {
         re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower(): distribution.version
         for distribution in metadata.distributions()

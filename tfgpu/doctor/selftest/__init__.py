@@ -1,8 +1,8 @@
-"""`tfgpu doctor --train`: measures what the doctor can only guess, and trains a little on every strategy.
+"""`tfgpu doctor --train`: measures the machine, and trains briefly with every strategy.
 
-`compute.py` multiplies matrices, `sums.py` adds up over devices, `disk.py` reads and writes, `training.py` trains in
-one process and `worker.py` in several, between which `network.py` measures; `machine.py` measures on each other machine
-what is measured here; `judge.py` says what their figures mean. Each runs in a process of its own, in bounded time.
+`compute.py` multiplies matrices, `sums.py` measures all-reduces, `disk.py` reads and writes, `training.py` trains in
+one process and `worker.py` in several; `network.py` measures between processes; `machine.py` repeats the measurements
+on other machines; `judge.py` judges the results. Each part runs in a separate process with a time limit.
 """
 
 import os
@@ -17,9 +17,9 @@ from tfgpu.doctor.selftest import judge
 from tfgpu.errors import InputError
 
 PART_S, LAUNCH_S = 240.0, 300.0
-"""Seconds that a part, and one in several processes, may take; on an idle machine they take 10 to 30."""
+"""Time limits in seconds of a part, and of a part in several processes; on an idle machine they take 10 to 30."""
 PARTS = {"compute": "multiply", "sums": "sums", "disk": "disk", "training": "training"}
-"""What is measured on each machine: files here, and the names of their answers."""
+"""The parts that run on each machine: modules of this package, and the names of their answers."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _HERE = "tfgpu.doctor.selftest"
 _WORDS = 300
@@ -35,27 +35,28 @@ def examine(
     seconds: float | None = None,
     on_check: Callable[[Check], None] = lambda check: None,
 ) -> list[Check]:
-    """Measures and trains; takes a minute or two where nothing else runs, and keeps all devices busy meanwhile.
+    """Measures and trains; takes a minute or two on an idle machine, and keeps all devices busy.
 
     Args:
-        facts: what the doctor's `gather` returned.
+        facts: the result of the doctor's `gather`.
         environ: the environment of the processes.
-        workers: machines that ssh reaches, two or more; `"localhost"` for each process that is to run here. Each
-            machine is measured as this one is, and all of them together. Empty: two processes here.
-        ssh: the command that reaches them, with options, such as `"ssh -i key"`.
-        folder: where the disk is measured; `None`: here. A machine that has no such folder: the user's own there.
-        seconds: for each part; `None` gives each what it needs at most on a busy machine.
+        workers: two or more machines to reach by ssh; `"localhost"` for each process on this machine. Each machine is
+            measured alone, and all together. Empty means two processes here.
+        ssh: the ssh command with options, such as `"ssh -i key"`.
+        folder: where the disk is measured; `None` means the working directory. On machines without this folder, the
+            home directory.
+        seconds: time limit for each part; `None` allows enough for a busy machine.
         on_check: called with each check as soon as it is known.
 
     Returns:
-        A check for each part. `figures` has its numbers.
+        The checks; `figures` has their numbers.
 
     Raises:
-        InputError: `workers` names fewer than two.
+        InputError: `workers` names fewer than two machines.
     """
     hosts = checked(workers)
     environ = {**asking.with_tfgpu(environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environ.pop("TF_CONFIG", None)  # A self-test makes its own clusters.
+    environ.pop("TF_CONFIG", None)  # The self-test creates its own clusters.
     place = str(folder or os.getcwd())
     others = [host for host in dict.fromkeys(hosts) if host not in LOCAL]
     known = _Known(facts, hosts, others, on_check)
@@ -71,7 +72,7 @@ def examine(
     known.add({})
     for kind, shape, there in (
         ("multi_worker", ["-n", str(len(hosts))], hosts),
-        # One worker: of several, each takes its steps when it can, so that no two trainings end alike.
+        # One worker: several would train asynchronously, with a different result each time.
         ("parameter_server", ["-n", "1", "--ps", str(max(1, len(set(hosts)) - 1))], list(dict.fromkeys(hosts))),
     ):
         known.add({kind: launched(kind, shape, there, seconds=seconds or LAUNCH_S, **options)})
@@ -79,11 +80,11 @@ def examine(
 
 
 class _Known:
-    """What a self-test has found so far; tells each check once.
+    """The results of a self-test so far; reports each check once.
 
     Attributes:
-        machines: by host, what has been measured on it.
-        checks: of all that is known.
+        machines: the results of other machines, by host.
+        checks: the checks so far.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class _Known:
 
     def add(self, answers: Mapping[str, dict]) -> None:
         self._found |= answers
-        # By how much a training may differ depends on the devices of all machines.
+        # The tolerance of the training depends on the devices of all machines.
         waits = ("training",) if self._others and not self.machines else ()
         found = {name: each for name, each in self._found.items() if name not in waits}
         self.checks = judge.judge(found, self._facts, self._hosts, self.machines)
@@ -123,7 +124,7 @@ def parts(
     Args:
         folder: where the disk is measured.
         environ: the environment of the processes.
-        seconds: for each part.
+        seconds: time limit for each part.
         on_part: called with the answers of each part as it ends.
     """
     found = {}
@@ -135,7 +136,7 @@ def parts(
 
 
 def checked(workers: Sequence[str]) -> list[str]:
-    """The machines of a self-test; two processes here where none is named.
+    """The machines of a self-test; by default, two processes here.
 
     Raises:
         InputError: there are fewer than two names, or one is empty.
@@ -145,8 +146,8 @@ def checked(workers: Sequence[str]) -> list[str]:
         return ["localhost", "localhost"]
     if len(hosts) < 2 or not all(hosts):
         raise InputError(
-            f"--workers must name two machines or more, with commas between. Received: {','.join(workers)!r}. "
-            "Write for example --workers host1,host2, or --workers localhost,localhost."
+            f"--workers must list two or more machines, separated by commas. Received: {','.join(workers)!r}. "
+            "Write, for example, --workers host1,host2, or --workers localhost,localhost."
         )
     return hosts
 
@@ -162,21 +163,21 @@ def launched(
     seconds: float,
     stop: threading.Event | None = None,
 ) -> dict:
-    """Has `worker.py` run by `tfgpu launch`, here or by ssh; returns what its chief tells.
+    """Runs `worker.py` with `tfgpu launch`, here or by ssh; returns the answer of its chief.
 
     Args:
-        kind: the strategy, or `"machine"` for what one machine does alone.
-        shape: options of the launch that say how many processes there are.
+        kind: the strategy, or `"machine"` to measure one machine.
+        shape: options of the launch for the number of processes.
         hosts: the machines.
-        arguments: what `worker.py` gets besides.
-        gpus: how many GPUs TensorFlow sees here.
-        stop: ends it before its time.
+        arguments: further arguments of `worker.py`.
+        gpus: the number of GPUs that TensorFlow sees here.
+        stop: ends the launch early.
     """
     words = ["launch", *shape, "--no-logs", "--startup-timeout", "60"]
     if not all(host in LOCAL for host in hosts):
         words += ["--nodes", ",".join(hosts), *(["--ssh", ssh] if ssh else [])]
     elif gpus < len(hosts) or kind == "parameter_server":
-        words += ["--gpus-per-worker", "0"]  # Not enough for one each; two processes on one GPU would quarrel.
+        words += ["--gpus-per-worker", "0"]  # Processes must not share a GPU.
     script = str(Path(__file__).with_name("worker.py"))
     with tempfile.TemporaryDirectory(prefix="tfgpu-doctor-") as folder:
         command = [*asking.INTERPRETER, "-m", "tfgpu", *words, script, kind, *arguments]
@@ -187,6 +188,6 @@ def launched(
     told = [line for line in ended.err.splitlines() if line.strip()] or [ended.how]
     if ended.code is None:
         return {"error": ended.how}
-    # The launcher's own words name the process and have its last lines.
+    # The launcher's messages name the process and quote its last lines.
     why = [line.partition("| ")[2] or line for line in told if line.startswith("launch")] or told
     return {"error": " ".join(" ".join(why).split())[-_WORDS:] or ended.how}

@@ -1,4 +1,4 @@
-"""How fast a device multiplies matrices."""
+"""Measures the rate of matrix products."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _REPEATS = 5
 
 
 def _multiply(**_) -> dict:
-    """Products of square matrices on each GPU; on a CPU beside numpy's, which do the same."""
+    """Multiplies square matrices on each GPU; on a CPU also with numpy for comparison."""
     import tensorflow as tf
 
     gpus = tf.config.list_logical_devices("GPU")
@@ -24,16 +24,16 @@ def _multiply(**_) -> dict:
         if kind == "CPU":
             runs["numpy"] = _numpy_products(_SIZE[kind], _PRODUCTS[kind])
         for run in runs.values():
-            run()  # Kernels are chosen, threads started and clocks raised.
+            run()  # warm-up
         measured = rates.alternate(runs, repeats=_REPEATS)
         found.append({"device": device.name, "kind": kind, **{name: asdict(each) for name, each in measured.items()}})
     return {"devices": found, "tf32": tf.config.experimental.tensor_float_32_execution_enabled()}
 
 
 def _products(tf: object, device: str, dtype: str, size: int, count: int) -> Callable[[], float]:
-    """A function that measures once, in operations a second."""
+    """Returns a function that measures once, in operations per second."""
     with tf.device(device):
-        # Rows of length one keep the products' numbers where they are.
+        # Normalized rows keep the products bounded.
         matrix = tf.cast(tf.linalg.l2_normalize(tf.random.normal([size, size]), axis=1), dtype)
 
         @tf.function
@@ -46,7 +46,7 @@ def _products(tf: object, device: str, dtype: str, size: int, count: int) -> Cal
     def measure() -> float:
         with tf.device(device):
             began = time.perf_counter()
-            multiply(matrix).numpy()  # The number is there when all products are.
+            multiply(matrix).numpy()  # Waits for all products.
             return 2 * size**3 * count / (time.perf_counter() - began)
 
     return measure

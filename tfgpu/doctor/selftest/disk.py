@@ -1,4 +1,4 @@
-"""How fast the disk writes and reads, and tf.data reads records from it."""
+"""Measures the rates of disk writes and reads, and of tf.data reading records."""
 
 import os
 import tempfile
@@ -16,12 +16,12 @@ _REPEATS = 3
 
 
 def _disk(*, folder: str, **_) -> dict:
-    """Writes records, and reads them from the disk: as plain bytes, and through tf.data."""
+    """Writes records, and reads them from disk: as bytes, and with tf.data."""
     import tensorflow as tf
 
     free = os.statvfs(folder)
     if free.f_bavail * free.f_frsize < 4 * BYTES:
-        raise MachineError(f"{folder} has less than {4 * BYTES >> 20} MiB left. Free some, or start elsewhere.")
+        raise MachineError(f"{folder} has less than {4 * BYTES >> 20} MiB free. Free some, or use another folder.")
     with tempfile.TemporaryDirectory(prefix=".tfgpu-doctor-", dir=folder) as own:
         path = Path(own) / "records"
         began = time.perf_counter()
@@ -64,7 +64,7 @@ def _records(tf: object, path: Path) -> Callable[[], float]:
 
 
 def _forget(path: Path) -> None:
-    """Asks the kernel to read the file from the disk again; file systems in memory have no other place."""
+    """Drops the file from the page cache; has no effect on file systems in memory."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

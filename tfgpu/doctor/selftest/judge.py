@@ -1,4 +1,4 @@
-"""What the figures of a self-test mean: each against what its device, its link or a plain program next to it does."""
+"""Judges the results of a self-test against the peak of the device or link, or a simple reference program."""
 
 import math
 import re
@@ -11,15 +11,15 @@ from tfgpu.parallel.planning.hardware import Device, driven
 from tfgpu.rendezvous import clocks
 
 LEAST = {"GPU products": 0.4, "CPU products": 0.5, "GPU sums": 0.3, "CPU sums": 0.02, "workers' sums": 0.02}
-"""The ratios below which something is wrong, and not just busy. Well-kept machines reach two times these, or more."""
+"""The ratios below which something is wrong. Healthy machines reach at least twice these."""
 LEAST_DISK = 50e6
-"""Bytes a second of a disk, or of an input, that holds up any training."""
+"""A disk or an input with fewer bytes per second slows any training."""
 MOST_DIFFERENCE = {"CPU": 1e-5, "GPU": 1e-4}
-"""By how much a weight may differ from one device's, as a part of it where it is above 1: rounding, and no more."""
+"""The tolerated difference of a weight from one device's, relative to weights above 1: rounding only."""
 _AMPERE = (8, 0)
-"""The first compute capability with units for bfloat16 and TF32."""
+"""The first compute capability with bfloat16 and TF32."""
 _LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-_BUSY = "Look who else uses it (`nvidia-smi`, `top`), at heat and power ('GPU clocks' here), and run it again."
+_BUSY = "Check for other programs (`nvidia-smi`, `top`), heat and power ('GPU clocks' here), and run it again."
 
 
 def judge(
@@ -28,13 +28,13 @@ def judge(
     hosts: Sequence[str],
     machines: Mapping[str, dict] | None = None,
 ) -> list[Check]:
-    """Makes checks of what a self-test has measured, or has measured so far.
+    """Judges the results of a self-test, also partial ones.
 
     Args:
-        found: the parts' answers: `multiply`, `sums`, `disk`, `training`, `multi_worker`, `parameter_server`.
-        facts: the machine's, as the doctor's `gather` returns them.
+        found: answers by part: `multiply`, `sums`, `disk`, `training`, `multi_worker`, `parameter_server`.
+        facts: the facts of the machine, from the doctor's `gather`.
         hosts: the machines of the workers.
-        machines: by host, what `machine.py` has measured on it.
+        machines: the results of `machine.py`, by host.
     """
     kinds = [each["training"].get("kind") for each in (found, *(machines or {}).values()) if "training" in each]
     most = MOST_DIFFERENCE["GPU" if "GPU" in kinds else "CPU"]
@@ -55,9 +55,9 @@ def _alone(found: Mapping[str, dict], facts: Mapping[str, dict]) -> list[Check]:
 
 
 def _elsewhere(host: str, found: dict, reference: Sequence[float] | None, most: float) -> list[Check]:
-    """The checks of another machine; its own training on one device is held against this machine's."""
+    """The checks of another machine; its training on one device is compared with this machine's."""
     if "error" in found:
-        fix = f"Run `tfgpu doctor` there; `ssh {host}` must work without questions."
+        fix = f"Run `tfgpu doctor` there; `ssh {host}` must work without prompts."
         return [_failed(f"Machine {host}", found, fix)]
     checks = _alone(found, found["facts"])
     here = found["training"]
@@ -71,7 +71,7 @@ def _elsewhere(host: str, found: dict, reference: Sequence[float] | None, most: 
 
 
 def known_device(name: str) -> Device | None:
-    """The published figures of a GPU, by the name that its driver gives.
+    """The published performance of a GPU, by the driver's name for it.
 
     Example:
         >>> known_device("NVIDIA H100 80GB HBM3").name, known_device("NVIDIA GeForce GTX 1080")
@@ -88,7 +88,7 @@ def _products(found: dict, facts: Mapping[str, dict]) -> list[Check]:
     for index, each in enumerate(found["devices"]):
         if each["kind"] == "CPU":
             rate, peak = _median(each["float32"]), _median(each["numpy"])
-            text = f"CPU: {rate / 1e9:.0f} GFLOP/s in float32, {rate / peak:.2f} of numpy's"
+            text = f"CPU: {rate / 1e9:.0f} GFLOP/s in float32, {rate / peak:.2f} of numpy's rate"
             checks.append(_rated(name, text, rate, peak, "CPU products"))
             continue
         gpu = gpus[index] if index < len(gpus) else {"name": ""}
@@ -99,7 +99,7 @@ def _products(found: dict, facts: Mapping[str, dict]) -> list[Check]:
         peak = known and known.flops_in(judged)
         text += " with TF32" if found["tf32"] and judged == "bfloat16" else ""
         text += f"; {rates[judged] / peak:.2f} of {known.name}'s peak" if known else ""
-        text += f" in {judged}" if known else f"; the peak of {gpu['name']} is not known"
+        text += f" in {judged}" if known else f"; the peak of {gpu['name']} is unknown"
         checks.append(_rated(name, text, rates[judged], peak, "GPU products"))
     return checks
 
@@ -109,29 +109,29 @@ def _tera(rate: float) -> str:
 
 
 def _capability(gpu: Mapping) -> tuple[int, ...]:
-    """As TensorFlow tells it; where it does not, that of a GPU that has all."""
+    """The compute capability from TensorFlow; if unknown, Ampere's."""
     return tuple(int(part) for part in re.findall(r"\d+", gpu.get("capability", ""))) or _AMPERE
 
 
 def _sums(found: dict, facts: Mapping[str, dict]) -> Check:
-    name = "Sums between devices"
+    name = "All-reduce between devices"
     if "error" in found:
         return _failed(name, found)
     if found["devices"] < 2:
-        return Check(name, "ok", "one device: nothing to sum")
+        return Check(name, "ok", "one device: nothing to reduce")
     rate = _median(found["sum"])
     text = f"{found['devices']} devices: {rate / 1e9:.1f} GB/s"
     if found["kind"] == "CPU":
         peak = _median(found["copy"])
-        text += f" between logical CPU devices, {rate / peak:.2f} of a plain copy of memory"
+        text += f" between logical CPU devices, {rate / peak:.2f} of a memory copy"
         return _rated(name, text, rate, peak, "CPU sums")
     peak, link = _link(facts["driver"])
-    text += f"; {rate / peak:.2f} of {link}" if peak else "; what the link can do is not known"
+    text += f"; {rate / peak:.2f} of {link}" if peak else "; the bandwidth of the link is unknown"
     return _rated(name, text, rate, peak, "GPU sums")
 
 
 def _link(driver: Mapping) -> tuple[float | None, str]:
-    """Bytes a second, one way, of the slowest link between GPUs."""
+    """The bandwidth in one direction of the slowest link between GPUs, in bytes per second, and its kind."""
     gpus, pairs = driver.get("gpus") or [], driver.get("links") or []
     known = known_device(gpus[0]["name"]) if gpus else None
     if pairs and all(each["path"] == "NVLink" for each in pairs):
@@ -156,15 +156,15 @@ def _disk(found: dict) -> list[Check]:
     text = f"tf.data reads {fed / 1e6:.0f} MB/s of records, {fed / read:.2f} of the disk's rate"
     figures = {"rate": fed, "peak": read, "ratio": fed / read}
     if fed < LEAST_DISK:
-        fix = "See 'CPU' here; `tfgpu bench input` measures your own data, and says what moves it."
+        fix = "See 'CPU' here; `tfgpu bench input` measures your own data, and names settings that help."
         return [disk, Check("Input rate", "warning", f"{text}: too slow", fix, figures=figures)]
     return [disk, Check("Input rate", "ok", text, figures=figures)]
 
 
 def _network(found: dict, hosts: Sequence[str]) -> list[Check]:
-    name, where = "Sums between workers", ", ".join(dict.fromkeys(hosts))
+    name, where = "All-reduce between workers", ", ".join(dict.fromkeys(hosts))
     if "error" in found:
-        fix = "Try it alone: `tfgpu launch -n 2 SCRIPT`, with --nodes for other machines."
+        fix = "Try it separately: `tfgpu launch -n 2 SCRIPT`, with --nodes for other machines."
         return [_failed(name, found, fix)]
     rate, peak = _median(found["sum"]), min(found["tcp"].values())
     text = f"{found['workers']} workers on {where}: {rate / 1e9:.2f} GB/s"
@@ -172,7 +172,7 @@ def _network(found: dict, hosts: Sequence[str]) -> list[Check]:
     known = {worker: clocks.Clock(*each) for worker, each in found["clocks"].items()}
     off = [f"{worker}'s is {clocks.shown(clock)}" for worker, clock in known.items() if clock.is_off]
     if off:
-        clock = Check("Clocks of workers", "warning", f"against the first one's, {', '.join(off)}", clocks.FIX)
+        clock = Check("Clocks of workers", "warning", f"compared with the first one's, {', '.join(off)}", clocks.FIX)
     else:
         most = max(abs(clock.ahead_s) for clock in known.values())
         clock = Check("Clocks of workers", "ok", f"within {max(most, 0.001):.3f} s")
@@ -180,7 +180,7 @@ def _network(found: dict, hosts: Sequence[str]) -> list[Check]:
 
 
 def _trainings(found: Mapping[str, dict], most: float) -> list[Check]:
-    """Each strategy's last weights against one device's."""
+    """Compares the final weights of each strategy with those of one device."""
     here = found["training"]
     if "error" in here:
         return [_failed("Training", here)]
@@ -195,19 +195,19 @@ def _trainings(found: Mapping[str, dict], most: float) -> list[Check]:
 def _strategy(name: str, weights: object, reference: Sequence[float], most: float) -> Check:
     title = f"Training {name}"
     if weights is None:
-        return Check(title, "ok", "not tried: there is one GPU")
+        return Check(title, "ok", "not tried: there is only one GPU")
     if isinstance(weights, Mapping):
-        return _failed(title, weights, f"Try it alone: `tfgpu launch` or `tfgpu train --strategy {name}`.")
+        return _failed(title, weights, f"Try it separately: `tfgpu launch` or `tfgpu train --strategy {name}`.")
     return _compared(title, weights, reference, most)
 
 
 def _compared(title: str, weights: Sequence[float], reference: Sequence[float], most: float) -> Check:
     if len(weights) != len(reference):
-        text = f"{len(weights)} weights, where one device has {len(reference)}"
-        return Check(title, "problem", text, "Give all machines the same versions of tfgpu and Keras.")
+        text = f"{len(weights)} weights, but one device has {len(reference)}"
+        return Check(title, "problem", text, "Install the same versions of tfgpu and Keras on all machines.")
     each = [abs(one - other) / max(1.0, abs(other)) for one, other in zip(weights, reference, strict=True)]
     far = math.nan if any(map(math.isnan, each)) else max(each)
-    text, figures = f"largest difference of a weight from one device's: {far:.1e}", {"difference": far, "most": most}
+    text, figures = f"largest difference from the weights of one device: {far:.1e}", {"difference": far, "most": most}
     if not far <= most:
         fix = "Report it with `tfgpu doctor --bundle`; until then, train on one device."
         return Check(title, "problem", f"{text}, more than {most:g}", fix, figures=figures)
@@ -215,7 +215,7 @@ def _compared(title: str, weights: Sequence[float], reference: Sequence[float], 
 
 
 def _rated(name: str, text: str, rate: float, peak: float | None, kind: str) -> Check:
-    """A rate against what is possible."""
+    """The check of a rate against its peak."""
     if not peak:
         return Check(name, "ok", text, figures={"rate": rate})
     figures = {"rate": rate, "peak": peak, "ratio": rate / peak}

@@ -1,4 +1,4 @@
-"""What another machine of a self-test does alone: the same parts as here, with facts of it that judge them."""
+"""Runs the parts of a self-test on another machine, and collects its facts."""
 
 import os
 
@@ -10,10 +10,10 @@ def measured(folder: str) -> dict:
     """Measures this machine.
 
     Args:
-        folder: where the disk is measured; the user's own folder, where there is no such one that can be written to.
+        folder: where the disk is measured; the home directory, if it does not exist or is not writable.
 
     Returns:
-        The answers of the parts by name, and `facts`: what `tensorflow` and `driver` of this machine say.
+        The answers by part, and `facts`: the answers to `tensorflow` and `driver`.
     """
     environ = {**asking.with_tfgpu(os.environ), "TF_CPP_MIN_LOG_LEVEL": "3"}
     environ.pop("TF_CONFIG", None)

@@ -1,4 +1,4 @@
-"""What a plain TCP connection between two workers carries, and what their clocks say."""
+"""Measures TCP connections between workers, and compares their clocks."""
 
 import contextlib
 import socket
@@ -19,16 +19,17 @@ _HELLO = struct.Struct("!I")
 
 
 def measured(cluster: Cluster) -> dict:
-    """Every other worker sends to the first one in turn, which compares the clocks too.
+    """Each other worker in turn sends to the first one, which also compares the clocks.
 
     Args:
-        cluster: the workers; the connections use the first one's port, which TensorFlow has not taken yet.
+        cluster: the workers; the connections use the first one's port before TensorFlow starts.
 
     Returns:
-        On the first worker, `tcp`: bytes a second by worker, and `clocks`: seconds ahead and how sure. Else nothing.
+        On the first worker, `tcp`: bytes per second by worker, and `clocks`: seconds ahead and the error. Otherwise
+        empty.
 
     Raises:
-        MachineError: a worker did not come, or its connection broke.
+        MachineError: a worker did not connect, or its connection broke.
     """
     host, _, port = cluster.workers[0].rpartition(":")
     try:
@@ -37,9 +38,7 @@ def measured(cluster: Cluster) -> dict:
             return {}
         return _receive(int(port), cluster.workers)
     except OSError as error:
-        raise MachineError(
-            f"The plain connection to {cluster.workers[0]} broke: {error}. Look at the network."
-        ) from None
+        raise MachineError(f"The TCP connection to {cluster.workers[0]} broke: {error}. Check the network.") from None
 
 
 def _receive(port: int, workers: Sequence[str]) -> dict:
@@ -65,7 +64,7 @@ def _receive(port: int, workers: Sequence[str]) -> dict:
         for guest in guests.values():
             guest.sendall(b"e")
         for guest in guests.values():
-            guest.recv(1)  # They hang up first, so that no remains of a connection lie on this port.
+            guest.recv(1)  # The guests close first, so that no connection remains in TIME_WAIT on this port.
     return found
 
 

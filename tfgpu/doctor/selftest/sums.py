@@ -1,4 +1,4 @@
-"""How many bytes a second an all-reduce moves, between the devices of this process."""
+"""Measures all-reduces between the devices of this process."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _SUMS = 5
 
 
 def _sums(**_) -> dict:
-    """Sums over all GPUs, or over two logical CPU devices where there is none, beside a plain copy of memory."""
+    """All-reduces over all GPUs; without GPUs, over two logical CPU devices, compared with a memory copy."""
     import tensorflow as tf
 
     from tfgpu import environment
@@ -35,9 +35,9 @@ def _sums(**_) -> dict:
 
 
 def of_strategy(tf: object, strategy: object, size: int, count: int) -> Callable[[], float]:
-    """A function that measures a strategy's sums once, in bytes a second over the busiest link.
+    """Returns a function that measures a strategy's all-reduce once, in bytes per second over the busiest link.
 
-    A sum over n devices moves 2 (n - 1) / n of its bytes over each link, however it is made:
+    Any all-reduce over n devices moves 2 (n - 1) / n of its bytes over each link:
     https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
     replicas = strategy.num_replicas_in_sync
@@ -48,7 +48,7 @@ def of_strategy(tf: object, strategy: object, size: int, count: int) -> Callable
         def one():
             own = tf.ones([size // 4])
             for _ in range(count):
-                # Halved, so that the sum's numbers stay where they are.
+                # Divided, so that the values stay constant.
                 own = tf.distribute.get_replica_context().all_reduce("sum", own) / replicas
             return own[0]
 
@@ -59,7 +59,7 @@ def of_strategy(tf: object, strategy: object, size: int, count: int) -> Callable
         result = float(add_up())
         seconds = time.perf_counter() - began
         if abs(result - 1) > 1e-6:
-            raise ArithmeticError(f"an all-reduce of ones, divided by their number, is {result}")
+            raise ArithmeticError(f"an all-reduce of ones, divided by the number of replicas, returned {result}")
         return moved * count / seconds
 
     return measure

@@ -1,4 +1,4 @@
-"""A short training, the same under every strategy: its last weights are compared with one device's."""
+"""A short training, equal under every strategy; its final weights are compared with those of one device."""
 
 from tfgpu.errors import MachineError
 
@@ -7,7 +7,7 @@ _EXAMPLES, _FEATURES, _CLASSES, _BATCH, _EPOCHS = 200, 8, 4, 32, 2
 
 
 def _training(**_) -> dict:
-    """Trains on one device, and on several of this process; on logical CPU devices where there is no second GPU."""
+    """Trains on one device, and on several devices of this process; without GPUs, on logical CPU devices."""
     import tensorflow as tf
 
     from tfgpu import environment
@@ -23,14 +23,14 @@ def _training(**_) -> dict:
 
 
 def train(kind: str, **options: object) -> list[float]:
-    """Trains under a strategy; returns the last weights, flat.
+    """Trains under a strategy; returns the final weights as a flat list.
 
     Args:
-        kind: a name that `tfgpu.strategy` knows.
-        options: what it gets besides.
+        kind: a strategy's name, for `tfgpu.strategy`.
+        options: its further arguments.
 
     Raises:
-        MachineError: the loss is no number.
+        MachineError: the loss is not finite.
     """
     import keras
     import numpy as np
@@ -38,9 +38,9 @@ def train(kind: str, **options: object) -> list[float]:
 
     import tfgpu
 
-    # Not deterministic=True: a parameter server's closures are timed, which TensorFlow then refuses.
+    # Not deterministic=True, with which TensorFlow rejects the timed closures of a parameter server.
     tfgpu.environment.set_seed(SEED, deterministic=False)
-    tf.config.experimental.enable_tensor_float_32_execution(False)  # Else a GPU rounds to ten bits.
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # TF32 rounds to ten bits.
     strategy = tfgpu.strategy(kind, **options)
     random = np.random.default_rng(SEED)
     features = random.normal(size=(_EXAMPLES, _FEATURES)).astype("float32")
@@ -50,9 +50,9 @@ def train(kind: str, **options: object) -> list[float]:
             [keras.Input((_FEATURES,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(_CLASSES)]
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        # Plain SGD: with it, averaging after every step is one device's training too.
+        # With plain SGD, averaging after every step also equals one device.
         model.compile(keras.optimizers.SGD(0.1), loss)
-    # The last batch is smaller, which a strategy must weigh right.
+    # The last batch is smaller, to test its weight.
     history = model.fit(features, labels, batch_size=_BATCH, epochs=_EPOCHS, shuffle=False, verbose=0)
     if not np.isfinite(history.history["loss"][-1]):
         raise MachineError(f"The loss of a training with {kind} is {history.history['loss'][-1]}.")

@@ -1,4 +1,4 @@
-"""What each process of a self-test runs on other machines; `tfgpu launch` starts it. The first one prints answers."""
+"""The script that `tfgpu launch` runs in each process of a self-test; the chief prints the answers."""
 
 import sys
 
@@ -10,11 +10,11 @@ _BYTES, _SUMS, _REPEATS = 16 * 2**20, 3, 3
 
 
 def main(kind: str, *arguments: str) -> None:
-    """Measures the network, sums over it and trains; on parameter servers it only trains.
+    """Measures the network and all-reduces, and trains; with parameter servers it only trains.
 
     Args:
-        kind: the strategy, or `"machine"`: then this machine alone is measured.
-        arguments: for `"machine"`, the folder in which its disk is.
+        kind: the strategy, or `"machine"` to measure only this machine.
+        arguments: for `"machine"`, the folder for measuring the disk.
     """
     if kind == "machine":
         asking.tell(kind, machine.measured(*arguments))
@@ -22,7 +22,7 @@ def main(kind: str, *arguments: str) -> None:
     cluster = Cluster.from_environment()
     found = {"workers": cluster.size}
     if kind == "multi_worker":
-        # Before TensorFlow starts: the connections use its ports.
+        # Before TensorFlow starts, since the connections use its ports.
         found |= network.measured(cluster)
         found |= _sums()
     found["weights"] = training.train(kind)

@@ -1,1 +1,1 @@
-"""The profiler: a window of a training is recorded by TensorFlow, read, and judged; each finding names its knob."""
+"""The profiler: records some steps with TensorFlow's profiler, and says what limits them and what to change."""

@@ -1,4 +1,4 @@
-"""What helps against each verdict where no rule has seen its reason: a verdict never stands without a knob."""
+"""General advice for each verdict, for traces in which no rule has found the cause."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ SPEAKING = {
     "python-bound": ("host_read", "eager_step", "python_in_step", "work_between_steps", "batch_callback"),
     "compile-bound": ("retracing", "recompiling"),
 }
-"""The findings of rules whose knobs help against a verdict."""
+"""The findings that already give advice for a verdict."""
 
 
 class _Advice(NamedTuple):
@@ -23,13 +23,13 @@ class _Advice(NamedTuple):
 
 
 def general(verdict: str, share: float, seen: Seen, found: Sequence[Finding]) -> list[Finding]:
-    """Says what helps against a verdict, unless a rule has said so.
+    """Returns advice for a verdict, unless a rule has already given some.
 
     Args:
-        verdict: what bounds the steps.
-        share: of the time that speaks for it.
-        seen: what the rules judged.
-        found: what they found.
+        verdict: what limits the steps.
+        share: the share of the time behind the verdict.
+        seen: the input of the rules.
+        found: their findings.
 
     Returns:
         One finding, or none.
@@ -41,18 +41,18 @@ def general(verdict: str, share: float, seen: Seen, found: Sequence[Finding]) ->
 
 
 def _input(seen: Seen, share: str) -> _Advice:
-    text = f"For {share} of the time the model waits for its next batch, or for the batch's copy to the device."
+    text = f"For {share} of the time the model waits for its next batch, or for the copy of the batch to the device."
     knob = (
-        ".prefetch(tf.data.AUTOTUNE) as the last stage; what the device can cast or scale itself goes there as uint8; "
-        "`tfgpu bench input` tries each setting of the input."
+        ".prefetch(tf.data.AUTOTUNE) as the last stage; transfer images as uint8, and cast and scale them on the "
+        "device; `tfgpu bench input` measures each setting of the input."
     )
     return _Advice("waiting_for_input", text, knob)
 
 
 def _communication(seen: Seen, share: str) -> _Advice:
-    text = f"For {share} of the time collectives run and nothing computes: more than any other reason to wait."
+    text = f"For {share} of the time collectives run and nothing computes: the largest overhead."
     knob = (
-        "a larger batch a replica, which changes what is learned; same result: compile(..., "
+        "a larger batch per replica, which changes the result; same result: compile(..., "
         "gradient_accumulation_steps=4) with smaller batches."
     )
     return _Advice("communication", text, knob)
@@ -60,7 +60,7 @@ def _communication(seen: Seen, share: str) -> _Advice:
 
 def _launch(seen: Seen, share: str) -> _Advice:
     text = f"For {share} of the time a step runs and nothing computes: operations wait to be launched."
-    knob = f"{knobs.launches(seen.window)} Where other processes take the processors, profile again without them."
+    knob = f"{knobs.launches(seen.window)} If other processes use the CPU, profile again without them."
     return _Advice("launching", text, knob.strip())
 
 
@@ -69,16 +69,16 @@ def _python(seen: Seen, share: str) -> _Advice:
     between = pauses(seen)
     if between and max(between) > sum(between) / 2 and sum(between) > seen.shares["python"] * seen.window.length:
         text += " Most of it is a single pause, such as the end of an epoch."
-        knob = "record more steps, so that it has its true weight: --calls 100 --seconds 20. "
+        knob = "record more steps, so that it gets its real weight: --calls 100 --seconds 20. "
         return _Advice("python_time", text, knob + knobs.python(seen.window))
     return _Advice("python_time", text, knobs.python(seen.window))
 
 
 def _compile(seen: Seen, share: str) -> _Advice:
-    text = f"For {share} of the time graphs are made and compiled, which comes once for each shape."
+    text = f"For {share} of the time graphs are traced and compiled, which happens once for each shape."
     knob = (
-        "record later and more steps: --skip 20 --calls 100. If it stays: .batch(n, drop_remainder=True) keeps shapes; "
-        "compile(jit_compile=False) leaves XLA out."
+        "record later and more steps: --skip 20 --calls 100. If it remains: .batch(n, drop_remainder=True) keeps "
+        "shapes constant; compile(jit_compile=False) disables XLA."
     )
     return _Advice("compiling", text, knob)
 
@@ -91,4 +91,4 @@ _ADVICE: dict[str, Callable[[Seen, str], _Advice]] = {
     "compile-bound": _compile,
 }
 NAMES = ("waiting_for_input", "communication", "launching", "python_time", "compiling")
-"""Of its findings."""
+"""The names of these findings."""

@@ -1,4 +1,4 @@
-"""What a trace does not say, and the process knows: workers and replicas, retraced arguments, the input's functions."""
+"""Facts of the process that a trace lacks: workers, replicas, retraced arguments, functions of the input."""
 
 import platform
 import re
@@ -20,10 +20,10 @@ class Change:
     """An argument in which the graphs of a tf.function differ.
 
     Args:
-        function: its name.
-        graphs: how many it has made.
-        argument: its name.
-        values: the first few, as TensorFlow tells them apart.
+        function: the function's name.
+        graphs: the number of its graphs.
+        argument: the argument's name.
+        values: the first few values, as in the function's signature.
         kind: `"python"` for a Python value, `"shape"`, `"dtype"`, or `"other"`.
     """
 
@@ -36,17 +36,17 @@ class Change:
 
 @dataclass(frozen=True)
 class Around:
-    """What is known besides the trace.
+    """Facts of the process besides the trace.
 
     Args:
-        workers: processes that train together.
-        replicas: of the strategy that gave whole batches to all; 0 where none did.
-        plain: where a script gave whole batches to `strategy.run`.
-        changes: the arguments whose change made tf.functions trace anew.
+        workers: number of processes that train together.
+        replicas: replicas of a strategy that received whole batches; 0 if none did.
+        plain: source lines that passed whole batches to `strategy.run`.
+        changes: the arguments that caused retracing.
         stages: functions of the input.
         devices: names of the devices.
         machine: processor and versions.
-        batch: rows of a step, where somebody said so.
+        batch: rows of a step, if known.
     """
 
     workers: int = 1
@@ -59,17 +59,17 @@ class Around:
     batch: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain values for JSON."""
+        """Returns JSON-compatible values."""
         return asdict(self) | {"machine": dict(self.machine)}
 
 
 def look(retraced: set[str], plain: dict[str, int], batch: int | None = None) -> Around:
-    """Collects what this process knows.
+    """Collects the facts of this process.
 
     Args:
-        retraced: names of the tf.functions that traced anew.
-        plain: places where `strategy.run` got whole batches, each with the number of replicas.
-        batch: rows of a step, where that is known.
+        retraced: names of the tf.functions that were retraced.
+        plain: source lines that passed whole batches to `strategy.run`, with the number of replicas.
+        batch: rows of a step, if known.
     """
     devices = [device.name for kind in ("GPU", "CPU") for device in environment.devices(kind)]
     versions = {name: str(version) for name, version in facts.versions().items()}
@@ -86,7 +86,7 @@ def look(retraced: set[str], plain: dict[str, int], batch: int | None = None) ->
 
 
 def changes(function: Any) -> list[Change]:
-    """The arguments in which the graphs of a tf.function differ.
+    """Returns the arguments in which the graphs of a tf.function differ.
 
     Example:
         >>> import tensorflow as tf

@@ -1,4 +1,4 @@
-"""NVIDIA's own profilers: the exact command lines for a script, and the NVTX range that they capture."""
+"""NVIDIA's profilers: the command lines for a script, and the NVTX range that they capture."""
 
 import contextlib
 import importlib.util
@@ -10,21 +10,21 @@ from pathlib import Path
 from tfgpu.errors import InputError
 
 DOMAIN, RANGE = "tfgpu", "profiled"
-"""The NVTX range around the steps that are profiled."""
+"""The NVTX range around the profiled steps."""
 
 
 def lines(target: str, arguments: Sequence[str], folder: Path) -> dict[str, str]:
-    """The command lines of Nsight Systems and Nsight Compute that profile the same steps.
+    """Returns the command lines of Nsight Systems and Nsight Compute that profile the same steps.
 
-    Both record CUDA themselves, so TensorFlow's profiler stays off (`--nvtx`): only one can.
+    Both record CUDA themselves. Only one profiler can do so, hence `--nvtx` turns off TensorFlow's.
 
     Args:
         target: the script or recipe.
-        arguments: the script's own.
+        arguments: the arguments of the script.
         folder: where their files go.
 
     Returns:
-        By the program's name, ready for a shell.
+        The shell commands by the program's name.
 
     Example:
         >>> print(lines("train.py", ["--epochs", "3"], Path("profile"))["ncu"].split(" -- ")[0][:40])
@@ -40,20 +40,20 @@ def lines(target: str, arguments: Sequence[str], folder: Path) -> dict[str, str]
 
 
 def check_nvtx() -> None:
-    """Refuses where ranges cannot be marked.
+    """Checks that the package nvtx is installed.
 
     Raises:
-        InputError: the package is missing.
+        InputError: it is not.
     """
     if importlib.util.find_spec("nvtx") is None:
         raise InputError(
-            "--nvtx marks the profiled steps for nsys and ncu, which needs the package nvtx: pip install nvtx."
+            "--nvtx, which marks the profiled steps for nsys and ncu, needs the package nvtx. Run: pip install nvtx."
         )
 
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
-    """An NVTX range, of no effect where no profiler of NVIDIA's looks on."""
+    """Opens an NVTX range; has no effect unless one of NVIDIA's profilers is attached."""
     import nvtx
 
     mark = nvtx.start_range(message=RANGE, domain=DOMAIN)

@@ -1,4 +1,4 @@
-"""The pictures of a profile: where the time went, one step by time, the longest operations; and the page with them."""
+"""The charts of a profile (shares of the time, a timeline, the longest operations), and the page with them."""
 
 from html import escape
 from io import StringIO
@@ -13,7 +13,7 @@ from tfgpu.measure.profiling import reading, spans
 if TYPE_CHECKING:
     from tfgpu.measure.profiling.verdict import Report
 
-COLOURS = {
+COLORS = {
     "compute": "#009e73",
     "communication": "#cc79a7",
     "copy in": "#e69f00",
@@ -25,25 +25,25 @@ COLOURS = {
     "launch": "#56b4e9",
     "between": "#bbbbbb",
 }
-"""Colours of Okabe and Ito, apart for colour-blind readers; each part has its row or its number besides."""
+"""The colors of Okabe and Ito, which color-blind readers can distinguish; each part also has its row or number."""
 _WORDS = {
     "compute": "operations compute",
     "communication": "collectives alone",
     "copy in": "copies to the device",
     "copy out": "copies from the device",
     "compile": "XLA compiles",
-    "graphs": "Python makes graphs",
-    "input": "waiting for the input",
+    "graphs": "Python traces graphs",
+    "input": "waiting for input",
     "python": "Python in the step",
     "launch": "launching",
-    "between": "between the steps",
+    "between": "between steps",
 }
 _STEPS_DRAWN = 4
-_FINEST = 1500  # what can be told apart from left to right
+_FINEST = 1500  # bars that can be distinguished from left to right
 
 
 def timeline(report: "Report") -> Figure:
-    """Draws a few steps from the middle: a row a part of the time, in which it went on."""
+    """Draws a few steps from the middle of the window, with one row for each part of the time."""
     begin, end = _middle(report)
     parts = {name: spans.clipped(report.parts.get(name, ()), begin, end) for name in reading.PARTS}
     rows = [name for name in reading.PARTS if parts[name]]
@@ -53,7 +53,7 @@ def timeline(report: "Report") -> Figure:
     least = (end - begin) // _FINEST
     for row, name in enumerate(rows):
         bars = [((start - begin) / scale, (stop - start) / scale) for start, stop in _joined(parts[name], least)]
-        axis.broken_barh(bars, (row - 0.4, 0.8), color=COLOURS[name])
+        axis.broken_barh(bars, (row - 0.4, 0.8), color=COLORS[name])
     axis.set_yticks(range(len(rows)), [_WORDS[name] for name in rows])
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_xlim(0, max(1, end - begin) / scale)
@@ -62,7 +62,7 @@ def timeline(report: "Report") -> Figure:
 
 
 def _middle(report: "Report") -> tuple[int, int]:
-    """A few steps from the middle of the window; where they run in blocks, around the end of a block."""
+    """The time span of a few steps in the middle of the window; for blocks of steps, around the end of a block."""
     window = report.window
     step = window.length // max(1, window.steps or 1)
     length = step * min(_STEPS_DRAWN, window.steps or 1)
@@ -75,12 +75,12 @@ def _middle(report: "Report") -> tuple[int, int]:
 
 
 def _joined(bars: list[spans.Span], least: int) -> list[spans.Span]:
-    """The bars without gaps that nobody could see, and none too thin to be seen."""
+    """Closes gaps that are too narrow to see, and widens bars that are too thin to see."""
     return spans.merged((start, max(end, start + least)) for start, end in bars)
 
 
 def shares(report: "Report") -> Figure:
-    """Draws where the time went, as one bar."""
+    """Draws the shares of the time as one bar."""
     figure = Figure(figsize=(10, 1.5), layout="constrained")
     axis = figure.subplots()
     left, looks = 0.0, []
@@ -88,10 +88,10 @@ def shares(report: "Report") -> Figure:
         share = report.shares[name]
         if share < 0.005:
             continue
-        axis.barh(0, share, 0.8, left, color=COLOURS[name], edgecolor="white")
+        axis.barh(0, share, 0.8, left, color=COLORS[name], edgecolor="white")
         if share >= 0.04:
             axis.text(left + share / 2, 0, f"{share:.0%}", ha="center", va="center", fontsize=10)
-        looks.append(Patch(color=COLOURS[name], label=f"{_WORDS[name]} {share:.0%}"))
+        looks.append(Patch(color=COLORS[name], label=f"{_WORDS[name]} {share:.0%}"))
         left += share
     axis.set_xlim(0, max(left, 1e-9))
     axis.set_axis_off()
@@ -105,10 +105,10 @@ def operations(report: "Report") -> Figure:
     top = report.top[:10]
     figure = Figure(figsize=(10, 0.9 + 0.3 * max(1, len(top))), layout="constrained")
     axis = figure.subplots()
-    axis.barh(range(len(top)), [100 * one.share for one in top], color=COLOURS["compute"])
+    axis.barh(range(len(top)), [100 * one.share for one in top], color=COLORS["compute"])
     axis.set_yticks(range(len(top)), [_label(one) for one in top], fontsize=8)
     axis.set_ylim(max(1, len(top)) - 0.5, -0.5)
-    axis.set_xlabel("% of all operations' time")
+    axis.set_xlabel("% of the time of all operations")
     return _plain(figure, axis)
 
 
@@ -125,7 +125,7 @@ def _plain(figure: Figure, axis) -> Figure:
 
 
 def svg(figure: Figure) -> str:
-    """A figure as an SVG element."""
+    """Returns a figure as an SVG element."""
     text = StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "tfgpu", "svg.fonttype": "none"}):
         figure.savefig(text, format="svg", metadata={"Date": None})
@@ -134,8 +134,8 @@ def svg(figure: Figure) -> str:
 
 
 def page(report: "Report", words: str) -> str:
-    """A page that needs nothing else: the verdict in words, and the pictures."""
-    pictures = [("Where the time went", shares(report)), ("A few steps, from the middle", timeline(report))]
+    """Returns a self-contained page with the verdict and the charts."""
+    pictures = [("Where the time went", shares(report)), ("A few steps from the middle", timeline(report))]
     pictures += [("The longest operations", operations(report))] if report.top else []
     body = "\n".join(f"<h2>{title}</h2>\n<figure>{svg(figure)}</figure>" for title, figure in pictures)
     return (

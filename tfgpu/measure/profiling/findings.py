@@ -1,4 +1,4 @@
-"""The rules: what a trace shows by name, with its figures and the knob that helps. Each rule is a pure function."""
+"""The rules: each is a pure function that finds one problem in a trace, and says what to change."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -12,27 +12,27 @@ from tfgpu.measure.profiling.sorting import Call, Sorted
 from tfgpu.measure.profiling.stages import InputStage
 
 WORTH = 0.15
-"""A part of the time that is worth a finding."""
+"""The least share of the time that is worth a finding."""
 SMALL_S = 50e-6
-"""Operations shorter than this on average cost about as much to launch as to run, on the host."""
+"""On the host, operations shorter than this take about as long to launch as to run."""
 SMALL_KERNEL_S = 10e-6
-"""The same for kernels of a GPU."""
+"""The same for GPU kernels."""
 _READS_A_STEP = 0.5
 _EAGER_A_STEP = 20
 
 
 @dataclass(frozen=True)
 class Seen:
-    """All that the rules judge.
+    """The input of the rules.
 
     Args:
         found: the sorted events.
         window: the steps.
         shares: where their time went.
-        stages: of the input.
-        tensor_cores: parts of the kernels' time on Tensor Cores, and that could be; None without kernels.
-        around: what the process knows.
-        batch: rows of a step; None where the input does not say.
+        stages: the stages of the input.
+        tensor_cores: shares of the kernel time on Tensor Cores, and that could run there; None without kernels.
+        around: facts of the process.
+        batch: rows of a step; None if unknown.
     """
 
     found: Sorted
@@ -48,20 +48,20 @@ class Seen:
         return self.window.steps or 1
 
     def inside(self, spans: list) -> list:
-        """Those of the named spans that begin in the window."""
+        """The spans that begin in the window."""
         return [one for one in spans if self.window.start <= one.start < self.window.end]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault that was seen.
+    """A problem that was found.
 
     Args:
         name: one of `RULES`.
-        seen: what was seen, with its figures.
-        knob: what helps, with the line to write.
-        where: file and line, or the name of a function or a stage; empty where none is known.
-        share: of the steps' time that it explains, 0 to 1; None where that cannot be known.
+        seen: a description with numbers.
+        knob: what to change, with the code to write.
+        where: file and line, or the name of a function or a stage; empty if unknown.
+        share: the share of the steps' time that it explains, 0 to 1; None if unknown.
         figures: the numbers in `seen`.
     """
 
@@ -73,12 +73,12 @@ class Finding:
     figures: dict[str, float | int | str | None] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain values for JSON."""
+        """Returns JSON-compatible values."""
         return asdict(self)
 
 
 def judge(seen: Seen) -> tuple[Finding, ...]:
-    """Applies all rules; what explains most comes first."""
+    """Applies all rules; the findings that explain most of the time come first."""
     found = [finding for rule in RULES.values() for finding in rule(seen)]
     return tuple(sorted(found, key=lambda finding: -(finding.share or 0)))
 
@@ -91,16 +91,16 @@ def slow_map(seen: Seen) -> list[Finding]:
     stage = seen.stages[0]
     others = sum(each.busy_s for each in seen.stages[1:])
     if stage.busy_s < max(0.3 * share * seen.window.length / 1e9, others / 4):
-        text = f"The model waits for the input {share:.0%} of the time, and no stage of it stands out."
-        knob = ".prefetch(tf.data.AUTOTUNE) as the last stage; `tfgpu bench input` tries each setting of the input."
+        text = f"The model waits for the input {share:.0%} of the time, and no stage stands out."
+        knob = ".prefetch(tf.data.AUTOTUNE) as the last stage; `tfgpu bench input` measures each setting of the input."
         return [Finding("slow_input", text, knob, "", share, {"input_share": share})]
     is_map = stage.kind in ("Map", "ParallelMap", "MapAndBatch", "FlatMap", "Interleave", "ParallelInterleave")
     what, where = _function_of(stage, seen.around)
     each_ms = 1e3 * stage.work_s / max(1, stage.calls)
     heavy = f", mostly {stage.operations[0][0]}" if stage.operations else ""
     text = (
-        f"The model waits for the input {share:.0%} of the time. The slowest stage is {what}: {each_ms:.3g} ms a call, "
-        f"{stage.parallel} at once, {stage.calls / seen.steps:.3g} calls a step{heavy}."
+        f"The model waits for the input {share:.0%} of the time. The slowest stage is {what}: {each_ms:.3g} ms per "
+        f"call, {stage.parallel} in parallel, {stage.calls / seen.steps:.3g} calls per step{heavy}."
     )
     figures = {"input_share": share, "call_ms": each_ms, "parallel": stage.parallel, "calls": stage.calls}
     return [
@@ -111,7 +111,7 @@ def slow_map(seen: Seen) -> list[Finding]:
 
 
 def _function_of(stage: InputStage, around: Around) -> tuple[str, str]:
-    """The stage in words, and the function's name and place where they are known without doubt."""
+    """A description of the stage, and its function's name and place if they are unambiguous."""
     kinds = {"Map", "ParallelMap"} if stage.kind == "MapAndBatch" else {stage.kind}
     alike = [each for each in around.stages if each.kind in kinds]
     exact = [each for each in alike if each.index == stage.index]
@@ -129,16 +129,14 @@ def _input_knob(stage: InputStage, where: str) -> str:
     if stage.kind == "Map":
         advice.append(f"dataset.map({name}, num_parallel_calls=tf.data.AUTOTUNE)")
     if python:
-        advice.append("write it in TensorFlow: Python runs one call at a time (tf.numpy_function, tf.py_function)")
+        advice.append("write it in TensorFlow: Python (tf.numpy_function, tf.py_function) runs one call at a time")
     if stage.kind.endswith(("Map", "MapAndBatch")):
-        advice.append("map before .cache() where it draws nothing by chance, so that it runs once")
-        advice.append(
-            "`tfgpu data serve --workers 4` and pipeline(service=...) for more processors than this machine has"
-        )
+        advice.append("map before .cache() if it is not random, so that it runs once")
+        advice.append("`tfgpu data serve --workers 4` and pipeline(service=...) to use the CPUs of more machines")
     elif "Shuffle" in stage.kind:
         advice.append("shuffle names or indices, before .map() decodes them")
     else:
-        advice.append("`tfgpu bench input` tries each setting of the input")
+        advice.append("`tfgpu bench input` measures each setting of the input")
     return "; ".join(advice) + "."
 
 
@@ -153,23 +151,24 @@ def host_read(seen: Seen) -> list[Finding]:
             continue
         share = sum(lengths) / seen.window.length
         text = (
-            f"{where} reads a tensor (.numpy(), float(), print) {len(lengths) / seen.steps:.3g} times a step and takes "
-            f"{share:.1%} of the time. "
+            f"{where} reads a tensor (.numpy(), float(), print) {len(lengths) / seen.steps:.3g} times per step, which "
+            f"takes {share:.1%} of the time. "
         )
         if seen.shares.device:
-            text += "Until it has the number, Python launches nothing further."
+            text += "Python launches nothing until it has the value."
         else:
-            text += "Here that is cheap; with a GPU, Python waits for it and launches nothing until then."
+            text += "Here that is cheap; with a GPU, Python waits for the value and launches nothing until then."
         knob = (
-            "add it up in a keras.metrics.Mean and read .result() each 100 steps: if step % 100 == 0: loss.numpy(). "
-            "Keras's own `fit` reads once a call: there, tfgpu.repair_keras() or compile(steps_per_execution=64)."
+            "accumulate it in a keras.metrics.Mean and read .result() every 100 steps: if step % 100 == 0: "
+            "loss.numpy(). Keras's own `fit` reads once per call: use tfgpu.repair_keras() or "
+            "compile(steps_per_execution=64)."
         )
         found.append(Finding("host_read", text, knob, where, share, {"reads_a_step": len(lengths) / seen.steps}))
     return found
 
 
 def retracing(seen: Seen) -> list[Finding]:
-    """A tf.function makes a new graph again and again."""
+    """A tf.function is retraced repeatedly."""
     calls = defaultdict(list)
     for call in seen.found.calls:
         calls[call.name].append(call)
@@ -177,14 +176,14 @@ def retracing(seen: Seen) -> list[Finding]:
     for name, each in calls.items():
         traced = [call for call in each if call.traced]
         anew = all(call.count == 1 for call in traced)
-        # tfgpu has a loop each for training, evaluation and the like; a script may have two functions of one name.
+        # tfgpu has separate loops for training and evaluation; a script may have two functions of one name.
         if len(traced) < (3 if anew else 2) or (anew and traced[0].ours):
             continue
         whole = max(1, max(call.end for call in each) - min(call.start for call in each))
         share = min(1.0, sum(call.end - call.start for call in traced) / whole)
         known = [change for change in seen.around.changes if change.function == name]
         why, knob = _why(traced, known)
-        text = f"{name} made a new graph in {len(traced)} of {len(each)} calls, {share:.0%} of their time. {why}"
+        text = f"{name} was retraced in {len(traced)} of {len(each)} calls, {share:.0%} of their time. {why}"
         figures = {"graphs": len(traced), "calls": len(each), "argument": known[0].argument if known else None}
         found.append(Finding("retracing", text, knob, name, share, figures))
     return found
@@ -200,23 +199,23 @@ def _why(traced: list[Call], known: list[Change]) -> tuple[str, str]:
                 f"a Python value is part of the graph. Pass a tensor: {one.argument}=tf.constant({one.argument}).",
             )
         if one.kind == "shape":
-            return text, "@tf.function(reduce_retracing=True); or .batch(n, drop_remainder=True), so that shapes stay."
+            return text, "@tf.function(reduce_retracing=True); or .batch(n, drop_remainder=True) for constant shapes."
         return text, f"cast it before the call: tf.cast({one.argument}, tf.float32)."
     if all(call.count == 1 for call in traced):
-        return "Each was another tf.function of that name.", "make the tf.function once, before the loop."
-    return "Which argument changes is not known.", "@tf.function(reduce_retracing=True)."
+        return "Each was a new tf.function of that name.", "create the tf.function once, before the loop."
+    return "The changing argument is unknown.", "@tf.function(reduce_retracing=True)."
 
 
 def recompiling(seen: Seen) -> list[Finding]:
-    """XLA compiles the same function again and again."""
+    """XLA compiles the same function repeatedly."""
     found = []
     for name, times in Counter(one.name for one in seen.found.compiles).items():
         if times < 2:
             continue
         seconds = sum(one.end - one.start for one in seen.found.compiles if one.name == name) / 1e9
         inside = sum(one.end - one.start for one in seen.inside(seen.found.compiles) if one.name == name)
-        text = f"XLA compiled {name} {times} times, for {seconds:.2g} s in all: once for each new shape."
-        knob = "keep shapes: .batch(n, drop_remainder=True); or leave XLA out: compile(jit_compile=False)."
+        text = f"XLA compiled {name} {times} times, in {seconds:.2g} s: once for each new shape."
+        knob = "keep shapes constant: .batch(n, drop_remainder=True); or disable XLA: compile(jit_compile=False)."
         share = min(1.0, inside / max(1, seen.window.length))
         found.append(Finding("recompiling", text, knob, name, share, {"times": times, "seconds": seconds}))
     return found
@@ -225,7 +224,7 @@ def recompiling(seen: Seen) -> list[Finding]:
 def tiny_batch(seen: Seen) -> list[Finding]:
     """The operations are so short that launching them takes most of the time."""
     overhead = seen.shares["launch"]
-    if seen.window.marked_by == "tfgpu":  # Between blocks that are so short, too; in a loop that is Python's own time.
+    if seen.window.marked_by == "tfgpu":  # The time between short blocks counts too; in other loops it is Python's.
         overhead += seen.shares["between"]
     work = [one for each in seen.found.kernels.values() for one in each] or seen.found.operations
     work = seen.inside(work)
@@ -234,27 +233,27 @@ def tiny_batch(seen: Seen) -> list[Finding]:
     mean_s = sum(one.own for one in work) / len(work) / 1e9
     if mean_s > (SMALL_KERNEL_S if seen.shares.device else SMALL_S):
         return []
-    rows = f"{seen.batch} rows a step" if seen.batch else "few rows a step"
+    rows = f"{seen.batch} rows per step" if seen.batch else "few rows per step"
     text = (
         f"{rows}: an operation takes {mean_s * 1e6:.2g} µs on average, and for {overhead:.0%} of the time nothing "
-        f"computes while TensorFlow launches the next ones."
+        f"computes while TensorFlow launches operations."
     )
     knob = (
-        f"{knobs.launches(seen.window)} A larger batch does more a launch, but changes what is learned: "
-        f".batch({8 * (seen.batch or 32)}), with another learning rate."
+        f"{knobs.launches(seen.window)} A larger batch does more work per launch, but changes the result: "
+        f".batch({8 * (seen.batch or 32)}), with an adjusted learning rate."
     ).strip()
     return [Finding("tiny_batch", text, knob, "", overhead, {"rows": seen.batch, "operation_us": mean_s * 1e6})]
 
 
 def batch_callback(seen: Seen) -> list[Finding]:
-    """A callback looks at single batches, so that `fit` goes back to Python after each."""
+    """A callback needs each batch, so that `fit` returns to Python after each."""
     names, share = knobs.callbacks(seen.window), seen.shares["launch"] + seen.shares["between"]
     if not names or share < WORTH:
         return []
-    does = f"{', '.join(names)} {'looks' if len(names) == 1 else 'look'}"
+    does = f"{', '.join(names)} {'needs' if len(names) == 1 else 'need'}"
     text = (
-        f"{does} at single batches, so that Python calls each step by itself: for {share:.0%} of the time nothing "
-        "computes while it does so. Without such callbacks one call runs many steps."
+        f"{does} each batch, so that Python calls each step separately: for {share:.0%} of the time nothing computes "
+        "meanwhile. Without such callbacks one call runs many steps."
     )
     return [Finding("batch_callback", text, knobs.fewer_looks(names), ", ".join(names), share, {"share": share})]
 
@@ -265,13 +264,13 @@ def eager_step(seen: Seen) -> list[Finding]:
     each = len(eager) / seen.steps
     took = sum(one.end - one.start for one in eager)
     reads = sum(one.end - one.start for one in seen.inside(seen.found.reads)) / max(1, seen.window.length)
-    # Python's time around the operations goes with them.
+    # Includes Python's time around the operations.
     share = max(took / max(1, seen.window.length), seen.shares["python"] - reads)
     if seen.window.steps is None or each < _EAGER_A_STEP or share + seen.shares["between"] < WORTH:
         return []
     often = ", ".join(name for name, _ in Counter(one.name for one in eager).most_common(3))
-    text = f"Python runs {each:.0f} operations a step one by one ({often}), outside of any tf.function."
-    knob = "put @tf.function above the step; in fit, model.compile(..., run_eagerly=False)."
+    text = f"Python runs {each:.0f} operations per step one by one ({often}), outside any tf.function."
+    knob = "decorate the step with @tf.function; in fit, model.compile(..., run_eagerly=False)."
     return [Finding("eager_step", text, knob, "", share, {"operations_a_step": each})]
 
 
@@ -282,7 +281,7 @@ def python_in_step(seen: Seen) -> list[Finding]:
     if not calls or share < WORTH / 3:
         return []
     where = Counter(one.name for one in calls).most_common(1)[0][0]
-    text = f"The step calls Python {len(calls) / seen.steps:.3g} times ({where}), {share:.0%} of the time."
+    text = f"Each step calls Python {len(calls) / seen.steps:.3g} times ({where}), {share:.0%} of the time."
     knob = (
         "write it in TensorFlow: tf.py_function and tf.numpy_function run on the host, one at a time, and not in XLA."
     )
@@ -290,26 +289,26 @@ def python_in_step(seen: Seen) -> list[Finding]:
 
 
 def unsharded_input(seen: Seen) -> list[Finding]:
-    """Each replica computes, or each worker prepares, all rows."""
+    """Each replica computes all rows, or each worker prepares all rows."""
     around = seen.around
     if around.plain:
         where, count = around.plain[0], around.replicas
-        text = f"{where} gives the whole batch to each of {count} replicas: all of them compute the same rows."
-        knob = "dataset = strategy.experimental_distribute_dataset(dataset): each replica then gets rows of its own."
+        text = f"{where} passes the whole batch to each of {count} replicas: all of them compute the same rows."
+        knob = "dataset = strategy.experimental_distribute_dataset(dataset), which gives each replica its own rows."
         return [Finding("unsharded_input", text, knob, where, 1 - 1 / count, {"replicas": count})]
     kinds = {stage.kind for stage in seen.stages}
     if around.workers < 2 or not seen.stages or any("Shard" in kind or "DataService" in kind for kind in kinds):
         return []
     rows = 1 - 1 / around.workers
-    if seen.window.marked_by == "tfgpu":  # Each worker makes the whole batch and cuts its rows: right, but not free.
+    if seen.window.marked_by == "tfgpu":  # Each worker prepares the whole batch and slices it.
         if seen.shares["input"] < WORTH:
             return []
         text = f"Each of {around.workers} workers prepares all rows and trains on one in {around.workers}."
         knob = "`tfgpu data serve --workers 4`, and pipeline(service=...): rows are prepared once for all workers."
     else:
         text = (
-            f"{around.workers} workers train, and no stage of this worker's input shards it: unless you divide the "
-            "files by hand, each example is trained on by all workers."
+            f"{around.workers} workers train, and no stage shards this worker's input: unless you divide the files "
+            "by hand, all workers train on each example."
         )
         knob = (
             "dataset.shard(workers, index) before .shuffle() and .map(), or strategy.experimental_distribute_dataset."
@@ -318,16 +317,16 @@ def unsharded_input(seen: Seen) -> list[Finding]:
 
 
 def no_tensor_cores(seen: Seen) -> list[Finding]:
-    """Kernels that Tensor Cores could compute run without them."""
+    """Kernels that could use Tensor Cores do not."""
     if seen.tensor_cores is None:
         return []
     on, could = seen.tensor_cores
     if could - on < WORTH:
         return []
-    text = f"{could:.0%} of the kernels' time multiplies matrices, {on:.0%} on Tensor Cores."
+    text = f"{could:.0%} of the kernel time multiplies matrices, {on:.0%} on Tensor Cores."
     knob = (
-        'keras.config.set_dtype_policy("mixed_bfloat16") or `tfgpu train --precision mixed_bfloat16`, with sizes that '
-        "8 divides (tfgpu.precision.advice(model)). It changes the result by rounding."
+        'keras.config.set_dtype_policy("mixed_bfloat16") or `tfgpu train --precision mixed_bfloat16`, with sizes '
+        "divisible by 8 (tfgpu.precision.advice(model)). It changes the result by rounding."
     )
     return [
         Finding("no_tensor_cores", text, knob, "", (could - on) * seen.shares["compute"], {"on": on, "could": could})
@@ -335,7 +334,7 @@ def no_tensor_cores(seen: Seen) -> list[Finding]:
 
 
 def slow_collectives(seen: Seen) -> list[Finding]:
-    """The devices wait for each other's gradients."""
+    """The devices wait for the all-reduce of gradients."""
     share = seen.shares["communication"]
     if share < WORTH:
         return []
@@ -348,18 +347,18 @@ def slow_collectives(seen: Seen) -> list[Finding]:
 
 
 def work_between_steps(seen: Seen) -> list[Finding]:
-    """Python does other things between the steps: callbacks, logs, checkpoints."""
+    """Python does other work between the steps: callbacks, logs, checkpoints."""
     share = seen.shares["between"]
-    # The longest one may be the only one: an epoch's end.
+    # Ignore the longest pause, which may be the end of an epoch.
     steady = sum(sorted(pauses(seen))[:-1]) / max(1, seen.window.length)
     if min(share, steady) < WORTH or tiny_batch(seen) or eager_step(seen) or batch_callback(seen):
         return []
-    text = f"For {share:.0%} of the time no step runs: callbacks, logs, checkpoints, or Python of your own."
+    text = f"For {share:.0%} of the time no step runs: callbacks, logs, checkpoints, or your own Python code."
     return [Finding("work_between_steps", text, knobs.python(seen.window), "", share, {"share": share})]
 
 
 def pauses(seen: Seen) -> list[int]:
-    """The lengths of the times between steps, or blocks of them."""
+    """The lengths of the pauses between steps, or between blocks of steps."""
     inside = seen.window.inside
     return [after[0] - before[1] for before, after in zip(inside, inside[1:], strict=False)]
 
@@ -381,4 +380,4 @@ RULES: dict[str, Callable[[Seen], list[Finding]]] = {
         work_between_steps,
     )
 }
-"""All rules by name; `slow_map` is `slow_input` where the stage is no map."""
+"""All rules by name; `slow_map` reports `slow_input` for stages other than a map."""

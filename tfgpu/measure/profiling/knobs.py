@@ -1,4 +1,4 @@
-"""What to write where calls run too few steps: it depends on what sets how many a call runs."""
+"""Advice to run more steps per call, depending on what limits their number."""
 
 from tfgpu.core.step_blocks import CALLBACKS
 from tfgpu.measure.profiling.reading import Window
@@ -9,11 +9,11 @@ _KERAS_S = {
     "TensorBoard": 'update_freq="epoch" and profile_batch=0',
     "TerminateOnNaN": "tfgpu.callbacks.StopOnNaN in its place",
 }
-_XLA = "same result but for rounding: "
+_XLA = "same result except for rounding: "
 
 
 def callbacks(window: Window) -> tuple[str, ...]:
-    """The classes of the callbacks that look at single batches, so that a call has one step.
+    """The classes of the callbacks that need each batch, so that a call runs one step.
 
     Example:
         >>> callbacks(Window(0, 1, 1, (), "tfgpu", "callbacks: Watch, TensorBoard"))
@@ -23,24 +23,24 @@ def callbacks(window: Window) -> tuple[str, ...]:
 
 
 def fewer_looks(names: tuple[str, ...]) -> str:
-    """What lets calls have many steps although there are these callbacks."""
+    """How to run many steps per call with these callbacks."""
     known = [f"{name}: {_KERAS_S[name]}" for name in names if name in _KERAS_S]
     own = [name for name in names if name not in _KERAS_S]
     if own:
         known.append(
-            f"{' and '.join(own)}: `every_batch = False` in the class or on the object, where blocks of steps are "
-            "enough (on_train_batch_end is then called once a block, with the number of its last step); else its work "
-            "in on_epoch_end"
+            f"{' and '.join(own)}: `every_batch = False` in the class or on the object, if blocks of steps are enough "
+            "(on_train_batch_end is then called once per block, with the number of its last step); otherwise do its "
+            "work in on_epoch_end"
         )
     return f"same weights: {'; '.join(known)}."
 
 
 def launches(window: Window) -> str:
-    """What helps where launching operations takes the time; empty where all of it is in force."""
+    """Advice if launching operations takes the time; empty if nothing is left to try."""
     if window.marked_by != "tfgpu":
-        return f"{_XLA}@tf.function(jit_compile=True) above the step makes few operations of many."
-    if window.set_by == "pace":  # The steps of a call are as many as they may be.
-        return "" if window.jit else f'{_XLA}model.compile(..., jit_compile="auto") makes few operations of many.'
+        return f"{_XLA}@tf.function(jit_compile=True) on the step fuses operations."
+    if window.set_by == "pace":  # Calls already run as many steps as possible.
+        return "" if window.jit else f'{_XLA}model.compile(..., jit_compile="auto") fuses operations.'
     if window.set_by in ("", "steps_per_execution"):
         more = "" if window.jit else ', jit_compile="auto"'
         return f'same result: model.compile(..., steps_per_execution="auto"{more}).'
@@ -48,42 +48,38 @@ def launches(window: Window) -> str:
 
 
 def _more_steps(window: Window) -> str:
-    """What lets a call have more steps, where something else than `compile` sets how many it has."""
+    """How to run more steps per call, if something other than `compile` sets their number."""
     if window.set_by == "train_on_batch":
         return (
-            "same result: model.fit(dataset) or tfgpu.Trainer(model).fit(dataset), which run many steps a call; "
-            "train_on_batch runs one, whatever compile() says. In a loop of your own: a @tf.function around a loop "
-            "over several batches, with the step in it."
+            "same result: model.fit(dataset), which runs many steps per call; train_on_batch always runs one. In your "
+            "own loop: a @tf.function around a loop over several batches, with the step in it."
         )
     if window.set_by == "test_on_batch":
-        return (
-            "same result: model.evaluate(dataset), which runs many steps a call; test_on_batch runs one, whatever "
-            "compile() says."
-        )
+        return "same result: model.evaluate(dataset), which runs many steps per call; test_on_batch always runs one."
     if window.set_by == "steps_per_call":
-        return "same result: tfgpu.Trainer(model) without steps_per_call: calls grow to a tenth or two of a second."
+        return "same result: tfgpu.Trainer(model) without steps_per_call: calls grow to 0.1 to 0.2 s."
     if window.set_by == "run_eagerly":
-        return "model.compile(..., run_eagerly=False): TensorFlow then runs the step whole, without Python."
+        return "model.compile(..., run_eagerly=False): TensorFlow then runs the whole step without Python."
     return fewer_looks(callbacks(window))
 
 
 def python(window: Window) -> str:
-    """What helps where Python's own lines take the time around the steps."""
+    """Advice if Python code around the steps takes the time."""
     if window.marked_by == "tfgpu":
         if window.set_by == "pace":
             return (
-                "calls have as many steps as they may: work of callbacks each 10 epochs, or longer epochs "
-                "(dataset.repeat(10), a tenth of the epochs); checkpoints by tfgpu.callbacks.Checkpoint."
+                "calls already run as many steps as possible: let callbacks work every 10 epochs, or lengthen epochs "
+                "(dataset.repeat(10), a tenth of the epochs); save checkpoints with tfgpu.callbacks.Checkpoint."
             )
         if window.set_by not in ("", "steps_per_execution"):
             return _more_steps(window)
         return (
-            'model.compile(..., steps_per_execution="auto"): more steps a call; every_batch = False in callbacks that '
-            "need no single batch; checkpoints by tfgpu.callbacks.Checkpoint."
+            'model.compile(..., steps_per_execution="auto"): more steps per call; every_batch = False in callbacks '
+            "that do not need each batch; checkpoints with tfgpu.callbacks.Checkpoint."
         )
     if window.marked_by == "batches":
-        return "put @tf.function above the step: TensorFlow then runs it whole, without Python."
+        return "decorate the step with @tf.function: TensorFlow then runs all of it without Python."
     return (
-        "several steps in one call: @tf.function around a loop `for x, y in dataset.take(64)` with the step in it; or "
-        'model.fit with compile(..., steps_per_execution="auto"). Logs and checkpoints each 100 steps.'
+        "several steps per call: @tf.function around a loop `for x, y in dataset.take(64)` with the step in it; or "
+        'model.fit with compile(..., steps_per_execution="auto"). Log and save every 100 steps.'
     )

@@ -1,4 +1,4 @@
-"""From sorted events to where the time of the steps went."""
+"""Divides the time of the steps into parts, from sorted events."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from tfgpu.measure.profiling.sorting import Operation, Sorted, multiplies_matric
 from tfgpu.measure.profiling.spans import Span
 
 PARTS = ("compute", "communication", "copy in", "copy out", "input", "compile", "graphs", "python", "launch", "between")
-"""What the time is divided into; an instant counts for the first of these that applies."""
+"""The parts of the time; each instant counts for the first part that applies."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The steps that are looked at.
+    """The analyzed steps.
 
     Args:
         start: nanoseconds.
         end: likewise.
-        steps: how many; None where nothing in the trace says.
-        inside: the spans in which they ran; between them Python does other things. Empty where Python runs the steps.
-        marked_by: who said so: `"tfgpu"`, `"script"`, a tf.function's name, `"batches"` or `""`.
-        set_by: what sets how many steps one of tfgpu's calls has, as `blocks.set_by` says; empty where nothing says.
-        jit: in tfgpu's calls `jit_compile` is `True` or `"auto"`.
+        steps: their number; None if the trace does not mark steps.
+        inside: the spans in which they ran; Python does other work in between. Empty if Python itself runs the steps.
+        marked_by: what marks the steps: `"tfgpu"`, `"script"`, a tf.function's name, `"batches"` or `""`.
+        set_by: what sets the number of steps per call of tfgpu, see `Block.set_by`; empty if unknown.
+        jit: whether `jit_compile` is `True` or `"auto"` in tfgpu's calls.
     """
 
     start: int
@@ -40,14 +40,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Top:
-    """An operation or a kernel, all its runs together.
+    """An operation or a kernel, summed over its runs.
 
     Args:
-        name: its place in the graph, or the kernel.
+        name: its name in the graph, or the kernel's name.
         kind: such as `"MatMul"`.
-        runs: how many.
-        seconds: together, without what ran inside.
-        share: of all operations' time.
+        runs: the number of runs.
+        seconds: their total time, without nested operations.
+        share: of the time of all operations.
     """
 
     name: str
@@ -62,9 +62,9 @@ class Gap:
     """A time in which nothing computed.
 
     Args:
-        start_s: since the first step began.
-        seconds: how long.
-        during: which part of the time it mostly was.
+        start_s: seconds since the first step began.
+        seconds: its length.
+        during: the part of the time that makes up most of it.
     """
 
     start_s: float
@@ -74,11 +74,11 @@ class Gap:
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the time went, as parts of 1; of several GPUs, their mean.
+    """Where the time went, as shares of 1; the mean over several GPUs.
 
     Args:
-        parts: by name, as in `PARTS`.
-        device: GPUs were recorded; else computing is the host's operations.
+        parts: shares by name, see `PARTS`.
+        device: whether GPUs were recorded; otherwise "compute" means operations on the host.
     """
 
     parts: dict[str, float]
@@ -89,7 +89,7 @@ class Shares:
 
 
 def window(found: Sorted, length: int) -> Window:
-    """Finds the steps: by tfgpu's marks, the script's, calls of the tf.function that is called most, or batches."""
+    """Finds the steps by tfgpu's marks, the script's marks, calls of the most frequent tf.function, or batches."""
     for kind in ("train", "test"):
         blocks = [block for block in found.blocks if block.kind == kind]
         if blocks:
@@ -101,22 +101,22 @@ def window(found: Sorted, length: int) -> Window:
         return Window(found.marks[0][0], found.marks[-1][1], len(found.marks), tuple(found.marks), "script")
     for name, _ in Counter(call.name for call in found.calls).most_common(1):
         calls = [(call.start, call.end) for call in found.calls if call.name == name]
-        if len(calls) > 1:  # From a call to the next: what lies between is counted to the step's time.
+        if len(calls) > 1:  # A step lasts from one call to the next.
             return Window(calls[0][0], calls[-1][0], len(calls) - 1, tuple(calls[:-1]), name)
     if len(found.fetches) > 1:
-        # No tf.function is called: Python itself runs the steps, between the batches.
+        # No tf.function is called: Python runs the steps, from batch to batch.
         first, last = found.fetches[0][0], found.fetches[-1][0]
         return Window(first, last, len(found.fetches) - 1, (), "batches")
     return Window(0, length, None, ((0, length),), "")
 
 
 def shares(divisions: dict[str, dict[str, list[Span]]], where: Window, *, device: bool) -> Shares:
-    """Where the steps' time went, from what `divided` gave for each device.
+    """Computes the shares from the result of `divided` for each device.
 
     Args:
-        divisions: by device.
+        divisions: spans of each part, by device.
         where: the steps.
-        device: they are GPUs.
+        device: whether the devices are GPUs.
     """
     if not where.length:
         return Shares({}, device)
@@ -125,14 +125,14 @@ def shares(divisions: dict[str, dict[str, list[Span]]], where: Window, *, device
 
 
 def divided(found: Sorted, where: Window, device: str) -> dict[str, list[Span]]:
-    """The spans of each part, for one device or the `"host"`; together they fill the window."""
+    """Returns the spans of each part for one device or the `"host"`; together they fill the window."""
     work = found.kernels.get(device, []) if found.kernels else found.operations
     talk = [*found.talk.get(device, []), *found.talk.get("host", [])]
     python = [(one.start, one.end) for one in (*found.reads, *found.python, *found.eager)]
     if where.marked_by == "batches":
         python.append((where.start, where.end))
     elif where.marked_by in ("script", "tfgpu"):
-        # In marks TensorFlow runs where a function is called; the rest is Python's, all of it in an eager step.
+        # Inside marks, the time outside function calls is Python's; in an eager step, all of it.
         called = [(call.start, call.end) for call in found.calls]
         python += [rest for span in where.inside for rest in spans.without([span], called)]
     claims = {
@@ -152,7 +152,7 @@ def divided(found: Sorted, where: Window, device: str) -> dict[str, list[Span]]:
 
 
 def top(operations: list[Operation], where: Window, count: int = 10) -> tuple[Top, ...]:
-    """The operations that took the most time in the window."""
+    """Returns the operations that took the most time in the window."""
     seconds, runs = Counter(), Counter()
     for one in operations:
         if where.start <= one.start < where.end:
@@ -165,7 +165,7 @@ def top(operations: list[Operation], where: Window, count: int = 10) -> tuple[To
 
 
 def tensor_core_share(found: Sorted, where: Window) -> tuple[float, float] | None:
-    """Of the kernels' time, the part on Tensor Cores and the part that could be; None where no kernel was recorded."""
+    """Returns the shares of the kernel time on Tensor Cores, and that could run there; None without kernels."""
     kernels = [one for each in found.kernels.values() for one in each if where.start <= one.start < where.end]
     whole = sum(one.own for one in kernels)
     if not whole:
@@ -176,12 +176,12 @@ def tensor_core_share(found: Sorted, where: Window) -> tuple[float, float] | Non
 
 
 def gaps(parts: dict[str, list[Span]], where: Window, count: int = 5) -> tuple[Gap, ...]:
-    """The longest times in which nothing computed, and what went on instead.
+    """Returns the longest times in which nothing computed, and what happened instead.
 
     Args:
-        parts: what `divided` gave.
+        parts: the result of `divided`.
         where: the steps.
-        count: how many.
+        count: how many to return.
     """
     idle = spans.without([(where.start, where.end)], parts["compute"])
     longest = sorted(idle, key=lambda span: span[0] - span[1])[:count]

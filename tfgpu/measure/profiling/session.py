@@ -1,4 +1,4 @@
-"""Which steps are recorded: some calls after the first ones, in `fit`, `Trainer` or a loop of one's own."""
+"""Records some calls after the first ones, in `fit` or a hand-written loop."""
 
 import contextlib
 import threading
@@ -10,33 +10,33 @@ from pathlib import Path
 import tensorflow as tf
 
 from tfgpu.core import profiling_hooks
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, whole_number
 from tfgpu.measure.profiling import around, commands, trace, verdict, writing
 
 _LEAST, _LEAST_S, _MOST = 3, 0.3, 200
 
 
 class Finished(BaseException):
-    """Enough has been recorded; ends a script that need not go on. No `Exception`, so that scripts let it pass."""
+    """Ends a script once enough is recorded. Not an `Exception`, so that scripts do not catch it."""
 
 
 class Session:
-    """Waits for the steps to settle, records some of them, and stops.
+    """Skips the warm-up, records some steps, and stops.
 
-    What is counted are calls from Python: of a tf.function, which may run many steps, or of a gradient outside any.
+    It counts calls from Python: of a tf.function, which may run many steps, or of a gradient outside any tf.function.
 
     Args:
         folder: where the trace goes.
-        skip: calls of a function that are let pass: they trace and warm up.
-        calls: to record; at least 0.3 s of them, and fewer than that many where they take `seconds`.
-        seconds: how long to record at most, once there are three calls.
-        ends: raise `Finished` when enough has been recorded.
+        skip: warm-up calls of a function to skip.
+        calls: calls to record; more if they take less than 0.3 s, fewer if they take longer than `seconds`.
+        seconds: the longest time to record, once there are three calls.
+        ends: raise `Finished` when enough is recorded.
         nvtx: put an NVTX range around the steps instead of recording them.
 
     Attributes:
-        is_on: it records.
-        report: what was found; None before the end, and with `nvtx`.
-        batch: rows of a step; whoever knows it may set it.
+        is_on: whether it is recording.
+        report: the result; None before the end, and with `nvtx`.
+        batch: rows of a step, if the caller knows and sets it.
     """
 
     def __init__(self, folder: Path, *, skip: int, calls: int, seconds: float, ends: bool = False, nvtx: bool = False):
@@ -48,7 +48,7 @@ class Session:
         self._lock = threading.RLock()
 
     def before_call(self, name: str) -> None:
-        """Is told of each call, and starts and stops the profiler."""
+        """Called before each call; starts and stops the profiler."""
         if self._over:
             return
         with self._lock:
@@ -60,23 +60,23 @@ class Session:
                     self._start(name)
 
     def note_plain(self, where: str, replicas: int) -> None:
-        """Is told where every replica gets whole batches."""
+        """Records a source line that passes whole batches to every replica."""
         self._plain[where] = replicas
 
     def close(self) -> None:
-        """Stops, if it records, and reads what there is."""
+        """Stops recording and reads the trace."""
         with self._lock:
             if self.is_on:
                 self._stop()
 
     @property
     def seen(self) -> str:
-        """What was called, in words."""
+        """A text of the most frequent calls."""
         return ", ".join(f"{name} {count} times" for name, count in self._counts.most_common(3)) or "no tf.function"
 
     @property
     def is_done(self) -> bool:
-        """Steps were recorded."""
+        """Whether steps were recorded."""
         return self._over
 
     def _start(self, leader: str) -> None:
@@ -89,8 +89,8 @@ class Session:
                 tf.profiler.experimental.start(str(self.folder), options=options)
             except tf.errors.AlreadyExistsError as error:
                 raise MachineError(
-                    "TensorFlow's profiler is running already. Leave profile_batch out of TensorBoard's callback, and "
-                    "profile in one place."
+                    "TensorFlow's profiler is already running. Only one can run: remove profile_batch from "
+                    "TensorBoard's callback."
                 ) from error
         self.is_on = True
 
@@ -124,22 +124,22 @@ def profile(
     ends: bool = False,
     nvtx: bool = False,
 ) -> Iterator[Session]:
-    """Profiles some of the steps inside, whoever runs them: `fit`, `Trainer`, or a loop of your own.
+    """Profiles some of the steps that run in the block, in `fit` or in a hand-written loop.
 
     Args:
-        folder: where the trace, the verdict and the pictures go.
-        skip: calls of a tf.function that are let pass, since they trace and warm up; `fit` runs blocks of steps.
-        calls: to record after them; more where they take less than 0.3 s together.
-        seconds: how long to record at most.
-        ends: leave the block as soon as there is enough, by an exception that ends here.
+        folder: where the trace, the verdict and the charts go.
+        skip: warm-up calls of a tf.function to skip; in `fit` a call is a block of steps.
+        calls: calls to record after them; more if they take less than 0.3 s together.
+        seconds: the longest time to record.
+        ends: leave the block as soon as enough is recorded, by an exception that ends here.
         nvtx: put an NVTX range around the steps, for `nsys` and `ncu`, instead of recording them.
 
     Yields:
-        The session, whose `report` is there after the block; None where there were too few calls.
+        The session. Its `report` is set after the block; it stays None if there were too few calls.
 
     Raises:
         InputError: a number is out of range, or `folder` is a file.
-        MachineError: TensorFlow's profiler runs already.
+        MachineError: TensorFlow's profiler is already running.
 
     Example:
         >>> step = tf.function(lambda x: tf.reduce_sum(x @ x))
@@ -149,10 +149,9 @@ def profile(
         >>> session.report.window.marked_by, session.report.shares.device
         ('<lambda>', False)
     """
-    if skip < 0 or calls < 2 or not seconds > 0:
-        raise InputError(
-            f"`skip` must be from 0, `calls` from 2, `seconds` above 0. Received: {skip!r}, {calls!r}, {seconds!r}."
-        )
+    skip, calls = whole_number("skip", skip, minimum=0), whole_number("calls", calls, minimum=2)
+    if not seconds > 0:
+        raise InputError(f"`seconds` must be above 0. Received: {seconds!r}.")
     writing.check_folder(Path(folder))
     if nvtx:
         commands.check_nvtx()

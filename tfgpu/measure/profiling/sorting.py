@@ -1,4 +1,4 @@
-"""Sorts the events of a trace by what they are: operations, waits for the input, Python's work, copies, collectives."""
+"""Sorts the events of a trace by kind: operations, waits for the input, Python, copies, collectives."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ _FLOW = (
 _TALK = ("Collective", "Nccl", "XlaReduce")
 _TALK_XLA = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 _NO_WORK = ("_EagerConst", "IteratorGetNext", "IteratorGetNextAsOptional")
-# Parts of names of kernels that compute on Tensor Cores: shapes of instructions (cuBLAS, cuDNN), CUTLASS, Triton.
+# Parts of the names of Tensor Core kernels: instruction shapes (cuBLAS, cuDNN), CUTLASS, Triton.
 _TENSOR_CORES = re.compile(
     r"h884|s884|i884|h1688|s1688|i1688|16816|i8816|i16832|s16864|tensorop|hmma|imma|gmma|wmma|xmma|nvjet|bf16gemm_|tf32f32"
 )
@@ -40,11 +40,11 @@ class Operation(NamedTuple):
     """An operation or a kernel that ran.
 
     Args:
-        name: the operation's place in the graph, or the kernel's name.
-        kind: such as `"MatMul"`; a kernel's is the kernel itself.
+        name: the operation's name in the graph, or the kernel's name.
+        kind: such as `"MatMul"`; for a kernel, its name.
         start: nanoseconds.
         end: likewise.
-        own: nanoseconds without what ran inside it.
+        own: nanoseconds without nested operations.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Call(NamedTuple):
     """A call of a tf.function from Python.
 
     Args:
-        name: the function's.
+        name: the function's name.
         start: nanoseconds.
         end: likewise.
-        traced: it made a new graph.
-        count: of graphs that the function has made so far.
-        ours: it is tfgpu's loop around steps.
+        traced: whether it traced a new graph.
+        count: the number of graphs that the function has so far.
+        ours: whether it is tfgpu's step loop.
     """
 
     name: str
@@ -80,10 +80,10 @@ class Block(NamedTuple):
     Args:
         start: nanoseconds.
         end: likewise.
-        steps: how many.
+        steps: their number.
         kind: `"train"` or `"test"`.
-        set_by: what set how many, as `blocks.set_by` says; empty where the trace does not.
-        jit: `jit_compile` is `True` or `"auto"`.
+        set_by: what set the number of steps, as `core/step_blocks.py` records it; empty if unknown.
+        jit: whether `jit_compile` is `True` or `"auto"`.
     """
 
     start: int
@@ -95,7 +95,7 @@ class Block(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A span with a name: where a tensor was read, what was compiled, which eager operation ran."""
+    """A named span: a tensor read, a compilation, an eager operation."""
 
     name: str
     start: int
@@ -104,23 +104,23 @@ class Named(NamedTuple):
 
 @dataclass
 class Sorted:
-    """The events of a trace, by what they are. Spans are pairs of nanoseconds, in no order.
+    """The events of a trace by kind. Spans are pairs of nanoseconds, unordered.
 
     Attributes:
-        operations: of the model, on the host; not those of the input.
-        kernels: of each GPU.
-        waits: until the input gives the next batch.
-        talk: collectives, on the host, and by GPU.
-        copies: between host and devices: `"in"` to a GPU, `"out"` of it, by GPU.
-        graphs: Python makes a graph.
-        compiles: XLA compiles, by function.
-        python: Python runs inside a compiled step, by operation.
-        reads: the user's code reads tensors, by place.
+        operations: operations of the model on the host, without those of the input.
+        kernels: kernels of each GPU.
+        waits: waits for the next batch.
+        talk: collectives on the host and by GPU.
+        copies: copies to (`"in"`) and from (`"out"`) a GPU, by GPU.
+        graphs: graph tracing in Python.
+        compiles: XLA compilations, named by function.
+        python: Python calls inside a compiled step, named by operation.
+        reads: tensor reads in the user's code, named by source line.
         eager: operations that Python ran one by one.
-        calls: of tf.functions.
-        blocks: of steps, as tfgpu marks them.
-        marks: of steps, as the script marks them.
-        fetches: batches that Python asked for.
+        calls: calls of tf.functions.
+        blocks: blocks of steps, marked by tfgpu.
+        marks: steps, marked by the script.
+        fetches: batches that Python fetched.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -140,12 +140,12 @@ class Sorted:
 
 
 class Nested(NamedTuple):
-    """An event with what it lies in.
+    """An event with the events that enclose it.
 
     Args:
-        event: it.
-        outer: the events of the same thread that hold it, the outermost first.
-        own: nanoseconds without the events right inside it.
+        event: the event.
+        outer: the enclosing events of the same thread, the outermost first.
+        own: nanoseconds without directly nested events.
     """
 
     event: Event
@@ -154,7 +154,7 @@ class Nested(NamedTuple):
 
 
 def nested(line: Line) -> Iterator[Nested]:
-    """Gives each event of a thread with what holds it, once it has ended."""
+    """Yields each event of a thread with its enclosing events, once it has ended."""
     open_: list[tuple[Event, tuple[Event, ...], list[int]]] = []
     for event in line.events:
         while open_ and open_[-1][0].end <= event.start:
@@ -185,7 +185,7 @@ def sort(trace: Trace) -> Sorted:
 
 
 def input_runs(lines: Iterable[Line]) -> set[int]:
-    """The numbers under which functions of tf.data pipelines ran."""
+    """The ids of the runs of tf.data functions."""
     return {
         event.stats["id"]
         for line in lines
@@ -222,7 +222,7 @@ def _place(item: Nested, feeding: set[int], found: Sorted) -> None:
     elif "step_num" in event.stats and "_r" in event.stats:
         found.marks.append(span)
     elif name == "EagerExecute":
-        # What Python runs for its own ends while it makes a graph is no operation of the step.
+        # Eager operations during tracing do not belong to the step.
         kind = str(event.stats.get("eager_op", ""))
         if not event.stats.get("is_func") and not _prepares(kind) and not any(e.name == _GRAPHS for e in outer):
             found.eager.append(Named(kind, *span))
@@ -242,7 +242,7 @@ def _block(event: Event) -> Block:
 
 
 def _prepares(kind: str) -> bool:
-    """Whether an eager operation belongs to the input or is a constant's copy."""
+    """Whether an eager operation belongs to the input or copies a constant."""
     return kind in _NO_WORK or "Iterator" in kind or "Dataset" in kind
 
 
@@ -279,7 +279,7 @@ def _operation(item: Nested, found: Sorted) -> None:
 
 
 def _asynchronous(lines: Iterable[Line]) -> list[Span]:
-    """Collectives of the host, which begin in one thread and end in another."""
+    """Collectives on the host, which begin in one thread and end in another."""
     starts, ends = {}, {}
     for line in lines:
         for event in line.events:
@@ -308,7 +308,7 @@ def _kernels(device: str, lines: Iterable[Line], found: Sorted) -> None:
 
 
 def uses_tensor_cores(kernel: str) -> bool:
-    """Whether a kernel's name is one of those that compute on Tensor Cores.
+    """Whether a kernel uses Tensor Cores, judged by its name.
 
     Example:
         >>> uses_tensor_cores("ampere_fp16_s16816gemm_fp16_128x64_nn"), uses_tensor_cores("ampere_sgemm_64x64_nn")
@@ -318,5 +318,5 @@ def uses_tensor_cores(kernel: str) -> bool:
 
 
 def multiplies_matrices(kernel: str) -> bool:
-    """Whether a kernel's name is one of those that Tensor Cores could compute: products of matrices, convolutions."""
+    """Whether a kernel is a matrix product or a convolution, which could use Tensor Cores, judged by its name."""
     return bool(_MATRIX.search(kernel)) or uses_tensor_cores(kernel)

@@ -1,4 +1,4 @@
-"""Arithmetic of spans of time: sorted, disjoint pairs of a start and an end."""
+"""Arithmetic on time spans: sorted, disjoint pairs of start and end."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ Span = tuple[int, int]
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Sorts spans and joins those that touch; empty ones go.
+    """Sorts spans, joins those that touch, and drops empty ones.
 
     Example:
         >>> merged([(5, 7), (0, 2), (1, 3), (4, 4)])
@@ -24,7 +24,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def without(spans: list[Span], others: list[Span]) -> list[Span]:
-    """What is left of merged spans where no other merged span lies.
+    """Subtracts other merged spans from merged spans.
 
     Example:
         >>> without([(0, 10)], [(2, 3), (8, 12)])
@@ -46,15 +46,15 @@ def without(spans: list[Span], others: list[Span]) -> list[Span]:
 
 
 def divided(claims: dict[str, Iterable[Span]], start: int, end: int) -> dict[str, list[Span]]:
-    """Divides a time among claims: an instant goes to the first that covers it.
+    """Divides a time span among claims: each instant goes to the first claim that covers it.
 
     Args:
-        claims: spans by name, the first name before the others.
-        start: of the time.
-        end: of the time.
+        claims: spans by name, in order of priority.
+        start: the start of the time span.
+        end: its end.
 
     Returns:
-        By name, the merged spans that each gets.
+        The merged spans of each claim, by name.
 
     Example:
         >>> divided({"work": [(2, 4)], "wait": [(0, 3), (6, 9)], "rest": [(0, 10)]}, 0, 10)
@@ -80,7 +80,7 @@ def divided(claims: dict[str, Iterable[Span]], start: int, end: int) -> dict[str
 
 
 def clipped(spans: Iterable[Span], start: int, end: int) -> list[Span]:
-    """The parts of spans that lie in a time.
+    """Clips spans to a time span.
 
     Example:
         >>> clipped([(0, 4), (6, 9)], 3, 7)
@@ -90,7 +90,7 @@ def clipped(spans: Iterable[Span], start: int, end: int) -> list[Span]:
 
 
 def total(spans: Iterable[Span]) -> int:
-    """The length of spans together.
+    """The total length of spans.
 
     Example:
         >>> total([(0, 4), (6, 9)])

@@ -1,4 +1,4 @@
-"""Which stage of a tf.data pipeline is slow, from the events of its iterators."""
+"""Finds the slow stage of a tf.data pipeline from the events of its iterators."""
 
 import re
 from collections import defaultdict
@@ -15,14 +15,14 @@ _INDEX = re.compile(r"\w+:(\d+)")
 
 @dataclass(frozen=True)
 class InputStage:
-    """A stage of the input, all its work together.
+    """The total work of one stage of the input.
 
     Args:
-        name: as the pipeline's graph has it, such as `"MapDataset:3"`.
+        name: its name in the pipeline's graph, such as `"MapDataset:3"`.
         kind: such as `"Map"`, `"ParallelMap"` or `"Shuffle"`.
-        calls: how often it was asked for an element, or called its function.
-        work_s: seconds of work of its own, all threads together.
-        parallel: calls at once.
+        calls: how often an element was requested, or its function was called.
+        work_s: seconds of its own work, summed over threads.
+        parallel: the number of parallel calls.
         operations: the longest operations of its function, by kind, and their seconds.
     """
 
@@ -35,12 +35,12 @@ class InputStage:
 
     @property
     def busy_s(self) -> float:
-        """The least time that its work takes with the calls that it makes at once."""
+        """The shortest time for its work with its parallel calls."""
         return self.work_s / self.parallel
 
     @property
     def index(self) -> int | None:
-        """How many stages come before it; None where the name does not say. A fused stage has the first one's."""
+        """The number of stages before it; None if unknown. A fused stage has the index of its first stage."""
         match = _INDEX.search(self.name)
         return int(match[1]) if match else None
 
@@ -55,17 +55,17 @@ class _Sum:
 
 
 def input_stages(lines: Iterable[Line]) -> tuple[InputStage, ...]:
-    """Adds up what each stage of the input did, the busiest first.
+    """Sums the work of each stage of the input, the busiest first.
 
-    A stage that runs in the thread of the next one works for as long as its iterator, less the stage before. One that
-    calls its function in threads of its own (`ParallelMap`) works from each call's begin to its end.
+    The work of a stage that runs in the thread of the next one is the time of its iterator minus the previous stage.
+    The work of a stage that calls its function in its own threads (`ParallelMap`) is the time of these calls.
     """
     lines = list(lines)
     stages, names = _iterators(lines)
     ends = _ends(lines)
     inside = defaultdict(lambda: defaultdict(int))
     for line in lines:
-        makers: dict[int, str] = {}  # which stage an event makes elements for, by the event's start
+        makers: dict[int, str] = {}  # the stage that an event produces elements for, by the event's start
         for item in nested(line):
             _add(item, stages, names, ends, makers)
     _operations(lines, stages, inside)
@@ -77,7 +77,7 @@ def input_stages(lines: Iterable[Line]) -> tuple[InputStage, ...]:
 
 
 def _only_hands_on(stage: InputStage) -> bool:
-    """Whether it is TensorFlow's own way from one iterator to replicas or another device, whose time is waiting."""
+    """Whether it is TensorFlow's own stage that feeds replicas or another device, whose time is waiting."""
     return stage.kind == "Generator" and not any("PyFunc" in kind for kind, _ in stage.operations)
 
 
@@ -95,7 +95,7 @@ def _iterators(lines: list[Line]) -> tuple[dict[str, _Sum], dict[int, str]]:
 
 
 def _is_stage(event: Event) -> bool:
-    """Whether it is an iterator of a stage; the root, which is none, bears the last one's name."""
+    """Whether it is the iterator of a stage; the root iterator, which repeats the last stage's name, is not."""
     return event.name.startswith("Iterator::") and event.name != "Iterator::Root"
 
 
@@ -108,7 +108,7 @@ def _kind(event: Event) -> str:
 
 
 def _ends(lines: list[Line]) -> dict[int, int]:
-    """When each run of a function was done."""
+    """The end of each run of a function."""
     ends = {}
     for line in lines:
         for event in line.events:
@@ -141,7 +141,7 @@ def _add(item: Nested, stages: dict, names: dict[int, str], ends: dict[int, int]
 
 
 def _owner(item: Nested, makers: dict[int, str]) -> str | None:
-    """The stage whose function ran: the iterator around it; or, of a parallel one, that which asked for an element."""
+    """The stage whose function ran: the enclosing iterator, or the parallel stage that requested the element."""
     for outer in reversed(item.outer):
         if _is_stage(outer):
             return _name(outer)

@@ -1,4 +1,4 @@
-"""What can be profiled: a script as it is, a recipe's training, or a trace that was recorded before."""
+"""Profiles a script, a recipe, or a recorded trace."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from tfgpu.measure.profiling.verdict import Report
 from tfgpu.recipes import building, runner
 from tfgpu.recipes.recipe import Recipe
 
-_EPOCHS = 10_000  # Enough for any window; the profile ends them.
+_EPOCHS = 10_000  # enough for any window; the profiler ends the training
 
 
 def profile_script(
@@ -22,17 +22,17 @@ def profile_script(
 
     Args:
         script: the file.
-        arguments: the script's own.
+        arguments: the arguments of the script.
         folder: where the files go.
-        whole: let the script run to its end. Of several workers each does, so that none is missed by the others.
-        window: `skip`, `calls`, `seconds` and `nvtx`, as `profile` takes them.
+        whole: run the script to its end. With several workers, it always does, so that no worker waits for another.
+        window: `skip`, `calls`, `seconds` and `nvtx`, see `profile`.
 
     Returns:
         The report; None with `nvtx`.
 
     Raises:
-        InputError: there is no such script, or it made too few calls.
-        MachineError: TensorFlow's profiler runs already.
+        InputError: the script does not exist, or made too few calls.
+        MachineError: TensorFlow's profiler is already running.
     """
     if not Path(script).is_file():
         raise no_script(str(script))
@@ -43,25 +43,26 @@ def profile_script(
 
 
 def profile_recipe(what: Recipe, name: str, folder: str | Path = "profile", **window) -> Report | None:
-    """Trains as a recipe says, writes no run directory, and profiles some of the steps.
+    """Trains a recipe without a run directory, and profiles some of the steps.
 
     Args:
         what: the recipe.
-        name: of its file, for the command lines of `nsys` and `ncu`.
+        name: its file, for the command lines of `nsys` and `ncu`.
         folder: where the files go.
-        window: `skip`, `calls`, `seconds` and `nvtx`, as `profile` takes them.
+        window: `skip`, `calls`, `seconds` and `nvtx`, see `profile`.
 
     Returns:
         The report; None with `nvtx`.
 
     Raises:
-        InputError: something in the recipe cannot work, or there are several workers.
-        MachineError: TensorFlow's profiler runs already.
+        InputError: the recipe is invalid, or there are several workers.
+        MachineError: TensorFlow's profiler is already running.
     """
     cluster = runner.check(what, None, resume=False, overwrite=False)
     if cluster.is_multi_worker:
         raise InputError(
-            "A recipe is profiled in one process. Received: a cluster. Unset TF_CONFIG, or profile a script."
+            "A recipe is profiled in one process, but the environment has a cluster. Unset TF_CONFIG, or profile a "
+            "script."
         )
     with building.prepare(what):
         job = building.build(what, cluster)
@@ -72,10 +73,10 @@ def profile_recipe(what: Recipe, name: str, folder: str | Path = "profile", **wi
 
 
 def read_trace(path: str | Path, folder: str | Path = "profile") -> Report:
-    """Judges a trace that TensorFlow's profiler or TensorBoard's callback has written.
+    """Analyzes a trace written by TensorFlow's profiler or TensorBoard's callback.
 
-    What only the process knew is not in it: the changed argument of a retraced function, names of functions of the
-    input, lines that read tensors, whole batches given to replicas.
+    Such a trace lacks the changed argument of a retraced function, names of functions of the input, lines that read
+    tensors, and whole batches passed to replicas.
 
     Args:
         path: an `.xplane.pb` file, or a folder with one below it.
@@ -97,7 +98,7 @@ def read_trace(path: str | Path, folder: str | Path = "profile") -> Report:
 def _end(session: Session, target: str, arguments: Sequence[str]) -> Report | None:
     if not session.is_done:
         raise InputError(
-            f"{target} ended before there was enough to profile. It called {session.seen}. Use --skip 0, or more steps."
+            f"{target} ended before enough was recorded. It called {session.seen}. Use --skip 0, or run more steps."
         )
     if session.report is not None:
         found = commands.lines(target, arguments, session.folder)

@@ -1,7 +1,7 @@
-"""What TensorFlow's profiler recorded, as plain events.
+"""Reads the trace of TensorFlow's profiler as plain events.
 
-TensorFlow writes an XSpace: planes (the host, each GPU) of lines (a thread, a stream) of events. The layout is
-published in `tsl/profiler/protobuf/xplane.proto`; names and stats of events in `tsl/profiler/utils/xplane_schema.h`.
+TensorFlow writes an XSpace: planes (the host, each GPU) of lines (a thread, a stream) of events. The layout is defined
+in `tsl/profiler/protobuf/xplane.proto`; names and stats of events in `tsl/profiler/utils/xplane_schema.h`.
 """
 
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ from tfgpu.core import profiling_hooks
 from tfgpu.errors import InputError
 
 NOISE = ("ThreadpoolListener::", "end: ")
-"""Beginnings of names that say nothing about time."""
+"""Prefixes of the names of irrelevant events."""
 
 
 class Event(NamedTuple):
-    """Something that took time.
+    """An event with a duration.
 
     Args:
-        name: as TensorFlow calls it.
+        name: TensorFlow's name.
         start: nanoseconds since the trace began.
         end: likewise.
-        stats: what else is known of it, by name.
+        stats: further values by name.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Line:
     """A thread or a stream.
 
     Args:
-        name: of the thread, or such as `"Stream #13(Compute)"`.
-        events: by start; one that holds others comes before them.
+        name: the thread's name, or a stream such as `"Stream #13(Compute)"`.
+        events: sorted by start; enclosing events come first.
     """
 
     name: str
@@ -64,10 +64,10 @@ class Plane:
 
 @dataclass(frozen=True)
 class Trace:
-    """All that was recorded.
+    """A recorded trace.
 
     Args:
-        planes: the host's and the devices'.
+        planes: the host and the devices.
     """
 
     planes: tuple[Plane, ...]
@@ -79,7 +79,7 @@ class Trace:
 
     @property
     def devices(self) -> dict[str, tuple[Line, ...]]:
-        """The streams of each GPU; empty where none was recorded."""
+        """The streams of each recorded GPU."""
         found = {}
         for plane in self.planes:
             if plane.name.startswith("/device:GPU"):
@@ -100,7 +100,7 @@ def read(path: str | Path) -> Trace:
         path: the file, or a folder that a profile or TensorBoard's callback was written to.
 
     Raises:
-        InputError: there is none, it is cut off or something else, or it holds nothing.
+        InputError: there is no trace, or it is truncated, damaged or empty.
     """
     path = Path(path)
     files = [path] if path.is_file() else sorted(path.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
@@ -109,14 +109,14 @@ def read(path: str | Path) -> Trace:
     try:
         space = profiling_hooks.space_of(files[-1])
     except (profiling_hooks.BrokenSpace, OSError) as error:
-        raise InputError(f"{files[-1]} is no whole trace: {error}. Give the file as it was written.") from error
+        raise InputError(f"{files[-1]} is not a complete trace: {error}. Give an undamaged file.") from error
     if not space.planes:
-        raise InputError(f"{files[-1]} holds nothing. Give the .xplane.pb file of a profile that came to its end.")
+        raise InputError(f"{files[-1]} is empty. Give the .xplane.pb file of a completed profile.")
     return of_space(space)
 
 
 def of_space(space: Any) -> Trace:
-    """Takes the events out of an `XSpace` message."""
+    """Reads the events of an `XSpace` message."""
     starts = [line.timestamp_ns for plane in space.planes for line in plane.lines if line.events]
     origin = min(starts, default=0)
     return Trace(tuple(_plane(plane, origin) for plane in space.planes))

@@ -1,4 +1,4 @@
-"""The verdict: what bounds the steps, from the shares of their time alone; and the report around it."""
+"""The verdict: what limits the steps, from the shares of their time; and the report."""
 
 import re
 from collections.abc import Callable
@@ -16,33 +16,33 @@ from tfgpu.measure.profiling.trace import Trace
 
 _FIRST = re.compile(r"\[([^,\]]*)[^\]]*\]|<unknown>")
 ENOUGH = 2 / 3
-"""Steps that compute for this part of their time are compute-bound."""
+"""Steps that compute for at least this share of their time are compute-bound."""
 OVERHEADS = {
     "launch-bound": ("launch",),
     "python-bound": ("python", "between", "copy out"),
     "compile-bound": ("compile", "graphs"),
 }
-"""What is neither work nor a wait for others, by the verdict where it is the greatest."""
+"""The kinds of overhead, by verdict."""
 CAUSES = {
     "input-bound": ("input", "copy in"),
     "communication-bound": ("communication",),
     "overhead": tuple(part for parts in OVERHEADS.values() for part in parts),
 }
-"""The verdicts but for compute-bound, and the parts of the time that speak for each."""
+"""The causes other than computing, and their parts of the time."""
 
 
 def bound(shares: Shares) -> str:
-    """Says what bounds the steps.
+    """Returns what limits the steps.
 
-    They are compute-bound where they compute for two thirds of the time; else the greatest of the other causes counts:
-    the input, communication, or overhead, of which the greatest part gives the name.
+    They are compute-bound if they compute for two thirds of the time. Otherwise the largest other cause counts: input,
+    communication, or overhead, which is named after its largest kind.
 
     Args:
         shares: where the time went.
 
     Returns:
         `"input-bound"`, `"launch-bound"`, `"python-bound"`, `"compile-bound"`, `"compute-bound"`,
-        `"communication-bound"`, or `"unknown"` for no time.
+        `"communication-bound"`, or `"unknown"` without any time.
 
     Example:
         >>> bound(Shares({"compute": 0.5, "input": 0.3, "launch": 0.2}, device=False))
@@ -62,20 +62,20 @@ def _greatest(causes: dict[str, tuple[str, ...]], shares: Shares) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What a profile came to.
+    """The result of a profile.
 
     Args:
-        verdict: as `bound` says.
-        shares: where the steps' time went.
+        verdict: the result of `bound`.
+        shares: where the time of the steps went.
         window: the steps.
-        findings: the faults that were seen, the greatest first.
+        findings: the problems found, the largest first.
         top: the operations that took longest.
         gaps: the longest times in which nothing computed.
-        tensor_cores: the part of the kernels' time on Tensor Cores, and that could be; None where no GPU was recorded.
-        stages: of the input, the busiest first.
-        around: what the process knows.
-        unknown: what this trace cannot say, in sentences.
-        batch: rows of a step; None where the input does not say.
+        tensor_cores: shares of the kernel time on Tensor Cores, and that could run there; None without a GPU.
+        stages: the stages of the input, the busiest first.
+        around: facts of the process.
+        unknown: sentences on what this trace cannot show.
+        batch: rows of a step; None if unknown.
         parts: the spans of each part of the time, on the first device or the host.
     """
 
@@ -94,11 +94,11 @@ class Report:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step, on average; None where the trace does not say where steps are."""
+        """Average seconds per step; None if the trace does not mark steps."""
         return self.window.length / 1e9 / self.window.steps if self.window.steps else None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain values for JSON."""
+        """Returns JSON-compatible values."""
         on, could = self.tensor_cores or (None, None)
         return {
             "verdict": self.verdict,
@@ -120,12 +120,12 @@ class Report:
 
 
 def judge(trace: Trace, look: Callable[[set[str]], Around] | None = None) -> Report:
-    """Reads a trace and judges it.
+    """Analyzes a trace.
 
     Args:
         trace: from `trace.read`.
-        look: says what the process knows besides, from the names of the tf.functions that traced anew; None for a
-            trace of which nothing else is known.
+        look: returns the facts of the process, given the names of the retraced tf.functions; None for a trace of
+            another process.
 
     Returns:
         The report.
@@ -158,7 +158,7 @@ def judge(trace: Trace, look: Callable[[set[str]], Around] | None = None) -> Rep
 
 
 def _findings(verdict: str, seen: Seen) -> tuple[Finding, ...]:
-    """What the rules found, and what helps against the verdict where none of them says so."""
+    """The findings of the rules, and general advice if none of them addresses the verdict."""
     found = findings.judge(seen)
     parts = (CAUSES | OVERHEADS).get(verdict, ())
     more = advice.general(verdict, sum(seen.shares[part] for part in parts), seen, found)
@@ -166,7 +166,7 @@ def _findings(verdict: str, seen: Seen) -> tuple[Finding, ...]:
 
 
 def _batch(trace: Trace) -> int | None:
-    """Rows of a batch: of the stage that makes most batches, or the first size that all tensors of an element share."""
+    """The batch size: of the stage that makes most batches, or the common first size of an element's tensors."""
     counts: dict[int, int] = {}
     rooted: set[int] = set()
     for line in trace.host:
@@ -185,18 +185,18 @@ def _batch(trace: Trace) -> int | None:
 def _unknown(found: Sorted, window: Window, shares: Shares, around: Around) -> tuple[str, ...]:
     texts = []
     if window.steps is None:
-        texts.append("Nothing in the trace says where a step begins: the shares are those of all the time recorded.")
+        texts.append("The trace does not mark steps: the shares cover the whole recorded time.")
     if not shares.device:
         texts.append(
-            "No GPU was recorded: computing is what the host's operations took, and Tensor Cores, kernels and gaps "
-            "between kernels are not known."
+            "No GPU was recorded: computing means operations on the host, and Tensor Cores, kernels and gaps between "
+            "kernels are unknown."
         )
         if any(name.startswith("GPU") for name in around.devices):
             texts.append(
-                "There is a GPU: without CUPTI, or beside another profiler, TensorFlow records none of its work."
+                "There is a GPU, but without CUPTI, or beside another profiler, TensorFlow does not record its work."
             )
     if not found.kernels and not found.operations:
         texts.append("No operation of the model was recorded.")
     if around.workers > 1:
-        texts.append("This is one worker of several: what the others wait for is in their own profiles.")
+        texts.append("This is one of several workers: profile the others to see what they wait for.")
     return tuple(texts)

@@ -1,4 +1,4 @@
-"""The files of a profile: the verdict in words and as JSON, a trace for Perfetto, and a page with pictures."""
+"""The files of a profile: the verdict as text and JSON, a trace for Perfetto, and a page with charts."""
 
 import gzip
 import json
@@ -12,43 +12,39 @@ from tfgpu.measure.profiling.trace import Event, Line, Trace
 from tfgpu.measure.profiling.verdict import Report
 
 MOST_EVENTS = 500_000
-"""Of the Perfetto trace; beyond, the shortest are left out, as Perfetto's page in a browser needs memory for each."""
+"""The most events of the Perfetto trace, which the browser keeps in memory; the shortest are dropped beyond that."""
 FILES = ("verdict.txt", "verdict.json", "trace.json.gz", "profile.html")
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a place that is no folder and cannot become one, before anything is recorded.
+    """Checks, before recording, that the folder exists or can be created.
 
     Raises:
-        InputError: a file stands there, or above it.
+        InputError: it, or one of its parents, is a file.
     """
     nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not nearest.is_dir():
-        raise InputError(f"The profile goes into a folder. Received: {str(folder)!r}, where {nearest} is a file.")
+        raise InputError(f"The output must be a folder. Received: {str(folder)!r}, but {nearest} is a file.")
 
 
 def write(report: Report, trace: Trace, folder: Path) -> None:
     """Writes all files.
 
     Args:
-        report: the verdict.
-        trace: what it was made from.
-        folder: where to.
+        report: the result.
+        trace: the trace.
+        folder: the output folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "verdict.txt").write_text(text(report) + "\n")
     (folder / "verdict.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    found = json.dumps(chrome(trace), separators=(",", ":"))  # dump() would write it piece by piece, ten times slower
+    found = json.dumps(chrome(trace), separators=(",", ":"))  # dump() is ten times slower, since it writes small pieces
     (folder / "trace.json.gz").write_bytes(gzip.compress(found.encode(), compresslevel=4, mtime=0))
     (folder / "profile.html").write_text(drawing.page(report, text(report)))
 
 
 def text(report: Report) -> str:
-    """The verdict in words.
-
-    Returns:
-        Some lines: the verdict, the shares, each finding with its knob, what is not known.
-    """
+    """Formats the report as text: the verdict, the shares, each finding with its advice, what is unknown."""
     shares = ", ".join(f"{name} {report.shares[name]:.0%}" for name in PARTS if report.shares[name] >= 0.005)
     lines = [f"Verdict: {report.verdict}.", f"Where the time went: {shares or 'nothing was recorded'}."]
     if report.step_s is not None:
@@ -56,13 +52,13 @@ def text(report: Report) -> str:
         lines.append(f"{report.window.steps} steps of {1e3 * report.step_s:.3g} ms on average{rows}.")
     if report.tensor_cores is not None:
         on, could = report.tensor_cores
-        lines.append(f"Tensor Cores: {on:.0%} of the kernels' time; {could:.0%} multiplies matrices.")
+        lines.append(f"Tensor Cores: {on:.0%} of the kernel time; {could:.0%} multiplies matrices.")
     lines.append("")
     if not report.findings:
-        lines.append("No known fault was seen.")
+        lines.append("No known problem was found.")
     for number, finding in enumerate(report.findings, 1):
         where = f" at {finding.where}" if finding.where else ""
-        lines += [f"{number}. {finding.name}{where}", f"   {finding.seen}", f"   Knob: {finding.knob}"]
+        lines += [f"{number}. {finding.name}{where}", f"   {finding.seen}", f"   Try: {finding.knob}"]
     lines += ["", "The longest operations:"]
     lines += [f"  {one.share:4.0%}  {one.runs:6,} x {one.kind}  {one.name}" for one in report.top[:5]] or ["  none"]
     lines += ["The longest times in which nothing computed:"]
@@ -73,9 +69,9 @@ def text(report: Report) -> str:
 
 
 def chrome(trace: Trace) -> dict[str, Any]:
-    """The trace in Chrome's JSON format, which ui.perfetto.dev opens.
+    """Converts a trace to Chrome's JSON format for ui.perfetto.dev.
 
-    Slices of one thread must lie in one another or apart: those that cross go to a track of their own beside it.
+    Slices of a track must be nested or disjoint; overlapping ones go to additional tracks.
     Source: Trace Event Format, Google, 2016; Perfetto's "External trace formats".
     """
     shortest = _shortest(trace)
@@ -123,7 +119,7 @@ def _slice(event: Event, process: int, track: int) -> dict[str, Any]:
     about = {"ph": "X", "pid": process, "tid": track, "name": event.name}
     about |= {"ts": event.start / 1e3, "dur": event.length / 1e3}
     args = {name: value for name, value in event.stats.items() if isinstance(value, (str, int, float))}
-    # Browsers read numbers as doubles, which hold no longer whole numbers.
+    # Browsers read numbers as doubles, which cannot hold larger integers exactly.
     args = {
         name: str(value) if isinstance(value, int) and abs(value) > 2**53 else value for name, value in args.items()
     }
