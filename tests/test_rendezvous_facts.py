@@ -189,4 +189,4 @@ def test_no_argument_is_told_too():
     text = "arguments differ: none on worker 0; --fast on worker 1. Use the same everywhere, unless intended."
     assert found == [text]
     many = {f"worker {rank}": {"arguments": str(rank)} for rank in range(20)}
-    assert "7 on worker 7; and 12 others. Give" in facts.advice(many)[0]
+    assert "7 on worker 7; and 12 others. Use" in facts.advice(many)[0]

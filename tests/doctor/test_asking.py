@@ -61,7 +61,8 @@ def test_a_command_that_is_not_there():
 
 def test_how_a_command_ended():
     code = f"import os; os.kill(os.getpid(), {signal.SIGABRT.value})"
-    assert asking.run([sys.executable, "-c", code], environ=os.environ, seconds=60).how == "the process was ended by SIGABRT"
+    killed = asking.run([sys.executable, "-c", code], environ=os.environ, seconds=60)
+    assert killed.how == "the process was ended by SIGABRT"
     ended = asking.run([sys.executable, "-c", "1/0"], environ=os.environ, seconds=60)
     assert ended.how == "the process ended with code 1: ZeroDivisionError: division by zero"
 

@@ -85,7 +85,7 @@ FAULTS = {
     "no persistence": ({"persistence": 0}, ("Persistence mode", "warning", "off on GPU 0", "sudo nvidia-smi -pm 1")),
     "memory errors": (
         {"ecc": {"enabled": True, "corrected": 3, "uncorrected": 2, "pending": True, "failed": False}},
-        ("ECC errors", "problem", "GPU 0 (GPU-aaaa-1): 2 error(s)", "sudo nvidia-smi -i GPU-aaaa-1 --gpu-reset"),
+        ("ECC errors", "problem", "2 uncorrected error(s)", "sudo nvidia-smi -i GPU-aaaa-1 --gpu-reset"),
     ),
     "memory waits for a reset": (
         {"ecc": {"enabled": True, "corrected": 3, "uncorrected": 0, "pending": True, "failed": False}},
@@ -93,27 +93,27 @@ FAULTS = {
     ),
     "memory that cannot be replaced": (
         {"ecc": {"enabled": True, "corrected": 0, "uncorrected": 1, "pending": False, "failed": True}},
-        ("ECC errors", "problem", "cannot be replaced", ""),
+        ("ECC errors", "problem", "can no longer be replaced", ""),
     ),
     "heat": (
         {"slowed_by": ["heat (hardware)"], "temperature_c": 91},
-        ("GPU clocks", "warning", "slowed down by heat (hardware), at 91 °C", ""),
+        ("GPU clocks", "warning", "throttled by heat (hardware), at 91 °C", ""),
     ),
     "a low power limit": (
         {"power_limit_w": 400.0},
-        ("GPU clocks", "warning", "may take 400 W, of the 700 W", "sudo nvidia-smi -i GPU-aaaa-1 -pl 700"),
+        ("GPU clocks", "warning", "limited to 400 W, of 700 W", "sudo nvidia-smi -i GPU-aaaa-1 -pl 700"),
     ),
     "MIG without slices": (
         {"mig": {"enabled": True, "pending": True, "slices": []}},
-        ("MIG", "problem", "has no slices", "sudo nvidia-smi -i GPU-aaaa-1 -mig 0"),
+        ("MIG", "problem", "without slices", "sudo nvidia-smi -i GPU-aaaa-1 -mig 0"),
     ),
     "MIG": (
         {"mig": {"enabled": True, "pending": True, "slices": ["MIG-1", "MIG-2"]}},
-        ("MIG", "warning", "cut into 2", "export CUDA_VISIBLE_DEVICES=MIG-1"),
+        ("MIG", "warning", "has 2 slices", "export CUDA_VISIBLE_DEVICES=MIG-1"),
     ),
     "MIG waits for a reset": (
         {"mig": {"enabled": False, "pending": True, "slices": []}},
-        ("MIG", "warning", "turning it on waits", "sudo nvidia-smi -i GPU-aaaa-1 --gpu-reset"),
+        ("MIG", "warning", "turning MIG on needs a reset", "sudo nvidia-smi -i GPU-aaaa-1 --gpu-reset"),
     ),
     "links down": (
         {"nvlinks": {"up": 16, "of": 18, "fabric": "done"}},
@@ -150,9 +150,9 @@ def test_the_state_of_a_gpu(case, by_name, with_gpus, a_gpu):
         ({"PERSISTENCE": "0"}, "Persistence mode", "warning", "off on GPU 0"),
         ({"CELSIUS": "92", "REASONS": "72"}, "GPU clocks", "warning", "hardware slowdown, heat (hardware), at 92 °C"),
         ({"LIMIT_MW": "350000"}, "GPU clocks", "warning", "may take 350 W, of the 700 W"),
-        ({"UNCORRECTED": "3"}, "ECC errors", "problem", "GPU 0 (GPU-1f0c5a92): 3 error(s)"),
+        ({"UNCORRECTED": "3"}, "ECC errors", "problem", "GPU 0 (GPU-1f0c5a92): 3 uncorrected error(s)"),
         ({"PENDING": "1"}, "ECC errors", "warning", "GPU 0 (GPU-1f0c5a92): bad memory will be replaced"),
-        ({"FAILED": "1"}, "ECC errors", "problem", "cannot be replaced"),
+        ({"FAILED": "1"}, "ECC errors", "problem", "can no longer be replaced"),
         ({"MIG": "1"}, "MIG", "problem", "GPU 0 is in MIG mode without slices"),
         ({"LANES": "4"}, "GPU links", "warning", "4 of 16 possible PCIe lanes"),
         ({"DOWN": "2"}, "GPU links", "warning", "GPU 0: 2 of 18 NVLinks are down"),
@@ -164,7 +164,7 @@ def test_the_state_of_a_gpu(case, by_name, with_gpus, a_gpu):
         ({"LOST_UNDER_WAY": "1"}, "Lost GPU", "problem", "GPU 1 does not answer: GPU is lost"),
         ({"GPUS": "1", "LOST": "0"}, "GPUs", "problem", "the driver has lost all its GPUs"),
         ({"INIT": "9"}, "NVIDIA driver", "problem", "module is not loaded"),
-        ({"INIT": "18"}, "NVIDIA driver", "problem", "do not fit"),
+        ({"INIT": "18"}, "NVIDIA driver", "problem", "have different versions"),
     ],
 )
 def test_a_fault_that_nvml_tells(fault, name, status, words, told, facts, by_name):
@@ -178,7 +178,7 @@ def test_a_fault_that_nvml_tells(fault, name, status, words, told, facts, by_nam
 BESIDE_A_LOST_ONE = {
     "memory errors": (
         {"UNCORRECTED": "3"},
-        ("ECC errors", "GPU 2 (GPU-3b6a90c1): 3 error(s)", "sudo nvidia-smi -i GPU-3b6a90c1 --gpu-reset"),
+        ("ECC errors", "GPU 2 (GPU-3b6a90c1): 3 uncorrected error(s)", "sudo nvidia-smi -i GPU-3b6a90c1 --gpu-reset"),
     ),
     "memory in use": (
         {"USED_MIB": "70000"},
@@ -265,7 +265,7 @@ def test_errors_in_the_kernels_log(by_name, with_gpus, a_gpu):
         ("NVMLError_DriverNotLoaded: Driver Not Loaded", "module is not loaded", "sudo modprobe nvidia"),
         (
             "NVMLError_LibRmVersionMismatch: RM has detected an NVML/RM version mismatch.",
-            "do not fit",
+            "have different versions",
             "sudo rmmod nvidia_uvm nvidia && sudo modprobe nvidia",
         ),
         ("no answer within 60 s", "hangs", ""),

@@ -165,7 +165,7 @@ def test_cudnn_against_what_tensorflows_package_asks_for(
     gpu_facts["libraries"] = opened(clean(), tensorflow=str(site / "tensorflow"))
     check = by_name(gpu_facts)["cuDNN"]
     assert (check.status, check.command) == (status, command), check
-    words = f"{found} ({folder}/libcudnn.so.9); TensorFlow asks for nvidia-cudnn-cu12>=9.3.0.75,<10.0"
+    words = f"{found} ({folder}/libcudnn.so.9); TensorFlow requires nvidia-cudnn-cu12>=9.3.0.75,<10.0"
     assert check.found == words
 
 
@@ -237,7 +237,7 @@ def test_libraries_that_fit(gpu_facts, by_name):
         ("cudart", {"version": "13.0"}, "CUDA runtime", "the driver is too old", ""),
         # Of a TensorFlow whose package asks for nothing: its build tells no more than "9".
         ("cudnn", {"version": "8.9.7"}, "cuDNN", "was built for 9", "pip install --upgrade 'nvidia-cudnn-cu12>=9,<10'"),
-        ("cudnn", {"version": "8.9.7", "path": "/usr/lib/x"}, "cuDNN", "comes before", "unset LD_LIBRARY_PATH\npip"),
+        ("cudnn", {"version": "8.9.7", "path": "/usr/lib/x"}, "cuDNN", "precedence", "unset LD_LIBRARY_PATH\npip"),
         ("nccl", {"path": None, "error": "gone"}, "NCCL", "libnccl.so.2 cannot be loaded: gone", "pip install"),
     ],
 )

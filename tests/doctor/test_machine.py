@@ -154,7 +154,7 @@ def test_shared_memory_that_is_really_small(clean):
 
 def test_shared_memory_full_of_what_others_left(facts, by_name):
     facts["machine"]["shared_memory"] = {"bytes": 2**34, "free_bytes": 2**20}
-    assert "left behind" in by_name(facts)["/dev/shm"].found
+    assert "leftover" in by_name(facts)["/dev/shm"].found
 
 
 def limited(number: int, soft: int, hard: int, environ: dict) -> dict:
@@ -176,7 +176,7 @@ def test_a_process_with_few_open_files(facts, by_name, clean):
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     facts["machine"]["limits"] = limited(resource.RLIMIT_NOFILE, 256, most, clean())
     check = by_name(facts)["Open files"]
-    assert check.status == "warning" and check.found.startswith("256 open files")
+    assert check.status == "warning" and check.found.startswith("at most 256 open files")
     if most >= 4096:
         assert check.command == f"ulimit -n {min(most, 65536)}"
         # A shell really takes the command.
@@ -186,26 +186,26 @@ def test_a_process_with_few_open_files(facts, by_name, clean):
         assert int(shell.stdout) == min(most, 65536)
     facts["machine"]["limits"] = limited(resource.RLIMIT_NOFILE, 256, 512, clean())
     check = by_name(facts)["Open files"]
-    assert check.command == "" and "512 is the most here" in check.fix
+    assert check.command == "" and "the hard limit is 512" in check.fix
 
 
 def test_limits_on_addresses_and_locked_memory(facts, by_name, clean):
     facts["machine"]["limits"] = limited(resource.RLIMIT_AS, 2**34, 2**34, clean())
-    assert by_name(facts)["Address space"].found.startswith("16.0 GiB of addresses")
+    assert by_name(facts)["Address space"].found.startswith("at most 16.0 GiB of address")
     found = limited(resource.RLIMIT_MEMLOCK, 65536, 65536, clean())
     facts["machine"] |= {"limits": found, "infiniband": 0}
     assert "Locked memory" not in by_name(facts)
     facts["machine"]["infiniband"] = 1
-    assert by_name(facts)["Locked memory"].found.startswith("64 KiB")
+    assert by_name(facts)["Locked memory"].found.startswith("at most 64 KiB")
 
 
 @pytest.mark.parametrize(
     ("change", "environ", "words", "command"),
     [
-        ({"cores": 64, "quota": 4.0}, {}, "time of 4: ", "export TF_NUM_INTRAOP_THREADS=4"),
+        ({"cores": 64, "quota": 4.0}, {}, "quota of 4: ", "export TF_NUM_INTRAOP_THREADS=4"),
         ({"cores": 8}, {"OMP_NUM_THREADS": "64"}, "but OMP_NUM_THREADS=64", "unset OMP_NUM_THREADS"),
         ({"cores": 8}, {"OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS allows one thread", "unset OMP_NUM_THREADS"),
-        ({"cores": 8}, {"TF_NUM_INTRAOP_THREADS": "all"}, "no number: TF_NUM_INTRAOP_THREADS='all'", "unset TF_NUM"),
+        ({"cores": 8}, {"TF_NUM_INTRAOP_THREADS": "all"}, "not a number: TF_NUM_INTRAOP_THREADS='all'", "unset TF_NUM"),
     ],
 )
 def test_threads_against_cores(change, environ, words, command, facts, by_name, clean):

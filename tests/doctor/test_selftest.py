@@ -71,10 +71,10 @@ def test_a_bridge_between_cards_is_not_judged_by_their_slot(found, judged, with_
 @pytest.mark.parametrize(
     ("change", "name", "status", "words"),
     [
-        ({"training": {"mirrored": [0.5, -2.0, 10.5]}}, "Training mirrored", "problem", "device's: 5.0e-02"),
+        ({"training": {"mirrored": [0.5, -2.0, 10.5]}}, "Training mirrored", "problem", "one device: 5.0e-02"),
         ({"training": {"averaging": [0.5, float("nan"), 10.0]}}, "Training averaging", "problem", "nan"),
         ({"training": {"mirrored": None}}, "Training mirrored", "ok", "not tried"),
-        ({"multi_worker": {"weights": [0.5, -2.0]}}, "Training multi_worker", "problem", "2 weights, where one"),
+        ({"multi_worker": {"weights": [0.5, -2.0]}}, "Training multi_worker", "problem", "2 weights, but one"),
         ({"multi_worker": {"clocks": {"worker 1": [-40.0, 0.1]}}}, "Clocks of workers", "warning", "40.0 s behind"),
         ({"multi_worker": {"sum": rate(1e6)}}, "All-reduce between workers", "warning", "less than 0.02"),
         ({"disk": {"write": 1e7}}, "Disk rate", "warning", "too slow"),

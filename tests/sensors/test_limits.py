@@ -15,7 +15,7 @@ NO_GPU = {"cpu_share": 0.95, "machine_cpu_share": 0.97, "input_wait": 0.0}
         (BUSY_GPU, "GPU compute", "the GPU is busy 90% of the time"),
         ({**BUSY_GPU, "gpu0_memory_utilization": 0.8, "gpu1_memory_utilization": 0.6}, "GPU memory traffic", "70%"),
         ({**BUSY_GPU, "gpu0_pcie_share": 0.9}, "GPU compute", "90%"),  # a busy GPU does not wait for its link
-        ({**BUSY_GPU, "gpu0_nvlink_share": 0.4, "gpu1_nvlink_share": 0.7}, "communication", "NVLink carries 55%"),
+        ({**BUSY_GPU, "gpu0_nvlink_share": 0.4, "gpu1_nvlink_share": 0.7}, "communication", "NVLink uses 55%"),
         ({**BUSY_GPU, "gpu0_nvlink_share": 0.3}, "GPU compute", "90%"),
         ({**BUSY_GPU, "network_share": 0.9}, "GPU compute", "90%"),  # alone it is some other traffic
         ({**IDLE_GPU, "gpu0_pcie_share": 0.5}, "communication", "PCIe uses 50%"),

@@ -232,7 +232,7 @@ def test_a_batch_is_tried(tmp_path):
 
 def test_a_try_that_takes_too_long_does_not_fit_and_is_ended(tmp_path):
     tried = child(log=tmp_path / "log", timeout_s=0.5).attempt(64, 1258)
-    assert not tried.fits and tried.reason == "not done after 0.5 s" and 0.5 <= tried.time_s < 30
+    assert not tried.fits and tried.reason == "not finished after 0.5 s" and 0.5 <= tried.time_s < 30
     assert not tries_of(psutil.Process())
 
 
@@ -254,9 +254,9 @@ def test_what_counts_as_a_lack_of_memory(tmp_path):
     )
     assert one._reason(8, abort) == "The process was killed by SIGABRT."
     log.write_text("F0000 Check failed: x == y\n")
-    with pytest.raises(MachineError, match="A batch of 8 failed, and not for lack of memory: The process was killed"):
+    with pytest.raises(MachineError, match="A batch of 8 failed, but not because of memory: The process was killed"):
         one._reason(8, abort)
-    assert "under a limit of memory" in limited._reason(8, abort)
+    assert "under a memory limit" in limited._reason(8, abort)
     said = {"end": "failed", "input": False, "reason": "UnknownError: Operation received an exception: std::bad_alloc"}
     assert one._reason(8, said) == said["reason"]
     with pytest.raises(InputError, match="^No such thing"):
@@ -299,7 +299,7 @@ def kill_a_try():
 
 def test_a_search_without_a_fit_says_what_to_do():
     about = {"replicas": 1, "examples": 100, "made_up": True, "device": "CPU", "missing": ""}
-    with pytest.raises(MachineError, match="Not even a batch of 8 fits: no memory. Lower `lowest`"):
+    with pytest.raises(MachineError, match="Even a batch of 8 does not fit: no memory. Lower `lowest`"):
         _result(SMALL, [BatchTry(8, False, reason="no memory.")], about, Bounds(8, 100), "auto", True, {})
 
 
@@ -308,10 +308,10 @@ def test_a_busy_machine_and_a_refused_recipe_are_noted():
     tries = [BatchTry(8, True, 100.0, (90.0, 105.0)), BatchTry(16, True, 200.0, (150.0, 250.0))]
     found = _result(SMALL, [*tries, BatchTry(32, True, 300.0, (250.0, 330.0))], about, Bounds(8, 32), "auto", True, {})
     assert (
-        found.notes[0] == "All batches fit up to 32, the highest that was tried." and "differ by 27%" in found.notes[1]
+        found.notes[0] == "All batches up to 32, the largest tried, fit." and "differ by 27%" in found.notes[1]
     )
     found = _result(SMALL, tries[:1], about, Bounds(8, 100), "auto", False, {8: "Too few updates."})
-    assert found.largest is None and found.notes == ("With these settings the recipe is refused: Too few updates.",)
+    assert found.largest is None and found.notes == ("The recipe is invalid with these settings: Too few updates.",)
 
 
 @pytest.mark.slow
@@ -354,7 +354,7 @@ def test_another_failure_is_an_error_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     (tmp_path / "odd.py").write_text("def build(**_):\n    raise RuntimeError('the seventh seal is broken')\n")
     (tmp_path / "recipe.yaml").write_text("model: odd:build\n")
-    with pytest.raises(MachineError, match="A batch of 8 failed, and not for lack of memory: .*seventh seal"):
+    with pytest.raises(MachineError, match="A batch of 8 failed, but not because of memory: .*seventh seal"):
         tune.batch_size(tmp_path / "recipe.yaml", allow_code=True)
     with pytest.raises(InputError, match="Unknown optimizer 'adma'"):
         tune.batch_size(recipes.make({"optimizer": "adma"}))

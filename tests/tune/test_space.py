@@ -76,20 +76,20 @@ def test_whatever_is_written_is_read_or_refused_in_one_line(text):
         ("learning_rate", "--search must be NAME=VALUES. Received: 'learning_rate'."),
         ("learning_rte=1..2", "Did you mean 'learning_rate'?"),
         ("learning_rate=1..2:lgo", "Did you mean 'log'?"),
-        ("learning_rate=2..1", "from a number to a larger one. Received: 2.0..1.0."),
+        ("learning_rate=2..1", "must end at a larger number than it starts. Received: 2.0..1.0."),
         ("learning_rate=0..1:log", "must start above 0"),
-        ("learning_rate=a..b", "must have two numbers as ends. Received: 'a..b'."),
-        ("learning_rate=nan..1", "from a number to a larger one"),
-        ("global_batch=16..100:powers", "needs powers of two"),
+        ("learning_rate=a..b", "must be two numbers. Received: 'a..b'."),
+        ("learning_rate=nan..1", "must end at a larger number"),
+        ("global_batch=16..100:powers", "must start and end at powers of two"),
         ("global_batch=1.5..4", "takes whole numbers"),
-        ("optimizer=adam,,sgd", "cannot read the list"),
-        ("optimizer=adam,adam", "no value twice"),
-        ("seed=0..9", "A study does not search 'seed'"),
-        ("split_seed=0,1", "A study does not search 'split_seed'"),
-        ("prefetch=1,2", "A study does not search 'prefetch'"),
-        ("precision=float32", "A study does not search 'precision'"),
+        ("optimizer=adam,,sgd", "cannot parse the list"),
+        ("optimizer=adam,adam", "must not have duplicates"),
+        ("seed=0..9", "A study cannot search 'seed'"),
+        ("split_seed=0,1", "A study cannot search 'split_seed'"),
+        ("prefetch=1,2", "A study cannot search 'prefetch'"),
+        ("precision=float32", "A study cannot search 'precision'"),
         ("model_options=1,2", "Name one of them"),
-        ("epochs.x=1,2", "is no option"),
+        ("epochs.x=1,2", "is not an option"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(word, expected):
@@ -105,7 +105,7 @@ def test_a_setting_twice_is_refused():
 
 
 def test_values_that_the_schema_refuses_are_found_before_the_first_trial():
-    with pytest.raises(InputError, match="The search of dropout holds 1.5"):
+    with pytest.raises(InputError, match="The search of dropout contains 1.5"):
         space.check(parse_search(["dropout=0..1.5"]), Recipe(model="mlp"))
     space.check(parse_search(["dropout=0..0.9", "schedule=cosine,constant"]), Recipe(model="mlp"))
 

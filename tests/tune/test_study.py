@@ -54,7 +54,7 @@ def environ():
         ({"recipe": recipes.make({"model": "vit"}), "search": ["normalization=layer,group"]}, "'group'"),
         ({"search": ["model=mlp,cnm"]}, "Unknown model 'cnm'. Did you mean 'cnn'?"),
         ({"search": ["model=mlp,vit", "normalization=batch,layr"]}, "Did you mean 'layer'?"),
-        ({"resume": True}, "holds no study to resume"),
+        ({"resume": True}, "has no study to resume"),
         ({"recipe": "digist"}, "Did you mean 'digits'?"),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_study_goes_on_without_the_folders_of_its_trials(tmp_path):
     found = tune.study(folder=folder, trials=2, resume=True)
     assert found.missing == (first.best.number,)
     assert (found.trials, found.test_accuracy) == (first.trials, first.test_accuracy)
-    assert f"{first.best.folder} is gone" in (folder / "report.html").read_text()
+    assert f"{first.best.folder} is missing" in (folder / "report.html").read_text()
     shutil.rmtree(folder / "trials")
     journal = folder / "journal.log"
     kept = [line for line in journal.read_text().splitlines() if '"test_accuracy"' not in line]
@@ -159,7 +159,7 @@ def test_a_study_goes_on_without_the_folders_of_its_trials(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "trials/0000, trials/0001 are gone" in done.stdout
+    assert "trials/0000, trials/0001 are missing" in done.stdout
     assert (folder / "trials/0002/config.yaml").is_file() and "trials/0002 " not in done.stdout
 
 
@@ -193,7 +193,7 @@ def test_trials_that_end_badly_do_not_end_the_study(tmp_path, monkeypatch):
     assert ends["none"].status == "complete" and found.best.settings == {"model_options.fault": "none"}
     assert ends["dies"].status == "failed" and "SIGKILL" in ends["dies"].reason
     assert ends["nan"].status == "diverged" and "nan" in ends["nan"].reason
-    assert ends["sleeps"].status == "timed out" and ends["sleeps"].reason == "not done after 40 s"
+    assert ends["sleeps"].status == "timed out" and ends["sleeps"].reason == "not finished after 40 s"
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_odd_settings_of_one_trial_do_not_end_the_study(tmp_path, monkeypatch):
     def gone(trial):
         (tmp_path / "study/journal.log").unlink()
 
-    with pytest.raises(MachineError, match=r"The study stopped: .*No such file.*journal.log'\. Mend it, and go on"):
+    with pytest.raises(MachineError, match=r"The study stopped: .*journal.log'\. Fix it, and use --resume"):
         tune.study(folder=tmp_path / "study", trials=4, resume=True, on_trial=gone)
 
 

@@ -1,4 +1,4 @@
-"""Finding settings of a recipe by trying them: studies of whole trainings, with Optuna.
+"""Searches settings of a recipe by complete trainings, with Optuna.
 
 from tfgpu import tune
 result = tune.study("digits", "studies/digits", trials=30, search={"learning_rate": "1e-5..1e-1:log"})

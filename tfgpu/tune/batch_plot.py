@@ -1,4 +1,4 @@
-"""A drawing of what batches came to: rate and memory over the batch."""
+"""Draws the results of a batch size search: rate and memory over the batch."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 
 def draw(found: Any, path: str | Path | None = None) -> Figure:
-    """Draws examples a second above, and memory below, over the batch on an axis of powers of two.
+    """Draws examples per second and memory over the batch, with a base-2 logarithmic axis.
 
     Args:
         found: a `BatchSizes`.
@@ -47,7 +47,7 @@ def draw(found: Any, path: str | Path | None = None) -> Figure:
 
 
 def _apart(batches: list[int]) -> list[int]:
-    """Those whose labels do not touch: each at least 1.6 times the one before, or less where they are few."""
+    """The batches whose labels do not overlap: each at least 1.6 times (1.9 times if many) the previous one."""
     factor = 1.6 if len(batches) < 9 else 1.9
     kept: list[int] = []
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The batch size that a machine trains quickest with, and the largest that it holds: by trying, a process a try."""
+"""Searches the fastest batch size, and the largest that fits, by trying each in a separate process."""
 
 import math
 import os
@@ -35,19 +35,19 @@ _FATAL = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """What trying batches came to.
+    """The result of a batch size search.
 
     Attributes:
-        tries: in the order in which they were made.
-        largest: the largest batch that fits, as near as `granularity` asks; the highest that was to be tried where all
-            fit; None where it was not looked for.
-        fastest: the smallest batch whose examples a second are within 5 % of the best.
-        settings: what to put into the recipe for `fastest`: `global_batch`, `learning_rate`, `warmup_epochs`.
-        recipe: the whole recipe with them.
-        replicas: how many share a batch.
-        examples: how many there are to train on; None where only the data knows, which is not here.
-        device: what trained, such as "NVIDIA H100", or "CPU".
-        notes: what to know about these figures.
+        tries: the tried batches, in order.
+        largest: the largest batch that fits, to the precision of `granularity`; `highest` if all fit; None if it was
+            not searched.
+        fastest: the smallest batch whose rate is within 5 % of the best.
+        settings: the recipe's settings for `fastest`: `global_batch`, `learning_rate`, `warmup_epochs`.
+        recipe: the complete recipe with these settings.
+        replicas: the number of replicas that share a batch.
+        examples: the number of training examples; None if unknown because the data is not on this machine.
+        device: the device, such as "NVIDIA H100", or "CPU".
+        notes: remarks on the result.
     """
 
     tries: tuple[BatchTry, ...]
@@ -61,18 +61,18 @@ class BatchSizes:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values, for a file."""
+        """Returns JSON-compatible values."""
         tries = [{**vars(one), "memory_bytes": one.memory_bytes} for one in self.tries]
         return {**vars(self), "tries": tries, "recipe": self.recipe.model_dump(mode="json")}
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draws examples a second and memory over the batch.
+        """Draws examples per second and memory over the batch.
 
         Args:
             path: a file to write, `.png` or `.svg`; None writes none.
 
         Returns:
-            Matplotlib's figure, which a notebook shows.
+            A Matplotlib figure.
         """
         from tfgpu.tune.batch_plot import draw
 
@@ -93,41 +93,40 @@ def batch_size(
     allow_code: bool = False,
     on_try: Callable[[BatchTry], None] | None = None,
 ) -> BatchSizes:
-    """Trains a recipe for some steps with one batch after the other: which fit, and the rate of each.
+    """Trains a recipe for some steps with one batch size after the other: which fit, and the rate of each.
 
-    Each try is a process of its own, with the recipe's model, strategy, precision and optimizer, so that a lack of
-    memory, or a kill, ends the try and not the search. Batches double from `lowest` to `highest`; once one does not
-    fit, the largest that does is looked for between the two. A batch does not fit where memory runs out, the process
-    is killed by SIGKILL (as the system does where memory is used up), or it is not done after `timeout_s`.
+    Each try runs in a separate process with the recipe's model, strategy, precision and optimizer, so that running out
+    of memory ends only the try. Batches double from `lowest` to `highest`; once one does not fit, the largest that fits
+    is searched by bisection. A batch does not fit if memory runs out, the process is killed by SIGKILL (as the kernel
+    does when memory runs out), or it does not finish within `timeout_s`.
 
-    One batch is given again and again, so that the input limits nothing: made-up examples where the recipe says what
-    they are like (as `tfgpu train --dry-run`), else of its data.
+    One batch is repeated, so that the input does not limit the rate: synthetic examples if the recipe determines their
+    shape (see `tfgpu train --dry-run`), otherwise a batch of its data.
 
     Args:
-        recipe: a `Recipe`, a file, or the name of a ready one; None: the default recipe.
-        lowest: the first batch to try, in examples over all replicas; None: 8 a replica. Raised to a multiple of the
-            replicas.
-        highest: the last one; None: the training examples (65,536 where they are not here). Never more than these, nor
-            than make one update with `accumulate`. Lowered to a multiple of the replicas.
-        granularity: how near the largest that fits is to one that does not, in examples, a multiple of the replicas;
-            None: a sixteenth of it, or 8 a replica where that is more.
-        largest: look for the largest that fits. False: stop where two doublings have brought less than 5 %, or where
-            one does not fit.
-        scale: how the learning rate follows the batch: "linear", "sqrt", "none", or "auto": linear for sgd, momentum
-            and lars, else the square root (see `settings` in docs/tuning.md).
-        rounds: measurements of each batch, of half a second each or one update; the median counts.
-        memory_limit_bytes: a limit in bytes: of each GPU; without GPUs of the data that a try's process may reserve
-            (RLIMIT_DATA, of which TensorFlow itself takes about 0.8 GB). None: none.
-        timeout_s: seconds that a try may take.
-        allow_code: whether a recipe's file may name a function to be called.
-        on_try: called with each try when it has ended.
+        recipe: a `Recipe`, a file, or the name of a ready recipe; None takes the default recipe.
+        lowest: the smallest global batch to try, rounded up to a multiple of the replicas; None takes 8 per replica.
+        highest: the largest global batch to try, rounded down to a multiple of the replicas; at most the number of
+            training examples (divided by `accumulate`), which is also the default (65,536 if unknown).
+        granularity: the precision of the largest batch that fits, in examples, a multiple of the replicas; None takes a
+            sixteenth of it, or 8 per replica if that is more.
+        largest: whether to search the largest that fits. If False, the search ends when two doublings gain less than
+            5 %, or when a batch does not fit.
+        scale: how the learning rate scales with the batch: "linear", "sqrt", "none", or "auto": linear for sgd,
+            momentum and lars, else the square root (see `settings` in docs/tuning.md).
+        rounds: measurements of each batch, of half a second or one update each; the median counts.
+        memory_limit_bytes: memory limit of each GPU; without GPUs, of the data segment of a try's process (RLIMIT_DATA,
+            of which TensorFlow itself needs about 0.8 GB). None sets no limit.
+        timeout_s: time limit of a try in seconds.
+        allow_code: whether a recipe's file may name functions to call.
+        on_try: called after each try.
 
     Returns:
-        The tries, the largest and the fastest batch, and the recipe's settings for the latter.
+        The tries, the largest and the fastest batch, and the recipe's settings for the fastest.
 
     Raises:
-        InputError: something in the recipe or the arguments cannot work.
-        MachineError: not even the lowest batch fits, or a try fails in another way.
+        InputError: the recipe or an argument is invalid.
+        MachineError: even the smallest batch does not fit, or a try fails for another reason.
 
     Example:
         >>> from tfgpu import tune
@@ -139,7 +138,7 @@ def batch_size(
     _check(numbers | {"memory_limit_bytes": memory_limit_bytes}, timeout_s)
     scaling.check_scale(scale)
     if "TF_CONFIG" in os.environ:
-        raise InputError("A search starts its own processes. Received: TF_CONFIG, of a cluster. Unset it.")
+        raise InputError("A search starts its own processes, but TF_CONFIG is set. Unset it.")
     base = recipe_of(recipe, allow_code) or Recipe()
     recipes.check(base, needs_data=False)
     with tempfile.TemporaryDirectory(prefix="tfgpu-batches-") as folder:
@@ -155,7 +154,7 @@ def batch_size(
 
 
 class _Child:
-    """The processes of a search, one at a time, each ended before this returns."""
+    """Runs the processes of a search, one at a time."""
 
     def __init__(self, base: Recipe, log: Path, timeout_s: float, memory_bytes: int | None, rounds: int, scale: str):
         self._base, self._log, self._timeout_s = base, log, timeout_s
@@ -163,7 +162,7 @@ class _Child:
         self.refused: dict[int, str] = {}
 
     def about(self) -> dict[str, Any]:
-        """What there is to train on, and with what."""
+        """Collects facts about the data and the devices."""
         ended = self._run({"about": True, "recipe": self._base.model_dump(mode="json")})
         if ended["end"] != "complete":
             kind = InputError if ended.get("input") else MachineError
@@ -201,7 +200,7 @@ class _Child:
                 for message in process.news(min(left, _LOOK_S)):
                     if "end" in message:
                         return message
-            return {"end": "timed out", "reason": f"not done after {self._timeout_s:g} s"}
+            return {"end": "timed out", "reason": f"not finished after {self._timeout_s:g} s"}
         finally:
             process.stop()
 
@@ -221,10 +220,10 @@ class _Child:
         if not ended.get("input") and (_NO_MEMORY.search(reason) or (code and _NO_MEMORY.search(said))):
             return reason
         if code and -code in _FATAL and self._memory_bytes is not None:
-            return f"{reason[:-1]}, under a limit of memory: some code ends so where it gets none."
+            return f"{reason[:-1]}, under a memory limit: some libraries crash when an allocation fails."
         if ended.get("input"):
             raise InputError(reason)
-        raise MachineError(f"A batch of {batch} failed, and not for lack of memory: {reason}")
+        raise MachineError(f"A batch of {batch} failed, but not because of memory: {reason}")
 
 
 def _bounds(
@@ -239,11 +238,11 @@ def _bounds(
     if lowest is None:
         low = max(replicas, min(low, high))
     if high < low:
-        told = "" if examples is None else f", {examples:,} examples to train on"
+        told = "" if examples is None else f", {examples:,} training examples"
         told += f", accumulate={base.accumulate}" if base.accumulate > 1 else ""
         raise InputError(
-            f"There is no batch to try between `lowest` and `highest` that is a multiple of the replicas. Received: "
-            f"lowest={lowest}, highest={highest}, replicas={replicas}{told}. Lower `lowest`, or raise `highest`."
+            f"No multiple of the replicas lies between `lowest` and `highest`. Received: lowest={lowest}, "
+            f"highest={highest}, replicas={replicas}{told}. Lower `lowest`, or raise `highest`."
         )
     if granularity is not None and granularity % replicas:
         raise InputError(
@@ -265,8 +264,8 @@ def _result(
     fastest = batches.fastest(tries)
     if fastest is None:
         raise MachineError(
-            f"Not even a batch of {tries[0].batch} fits: {tries[0].reason} Lower `lowest`, or see docs/memory.md for "
-            "what makes a model smaller."
+            f"Even a batch of {tries[0].batch} does not fit: {tries[0].reason} Lower `lowest`, or see docs/memory.md "
+            "for ways to save memory."
         )
     found = scaling.settings(base, fastest, scale=scale)
     notes = []
@@ -274,21 +273,19 @@ def _result(
         why = (
             ""
             if about["examples"] is None or bounds.highest < about["examples"] // base.accumulate
-            else (f", and there are no more than {about['examples']:,} examples to train on")
+            else f", and there are only {about['examples']:,} training examples"
         )
-        notes.append(f"All batches fit up to {bounds.highest:,}, the highest that was tried{why}.")
+        notes.append(f"All batches up to {bounds.highest:,}, the largest tried, fit{why}.")
     if about["examples"] is None:
-        notes.append(
-            f"How many examples there are to train on is not known; batches may exceed them. {about['missing']}"
-        )
+        notes.append(f"The number of training examples is unknown; batches may exceed it. {about['missing']}")
     if not about["made_up"]:
-        notes.append("Examples are the recipe's own, one batch again and again.")
+        notes.append("Measured by repeating one batch of the recipe's data.")
     if (spread := batches.spread_of(tries)) > _BUSY:
         notes.append(
-            f"The rounds of a batch differ by {spread:.0%}, so the fastest may be another. Is the machine busy?"
+            f"Measurements of a batch differ by {spread:.0%}, so the fastest may be wrong. Is the machine busy?"
         )
     if fastest in refused:
-        notes.append(f"With these settings the recipe is refused: {refused[fastest]}")
+        notes.append(f"The recipe is invalid with these settings: {refused[fastest]}")
     return BatchSizes(
         tries=tuple(tries),
         largest=batches.largest(tries) if wants_largest else None,

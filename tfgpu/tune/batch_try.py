@@ -1,7 +1,7 @@
-"""One try of a batch size, in a process of its own: the recipe's model is built and trained for some steps.
+"""Tries one batch size in a separate process: builds the recipe's model, and trains it for some steps.
 
-`python -m tfgpu.tune.batch_try FD`, as `tfgpu.tune.trial`. The input costs nothing: one batch is made (of made-up
-examples where the recipe says what they are like, else of its data), kept, and given again and again.
+Runs as `python -m tfgpu.tune.batch_try FD`, see `tfgpu.tune.trial`. One batch is prepared (synthetic if the recipe
+determines the shape of examples, otherwise of its data) and repeated, so that the input takes no time.
 """
 
 import math
@@ -24,7 +24,7 @@ _MOST_UPDATES = 10_000
 
 
 def run(task: Mapping[str, Any], line: Line) -> dict[str, Any]:
-    """Does what the search sends: looks at the recipe ("about"), or tries a batch."""
+    """Handles a task of the search: collects facts about the recipe ("about"), or tries a batch."""
     what = recipes.make(task["recipe"])
     if task["about"]:
         return {"end": "complete", **about(what)}
@@ -36,7 +36,7 @@ def run(task: Mapping[str, Any], line: Line) -> dict[str, Any]:
 
 
 def about(what: Recipe) -> dict[str, Any]:
-    """Says how many replicas share a batch, and how many examples there are to train on (None: only the data knows)."""
+    """Returns the numbers of replicas and of training examples (None if unknown without the data)."""
     from tfgpu import environment
     from tfgpu.recipes import dry
 
@@ -45,7 +45,7 @@ def about(what: Recipe) -> dict[str, Any]:
     with building.prepare(what):
         replicas = building.strategy_of(what, cluster).num_replicas_in_sync
         examples, missing = None, ""
-        # Opened, and not decoded into memory.
+        # Opens the data without decoding it into memory.
         kept = {"cache": "auto", "cache_directory": None, "memory_bytes": 0, "global_batch": 1}
         try:
             examples = building.open_data(what.model_copy(update=kept), cluster).info.train_examples
@@ -64,9 +64,9 @@ def about(what: Recipe) -> dict[str, Any]:
 
 
 def limit(memory_bytes: int) -> None:
-    """Lets TensorFlow take so much of each GPU; where there is none, lets this process have so much data.
+    """Limits TensorFlow's memory on each GPU; without GPUs, the data segment of this process.
 
-    On Linux that is what it reserves for data of its own (RLIMIT_DATA), which is more than what is resident.
+    On Linux, RLIMIT_DATA counts reserved memory, which is more than the resident memory.
     """
     import tensorflow as tf
 
@@ -81,14 +81,14 @@ def limit(memory_bytes: int) -> None:
 
 
 def measure(what: Recipe, rounds: int) -> dict[str, Any]:
-    """Trains a recipe's model on one batch, again and again.
+    """Trains a recipe's model repeatedly on one batch.
 
     Args:
         what: the recipe, with the batch to try.
-        rounds: how many times some steps are measured, which take half a second together, or are one update.
+        rounds: the number of measurements, of half a second or one update each.
 
     Returns:
-        Examples a second by round, and the peaks of memory.
+        The median and range of examples per second, and the memory peaks.
     """
     from tfgpu.callbacks.memory import peaks
     from tfgpu.recipes import dry
@@ -106,9 +106,9 @@ def measure(what: Recipe, rounds: int) -> dict[str, Any]:
         batch = job.data.train.take(1).cache().repeat()
         assert job.data.validation is not None  # The runner has checked it.
         steps = what.accumulate
-        # Traces, and validates as a run does between epochs; the second epoch says how long a step takes.
+        # The first epoch traces, and validates as a run does between epochs; the second gives the time of a step.
         seconds = _train(job, batch, steps, 2, validation=job.data.validation.take(1))[-1]
-        for _ in range(_GUESSES):  # The start of an epoch takes as long as many short steps.
+        for _ in range(_GUESSES):  # Starting an epoch takes as long as many short steps.
             if seconds >= _ROUND_S / 2:
                 break
             updates = math.ceil(steps / what.accumulate * _ROUND_S / seconds)
@@ -124,7 +124,7 @@ def measure(what: Recipe, rounds: int) -> dict[str, Any]:
 
 
 def _train(job: Any, batch: Any, steps: int, epochs: int, *, validation: Any = None) -> list[float]:
-    """Seconds of each epoch of so many steps; an epoch ends when its losses are known, so all steps are done."""
+    """Returns the seconds of each epoch, which ends when its losses are known, so that all steps are done."""
     import keras
 
     begun, ended = [], []
@@ -153,7 +153,7 @@ def _train(job: Any, batch: Any, steps: int, epochs: int, *, validation: Any = N
 
 
 def _refused(what: Recipe, examples: int | None) -> str:
-    """Why a run with these settings would be refused, which a schema cannot know."""
+    """Why a run would reject these settings, although the schema accepts them."""
     from tfgpu.recipes import compiling
 
     if examples is None:

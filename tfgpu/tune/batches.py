@@ -1,11 +1,11 @@
-"""Which batch is tried next, and what the tries come to: functions of the tries, without TensorFlow."""
+"""The logic of a batch size search: functions of the tries, without TensorFlow."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 WITHIN = 0.05
-"""A batch is as fast as the fastest if it is slower by this share at most; a rate that rises by less stands still."""
+"""Rates that differ by at most this share count as equal."""
 _DOUBLINGS = 2
 _PART = 16
 _MULTIPLE = 8
@@ -16,14 +16,14 @@ class BatchTry:
     """One batch that was tried.
 
     Attributes:
-        batch: examples of a step, over all replicas together.
+        batch: the global batch.
         fits: whether it could be trained.
-        examples_per_s: median over the rounds of steps; None where it does not fit.
-        spread: the slowest and the fastest round, in examples a second.
-        step_s: seconds of a step, at the median rate.
-        peaks: peaks of memory in bytes, as `tfgpu.callbacks.Memory` names them.
+        examples_per_s: the median rate; None if it does not fit.
+        spread: the slowest and the fastest measurement, in examples per second.
+        step_s: seconds per step, at the median rate.
+        peaks: memory peaks in bytes, with the names of `tfgpu.callbacks.Memory`.
         reason: why it does not fit.
-        time_s: how long the try took, the start of its process included.
+        time_s: the duration of the try, including the start of its process.
     """
 
     batch: int
@@ -37,7 +37,7 @@ class BatchTry:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The peak of the GPU that needs most; without GPUs, the process's.
+        """The peak of the GPU with the highest peak; without GPUs, that of the process.
 
         Example:
             >>> BatchTry(8, True, peaks={"host_peak_bytes": 9, "gpu0_peak_bytes": 5, "gpu1_peak_bytes": 6}).memory_bytes
@@ -49,13 +49,13 @@ class BatchTry:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where batches may lie.
+    """The bounds of a search.
 
     Attributes:
-        lowest, highest: the first and the largest to try, multiples of the replicas.
-        replicas: how many share a batch.
-        granularity: how near the largest that fits is to the smallest that does not, in examples; None: a sixteenth of
-            it, or 8 a replica where that is more.
+        lowest, highest: the smallest and the largest batch to try, multiples of the replicas.
+        replicas: the number of replicas that share a batch.
+        granularity: the precision of the largest batch that fits, in examples; None takes a sixteenth of it, or 8 per
+            replica if that is more.
     """
 
     lowest: int
@@ -64,7 +64,7 @@ class Bounds:
     granularity: int | None = None
 
     def step(self, fitting: int) -> int:
-        """How near is near enough.
+        """The precision for a batch of this size.
 
         Example:
             >>> Bounds(8, 4096).step(64), Bounds(8, 4096).step(1024), Bounds(8, 4096, granularity=16).step(1024)
@@ -74,15 +74,16 @@ class Bounds:
 
 
 def next_batch(tries: Sequence[BatchTry], bounds: Bounds, *, largest: bool = True) -> int | None:
-    """The batch to try next: twice the last while they fit, then between one that fits and one that does not.
+    """Returns the next batch to try: doubles while batches fit, then bisects.
 
     Args:
-        tries: those that there were.
-        bounds: where batches may lie.
-        largest: look for the largest that fits. False: end where the rate stands still, or a batch does not fit.
+        tries: the tries so far.
+        bounds: the bounds of the search.
+        largest: whether to search the largest that fits. If False, the search ends when the rate stops rising, or when
+            a batch does not fit.
 
     Returns:
-        A multiple of the replicas; None where the search is over.
+        A multiple of the replicas; None when the search is finished.
 
     Example:
         >>> fits = [BatchTry(32, True, 100.0), BatchTry(64, True, 150.0)]
@@ -106,7 +107,7 @@ def next_batch(tries: Sequence[BatchTry], bounds: Bounds, *, largest: bool = Tru
 
 
 def stands_still(tries: Sequence[BatchTry]) -> bool:
-    """Whether the last two doublings have brought less than 5 % together.
+    """Whether the last two doublings together gained less than 5 %.
 
     Example:
         >>> stands_still([BatchTry(8, True, 100.0), BatchTry(16, True, 104.0), BatchTry(32, True, 101.0)])
@@ -117,7 +118,7 @@ def stands_still(tries: Sequence[BatchTry]) -> bool:
 
 
 def fastest(tries: Sequence[BatchTry]) -> int | None:
-    """The smallest batch whose rate is within 5 % of the best: a larger one costs memory and updates for nothing.
+    """The smallest batch whose rate is within 5 % of the best; larger ones only cost memory and updates.
 
     Example:
         >>> fastest([BatchTry(8, True, 100.0), BatchTry(16, True, 192.0), BatchTry(32, True, 200.0)])
@@ -129,7 +130,7 @@ def fastest(tries: Sequence[BatchTry]) -> int | None:
 
 
 def spread_of(tries: Sequence[BatchTry]) -> float:
-    """From the slowest to the fastest round, as a share of the median: the middle one of all batches that fit.
+    """The median relative range of the measurements of a batch, over all batches that fit.
 
     Example:
         >>> spread_of([BatchTry(8, True, 100.0, (90.0, 120.0)), BatchTry(16, False)])

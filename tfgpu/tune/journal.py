@@ -1,4 +1,4 @@
-"""A study's record in Optuna's journal: a file of JSON lines that only the study's own process writes.
+"""A study's record in Optuna's journal, a file of JSON lines that only the study's process writes.
 
 Source: Akiba et al., 2019, https://arxiv.org/abs/1907.10902;
     https://optuna.readthedocs.io/en/stable/reference/storages.html
@@ -19,7 +19,7 @@ NAME = "tfgpu"
 SAMPLERS = ("tpe", "random")
 PRUNERS = ("median", "halving", "none")
 UNFIT = ("diverged", "out of memory", "timed out")
-"""Ends that the sampler should know for bad: Optuna looks away from failed trials, not from pruned ones."""
+"""Trials with these ends are stored as pruned, so that the sampler learns from them: Optuna ignores failed trials."""
 
 
 def optuna() -> Any:
@@ -36,20 +36,18 @@ def optuna() -> Any:
 
 
 class Journal:
-    """The trials of a study, as they are asked for, told and read.
-
-    Whoever makes one holds the lock of the study's folder.
+    """The stored trials of a study. The caller must hold the lock of the study's folder.
 
     Args:
-        folder: the study's.
-        space: what is drawn.
+        folder: the folder of the study.
+        space: the search space.
         sampler: "tpe" or "random".
         pruner: "median", "halving" or "none".
-        epochs: of a trial, at most.
-        seed: of the draws.
+        epochs: the most epochs of a trial.
+        seed: the seed of the sampler.
 
     Raises:
-        InputError: there is a journal, and it is damaged.
+        InputError: an existing journal is damaged.
     """
 
     def __init__(self, folder: Path, space: Space, *, sampler: str, pruner: str, epochs: int, seed: int):
@@ -68,26 +66,26 @@ class Journal:
                 )
         except OSError:
             raise
-        except Exception as error:  # Whatever a line of another kind makes Optuna raise: it promises nothing.
+        except Exception as error:  # Optuna does not define its errors for malformed lines.
             why = f"{type(error).__name__}: {error}"
             raise InputError(f"{folder / FILE} is damaged ({why}). Start a new study in another folder.") from error
 
     @property
     def trials(self) -> list[Any]:
-        """Optuna's frozen trials, in their order, without those that wait."""
+        """Optuna's frozen trials in order, without enqueued ones."""
         with quiet():
             waiting = self._optuna.trial.TrialState.WAITING
             return [trial for trial in self._study.get_trials(deepcopy=False) if trial.state != waiting]
 
     def enqueue(self, settings: dict[str, Any]) -> None:
-        """Makes these settings the next trial's, unless there is a trial already."""
+        """Uses these settings for the first trial."""
         with quiet():
             if not self._study.get_trials(deepcopy=False):
                 drawn = {name: as_drawn(self._space[name], value) for name, value in settings.items()}
                 self._study.enqueue_trial(drawn)
 
     def unfinished(self) -> list[Any]:
-        """The trials that a process began which is gone, to be gone on with."""
+        """The unfinished trials of an earlier process, to be resumed."""
         with quiet():
             study = self._storage.get_study_id_from_name(NAME)
             running = [t.number for t in self.trials if t.state == self._optuna.trial.TrialState.RUNNING]
@@ -95,25 +93,25 @@ class Journal:
             return [self._optuna.trial.Trial(self._study, trial) for trial in known]
 
     def ask(self) -> Any:
-        """Begins a trial. Its draws depend on the seed, its number and what was told before, and on nothing else."""
+        """Begins a trial. Its settings depend only on the seed, its number and the earlier results."""
         with quiet():
             self._reseed(len(self.trials))
             return self._study.ask()
 
     def settings(self, trial: Any) -> dict[str, Any]:
-        """A trial's settings: drawn, or as they were drawn."""
+        """A trial's settings, drawn or stored."""
         with quiet():
             return {name: _draw(trial, name, domain) for name, domain in self._space.items()}
 
     def report(self, trial: Any, epoch: int, value: float) -> bool:
-        """Notes an epoch; says whether the trial should end."""
+        """Records an epoch; returns whether to prune the trial."""
         with quiet():
             if epoch not in self._study.get_trials(deepcopy=False)[trial.number].intermediate_values:
                 trial.report(value, epoch)
             return bool(trial.should_prune())
 
     def tell(self, trial: Any, ended: dict[str, Any], time_s: float) -> None:
-        """Notes how a trial ended."""
+        """Records the end of a trial."""
         states, status = self._optuna.trial.TrialState, ended["end"]
         with quiet():
             for name in ("reason", "val_loss", "test_accuracy"):
@@ -128,14 +126,14 @@ class Journal:
                 self._study.tell(trial, state=states.PRUNED if pruned else states.FAIL)
 
     def importances(self) -> dict[str, float]:
-        """How much of the spread of the values each setting explains (fANOVA); empty where there are too few trials."""
+        """The share of the variance that each setting explains (fANOVA); empty with too few trials."""
         with quiet(), contextlib.suppress(ValueError, RuntimeError, ImportError):
             evaluator = self._optuna.importance.FanovaImportanceEvaluator(seed=self._seed)
             return dict(self._optuna.importance.get_param_importances(self._study, evaluator=evaluator))
         return {}
 
     def _reseed(self, number: int) -> None:
-        """A sampler of the trial's own, so that a study which goes on draws as one that never stopped."""
+        """Creates a sampler for each trial, so that a resumed study draws as an uninterrupted one."""
         seed = (self._seed * 1_000_003 + number) % 2**32
         samplers = self._optuna.samplers
         self._study.sampler = (
@@ -152,12 +150,12 @@ class Journal:
 
 
 def settings_of(trial: Any, space: Space) -> dict[str, Any]:
-    """The settings of a frozen trial, in the recipe's own values."""
+    """The settings of a frozen trial, as values of the recipe."""
     return {name: _of_drawn(space[name], trial.params[name]) for name in space if name in trial.params}
 
 
 def as_drawn(domain: Domain, value: Any) -> Any:
-    """A value as Optuna keeps it: powers of two by their exponent, lists as JSON.
+    """Converts a value to Optuna's representation: powers of two as exponents, lists as JSON.
 
     Example:
         >>> as_drawn(Range(16, 64, "powers"), 32), as_drawn(Choice(([8], [16])), [8])
@@ -169,7 +167,7 @@ def as_drawn(domain: Domain, value: Any) -> Any:
 
 
 def mend(path: Path) -> None:
-    """Takes back what a killed process left of its last line, and its lock. The caller holds the study's folder."""
+    """Removes an incomplete last line and the lock of a killed process. The caller must hold the folder's lock."""
     path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
     if path.exists():
         content = path.read_bytes()
@@ -181,7 +179,7 @@ def mend(path: Path) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps Optuna's notes of each trial off the screen; its warnings stay."""
+    """Silences Optuna's message for each trial, but not its warnings."""
     logger = logging.getLogger("optuna")
     before = logger.level
     logger.setLevel(logging.WARNING)

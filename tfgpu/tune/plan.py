@@ -1,4 +1,4 @@
-"""What a study is, in `study.yaml`: what a resumed one must agree with; and who may write in its folder."""
+"""The definition of a study in `study.yaml`, which a resumed study must match; and the lock of its folder."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from tfgpu.tune.space import Space
 
 try:
     import fcntl
-except ImportError:  # Not on Windows, where two studies in one folder are not told apart.
+except ImportError:  # On Windows, two studies in one folder are not detected.
     fcntl = None
 
 FILE = "study.yaml"
@@ -29,13 +29,13 @@ _DEFAULTS = {"sampler": "tpe", "pruner": "median", "monitor": "val_error", "seed
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study is.
+    """The definition of a study.
 
     Attributes:
-        folder: where it is.
-        recipe: what its trials start from.
-        space: what is searched.
-        sampler, pruner, monitor, seed: as `study` says.
+        folder: its folder.
+        recipe: the recipe that its trials modify.
+        space: the search space.
+        sampler, pruner, monitor, seed: see `study`.
     """
 
     folder: Path
@@ -48,11 +48,11 @@ class Plan:
 
     @property
     def has_own(self) -> bool:
-        """Whether the search holds the recipe's own settings, which are then the first trial."""
+        """Whether the search space contains the recipe's own settings, which are then the first trial."""
         return all(space.value_of(self.recipe, name) in domain for name, domain in self.space.items())
 
     def as_plain(self) -> dict[str, Any]:
-        """As `study.yaml` has it."""
+        """Returns the content of `study.yaml`."""
         return {
             "search": {name: space.as_plain(domain) for name, domain in self.space.items()},
             **{name: getattr(self, name) for name in _DEFAULTS},
@@ -61,10 +61,10 @@ class Plan:
 
 
 def recipe_of(given: Recipe | str | Path | None, allow_code: bool) -> Recipe | None:
-    """A recipe as users name it: itself, a file, or a ready one's name; None stays None.
+    """Returns a recipe given as a `Recipe`, a file, or the name of a ready recipe; None stays None.
 
     Raises:
-        InputError: there is none, it is wrong, or it names code to be run.
+        InputError: it does not exist, is invalid, or names code to call.
     """
     if given is None or isinstance(given, Recipe):
         return given
@@ -82,29 +82,29 @@ def settled(
     resume: bool,
     allow_code: bool = False,
 ) -> Plan:
-    """Puts a new study's parts together, or reads those of the one to resume.
+    """Creates the plan of a new study, or reads that of the study to resume.
 
     Args:
-        folder: the study's.
-        recipe: None: the default recipe, or the recorded one.
-        search: None: the default space, or the recorded one.
-        given: sampler, pruner, monitor and seed; None: the defaults, or as recorded.
-        resume: whether there must be a study.
-        allow_code: whether the recorded one may name a function to be called.
+        folder: the folder of the study.
+        recipe: None takes the default recipe, or the recorded one.
+        search: None takes the default space, or the recorded one.
+        given: sampler, pruner, monitor and seed; None takes the default, or the recorded value.
+        resume: whether to resume an existing study.
+        allow_code: whether the recorded study may name functions to call.
 
     Raises:
-        InputError: there is one that must not be there or the other way round, or it was given other parts.
+        InputError: a study exists without `resume`, or does not exist with it, or differs from the arguments.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if not resume:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             kind = "holds a study" if (folder / FILE).is_file() else "is not an empty folder"
-            raise InputError(f"{str(folder)!r} {kind}. Add --resume to go on with a study, or give another folder.")
+            raise InputError(f"{str(folder)!r} {kind}. Add --resume to resume a study, or give another folder.")
         base = recipe or Recipe()
         found = space.parse_search(search) if search else space.default_space(base)
         return Plan(folder, _explicit(base, found), found, **{**_DEFAULTS, **given})
     if not (folder / FILE).is_file():
-        raise InputError(f"{str(folder)!r} holds no study to resume: it has no {FILE}. Leave out --resume.")
+        raise InputError(f"{str(folder)!r} has no study to resume: {FILE} is missing. Omit --resume.")
     kept = _recorded(folder / FILE)
     own = recipe.model_dump() if recipe else {}
     refuse_code(kept["recipe"], str(folder / FILE), allow=allow_code, given=own)
@@ -118,18 +118,18 @@ def settled(
     differing = [name for name, value in asked.items() if value != now[name]]
     if differing:
         raise InputError(
-            f"Cannot resume {str(folder)!r} with another {differing[0]}: trials that differ in it cannot be compared. "
-            "Leave it out, or start a new study."
+            f"Cannot resume {str(folder)!r} with another {differing[0]}, since trials would not be comparable. Omit "
+            "it, or start a new study."
         )
     return plan
 
 
 @contextlib.contextmanager
 def claimed(plan: Plan, *, resume: bool) -> Iterator[Path]:
-    """Makes the folder ready for the study, which alone may write in it as long as the block lasts.
+    """Creates and locks the folder of a study while the block lasts.
 
     Raises:
-        InputError: another process has it, or it cannot be made.
+        InputError: another process has locked it, or it cannot be created.
     """
     folder = plan.folder
     with contextlib.ExitStack() as held:
@@ -137,7 +137,7 @@ def claimed(plan: Plan, *, resume: bool) -> Iterator[Path]:
             folder.mkdir(parents=True, exist_ok=True)
             _lock(folder, held)
             if not resume:
-                head = "# Go on with this study: tfgpu tune --resume --output FOLDER\n"
+                head = "# Resume this study: tfgpu tune --resume --output FOLDER\n"
                 atomic.write_text(folder / FILE, head + yaml.safe_dump(plan.as_plain(), sort_keys=False))
         except OSError as error:
             raise InputError(f"Cannot write in {str(folder)!r}: {error.strerror}. Give another folder.") from error
@@ -145,17 +145,17 @@ def claimed(plan: Plan, *, resume: bool) -> Iterator[Path]:
 
 
 def _recorded(path: Path) -> dict[str, Any]:
-    """A study's file, which may be anybody's."""
+    """Reads and checks a study's file, which may have been edited."""
     kept = reading.read(path)
     kinds = {"recipe": dict, "search": dict, "sampler": str, "pruner": str, "monitor": str, "seed": int}
     for name, kind in kinds.items():
         if not isinstance(kept.get(name), kind):
-            raise InputError(f"{path} is damaged: it has no `{name}`. Start a new study in another folder.")
+            raise InputError(f"{path} is damaged: `{name}` is missing. Start a new study in another folder.")
     return kept
 
 
 def _explicit(base: Recipe, searched: Space) -> Recipe:
-    """The recipe with the model's own initialiser, normalisation and dropout in words, where they are searched."""
+    """Sets the model's default initializer, normalization and dropout in the recipe, if they are searched."""
     missing = [name for name in recipes.STYLE if name in searched and space.value_of(base, name) is None]
     if not missing:
         return base
@@ -174,4 +174,4 @@ def _lock(folder: Path, held: contextlib.ExitStack) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise InputError(f"{str(folder)!r} is the folder of a study that is running now. Give another.") from None
+        raise InputError(f"A study is running in {str(folder)!r}. Give another folder.") from None

@@ -1,4 +1,4 @@
-"""The study's side of a trial: its process on this machine, or in an actor of a Ray cluster."""
+"""The processes of trials, on this machine or in actors of a Ray cluster."""
 
 import contextlib
 import json
@@ -19,17 +19,17 @@ from tfgpu.sensors import nvml
 _STOP_S = 10.0
 _TAIL_BYTES = 1 << 16
 _MOST = 500
-"""Characters of a line that a trial has ended with."""
+"""Most characters of a trial's last line."""
 
 
 class TrialProcess:
-    """A trial's process, which this object owns: `stop` ends it.
+    """A trial's process; `stop` ends it.
 
     Args:
-        task: the recipe, the run directory, whether to resume it, what is minimised.
-        log: the file for what it prints.
-        environment: variables besides this process's own.
-        module: what runs in it, which answers by `trial.serve`.
+        task: the recipe, the run directory, whether to resume it, what to minimize.
+        log: the file for its output.
+        environment: environment variables in addition to this process's.
+        module: the module to run, which answers with `trial.serve`.
     """
 
     def __init__(
@@ -50,24 +50,24 @@ class TrialProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for the study, which then ends its trials.
+                    start_new_session=True,  # Ctrl-C reaches only the study, which ends its trials.
                 )
         finally:
             inner.close()
         self.pid = self._process.pid
         try:
             self._end.send_bytes(json.dumps(task).encode())
-        except OSError:  # It has died; `news` will say how.
+        except OSError:  # It has ended; `news` reports how.
             pass
 
     def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
-        """What it has told since the last call; the last message has the key "end", however the process ended.
+        """The messages since the last call; the last one has the key "end", however the process ended.
 
         Args:
             wait_s: seconds to wait for the first message.
         """
         found: list[dict[str, Any]] = []
-        # Asked first: what it told before it ended is in the socket by then. What it has forked may hold that open.
+        # Polled first: all its messages are then in the socket, which a forked process may keep open.
         has_ended = self._process.poll() is not None
         while self._end.poll(0 if found or has_ended else wait_s):
             try:
@@ -81,17 +81,17 @@ class TrialProcess:
         return found
 
     def answer(self, prune: bool) -> None:
-        """Lets it go on after an epoch, or ends it there."""
+        """Lets the trial continue after an epoch, or prunes it."""
         try:
             self._end.send_bytes(json.dumps({"prune": prune}).encode())
-        except OSError:  # It has died; `news` will say how.
+        except OSError:  # It has ended; `news` reports how.
             pass
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Ends the process, and returns when it has ended.
+        """Ends the process, and waits for its end.
 
         Args:
-            grace_s: seconds to let it save, after SIGTERM.
+            grace_s: seconds to save after SIGTERM.
         """
         if grace_s and self._process.poll() is None:
             self._process.terminate()
@@ -99,7 +99,7 @@ class TrialProcess:
                 self._process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 pass
-        # Its whole session: what the trial has started ends with it.
+        # Kills the whole session, including the trial's child processes.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_STOP_S)
@@ -107,23 +107,23 @@ class TrialProcess:
 
 
 def describe(code: int, log: str) -> str:
-    """Says how a process ended that did not say so itself.
+    """Describes the end of a process that did not report it.
 
     Example:
         >>> describe(-9, "none.log")
-        'The process was killed by SIGKILL (the system does so where memory is used up).'
+        'The process was killed by SIGKILL (as the kernel does when memory runs out).'
     """
     if code < 0:
         known = -code in signal.Signals.__members__.values()
         name = signal.Signals(-code).name if known else f"signal {-code}"
-        more = " (the system does so where memory is used up)" if code == -signal.SIGKILL else ""
+        more = " (as the kernel does when memory runs out)" if code == -signal.SIGKILL else ""
         return f"The process was killed by {name}{more}."
     lines = [line.strip() for line in _tail(log).splitlines() if line.strip()]
-    return f"The process ended with code {code}: {printable(lines[-1][-_MOST:]) if lines else 'it said nothing'}"
+    return f"The process ended with code {code}: {printable(lines[-1][-_MOST:]) if lines else 'no output'}"
 
 
 def _tail(log: str) -> str:
-    """The end of a file, which may be large."""
+    """The end of a file."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -136,8 +136,8 @@ class Local:
     """Trials on this machine.
 
     Args:
-        devices: what CUDA_VISIBLE_DEVICES is for each slot; None leaves it.
-        threads: of TensorFlow's in each; None leaves them.
+        devices: CUDA_VISIBLE_DEVICES for each slot; None keeps the current value.
+        threads: TensorFlow's threads in each trial; None keeps the default.
     """
 
     def __init__(self, devices: tuple[str | None, ...], threads: int | None):
@@ -149,16 +149,16 @@ class Local:
         return TrialProcess(task, str(log), _variables(self._devices[slot], self._threads))
 
     def close(self) -> None:
-        """Nothing is kept between trials."""
+        """Does nothing."""
 
 
 class OnRay:
-    """Trials as actors of a Ray cluster, whose machines all see the study's folder.
+    """Trials as actors of a Ray cluster whose machines share the study's folder.
 
     Args:
-        slots: trials at a time.
-        gpus: of each trial.
-        cpus: of each trial.
+        slots: the number of concurrent trials.
+        gpus: GPUs per trial.
+        cpus: CPUs per trial.
 
     Raises:
         InputError: Ray is not installed.
@@ -181,14 +181,14 @@ class OnRay:
         environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         if not self._gpus:
             environment |= _variables("", max(1, int(self._cpus)))
-        # As many times as it takes to read and to stop at once: Ray runs an actor's methods in threads.
+        # Ray runs an actor's methods in threads; several allow `stop` during `news`.
         actor = self._ray.remote(TrialProcess).options(
             num_cpus=self._cpus, num_gpus=self._gpus, max_concurrency=4, runtime_env={"env_vars": environment}
         )
         return _Remote(self._ray, actor.remote(dict(task), str(log), environment))
 
     def close(self) -> None:
-        """Leaves the cluster, where this object has joined it."""
+        """Disconnects from the cluster, if this object has connected to it."""
         if self._joined:
             self._ray.shutdown()
 
@@ -223,14 +223,15 @@ class _Remote:
 
 
 def places(parallel: int, *, use_ray: bool) -> Local | OnRay:
-    """Where a study's trials run.
+    """Creates the slots for a study's trials.
 
     Args:
-        parallel: trials at a time. Above 1, each gets a GPU of its own, or without GPUs its share of the cores.
-        use_ray: on a Ray cluster instead of this machine.
+        parallel: the number of concurrent trials. Above 1, each gets its own GPU or, without GPUs, a share of the
+            cores.
+        use_ray: run on a Ray cluster instead of this machine.
 
     Raises:
-        InputError: there are fewer GPUs, or Ray is not installed.
+        InputError: there are too few GPUs, or Ray is not installed.
     """
     gpus = visible_gpus()
     if use_ray:
@@ -248,9 +249,9 @@ def places(parallel: int, *, use_ray: bool) -> Local | OnRay:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: by UUID where nobody has named them yet.
+    """The GPUs that this process may use, as values for CUDA_VISIBLE_DEVICES; by UUID if that is not set.
 
-    CUDA's numbers need not be the driver's, and a GPU that is lost has a number but cannot be used.
+    CUDA and the driver may number GPUs differently, and a lost GPU keeps its number.
     """
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return tuple(machine.gpus(os.environ))
@@ -258,9 +259,9 @@ def visible_gpus() -> tuple[str, ...]:
         with nvml.opened() as driver:
             found = nvml.living(driver)
             if any(nvml.slices(driver, handle) for handle in found.values()):
-                return tuple(map(str, found))  # Of one that is cut into slices CUDA takes the first, by the number.
+                return tuple(map(str, found))  # CUDA takes the first MIG slice of a GPU, by number.
             return tuple(driver.nvmlDeviceGetUUID(handle) for handle in found.values())
-    except Exception:  # No driver is no GPU; pynvml has a class for each way to say so.
+    except Exception:  # pynvml has many error classes for a missing driver.
         return ()
 
 

@@ -1,7 +1,7 @@
-"""The learning-rate range test: the rate rises from step to step, and the loss says where it works.
+"""The learning rate range test: the learning rate rises at each step, and the loss shows the useful range.
 
-Sources: L. Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, arXiv:1506.01186; the drawing against
-the logarithm and the middle of the valley are as in fastai.
+Sources: L. Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, arXiv:1506.01186; the logarithmic plot
+and the suggestion in the middle of the valley are as in fastai.
 """
 
 import math
@@ -24,24 +24,24 @@ from tfgpu.training.incremental.continuing import From
 from tfgpu.tune.scaling import rate_text
 
 _DIVERGED = 4.0
-"""Times the lowest loss so far, above its first value: the sweep ends."""
+"""The sweep ends when the loss is this many times its minimum, and above its first value."""
 _LEAST_DROP = 0.02
-"""The part of the first loss by which it must fall."""
+"""The least fall of the loss, as a share of its first value."""
 _LEAST_STEPS = 20
 
 
 @dataclass(frozen=True)
 class RangeTest:
-    """What a sweep of the learning rate found.
+    """The result of a learning rate range test.
 
     Attributes:
-        rates: of each step.
-        losses: of each step's batch; the last one may be infinite.
-        smoothed: the same without the batches' noise.
-        suggestion: a rate to train with: the middle, by its logarithm, between where the loss begins to fall (a tenth
-            of its fall is done) and where it is lowest; None where there is no such valley.
+        rates: the learning rate of each step.
+        losses: the loss of each step's batch; the last one may be infinite.
+        smoothed: the smoothed losses.
+        suggestion: a learning rate to train with: the geometric mean of the rate where the loss begins to fall (after a
+            tenth of its fall) and the rate where it is lowest; None if the loss does not fall.
         lowest: the rate at the lowest smoothed loss, where training is about to become unstable.
-        reason: why there is no suggestion, or what to make of it.
+        reason: an explanation of the suggestion, or why there is none.
     """
 
     rates: tuple[float, ...] = field(repr=False)
@@ -58,7 +58,7 @@ class RangeTest:
             path: a file to write, `.png` or `.svg`; None writes none.
 
         Returns:
-            Matplotlib's figure, which a notebook shows.
+            A Matplotlib figure.
         """
         from matplotlib.figure import Figure
 
@@ -90,25 +90,25 @@ def learning_rate(
     highest: float = 1.0,
     steps: int = 200,
 ) -> RangeTest:
-    """Trains for some steps while the learning rate rises exponentially, and puts the model back as it was.
+    """Trains for some steps with an exponentially rising learning rate, and restores the model.
 
-    Weights, the optimizer with its slots and iterations, random states, and the place in data of `tfgpu.data` are
-    afterwards what they were, to the bit, also where it is interrupted or fails; metrics are reset. Under a strategy
-    the losses are those of one device.
+    Weights, optimizer state, random states and the position in data of `tfgpu.data` are restored bit for bit, also
+    after an interrupt or an error; metrics are reset. Under a strategy the losses equal those of one device.
 
     Args:
-        model: compiled and built, under any strategy but parameter servers and averaging.
-        data: what `tfgpu.data.pipeline` gives, or a `tf.data.Dataset` of batches `(x, y)` or `(x, y, sample_weight)`;
-            it is begun anew where it ends.
-        lowest, highest: the rates of the first and the last step.
-        steps: how many, at least 20; fewer where the loss is four times its lowest, or no number.
+        model: compiled and built, under any strategy except parameter servers and averaging.
+        data: the result of `tfgpu.data.pipeline`, or a `tf.data.Dataset` of batches `(x, y)` or
+            `(x, y, sample_weight)`; it is repeated if it ends.
+        lowest, highest: the learning rates of the first and the last step.
+        steps: the number of steps, at least 20; the test ends early if the loss is four times its minimum, or not
+            finite.
 
     Returns:
         The losses and a suggestion.
 
     Raises:
-        InputError: an argument is out of range, the model is not compiled or built, or the data has no batch, or
-            too few and cannot be read again.
+        InputError: an argument is out of range, the model is not compiled or built, or the data has too few batches and
+            cannot be repeated.
 
     Example:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -143,22 +143,22 @@ def learning_rate(
         if epoch is not None:
             batches.tfgpu_epochs.next = epoch
     if not sweep.losses:
-        raise InputError("The data has no batch. Give a data set that has some.")
+        raise InputError("The dataset is empty. Give one with at least one batch.")
     if ran_out:
         raise InputError(
-            f"The data ended after {len(sweep.losses)} of {steps} steps, and has none the second time. Give a data set "
-            f"that can be read again, or steps={len(sweep.losses)}."
+            f"The data ended after {len(sweep.losses)} of {steps} steps, and cannot be repeated. Give a dataset that "
+            f"can be iterated again, or steps={len(sweep.losses)}."
         )
     return judged(sweep.rates, sweep.losses, complete=len(sweep.losses) >= steps)
 
 
 def judged(tried: list[float], losses: list[float], *, complete: bool) -> RangeTest:
-    """Finds the valley.
+    """Finds the range in which the loss falls.
 
     Args:
-        tried: rates, rising.
-        losses: one each; the last may be no number.
-        complete: the sweep came to its last rate.
+        tried: the learning rates, rising.
+        losses: the loss at each rate; the last may be NaN or infinite.
+        complete: whether the sweep reached its last rate.
 
     Example:
         >>> tried = [10 ** (k / 10 - 6) for k in range(61)]
@@ -171,23 +171,23 @@ def judged(tried: list[float], losses: list[float], *, complete: bool) -> RangeT
     known = [at for at, value in enumerate(smoothed) if math.isfinite(value)]
     result = {"rates": tuple(tried), "losses": tuple(losses), "smoothed": tuple(smoothed)}
     if not known:
-        reason = "The loss of the first batch is no number, at any rate. Look at the model, the data and the loss."
+        reason = "The loss of the first batch is not finite. Check the model, the data and the loss."
         return RangeTest(**result, suggestion=None, lowest=None, reason=reason)
     if len(known) < _LEAST_STEPS:
-        reason = f"The loss was no number, or four times its lowest, after {len(known)} steps. Lower `lowest`."
+        reason = f"The loss was not finite, or four times its minimum, after {len(known)} steps. Lower `lowest`."
         return RangeTest(**result, suggestion=None, lowest=None, reason=reason)
     first = float(np.median([smoothed[at] for at in known[: max(3, len(known) // 10)]]))
     best = min(known, key=smoothed.__getitem__)
     drop = first - smoothed[best]
     if drop <= _LEAST_DROP * abs(first):
-        reason = "The loss did not fall. Raise `highest`, or look at the model, the data and the loss."
+        reason = "The loss did not fall. Raise `highest`, or check the model, the data and the loss."
         return RangeTest(**result, suggestion=None, lowest=None, reason=reason)
     begin = max(at for at in range(best + 1) if smoothed[at] >= first - 0.1 * drop)
     suggestion = math.sqrt(tried[begin] * tried[best])
-    reason = f"The loss falls from {rate_text(tried[begin])} on and is lowest at {rate_text(tried[best])}."
+    reason = f"The loss falls from {rate_text(tried[begin])}, and is lowest at {rate_text(tried[best])}."
     if complete and best >= known[-1] - len(known) // 50:
         at = rate_text(tried[best])
-        reason = f"The loss was still falling at {at}: a higher rate may do better. Raise `highest`."
+        reason = f"The loss was still falling at {at}: a higher rate may be better. Raise `highest`."
     return RangeTest(**result, suggestion=suggestion, lowest=tried[best], reason=reason)
 
 
@@ -207,11 +207,11 @@ class _Rising(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class _Over(Exception):
-    """The sweep has seen enough."""
+    """Ends the sweep."""
 
 
 class _Sweep(keras.callbacks.Callback):
-    """Sets the rate of each step, and keeps each batch's own loss."""
+    """Sets the learning rate of each step, and records the loss of each batch."""
 
     on_all_workers = True
     has_memory = False
@@ -248,7 +248,7 @@ class _Sweep(keras.callbacks.Callback):
 
 
 def _run(model: keras.Model, batches: tf.data.Dataset, sweep: _Sweep, steps: int) -> bool:
-    """Takes the steps; says whether the data ended before the sweep did."""
+    """Runs the steps; returns whether the data ended before the sweep."""
     before = -1
     try:
         while before < len(sweep.losses) < steps:
@@ -263,29 +263,32 @@ def _check(model: keras.Model, lowest: float, highest: float, steps: int) -> Non
     steps = whole_number("steps", steps, minimum=_LEAST_STEPS)
     numbers = all(isinstance(rate, int | float) and not isinstance(rate, bool) for rate in (lowest, highest))
     if not numbers or not 0 < lowest < highest < math.inf:
-        raise InputError(f"`lowest` must be above 0, and below `highest`. Received: {lowest!r} and {highest!r}.")
+        raise InputError(f"`lowest` must be above 0 and below `highest`. Received: {lowest!r} and {highest!r}.")
     if not getattr(model, "compiled", False) or model.optimizer is None:
         raise InputError("The model has no optimizer. Compile it first.")
     if not model.built:
-        raise InputError("The model is not built yet. Give it an Input, or call it on a batch first.")
+        raise InputError("The model is not built. Give it an Input, or call it on a batch first.")
     if not model.trainable_variables:
-        raise InputError("The model has nothing to train: all its layers are frozen. Set `trainable = True` on some.")
+        raise InputError("All layers of the model are frozen. Set `trainable = True` on some.")
     if model.steps_per_execution != 1:
-        raise InputError(f"Each step has a rate of its own. Received: steps_per_execution={model.steps_per_execution}.")
+        raise InputError(
+            "The range test sets the learning rate of each step. Received: steps_per_execution="
+            f"{model.steps_per_execution}. Compile with steps_per_execution=1."
+        )
     kind = strategies.describe(model.distribute_strategy)["kind"] if model.distribute_strategy else "one_device"
     if kind in ("parameter_server", "averaging"):
-        raise InputError(f"Workers of `{kind}` do not take their steps together. Run the range test on one device.")
+        raise InputError(f"Workers of `{kind}` do not step together. Run the range test on one device.")
 
 
 def _batches(data: Any) -> tf.data.Dataset:
     found = getattr(data, "train", data)
     if not isinstance(found, tf.data.Dataset):
-        raise InputError(f"`data` must be a data set of batches, or of tfgpu.data. Received: {type(data).__name__}.")
+        raise InputError(f"`data` must be a tf.data.Dataset, or data of tfgpu.data. Received: {type(data).__name__}.")
     return found
 
 
 def _smoothed(losses: list[float]) -> list[float]:
-    """A mean of the neighbours, by a bell of a fortieth of the sweep; what is no number stays apart."""
+    """Smooths with a Gaussian whose width is a fortieth of the sweep; non-finite losses are excluded."""
     values = np.array(losses, float)
     known = np.isfinite(values)
     width = max(1.0, len(values) / 40)

@@ -1,4 +1,4 @@
-"""The learning-rate range test of a recipe: its model on its data, built as a run builds them."""
+"""The learning rate range test of a recipe."""
 
 from tfgpu.errors import InputError
 from tfgpu.recipes import building, runner
@@ -7,18 +7,18 @@ from tfgpu.tune.range_test import RangeTest, learning_rate
 
 
 def of_recipe(what: Recipe, *, lowest: float = 1e-6, highest: float = 1.0, steps: int = 200) -> RangeTest:
-    """Builds a recipe's model and data, and sweeps the learning rate.
+    """Builds a recipe's model and data, and runs the range test.
 
     Args:
         what: the recipe.
-        lowest, highest, steps: as `learning_rate` takes them.
+        lowest, highest, steps: see `learning_rate`.
 
     Raises:
-        InputError: something in the recipe or the numbers cannot work, or the process is one of a cluster.
+        InputError: the recipe or an argument is invalid, or the process belongs to a cluster.
     """
     cluster = runner.check(what, None, resume=False, overwrite=False)
     if cluster.is_multi_worker:
-        raise InputError("A range test of a recipe takes one process. Received: a cluster. Unset TF_CONFIG.")
+        raise InputError("The range test runs in one process, but the environment has a cluster. Unset TF_CONFIG.")
     with building.prepare(what):
         job = building.build(what, cluster)
         return learning_rate(job.model, job.data, lowest=lowest, highest=highest, steps=steps)

@@ -1,4 +1,4 @@
-"""`report.html` of a study: what was tried, what mattered, what was best; one page that needs no other file."""
+"""`report.html` of a study, a self-contained page with all trials, the importance of settings and the best trial."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,14 +15,14 @@ NAMES = {"val_error": "validation error", "val_loss": "validation loss"}
 
 
 def render(result: StudyResult, plan: Plan) -> str:
-    """Makes the page.
+    """Renders the page.
 
     Args:
-        result: the study's.
-        plan: what it was.
+        result: the result of the study.
+        plan: its definition.
 
     Returns:
-        HTML with its style and drawings inside; every text in it is escaped.
+        Self-contained HTML; all texts are escaped.
     """
     template = drawing.environment("tfgpu.tune").get_template("study.html.j2")
     return template.render(
@@ -42,7 +42,7 @@ def render(result: StudyResult, plan: Plan) -> str:
 
 
 def by_value(trials: Sequence[TrialResult]) -> list[TrialResult]:
-    """The trials, the best first; those that are not complete last.
+    """Sorts trials, the best first and incomplete ones last.
 
     Example:
         >>> trials = [TrialResult(0, "failed", {}), TrialResult(1, "complete", {}, 0.2)]
@@ -61,7 +61,7 @@ def by_value(trials: Sequence[TrialResult]) -> list[TrialResult]:
 
 
 def text_of(value: float | None, monitor: str) -> str:
-    """A value for a person: errors in percent.
+    """Formats a value; errors in percent.
 
     Example:
         >>> text_of(0.0278, "val_error"), text_of(0.0278, "val_loss")
@@ -73,7 +73,7 @@ def text_of(value: float | None, monitor: str) -> str:
 
 
 def setting_text(value: Any) -> str:
-    """A setting's value in few digits.
+    """Formats a setting's value with few digits.
 
     Example:
         >>> setting_text(0.00123456), setting_text("adam")
@@ -83,7 +83,7 @@ def setting_text(value: Any) -> str:
 
 
 def best_so_far(trials: Sequence[TrialResult]) -> list[tuple[int, float]]:
-    """The least value up to each complete trial, by the trial's number.
+    """The lowest value up to each complete trial, by the trial's number.
 
     Example:
         >>> best_so_far([TrialResult(0, "complete", {}, 0.3), TrialResult(1, "complete", {}, 0.4)])
@@ -100,8 +100,8 @@ def _cards(result: StudyResult) -> list[tuple[str, str, str]]:
     counts = {status: sum(t.status == status for t in result.trials) for status in {t.status for t in result.trials}}
     others = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()) if status != "complete")
     cards = [
-        ("best validation", text_of(result.best.value, result.monitor), f"trial {result.best.number}; chosen by it"),
-        ("its test error", _error(result.test_accuracy), "seen once, at the end"),
+        ("best validation", text_of(result.best.value, result.monitor), f"trial {result.best.number}; selected by it"),
+        ("its test error", _error(result.test_accuracy), "measured once, at the end"),
     ]
     if result.own and result.own_test_accuracy is not None:
         cards.append(("recipe's own settings", text_of(result.own.value, result.monitor), "validation"))
@@ -111,7 +111,7 @@ def _cards(result: StudyResult) -> list[tuple[str, str, str]]:
 
 
 def _error(accuracy: float | None) -> str:
-    return "not known" if accuracy is None else f"{1 - accuracy:.2%}"
+    return "unknown" if accuracy is None else f"{1 - accuracy:.2%}"
 
 
 def _time(seconds: float) -> str:
@@ -127,7 +127,7 @@ def _scaled(result: StudyResult) -> tuple[float, Any]:
 
 
 def _values(axes: Any, values: Sequence[float], ticks: Any) -> None:
-    """Logarithmic where the values lie far apart: an error of 90 % hides that of 2 and 3."""
+    """Uses a logarithmic axis if values differ by more than a factor of 8."""
     if min(values) > 0 and max(values) > 8 * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -185,7 +185,7 @@ def _importances(result: StudyResult) -> Markup | None:
 
 
 def _slice(result: StudyResult, name: str, domain: Domain) -> Markup:
-    """Each complete trial by one of its settings; a later one is darker."""
+    """Draws the complete trials over one setting; later trials are darker."""
     scale, ticks = _scaled(result)
     figure, axes = drawing.figure(3.4, 2.3)
     drawing.style(axes, ticks, label="")
@@ -210,7 +210,7 @@ def _slice(result: StudyResult, name: str, domain: Domain) -> Markup:
 
 
 def _range_axis(axes: Any, domain: Range) -> None:
-    """The whole range that was searched, with room for the points at its ends."""
+    """Shows the whole searched range, with margins for points at its ends."""
     if domain.scale == "linear":
         room = 0.04 * (domain.high - domain.low)
         axes.set_xlim(domain.low - room, domain.high + room)

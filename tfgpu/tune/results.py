@@ -1,4 +1,4 @@
-"""What a study came to, as facts."""
+"""The results of a study."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 _NAMED = 5
-"""Folders that are named where many are gone."""
+"""The most missing folders to list."""
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class TrialResult:
     Attributes:
         number: from 0; its run directory is `trials/NNNN`.
         status: "complete", "pruned", "diverged", "out of memory", "timed out", "failed", or "running".
-        settings: what was drawn, by name.
-        value: what the study minimises, of the weights that the run ended with; None unless it is complete.
-        val_loss: of the same weights.
+        settings: the drawn settings, by name.
+        value: the minimized value, for the final weights of the run; None unless it is complete.
+        val_loss: the validation loss of the same weights.
         epochs: the value after each epoch, by the epoch's number, from 1.
         reason: why it is not complete.
-        time_s: how long it took, the start of its process included.
-        test_accuracy: of the weights that the run ended with; None where it is not complete, or not in the journal.
+        time_s: its duration, including the start of its process.
+        test_accuracy: test accuracy of the final weights; None if it is not complete, or not in the journal.
     """
 
     number: int
@@ -37,7 +37,7 @@ class TrialResult:
 
     @property
     def folder(self) -> str:
-        """Of its run directory, in the study's.
+        """Its run directory, relative to the study's folder.
 
         Example:
             >>> TrialResult(7, "complete", {}).folder
@@ -48,20 +48,20 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """What a study came to.
+    """The result of a study.
 
     Attributes:
-        folder: the study's.
-        monitor: what was minimised, such as "val_error".
-        trials: all of them, in order.
-        best: the complete trial with the least value; among equals, the one with the least validation loss.
-        own: the trial with the recipe's own settings; None where the search leaves them out.
-        recipe_file: `best.yaml`, which `tfgpu train` takes.
-        test_accuracy: of the best trial; the test part was used for nothing else. None where a study of an earlier
-            version lost the trial's folder, and with it the number.
-        own_test_accuracy: of the recipe's own settings.
-        importances: the share of the spread of the values that each setting explains.
-        missing: numbers of the trials, complete or pruned, whose folders are gone.
+        folder: the folder of the study.
+        monitor: the minimized value, such as "val_error".
+        trials: all trials, in order.
+        best: the complete trial with the lowest value; among equals, the one with the lowest validation loss.
+        own: the trial with the recipe's own settings; None if the search space excludes them.
+        recipe_file: `best.yaml`, for `tfgpu train`.
+        test_accuracy: test accuracy of the best trial; the test data was not used for the selection. None if a study
+            of an earlier version lost the trial's folder.
+        own_test_accuracy: test accuracy of the recipe's own settings.
+        importances: the share of the variance that each setting explains.
+        missing: the numbers of complete or pruned trials whose folders are missing.
     """
 
     folder: Path
@@ -77,19 +77,19 @@ class StudyResult:
 
     @property
     def missing_text(self) -> str:
-        """What is gone and what that means, in a sentence; empty where nothing is."""
+        """A sentence about missing folders; empty if there are none."""
         if not self.missing:
             return ""
         whose = ", ".join(f"trials/{number:04d}" for number in self.missing[:_NAMED])
         more = len(self.missing) - _NAMED
         whose += f" and {more} more" if more > 0 else ""
-        gone = "is gone: its" if len(self.missing) == 1 else "are gone: their"
+        gone = "is missing: its" if len(self.missing) == 1 else "are missing: their"
         text = f"{whose} {gone} weights and reports are lost; settings and values are from the journal."
         return text if self.test_accuracy is not None else f"{text} The best trial's test error is lost too."
 
 
 def best_of(trials: tuple[TrialResult, ...]) -> TrialResult | None:
-    """The complete trial with the least value; among equals the least validation loss, then the earliest.
+    """The complete trial with the lowest value; ties are resolved by the validation loss, then by the number.
 
     Example:
         >>> best_of((TrialResult(0, "complete", {}, 0.1, 0.5), TrialResult(1, "complete", {}, 0.1, 0.4))).number

@@ -1,8 +1,8 @@
-"""What becomes of a recipe's learning rate and warm-up with another batch. No TensorFlow here.
+"""Scales a recipe's learning rate and warm-up to another batch size, without TensorFlow.
 
-Rules of thumb: the linear one for SGD (Goyal et al., 2017, arXiv:1706.02677), the square root for Adam and its kin
-(Krizhevsky, 2014, arXiv:1404.5997; Malladi et al., 2022, arXiv:2205.10330, who scale the betas and epsilon too, which
-is not done here). Both hold while steps are small; they fail for batches of a large part of the data.
+Rules of thumb: linear scaling for SGD (Goyal et al., 2017, arXiv:1706.02677), square root scaling for Adam and similar
+optimizers (Krizhevsky, 2014, arXiv:1404.5997; Malladi et al., 2022, arXiv:2205.10330, who also scale the betas and
+epsilon, which is not done here). Both hold for small steps, and fail for batches that are a large part of the data.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _OWN_RISE = ("one_cycle",)
 
 
 def rule_of(optimizer: str) -> str:
-    """The rule for an optimizer: "linear" for SGD, with momentum or LARS too; "sqrt" for all that divide by a root.
+    """The rule for an optimizer: "linear" for SGD, momentum and LARS; "sqrt" for adaptive optimizers.
 
     Example:
         >>> rule_of("momentum"), rule_of("adamw")
@@ -31,13 +31,13 @@ def settings(recipe: Recipe, batch: int, *, scale: str = "auto") -> dict[str, An
     """The settings of a recipe that change with its batch.
 
     Args:
-        recipe: the recipe, whose learning rate is right for its own batch.
-        batch: the new one, over all replicas together.
-        scale: "linear": the rate grows as the batch; "sqrt": as its square root; "none": not; "auto": by the optimizer.
+        recipe: the recipe, with a good learning rate for its own batch.
+        batch: the new global batch.
+        scale: how the learning rate scales: "linear", "sqrt", "none", or "auto" (by the optimizer).
 
     Returns:
-        `global_batch` and `learning_rate` (three digits), and `warmup_epochs` where the rate rises and more warm-up
-        helps: 5 epochs (Goyal et al.), a quarter of them all at most, and half the way to the first milestone.
+        `global_batch` and `learning_rate` (three digits), and `warmup_epochs` if the rate rises and more warm-up
+        helps: 5 epochs (Goyal et al.), at most a quarter of all epochs or half the way to the first milestone.
 
     Example:
         >>> settings(Recipe(optimizer="momentum", learning_rate=0.1, global_batch=256, epochs=90), 1024)
@@ -57,7 +57,7 @@ def settings(recipe: Recipe, batch: int, *, scale: str = "auto") -> dict[str, An
 
 
 def rate_text(rate: float) -> str:
-    """A learning rate as it is shown, and written in recipes: three significant digits.
+    """Formats a learning rate with three significant digits.
 
     Example:
         >>> rate_text(0.00123456), rate_text(1.23456e-5), rate_text(0.1)
@@ -67,10 +67,10 @@ def rate_text(rate: float) -> str:
 
 
 def with_settings(recipe: Recipe, found: dict[str, Any]) -> Recipe:
-    """The whole recipe with them, validated.
+    """Returns the validated recipe with these settings.
 
     Raises:
-        InputError: they do not go with the recipe's others.
+        InputError: they are incompatible with the recipe's other settings.
     """
     return recipes.make({**recipe.model_dump(mode="json"), **found})
 
@@ -82,7 +82,7 @@ def check_scale(scale: str) -> None:
 
 
 def _warmup(recipe: Recipe) -> float | None:
-    """Epochs of warm-up for a raised rate; None where the recipe's own are enough, or its schedule has none."""
+    """Warm-up epochs for a raised learning rate; None if the recipe's own suffice, or its schedule has no warm-up."""
     if recipe.schedule in _OWN_RISE:
         return None
     own = recipe.warmup_epochs

@@ -1,8 +1,8 @@
-"""What a study searches: which settings of a recipe, and over which values. Importing it starts no TensorFlow.
+"""The search space of a study: settings of a recipe and their values. Importing it does not start TensorFlow.
 
-learning_rate=1e-5..1e-1:log    numbers between, evenly in their logarithm
+learning_rate=1e-5..1e-1:log    log-uniform
 global_batch=16..512:powers     16, 32, 64, ... 512
-warmup_epochs=0..4              numbers between, evenly; whole ones for a setting that takes whole numbers, or `:whole`
+warmup_epochs=0..4              uniform; whole numbers for settings that take whole numbers, or with `:whole`
 optimizer=adam,sgd              one of these
 model_options.depth=20,32       an option of the model's builder (or of the optimizer, the schedule ...)
 """
@@ -18,7 +18,7 @@ from tfgpu.recipes.recipe import Recipe
 
 SCALES = ("linear", "log", "powers")
 FIXED = ("data", "classes", "validation", "test", "split_seed", "seed", "checkpoint_steps", "watch_machine")
-"""Settings that are the yardstick itself, or only chance: what they give is no better recipe."""
+"""Settings that define the task or the random draws; changing them does not make a better recipe."""
 _OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "lion")
 _SCHEDULES = ("constant", "cosine", "exponential", "one_cycle", "polynomial")  # Those that need no options.
 _INITIALIZERS = ("he_normal", "glorot_uniform", "lecun_normal", "orthogonal")
@@ -30,7 +30,7 @@ class Choice:
     """One of several values.
 
     Attributes:
-        values: numbers, texts, booleans; at least one, none twice.
+        values: distinct numbers, texts or booleans; at least one.
 
     Example:
         >>> 32 in Choice((16, 32)), str(Choice((16, 32)))
@@ -43,7 +43,7 @@ class Choice:
         if not self.values:
             raise InputError(f"A list to choose from must not be empty. {_FORM}.")
         if len({(type(value), str(value)) for value in self.values}) < len(self.values):
-            raise InputError(f"A list to choose from must hold no value twice. Received: {self}.")
+            raise InputError(f"A list to choose from must not have duplicates. Received: {self}.")
 
     def __contains__(self, value: object) -> bool:
         return value in self.values
@@ -54,12 +54,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both of which may be drawn.
+    """Numbers from `low` to `high`, both included.
 
     Attributes:
         low, high: the ends.
-        scale: "linear"; "log": evenly in the logarithm; "powers": the powers of two between them.
-        whole: whole numbers alone.
+        scale: "linear", "log" (log-uniform), or "powers" (powers of two).
+        whole: only whole numbers.
 
     Example:
         >>> 0.01 in Range(1e-5, 0.1, "log"), Range(16, 64, "powers").exponents, str(Range(0, 0.5))
@@ -75,19 +75,21 @@ class Range:
         if self.scale not in SCALES:
             raise unknown("scale of a search", self.scale, SCALES)
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise InputError(f"A range must go from a number to a larger one. Received: {self.low}..{self.high}.")
+            raise InputError(f"A range must end at a larger number than it starts. Received: {self.low}..{self.high}.")
         if self.scale != "linear" and self.low <= 0:
-            raise InputError(f"A range in {self.scale} must start above 0. Received: {self.low}..{self.high}.")
+            raise InputError(f"A range with :{self.scale} must start above 0. Received: {self.low}..{self.high}.")
         wholes = all(float(end).is_integer() for end in (self.low, self.high))
         if self.whole and not wholes:
             raise InputError(f"The setting takes whole numbers. Received: {self.low}..{self.high}.")
         if self.scale == "powers":
             if not wholes or any(int(end) & (int(end) - 1) for end in (self.low, self.high)):
-                raise InputError(f"A range of powers needs powers of two as ends. Received: {self.low}..{self.high}.")
+                raise InputError(
+                    f"A range with :powers must start and end at powers of two. Received: {self.low}..{self.high}."
+                )
 
     @property
     def exponents(self) -> tuple[int, int]:
-        """Of the ends, as powers of two."""
+        """The exponents of the ends, as powers of two."""
         return int(self.low).bit_length() - 1, int(self.high).bit_length() - 1
 
     def __contains__(self, value: object) -> bool:
@@ -107,16 +109,17 @@ Space = Mapping[str, Domain]
 
 
 def parse_search(search: Mapping[str, Any] | Sequence[str]) -> dict[str, Domain]:
-    """Reads a space: words as `--search` takes them, or a mapping as a YAML file or Python gives it.
+    """Parses a search space: arguments of `--search`, or a mapping from a YAML file or Python.
 
     Args:
-        search: `NAME=VALUES` words, or names with values: a text as after the `=`, a list, or a `Choice` or `Range`.
+        search: `NAME=VALUES` texts, or a mapping of names to values: a text as after the `=`, a list, or a `Choice` or
+            `Range`.
 
     Returns:
-        Name -> what it is drawn from, in the order given.
+        The domains by name, in the order given.
 
     Raises:
-        InputError: an unknown setting, one that must stay, or values that it cannot have.
+        InputError: a setting is unknown or must not be searched, or its values are invalid.
 
     Example:
         >>> parse_search(["learning_rate=1e-5..1e-1:log"])
@@ -125,7 +128,7 @@ def parse_search(search: Mapping[str, Any] | Sequence[str]) -> dict[str, Domain]
         {'optimizer': Choice(values=('adam', 'sgd'))}
     """
     if isinstance(search, str):
-        raise InputError(f"A search is a list of NAME=VALUES, or a mapping. Received: {search!r}.")
+        raise InputError(f"A search must be a list of NAME=VALUES, or a mapping. Received: {search!r}.")
     named: dict[str, Any] = {}
     if not isinstance(search, Mapping):
         for word in search:
@@ -140,14 +143,14 @@ def parse_search(search: Mapping[str, Any] | Sequence[str]) -> dict[str, Domain]
 
 
 def check(space: Space, base: Recipe) -> None:
-    """Tries the ends and choices of each setting in the recipe's schema.
+    """Validates the ends and choices of each setting with the recipe's schema.
 
     Args:
-        space: what is searched.
-        base: the recipe that the trials start from.
+        space: the search space.
+        base: the recipe that the trials modify.
 
     Raises:
-        InputError: the schema refuses a value; says which setting's.
+        InputError: the schema rejects a value.
     """
     for name, domain in space.items():
         for value in domain.values if isinstance(domain, Choice) else (domain.low, domain.high):
@@ -155,21 +158,21 @@ def check(space: Space, base: Recipe) -> None:
             try:
                 with_settings(base, {name: number})
             except InputError as error:
-                raise InputError(f"The search of {name} holds {number!r}, which no recipe can have: {error}") from None
+                raise InputError(f"The search of {name} contains {number!r}, which is invalid: {error}") from None
 
 
 def with_settings(base: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """The recipe with a trial's settings.
+    """Returns the recipe with a trial's settings.
 
-    Options belong to the name that they were written for: with another optimizer or schedule than the recipe's own, its
-    `optimizer_options` or `schedule_options` are left out.
+    Options belong to one optimizer or schedule: if a trial uses another than the recipe, the recipe's
+    `optimizer_options` or `schedule_options` are dropped.
 
     Args:
         base: the recipe.
-        settings: by name; one of an option has a point, such as `model_options.depth`.
+        settings: values by name; options contain a dot, such as `model_options.depth`.
 
     Raises:
-        InputError: the settings do not go together.
+        InputError: the settings are incompatible.
 
     Example:
         >>> with_settings(Recipe(optimizer="sgd", optimizer_options={"momentum": 0.9}), {"optimizer": "adam"}).optimizer
@@ -190,7 +193,7 @@ def with_settings(base: Recipe, settings: Mapping[str, Any]) -> Recipe:
 
 
 def value_of(base: Recipe, name: str) -> Any:
-    """What a recipe has for a searched setting; None where that is left to the model or the optimizer."""
+    """A recipe's value of a searched setting; None if the model or the optimizer chooses it."""
     owner, _, option = name.partition(".")
     if option:
         return getattr(base, owner).get(option)
@@ -199,17 +202,17 @@ def value_of(base: Recipe, name: str) -> Any:
 
 
 def default_space(base: Recipe) -> dict[str, Domain]:
-    """The settings that mostly matter, where the recipe's model has them.
+    """The default search space, with the settings that usually matter.
 
     Args:
         base: the recipe.
 
     Returns:
-        Learning rate 1e-5 to 1e-1, batch 16 to 512, optimizer and schedule; initialiser, normalisation and dropout
-        where the model's builder takes them.
+        Learning rate 1e-5 to 1e-1, batch 16 to 512, optimizer and schedule; initializer, normalization and dropout if
+        the model's builder has them.
 
     Raises:
-        InputError: there is no such model.
+        InputError: the recipe's model is unknown.
 
     Example:
         >>> list(default_space(Recipe(model="mlp")))[-3:]
@@ -217,7 +220,7 @@ def default_space(base: Recipe) -> dict[str, Domain]:
         >>> list(default_space(Recipe(model="ResNet50")))
         ['learning_rate', 'global_batch', 'optimizer', 'schedule']
     """
-    from tfgpu import models  # Keras: its builders know what they take.
+    from tfgpu import models  # imports Keras
 
     space: dict[str, Domain] = {
         "learning_rate": Range(1e-5, 1e-1, "log"),
@@ -255,7 +258,7 @@ def _range(name: str, text: str) -> Range:
     try:
         numbers = float(low), float(high)
     except ValueError:
-        raise InputError(f"a range must have two numbers as ends. Received: {text!r}. {_FORM}.") from None
+        raise InputError(f"a range must be two numbers. Received: {text!r}. {_FORM}.") from None
     scale = scale.strip() or "linear"
     if scale == "whole":
         return Range(*numbers, whole=True)
@@ -265,12 +268,12 @@ def _range(name: str, text: str) -> Range:
 def _values(text: str) -> tuple[Any, ...]:
     found = recipes.parse_value(f"[{text}]")
     if not isinstance(found, list) or not all(part.strip() for part in text.split(",")):
-        raise InputError(f"cannot read the list. Received: {text!r}. {_FORM}.")
+        raise InputError(f"cannot parse the list. Received: {text!r}. {_FORM}.")
     return tuple(found)
 
 
 def as_plain(domain: Domain) -> Any:
-    """A domain as `parse_search` reads it from a YAML file.
+    """Formats a domain for a YAML file, as read by `parse_search`.
 
     Example:
         >>> as_plain(Range(1e-5, 0.1, "log")), as_plain(Choice((16, 32)))
@@ -290,13 +293,13 @@ def _check_name(name: str) -> None:
     panel = fields[owner].json_schema_extra["panel"]
     if owner in FIXED or panel in ("Input", "Hardware"):
         raise InputError(
-            f"A study does not search {owner!r}: it is the yardstick, chance or the machine, and no better recipe. "
-            "Give it as a setting of the recipe."
+            f"A study cannot search {owner!r}, which defines the task, the random draws or the machine. Set it in the "
+            "recipe."
         )
     if point and (get_origin(fields[owner].annotation) is not dict or not option.isidentifier()):
-        raise InputError(f"{name!r} is no option. Write for example model_options.depth=20,32.")
+        raise InputError(f"{name!r} is not an option. Write, for example, model_options.depth=20,32.")
     if not point and get_origin(fields[owner].annotation) is dict:
-        raise InputError(f"{name!r} holds options. Name one of them, such as {name}.depth.")
+        raise InputError(f"{name!r} contains options. Name one of them, such as {name}.depth.")
 
 
 def _takes_wholes(name: str) -> bool:

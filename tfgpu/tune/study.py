@@ -1,4 +1,4 @@
-"""A study: trainings of a recipe with other settings, one after the other or several at a time."""
+"""A study: trainings of a recipe with different settings, sequential or parallel."""
 
 import os
 import re
@@ -25,7 +25,7 @@ __all__ = ["StudyResult", "TrialResult", "study"]
 
 Progress = Callable[[TrialResult], None]
 ALIKE = 3
-"""So many failures in the same words, before any trial is complete, end the study."""
+"""This many equal failures, before any trial is complete, end the study."""
 BEST, REPORT = "best.yaml", "report.html"
 _WAIT_S = 0.05
 _GRACE_S = 10.0
@@ -48,36 +48,37 @@ def study(
     allow_code: bool = False,
     on_trial: Progress | None = None,
 ) -> StudyResult:
-    """Trains a recipe with other settings again and again, and keeps the best by its validation error.
+    """Trains a recipe repeatedly with different settings, and selects the best by its validation error.
 
-    Every trial is a run directory of its own, trained in a process of its own. The first one has the recipe's own
-    settings, where the search holds them. One trial at a time, the same seed gives the same trials on the same
-    hardware, also when the study was killed and resumed.
+    Each trial has its own run directory and runs in a separate process. The first one has the recipe's own settings, if
+    the search space contains them. With one trial at a time, the same seed gives the same trials on the same hardware,
+    also if the study was killed and resumed.
 
     Args:
-        recipe: where the trials start from: a `Recipe`, a file, or the name of a ready one. None: the default recipe,
-            or the resumed study's own.
-        folder: the study's: `journal.log`, `trials/`, `best.yaml`, `report.html`.
-        trials: how many in all, those of an earlier start included.
-        search: settings with their values, as `parse_search` takes them; None: `default_space`.
-        parallel: trials at a time. Above 1 each gets a GPU of its own, or without GPUs its share of the cores.
-        use_ray: on a Ray cluster, whose machines see the folder, instead of this machine.
+        recipe: the recipe that the trials modify: a `Recipe`, a file, or the name of a ready recipe. None takes the
+            default recipe, or that of the resumed study.
+        folder: the folder for `journal.log`, `trials/`, `best.yaml`, `report.html`.
+        trials: the number of trials, including those of earlier starts.
+        search: settings with their values, see `parse_search`; None takes `default_space`.
+        parallel: the number of concurrent trials. Above 1, each gets its own GPU or, without GPUs, a share of the
+            cores.
+        use_ray: run on a Ray cluster whose machines share the folder, instead of this machine.
         sampler: "tpe" (default) or "random".
-        pruner: "median" (default), "halving" or "none": which trials end early.
-        monitor: "val_error" (default), "val_loss" or another entry of the logs, to be minimised.
-        seed: of the draws (default 0). The trainings have the recipe's.
-        timeout_s: seconds after which a trial is ended; None: never.
-        resume: go on with the study in `folder`; trials that were running go on from their checkpoints. Where folders
-            of trials are gone, the journal has their settings and values; `missing` of the result names them.
-        allow_code: whether a recipe's file, or the study to resume, may name a function to be called.
-        on_trial: called with each trial that has ended.
+        pruner: which trials end early: "median" (default), "halving" or "none".
+        monitor: what to minimize: "val_error" (default), "val_loss" or another entry of the logs.
+        seed: the seed of the sampler (default 0). Training uses the recipe's seed.
+        timeout_s: time limit of a trial in seconds; None sets no limit.
+        resume: resume the study in `folder`; running trials resume from their checkpoints. If folders of trials are
+            missing, their settings and values are read from the journal; `missing` of the result lists them.
+        allow_code: whether a recipe's file, or the study to resume, may name functions to call.
+        on_trial: called after each trial.
 
     Returns:
-        The result. The best validation error of many is optimistic; `test_accuracy` is not.
+        The result. The best of many validation errors is optimistic; `test_accuracy` is not.
 
     Raises:
-        InputError: something in the recipe, the search or the folder cannot work, or all trials fail by their input.
-        MachineError: all trials fail, none is complete, or the folder cannot be written any more.
+        InputError: the recipe, the search or the folder is invalid.
+        MachineError: no trial completes, or the folder can no longer be written.
 
     Example:
         >>> from tfgpu import tune
@@ -98,14 +99,14 @@ def study(
     try:
         with claimed(plan, resume=resume) as path:
             return _Study(path, plan, where, timeout_s, on_trial).run(trials)
-    except OSError as error:  # The disk is full, or somebody has deleted the folder.
-        raise MachineError(f"The study stopped: {error}. Mend it, and go on with --resume (`resume=True`).") from error
+    except OSError as error:  # The disk is full, or the folder was deleted.
+        raise MachineError(f"The study stopped: {error}. Fix it, and use --resume (`resume=True`).") from error
     finally:
         where.close()
 
 
 class _Study:
-    """The running study: the one that writes in its folder but for the trials' own run directories."""
+    """A running study, which writes everything in its folder except the run directories."""
 
     def __init__(self, folder: Path, plan: Plan, where: Any, timeout_s: float | None, on_trial: Progress | None):
         self._folder, self._plan, self._where = folder, plan, where
@@ -130,13 +131,13 @@ class _Study:
                     time.sleep(_WAIT_S)
                 self._check_alike()
         finally:
-            if self._running:  # All at once: each may take its time to save.
+            if self._running:  # In parallel, since each may need time to save.
                 with ThreadPoolExecutor(len(self._running)) as pool:
                     list(pool.map(lambda one: one.process.stop(_GRACE_S), self._running.values()))
         return self._finish()
 
     def _fill(self, waiting: list[Any], trials: int) -> None:
-        """Starts trials in the slots that are free."""
+        """Starts trials in free slots."""
         for slot in range(self._where.slots):
             if slot in self._running:
                 continue
@@ -152,14 +153,14 @@ class _Study:
         settings = self._journal.settings(trial)
         try:
             what = space.with_settings(self._plan.recipe, settings)
-        except InputError as error:  # Settings that are right one by one, and not together.
+        except InputError as error:  # Settings that are valid separately, but not together.
             self._end(trial, {"end": "failed", "reason": str(error)}, 0.0)
             return
         run = self._folder / f"trials/{trial.number:04d}"
         run.parent.mkdir(exist_ok=True)
         goes_on = (run / directory.CONFIG).is_file()
         if run.exists() and not goes_on:
-            shutil.rmtree(run)  # Of a trial that was killed before its first step.
+            shutil.rmtree(run)  # Left by a trial that was killed before its first step.
         task = {
             "recipe": what.model_dump(mode="json"),
             "folder": str(run.absolute()),
@@ -170,7 +171,7 @@ class _Study:
         self._running[slot] = _Running(trial, handle, time.monotonic())
 
     def _look(self) -> bool:
-        """Hears what the trials tell; says whether there was anything."""
+        """Handles the messages of the trials; returns whether there were any."""
         heard = False
         for slot, one in list(self._running.items()):
             for message in one.process.news():
@@ -183,7 +184,7 @@ class _Study:
                     break
             else:
                 if self._timeout_s is not None and time.monotonic() - one.begun > self._timeout_s:
-                    reason = f"not done after {self._timeout_s:g} s"
+                    reason = f"not finished after {self._timeout_s:g} s"
                     self._leave(slot, {"end": "timed out", "reason": reason})
         return heard
 
@@ -201,7 +202,7 @@ class _Study:
         return tuple(_result(trial, self._plan.space) for trial in self._journal.trials)
 
     def _check_alike(self) -> None:
-        """Ends a study whose first trials all fail in the same words: so will the others."""
+        """Ends the study if its first trials all fail with the same message."""
         ended = [trial for trial in self._results() if trial.status != "running"]
         failed = [trial for trial in ended if trial.status == "failed"]
         if len(failed) < ALIKE or len(failed) < len(ended):
@@ -209,8 +210,7 @@ class _Study:
         if len({re.sub(r"[\d.]+", "N", trial.reason) for trial in failed}) == 1:
             raise MachineError(
                 f"The first {len(failed)} trials all failed in the same way: {failed[-1].reason} See "
-                f"{self._folder / failed[-1].folder}.log. Mend it, and start the "
-                "study again in another folder."
+                f"{self._folder / failed[-1].folder}.log. Fix it, and start the study again in another folder."
             )
 
     def _finish(self) -> StudyResult:
@@ -221,7 +221,7 @@ class _Study:
         if best is None:
             reasons = "; ".join(sorted({f"{trial.status}: {trial.reason}" for trial in found}))[:500]
             raise MachineError(
-                f"None of {len(found)} trials is complete ({reasons}). Narrow the search, or look at "
+                f"None of {len(found)} trials is complete ({reasons}). Narrow the search, or see "
                 f"{self._folder / 'trials'}/*.log."
             )
         own = found[0] if self._plan.has_own and found[0].status == "complete" else None
@@ -253,7 +253,7 @@ class _Study:
         return result
 
     def _tested(self, trial: TrialResult) -> float | None:
-        """The test accuracy: from the journal, or for one of an earlier version from the run directory."""
+        """The test accuracy from the journal, or from the run directory for studies of earlier versions."""
         if trial.test_accuracy is not None:
             return trial.test_accuracy
         try:
@@ -264,7 +264,7 @@ class _Study:
 
 
 class _Running:
-    """A trial in its process."""
+    """A running trial."""
 
     def __init__(self, trial: Any, process: Any, begun: float):
         self.trial, self.process, self.begun = trial, process, begun
@@ -290,16 +290,16 @@ def _check(plan: Plan, parallel: int) -> None:
     space.check(plan.space, plan.recipe)
     _check_names(plan)
     if "TF_CONFIG" in os.environ:
-        raise InputError("A study starts its own processes. Received: TF_CONFIG, of a cluster. Unset it.")
+        raise InputError("A study starts its own processes, but TF_CONFIG is set. Unset it.")
     if parallel > 1 and plan.recipe.devices not in (None, 1):
         raise InputError(
             f"With parallel={parallel} each trial has one device. Received: devices={plan.recipe.devices!r} in the "
-            "recipe. Leave it out, or use parallel=1."
+            "recipe. Omit it, or use parallel=1."
         )
 
 
 def _check_names(plan: Plan) -> None:
-    """Finds what would fail in trials alone: names that there are not, a setting that the model lacks."""
+    """Finds errors that would only occur in trials: unknown names, settings that the model lacks."""
     from tfgpu import models
     from tfgpu.recipes import compiling
 
@@ -310,18 +310,18 @@ def _check_names(plan: Plan) -> None:
     taken = models.defaults_of(plan.recipe.model)
     for name in recipes.STYLE:
         if name in plan.space and taken and name not in taken and ":" not in plan.recipe.model:
-            raise InputError(f"The model {plan.recipe.model!r} has no {name} to search. Leave it out of the search.")
+            raise InputError(f"The model {plan.recipe.model!r} has no setting {name}. Remove it from the search.")
 
 
 def _check_styles(plan: Plan) -> None:
-    """Finds misspelt models, and names of activations, initialisers and normalisations that no searched model has."""
+    """Finds unknown models, activations, initializers and normalizations."""
     from tfgpu import models
 
     searched = getattr(plan.space.get("model"), "values", (plan.recipe.model,))
     for model in searched:
         models.defaults_of(model)
     styles = [models.styles_of(model) for model in searched]
-    if not all(styles):  # a model of the user's own has names of its own
+    if not all(styles):  # a custom model may define its own names
         return
     for kind in styles[0]:
         known = list(dict.fromkeys(name for style in styles for name in style[kind]))

@@ -1,7 +1,7 @@
-"""One trial: a recipe is trained in a process of its own, which tells each epoch and hears whether to go on.
+"""A trial: trains a recipe in a separate process, which reports each epoch and is told whether to continue.
 
 The process is `python -m tfgpu.tune.trial FD`; FD is its end of a socket, over which both sides send JSON. It ends when
-the other end is gone, so that a study that is killed leaves nothing running.
+the other end is closed, so that a killed study leaves no process running.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from typing import Any
 from tfgpu.errors import InputError, OutOfMemory
 
 LEFT = 70
-"""Exit code of a trial whose study is gone."""
+"""Exit code of a trial whose study has ended."""
 _MOST = 1000
-"""Characters of an error that the study keeps; the log has all of them."""
+"""Most characters of an error that the study records; the log has the full text."""
 
 
 class Line:
-    """The child's end: messages out, answers in.
+    """The trial's end of the socket.
 
     Args:
         connection: the socket.
@@ -50,11 +50,11 @@ class Line:
 
 
 def value_of(row: Mapping[str, float], monitor: str) -> float:
-    """What an epoch is judged by: the less, the better.
+    """The value of an epoch to minimize.
 
     Args:
-        row: the epoch's logs.
-        monitor: "val_error" (1 less the accuracy), or a name in the logs.
+        row: the logs of the epoch.
+        monitor: "val_error" (1 minus the accuracy), or a name in the logs.
 
     Example:
         >>> value_of({"val_accuracy": 0.75, "val_loss": 0.9}, "val_error")
@@ -63,17 +63,17 @@ def value_of(row: Mapping[str, float], monitor: str) -> float:
     if monitor == "val_error":
         return 1.0 - float(row["val_accuracy"])
     if monitor not in row:
-        raise InputError(f"The run reports no {monitor!r}. It reports: {', '.join(sorted(row))}.")
+        raise InputError(f"The logs do not contain {monitor!r}. They contain: {', '.join(sorted(row))}.")
     return float(row[monitor])
 
 
 def last_of(rows: Sequence[Mapping[str, float]], what: Any, monitor: str) -> Mapping[str, float]:
-    """The epoch whose weights a run ends with: the last, or where the recipe restores the best, that.
+    """The epoch of a run's final weights: the last, or the best if the recipe restores it.
 
     Args:
         rows: the logs of the epochs.
         what: the recipe.
-        monitor: what the study minimises.
+        monitor: what the study minimizes.
     """
     from tfgpu.recipes import agreement
 
@@ -87,16 +87,16 @@ def last_of(rows: Sequence[Mapping[str, float]], what: Any, monitor: str) -> Map
 
 
 def main(number: int) -> None:
-    """Trains what the study sends, and tells how it ended."""
+    """Runs the trial that the study sends, and reports how it ended."""
     serve(number, _run)
 
 
 def serve(number: int, work: Callable[[Mapping[str, Any], Line], Mapping[str, Any]]) -> None:
-    """Does one task that comes over the socket, and tells its result, or how it failed.
+    """Runs one task received over the socket, and sends its result or its failure.
 
     Args:
-        number: the socket's.
-        work: from the task to the last message, which has the key "end".
+        number: the file descriptor of the socket.
+        work: computes the last message, which has the key "end", from the task.
     """
     line = Line(Connection(number))
     task = line.receive()
@@ -105,7 +105,7 @@ def serve(number: int, work: Callable[[Mapping[str, Any], Line], Mapping[str, An
     except Exception as error:
         traceback.print_exc()
         message = _failure(error)
-    with contextlib.suppress(OSError):  # What it printed is in its log before the last message, which ends the process.
+    with contextlib.suppress(OSError):  # Flush before the last message, which ends the process.
         sys.stdout.flush()
     line.send(message)
 
@@ -157,7 +157,7 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def _telling(text: str) -> str:
-    """The line of an error's text that says what happened: TensorFlow's begin with where.
+    """The informative line of an error: TensorFlow's errors begin with the location.
 
     Example:
         >>> _telling("Graph execution error:\\n\\nDetected at node a/b defined at (most recent call last):\\nNo room.")
