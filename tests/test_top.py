@@ -117,7 +117,7 @@ def test_a_view_comes_back_from_json():
     view = View("host", sample, (0.5,), 1.0, 5, ({"gpu": "0", "pid": 1, "name": "a", "bytes": 2},), (worker,))
     assert View.from_json(json.loads(json.dumps(view.as_json()))) == view
     for wrong in ({}, {"sample": 1}, {**view.as_json(), "workers": [{}]}):
-        with pytest.raises(ValueError, match="no view"):
+        with pytest.raises(ValueError, match="malformed view"):
             View.from_json(wrong)
 
 

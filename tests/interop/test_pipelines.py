@@ -120,7 +120,7 @@ def test_two_iterations_at_once_are_refused():
     one = iter(data.train)
     next(one)
     next(iter(data.train))
-    with pytest.raises(tf.errors.OpError, match="one at a time"):
+    with pytest.raises(tf.errors.OpError, match="one iteration at a time"):
         list(one)
 
 
@@ -177,7 +177,7 @@ def test_a_resumed_fit_reads_on_where_it_was(tmp_path):
 def test_bad_input():
     with pytest.raises(InputError, match="must be a DALI pipeline"):
         dali(3, global_batch=4)
-    with pytest.raises(InputError, match="which has `run`"):
+    with pytest.raises(InputError, match="must return a DALI pipeline"):
         dali(lambda shard, shards, batch: None, global_batch=4)
     with pytest.raises(InputError, match="must divide `global_batch`"):
         dali(reader(10), global_batch=4, shards=3)
@@ -197,7 +197,7 @@ def test_bad_input():
         dali(Source(sizes=()), global_batch=4)
     with pytest.raises(InputError, match="last='drop'"):
         dali(reader(10), global_batch=4).distribute(tf.distribute.get_strategy())
-    with pytest.raises(InputError, match="2 replicas must divide"):
+    with pytest.raises(InputError, match="`shards` must be a multiple of the replicas"):
         dali(reader(10), global_batch=4, last="drop").distribute(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
 
 

@@ -68,7 +68,7 @@ TRIALS = [
         ("input", 100, 400, 98, False, TRIALS, "the model waits 75% of the time. cache='memory' makes .* 3.0 times"),
         ("input", 100, 400, 98, False, TRIALS[2:], "No measured setting"),
         ("input", 100, 400, 98, False, [Trial("prefetch=0", rate(150, 90), 1.2)], "No measured setting"),
-        ("model", 400, 100, 98, False, TRIALS, "could feed 4.0 of it. No setting of the input"),
+        ("model", 400, 100, 98, False, TRIALS, "input is 4.0 times as fast. No setting of the input"),
         ("model", 400, 100, 60, True, TRIALS[2:], "compete for the CPU.*No measured setting"),
     ],
 )

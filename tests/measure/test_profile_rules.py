@@ -191,7 +191,7 @@ def call(at, traced, count, name="step"):
     [
         (Change("step", 3, "epoch", ("0", "1", "2"), "python"), "`epoch` changes: 0, 1, 2.", "tf.constant(epoch)"),
         (Change("step", 3, "x", ("float32(4, 8)", "float32(5, 8)"), "shape"), "`x` changes", "reduce_retracing=True"),
-        (Change("other", 3, "x", ("1", "2"), "python"), "is not known", "reduce_retracing=True"),
+        (Change("other", 3, "x", ("1", "2"), "python"), "unknown", "reduce_retracing=True"),
     ],
 )
 def test_retracing_names_the_function_and_the_argument(change, text, knob):
@@ -384,7 +384,7 @@ def test_a_callback_that_looks_at_single_batches_is_named():
     assert (found.name, found.where, report.verdict) == ("batch_callback", "Watch, TensorBoard", "launch-bound")
     assert found.share == pytest.approx(780 / 980) and found.figures == {"share": found.share}
     assert 'TensorBoard: update_freq="epoch"' in found.knob and "Watch: `every_batch = False`" in found.knob
-    assert "steps_per_execution" not in found.knob and "Watch, TensorBoard look at single" in found.seen
+    assert "steps_per_execution" not in found.knob and "Watch, TensorBoard need each batch" in found.seen
     assert names(blocks_of_one(70, "callbacks: Watch")) == ["batch_callback"]  # 280 of 980 µs
     assert names(blocks_of_one(80, "callbacks: Watch")) == ["batch_callback"]  # 180 of 980 µs
     assert names(judged(host(python=steps((0, 980), set_by="callbacks: Watch"), pool=work(900)))) == []
@@ -396,7 +396,7 @@ def test_a_callback_that_looks_at_single_batches_is_named():
         ("pace", 'jit_compile="auto"', "dataset.repeat(10)"),
         ("steps_per_execution", 'steps_per_execution="auto"', 'steps_per_execution="auto"'),
         ("steps_per_call", "tfgpu.Trainer(model) without steps_per_call", "without steps_per_call"),
-        ("train_on_batch", "tfgpu.Trainer(model).fit(dataset)", "model.fit(dataset)"),
+        ("train_on_batch", "model.fit(dataset)", "model.fit(dataset)"),
         ("test_on_batch", "model.evaluate(dataset)", "model.evaluate(dataset)"),
         ("run_eagerly", "run_eagerly=False", "run_eagerly=False"),
         ("callbacks: Watch", "`every_batch = False`", "`every_batch = False`"),
@@ -412,7 +412,7 @@ def test_the_knob_is_one_that_what_sets_the_steps_of_a_call_does_not_undo(by, la
 
 def test_xla_is_no_knob_where_it_is_in_force():
     pace, number = (judged(host(python=steps((0, 1000), set_by=by, jit=1))) for by in ("pace", "steps_per_execution"))
-    assert names(pace) == ["launching"] and pace.findings[0].knob.startswith("Where other processes")
+    assert names(pace) == ["launching"] and pace.findings[0].knob.startswith("If other processes")
     assert 'compile(..., steps_per_execution="auto").' in number.findings[0].knob
     without = judged(host(python=steps((0, 1000), set_by="pace", jit=0)))
     assert 'jit_compile="auto"' in without.findings[0].knob
@@ -421,9 +421,9 @@ def test_xla_is_no_knob_where_it_is_in_force():
 def test_launching_tiny_batches_has_the_knob_of_what_launches_them():
     assert [names(blocks_of_one(20, by)) for by in ("train_on_batch", "pace")] == [["tiny_batch"]] * 2
     (found,) = blocks_of_one(20, "train_on_batch").findings
-    assert "Trainer(model).fit" in found.knob and ".batch(256)" in found.knob
+    assert "model.fit(dataset)" in found.knob and ".batch(256)" in found.knob
     report = judged(host(python=steps((0, 1000), set_by="train_on_batch"), pool=work(100)))  # 100 µs: not tiny
-    assert names(report) == ["launching"] and "Trainer(model).fit" in report.findings[0].knob
+    assert names(report) == ["launching"] and "model.fit(dataset)" in report.findings[0].knob
 
 
 def test_an_eager_fit_is_pythons_as_a_loop_is():
@@ -457,7 +457,7 @@ def one_block(*events, kernels=()):
         ([], "launch-bound", "jit_compile"),
         ([("tf.function-graph_building", 100, 900, {})], "compile-bound", "drop_remainder=True"),
         ([("CpuCompiler::RunBackend", 100, 900, {"name": "a"})], "compile-bound", "--skip 20 --calls 100"),
-        ([("tfgpu.host_read", 100, 900, {"where": "a.py:1"})], "python-bound", "more steps a call"),
+        ([("tfgpu.host_read", 100, 900, {"where": "a.py:1"})], "python-bound", "more steps per call"),
         ([("IteratorGetNextOp::DoCompute", 100, 900, {})], "input-bound", "prefetch"),
     ],
 )
@@ -481,7 +481,7 @@ def test_a_loop_of_eager_operations_is_pythons():
     fetches = [("EagerLocalExecute: IteratorGetNext", at, at + 10, {}) for at in range(0, 1000, 100)]
     report = judged(host(python=fetches))
     assert (report.verdict, names(report)) == ("python-bound", ["python_time"])
-    assert "@tf.function above the step" in report.findings[0].knob
+    assert "decorate the step with @tf.function" in report.findings[0].knob
 
 
 pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda p: (min(p), max(p))), max_size=12)

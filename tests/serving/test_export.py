@@ -171,9 +171,9 @@ def test_outputs_with_names_come_in_the_names_order(form, tmp_path):
 
 def test_an_example_by_names_in_order_or_not_at_all(tmp_path):
     model = named()
-    with pytest.raises(InputError, match="takes b, a"):
+    with pytest.raises(InputError, match="inputs are b, a"):
         serving.export(model, tmp_path / "made", example={"a": np.ones((2, 3)), "c": np.ones((2, 3))})
-    with pytest.raises(InputError, match="takes b, a"):
+    with pytest.raises(InputError, match="inputs are b, a"):
         serving.export(model, tmp_path / "made", example=np.ones((2, 3)))
     with pytest.raises(InputError, match=r"for 'a' must be an array of \('rows', 3\). Received: \(2, 4\)"):
         serving.export(model, tmp_path / "made", example=[np.ones((2, 3)), np.ones((2, 4))])
@@ -258,14 +258,14 @@ def test_rows_are_read_from_files(tmp_path):
     [
         ("a.csv", b"1", "must end in .txt, .json, .npy, .npz"),
         ("none.txt", None, "No such file"),
-        ("a.txt", b"", "holds no rows"),
+        ("a.txt", b"", "has no rows"),
         ("a.txt", b"\xff\xfe", "cannot be parsed"),
         ("a.json", b"[[1, 2], [3]]", "cannot be parsed"),
         ("a.json", b'{"a": 3}', "cannot be parsed"),
         ("a.json", b"[[1, null]]", "cannot be parsed"),
-        ("a.json", b"{}", "holds no rows"),
+        ("a.json", b"{}", "has no rows"),
         ("a.json", b"[", "cannot be parsed"),
-        ("a.json", b"[" * 100_000, "too many lists in lists"),
+        ("a.json", b"[" * 100_000, "nested too deeply"),
         ("a.npy", b"PK\x03\x04", "cannot be parsed"),
         ("a.npz", pickle.dumps({}), "cannot be parsed"),
     ],
@@ -283,9 +283,9 @@ def test_a_file_without_rows(name, content, words, tmp_path):
         ("float32", [["a", "b"]], "must be of float32. Received: texts"),
         ("string", [[1, 2]], "must be of texts. Received: int64"),
         ("int32", [[1.5, 2]], "int32, which cannot represent 1.5"),
-        ("int32", [[5_000_000_000, 2]], "does not hold 5000000000"),
-        ("uint8", [[256, 2]], "does not hold 256"),
-        ("int32", [[float("nan"), 2]], "does not hold nan"),
+        ("int32", [[5_000_000_000, 2]], "cannot represent 5000000000"),
+        ("uint8", [[256, 2]], "cannot represent 256"),
+        ("int32", [[float("nan"), 2]], "cannot represent nan"),
         ("float32", {"x": [[1, 2]], "y": [[1, 2]]}, "only input of the model is x. Received: x, y"),
     ],
 )

@@ -80,7 +80,7 @@ def test_the_page_says_which_folders_are_gone():
     assert "trials/0003, trials/0004 are missing" in page and "test error is lost" not in page
     assert 'href="trials/0000' in page and 'href="trials/0003' not in page and 'href="trials/0004' not in page
     page = render(result(missing=tuple(range(7)), test_accuracy=None, own_test_accuracy=None), plan)
-    assert "trials/0004 and 2 more are missing" in page and "not known" in page and "test error is lost too" in page
+    assert "trials/0004 and 2 more are missing" in page and "unknown" in page and "test error is lost too" in page
 
 
 @pytest.mark.parametrize("value", [0.0, 0.3])
