@@ -12,14 +12,14 @@ from tfgpu import atomic
 from tfgpu.callbacks.events_table import EventsTable
 from tfgpu.sensors import Sampler, prometheus
 from tfgpu.sensors.epochs import Epoch, Epochs
-from tfgpu.sensors.limits import limit
+from tfgpu.sensors.limits import input_wait, limit
 from tfgpu.sensors.sample import Sample, Value
 from tfgpu.sensors.table import Table
 
 _log = logging.getLogger(__name__)
 
 _COST = 100
-"""The time between samples is at least this many times a sample's CPU time."""
+"""A sample may use at most a hundredth of the time between samples as CPU time."""
 _HELD = 600
 """The most rows to keep until the first step, before which nothing is written."""
 _FINISH_S = 10.0
@@ -181,8 +181,7 @@ class Watcher:
             steps, seconds, step = self._timed_steps, self._timed_s, self._step
             self._timed_steps, self._timed_s = 0, 0.0
         step_s = seconds / steps if steps else None
-        computing = self._computing() if step_s else None
-        wait = None if step_s is None or computing is None else min(1.0, max(0.0, 1 - computing / step_s))
+        wait = input_wait(step_s, self._computing() if step_s else None, [gpu.utilization for gpu in sample.gpus])
         rate = self._rows_per_step / step_s if self._rows_per_step and step_s else None
         # The epochs' clock starts with `fit`, the sampler's later, in its thread.
         row: dict[str, Value] = {"time": sample.time, "seconds": time.monotonic() - self._begun}
@@ -225,7 +224,7 @@ class Watcher:
     def _warn(self, text: str, exc_info: bool = False) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            _log.warning("Monitor: %s. Training continues.", text, exc_info=exc_info)
+            _log.warning("Monitor: %s. Training goes on.", text, exc_info=exc_info)
 
 
 @contextlib.contextmanager
