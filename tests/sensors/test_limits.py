@@ -15,16 +15,16 @@ NO_GPU = {"cpu_share": 0.95, "machine_cpu_share": 0.97, "input_wait": 0.0}
         (BUSY_GPU, "GPU compute", "the GPU is busy 90% of the time"),
         ({**BUSY_GPU, "gpu0_memory_utilization": 0.8, "gpu1_memory_utilization": 0.6}, "GPU memory traffic", "70%"),
         ({**BUSY_GPU, "gpu0_pcie_share": 0.9}, "GPU compute", "90%"),  # a busy GPU does not wait for its link
-        ({**BUSY_GPU, "gpu0_nvlink_share": 0.4, "gpu1_nvlink_share": 0.7}, "communication", "NVLink carries 55%"),
+        ({**BUSY_GPU, "gpu0_nvlink_share": 0.4, "gpu1_nvlink_share": 0.7}, "communication", "NVLink uses 55%"),
         ({**BUSY_GPU, "gpu0_nvlink_share": 0.3}, "GPU compute", "90%"),
         ({**BUSY_GPU, "network_share": 0.9}, "GPU compute", "90%"),  # alone it is some other traffic
-        ({**IDLE_GPU, "gpu0_pcie_share": 0.5}, "communication", "PCIe carries 50%"),
+        ({**IDLE_GPU, "gpu0_pcie_share": 0.5}, "communication", "PCIe uses 50%"),
         ({**IDLE_GPU, "cpu_share": 0.8}, "CPU", "the GPU is busy 40% of the time, the cores are 80% busy"),
         ({**IDLE_GPU, "machine_cpu_share": 0.9}, "CPU", "other processes keep the machine's cores 90% busy"),
         (IDLE_GPU, "host", "the GPU is busy 40% of the time, the cores are 30% busy"),
         (NO_GPU, "CPU", "the cores are 95% busy"),
         ({**NO_GPU, "cpu_share": 0.5, "machine_cpu_share": 0.5}, "host", "the cores are 50% busy"),
-        ({**NO_GPU, "input_wait": None}, "CPU", "the wait for data is not known"),
+        ({**NO_GPU, "input_wait": None}, "CPU", "the wait for data is unknown"),
         ({"cpu_share": None}, "unknown", "not known yet"),
         ({}, "unknown", "not known yet"),
         ({"gpu0s0_memory_bytes": 5, "cpu_share": 0.9}, "CPU", "90%"),  # a slice says nothing of its load
@@ -60,6 +60,6 @@ def test_workers_whose_cores_idle_wait_for_each_other():
     among_gpus = limit(IDLE_GPU, workers=8)
     for gpus in (BUSY_GPU, IDLE_GPU, means):  # a GPU that waits for a sum counts as busy
         full = limit({**gpus, "network_share": 0.6}, workers=2)
-        assert full.resource == "communication" and "the network carries 60% of what it can" in full.why
-    assert "workers (the network carries 10% of" in limit({**IDLE_GPU, "network_share": 0.1}, workers=8).why
-    assert among_gpus.resource == "host" and "or the exchange between 8 workers" in among_gpus.why
+        assert full.resource == "communication" and "the network uses 60% of its bandwidth" in full.why
+    assert "workers (the network uses 10% of" in limit({**IDLE_GPU, "network_share": 0.1}, workers=8).why
+    assert among_gpus.resource == "host" and "or communication between 8 workers" in among_gpus.why

@@ -19,7 +19,7 @@ from tfgpu.sensors.table import Table
 _log = logging.getLogger(__name__)
 
 _COST = 100
-"""A sample may use at most a hundredth of the time between samples as CPU time."""
+"""The time between samples is at least this many times a sample's CPU time."""
 _HELD = 600
 """The most rows to keep until the first step, before which nothing is written."""
 _FINISH_S = 10.0
@@ -224,7 +224,7 @@ class Watcher:
     def _warn(self, text: str, exc_info: bool = False) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            _log.warning("Monitor: %s. Training goes on.", text, exc_info=exc_info)
+            _log.warning("Monitor: %s. Training continues.", text, exc_info=exc_info)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Which resource limits the step: rules on means over some time, tried from the first to the last."""
+"""Decides which resource limits a step, by rules on mean values; the first matching rule counts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from tfgpu.sensors.sample import Value
 
 WAITS = 0.2
-"""Share of the time that the step waits for data, from which the input limits it."""
+"""The input limits a step that waits for data for at least this share of the time."""
 BUSY = 0.8
-"""Share of the time from which a GPU or the processor's cores count as busy."""
+"""A GPU or the CPU cores count as busy from this share of the time."""
 TRAFFIC = 0.6
-"""Share of the time that a busy GPU's memory is in use, from which that traffic limits it."""
+"""Memory traffic limits a busy GPU whose memory is in use for at least this share of the time."""
 LINK = 0.5
-"""Share of what a link carries, from which it limits: PCIe a GPU that is not busy, NVLink and the network any, since a
-GPU that waits for a sum counts as busy with it. No program gets much more of a link for long."""
+"""A link limits a step from this share of its bandwidth, since programs rarely sustain more: PCIe only if the GPU is
+not busy; NVLink and the network in any case, since a GPU that waits for an all-reduce counts as busy."""
 RESOURCES = ("input", "GPU memory traffic", "GPU compute", "communication", "CPU", "host", "unknown")
 
 
@@ -23,7 +23,7 @@ class Limit:
 
     Attributes:
         resource: one of `RESOURCES`.
-        why: the figures that say so.
+        why: the measured values behind it.
     """
 
     resource: str
@@ -31,11 +31,11 @@ class Limit:
 
 
 def limit(means: Mapping[str, Value], *, workers: int = 1) -> Limit:
-    """Judges means of samples.
+    """Decides which resource limits a step.
 
     Args:
-        means: by the columns of `Sample.row`, with `input_wait` where it is known. Of several GPUs the mean counts.
-        workers: that train together.
+        means: means of samples by the columns of `Sample.row`, and `input_wait` if known. GPUs are averaged.
+        workers: number of workers that train together.
 
     Example:
         >>> limit({"input_wait": 0.02, "gpu0_utilization": 0.97, "gpu0_memory_utilization": 0.3})
@@ -48,27 +48,27 @@ def limit(means: Mapping[str, Value], *, workers: int = 1) -> Limit:
     if wait is not None and wait >= WAITS:
         more = f"; the cores are {cpu:.0%} busy" if cpu is not None and cpu >= BUSY else ""
         return Limit("input", f"the step waits for data {wait:.0%} of the time{more}")
-    unread = "" if wait is not None else "; the wait for data is not known"
+    unread = "" if wait is not None else "; the wait for data is unknown"
     for name, share in (("NVLink", nvlink), ("the network", network)):
         if share is not None and share >= LINK:
-            return Limit("communication", f"{name} carries {share:.0%} of what it can{unread}")
+            return Limit("communication", f"{name} uses {share:.0%} of its bandwidth{unread}")
     if gpu is not None and gpu >= BUSY:
         if traffic is not None and traffic >= TRAFFIC:
             return Limit("GPU memory traffic", f"the GPU's memory is read or written {traffic:.0%} of the time{unread}")
         return Limit("GPU compute", f"the GPU is busy {gpu:.0%} of the time{unread}")
     idle = f"the GPU is busy {gpu:.0%} of the time, " if gpu is not None else ""
     if gpu is not None and link is not None and link >= LINK:
-        return Limit("communication", f"{idle}PCIe carries {link:.0%} of what it can{unread}")
+        return Limit("communication", f"{idle}PCIe uses {link:.0%} of its bandwidth{unread}")
     if cpu is not None and cpu >= BUSY:
         return Limit("CPU", f"{idle}the cores are {cpu:.0%} busy{unread}")
     if cpu is not None and machine is not None and machine >= BUSY and machine > 2 * cpu:
         return Limit("CPU", f"{idle}other processes keep the machine's cores {machine:.0%} busy{unread}")
     if cpu is None:
-        return Limit("unknown", "the processor's load is not known yet")
+        return Limit("unknown", "the CPU load is not known yet")
     if gpu is None and workers > 1:
         return Limit("communication", f"the cores are {cpu:.0%} busy while {workers} workers train{unread}")
-    carried = f" (the network carries {network:.0%} of what it can)" if network is not None else ""
-    exchange = f", or the exchange between {workers} workers{carried}" if workers > 1 else ""
+    carried = f" (the network uses {network:.0%} of its bandwidth)" if network is not None else ""
+    exchange = f", or communication between {workers} workers{carried}" if workers > 1 else ""
     return Limit("host", f"{idle}the cores are {cpu:.0%} busy: Python, small steps or few threads{exchange}{unread}")
 
 
@@ -98,7 +98,7 @@ def input_wait(step_s: float | None, computing_s: float | None, busy: Sequence[f
 
 
 def _gpus(means: Mapping[str, Value], name: str) -> float | None:
-    """The mean over GPUs; a slice tells nothing of its own."""
+    """The mean over whole GPUs."""
     ends = f"_{name}"
     told = [
         _number(value)
