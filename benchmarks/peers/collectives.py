@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import tensorflow as tf
@@ -20,6 +20,12 @@ def count(run: Callable[[], object]) -> dict[str, int]:
         "a_step", those within a while loop, and "a_call", those around it. A function without a loop has all
         of its collectives under "a_call".
     """
+    step, call = max(map(_in_graph, graphs(run)), key=sum, default=(0, 0))
+    return {"a_step": step, "a_call": call}
+
+
+def graphs(run: Callable[[], object]) -> list[tf.compat.v1.GraphDef]:
+    """Runs something with TensorFlow's graph collection on; returns the graphs, as traced, of what ran first then."""
     with tempfile.TemporaryDirectory() as folder:
         writer = tf.summary.create_file_writer(folder)
         tf.summary.trace_on(graph=True)
@@ -27,17 +33,14 @@ def count(run: Callable[[], object]) -> dict[str, int]:
         with writer.as_default():
             tf.summary.trace_export("graphs", step=0)
         writer.close()
-        found = [_in_graph(graph) for graph in _graphs(Path(folder))]
-    step, call = max(found, key=sum, default=(0, 0))
-    return {"a_step": step, "a_call": call}
+        return [graph for path in Path(folder).glob("*tfevents*") for graph in _collected(path)]
 
 
-def _graphs(folder: Path):
-    for path in folder.glob("*tfevents*"):
-        for record in tf.data.TFRecordDataset(str(path)):
-            for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value:
-                metadata = tf.compat.v1.RunMetadata.FromString(value.tensor.string_val[0])
-                yield from (function.pre_optimization_graph for function in metadata.function_graphs)
+def _collected(path: Path) -> Iterator[tf.compat.v1.GraphDef]:
+    for record in tf.data.TFRecordDataset(str(path)):
+        for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value:
+            metadata = tf.compat.v1.RunMetadata.FromString(value.tensor.string_val[0])
+            yield from (function.pre_optimization_graph for function in metadata.function_graphs)
 
 
 def _in_graph(graph) -> tuple[int, int]:

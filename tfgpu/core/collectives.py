@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.core import replication, step_context, traffic
-from tfgpu.core.replication import replica_context, shard_index, spans_processes
+from tfgpu.core.replication import replica_context, replica_number, shard_index, spans_processes
 from tfgpu.errors import InputError
 
 _PACKED_BYTES = 1 << 20
@@ -52,6 +52,24 @@ def sum_over_workers(strategy: tf.distribute.Strategy, numbers) -> np.ndarray:
     if not hasattr(kept, "sum_over_workers"):
         kept.sum_over_workers = tf.function(total, autograph=False, reduce_retracing=True)
     return kept.sum_over_workers(tf.convert_to_tensor(numbers, tf.int64)).numpy()
+
+
+def at_own_place(value: tf.Tensor, at: int | tf.Tensor | None = None) -> tf.Tensor:
+    """This replica's value at its place in a table of all replicas', with zeros elsewhere, so that a sum stacks them.
+
+    The value is padded, not multiplied by 0 and 1: a GPU may round a matrix product to TF32, and NaN times 0 is NaN.
+
+    Args:
+        value: of the same shape on all replicas, and of known rank.
+        at: its place, from 0; None is the number of the replica.
+
+    Returns:
+        A tensor [replicas, *value.shape].
+    """
+    context = replica_context()
+    at, count = replica_number(context) if at is None else at, context.num_replicas_in_sync
+    placed = tf.pad(value[None], [[at, count - 1 - at], *[[0, 0]] * value.shape.rank])
+    return tf.ensure_shape(placed, [count, *value.shape])
 
 
 def added(parts: list) -> tf.Tensor | tf.IndexedSlices:
@@ -172,16 +190,10 @@ def _can_be_packed(value) -> bool:
 def _pack(slices: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
     """This replica's rows and their indices at its place among those of all, with zeros elsewhere, to be summed."""
     replica = replica_context()
-    count = replica.num_replicas_in_sync
-    at = shard_index(replica.strategy, tf.cast(replica.replica_id_in_sync_group, tf.int32))
-
-    def placed(mine):  # zeros, not products with 0: NaN stays where it is
-        padded = tf.pad(mine[None], [[at, count - 1 - at], *[[0, 0]] * mine.shape.rank])
-        return tf.ensure_shape(padded, [count, *mine.shape])
-
+    at = shard_index(replica.strategy, replica_number(replica))
     rows, indices = slices.values, tf.ensure_shape(slices.indices, slices.values.shape[:1])
     digits = tf.stack([indices // _BASE, indices % _BASE], axis=1)
-    return placed(rows), placed(tf.cast(digits, tf.float32))
+    return at_own_place(rows, at), at_own_place(tf.cast(digits, tf.float32), at)
 
 
 def _unpack(rows: tf.Tensor, digits: tf.Tensor, like: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -33,6 +33,13 @@ def replica_context() -> tf.distribute.ReplicaContext | None:
     return found if found is not None and is_replicated(found.strategy) else None
 
 
+def replica_number(context: tf.distribute.ReplicaContext) -> int | tf.Tensor:
+    """A replica's number among all, from 0: an int where it is known before the step runs, else an int32 tensor."""
+    number = context.replica_id_in_sync_group
+    known = tf.get_static_value(number)
+    return tf.cast(number, tf.int32) if known is None else int(known)
+
+
 def shard_index(strategy: tf.distribute.Strategy, replica):
     """Which shard of the global batch replica number `replica` gets, from 0.
 

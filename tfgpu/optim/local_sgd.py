@@ -275,10 +275,8 @@ class Averager:
         most = [v for o in scaled for v in map(optimizers.iterations, (o, o.inner_optimizer))]
         if not scaled:
             return []
-        context = replication.replica_context()
-        place = tf.one_hot(tf.cast(context.replica_id_in_sync_group, tf.int32), context.num_replicas_in_sync)
         mine = tf.stack([tf.cast(v.value, tf.float32) for v in lowest + most])
-        (table,) = collectives.all_reduce([tf.tensordot(place, mine, axes=0)], options)
+        (table,) = collectives.all_reduce([collectives.at_own_place(mine)], options)
         count = len(lowest)
         values = tf.concat([tf.reduce_min(table[:, :count], 0), tf.reduce_max(table[:, count:], 0)], 0)
         return list(zip(lowest + most, tf.unstack(values), strict=True))

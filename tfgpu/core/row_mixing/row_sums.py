@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfgpu.core import batch_rows, collectives, replication, step_context
+from tfgpu.core import batch_rows, collectives, step_context
 
 # Collectives take not every kind of number; these hold the same values.
 _EXACT = {
@@ -72,11 +72,9 @@ def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """The largest of each value over the replicas that hold rows; no gradient goes through."""
     if not values or step_context.has_local_updates():
         return values
-    ctx = replication.replica_context()
     lowest = [tf.fill(tf.shape(v), v.dtype.min) for v in values]
     mine = [tf.where(step_context.has_rows(), v, low) for v, low in zip(values, lowest, strict=True)]
-    place = tf.one_hot(tf.cast(ctx.replica_id_in_sync_group, tf.int32), ctx.num_replicas_in_sync)
-    tables = collectives.all_reduce([tf.tensordot(tf.cast(place, v.dtype), v, axes=0) for v in mine])
+    tables = collectives.all_reduce([collectives.at_own_place(value) for value in mine])
     return [tf.reduce_max(table, 0) for table in tables]
 
 

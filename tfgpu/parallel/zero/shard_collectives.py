@@ -47,8 +47,7 @@ def all_gather(row: tf.Tensor, device: str) -> tf.Tensor:
                 place = tf.zeros([])  # its device says where
             return context.merge_call(_stack_rows, args=(row, place))
         if tf.executing_eagerly():
-            is_own = tf.range(context.num_replicas_in_sync) == replica_id()
-            placed = tf.where(tf.reshape(is_own, [-1, *[1] * row.shape.rank]), row[None], tf.zeros([], row.dtype))
+            placed = collectives.at_own_place(row)
             (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [placed], collectives.communication_options())
             return total
         with tf.device(device):
@@ -56,11 +55,9 @@ def all_gather(row: tf.Tensor, device: str) -> tf.Tensor:
             return tf.ensure_shape(found, [context.num_replicas_in_sync, *row.shape])
 
 
-def replica_id():
-    """This replica's number among all: an int where it is known, else a tensor."""
-    number = replication.replica_context().replica_id_in_sync_group
-    known = tf.get_static_value(number)
-    return number if known is None else int(known)
+def replica_id() -> int | tf.Tensor:
+    """This replica's number among all."""
+    return replication.replica_number(replication.replica_context())
 
 
 def _sum_rows(strategy, column):
