@@ -41,7 +41,6 @@ def test_a_switch_leaves_keras_alone():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-
 def test_a_distribution_of_keras_s_own_is_warned_of():
     import keras
 

@@ -18,13 +18,14 @@ from tfgpu.compat.keras import tree
 from tfgpu.core import (
     batch_rows,
     batch_sharding,
+    extensions,
     nested_functions,
     replica_attributes,
     replication,
     step_context,
     traffic,
 )
-from tfgpu.core.metric_logs import LogReader
+from tfgpu.core.metric_logs import LogReader, function_of
 from tfgpu.core.randomness import trace_choices
 
 
@@ -70,6 +71,7 @@ class LoopBuilder:
         self._model, self._strategy = model, model.distribute_strategy
         self._is_replicated = replication.is_replicated(self._strategy)
         self._step = training.without_optionals(model, step_function)
+        self._is_training = function_of(step_function) is function_of(model.train_step)
         self._log_reader, self._averager, self._meter = log_reader, averager, meter
         self._choices: list = []
         self.has_varying_shapes = False
@@ -222,8 +224,9 @@ class LoopBuilder:
         return tree.map_structure(lambda value: self._strategy.experimental_local_results(value)[0], found)
 
     def _finish_on_replica(self, values, ballot: tf.Tensor):
+        averaged = [v for variables in extensions.block_averages for v in variables(self._model)]
         with self._meter.tracing(None):
-            values, state, result = self._log_reader.summed(values, ballot)
+            values, state, result = self._log_reader.summed(values, ballot, averaged if self._is_training else ())
         return self._log_reader.read(values, state), result
 
 

@@ -14,6 +14,7 @@ from tfgpu.compat import slots
 from tfgpu.compat.keras import StatelessScope, TensorFlowTrainer, tree
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, replication, step_context, worker_vote
+from tfgpu.core.state import layer_state
 
 
 class LogReader:
@@ -66,24 +67,33 @@ class LogReader:
         self.specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
         return values
 
-    def summed(self, values: list[tf.Tensor], ballot: tf.Tensor) -> tuple[list[tf.Tensor], list[tuple], tf.Tensor]:
+    def summed(
+        self, values: list[tf.Tensor], ballot: tf.Tensor, averaged: list[keras.Variable] | tuple = ()
+    ) -> tuple[list[tf.Tensor], list[tuple], tf.Tensor]:
         """One all-reduce over the replicas, within each.
 
         Args:
             values: from `other_values`.
             ballot: what this worker says; see `worker_vote`.
+            averaged: variables of which every replica gets the average of all replicas' copies.
 
         Returns:
             The sums of the values, the metrics' variables with their sums, and the workers' result.
         """
         metrics = self._model.metrics if self.are_results else self._metrics()
         variables = [v for metric in metrics for v in metric.variables]
-        mine = [_contribution(v) for v in variables] + list(values)
+        count = step_context.num_replicas()
+        averages = [tf.cast(v.value, tf.float32) / count for v in averaged]
+        mine = [_contribution(v) for v in variables] + averages + list(values)
         has_vote = replication.spans_processes(self._model.distribute_strategy)
         sums = collectives.all_reduce([*mine, worker_vote.share_of_ballot(ballot)] if has_vote else mine)
         result = sums.pop() if has_vote else ballot
         state = [(v, tf.cast(total, v.dtype)) for v, total in zip(variables, sums, strict=False)]
-        return sums[len(variables) :], state, result
+        sums = sums[len(variables) :]
+        with layer_state.assigning_alike():
+            for variable, average in zip(averaged, sums, strict=False):
+                variable.assign(tf.cast(average, variable.dtype))
+        return sums[len(averaged) :], state, result
 
     def read(self, values: list[tf.Tensor], state: list[tuple] | tuple = ()):
         """The logs, from `other_values` and the metrics; `state` may stand in for the metrics' variables."""

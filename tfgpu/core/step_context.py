@@ -242,6 +242,15 @@ def surely_has_rows() -> bool:
     return found is None or bool(tf.get_static_value(found.local))
 
 
+def rows_are_even() -> bool:
+    """Whether it is known before the step runs that all replicas hold equally many rows."""
+    found, context = rows(), replica_context()
+    if found is None or context is None:
+        return False
+    local, total = tf.get_static_value(found.local), tf.get_static_value(found.total)
+    return local is not None and total is not None and local * context.num_replicas_in_sync == total
+
+
 def num_replicas(dtype: str = "float32") -> tf.Tensor:
     """The number of replicas that train together, as a scalar of `dtype`."""
     return tf.constant(replica_context().num_replicas_in_sync, dtype)

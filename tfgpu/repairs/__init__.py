@@ -21,6 +21,7 @@ MODULES = (
     "tfgpu.repairs.losses",
     "tfgpu.repairs.row_mixing",
     "tfgpu.repairs.layers",
+    "tfgpu.repairs.batch_normalization",
     "tfgpu.repairs.regularizers",
     "tfgpu.repairs.functions",
     "tfgpu.repairs.custom_gradients",

@@ -1,14 +1,10 @@
-"""Layers that must see the whole batch, and variables that are first made inside a replica."""
+"""Layers' state and attributes under replicas, and variables that are first made inside a replica."""
 
 import keras
 import tensorflow as tf
-from keras import ops
 
-from tfgpu.compat import layers
-from tfgpu.compat.keras import nn
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_sharding, replica_attributes, replication, step_context
-from tfgpu.core.row_mixing import row_sums
 from tfgpu.core.state import layer_state
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
@@ -43,55 +39,6 @@ def stand_in_where_no_rows_are() -> None:
             return stock(batch_sharding.with_stand_in_row(inputs), *args, **kwargs)[: tf.shape(inputs)[0]]
 
 
-def normalise_by_global_batch() -> None:
-    """BatchNormalization takes mean and variance over the global batch, masks included, as one device does.
-
-    Stock Keras takes them over each replica's rows unless `synchronized=True`, ignores that flag where a mask is
-    given, and then finds the variance as E[x^2] - E[x]^2, which cancels where the mean is large. Here one collective
-    brings every replica's count, mean and squared deviations together (Chan, Golub and LeVeque, 1979).
-    """
-
-    @wrap("nn.compute_moments_sync")
-    def compute_moments_sync(stock, x, axes, keepdims):
-        if replication.replica_context() is None:
-            return stock(x, axes, keepdims)
-        return _moments(x, axes, keepdims)
-
-    @wrap("BatchNormalization.moments")
-    def moments(stock, self, inputs, mask):
-        if replication.replica_context() is None:
-            return stock(self, inputs, mask)
-        if mask is None:
-            return nn.moments(inputs, layers.reduction_axes(self), synchronized=True)
-        weights = ops.cast(ops.expand_dims(mask, -1), inputs.dtype)
-        return _moments(inputs, layers.reduction_axes(self), False, tf.broadcast_to(weights, tf.shape(inputs)))
-
-
-def _moments(x: tf.Tensor, axes, keepdims: bool, weights: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance of `x` over `axes` and over all replicas; positions of weight 0 do not count."""
-    weights = (tf.ones_like(x) if weights is None else weights) * step_context.has_rows(x.dtype)
-
-    def total(values):
-        return tf.reduce_sum(tf.where(weights > 0, values, tf.zeros_like(values)), axes, keepdims=True)
-
-    count = tf.reduce_sum(weights, axes, keepdims=True)
-    mean = tf.math.divide_no_nan(total(x), count)
-    counts, means, squares = tf.unstack(_gather(tf.stack([count, mean, total(tf.square(x - mean))])), axis=1)
-    count = tf.reduce_sum(counts, 0)
-    mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), count)
-    squares = tf.reduce_sum(squares + counts * tf.square(means - mean), 0)
-    variance = tf.math.divide_no_nan(squares, count)
-    return (mean, variance) if keepdims else (tf.squeeze(mean, axes), tf.squeeze(variance, axes))
-
-
-def _gather(value: tf.Tensor) -> tf.Tensor:
-    """What every replica has, stacked in replica order; as an all-reduce, whose gradient TensorFlow has everywhere."""
-    ctx = replication.replica_context()
-    place = tf.one_hot(tf.cast(ctx.replica_id_in_sync_group, tf.int32), ctx.num_replicas_in_sync, dtype=value.dtype)
-    mine = tf.tensordot(place, value, axes=0)
-    return mine if step_context.has_local_forward() else row_sums.over_replicas([mine])[0]
-
-
 def attributes_are_shared() -> bool:
     """Whether a replica finds another one's tensor in a layer's attribute after they have met."""
     strategy, layer = probing.mirrored(), keras.layers.Layer()
@@ -122,11 +69,6 @@ def lazy_model_fails() -> bool:
     except Exception:
         return True
     return False
-
-
-def batch_norm_differs() -> bool:
-    """Whether BatchNormalization sees one replica's rows only."""
-    return probing.differs(rows=2, layer=keras.layers.BatchNormalization)
 
 
 def convolution_of_nothing_fails() -> bool:
@@ -176,13 +118,6 @@ REPAIRS = (
         issue="",
         probe=lazy_model_fails,
         apply=make_variables_once,
-    ),
-    Repair(
-        name="global-batch-norm",
-        fault="BatchNormalization takes its statistics from one replica's rows",
-        issue="",
-        probe=batch_norm_differs,
-        apply=normalise_by_global_batch,
     ),
     Repair(
         name="no-rows",

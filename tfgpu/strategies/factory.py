@@ -16,7 +16,7 @@ from tfgpu.strategies.multi_worker import multi_worker
 from tfgpu.strategies.one_device import one_device
 from tfgpu.strategies.parameter_server import Partitioner, parameter_server
 
-_COMMUNICATION = frozenset({"all_reduce", "reduce_dtype", "top_k"})
+_COMMUNICATION = frozenset({"all_reduce", "reduce_dtype", "top_k", "batch_norm"})
 _FACTORIES: dict[str, tuple[Callable[..., tf.distribute.Strategy], frozenset[str]]] = {
     "one_device": (one_device, frozenset({"devices"})),
     "mirrored": (mirrored, _COMMUNICATION | {"devices"}),
@@ -39,6 +39,7 @@ def strategy(
     bytes_per_pack: int = 0,
     reduce_dtype: str | None = None,
     top_k: float | None = None,
+    batch_norm: str = "global",
     max_staleness: int | None = None,
     partitioner: Partitioner = "auto",
     watch: str | Path | None = None,
@@ -68,6 +69,9 @@ def strategy(
         top_k: the fraction of each weight's gradient that a replica sends, above 0 and up to 1, such as 0.01: its
             largest numbers and their positions; the rest waits for the next steps (`docs/averaging.md`). The result is
             no longer that of one device.
+        batch_norm: `"global"`, where BatchNormalization takes mean and variance over the whole batch, as on one device,
+            in two collectives a layer; or `"replica"`, over each replica's own rows, as most multi-GPU recipes do: no
+            collectives, and a result that is no longer that of one device.
         max_staleness, partitioner, watch: as for `tfgpu.strategies.parameter_server`.
         every, after, outer: as for `tfgpu.strategies.averaging`.
         cluster: the facts of the cluster; `None` reads them from the environment.
@@ -92,6 +96,7 @@ def strategy(
         "bytes_per_pack": bytes_per_pack or None,
         "reduce_dtype": reduce_dtype,
         "top_k": top_k,
+        "batch_norm": None if batch_norm == "global" else batch_norm,
         "every": every,
         "after": after,
         "outer": outer,

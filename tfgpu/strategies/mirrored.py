@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from tfgpu import environment, repairs
 from tfgpu.parallel import device_placement, remote_devices
+from tfgpu.repairs import batch_normalization
 from tfgpu.strategies.communication import check_compression, choose_cross_device_ops, compress
 from tfgpu.strategies.devices import Devices
 
@@ -14,6 +15,7 @@ def mirrored(
     all_reduce: str = "auto",
     reduce_dtype: str | None = None,
     top_k: float | None = None,
+    batch_norm: str = "global",
 ) -> tf.distribute.MirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every device of this process.
 
@@ -21,7 +23,7 @@ def mirrored(
         devices: as for `strategy` (and `"1/GPU:0"`), but `None` is all logical CPU devices if there is no GPU.
         all_reduce: `"auto"`, `"nccl"` (physical GPUs only), `"hierarchical_copy"` (an even number of devices;
             designed for eight GPUs linked as in a DGX-1) or `"reduction_to_one_device"`.
-        reduce_dtype, top_k: as for `strategy`.
+        reduce_dtype, top_k, batch_norm: as for `strategy`.
 
     Raises:
         InputError: more devices than exist, or an all-reduce that does not work on them.
@@ -31,4 +33,5 @@ def mirrored(
     operations = choose_cross_device_ops(all_reduce, chosen)
     repairs.repair_keras()
     names = [device_placement.full_name(device.name) for device in chosen]
-    return compress(tf.distribute.MirroredStrategy(names, cross_device_ops=operations), reduce_dtype, top_k)
+    made = tf.distribute.MirroredStrategy(names, cross_device_ops=operations)
+    return compress(batch_normalization.choose_moments(made, batch_norm), reduce_dtype, top_k)

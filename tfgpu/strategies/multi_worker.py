@@ -8,7 +8,7 @@ from tfgpu.compat.worker_devices import have_started, worker_devices
 from tfgpu.core.randomness import data_order
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, whole_number
-from tfgpu.repairs import collective_keys
+from tfgpu.repairs import batch_normalization, collective_keys
 from tfgpu.strategies.cluster_resolver import describe_task, make_resolver
 from tfgpu.strategies.communication import check_compression, choose_implementation, compress
 from tfgpu.strategies.devices import Devices, join_names
@@ -21,6 +21,7 @@ def multi_worker(
     bytes_per_pack: int = 0,
     reduce_dtype: str | None = None,
     top_k: float | None = None,
+    batch_norm: str = "global",
     cluster: Cluster | None = None,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every GPU of every worker; waits for all workers.
@@ -33,7 +34,7 @@ def multi_worker(
             devices if there is no GPU), by number or name.
         all_reduce: `"auto"`, `"ring"`, `"nccl"` (GPUs only), or `"hierarchical"`: each worker sums on its first
             device, and only those devices communicate, for workers of several devices on a slow network.
-        bytes_per_pack, reduce_dtype, top_k: as for `strategy`.
+        bytes_per_pack, reduce_dtype, top_k, batch_norm: as for `strategy`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Raises:
@@ -74,7 +75,7 @@ def multi_worker(
         ) from None
     if all_reduce == "hierarchical":
         collective_keys.add_within_first(made)
-    return compress(made, reduce_dtype, top_k)
+    return compress(batch_normalization.choose_moments(made, batch_norm), reduce_dtype, top_k)
 
 
 def _worker_devices(devices: Devices) -> tuple[Device, ...]:
