@@ -26,7 +26,7 @@ def prepare(kind: str, seconds: float, epochs: int) -> Callable[[bool], float]:
     """Builds a model and data that take about so long; returns what times a `fit`.
 
     Args:
-        kind: the strategy; `"distributed"` is `"mirrored"` with TensorFlow's own iterator, as on GPUs.
+        kind: the strategy; `"distributed"` is `"mirrored"` with data that the script distributes itself.
     """
     import keras
     import numpy as np

@@ -21,6 +21,9 @@ re-ordered (`bound`). **Bold** is not equal: `crashes` raises, `dies` ends the p
 answer. Replicas are logical CPU devices; workers are real processes on loopback. Measured on {machine}
 with Python {python}, TensorFlow {tensorflow} and Keras {keras}.
 
+One setting gives up equality on request: `tfgpu.strategy(..., batch_norm="replica")`, BatchNormalization by each
+replica's own rows. A line in the log says so; no case here uses it.
+
 `fit` is `model.fit`. `loop` is a hand-written `strategy.run` with
 `optimizer.apply_gradients` that divides its loss by the global batch; `loop-mean` trusts the mean in the Keras loss.
 `sharded` is `fit` of a model in pieces (`tfgpu.parallel.shard(model, stage=3)`); `refused` is an error that says what
