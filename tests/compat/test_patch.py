@@ -108,3 +108,15 @@ def test_comments_and_spaces_do_not_change_a_fingerprint(tmp_path):
     plain = load("def f(x):\n    return x + 1\n")
     assert load("def f(x):\n    # adds\n    return  x + 1  # one\n") == plain
     assert load("def f(x):\n    return x + 2\n") != plain
+
+
+def test_every_listed_target_is_wrapped_by_a_module():
+    by_class = {"BaseOptimizer.apply", "LossScaleOptimizer.apply"}  # core/gradients.py, for each class of optimizers
+    assert {*targets.TARGETS} - {target for target, _ in patch.declared()} == by_class
+
+
+def test_a_listed_target_that_is_wrapped_by_its_class_is_checked(listed, monkeypatch):
+    know(monkeypatch, "another source")
+    patch.wrap(listed, "_double")(lambda stock, x: stock(x))
+    patch.wrap(types.SimpleNamespace(__name__="holder", _double=lambda x: x), "_double")(lambda stock, x: stock(x))
+    assert [found.source for found in patch.installed()] == ["changed", "unlisted"]

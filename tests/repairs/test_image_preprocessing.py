@@ -14,6 +14,8 @@ import tensorflow as tf
 from keras import layers as L
 
 from tfgpu import repairs
+from tfgpu.compat import slots
+from tfgpu.compat.tensorflow import runtime
 from tfgpu.core.randomness import data_order
 
 PICTURES = np.random.default_rng(1).uniform(0, 255, (5, 6, 6, 3)).astype("float32")
@@ -85,8 +87,8 @@ def test_operations_are_picked_once():
 
 
 def test_workers_without_a_seed_pick_by_the_number_that_they_agreed_on(monkeypatch):
-    monkeypatch.setattr(data_order, "_agreed", [11])
-    monkeypatch.setattr(data_order, "_randoms", {})
+    agreed = data_order.AgreedSeed(11, random.Random(11))
+    monkeypatch.setattr(slots.of(runtime()), "agreed_seed", agreed, raising=False)
     tf.random.set_seed(11)
     assert data_order.agreed_random().random() == random.Random(11).random()
     tf.random.set_seed(12)

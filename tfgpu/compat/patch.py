@@ -80,7 +80,7 @@ def wrap(target: object, name: str | None = None) -> Callable[[Callable], Callab
         def wrapped(*args, **kwargs):
             return fix(stock, *args, **kwargs)
 
-        patch = Patch(shown, fix.__module__, _source(shown, stock) if name is None else "unlisted")
+        patch = Patch(shown, fix.__module__, _source(shown, stock, owner))
         setattr(owner, attribute, wrapped)
         if _pending:
             _pending[-1].patches.append((owner, attribute, stock, patch))
@@ -148,28 +148,37 @@ def installed() -> tuple[Patch, ...]:
 def declared() -> list[tuple[str, str]]:
     """Every target that a module of tfgpu wraps by name, with that module: also what a feature wraps when it is used.
 
-    It is read from the source. A name that is made in a loop, such as `f"random.{name}"`, stands for all targets of
-    that owner.
+    It is read from the source. A name that is made in a loop stands for several targets: `f"random.{name}"` for all of
+    that owner, `f"{owner}.remat"` for those of the owners that the module names.
     """
     package, found = Path(__file__).parent.parent, []
     for path in sorted(package.rglob("*.py")):
         module = ".".join(("tfgpu", *path.relative_to(package).with_suffix("").parts))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        for node in ast.walk(tree):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
                 and node.func.id in ("wrap", "replace")
                 and node.args
             ):
-                found += [(target, module) for target in _targets_in(node.args[0])]
+                found += [(target, module) for target in _targets_in(node.args[0], words)]
     return found
 
 
-def _targets_in(argument: ast.expr) -> list[str]:
+def _targets_in(argument: ast.expr, words: set[object]) -> list[str]:
+    """The targets that the argument of `wrap` names; `words` are the constants of its module."""
     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
         return [targets.full_name(argument.value)]
-    if isinstance(argument, ast.JoinedStr) and isinstance(argument.values[0], ast.Constant):
-        return [target for target in targets.TARGETS if target.startswith(argument.values[0].value)]
+    if not isinstance(argument, ast.JoinedStr):
+        return []
+    first, last = argument.values[0], argument.values[-1]
+    if isinstance(first, ast.Constant):
+        return [target for target in targets.TARGETS if target.startswith(first.value)]
+    if isinstance(last, ast.Constant):
+        found = [target for target in targets.TARGETS if target.endswith(last.value)]
+        return [target for target in found if target.removesuffix(last.value) in words]
     return []
 
 
@@ -190,8 +199,8 @@ def known() -> dict[str, dict[str, list[str]]]:
     return json.loads(Path(__file__).with_name("fingerprints.json").read_text(encoding="utf-8"))
 
 
-def _source(target: str, stock: Callable) -> str:
-    if target not in targets.TARGETS:
+def _source(target: str, stock: Callable, owner: object) -> str:
+    if target not in targets.TARGETS or targets.locate(target)[0] is not owner:  # a class of the user's of that name
         return "unlisted"
     found = targets.fingerprint(stock)
     return "tried" if found is None or found in known().get(target, {}) else "changed"

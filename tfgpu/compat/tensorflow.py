@@ -23,7 +23,12 @@ from tensorflow.python.util import tf_decorator
 
 from tfgpu.compat import slots
 
-__all__ = ["EagerTensor", "Function", "NoneTensorSpec", "eager_context", "is_op_determinism_enabled", "tensor_util"]
+__all__ = ["EagerTensor", "Function", "NoneTensorSpec", "is_op_determinism_enabled", "tensor_util"]
+
+
+def runtime() -> eager_context.Context:
+    """TensorFlow's runtime in this process. It holds the global seed and the devices, and starts them on first use."""
+    return eager_context.context()
 
 
 def devices_of(operation: str) -> frozenset[str]:

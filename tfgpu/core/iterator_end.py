@@ -1,11 +1,11 @@
-"""The end of an iterator of tf.data, for which `fit`, `evaluate` and `predict` do not wait.
+"""Destroys tf.data iterators in a thread, so that `fit`, `evaluate` and `predict` do not block.
 
-tf.data's tuning thread sleeps longer and longer, up to a minute, and often misses the call to end: who lets go of the
-iterator then waits until that sleep is over, up to as long as the iterator has lived. With two epochs a second that is
-some hundredths of a second at the end of each, with epochs of ten seconds now and then ten more.
+tf.data's autotuning thread sleeps for up to a minute at a time and often misses the call to stop. Destroying the
+iterator then blocks until the sleep is over, for at most as long as the iterator has lived: some hundredths of a second
+per epoch with two epochs a second, and now and then ten seconds with epochs of ten seconds.
 
-Until it ends an iterator goes on reading ahead. So data that reaches out of itself (`reaches_out`) ends where it does
-in stock Keras: a generator of the user's must not run once `fit` has returned, nor twice at a time.
+Until it is destroyed, an iterator reads ahead. So data with side effects (`reaches_out`) is destroyed where stock Keras
+destroys it: a user's generator must not run after `fit` has returned, nor twice at a time.
 """
 
 import os
@@ -28,18 +28,18 @@ NAME = "tfgpu-end-of-data"
 _ALONE = 3  # references to what nobody else has: the list's, the loop's, the question's
 _POLLS, _POLL_S = 100, 0.01
 _REACHING = re.compile(r"\w*(Cache|DataService|Generator|Remote|Save|Snapshot|Variant)\w*Dataset(V\d)?")
-"""Data sets whose iterators change files, or are part of a job; or of which nothing shows what they do."""
+"""Datasets whose iterators write files or take part in a job, or whose effects are unknown."""
 _CONTAINED = re.compile(
     r"\w*Dataset(V\d)?|DatasetToSingleElement|\w*(SeedGenerator|MemoryCache)(V\d)?"
     r"|Random\w+(V\d)?|(Parameterized)?TruncatedNormal|Multinomial|SampleDistortedBoundingBox(V2)?"
     r"|ReadVariableOp|VariableShape|VarHandleOp|ResourceGather(Nd)?|LookupTable(Find|Size)V2|\w*HashTable\w*"
     r"|Assert|CheckNumerics(V2)?|If|Case|While|StatefulPartitionedCall|TensorArray\w*|StatelessRandomGetAlg|Empty"
 )
-"""Operations that TensorFlow calls stateful, and that change nothing but what an iterator has to itself."""
+"""Operations that TensorFlow calls stateful, but that change only the iterator's own state."""
 
 
 def end_data_elsewhere() -> None:
-    """Lets a thread wait for the end of each iterator that `fit`, `evaluate` and `predict` make."""
+    """Destroys the iterators of `fit`, `evaluate` and `predict` in a thread."""
 
     @wrap("TFEpochIterator.get_iterator")
     def get_iterator(stock, self):
@@ -47,10 +47,10 @@ def end_data_elsewhere() -> None:
 
 
 class Data:
-    """Data whose iterators end in a thread, unless the data reaches out of itself.
+    """Data whose iterators are destroyed in a thread, unless it has side effects.
 
     Args:
-        data: what Keras iterates over: a data set, or a strategy's distributed one.
+        data: what Keras iterates over: a dataset, or a strategy's distributed one.
     """
 
     def __init__(self, data: object):
@@ -65,14 +65,14 @@ class Data:
 
 
 def resources(iterator: object) -> list[tf.Tensor]:
-    """What TensorFlow knows an iterator by, those first that take from others; nothing for what is not tf.data's."""
+    """The handles of an iterator and of those that it reads from, in this order; empty for others than tf.data's."""
     return private.iterator_resources(getattr(iterator, "source", iterator))  # of a `ShardedIterator`
 
 
 def reaches_out(data: object) -> bool:
-    """Whether an iterator of a data set changes, or calls, what is not its own: Python, variables, files.
+    """Whether an iterator of the data has side effects: calls Python, changes variables, writes files.
 
-    `tf.numpy_function(stateful=False)` is taken at its word.
+    `tf.numpy_function(stateful=False)` counts as free of them.
     """
     try:
         kept = slots.of(data)
@@ -109,7 +109,7 @@ def _operation_reaches_out(kind: str) -> bool:
 
 
 def _sets(data: object) -> list:
-    """The datasets that one of Keras's iterates over: itself, or what a strategy has made of others."""
+    """The datasets that Keras iterates over: the data itself, or those that a strategy has distributed."""
     if isinstance(data, tf.data.Dataset):
         return [data]
     if isinstance(data, ShardedDataset):
@@ -118,16 +118,16 @@ def _sets(data: object) -> list:
 
 
 class _Watch(weakref.ref):
-    """A reference to an iterator, with what it is an iterator of: that stays until a thread lets go of it."""
+    """A weak reference to an iterator, with its handles, which live until a thread drops them."""
 
     __slots__ = ("held",)
 
 
 class _Waiting:
-    """The iterators that are watched, and a thread that starts one for each that has gone.
+    """The watched iterators, and a thread that starts another thread for each that was garbage-collected.
 
-    An iterator may go at any moment, within garbage collection too. Then nothing runs that Python could interrupt, or
-    that waits: what a callback raises is lost, Ctrl-C as well. `SimpleQueue.put` is made for that.
+    An iterator may be collected at any moment. A weak reference's callback must not block, and an exception in it is
+    lost, Ctrl-C as well. `SimpleQueue.put` is made for that.
     """
 
     def __init__(self):
@@ -141,7 +141,7 @@ class _Waiting:
         self._watched[id(watch)] = watch
 
     def are_over(self) -> bool:
-        """Whether every iterator that has gone has a thread, and every thread has ended."""
+        """Whether every collected iterator has had its thread, and every thread has ended."""
         watched = [watch for watch in list(self._watched.values()) if watch() is None]
         return not watched and not any(thread.name == NAME for thread in threading.enumerate())
 
@@ -156,21 +156,26 @@ class _Waiting:
 
 
 _lock = threading.Lock()
-_here: list[_Waiting] = []
+
+
+def _all_waiting() -> list[_Waiting]:
+    """One per process, from the first ancestor to this process: a fork must not drop the handles of its parent."""
+    return vars(slots.of(private.runtime())).setdefault("iterator_ends", [])
 
 
 def _waiting() -> _Waiting:
-    """This process's. A fork has none of its parent's threads; what the parent watches stays as it is."""
+    """This process's, with a thread of its own: a fork has none of its parent's threads."""
     with _lock:
-        if not _here or _here[-1].process != os.getpid():
-            _here.append(_Waiting())
-        return _here[-1]
+        found = _all_waiting()
+        if not found or found[-1].process != os.getpid():
+            found.append(_Waiting())
+        return found[-1]
 
 
 def wait(seconds: float = 60.0) -> bool:
-    """Waits until all iterators that have gone have ended; returns whether they have."""
-    until = time.monotonic() + seconds
-    while _here and not _here[-1].are_over():
+    """Waits until all collected iterators are destroyed; returns whether they are."""
+    until, found = time.monotonic() + seconds, _all_waiting()
+    while found and not found[-1].are_over():
         if time.monotonic() > until:
             return False
         time.sleep(_POLL_S)
@@ -178,7 +183,7 @@ def wait(seconds: float = 60.0) -> bool:
 
 
 def _let_go(held: list[tf.Tensor]) -> None:
-    for _ in range(_POLLS):  # The iterator itself lets go of it within a moment.
+    for _ in range(_POLLS):  # The iterator itself drops them within a moment.
         time.sleep(_POLL_S)
         if all(sys.getrefcount(each) <= _ALONE for each in held):
             break

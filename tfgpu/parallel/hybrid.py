@@ -12,10 +12,9 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from tfgpu import strategies
 from tfgpu.core import replication
 from tfgpu.errors import InputError
-from tfgpu.parallel import connection, model_graph, placement
+from tfgpu.parallel import connection, model_graph, placement, replicas
 from tfgpu.parallel.device_placement import DevicePlacement, on_devices
 from tfgpu.parallel.mesh import Mesh
 from tfgpu.parallel.pipeline import execution, row_mixing, stage_assignment
@@ -115,7 +114,7 @@ def _strategy(model: keras.Model, mesh: Mesh) -> tf.distribute.Strategy:
     placement.check_can_place(model)
     found = model.distribute_strategy
     if not replication.is_replicated(found):
-        return strategies.mirrored([mesh.device(data=at) for at in range(mesh.data)])
+        return replicas.mirrored(connection.select(mesh.device(data=at) for at in range(mesh.data)))
     first = _placement(mesh, 0)
     if on_devices(found.extended.worker_devices) != first:
         raise InputError(
@@ -172,7 +171,7 @@ class _Pipeline:
             microbatches=self.microbatches,
             schedule=self.schedule,
             recompute=self.recompute,
-            found=row_mixing.probe(model, strategies.mirrored([mesh.device()]), self.batch),
+            found=row_mixing.probe(model, replicas.mirrored(connection.select([mesh.device()])), self.batch),
         )
 
 

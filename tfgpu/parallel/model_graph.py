@@ -3,7 +3,6 @@
 import difflib
 import fnmatch
 import functools
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,11 @@ from tfgpu.compat.keras import (
     operation_with_training,
     tree,
 )
+from tfgpu.core import step_context
 from tfgpu.errors import InputError
+
+_training = step_context.Slot("model_graph.training")
+"""The argument `training` of the innermost call of a model whose run was replaced."""
 
 
 @dataclass(frozen=True)
@@ -203,15 +206,15 @@ def override_run(model: keras.Model, run_calls: Callable, name: str) -> None:
     graph = functional(model)
     if override_name(model):
         raise InputError(f"{model.name!r} was already given to `parallel.{override_name(model)}`. Build a new model.")
-    stock_run, stock_call, here = layers.graph_runner(graph), graph.call, threading.local()
+    stock_run, stock_call = layers.graph_runner(graph), graph.call
 
     @functools.wraps(stock_call)
     def call(inputs, training=None, mask=None, **kwargs):
-        here.training = training
-        return stock_call(inputs, training=training, mask=mask, **kwargs)
+        with _training.set_to(training):
+            return stock_call(inputs, training=training, mask=mask, **kwargs)
 
     def run_graph(inputs, operation_fn=_as_it_is, call_fn=None):
-        if in_symbolic_scope() or not getattr(here, "training", None):
+        if in_symbolic_scope() or not _training.get():
             return stock_run(inputs, operation_fn, call_fn)
         return _run_graph_by(graph, inputs, lambda values: run_calls(values, operation_fn))
 

@@ -14,12 +14,11 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from tfgpu import strategies
 from tfgpu.core import replication
 from tfgpu.core.error_messages import in_units
 from tfgpu.core.state import sharded_variable
 from tfgpu.errors import InputError
-from tfgpu.parallel import balance, connection, costs, device_placement, model_graph
+from tfgpu.parallel import balance, connection, costs, device_placement, model_graph, replicas
 
 Devices = str | Iterable[str]
 
@@ -213,4 +212,4 @@ def _strategy_of(model: keras.Model, devices: tuple[str, ...]) -> tf.distribute.
     """The strategy of a model's replicas; a new one if it has none."""
     check_can_place(model)
     found = model.distribute_strategy
-    return found if replication.is_replicated(found) else strategies.mirrored(devices)
+    return found if replication.is_replicated(found) else replicas.mirrored(connection.select(devices))

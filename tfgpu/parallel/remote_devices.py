@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import psutil
 import tensorflow as tf
 
-from tfgpu.compat import distribute
+from tfgpu.compat import distribute, slots
 from tfgpu.compat.patch import wrap
-from tfgpu.compat.tensorflow import eager_context
+from tfgpu.compat.tensorflow import runtime
 from tfgpu.core import extensions
 from tfgpu.errors import MachineError
 
@@ -57,12 +57,9 @@ class Connection:
     lost: set[int] = field(default_factory=set)
 
 
-_made: list[Connection] = []
-
-
 def connection() -> Connection | None:
     """The connection that `connect` made, or None."""
-    return _made[0] if _made else None
+    return slots.get(runtime(), "connection")
 
 
 def names() -> tuple[str, ...]:
@@ -76,7 +73,7 @@ def names() -> tuple[str, ...]:
 
 def server(addresses: Sequence[str], number: int) -> tf.distribute.Server:
     """Starts a TensorFlow server with the devices of this process, as `tfgpu.environment` has set them up."""
-    config = eager_context.context().config
+    config = runtime().config
     # A stage that waits for another stage must not block the operations that the other one needs.
     config.inter_op_parallelism_threads = config.inter_op_parallelism_threads or max(
         len(addresses) + 1, os.cpu_count() or 1
@@ -92,7 +89,7 @@ def connect(addresses: Sequence[str], serves: Callable[[str], bool]) -> None:
         MachineError: one of them has ended in the meantime.
     """
     made = Connection(tuple(addresses), serves)
-    _made.append(made)
+    slots.of(runtime()).connection = made
     # Otherwise an assignment to another process's variable (a metric's reset) counts as done when it is sent, and the
     # next step may run before it: measured 1006 of 1272 times in a loop of both.
     os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "false"

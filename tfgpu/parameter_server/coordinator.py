@@ -37,6 +37,13 @@ def is_coordinated(strategy) -> bool:
 
 def train_by_coordinator() -> None:
     """Makes `RemoteSteps` the train and test functions of models under parameter servers."""
+    _keep_data_on_coordinator()
+    _run_steps_on_workers()
+    _explain_lost_servers()
+
+
+def _keep_data_on_coordinator() -> None:
+    """The coordinator reads the data, unless the workers do (`worker_data.py`)."""
 
     @wrap("TFEpochIterator.__init__")
     def init(stock, self, distribute_strategy=None, *args, **kwargs):
@@ -53,6 +60,8 @@ def train_by_coordinator() -> None:
                 )
             training.set_dataset(self, data)
 
+
+def _run_steps_on_workers() -> None:
     @wrap("TensorFlowTrainer.make_function")
     def make_function(stock, self, step_function):
         if not is_coordinated(training.strategy_of(self)):
@@ -81,6 +90,8 @@ def train_by_coordinator() -> None:
             _refuse(self, asked)
             self.jit_compile = False  # overrides Keras's own choice: XLA cannot reach another machine's variables
 
+
+def _explain_lost_servers() -> None:
     for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
 
         @wrap(f"TensorFlowTrainer.{name}")

@@ -1,7 +1,7 @@
 """Exact counts: variables are incremented in one operation on the server, and metrics are counted per closure."""
 
 import contextlib
-import threading
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -9,9 +9,10 @@ import tensorflow as tf
 from tfgpu.compat import slots, variables
 from tfgpu.compat.keras import StatelessScope, in_stateless_scope
 from tfgpu.compat.patch import wrap
+from tfgpu.core import step_context
 from tfgpu.parameter_server import embeddings
 
-_here = threading.local()
+_state = step_context.Slot("exact_counts.state")
 
 
 def count_exactly() -> None:
@@ -66,13 +67,10 @@ class MetricState:
 
 
 @contextlib.contextmanager
-def counting(state: MetricState):
+def counting(state: MetricState) -> Iterator[MetricState]:
     """In the block, this thread's metrics count into `state`."""
-    before, _here.state = getattr(_here, "state", None), state
-    try:
+    with _state.set_to(state):
         yield state
-    finally:
-        _here.state = before
 
 
 def count_per_closure(cls: type) -> None:
@@ -84,6 +82,6 @@ def count_per_closure(cls: type) -> None:
 
         @wrap(cls, name)
         def method(stock, self, *args, **kwargs):
-            state = getattr(_here, "state", None)
+            state = _state.get()
             with contextlib.nullcontext() if state is None else state.open(self):
                 return stock(self, *args, **kwargs)

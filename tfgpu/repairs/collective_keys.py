@@ -5,9 +5,7 @@ import itertools
 import tensorflow as tf
 
 from tfgpu.compat import distribute
-from tfgpu.compat.collectives import TwoLevelAllReduce
 from tfgpu.compat.patch import wrap
-from tfgpu.core import replication
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -29,12 +27,6 @@ def give_each_strategy_its_own_keys() -> None:
         def init(stock, self, *args, numbers=numbers, **kwargs):
             distribute.set_collective_key_base(self, KEYS_A_STRATEGY * next(numbers))
             stock(self, *args, **kwargs)
-
-
-def add_within_first(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
-    """Lets a strategy of several processes, each with several devices, sum in two levels."""
-    if replication.spans_processes(strategy) and len(strategy.extended.worker_devices) > 1:
-        distribute.set_cross_device_ops(strategy, TwoLevelAllReduce(strategy))
 
 
 def second_strategy_reuses_keys() -> bool:

@@ -75,8 +75,12 @@ def write_whole_files() -> None:
 
 
 def let_only_the_chief_write() -> None:
-    """On workers that are not the chief, saves and the callbacks that write files leave none."""
+    """On workers other than the chief, saves and callbacks write no files."""
+    _save_on_chief_only()
+    _log_on_chief_only()
 
+
+def _save_on_chief_only() -> None:
     @wrap("saving_lib.save_model")
     def save_model(stock, model, filepath, *args, **kwargs):
         if writes(model):
@@ -104,6 +108,8 @@ def let_only_the_chief_write() -> None:
         with tempfile.TemporaryDirectory() as folder:
             stock(self, os.path.join(folder, os.path.basename(os.fspath(filepath))), *args, **kwargs)
 
+
+def _log_on_chief_only() -> None:
     @wrap("ModelCheckpoint.get_file_path")
     def get_file_path(stock, self, epoch, batch, logs):
         path = stock(self, epoch, batch, logs)

@@ -5,7 +5,9 @@ import numbers
 import tensorflow as tf
 
 from tfgpu import repairs
-from tfgpu.core import collectives
+from tfgpu.compat import distribute
+from tfgpu.compat.collectives import TwoLevelAllReduce
+from tfgpu.core import collectives, replication
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, unknown
 from tfgpu.optim import gradient_compression
@@ -22,10 +24,8 @@ def choose_cross_device_ops(all_reduce: str, chosen: tuple[Device, ...]) -> tf.d
         raise unknown("all-reduce", all_reduce, ALL_REDUCE)
     if all_reduce in ("ring", "hierarchical"):
         raise InputError(f"all_reduce={all_reduce!r} applies to `multi_worker`. With `mirrored` use 'auto' or 'nccl'.")
-    if remote_devices.connection() is not None:
-        if all_reduce not in ("auto", "reduction_to_one_device"):
-            raise InputError(f"all_reduce={all_reduce!r} does not work with `tfgpu.parallel.connect`. Use 'auto'.")
-        return tf.distribute.ReductionToOneDevice()
+    if remote_devices.connection() is not None and all_reduce not in ("auto", "reduction_to_one_device"):
+        raise InputError(f"all_reduce={all_reduce!r} does not work with `tfgpu.parallel.connect`. Use 'auto'.")
     if all_reduce == "nccl":
         _need_physical_gpus(chosen)
         return tf.distribute.NcclAllReduce()
@@ -54,6 +54,12 @@ def choose_implementation(
     if all_reduce == "nccl":
         _need_physical_gpus(chosen)
     return {"ring": choices.RING, "nccl": choices.NCCL}.get(all_reduce, choices.AUTO)
+
+
+def reduce_in_two_levels(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
+    """Makes a strategy sum within each process first, where processes have several devices: `"hierarchical"`."""
+    if replication.spans_processes(strategy) and len(strategy.extended.worker_devices) > 1:
+        distribute.set_cross_device_ops(strategy, TwoLevelAllReduce(strategy))
 
 
 def check_compression(reduce_dtype: str | None, top_k: float | None) -> None:

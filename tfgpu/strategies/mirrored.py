@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
-from tfgpu import environment, repairs
-from tfgpu.parallel import device_placement, remote_devices
+from tfgpu import environment
+from tfgpu.parallel import remote_devices, replicas
 from tfgpu.repairs import batch_normalization
 from tfgpu.strategies.communication import check_compression, choose_cross_device_ops, compress
 from tfgpu.strategies.devices import Devices
@@ -31,7 +31,5 @@ def mirrored(
     check_compression(reduce_dtype, top_k)
     chosen = environment.accelerators() if devices is None else environment.select(devices, remote_devices.names())
     operations = choose_cross_device_ops(all_reduce, chosen)
-    repairs.repair_keras()
-    names = [device_placement.full_name(device.name) for device in chosen]
-    made = tf.distribute.MirroredStrategy(names, cross_device_ops=operations)
-    return compress(batch_normalization.choose_moments(made, batch_norm), reduce_dtype, top_k)
+    made = batch_normalization.choose_moments(replicas.mirrored(chosen, operations), batch_norm)
+    return compress(made, reduce_dtype, top_k)

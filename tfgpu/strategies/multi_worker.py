@@ -8,9 +8,14 @@ from tfgpu.compat.worker_devices import have_started, worker_devices
 from tfgpu.core.randomness import data_order
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, whole_number
-from tfgpu.repairs import batch_normalization, collective_keys
+from tfgpu.repairs import batch_normalization
 from tfgpu.strategies.cluster_resolver import describe_task, make_resolver
-from tfgpu.strategies.communication import check_compression, choose_implementation, compress
+from tfgpu.strategies.communication import (
+    check_compression,
+    choose_implementation,
+    compress,
+    reduce_in_two_levels,
+)
 from tfgpu.strategies.devices import Devices, join_names
 
 
@@ -74,7 +79,7 @@ def multi_worker(
             f"kernel first. ({error})"
         ) from None
     if all_reduce == "hierarchical":
-        collective_keys.add_within_first(made)
+        reduce_in_two_levels(made)
     return compress(batch_normalization.choose_moments(made, batch_norm), reduce_dtype, top_k)
 
 

@@ -1,45 +1,59 @@
-"""One order for all workers: where no seed says how to shuffle, the chief decides for everybody.
+"""One order of the data for all workers: if the script sets no seed, the chief chooses one for all.
 
-Every worker makes the whole batch and keeps its part. Workers that shuffle differently would keep parts of different
+Every worker makes the whole batch and keeps its shard. Workers that shuffle differently would keep shards of different
 batches: some examples would be read twice in an epoch, others never.
 """
 
 import random
 import zlib
+from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import distribute, training
+from tfgpu.compat import distribute, slots, training
 from tfgpu.compat.keras import as_sliceable, sparse_rows, tree
 from tfgpu.compat.patch import wrap
+from tfgpu.compat.tensorflow import runtime
 from tfgpu.core import collectives, replication
 from tfgpu.errors import InputError
 
 _MOST_NAMED = 8
-_agreed: list[int] = []
-_randoms: dict[int, random.Random] = {}
+
+
+@dataclass(frozen=True)
+class AgreedSeed:
+    """The seed that the chief chose for all workers.
+
+    Attributes:
+        seed: TensorFlow's global seed, unless the script sets another one later.
+        random: draws the same numbers on all workers.
+    """
+
+    seed: int
+    random: random.Random
 
 
 def agree_on_orders() -> None:
-    """Gives all workers one seed where the script sets none, when they join.
+    """Gives all workers one seed when they join, unless the script has set one.
 
-    `Dataset.shuffle` and Keras's own shuffling of arrays follow it, and so do Python's and NumPy's generators where the
-    workers' differ; a seed that the script sets, before or afterwards, takes its place. (TensorFlow lets no data set be
-    made before the workers have joined.)
+    `Dataset.shuffle` and Keras's own shuffling of arrays use it. Python's and NumPy's generators are seeded with it too
+    if the workers' states differ. A seed that the script sets later replaces it. (TensorFlow allows no dataset before
+    the workers have joined.)
     """
 
     @wrap("tf.distribute.MultiWorkerMirroredStrategy.__init__")
     def init(stock, self, *args, **kwargs):
         stock(self, *args, **kwargs)
         if replication.spans_processes(self) and not _is_seeded_on_all(self):
-            _agreed[:] = [_from_chief(self, random.SystemRandom().randrange(2**31))]
-            tf.random.set_seed(_agreed[0])
+            seed = _from_chief(self, random.SystemRandom().randrange(2**31))
+            slots.of(runtime()).agreed_seed = AgreedSeed(seed, random.Random(seed))
+            tf.random.set_seed(seed)
             # Data that shuffles itself, and Keras's shuffling of a PyDataset, use these; a script may have seeded them.
             if not _is_same_on_all(self, random.getstate()):
-                random.seed(_agreed[0])
+                random.seed(seed)
             if not _is_same_on_all(self, np.random.get_state()[1].tolist()):
-                np.random.seed(_agreed[0])
+                np.random.seed(seed)
 
     @wrap("random_seed.get_seed")
     def get_seed(stock, op_seed):
@@ -53,26 +67,31 @@ def agree_on_orders() -> None:
     @wrap("ArrayDataAdapter.get_tf_dataset")
     def get_tf_dataset(stock, self):
         # Under a seed, Keras shuffles arrays alike in every epoch; a script without one expects new orders.
-        if training.shuffles(self) is not True or not _agreed or distribute.global_seed() != _agreed[0]:
+        agreed = _agreed_seed()
+        if training.shuffles(self) is not True or agreed is None:
             return stock(self)
-        return _shuffled_anew(self)
+        return _shuffle_each_epoch(self, agreed.seed)
+
+
+def _agreed_seed() -> AgreedSeed | None:
+    """The seed that the chief chose, or None if it chose none or the script has set another one."""
+    agreed = slots.get(runtime(), "agreed_seed")
+    return agreed if agreed is not None and distribute.global_seed() == agreed.seed else None
 
 
 def agreed_random() -> random.Random | None:
-    """Random numbers that all workers draw alike where the script sets no seed; None elsewhere."""
-    if not _agreed or distribute.global_seed() != _agreed[0]:
-        return None
-    return _randoms.setdefault(_agreed[0], random.Random(_agreed[0]))
+    """A generator with the same numbers on all workers, if the chief chose their seed; else None."""
+    agreed = _agreed_seed()
+    return None if agreed is None else agreed.random
 
 
 def is_seeded() -> bool:
-    """Whether the script has set TensorFlow's global seed, so that another process can draw the same."""
-    seed = distribute.global_seed()
-    return seed is not None and seed not in _agreed
+    """Whether the script has set TensorFlow's global seed, so that another process draws the same numbers."""
+    return distribute.global_seed() is not None and _agreed_seed() is None
 
 
 def facts() -> dict[str, str]:
-    """What `preflight.join` compares of the seed that the script has set."""
+    """The seed that the script has set, for the comparison in `rendezvous.join`."""
     seed = distribute.global_seed()
     if seed is None:
         return {"seed before the strategy": "not set"}
@@ -80,18 +99,18 @@ def facts() -> dict[str, str]:
 
 
 def seed_mark() -> int:
-    """A number below 2**20 that tells whether two workers have the same seed."""
+    """A hash of the seed, below 2**20: workers with the same seed have the same hash."""
     return zlib.crc32(str(distribute.global_seed()).encode()) % 2**20
 
 
 def refuse_seeds(strategy: tf.distribute.Strategy) -> InputError:
-    """The error that says which worker has which seed. Every worker must call it."""
+    """The error that lists each worker's seed. Every worker must call it."""
     seeds = _by_worker(strategy, distribute.global_seed() or 0)
     told = "; ".join(f"{seed} on {name}" for name, seed in list(seeds.items())[:_MOST_NAMED])
     return InputError(
         f"The workers have set different seeds: {told}{'; ...' if len(seeds) > _MOST_NAMED else ''}. Every worker "
-        "makes the whole batch and keeps its part, so they must shuffle alike: else rows would be lost, others seen "
-        "twice. Set the same seed on every worker; where each has data of its own, set "
+        "makes the whole batch and keeps its shard, so all must shuffle alike: otherwise some rows would be lost and "
+        "others read twice. Set the same seed on every worker; where each has data of its own, set "
         "`experimental_distribute.auto_shard_policy` in the data set's options to OFF."
     )
 
@@ -100,7 +119,7 @@ def _is_seeded_on_all(strategy: tf.distribute.Strategy) -> bool:
     """Whether the script has set a seed. Every worker must call it.
 
     Raises:
-        InputError: it has on some workers only.
+        InputError: it has set one on some workers only.
     """
     mine = int(distribute.global_seed() is not None)
     workers, seeded = collectives.sum_over_workers(strategy, [1, mine])
@@ -134,8 +153,8 @@ def _from_chief(strategy: tf.distribute.Strategy, number: int) -> int:
     return int(collectives.sum_over_workers(strategy, [number if strategy.extended.should_checkpoint else 0])[0])
 
 
-def _shuffled_anew(adapter) -> tf.data.Dataset:
-    """The adapter's batches, in another order each time that they are read."""
+def _shuffle_each_epoch(adapter, seed: int) -> tf.data.Dataset:
+    """The adapter's batches, in a new order in each epoch."""
     rows = training.rows_of(adapter)
     inputs = as_sliceable(training.arrays_of(adapter))
 
@@ -149,7 +168,7 @@ def _shuffled_anew(adapter) -> tf.data.Dataset:
 
         return tree.traverse(part, inputs)
 
-    seeds = tf.data.Dataset.random(seed=_agreed[0], rerandomize_each_iteration=True).take(1)
+    seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).take(1)
     orders = seeds.map(lambda seed: tf.random.experimental.stateless_shuffle(tf.range(rows), [seed, 0]))
     batches = orders.flat_map(tf.data.Dataset.from_tensor_slices).batch(training.batch_size_of(adapter))
     with_inputs = tf.data.Dataset.zip((batches, tf.data.Dataset.from_tensors(inputs).repeat()))

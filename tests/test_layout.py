@@ -1,0 +1,59 @@
+"""The size of the house: files in a room, lines in a file, lines in a function."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "tfgpu"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MOST_FILES, MOST_LINES, MOST_FUNCTION_LINES = 25, 400, 50
+
+TOO_LONG = {
+    "cli/doctor.py",
+    "cli/launch.py",
+    "cli/plan.py",
+    "cli/profile.py",
+    "cli/train.py",
+    "data/batches.py",
+    "data/retry.py",
+    "models/vit.py",
+    "recipes/facts.py",
+}
+"""Files that still have a longer function. Take a name off when it is split; add none."""
+
+
+def long_functions(source: str) -> Iterator[str]:
+    """The functions with more lines than a screen holds, without their decorators and docstrings."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0]
+            has_docstring = ast.get_docstring(node) is not None
+            lines = node.end_lineno - node.lineno + 1
+            lines -= first.end_lineno - first.lineno + 1 if has_docstring else 0
+            if lines > MOST_FUNCTION_LINES:
+                yield f"{node.name} ({lines} lines)"
+
+
+@pytest.mark.parametrize(("lines", "found"), [(50, []), (51, ["f (51 lines)"])])
+def test_a_long_function_is_found_without_its_docstring(lines, found):
+    body = ['    """One.', "", '    Two."""', *["    x = 1"] * (lines - 1)]
+    assert list(long_functions("\n".join(["def f():", *body]))) == found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_has_one_idea(path):
+    source, name = path.read_text(), str(path.relative_to(PACKAGE))
+    assert source.count("\n") <= MOST_LINES
+    found = list(long_functions(source))
+    if name in TOO_LONG:
+        assert found, f"{name} has no long function anymore: take it off TOO_LONG"
+    else:
+        assert not found, f"{name}: split {', '.join(found)}"
+
+
+def test_a_room_has_few_files():
+    counts = Counter(path.parent.relative_to(PACKAGE) for path in FILES)
+    assert not {str(room): count for room, count in counts.items() if count > MOST_FILES}
