@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tfgpu.launch import slurm
 from tfgpu.launch.job import Job
-from tfgpu.launch.slurm import Allocation
+from tfgpu.launch.slurm import submission
+from tfgpu.launch.slurm.allocation import Allocation
 
 SET_UP = Path(__file__).with_name("slurm_cluster.sh")
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ class Run:
         before = Path.cwd()
         os.chdir(folder)
         try:
-            self.submitted = slurm.submit(self.job, Allocation(**{"nodes": 2, **allocation}))
+            self.submitted = submission.submit(self.job, Allocation(**{"nodes": 2, **allocation}))
         finally:
             os.chdir(before)
         self.id = self.submitted.id
@@ -119,7 +119,7 @@ class Run:
         self.until(lambda: all(self.task(rank).count("from") >= starts for rank in range(2)))
 
     def wait(self, seconds: float = 150) -> int:
-        self.until(lambda: self.facts().get("JobState") in slurm.FINAL, seconds)
+        self.until(lambda: self.facts().get("JobState") in submission.FINAL, seconds)
         return self.submitted.wait()
 
     def log(self) -> str:

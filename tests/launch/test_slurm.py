@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from tfgpu.errors import InputError, MachineError
-from tfgpu.launch import slurm
 from tfgpu.launch.job import Job
-from tfgpu.launch.slurm_allocation import Allocation, seconds
+from tfgpu.launch.slurm import submission
+from tfgpu.launch.slurm.allocation import Allocation, seconds
 
 ODD = ("--epochs", "3", "a b", "it's", '"q"', "$HOME `id`", "a\\b", "x\ny", "*", "", "-n", "#no", "ü")
 
 
 def text(tmp_path, *, allocation=None, **fields) -> str:
     job = Job(**{"script": "train.py", "workers": 2, "logs": tmp_path / "logs", **fields})
-    return slurm.batch_file(job, allocation or Allocation(nodes=2))
+    return submission.batch_file(job, allocation or Allocation(nodes=2))
 
 
 def directives(batch: str) -> list[str]:
@@ -66,7 +66,7 @@ export TFGPU_STARTUP_TIMEOUT=60
 export NCCL_DEBUG=INFO
 
 # Starts the tasks by srun, and restarts them after a failure or a preemption.
-exec {shlex.quote(sys.executable)} -m tfgpu.launch.slurm_job --logs=/shared/logs \\
+exec {shlex.quote(sys.executable)} -m tfgpu.launch.slurm.batch_job --logs=/shared/logs \\
     --max-restarts=4 --grace=90 --silence=30 \\
     train.py --epochs 3
 """
@@ -186,11 +186,11 @@ def test_a_machine_without_sbatch_and_a_missing_script_are_named(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     job = Job("train.py", workers=2, logs=tmp_path / "logs")
     with pytest.raises(InputError, match="There is no script 'train.py'"):
-        slurm.submit(job, Allocation(nodes=2))
+        submission.submit(job, Allocation(nodes=2))
     (tmp_path / "train.py").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MachineError, match="There is no `sbatch` here"):
-        slurm.submit(job, Allocation(nodes=2))
+        submission.submit(job, Allocation(nodes=2))
     assert not (tmp_path / "logs").exists()
 
 
@@ -198,8 +198,8 @@ def test_a_dry_run_shows_the_file_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = []
     job = Job("train.py", workers=2, logs=tmp_path / "logs")
-    assert slurm.launch(job, Allocation(nodes=2), dry_run=True, say=said.append) == 0
-    assert said == [slurm.batch_file(job, Allocation(nodes=2)).rstrip("\n")]
+    assert submission.launch(job, Allocation(nodes=2), dry_run=True, say=said.append) == 0
+    assert said == [submission.batch_file(job, Allocation(nodes=2)).rstrip("\n")]
     assert not list(tmp_path.iterdir())
 
 
@@ -217,4 +217,4 @@ def test_only_a_task_of_an_srun_runs_the_script_itself(monkeypatch, environ, ins
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert slurm.in_step() is inside
+    assert submission.in_step() is inside

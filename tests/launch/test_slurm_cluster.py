@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tfgpu.errors import InputError, MachineError
-from tfgpu.launch import slurm, slurm_task
+from tfgpu.launch.slurm import submission, task
 
 sys.path.insert(0, str(Path(__file__).parent))
 import slurm_jobs
@@ -186,7 +186,7 @@ def test_one_that_does_not_leave_is_killed_after_its_grace(cluster, tmp_path):
     subprocess.run(["scancel", "--signal=TERM", run.id], check=True)
     run.until(lambda: "requeued" in run.log(), 60)
     subprocess.run(["scancel", run.id], check=True)
-    saved, deaf = (slurm_task.read(run.logs / f"job-{run.id}" / "records" / "1" / f"{rank}.json") for rank in range(2))
+    saved, deaf = (task.read(run.logs / f"job-{run.id}" / "records" / "1" / f"{rank}.json") for rank in range(2))
     assert (saved.code, deaf.code) == (75, 137)
     assert saved.ended - saved.asked < 3 <= deaf.ended - deaf.asked
     assert run.wait() != 0 and run.facts()["JobState"] == "CANCELLED"
@@ -223,7 +223,7 @@ def test_slurms_refusal_names_the_file(cluster, tmp_path):
     with pytest.raises(InputError, match=r"would not take .*count it\.sbatch: .*invalid partition"):
         Run(tmp_path, partition="nowhere")
     with pytest.raises(MachineError, match="no longer tells of job 4000000: .*Invalid job id"):
-        slurm.Submitted("4000000", tmp_path, tmp_path).wait()
+        submission.Submitted("4000000", tmp_path, tmp_path).wait()
 
 
 def test_a_controller_that_is_away_is_named(cluster, tmp_path, monkeypatch):
@@ -238,7 +238,8 @@ def test_inside_an_srun_it_is_the_script_itself(cluster, tmp_path):
     (tmp_path / "who.py").write_text("import os, sys; print(os.environ['SLURM_PROCID'], sys.argv[1:])")
     (tmp_path / "sitecustomize.py").write_text(LIGHT)
     program = (
-        "import sys; from pathlib import Path; from tfgpu.launch.slurm import Allocation, launch; "
+        "import sys; from pathlib import Path; from tfgpu.launch.slurm.allocation import Allocation; "
+        "from tfgpu.launch.slurm.submission import launch; "
         "from tfgpu.launch.job import Job; "
         "sys.exit(launch(Job('who.py', ('a b',), workers=int(sys.argv[1]), logs=Path('logs')), Allocation(nodes=2)))"
     )

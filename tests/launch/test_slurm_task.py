@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tfgpu.launch.slurm_task import read
+from tfgpu.launch.slurm.task import read
 
 WAIT = """
 import os, signal, sys, time
@@ -30,7 +30,7 @@ time.sleep(1000)
 def start(tmp_path, script, *arguments, grace=30, silence=30):
     (tmp_path / "script.py").write_text(script)
     program = (
-        "import sys; from pathlib import Path; from tfgpu.launch.slurm_task import run; "
+        "import sys; from pathlib import Path; from tfgpu.launch.slurm.task import run; "
         f"sys.exit(run([sys.executable, *sys.argv[1:]], Path({str(tmp_path / 'record')!r}), "
         f"grace_s={grace}, silence_s={silence}))"
     )

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tfgpu.launch import slurm
 from tfgpu.launch.job import Job
 from tfgpu.launch.kubernetes import KINDS, Kubernetes, render
-from tfgpu.launch.slurm_allocation import Allocation
+from tfgpu.launch.slurm import submission
+from tfgpu.launch.slurm.allocation import Allocation
 from tfgpu.recipes import report
 from tfgpu.rendezvous import facts
 
@@ -27,7 +27,7 @@ def in_bash(batch, **environ):
 
 
 def test_a_batch_file_takes_secrets_from_the_environment_of_sbatch(tmp_path):
-    batch = slurm.batch_file(Job("train.py", logs=tmp_path, environment=ENVIRONMENT), Allocation(nodes=1))
+    batch = submission.batch_file(Job("train.py", logs=tmp_path, environment=ENVIRONMENT), Allocation(nodes=1))
     assert SECRET not in batch and "export NCCL_DEBUG=INFO" in batch
     done = in_bash(batch, WANDB_API_KEY=SECRET)
     assert done.stdout.startswith(f"{SECRET} INFO\n") and f"WANDB_API_KEY={SECRET}" in done.stdout

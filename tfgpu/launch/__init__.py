@@ -14,7 +14,7 @@ from tfgpu.launch.functions.reports import report
 from tfgpu.launch.job import Job
 from tfgpu.launch.ray_job import ray_job
 from tfgpu.launch.restarts import Restarts
+from tfgpu.launch.spark.job import spark_job
 from tfgpu.launch.spark.predict import spark_predict
-from tfgpu.launch.spark_job import spark_job
 
 __all__ = ["Job", "Restarts", "ray_job", "report", "spark_job", "spark_predict"]

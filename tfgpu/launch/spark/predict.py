@@ -74,7 +74,7 @@ def spark_predict(
     Example:
         scored = tfgpu.launch.spark_predict(frame, "model.keras", columns=["a", "b"], output="score")
     """
-    from tfgpu.launch.spark_job import pyspark_sql
+    from tfgpu.launch.spark.job import pyspark_sql
 
     frame = to_frame(pyspark_sql(), frame)
     path = Path(model)

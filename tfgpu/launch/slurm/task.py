@@ -88,7 +88,7 @@ def _write(path: Path, record: Record) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs `tfgpu.run SCRIPT ARGUMENTS` as the task that SLURM_PROCID names."""
-    parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.slurm_task")
+    parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.slurm.task")
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--silence", type=float, required=True)

@@ -1,4 +1,4 @@
-"""Slurm: writes the batch file of a job, submits it, and shows how to follow it.
+"""Writes the batch file of a Slurm job, submits it, and shows how to follow it.
 
 Example:
     >>> print(batch_file(Job("train.py", workers=2, logs=Path("/logs")), Allocation(nodes=2)))  # doctest: +ELLIPSIS
@@ -7,7 +7,7 @@ Example:
     #SBATCH --nodes=2
     ...
 
-The file runs `tfgpu.launch.slurm_job` on the job's first node, which starts one `tfgpu.launch.slurm_task` per task.
+The file runs `tfgpu.launch.slurm.batch_job` on the job's first node, which starts a `tfgpu.launch.slurm.task` per task.
 Inside a task of an `srun` there is nothing to submit: `launch` runs the script there, as `tfgpu run` does.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tfgpu.errors import InputError, MachineError, no_script
 from tfgpu.launch.job import Job
-from tfgpu.launch.slurm_allocation import Allocation
+from tfgpu.launch.slurm.allocation import Allocation
 from tfgpu.redact import is_secret
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:;/@%+=~^&*()\[\]|!-]+")
@@ -111,7 +111,7 @@ def batch_file(job: Job, allocation: Allocation) -> str:
     lines = ["#!/bin/bash", "# Written by `tfgpu launch --slurm`; submit it again with `sbatch`.", ""]
     lines += [_directive(option) for option in _options(job, allocation, logs)]
     lines += ["", *(_export(name, value) for name, value in _variables(job).items())]
-    program = [sys.executable, "-m", "tfgpu.launch.slurm_job", f"--logs={logs}"]
+    program = [sys.executable, "-m", "tfgpu.launch.slurm.batch_job", f"--logs={logs}"]
     options = [f"--max-restarts={job.max_restarts}", f"--grace={allocation.grace_s}", f"--silence={job.silence_s:g}"]
     lines += ["", "# Starts the tasks by srun, and restarts them after a failure or a preemption."]
     lines += [f"exec {shlex.join(program)} \\", f"    {shlex.join(options)} \\"]

@@ -4,9 +4,10 @@ import os
 
 import pytest
 
-from tfgpu.launch import restarts, slurm_job, slurm_task
-from tfgpu.launch.slurm_job import ending
-from tfgpu.launch.slurm_task import Record
+from tfgpu.launch import restarts
+from tfgpu.launch.slurm import batch_job, task
+from tfgpu.launch.slurm.batch_job import ending
+from tfgpu.launch.slurm.task import Record
 
 GOOD = Record(0, 20.0)
 
@@ -56,12 +57,12 @@ def test_with_parameter_servers_the_chief_decides():
 
 def test_a_record_that_is_not_whole_is_none(tmp_path):
     record = tmp_path / "0.json"
-    assert slurm_task.read(record) is None
+    assert task.read(record) is None
     for text in ("", '{"code": 3', "[]", '{"code": 3, "other": 1}'):
         record.write_text(text)
-        assert slurm_task.read(record) is None
+        assert task.read(record) is None
     record.write_text('{"code": 3, "ended": 1.5, "asked": null}')
-    assert slurm_task.read(record) == Record(3, 1.5)
+    assert task.read(record) == Record(3, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -91,22 +92,22 @@ def test_what_the_controller_says(tmp_path, monkeypatch, answer, state, requeues
     scontrol.write_text(f"#!/bin/sh\necho 'JobId=7 Requeue=1 {answer} EligibleTime=2026-11-22T10:15:57'\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert slurm_job.job_facts("7") == slurm_job.Facts(state, requeues, preempted)
+    assert batch_job.job_facts("7") == batch_job.Facts(state, requeues, preempted)
 
 
 def test_srun_gets_the_jobs_cpus_per_task():
     """https://slurm.schedmd.com/srun.html#OPT_cpus-per-task: since 22.05 only SRUN_CPUS_PER_TASK is read."""
-    assert slurm_job.step_environment({"SLURM_CPUS_PER_TASK": "8"})["SRUN_CPUS_PER_TASK"] == "8"
+    assert batch_job.step_environment({"SLURM_CPUS_PER_TASK": "8"})["SRUN_CPUS_PER_TASK"] == "8"
     mine = {"SLURM_CPUS_PER_TASK": "8", "SRUN_CPUS_PER_TASK": "4"}
-    assert slurm_job.step_environment(mine)["SRUN_CPUS_PER_TASK"] == "4"
-    assert slurm_job.step_environment({}) == {}
+    assert batch_job.step_environment(mine)["SRUN_CPUS_PER_TASK"] == "4"
+    assert batch_job.step_environment({}) == {}
 
 
 def test_the_last_lines_of_a_log(tmp_path):
     log = tmp_path / "log"
-    assert slurm_job.tail(log) == []
+    assert batch_job.tail(log) == []
     log.write_text("".join(f"line {n}\n" for n in range(10000)))
-    assert slurm_job.tail(log) == [f"line {n}" for n in range(9980, 10000)]
+    assert batch_job.tail(log) == [f"line {n}" for n in range(9980, 10000)]
 
 
 # Each attempt of two tasks, in which the second fails with the code that `codes` has for it.
@@ -130,12 +131,12 @@ def allocation(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(slurm_job.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(slurm_job.Allocated, "_wait", lambda self, seconds: None)
+    monkeypatch.setattr(batch_job.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(batch_job.Allocated, "_wait", lambda self, seconds: None)
 
     def supervise(*codes, most):
         (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
-        return slurm_job.Allocated(["train.py"], tmp_path / "logs", max_restarts=most).supervise()
+        return batch_job.Allocated(["train.py"], tmp_path / "logs", max_restarts=most).supervise()
 
     return supervise
 

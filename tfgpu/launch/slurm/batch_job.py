@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfgpu import atomic
-from tfgpu.launch import slurm_task
 from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT, Restarts
 from tfgpu.launch.screen import LAST_LINES
-from tfgpu.launch.slurm_task import Record
+from tfgpu.launch.slurm import task
+from tfgpu.launch.slurm.task import Record
 from tfgpu.launch.supervisor import Ending, supervise
 
 KILLED = 128 + signal.SIGKILL
@@ -128,7 +128,7 @@ class Allocated:
         records = self.folder / "records" / str(attempt)
         records.mkdir(parents=True)
         code = self._run_step(records, attempt)
-        self._left = [slurm_task.read(records / f"{rank}.json") for rank in range(self.tasks)]
+        self._left = [task.read(records / f"{rank}.json") for rank in range(self.tasks)]
         return ending(self._left, code, chief_ends=self.has_servers)
 
     def may_restart(self, end: Ending) -> bool:
@@ -163,7 +163,7 @@ class Allocated:
 
     def _run_step(self, records: Path, attempt: int) -> int:
         logs = str(self.folder).replace("%", "%%")
-        program = [sys.executable, "-m", "tfgpu.launch.slurm_task", f"--records={records}"]
+        program = [sys.executable, "-m", "tfgpu.launch.slurm.task", f"--records={records}"]
         program += [f"--grace={self.grace_s:g}", f"--silence={self.silence_s:g}", *self.command]
         options = [f"--ntasks={self.tasks}", "--kill-on-bad-exit=1", "--export=ALL"]
         # Seconds between the first task's end and that of the others; 0: however long they take.
@@ -271,7 +271,7 @@ def _reason(code: int, most: int) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Supervises the job with the command line's options."""
-    parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.slurm_job")
+    parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.slurm.batch_job")
     parser.add_argument("--logs", type=Path, required=True, help="folder that all nodes see")
     parser.add_argument("--max-restarts", type=int, default=0, help="restarts after failures")
     parser.add_argument("--grace", type=float, default=60.0, help="seconds to save in")
