@@ -1,5 +1,6 @@
-"""One process of a group, as the supervisor of its node sees it."""
+"""One supervised process: how it is started, its pipes, its heartbeat and its end."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,16 +14,18 @@ STDOUT, STDERR, REPORT, RESULT = 1, 2, 3, 4
 
 
 class Child:
-    """A process with pipes and a heartbeat file.
+    """A process with a heartbeat file, and with pipes for what it prints.
 
     Args:
         id: the launcher's number for it.
         command: program and arguments.
         environment: variables besides this process's own.
         heart: the heartbeat file, which TFGPU_HEARTBEAT names.
-        directory: where it runs; None: here.
+        directory: its working directory; None: this process's.
         silence_s: the heartbeat timeout in seconds; 0: none.
         reports: whether it gets a pipe for its reports.
+        is_captured: whether its output goes through pipes, and it runs in a session of its own. Otherwise it shares
+            this process's streams and session, as Slurm needs.
 
     Attributes:
         code: its exit code, negative for a signal; None while it runs.
@@ -39,39 +42,41 @@ class Child:
         directory: str | None = None,
         silence_s: float = 0.0,
         reports: bool = False,
+        is_captured: bool = True,
     ):
         self.id, self.code = id, None
         self.streams: dict[int, int] = {}
         self.watch = heartbeat.Watch(heart, silence_s)
         self._command, self._directory = command, directory
         self._environment = {**environment, heartbeat.HEARTBEAT: str(heart)}
-        self._reports = reports
+        self._reports, self._is_captured = reports, is_captured
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Starts it in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone.
+        """Starts it; it dies with this process. In a session of its own, a terminal's Ctrl-C does not reach it.
 
         Raises:
             OSError: there is no such program or directory.
         """
         self.watch.path.unlink(missing_ok=True)  # Left by one that ran in its place.
-        supervisor = os.getpid()
+        supervisor, pipe = os.getpid(), subprocess.PIPE if self._is_captured else None
         reports, reporting = os.pipe() if self._reports else (-1, -1)
         try:
             self._process = subprocess.Popen(
                 self._command,
                 env={**os.environ, **self._environment, **({REPORTS: str(reporting)} if self._reports else {})},
                 cwd=self._directory,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL if self._is_captured else None,
+                stdout=pipe,
+                stderr=pipe,
                 bufsize=0,
-                start_new_session=True,
+                start_new_session=self._is_captured,
                 pass_fds=(reporting,) if self._reports else (),
                 # Safe, since the supervisor has one thread.
                 preexec_fn=lambda: processes.die_with_parent(signal.SIGKILL, supervisor),
             )
-            self.streams = {self._process.stdout.fileno(): STDOUT, self._process.stderr.fileno(): STDERR}
+            if self._is_captured:
+                self.streams = {self._process.stdout.fileno(): STDOUT, self._process.stderr.fileno(): STDERR}
         except BaseException:
             for end in (reports, reporting) if self._reports else ():
                 os.close(end)
@@ -91,8 +96,14 @@ class Child:
         return self.code is None
 
     def ended(self, code: int) -> None:
-        """Notes its exit code, which the supervisor has collected for all its children."""
+        """Records its exit code, which the supervisor has collected (`processes.reap`)."""
         self.code = self._process.returncode = code
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for its end, in place of `processes.reap`; returns whether it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.code = self._process.wait(timeout_s)
+        return not self.runs
 
     def close(self, pipe: int) -> None:
         """Closes a pipe at its end."""

@@ -41,11 +41,10 @@ class Job:
 
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("parameter_servers", 0), ("max_restarts", 0)):
-            value = getattr(self, name)
-            whole_number(name, value, minimum=least)
+            whole_number(name, getattr(self, name), minimum=least)
         size = self.gpus_per_worker
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-            raise InputError(f"`gpus_per_worker` must be a whole number from 0. Received: {size!r}.")
+        if size is not None:
+            whole_number("gpus_per_worker", size, minimum=0)
         if not self.startup_timeout_s > 0:
             raise InputError(f"`startup_timeout_s` must be above 0. Received: {self.startup_timeout_s!r}.")
         if not self.silence_s >= 0:

@@ -1,10 +1,10 @@
-"""What a launch on Kubernetes needs besides the job: image, storage, resources, names."""
+"""The settings of a launch on Kubernetes: image, storage, resources, names."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.launch.kubernetes import quantities
 
 KINDS = {"job": "{name}-{index}", "tfjob": "{name}-{role}-{index}", "trainjob": "{name}-node-0-{index}"}
@@ -20,33 +20,33 @@ _PATH = re.compile(r"/[^:\0]+")
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """Where a launch runs on Kubernetes.
+    """The settings of a launch on Kubernetes.
 
     Args:
-        name: of all objects, and of the pods' network names: lower-case letters, digits and `-`, a letter first.
-        image: the container image, which has Python and tfgpu; the script too, unless `source` is given.
-        claim: the PersistentVolumeClaim with the checkpoints, without which no restart can go on. Pods on several
-            nodes need one that many may mount (ReadWriteMany).
+        name: of all objects, and in the pods' DNS names: lower-case letters, digits and `-`, a letter first.
+        image: the container image, with Python, tfgpu and, unless `source` is given, the script.
+        claim: the PersistentVolumeClaim with the checkpoints, which restarts need. Pods on several nodes need one with
+            the access mode ReadWriteMany.
         kind: one of `KINDS`.
         namespace: None leaves it to `kubectl`.
-        claim_size: makes the claim too, of this size; None expects it to be there.
-        storage_class: of the claim that is made; None means the cluster's default.
-        mount: where the claim is mounted; the script's working directory, so that relative paths last.
-        source: the script's text, which travels in a ConfigMap; None means that the image has the script.
-        cpu: cores that each pod asks for.
-        memory: of each pod; more ends it.
-        shared_memory: the most that `/dev/shm` holds, which NCCL and data workers use; part of `memory`.
-        grace_s: seconds between TERM and KILL: what a checkpoint may take.
-        scheduling_s: seconds that the pods may start apart (a node is added, an image is pulled); the time in which a
-            peer must answer is the launch's own and this one.
+        claim_size: creates the claim with this size; None: it exists.
+        storage_class: of the created claim; None: the cluster's default.
+        mount: where the claim is mounted. It is the script's working directory, so relative paths are kept.
+        source: the script's text, for a ConfigMap; None: the image has the script.
+        cpu: cores that each pod requests.
+        memory: limit of each pod, which is killed above it.
+        shared_memory: limit of `/dev/shm`, which NCCL and data workers use; part of `memory`.
+        grace_s: seconds between SIGTERM and SIGKILL, in which a checkpoint is saved.
+        scheduling_s: seconds that pods may start apart, while a node is added or an image pulled. It is added to the
+            job's startup timeout.
         port: on which the workers talk.
-        user: the number of the user that the container runs as, and of the volume's group.
-        pull_secret: the Secret that opens the registry.
+        user: numeric user of the container, and group of the volume.
+        pull_secret: the Secret for the image registry.
         node_selector: labels of the nodes that may be used.
-        labels: for all objects; such as Kueue's `kueue.x-k8s.io/queue-name`, which starts all pods or none.
+        labels: of all objects, such as Kueue's `kueue.x-k8s.io/queue-name`, which starts all pods or none.
 
     Raises:
-        InputError: a value that the API server would refuse, or would take for something else.
+        InputError: the API server would reject a value, or misread it.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Kubernetes:
         for name in ("claim", "storage_class", "pull_secret"):
             _check_object(name, getattr(self, name), optional=name != "claim")
         if self.storage_class is not None and self.claim_size is None:
-            raise InputError("`storage_class` is for a claim that is made: give `claim_size` too, or leave it out.")
+            raise InputError("`storage_class` applies to a created claim: give `claim_size` too, or leave it out.")
         if not isinstance(self.mount, str) or not _PATH.fullmatch(self.mount):
             raise InputError(f"`mount` must be an absolute path, such as '/checkpoints'. Received: {self.mount!r}.")
         self._check_amounts()
@@ -103,9 +103,8 @@ class Kubernetes:
             ("port", 1024, 65_535),
             ("user", 1, 2**31 - 1),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise InputError(f"`{name}` must be a whole number from {least} to {most}. Received: {value!r}.")
+            value = whole_number(name, getattr(self, name), minimum=least, maximum=most)
+            object.__setattr__(self, name, value)  # a plain int, which the manifests can hold
 
 
 def _is_label(text: object) -> bool:

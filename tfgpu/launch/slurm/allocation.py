@@ -1,9 +1,9 @@
-"""What a job asks Slurm for, checked before it is submitted."""
+"""What a job requests from Slurm, checked before it is submitted."""
 
 import re
 from dataclasses import dataclass
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 
 OWN = {
     "array": "Submit one job a run.",
@@ -31,7 +31,7 @@ _OPTION = re.compile(r"--([a-z][a-z0-9-]*)(?:=([^\n]*))?")
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a job asks Slurm for.
+    """What a job requests from Slurm.
 
     Args:
         nodes: machines.
@@ -61,9 +61,7 @@ come early. Received: '1:30', which is 90 s. Ask for more time, or give a smalle
 
     def __post_init__(self) -> None:
         for name in ("nodes", "grace_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
-                raise InputError(f"`{name}` must be a whole number from 1 to 65535. Received: {value!r}.")
+            whole_number(name, getattr(self, name), maximum=65535)
         for name in ("partition", "account"):
             value = getattr(self, name)
             if value is not None and not _NAME.fullmatch(value):

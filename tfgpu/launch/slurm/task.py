@@ -1,18 +1,16 @@
-"""One task of a Slurm job: runs the script in a process of its own, watches it, and records how it ended.
+"""One task of a Slurm job: supervises the script's process and records how it ended.
 
-`srun` returns the highest code of its tasks, and those that it ends itself count as 137: the code of the task that
-failed is lost. So each task writes a record beside the logs, with the time at which it was asked to leave, if it was.
+`srun` returns the highest exit code of its tasks, and tasks that it ends itself count as 137, so the code of the task
+that failed is lost. Therefore each task writes a record beside the logs, with the time of its first SIGTERM.
 
-Slurm signals every process of a task, so nothing is forwarded here. A task that was asked to leave returns 0 to srun
-whatever its script did: with any other code `--kill-on-bad-exit` would end those that still save.
+Slurm signals every process of a task, so this one forwards nothing. A task that got SIGTERM returns 0 to srun whatever
+its script did: at any other code `--kill-on-bad-exit` would kill the tasks that are still saving.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +20,8 @@ from pathlib import Path
 
 from tfgpu import atomic
 from tfgpu.launch import processes
-from tfgpu.launch.heartbeat import HEARTBEAT, LOOK_S, Watch
+from tfgpu.launch.child import Child
+from tfgpu.launch.heartbeat import LOOK_S
 from tfgpu.launch.restarts import HEARTBEAT_TIMEOUT, WRONG_INPUT
 
 
@@ -33,7 +32,7 @@ class Record:
     Args:
         code: exit code of its script; 128 + n for signal n; 124 for a heartbeat timeout.
         ended: when, in seconds since the epoch.
-        asked: when it was first asked to leave (SIGTERM); None where it left on its own.
+        asked: when it got its first SIGTERM; None without one.
     """
 
     code: int
@@ -51,14 +50,14 @@ def run(command: Sequence[str], record: Path, *, grace_s: float, silence_s: floa
         silence_s: the heartbeat timeout in seconds; 0: none.
 
     Returns:
-        The command's exit code, or 0 where the task was asked to leave.
+        The command's exit code, or 0 if the task got SIGTERM.
     """
-    asked: list[tuple[float, float]] = []  # by the clock that nodes share, and by one that is never set
+    asked: list[tuple[float, float]] = []  # by the wall clock, which nodes share, and by the monotonic clock
     signal.signal(signal.SIGTERM, lambda *_: asked.append((time.time(), time.monotonic())))
     with tempfile.TemporaryDirectory(prefix="tfgpu-") as folder:
-        heart = Path(folder) / "heartbeat"
-        process = subprocess.Popen(command, env={**os.environ, HEARTBEAT: str(heart)})
-        code = _watch(process, Watch(heart, silence_s), asked, grace_s)
+        child = Child(0, list(command), {}, Path(folder) / "heartbeat", silence_s=silence_s, is_captured=False)
+        child.start()
+        code = _supervise(child, asked, grace_s)
     _write(record, Record(code, time.time(), asked[0][0] if asked else None))
     return 0 if asked else code
 
@@ -71,15 +70,14 @@ def read(record: Path) -> Record | None:
         return None
 
 
-def _watch(process: subprocess.Popen, heart: Watch, asked: Sequence[tuple[float, float]], grace_s: float) -> int:
+def _supervise(child: Child, asked: Sequence[tuple[float, float]], grace_s: float) -> int:
+    """The exit code of a process, which is killed at a heartbeat timeout or after its time to save."""
     is_late = False
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(timeout=LOOK_S)
-            return HEARTBEAT_TIMEOUT if is_late else processes.as_exit_code(code)
-        is_late = heart.is_late()
+    while not child.wait(LOOK_S):
+        is_late = is_late or child.watch.is_late()
         if is_late or (asked and time.monotonic() - asked[0][1] > grace_s):
-            process.kill()
+            child.send(signal.SIGKILL)
+    return HEARTBEAT_TIMEOUT if is_late else processes.as_exit_code(child.code)
 
 
 def _write(path: Path, record: Record) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, whole_number
 from tfgpu.launch.functions.group import Progress, run_until_done, work_of
 from tfgpu.launch.functions.relay import Relay, Work
 from tfgpu.launch.spark import channel
@@ -103,8 +103,7 @@ def spark_job(
     sql = pyspark_sql()
     if not callable(train):
         raise InputError(f"`train` must be a function of a `SparkData`. Received: {train!r}.")
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
-        raise InputError(f"`global_batch` must be a whole number of rows from 1. Received: {global_batch!r}.")
+    global_batch = whole_number("global_batch", global_batch)
     work = work_of(
         train,
         arguments,
