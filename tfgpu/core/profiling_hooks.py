@@ -1,7 +1,6 @@
-"""What a profile needs of TensorFlow's insides: the layout of its traces, reads of tensors, functions of tf.data.
+"""Hooks of the profiler: reads of tensors, calls of tf.functions, functions of tf.data, and files of traces.
 
-Everything here is in force only while somebody profiles, but for the marker around a block of steps, which costs a
-microsecond.
+They are active only during a profile, except for the marker around a block of steps, which takes a microsecond.
 """
 
 import contextlib
@@ -21,21 +20,21 @@ from tfgpu.compat import tensorflow as private
 STEPS = "tfgpu.steps"
 """The event around a block of steps; its stats are `step_num`, `steps`, `kind`, `set_by` and `jit`."""
 HOST_READ = "tfgpu.host_read"
-"""The event around a read of a tensor by the user's own code; its stat is `where`."""
+"""The event around a read of a tensor by the user's code; its stat is `where`."""
 MOST_STEPS = 64
-"""Steps of a block while somebody looks on: a trace grows with each."""
+"""Steps of a block during a profile: a trace grows with each."""
 
 _READERS = ("/framework/ops.py", "/ops/resource_variable_ops.py", "/distribute/values.py")
-# Where numpy(), float() and the like are; TensorFlow reads tensors too, for gradients and shapes: that is no fault.
+# The files of numpy(), float() and the like. TensorFlow itself also reads tensors, for gradients and shapes.
 
 _LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib"))
 _OURS = str(Path(__file__).resolve().parents[1])
-# Files that stand between a script and TensorFlow.
+# Our files through which a script calls TensorFlow.
 _SEAMS = ("profiling_hooks.py", "patch.py", "rng.py", "nested_functions.py")
 
 
 class Listener(Protocol):
-    """Who looks on.
+    """A profile that is told of calls.
 
     Attributes:
         is_on: the profiler records.
@@ -44,15 +43,15 @@ class Listener(Protocol):
     is_on: bool
 
     def before_call(self, name: str) -> None:
-        """A tf.function is about to be called from outside any; or, as `"gradient"`, an eager tape is read."""
+        """Before a tf.function is called from Python; or, with the name `"gradient"`, an eager tape's gradient is."""
 
     def note_plain(self, where: str, replicas: int) -> None:
-        """`strategy.run` was given whole batches: every replica computes all of their rows."""
+        """`strategy.run` got whole batches, so every replica computes all rows."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a tf.data pipeline that calls a function of the user's.
+    """A stage of a tf.data pipeline that calls a user's function.
 
     Args:
         kind: such as `"Map"` or `"ParallelMap"`.
@@ -68,14 +67,14 @@ class Stage:
 
 
 class BrokenSpace(Exception):
-    """A file is no XSpace message."""
+    """A file is not an XSpace message."""
 
 
 def space_of(path: Path) -> Any:
     """Reads an XSpace message.
 
     Raises:
-        BrokenSpace: it is another file, or not whole.
+        BrokenSpace: the file is something else, or incomplete.
     """
     from google.protobuf.message import DecodeError
 
@@ -96,14 +95,14 @@ def new_space() -> Any:
 
 
 def steps_begin(done: int, count: int, kind: str, set_by: str, *, jit: bool) -> tf.profiler.experimental.Trace:
-    """A marker around a block of steps, for traces; without a profiler it does nothing.
+    """A marker around a block of steps in traces; without a profiler it does nothing.
 
     Args:
         done: steps before it.
         count: its steps.
         kind: `"train"` or `"test"`.
-        set_by: what set their number, as `blocks.set_by` says.
-        jit: XLA compiles the step, or was tried.
+        set_by: what set their number (`step_blocks.set_by`).
+        jit: XLA compiles the step, or may.
     """
     about = dict(steps=count, kind=kind, set_by=set_by, jit=int(jit))
     return tf.profiler.experimental.Trace(STEPS, step_num=done, **about, _r=1)
@@ -111,10 +110,10 @@ def steps_begin(done: int, count: int, kind: str, set_by: str, *, jit: bool) -> 
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tells the listener of calls, reads and whole batches inside."""
+    """Tells the listener of calls, reads and whole batches in the block."""
     from tfgpu.core import step_blocks
 
-    # Nothing here may make a tensor: a script's own settings of devices must come before that.
+    # This must not create a tensor, which starts the devices: the script may still configure them.
     with contextlib.ExitStack() as held:
         held.enter_context(_patched(private.Function, "__call__", _calls(listener)))
         held.enter_context(_patched(tf.GradientTape, "gradient", _gradients(listener)))
@@ -142,9 +141,7 @@ def _patched(owner: type, name: str, fix: Callable) -> Iterator[None]:
     try:
         yield
     finally:
-        if (
-            owner.__dict__.get(name) is patched
-        ):  # else a repair was put around it meanwhile; without a listener it is inert
+        if owner.__dict__.get(name) is patched:  # otherwise a repair has wrapped it since
             setattr(owner, name, stock)
 
 
@@ -190,10 +187,10 @@ def _runs(listener: Listener) -> Callable:
 
 
 def _where(through: tuple[str, ...] = ()) -> str | None:
-    """The file and line of the user's code that is running; None where Keras's or tfgpu's own loop asks.
+    """The file and line of the user's code that is running; None in calls by Keras's or tfgpu's own loop.
 
     Args:
-        through: the only files of TensorFlow's that may stand between; all where empty.
+        through: the only files of TensorFlow allowed on the way; empty allows all.
     """
     frame = sys._getframe(2)
     while frame is not None:
@@ -210,21 +207,21 @@ def _where(through: tuple[str, ...] = ()) -> str | None:
 
 
 def functions(names: set[str]) -> list[Any]:
-    """The tf.functions of these names that are alive."""
+    """The living tf.functions with these names."""
     found = _alive(tf.types.experimental.PolymorphicFunction) if names else []
     return [each for each in found if getattr(each, "__name__", "") in names]
 
 
 def _alive(kind: type) -> list[Any]:
-    """All objects of a kind that are alive."""
+    """All living objects of a type."""
     objects = gc.get_objects()
-    # Not isinstance: it asks objects, and some lazy modules answer by importing what they stand for.
+    # isinstance would ask the objects, and some lazy modules would answer by importing themselves.
     kinds = {each for each in {type(each) for each in objects} if issubclass(each, kind)}
     return [each for each in objects if type(each) in kinds]
 
 
 def stages() -> tuple[Stage, ...]:
-    """The stages with functions of all pipelines that are alive."""
+    """The stages with functions in all living pipelines."""
     found = {}
     for dataset in _alive(tf.data.Dataset):
         function = private.python_function_of_stage(dataset)
@@ -238,7 +235,7 @@ def stages() -> tuple[Stage, ...]:
 
 
 def _before(dataset: Any) -> int:
-    """How many stages come before the last one of a straight pipeline."""
+    """The number of stages before a pipeline's last one, along its first inputs."""
     count = 0
     while inputs := private.sources_of(dataset):
         dataset = inputs[0]

@@ -1,8 +1,8 @@
-"""What a replica keeps in attributes of its layers while it traces a step: its own, whatever the others do meanwhile.
+"""Tensors in attributes of layers, kept apart for each replica that traces a step.
 
-The replicas of one process trace the same Python objects, each in a thread of its own, and where they meet, so in every
-collective, another one goes on. `Layer.losses`, a tensor that a model keeps for its loss (`self.z = ...`), skips
-in a list: the first replica would find the last one's there.
+The replicas of one process trace the same Python objects, each in a thread of its own. In each collective another
+thread runs. After it, a replica would find another replica's tensors in `Layer.losses`, in an attribute that a model
+sets for its loss (`self.z = ...`), or in a list of skip connections.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from tfgpu.core import step_context
 
 
 def keep_attributes_apart() -> None:
-    """Puts back after every meeting of the replicas what this one had on its layers before it."""
+    """Restores a replica's attributes of its layers after each collective."""
 
     @wrap("tf.distribute.ReplicaContext.merge_call")
     def merge_call(stock, self, *args, **kwargs):
-        with _kept(_layers()):
+        with _preserved(_layers()):
             return stock(self, *args, **kwargs)
 
 
 def of_model(model):
-    """For the length of the block the attributes of the model's layers are this replica's, between its calls too."""
+    """In the block, this replica has its own attributes of the model's layers, between calls of the model too."""
     return step_context.scope(models=(model,))
 
 
@@ -38,8 +38,8 @@ def _layers() -> list:
 
 
 @contextlib.contextmanager
-def _kept(layers: list):
-    before = [(vars(layer), _look(vars(layer))) for layer in layers]
+def _preserved(layers: list):
+    before = [(vars(layer), _snapshot(vars(layer))) for layer in layers]
     try:
         yield
     finally:
@@ -49,11 +49,11 @@ def _kept(layers: list):
             for name, (value, content) in was.items():
                 attributes[name] = value
                 if content is not None and _differ(value, content):
-                    _fill(value, content)
+                    _restore(value, content)
 
 
-def _look(attributes: dict) -> dict[str, tuple]:
-    """The attributes that may hold what a step makes: each value, and for a list or dict what is in it."""
+def _snapshot(attributes: dict) -> dict[str, tuple]:
+    """The attributes that may hold a step's tensors: each value, and the content of a list or dict."""
     found = {}
     for name, value in attributes.items():
         if isinstance(value, (list, dict)):
@@ -73,7 +73,7 @@ def _holds_tensors(value) -> bool:
 
 
 def _differ(value, content) -> bool:
-    """Whether others have changed a list or dict that a step's tensors are, or were, in."""
+    """Whether other replicas have changed a list or dict that holds, or held, tensors."""
     if isinstance(value, dict):
         is_same = value.keys() == content.keys() and all(value[key] is content[key] for key in content)
     else:
@@ -81,8 +81,8 @@ def _differ(value, content) -> bool:
     return not is_same and (_holds_tensors(value) or _holds_tensors(content))
 
 
-def _fill(value, content) -> None:
-    # Past Keras's tracking, which looks at what is put into a layer's lists.
+def _restore(value, content) -> None:
+    # Bypasses Keras's tracking of what is added to a layer's lists.
     if isinstance(value, dict):
         dict.clear(value)
         dict.update(value, content)

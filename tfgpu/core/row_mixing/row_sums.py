@@ -1,10 +1,10 @@
-"""Sums and tables of the rows of all replicas, with the gradient that makes the replicas' training one device's."""
+"""Sums over replicas, and all replicas' rows in one tensor, with the gradients that one device has."""
 
 import tensorflow as tf
 
 from tfgpu.core import batch_rows, collectives, step_context
 
-# Collectives take not every kind of number; these hold the same values.
+# Collectives do not support every dtype; these hold the same values.
 _EXACT = {
     tf.bool: tf.int32,
     tf.uint8: tf.int32,
@@ -17,12 +17,12 @@ _EXACT = {
 
 
 def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums tensors over all replicas, in one collective that a gradient goes through.
+    """Sums tensors over all replicas, in one differentiable collective.
 
-    The step averages the replicas' gradients by share. Where the loss itself is weighed, as in Keras's `train_step`,
-    the gradient of a sum is the sum of what comes back on each replica. In a step of the user's own the gradients are
-    weighed at the end, each by its own replica's share: so that what came of another replica's loss gets that
-    replica's share, the sum is weighed here and divided by the share that it will be multiplied by.
+    The step weighs the replicas' gradients by their shares of the batch. In Keras's `train_step` the loss itself is
+    weighed, so the gradient of a sum is the sum of the upstream gradients. In a user's own step each replica multiplies
+    its gradients by its own share at the end. A gradient of another replica's loss needs that replica's share instead:
+    so each upstream gradient is weighed before the sum, and the sum is divided by this replica's share.
     """
     facts = step_context.step()
     weigh_at_end = facts is not None and not facts.loss_is_weighed
@@ -41,18 +41,18 @@ def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def of_batch(value: tf.Tensor) -> tf.Tensor:
-    """A sum over a replica's rows becomes the sum over the whole batch, for layers and losses of your own.
+    """The sum over the whole batch, from a replica's sum over its rows; for your own layers and losses.
 
-    Needed where neither an average by rows nor a variable's `aggregation="sum"` says what is meant, as in a running sum
-    `x = 0.9 x + 0.1 sum(rows)`. Every replica must come by here, outside `tf.cond` and loops. A gradient goes through.
+    Use it where neither a mean over rows nor a variable's `aggregation="sum"` fits, as in a running sum
+    `x = 0.9 x + 0.1 sum(rows)`. Every replica must call it, outside `tf.cond` and loops. It is differentiable.
 
     Args:
-        value: a sum over the rows that this replica sees, a tensor of floats.
+        value: a sum over this replica's rows, a tensor of floats.
 
     Returns:
-        The sum over all replicas' rows; `value` itself on one device and outside a step of `fit` or `evaluate`. Between
-        two averagings (`tfgpu.strategy("averaging")`) replicas do not meet: what the batch's sum would be if all rows
-        were as this replica's.
+        The sum over all replicas' rows; `value` itself on one device and outside a step of `fit` or `evaluate`. With
+        `tfgpu.strategy("averaging")`, where replicas do not communicate in a step, an estimate: this replica's sum
+        divided by its share of the batch.
 
     Example:
         In a layer's `call`: `self.total.assign(0.9 * self.total + 0.1 * of_batch(keras.ops.sum(x, axis=0)))`.
@@ -69,7 +69,7 @@ def of_batch(value: tf.Tensor) -> tf.Tensor:
 
 
 def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """The largest of each value over the replicas that hold rows; no gradient goes through."""
+    """The maximum of each value over the replicas that hold rows; not differentiable."""
     if not values or step_context.has_local_updates():
         return values
     lowest = [tf.fill(tf.shape(v), v.dtype.min) for v in values]
@@ -79,12 +79,10 @@ def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def all_rows(rows: tf.Tensor) -> tf.Tensor:
-    """The rows of all replicas, in the order of the batch, on each replica; a gradient goes through floats.
+    """The rows of all replicas, in the order of the batch, on each replica; differentiable for floats.
 
-    Numbers of any kind, or truths.
-
-    A row that stands in where a replica has none becomes a row of zeros, and is not in the table. A replica that meets
-    no other has its own rows.
+    Takes numbers of any dtype, and booleans. A stand-in row, of a replica without rows, is left out. A replica that
+    communicates with no other gets its own rows.
     """
     if step_context.has_local_forward():
         return rows
@@ -99,7 +97,7 @@ def all_rows(rows: tf.Tensor) -> tf.Tensor:
 
 
 def own_rows(table: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """The part of a table of all replicas' rows that belongs to this replica's `rows`."""
+    """The rows of a table of all replicas' rows that belong to this replica's `rows`."""
     if step_context.has_local_forward():
         return table
     offset, count, _ = _place(rows)
@@ -107,9 +105,9 @@ def own_rows(table: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 
 
 def _place(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Where these rows begin in the table of all replicas' rows, their number and the table's.
+    """The offset of these rows in the table of all replicas' rows, their number, and the number of rows in the table.
 
-    A model may make several rows of each example, or a step may stand a row in where there is none.
+    A model may make several rows of each example, and a replica without rows holds a stand-in row.
     """
     facts, count = batch_rows.known_rows(), tf.shape(rows)[0]
     an_example = tf.maximum(count // tf.maximum(facts.local, 1), 1)
@@ -117,7 +115,7 @@ def _place(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
 
 
 def _known_total(rows: tf.Tensor) -> int | None:
-    """The rows of the table, where they are known before the step runs: many such steps can run in one call."""
+    """The number of rows in the table if it is static: then many steps can run in one call."""
     facts = batch_rows.known_rows()
     local, total = tf.get_static_value(facts.local), tf.get_static_value(facts.total)
     if rows.shape[0] is None or local is None or total is None:
