@@ -187,8 +187,8 @@ def _job(options: Options) -> Job:
 def _launch(job: Job, options: Options) -> int:
     grace_s = GRACE_S if options.grace is None else options.grace
     if options.slurm:
-        from tfgpu.launch.slurm.submission import launch
         from tfgpu.launch.slurm.allocation import Allocation
+        from tfgpu.launch.slurm.submission import launch
 
         limits = options.time, options.partition, options.account, _batch_grace_s(options)
         allocation = Allocation(_machines(options), *limits, tuple(options.sbatch or ()))
