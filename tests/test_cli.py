@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, their output, files and exit codes."""
+"""The command line in real processes: output, files and exit codes."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ def tfgpu(*words: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess
 
 
 def complaint(*words: str, cwd: Path, code: int = 2, **changes: str) -> str:
-    """Runs a command that must fail: one line on stderr, and nothing new on the disk."""
+    """Runs a command that must fail with one line on stderr and no new files."""
     before = sorted(cwd.rglob("*"))
     done = tfgpu(*words, cwd=cwd, **changes)
     lines = done.stderr.strip().splitlines()
@@ -49,7 +49,7 @@ def complaint(*words: str, cwd: Path, code: int = 2, **changes: str) -> str:
 
 
 def rows(run: Path) -> list[list[str]]:
-    """metrics.csv without the columns of times and memory, which stand last."""
+    """metrics.csv without its last columns, times and memory."""
     lines = [line.split(",") for line in (run / "metrics.csv").read_text().splitlines()]
     return [line[: lines[0].index("step_time_s")] for line in lines]
 
@@ -88,7 +88,7 @@ def test_help_has_every_setting_of_the_schema_with_its_default_and_choices(tmp_p
 
 
 def commands():
-    """The words of every command that there is, `tfgpu` itself and groups of commands too, and the command."""
+    """Every command with its path, including `tfgpu` itself and command groups."""
     waiting = [((), typer.main.get_command(cli.app))]
     while waiting:
         words, command = waiting.pop()
@@ -117,7 +117,7 @@ def examples():
 
 @pytest.mark.parametrize("line", list(examples()))
 def test_each_example_is_read_by_the_command_that_it_names(line, tmp_path, monkeypatch):
-    """Names, numbers of arguments and types; of what they stand for only these files are looked for."""
+    """Parameter names, numbers of values and types."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name in ("fused.cc", "fused.cu"):
         (tmp_path / name).touch()
@@ -131,7 +131,7 @@ def test_each_example_is_read_by_the_command_that_it_names(line, tmp_path, monke
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(("tfgpu", *words)))
 def test_the_help_shows_what_stands_in_brackets(words):
-    """A bracket that is not escaped is taken for markup, and is left out: defaults stand in them."""
+    """Unescaped brackets, which contain defaults, would be dropped as markup."""
     for parameter in COMMANDS[words].params:
         written = getattr(parameter, "help", None) or ""
         plain = re.sub(r"\[/?(bold|dim)?\]", "", written).replace("\\[", "[")
@@ -255,7 +255,7 @@ def test_wrong_input_found_by_the_library(tmp_path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One short run, which the tests below only read."""
+    """One short run, only read by the tests below."""
     folder = tmp_path_factory.mktemp("runs")
     done = tfgpu("train", *SMALL, "--epochs", "4", "--output", "first", cwd=folder)
     assert done.returncode == 0, done.stderr

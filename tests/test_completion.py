@@ -1,4 +1,4 @@
-"""What a shell completes: commands, flags, and the names that a flag takes, without TensorFlow."""
+"""Shell completion of commands, options and their values, without TensorFlow."""
 
 import os
 import subprocess

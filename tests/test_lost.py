@@ -1,4 +1,4 @@
-"""Who is named in an error of TensorFlow about a peer that is gone."""
+"""The lost peer is named in TensorFlow's errors."""
 
 import json
 

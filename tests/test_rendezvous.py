@@ -1,4 +1,4 @@
-"""The meeting before a start, held by real processes on loopback."""
+"""The rendezvous of real processes on loopback."""
 
 import contextlib
 import json
@@ -75,7 +75,7 @@ def answers(processes: list[subprocess.Popen], *, within_s: float = 300) -> list
 
 
 def wait_until_it_listens(address: str) -> None:
-    """Returns when a process takes connections there, however long it takes to start."""
+    """Waits until a process accepts connections at a port."""
     host, _, port = address.rpartition(":")
     for _ in range(1200):
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
@@ -118,7 +118,7 @@ def test_a_late_process_is_waited_for(addresses):
 
 
 def at_the_deadline(begin, *, lacking: int = 1) -> list[dict]:
-    """The answers of processes that the deadline ended, once all of them had started before it.
+    """The answers of processes ended by the deadline, if all had started before it.
 
     Args:
         begin: starts the processes with that many seconds; a busy machine gets more of them.
@@ -201,7 +201,7 @@ def test_a_port_in_use_is_one_error_that_names_it_and_that_all_hear(addresses):
 
 
 def pester(address: str, until: threading.Event) -> None:
-    """What ports of a network meet: scanners, browsers, half-open connections, floods of bytes."""
+    """Foreign connections: scanners, browsers, half-open connections, floods of bytes."""
     host, _, port = address.rpartition(":")
     held = []
     hello = wire.encode({"task": 99, "cluster": "x", "attempt": "", "process": ["?"], "name": {}, "id": 0})

@@ -1,4 +1,4 @@
-"""What two processes must have alike: real pairs that differ in one thing, and the message that names it."""
+"""Real pairs of processes that differ in one fact, and the message that names it."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ print("trained")
 
 
 class Pair:
-    """Two workers of one cluster, with a folder of their own each.
+    """Two workers of one cluster, each with its own folder.
 
     Args:
         folder: where theirs are made.
@@ -60,7 +60,7 @@ class Pair:
         self._places = [{"cluster": {"worker": workers}, "task": {"type": "worker", "index": at}} for at in range(2)]
 
     def run(self, *words: list[str], environ=({}, {})) -> list[tuple[int, str, str]]:
-        """Exit code, output and errors of each; `words` are for both, or for each."""
+        """Returns exit code, stdout and stderr of each; `words` are for both, or one each."""
         variables = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "TFGPU_STARTUP_TIMEOUT": "150"}
         running = [
             subprocess.Popen(
@@ -92,7 +92,7 @@ SCRIPT = ["tfgpu.run", "train.py"]
 
 
 def check_refused(found, *words: str) -> None:
-    """Both have ended with the code for wrong input, and both say the words."""
+    """Checks that both have ended with the exit code for invalid input and this message."""
     for code, out, error in found:
         assert code == 2 and "trained" not in out, found
         for each in words:

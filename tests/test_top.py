@@ -1,4 +1,4 @@
-"""`tfgpu top` as it is used: in a pipe, in a terminal, on a run, on other machines."""
+"""`tfgpu top` in a pipe, in a terminal, on a run, and on other machines."""
 
 import fcntl
 import io

@@ -1,4 +1,4 @@
-"""Averages of weights: by hand, under replicas, and after a stop."""
+"""Averages of weights: hand-computed, on replicas, and after a resume."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def make(replicas=1, **optimizer):
 
 
 class Weights(keras.callbacks.Callback):
-    """Keeps the trainable weights of each epoch's end."""
+    """Records the trainable weights at the end of each epoch."""
 
     every_batch = has_memory = False
 
@@ -48,7 +48,7 @@ class Weights(keras.callbacks.Callback):
 
 
 class Stops(keras.callbacks.Callback):
-    """Asks the process to leave, at an epoch's first block of training or of validation."""
+    """Preempts the process at the first block of an epoch's training or validation."""
 
     every_batch = has_memory = False
 
@@ -81,7 +81,7 @@ def assert_same(one, other):
 
 @pytest.fixture(scope="module")
 def averaged():
-    """A training with the mean of its epochs 2 and 4, from 0, on one device and on two replicas."""
+    """A training with the mean of epochs 2 and 4 (from 0), on one device and on two replicas."""
     found = {}
     for replicas in (1, 2):
         model, weights = make(replicas), Weights()
@@ -149,7 +149,7 @@ def test_numbers_out_of_range_are_refused(start, every):
 
 
 def stopped_and_resumed(folder, build, *, epochs=5, **at):
-    """One training in two processes' worth of objects; returns the model."""
+    """Trains with new objects, as after a restart; returns the model."""
     with pytest.raises(Preempted):
         fit(make(**build[1]), *build[0](), Stops(**at), Checkpoint(folder), epochs=epochs)
     model = make(**build[1])

@@ -1,4 +1,4 @@
-"""A loss that is no number ends the training, and what was saved is from before."""
+"""A non-finite loss ends the training; checkpoints are from before."""
 
 import keras
 import numpy as np

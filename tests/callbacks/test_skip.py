@@ -1,4 +1,4 @@
-"""Steps that bring numbers that are none are left out: the rest is the training without those batches, to the bit."""
+"""Steps that produce NaN or Inf are skipped: the result equals a training without those batches, bit for bit."""
 
 import logging
 
@@ -16,7 +16,7 @@ BAD = 2, 5  # batches
 
 
 def data(*, poisoned: bool):
-    """All batches, two of them with a row of NaN and one of infinity; or those that are left without the two."""
+    """All batches, two of them with NaN or infinity; or only the finite batches."""
     x, y = X.copy(), Y.copy()
     x[BAD[0] * BATCH + 1], y[BAD[1] * BATCH + 7] = float("nan"), float("inf")
     kept = [at for at in range(ROWS) if poisoned or at // BATCH not in BAD]

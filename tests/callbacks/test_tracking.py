@@ -1,4 +1,4 @@
-"""Trackers: MLflow and Weights & Biases as they are, and one of the test's own that fails when it is told to."""
+"""Tracking with MLflow, Weights & Biases, and a test tracker that fails on demand."""
 
 import json
 import os
@@ -17,7 +17,7 @@ X = np.linspace(0, 1, 8, dtype="float32")[:, None]
 
 
 class Server:
-    """What a tracker has received; `fails` counts down the messages that it does not take."""
+    """Records what a tracker receives; it rejects the next `fails` messages."""
 
     def __init__(self):
         self.rows, self.files, self.closed, self.begun, self.fails = [], [], [], [], 0

@@ -1,4 +1,4 @@
-"""What Kubernetes and Kubeflow leave in a pod."""
+"""Clusters from the variables of Kubernetes and Kubeflow."""
 
 import json
 
@@ -29,7 +29,7 @@ TRAIN_JOB = {
 
 
 def tf_job(task_type, index):
-    """As Kubeflow's training operator writes it for a TFJob in the namespace `team`."""
+    """TF_CONFIG as written by Kubeflow's training operator for a TFJob in the namespace `team`."""
     cluster = {
         "chief": ["digits-chief-0.team.svc:2222"],
         "ps": ["digits-ps-0.team.svc:2222"],

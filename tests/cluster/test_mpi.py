@@ -1,4 +1,4 @@
-"""What `mpirun` leaves in the environment of a process, by launcher; real ones where they are installed."""
+"""Clusters from the variables of `mpirun`, by launcher; real launchers if installed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Slurm's variables as `srun`, `sbatch` and `salloc` leave them."""
+"""Clusters from Slurm's variables, as set by `srun`, `sbatch` and `salloc`."""
 
 import pytest
 from hypothesis import given

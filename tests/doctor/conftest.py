@@ -1,4 +1,4 @@
-"""The real facts of this machine, asked once, and ways to change them; libraries that are compiled on the spot."""
+"""The facts of this machine, collected once, and helpers to change them; libraries compiled for the tests."""
 
 import copy
 import os
@@ -14,7 +14,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_N
 
 
 def without(**changes) -> dict[str, str]:
-    """This process's environment without what changes the doctor's mind, and with `changes`."""
+    """This process's environment without variables that affect the doctor, and with `changes`."""
     return {key: value for key, value in os.environ.items() if key not in (*AWAY, *THREADS)} | changes
 
 
@@ -121,7 +121,7 @@ def found() -> dict[str, dict]:
 
 @pytest.fixture
 def by_name():
-    """The checks of facts by name; of several of one name, the last."""
+    """The checks of facts by name; the last one of each name."""
     return lambda facts, **environ: {check.name: check for check in doctor.judge(facts, without(**environ))}
 
 
@@ -148,7 +148,7 @@ def gpu(name: str = "NVIDIA H100", uuid: str = "GPU-aaaa-1", **changes) -> dict:
 
 @pytest.fixture
 def with_gpus(facts):
-    """The facts of a machine whose driver has these GPUs, of which TensorFlow uses `seen`."""
+    """The facts of a machine with these GPUs, of which TensorFlow uses `seen`."""
 
     def change(*gpus, seen=None, cuda=(12, 8), **more):
         seen = gpus if seen is None else seen
@@ -171,7 +171,7 @@ def a_gpu():
 
 @pytest.fixture
 def told(nvml, clean, tmp_path):
-    """What the driver's question brings where NVML is the stand-in, which is told so."""
+    """The driver's facts from the fake NVML, configured by variables."""
     (tmp_path / "proc/4711").mkdir(parents=True)
     (tmp_path / "proc/4711/comm").write_text("python3\n")
 

@@ -1,4 +1,4 @@
-"""A question that hangs, dies or talks too much is an answer too."""
+"""Questions that hang, crash or print too much are reported as errors."""
 
 import os
 import signal

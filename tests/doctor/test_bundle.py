@@ -1,4 +1,4 @@
-"""The bundle of a machine with a driver's tool, a run and secrets in many places holds all facts and no secret."""
+"""The bundle contains all facts and no secrets, on a machine with secrets in many places."""
 
 import json
 import os
@@ -38,7 +38,7 @@ GPU 00000000:3B:00.0
 
 @pytest.fixture
 def machine(tmp_path):
-    """An environment with secrets, an `nvidia-smi` and a run that has written them down."""
+    """An environment with secrets, an `nvidia-smi`, and a run that has logged the secrets."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin/nvidia-smi"
     (tmp_path / "recorded").write_text(NVIDIA_SMI)

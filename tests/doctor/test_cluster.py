@@ -1,4 +1,4 @@
-"""TF_CONFIG against reality: real names, addresses, ports and doctors that meet, one with a clock of its own."""
+"""The cluster's checks with real names, addresses, ports, and doctors that connect, one with a shifted clock."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def ask(clean):
 
 @pytest.fixture
 def judged(facts, by_name):
-    """The checks of what a process of a cluster has found."""
+    """The checks of a process of a cluster."""
 
     def go(found: dict, **environ):
         facts["cluster"] = found
@@ -51,7 +51,7 @@ def judged(facts, by_name):
 
 
 def together(workers: list[str], environs: list[dict]) -> list[dict]:
-    """What the doctors of several workers find, which run at once."""
+    """The results of doctors that run on several workers at the same time."""
     code = f"from tfgpu.doctor.facts import asking; asking.answer({MODULE!r}, ['cluster'], {{}})"
     running = [
         subprocess.Popen(

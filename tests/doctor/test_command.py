@@ -1,4 +1,4 @@
-"""`tfgpu doctor` as it is typed."""
+"""The command `tfgpu doctor`."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Driver and GPUs, as NVML and TensorFlow tell of them, against the environment and TensorFlow's build."""
+"""Checks of driver and GPUs against the environment and TensorFlow's build."""
 
 import pytest
 
@@ -149,7 +149,7 @@ def test_the_state_of_a_gpu(case, by_name, with_gpus, a_gpu):
         ({"USED_MIB": "70000", "PID": "4711"}, "GPU memory", "warning", "in use by python3 4711"),
         ({"PERSISTENCE": "0"}, "Persistence mode", "warning", "off on GPU 0"),
         ({"CELSIUS": "92", "REASONS": "72"}, "GPU clocks", "warning", "hardware slowdown, heat (hardware), at 92 °C"),
-        ({"LIMIT_MW": "350000"}, "GPU clocks", "warning", "may take 350 W, of the 700 W"),
+        ({"LIMIT_MW": "350000"}, "GPU clocks", "warning", "is limited to 350 W, of 700 W"),
         ({"UNCORRECTED": "3"}, "ECC errors", "problem", "GPU 0 (GPU-1f0c5a92): 3 uncorrected error(s)"),
         ({"PENDING": "1"}, "ECC errors", "warning", "GPU 0 (GPU-1f0c5a92): bad memory will be replaced"),
         ({"FAILED": "1"}, "ECC errors", "problem", "can no longer be replaced"),
@@ -189,7 +189,7 @@ BESIDE_A_LOST_ONE = {
         ("MIG", "GPU 2 is in MIG mode", "sudo nvidia-smi -i GPU-3b6a90c1 -mig 0"),
     ),
     "no persistence": ({"PERSISTENCE": "0"}, ("Persistence mode", "off on GPU 2", "sudo nvidia-smi -pm 1")),
-    "heat": ({"REASONS": "72"}, ("GPU clocks", "GPU 2 is slowed down", "")),
+    "heat": ({"REASONS": "72"}, ("GPU clocks", "GPU 2 is throttled", "")),
     "links": ({"DOWN": "2"}, ("GPU links", "GPU 2: 2 of 18 NVLinks are down", "")),
     "pairs": ({"P2P": "1"}, ("GPU links", "3 of 3 pairs (0-2, 0-3, 2-3) cannot read", "")),
 }

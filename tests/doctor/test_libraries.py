@@ -1,4 +1,4 @@
-"""CUDA's libraries: missing, broken, too old; really opened, by this process's loader and by TensorFlow itself."""
+"""Missing, broken and old CUDA libraries, loaded by this process and by TensorFlow."""
 
 import os
 import stat
@@ -44,7 +44,7 @@ MANAGEMENT = "int nvmlInit_v2(void) { return 0; } int nvmlInit(void) { return 0;
 
 
 def version(function: str, number: int) -> str:
-    """A library that tells its version as CUDA's do: cuDNN returns it, the others write it."""
+    """A library with CUDA's version functions: cuDNN's returns the version, the others write it to a pointer."""
     if function == "cudnnGetVersion":
         return f"unsigned long {function}(void) {{ return {number}; }}"
     return f"int {function}(int *version) {{ *version = {number}; return 0; }}"
@@ -52,7 +52,7 @@ def version(function: str, number: int) -> str:
 
 @pytest.fixture(scope="module")
 def broken(compiled):
-    """A folder with a driver, a cuDNN cut short, and a cuFFT that needs a library that is nowhere."""
+    """A folder with a driver, a truncated cuDNN, and a cuFFT that needs a missing library."""
     folder = compiled("libcuda.so.1", DRIVER)
     compiled("libnvidia-ml.so.1", MANAGEMENT, folder)
     compiled("libneeded.so.3", "int needed(void) { return 0; }", folder)
@@ -128,7 +128,7 @@ RAISE = "pip install --upgrade 'nvidia-cudnn-cu12>=9.3.0.75,<10.0'"
 
 @pytest.fixture
 def site(tmp_path):
-    """A folder of packages with TensorFlow's metadata, and ways to lay NVIDIA's wheels beside it."""
+    """A folder of packages with TensorFlow's metadata, and helpers to add NVIDIA's wheels."""
     site = tmp_path / "site"
     (site / "tensorflow-2.21.0.dist-info").mkdir(parents=True)
     (site / "tensorflow-2.21.0.dist-info/METADATA").write_text(ASKED)
@@ -136,7 +136,7 @@ def site(tmp_path):
 
 
 def lay(site, package: str, version: str, folder: str):
-    """A wheel's metadata, and the folder of its libraries."""
+    """Writes a wheel's metadata, and returns the folder of its libraries."""
     (site / f"{package}-{version}.dist-info").mkdir()
     text = f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: {version}\n"
     (site / f"{package}-{version}.dist-info/METADATA").write_text(text)
@@ -200,7 +200,7 @@ def test_run_time_and_nccl_older_than_tensorflows_package_asks_for(site, compile
 
 
 def test_the_installed_tensorflow_says_what_it_asks_for():
-    """The words of this test's own TensorFlow, so that a release that says them otherwise is seen."""
+    """The messages of the installed TensorFlow, to notice releases that change them."""
     asked = {each["package"]: each["versions"] for each in libraries.requirements(tf.sysconfig.get_lib())}
     assert asked["nvidia-cudnn-cu12"].startswith(">=9.") and asked["nvidia-nccl-cu12"].startswith(">=2.")
     assert "numpy" not in asked and libraries.requirements(None) == libraries.requirements("/nowhere/tensorflow") == []

@@ -1,4 +1,4 @@
-"""Cores, memory, limits, devices, container: read from folders that look like another machine's /proc, /sys, /dev."""
+"""Cores, memory, limits, devices and container, read from fake /proc, /sys and /dev."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def ask(environ: dict, root: Path | str = "/", **options) -> dict:
 
 @pytest.fixture
 def root(tmp_path):
-    """A machine of its own, with nothing in it."""
+    """An empty fake machine."""
     for name in ("proc/self", "sys/fs/cgroup", "dev/shm", "run"):
         (tmp_path / "root" / name).mkdir(parents=True)
     return tmp_path / "root"
@@ -142,7 +142,7 @@ def test_shared_memory_as_docker_mounts_it(option, gpus, status, root, by_name, 
 
 
 def test_shared_memory_that_is_really_small(clean):
-    """A file system of 1 MiB, mounted at /dev/shm where no other process sees it."""
+    """A file system of 1 MiB at /dev/shm, in a private mount namespace."""
     code = f"import json; from {MODULE} import shared_memory, Path; print(json.dumps(shared_memory(Path('/'))))"
     mount = f"mount -t tmpfs -o size=1m none /dev/shm && exec {sys.executable} -c {json.dumps(code)}"
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount]
@@ -158,7 +158,7 @@ def test_shared_memory_full_of_what_others_left(facts, by_name):
 
 
 def limited(number: int, soft: int, hard: int, environ: dict) -> dict:
-    """The limits that a process with a limit finds."""
+    """The limits seen by a process with a limit."""
     code = f"import json; from {MODULE} import limits; print(json.dumps(limits()))"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""The self-test tells each check as it ends, and an interrupt leaves what is known. Its parts are stand-ins here."""
+"""The self-test shows each check as it ends, also before an interrupt. Its parts are fakes here."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ PARTS = {
 
 @pytest.fixture
 def started(tmp_path, facts, found, clean):
-    """Starts the command; its process, which a test must not leave behind."""
+    """Starts the command, and ends its process after the test."""
     (tmp_path / "known.json").write_text(json.dumps({"facts": facts, "found": found}))
     running = []
 
@@ -65,7 +65,7 @@ def ended(process: subprocess.Popen) -> tuple[str, str]:
 
 
 def titles(stream, last: str) -> list[str]:
-    """The first columns of the lines up to this one: it waits for them, and for no more."""
+    """Reads lines up to this one; returns their first columns."""
     found = []
     while not (found and found[-1] == last):
         line = stream.readline()
@@ -127,7 +127,7 @@ def test_an_interrupt_ends_what_was_asked_at_once(clean, tmp_path):
 
 
 def test_a_training_is_judged_once_all_machines_are_known(facts, found, monkeypatch):
-    """By how much it may differ depends on them."""
+    """The tolerance depends on them."""
     found["machine"] = {"error": "no route"}
     told = []
     monkeypatch.setattr(asking, "ask", lambda module, names, **_: {name: found[name] for name in names})

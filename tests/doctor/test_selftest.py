@@ -1,4 +1,4 @@
-"""The self-test: its figures by hand, its parts for real, and what it says where a part fails."""
+"""The self-test: hand-made results, real parts, and failing parts."""
 
 import copy
 import json

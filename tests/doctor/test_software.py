@@ -14,7 +14,7 @@ from tfgpu.errors import InputError
 
 @pytest.fixture(scope="module")
 def here(clean):
-    """What this machine really answers, asked once."""
+    """The real facts of this machine, collected once."""
     return doctor.gather(clean())
 
 

@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES: read as CUDA reads it, and told where it hides what could train."""
+"""CUDA_VISIBLE_DEVICES: parsed as CUDA does, with a warning if it hides usable GPUs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Other libraries' arrays as tensors: one memory, every type, and one error where that cannot be."""
+"""DLPack: shared memory, all types, and errors."""
 
 import gc
 import importlib.util
@@ -18,7 +18,7 @@ TYPES = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32
 
 
 def aligned(shape, kind="float32", off=0):
-    """An array that begins `off` bytes behind a multiple of 64."""
+    """An array that begins `off` bytes after a multiple of 64."""
     count = int(np.prod(shape)) * np.dtype(kind).itemsize
     memory = np.zeros(count + 192, "uint8")
     begin = -memory.ctypes.data % 64 + 64 + off
@@ -42,7 +42,7 @@ def test_both_have_one_memory_unless_a_copy_is_asked_for():
 
 @pytest.mark.parametrize("off", [4, 16, 32])
 def test_memory_that_would_end_the_process_is_copied(off):
-    """TensorFlow's `from_dlpack` takes it, and some operations then abort: "Check failed: IsAligned()"."""
+    """TensorFlow's `from_dlpack` accepts it, and some operations then abort: "Check failed: IsAligned()"."""
     array = aligned((3, 4), off=off)
     tensor = from_dlpack(array)
     array[1, 2] = 7
@@ -101,7 +101,7 @@ def test_jax_there_and_back():
 
 
 class Elsewhere:
-    """An array of another device, by the protocol's word."""
+    """An array that claims to be on another device."""
 
     def __init__(self, *device):
         self._device = device
@@ -252,7 +252,7 @@ print("good")
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [("torch", "tensorflow"), ("tensorflow", "torch")], ids=" then ".join)
 def test_pytorch_there_and_back(order):
-    """In a process of its own, in both orders of import."""
+    """In a separate process, in both import orders."""
     script = TORCH.format(first=order[0], second=order[1])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "good", done.stderr[-3000:]

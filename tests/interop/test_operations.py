@@ -1,4 +1,4 @@
-"""Kernels of one's own: built by g++ for real, equal to their fallback on one device and on replicas."""
+"""Custom kernels, built by g++, equal their fallback on one device and on replicas."""
 
 import importlib.util
 import json
@@ -38,7 +38,7 @@ bias_gelu = example()
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    """Once for each process of the tests: seven seconds of g++."""
+    """Built once per test process, since g++ takes seven seconds."""
     folder = tmp_path_factory.mktemp("kernels")
     return build_kernel([CC, CU], output=folder / "libbias_gelu.so", cuda=False)
 
@@ -232,7 +232,7 @@ def test_two_replicas_train_as_one_device_and_as_the_fallback(library, missing, 
 @pytest.mark.slow
 @NEEDS_NVCC
 def test_nvcc_builds_the_gpu_kernel_by_the_same_command(tmp_path):
-    """One command; the library loads on a machine without a GPU too, and runs there on the CPU."""
+    """The library also loads on a machine without a GPU, and runs there on the CPU."""
     made = tmp_path / "libboth.so"
     with pytest.raises(SystemExit) as ended:
         cli.main(["build-kernel", str(CC), str(CU), "--output", str(made)])

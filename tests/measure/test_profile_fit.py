@@ -1,4 +1,4 @@
-"""Faults planted around `fit`: what goes back to Python after every step is named, with a knob that helps."""
+"""Faults planted around `fit`: the cause of a return to Python after each step is named, with advice."""
 
 import keras
 import numpy as np
@@ -54,7 +54,7 @@ def test_an_eager_fit_is_found_with_the_line_that_reads(tmp_path):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What each call's mark says of its kind, and of what set its steps."""
+    """The kind of each marked call, and what set its number of steps."""
     found, begin = set(), profiling_hooks.steps_begin
 
     def steps_begin(done, count, kind, set_by, *, jit):

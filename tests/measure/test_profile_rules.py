@@ -1,4 +1,4 @@
-"""The reading of traces and the rules, on traces made by hand: every share is computed on paper."""
+"""Reading of traces, and the rules, on hand-made traces with hand-computed shares."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Verdicts on recorded trainings: planted faults are found by name, and none where there is none."""
+"""Verdicts on recorded trainings: planted faults are found, and none in healthy trainings."""
 
 import planted
 import pytest

@@ -1,4 +1,4 @@
-"""Hand-made traces: an XSpace message of what one writes down."""
+"""Builds XSpace messages for hand-made traces."""
 
 from tfgpu.core import profiling_hooks
 
@@ -24,7 +24,7 @@ def space(planes):
 
 
 def steps(*spans, kind="train", count=1, eager=False, **more):
-    """Marks of tfgpu's around blocks of steps, each in one call of a tf.function; or in none, where they are eager."""
+    """tfgpu's marks of blocks of steps, each in one call of a tf.function, or eager."""
     about = {"step_num": 0, "steps": count, "kind": kind, "_r": 1, **more}
     marks = [("tfgpu.steps", start, end, about) for start, end in spans]
     called = {"tf_function_call": "notTraced-nonXla", "tracing_count": 1}

@@ -379,7 +379,7 @@ def test_the_page_shows_what_the_commands_print(capsys):
         ([*SIZES, "--model", "cnn"], "not both"),
         (["--model", "transformer"], "--input-shape 1024"),
         ("--model transformer --input-shape 8 --classes 8 --option deph=2".split(), "Did you mean 'depth'"),
-        ([*SIZES, "--top", "0"], "--top must be"),
+        ([*SIZES, "--top", "0"], "`--top` must be"),
         ([*SIZES, "--precision", "int8"], "Unknown precision"),
         ([*SIZES, "--json", "/nowhere/file.json"], "cannot be written"),
         ([*SIZES, "--option", "depth=2"], "Add --model NAME"),

@@ -118,7 +118,7 @@ def test_a_model_file_with_code_in_it_is_not_loaded(tmp_path, monkeypatch):
     (tmp_path / "evil.py").write_text(EVIL + "\nrun()\n")
     model.save("lambda.h5")
     for name in ("lambda.keras", "lambda.h5"):
-        with pytest.raises(InputError, match="holds code"):
+        with pytest.raises(InputError, match="contains code"):
             serving.export(name, "out")
     done = tfgpu("export", "module.keras", "out", cwd=tmp_path)
     assert done.returncode == 2 and not (tmp_path / "out").exists(), done.stderr

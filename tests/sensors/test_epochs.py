@@ -1,4 +1,4 @@
-"""Means, maxima and energies of epochs, worked out by hand."""
+"""Hand-computed means, maxima and energies of epochs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The real pynvml against an NVML that is compiled here; what it answers is told by the environment."""
+"""The real pynvml with a fake NVML library, whose answers are set by the environment."""
 
 import json
 import os
@@ -24,7 +24,7 @@ print(json.dumps({"found": found, "processes": gpus.processes()}))
 
 @pytest.fixture
 def ask(nvml):
-    """Reads the GPUs at each of some seconds, after what the stand-in is told there."""
+    """Reads the GPUs at some times, changing the fake NVML before each."""
 
     def run(*told, everything=True, shown=None, library=nvml):
         away = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}

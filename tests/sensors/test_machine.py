@@ -1,4 +1,4 @@
-"""What is read of the machine, compared with what psutil, the kernel and the watched processes themselves report."""
+"""Samples of the machine, compared with psutil, the kernel and the sampled processes."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from tfgpu.sensors import Gpu, Sample, Sampler
 from tfgpu.sensors.machine import Machine, cores
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-"""The kernel counts processor time in these."""
+"""The kernel's unit of CPU time."""
 # For each line on stdin, counts to a fixed number (about 0.4 s of processor time) and reports its own processor time.
 BURNER = """
 import sys, time
@@ -48,7 +48,7 @@ def tell(process, line=""):
 
 
 def burn():
-    """Uses this process's processor for a fixed number of operations; returns its time."""
+    """Runs a fixed number of operations; returns their CPU time."""
     begun = time.process_time()
     for _ in range(OPERATIONS):
         pass
@@ -101,7 +101,7 @@ def test_the_machine_s_memory_is_what_the_kernel_reports():
 
 
 def cpu_ticks():
-    """All processor time and the idle part of it, as /proc/stat has them."""
+    """Total and idle CPU time from /proc/stat."""
     with open("/proc/stat") as file:
         user, nice, system, idle, iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
     return user + nice + system + idle + iowait + irq + softirq + steal, idle + iowait
@@ -126,7 +126,7 @@ def test_cores_are_those_that_the_process_may_use():
 
 
 def test_a_written_file_is_counted(tmp_path):
-    """Between two readings of ours lie two of psutil's, and between those a file of a known size."""
+    """Two psutil readings lie between our two readings, and a file of known size is written in between."""
     size = 32 << 20
     outer = psutil.disk_io_counters()
     if outer is None:

@@ -1,4 +1,4 @@
-"""What Prometheus's own parser reads of the exported metrics, and how they are served."""
+"""The exported metrics, read by Prometheus's own parser, and the server."""
 
 import socket
 import urllib.error

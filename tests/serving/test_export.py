@@ -1,4 +1,4 @@
-"""What is exported gives the model's outputs, in a process that has nothing of ours."""
+"""Exported models give the model's outputs, in a process without tfgpu."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_a_subclassed_model_needs_an_example(tmp_path):
 
 @keras.saving.register_keras_serializable("test_export")
 class Fickle(keras.layers.Layer):
-    """Does something else in a graph."""
+    """Computes something else in a graph."""
 
     def call(self, x):
         return x if tf.executing_eagerly() else x + 1.0
@@ -158,7 +158,7 @@ def named(width=4):
 @pytest.mark.sample("litert")
 @pytest.mark.parametrize("form", ["savedmodel", pytest.param("onnx", marks=pytest.mark.slow), "litert"])
 def test_outputs_with_names_come_in_the_names_order(form, tmp_path):
-    """Numbers within names are no order: "box_10" stands before "score_2"."""
+    """Outputs are not sorted by the numbers in their names: "box_10" comes before "score_2"."""
     model = named()
     one, other = (RNG.normal(size=(4, 3)).astype("float32") for _ in range(2))
     made = serving.export(model, tmp_path / "made", format=form, example={"a": one, "b": other})
@@ -310,7 +310,7 @@ def test_a_mark_of_the_byte_order_is_no_text(name, content, tmp_path):
 
 
 class Named(keras.layers.Layer):
-    """Says which class it is."""
+    """Identifies its class."""
 
     def call(self, x):
         return tf.gather(tf.constant(["chat", "né"]), tf.argmax(x, -1))
@@ -342,7 +342,7 @@ def test_layers_of_ones_own_need_not_be_registered(tmp_path):
 
 @keras.saving.register_keras_serializable("test_export")
 class Lost(keras.layers.Layer):
-    """Gives NaN in a graph."""
+    """Returns NaN in a graph."""
 
     def call(self, x):
         return x if tf.executing_eagerly() else x * float("nan")
@@ -356,7 +356,7 @@ def test_not_a_number_is_no_agreement(tmp_path):
 
 @pytest.mark.parametrize("form", ["savedmodel", "litert"])
 def test_only_an_earlier_export_is_replaced(form, tmp_path):
-    """Whatever else lies there is not ours to remove, and a run is not replaced by its own export."""
+    """Other files are not removed, and a run is not replaced by its own export."""
     run = tmp_path / "run.tflite"
     run.mkdir()
     small().save(run / "model.keras")
@@ -412,7 +412,7 @@ def test_a_folder_is_replaced_by_the_new_one_alone(exchanges, tmp_path, monkeypa
 
 
 def test_there_is_a_model_at_every_moment(tmp_path):
-    """Two renames would leave none in between: a process that is killed there, or a server that looks."""
+    """Two renames would leave a moment without an export, for example if the process is killed there."""
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "saved_model.pb").write_text("0")
     missing, over = [], threading.Event()

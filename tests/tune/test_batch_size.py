@@ -1,4 +1,4 @@
-"""Batches are tried for real, in processes of their own, under real limits of memory."""
+"""Real tries of batches, in separate processes, with real memory limits."""
 
 import json
 import math
@@ -35,7 +35,7 @@ LARGE = recipes.make(
 
 
 def searched(bounds, fits, rate=lambda batch: float(batch), largest=True):
-    """All tries against a made-up machine."""
+    """A complete search on a simulated machine."""
     tries = []
     while (batch := next_batch(tries, bounds, largest=largest)) is not None:
         assert len(tries) < 100
@@ -191,7 +191,7 @@ def test_a_file_of_a_stranger_and_a_cluster_are_refused(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="names code to run"):
         tune.batch_size(tmp_path / "recipe.yaml")
     monkeypatch.setenv("TF_CONFIG", "{}")
-    with pytest.raises(InputError, match="Received: TF_CONFIG"):
+    with pytest.raises(InputError, match="TF_CONFIG is set"):
         tune.batch_size(SMALL)
 
 
@@ -245,7 +245,7 @@ def test_a_try_that_is_killed_does_not_fit(tmp_path):
 
 
 def test_what_counts_as_a_lack_of_memory(tmp_path):
-    """Words that TensorFlow, oneDNN and the C++ library were heard to say under a limit."""
+    """Messages of TensorFlow, oneDNN and the C++ library seen under a memory limit."""
     log = tmp_path / "log"
     one, limited = child(log=log), child(log=log, memory_bytes=10**9)
     abort = {"end": "failed", "reason": "The process was killed by SIGABRT.", "code": -signal.SIGABRT, "input": False}

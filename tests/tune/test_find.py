@@ -1,4 +1,4 @@
-"""`tfgpu find`: what it prints, what it writes, and what it refuses."""
+"""`tfgpu find`: its output, its files, and invalid input."""
 
 import json
 import math
@@ -87,7 +87,7 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch, capsys):
 
 
 def test_rates_have_three_digits_wherever_they_are_shown(capsys):
-    """In the table, in the reason, in the drawing and in the recipe's line; callers have all digits."""
+    """Three digits in the table, the reason, the chart and the recipe; callers get all digits."""
     rates = np.geomspace(1e-6, 1, 200).tolist()
     losses = [1.0 if rate < 1.2e-4 else max(0.2, 1 - 0.4 * math.log10(rate / 1.2e-4)) for rate in rates]
     tested = judged(rates, [max(loss, 3 * rate) for rate, loss in zip(rates, losses, strict=True)], complete=True)

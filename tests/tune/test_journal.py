@@ -3,7 +3,7 @@ import pytest
 pytest.importorskip("optuna", reason="needs Optuna: pip install 'tfgpu[tune]'")
 
 from tfgpu.errors import InputError
-from tfgpu.tune.journal import FILE, Journal, mend, settings_of
+from tfgpu.tune.journal import FILE, Journal, remove_partial_line, settings_of
 from tfgpu.tune.space import parse_search
 
 SPACE = parse_search(
@@ -21,7 +21,7 @@ def opened(folder, **changes):
 
 
 def value(settings):
-    """A hill that TPE can find."""
+    """An optimum that TPE can find."""
     return abs(settings["learning_rate"] - 0.01) + (settings["optimizer"] == "sgd") + settings["global_batch"] / 5120
 
 
@@ -85,7 +85,7 @@ def test_a_torn_line_and_a_lock_of_a_killed_process_are_taken_back(tmp_path):
     assert file.read_bytes()[: len(whole)] == whole
     go(journal, 1)
     assert len(opened(tmp_path).trials) == 4
-    mend(tmp_path / "none.log")
+    remove_partial_line(tmp_path / "none.log")
 
 
 def test_a_damaged_journal_is_refused(tmp_path):

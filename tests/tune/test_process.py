@@ -103,12 +103,12 @@ def test_the_epoch_that_counts_is_the_one_whose_weights_the_run_ends_with():
     kept = Recipe(early_stopping=2, early_stopping_options={"restore_best": False})
     assert last_of(rows, kept, "val_error") is rows[2]
     assert value_of(rows[0], "val_loss") == 0.9 and value_of(rows[0], "val_error") == pytest.approx(0.41)
-    with pytest.raises(InputError, match="reports no 'val_f1'"):
+    with pytest.raises(InputError, match="do not contain 'val_f1'"):
         value_of(rows[0], "val_f1")
 
 
 def test_a_trial_whose_study_is_killed_ends_too(tmp_path):
-    """The child waits for its task; its holder is killed."""
+    """The child waits for its task while its parent is killed."""
     script = (
         "import subprocess, sys, time, multiprocessing\n"
         "mine, inner = multiprocessing.Pipe()\n"

@@ -1,4 +1,4 @@
-"""The range test: its rules by hand, one device's curve on every strategy, and a model that is as it was."""
+"""The range test: its rules, equal curves under every strategy, and the restored model."""
 
 import math
 

@@ -125,7 +125,7 @@ def test_a_setting_takes_the_place_of_the_models_option():
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "resnet", "vit", "textcnn", "transformer"])
 def test_each_value_of_the_default_space_builds_a_model(model):
-    """With each choice of initialiser and normalisation; none is silently ignored."""
+    """With each initializer and normalization; none is silently ignored."""
     from tfgpu import models
 
     shapes = {"mlp": (8,), "cnn": (8, 8, 1), "resnet": (8, 8, 3), "vit": (8, 8, 3), "textcnn": (16,)}

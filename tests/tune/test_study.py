@@ -1,4 +1,4 @@
-"""Real small studies: each trial is a process that starts TensorFlow."""
+"""Small real studies; each trial is a process that starts TensorFlow."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def environ():
         ({"pruner": "medain"}, "Did you mean 'median'?"),
         ({"search": ["learning_rte=1..2"]}, "Did you mean 'learning_rate'?"),
         ({"search": ["optimizer=adma,sgd"]}, "Unknown optimizer 'adma'"),
-        ({"recipe": recipes.make({"model": "ResNet50"}), "search": ["dropout=0..0.5"]}, "has no dropout to search"),
+        ({"recipe": recipes.make({"model": "ResNet50"}), "search": ["dropout=0..0.5"]}, "has no setting dropout"),
         ({"search": ["initializer=he_norml,orthogonal"]}, "Unknown initializer 'he_norml'. Did you mean 'he_normal'?"),
         ({"search": ["normalization=none,batchh"]}, "Unknown normalization 'batchh'. Did you mean 'batch'?"),
         ({"search": ["model_options.activation=relu,geluu"]}, "Unknown activation 'geluu'. Did you mean 'gelu'?"),
@@ -137,7 +137,7 @@ def test_a_study_that_is_killed_goes_on_and_equals_one_that_never_stopped(tmp_pa
 
 @pytest.mark.slow
 def test_a_study_goes_on_without_the_folders_of_its_trials(tmp_path):
-    """One trial's folder goes, then all; then what an earlier version's journal did not have, the test accuracy."""
+    """Removes one trial's folder, then all, then the test accuracy, which earlier versions did not record."""
     folder = tmp_path / "study"
     first = tune.study(recipes.make({**SMALL, "epochs": 1}), folder, trials=2, search=SEARCH, seed=1)
     assert first.missing == () and first.test_accuracy is not None
@@ -165,7 +165,7 @@ def test_a_study_goes_on_without_the_folders_of_its_trials(tmp_path):
 
 @pytest.mark.slow
 def test_trials_that_end_badly_do_not_end_the_study(tmp_path, monkeypatch):
-    """One diverges, one dies, one is not done in time; each has its reason."""
+    """One trial diverges, one is killed, one times out; each has its reason."""
     (tmp_path / "nets.py").write_text(
         "import os, time, keras\n"
         "def net(input_shape, classes, *, fault):\n"
@@ -198,7 +198,7 @@ def test_trials_that_end_badly_do_not_end_the_study(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_odd_settings_of_one_trial_do_not_end_the_study(tmp_path, monkeypatch):
-    """Trial 0 cannot begin: its settings are right one by one, not together. Then the folder goes."""
+    """Trial 0 cannot begin: its settings are only valid separately. Then the folder is removed."""
     base = recipes.make({**SMALL, "epochs": 6})
     search = {"warmup_epochs": "1..4", "epochs": [1, 3]}
     found = tune.study(base, tmp_path / "study", trials=2, search=search, sampler="random", seed=16)

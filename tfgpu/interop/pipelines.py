@@ -144,9 +144,9 @@ class _Source:
     def opened(self, which: Sequence[int]) -> "_Run":
         return _Run(self, list(which))
 
-    def pipeline(self, shard: int, anew: bool) -> object:
+    def pipeline(self, shard: int, restart: bool) -> object:
         if self._is_one:
-            if anew:
+            if restart:
                 raise InputError("A pipeline cannot return to an earlier epoch. Pass a function that creates it.")
             made = self._make
         else:
@@ -170,9 +170,9 @@ class _Source:
 class _Shard:
     """One pipeline and its position."""
 
-    def __init__(self, source: _Source, number: int, anew: bool):
+    def __init__(self, source: _Source, number: int, restart: bool):
         self._source, self._number = source, number
-        self._pipeline = source.pipeline(number, anew)
+        self._pipeline = source.pipeline(number, restart)
         self._ahead: list[Rows | None] = []
         self._facts = self._reader()
         self.examples = self._facts["epoch_size"] if self._facts else None
@@ -240,7 +240,7 @@ class _Run:
         self._source, self._which = source, which
         self._one_at_a_time = threading.Lock()
         self._turn = 0
-        self._open(anew=False)
+        self._open(restart=False)
         firsts = [part.look() for part in self.parts]
         if any(first is None for first in firsts):
             raise InputError("The pipeline has no data: it ended before its first batch.")
@@ -269,14 +269,14 @@ class _Run:
                 return
             yield rows
 
-    def _open(self, *, anew: bool) -> None:
-        self.parts = [_Shard(self._source, number, anew) for number in self._which]
+    def _open(self, *, restart: bool) -> None:
+        self.parts = [_Shard(self._source, number, restart) for number in self._which]
         self._epoch, self._step = 0, 0
         self._ended = [False] * len(self.parts)
 
     def _go_to(self, epoch: int) -> None:
         if (self._epoch, self._step) > (epoch, 0):
-            self._open(anew=True)
+            self._open(restart=True)
         while self._epoch < epoch:
             self._next()
 

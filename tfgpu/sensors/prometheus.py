@@ -113,7 +113,7 @@ def address(value: int | str) -> tuple[str, int]:
 
 
 class Server:
-    """Serves metrics over HTTP from a thread of its own, until `close`.
+    """Serves metrics over HTTP from a background thread, until `close`.
 
     Args:
         where: host and port; port 0 takes any free one.

@@ -52,7 +52,7 @@ class Journal:
 
     def __init__(self, folder: Path, space: Space, *, sampler: str, pruner: str, epochs: int, seed: int):
         self._optuna, self._space, self._sampler, self._seed = optuna(), space, sampler, seed
-        mend(folder / FILE)
+        remove_partial_line(folder / FILE)
         journal = self._optuna.storages.journal
         try:
             with quiet():
@@ -166,7 +166,7 @@ def as_drawn(domain: Domain, value: Any) -> Any:
     return int(value).bit_length() - 1 if domain.scale == "powers" else value
 
 
-def mend(path: Path) -> None:
+def remove_partial_line(path: Path) -> None:
     """Removes an incomplete last line and the lock of a killed process. The caller must hold the folder's lock."""
     path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
     if path.exists():

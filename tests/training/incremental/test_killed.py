@@ -218,7 +218,7 @@ def test_what_is_wrong_is_named(tmp_path, caplog):
     tasks.begin(model_of())
     tasks.checkpoint()
     for name in ("fit", "../up", ""):
-        with pytest.raises(tfgpu.InputError, match="needs another name"):
+        with pytest.raises(tfgpu.InputError, match="needs its own name"):
             tasks.checkpoint(name)
     with pytest.raises(tfgpu.InputError, match="start of the script"):
         tasks.begin(model_of())

@@ -189,7 +189,7 @@ def test_a_metric_with_a_number_for_each_class(tmp_path):
     model.compile("sgd", loss, metrics=[ByClass()])
     assert again.begin(model) == 2 and again.logs == logs
     for bad in ({"a": "much"}, [1.0], {"a": {"b": 1}}):
-        with pytest.raises(InputError, match="mapping of numbers"):
+        with pytest.raises(InputError, match="must map names to numbers"):
             again.end(model, bad)
     assert again.done == 2
 

@@ -175,9 +175,9 @@ def retracing(seen: Seen) -> list[Finding]:
     found = []
     for name, each in calls.items():
         traced = [call for call in each if call.traced]
-        anew = all(call.count == 1 for call in traced)
+        is_new = all(call.count == 1 for call in traced)
         # tfgpu has separate loops for training and evaluation; a script may have two functions of one name.
-        if len(traced) < (3 if anew else 2) or (anew and traced[0].ours):
+        if len(traced) < (3 if is_new else 2) or (is_new and traced[0].ours):
             continue
         whole = max(1, max(call.end for call in each) - min(call.start for call in each))
         share = min(1.0, sum(call.end - call.start for call in traced) / whole)
