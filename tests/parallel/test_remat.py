@@ -232,3 +232,26 @@ def test_xla_computes_it_anew_too():
     assert len(re.findall(r" tanh\(", text)) == 12  # 6 layers, twice
     for a, b in zip(*found, strict=True):
         assert np.abs(a - b).max() <= 1e-6
+
+
+class DrawsGlobally(keras.layers.Layer):
+    """Draws from Keras's global seed generator."""
+
+    def call(self, x):
+        return keras.random.dropout(x, 0.5)
+
+
+def test_a_global_generator_must_exist_before():
+    x = tf.ones((64,))
+    keras.utils.set_random_seed(3)  # and forgets the generator
+    with pytest.raises(InputError, match=r"draw once before the training \(`keras.random.uniform\(\(1,\)\)`\)"):
+        remat(DrawsGlobally())(x)
+    keras.utils.set_random_seed(3)
+    keras.random.uniform((1,))
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = remat(DrawsGlobally())(x)
+    assert bool(tf.reduce_all(tape.gradient(y, x) == y))  # the same mask in both runs
+    keras.utils.set_random_seed(3)
+    keras.random.uniform((1,))
+    np.testing.assert_array_equal(y, DrawsGlobally()(tf.ones((64,))))

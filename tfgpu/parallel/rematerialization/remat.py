@@ -68,7 +68,8 @@ def remat(function: Callable) -> Callable:
 
     Raises:
         InputError: when called: a floating-point argument is ragged or sparse, or no layer can take a loss that was
-            added. When the gradient is taken: the second run assigns other variables than the first.
+            added, or the function creates a variable. When the gradient is taken: the second run assigns other
+            variables than the first.
 
     Example:
         >>> layer = keras.layers.Dropout(0.5, seed=1)
@@ -216,6 +217,8 @@ class _Call:
         for loss in results[count:end]:
             _loss_owner(self._function).add_loss(loss)
         for variable, value in {id(pair[0]): pair for pair in self._scope.assigned}.values():
+            if variables.held(variable) is None and get_stateless_scope() is None:
+                raise _not_created(variable)
             layer_state.put(variable, value)
         return tree.pack_sequence_as(self._outputs, outputs)
 
@@ -254,6 +257,14 @@ class _Call:
 
     def _scope_values(self, given) -> dict[int, tf.Tensor]:
         return dict(zip(self._mapped, given[len(self._positions) :], strict=True))
+
+
+def _not_created(variable: keras.Variable) -> InputError:
+    return InputError(
+        f"A recomputed function created {variable.path!r}, which must exist before. If it draws random numbers without "
+        "a seed of its own, give it a `keras.random.SeedGenerator`, or draw once before the training "
+        "(`keras.random.uniform((1,))`), which creates Keras's global generator. Otherwise build the layer first."
+    )
 
 
 def _results(outputs: object, scope: StatelessScope) -> list[tf.Tensor]:
