@@ -339,7 +339,7 @@ def test_a_batch_of_one_row_is_counted():
     assert [row["examples"] for row in monitor.epochs] == [5]
 
 
-@pytest.mark.sample("on_epoch_end-mirrored")
+@pytest.mark.sample("on_epoch_end-one_device")
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_begin", "on_epoch_end"])
 def test_an_evaluate_that_a_callback_calls_is_not_counted(strategy, hook):

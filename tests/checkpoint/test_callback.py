@@ -75,7 +75,7 @@ def test_only_the_newest_are_kept_and_nothing_half_written_counts(tmp_path):
     assert [path.name for path in found(tmp_path)] == ["epoch-0004", "epoch-0003"]
 
 
-@pytest.mark.sample("flip", "no facts")
+@pytest.mark.sample("flip")
 @pytest.mark.parametrize("harm", ["flip", "cut", "missing", "no facts"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, harm, caplog):
     train(build(), 0, 2, Checkpoint(tmp_path))

@@ -87,7 +87,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", DRAWS)
 def test_each_distribution_equals_one_device(name, dtype):
@@ -284,7 +284,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_layer_equals_one_device(name):
     values = rows(7, 6, 5, 3)

@@ -23,6 +23,7 @@ def fitted(folder, model, *callbacks):
     return report, {finding.name: finding for finding in report.findings}
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("every_batch", [True, False])
 def test_a_callback_that_looks_at_single_batches_sets_the_steps(tmp_path, every_batch, monkeypatch):
     if not every_batch:  # what the knob says

@@ -95,6 +95,7 @@ def test_synchronous_updates_come_first():
     assert averaging.traffic(model).rounds == 1
 
 
+@pytest.mark.slow
 def test_blocks_end_where_synchronous_training_ends():
     strategy = tfgpu.strategy("averaging", 2, every=2, after=2)
     model = line(strategy, lambda: keras.optimizers.Adam(1.0), weight=20.0)

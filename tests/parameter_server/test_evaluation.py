@@ -94,6 +94,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_once(tmp_path, caplog):
     assert caplog.text.count("epoch-0002 is damaged") == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_replaces_a_damaged_one_is_evaluated(tmp_path):
     train(tmp_path / "whole", epochs=2)
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
