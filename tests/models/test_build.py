@@ -1,4 +1,4 @@
-"""`models.build`: our builders, Keras's applications and the user's own functions, by name."""
+"""`models.build`: tfgpu's builders, Keras's applications and the user's functions, by name."""
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ SMALL = {
 
 
 def example(shape, classes=10):
-    """A batch of three: images, or token ids where the shape is a length."""
+    """A batch of three: images, or token ids if the shape is a length."""
     random = np.random.default_rng(0)
     if len(shape) == 1:
         return random.integers(0, classes, (3, *shape)).astype("int32")
@@ -218,7 +218,7 @@ def test_a_function_that_ends_the_program_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", [*models.BUILDERS, "MobileNetV2"])
 def test_a_size_that_is_not_known_is_an_error(name):
-    """`data.info.input_shape` has None where examples are of several sizes: its type says so, and builders take it."""
+    """`data.info.input_shape` has None for examples of several sizes, which the type allows."""
     shape = (None,) if name in ("textcnn", "transformer") else (None, 32, 3)
     with pytest.raises(InputError, match="input_shape.*Received:.*None"):
         models.build(name, input_shape=shape, classes=5)

@@ -10,7 +10,7 @@ from tfgpu.errors import InputError
 
 
 def test_default_parameters_by_hand():
-    # convolutions without bias, two trainable numbers a channel for each batch normalisation
+    # convolutions without bias, two trainable numbers a channel for each batch normalization
     stage1 = 9 * 1 * 32 + 64 + 9 * 32 * 32 + 64
     stage2 = 9 * 32 * 64 + 128 + 9 * 64 * 64 + 128
     head = 2 * 2 * 64 * 128 + 256 + 128 * 10 + 10

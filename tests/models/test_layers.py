@@ -1,4 +1,4 @@
-"""The two layers of our own: their numbers by hand, and their life in a file."""
+"""tfgpu's two layers: values by hand, saving and loading."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""The multi-layer perceptron."""
+"""The multilayer perceptron."""
 
 import pytest
 

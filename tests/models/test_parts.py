@@ -1,4 +1,4 @@
-"""The pieces that the builders share."""
+"""The builders' shared code."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A model with recomputation is the same model: the same variables, and the same weights after training."""
+"""A model with recomputation has the same variables, and the same weights after training."""
 
 import keras
 import numpy as np
@@ -80,7 +80,7 @@ def test_every_builder_has_the_same_variables_in_the_same_order(name, shape, opt
 
 
 class Running(keras.layers.Layer):
-    """Its output depends on a mean and a sum over the whole batch, which it keeps."""
+    """A layer that stores a mean and a sum over the whole batch and uses them in its output."""
 
     def build(self, shape):
         self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)

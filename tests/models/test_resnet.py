@@ -1,4 +1,4 @@
-"""Residual networks: published sizes, where the stride is, and how a block starts."""
+"""Residual networks: published sizes, strides, and initial blocks."""
 
 import math
 
@@ -11,7 +11,7 @@ from tfgpu.errors import InputError
 
 
 def sketch(*args, **options):
-    """A model whose variables are not filled: enough for shapes, at a hundredth of the cost."""
+    """A model with uninitialized variables: enough for shapes, at a hundredth of the cost."""
     with keras.StatelessScope(initialize_variables=False):
         return models.resnet(*args, **options)
 

@@ -1,4 +1,4 @@
-"""The language model: what a position may see, and what it weighs."""
+"""The language model: causal attention and parameter counts."""
 
 import keras
 import numpy as np

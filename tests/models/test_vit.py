@@ -1,4 +1,4 @@
-"""Vision transformers: published sizes, patches, and what the logits are read from."""
+"""Vision transformers: published sizes, patches, and pooling."""
 
 import math
 

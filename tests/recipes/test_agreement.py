@@ -1,4 +1,4 @@
-"""Settings that must go together, and what a recipe's words come to."""
+"""Recipe settings that depend on each other, and the objects made from them."""
 
 import re
 
@@ -138,7 +138,7 @@ def test_an_average_that_is_still_the_beginning_is_told(settings, expected):
 
 
 def test_the_share_of_the_beginning_is_what_keras_keeps_of_it():
-    """A weight that the first step makes 1 and all others leave at 0: its average is the first step's share."""
+    """The first step sets a weight to 1 and all others leave it at 0, so its average is the first step's share."""
     recipe = make(AVERAGED | {"optimizer": "sgd"})
     optimizer, weight = compiling.optimizer(recipe, learning_rate=1.0), keras.Variable(0.0)
     for gradient in (-1.0, 1.0, *[0.0] * 8):

@@ -1,4 +1,4 @@
-"""Runs side by side: made by hand, damaged, of strangers, and two real ones."""
+"""Comparisons of runs: hand-made, damaged, foreign, and two real ones."""
 
 import json
 import os

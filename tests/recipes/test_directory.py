@@ -21,7 +21,7 @@ def contents(path):
 
 @pytest.fixture
 def finished(tmp_path):
-    """A directory that holds a run, and a file that is not the run's."""
+    """A directory with a run, and a file that is not the run's."""
     path = tmp_path / "run"
     with directory.claim(path, Recipe(epochs=5)):
         directory.write_config(path, Recipe(epochs=5), FACTS)
@@ -118,7 +118,7 @@ def test_a_config_that_no_run_wrote_protects_its_folder(tmp_path, config):
 
 
 def leave(finished, *, at):
-    """Leaves what a run with --overwrite leaves that is killed before its first step."""
+    """Leaves the files of a run with --overwrite that was killed before its first step."""
     aside = finished / ".replaced"
     aside.mkdir()
     (finished / "checkpoints").rename(aside / "checkpoints")

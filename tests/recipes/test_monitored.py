@@ -9,7 +9,7 @@ from tfgpu.sensors.table import Table
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two workers of two GPUs each; the first ran its second epoch twice, as after a resume."""
+    """Two workers with two GPUs each; the first ran its second epoch twice, as after a resume."""
     for worker, power in ((0, 300.0), (1, 100.0)):
         table = Table(tmp_path / f"monitor-epochs-worker{worker}.csv")
         for epoch, wait in ((1, 0.5), (2, 0.9), (2, 0.3)):

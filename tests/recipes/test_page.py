@@ -1,4 +1,4 @@
-"""The page's table of all settings is the schema's. `python tests/recipes/test_page.py` writes it anew."""
+"""The page's table of settings matches the schema. `python tests/recipes/test_page.py` rewrites it."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ def default(name, field):
 
 
 def table() -> str:
-    """One section a panel of `tfgpu train --help`, one row a setting."""
+    """One section per panel of `tfgpu train --help`, one row per setting."""
     panels: dict[str, list[str]] = {}
     for name, field in Recipe.model_fields.items():
         names = ", ".join(f"`{choice}`" for choice in choices(name))

@@ -1,4 +1,4 @@
-"""Ready recipes: each is valid, and each starts, by a dry run that writes nothing."""
+"""Ready recipes are valid, and each starts in a dry run that writes nothing."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ EXAMPLES |= dict.fromkeys(LARGE, "224×224×3, 1,000")
 
 
 def dry_runs(names, folder, *words, timeout=300):
-    """Runs them one after the other in one process, which takes seconds to start."""
+    """Runs them one after another in one process, which takes seconds to start."""
     code = (
         "import sys; sys.modules['tensorflow_datasets'] = None  # a dry run starts without it\n"
         "from tfgpu.cli import _execute\n"

@@ -1,4 +1,4 @@
-"""LARS: steps by hand, replicas against one device, files, and what is refused."""
+"""LARS: steps by hand, replicas against one device, saving, and errors."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A plateau behind a warm-up: the rate of each step, by hand; on replicas, with accumulation, and resumed."""
+"""A plateau after warmup: the rate of each step by hand, with replicas, with accumulation, and resumed."""
 
 import keras
 import numpy as np
@@ -17,7 +17,7 @@ LOGGED = [0.5, 0.7, 0.7, 0.35, 0.175, 0.175]  # of the next update, before it is
 
 
 class Says(keras.callbacks.Callback):
-    """Puts the watched number into the logs, and keeps the weight after each step: it falls by the rate."""
+    """Adds the monitored number to the logs, and records the weight after each step: it falls by the rate."""
 
     every_batch = True
 

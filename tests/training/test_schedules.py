@@ -1,4 +1,4 @@
-"""Schedules: values by hand, life in a file and in a graph, and what is refused."""
+"""Schedules: values by hand, in saved models and graphs, and errors."""
 
 import math
 
@@ -155,7 +155,7 @@ def test_with_accumulation_a_schedule_moves_once_an_update(name, warmup):
 
 
 def test_keras_itself_counts_batches():
-    """When this fails, Keras counts updates: then `accumulate` and `PerUpdate` can go."""
+    """If this fails, Keras counts updates, and `accumulate` and `PerUpdate` can be removed."""
     plain = schedules.build("exponential", 0.3, total_steps=4).learning_rate
     assert np.abs(train(plain, 1, 2) - train(plain, 2, None)).max() > 1e-3
 

@@ -1,4 +1,4 @@
-"""`Trainer` beside `model.fit`: same weights, same history, as many steps a call as it was told."""
+"""`Trainer` compared with `model.fit`: same weights and history, and the requested number of steps per call."""
 
 import keras
 import numpy as np

@@ -74,8 +74,7 @@ def batches(
     """Turns one element, the number of an epoch, into that epoch's batches.
 
     Examples in memory are fetched by rows of indices: batching single examples, or a dataset nested in `flat_map`,
-        makes
-    an epoch two to three times as slow (measured; noticeable with steps of 100 us).
+    makes an epoch two to three times as slow (measured; noticeable with steps of 100 us).
 
     Args:
         examples: what the indices refer to.

@@ -1,10 +1,9 @@
-"""Model builders, and `build`, which finds one by its name: ours, one of `keras.applications`, or your own
-function.
+"""Model builders, and `build`, which finds one by name: tfgpu's, those of `keras.applications`, or your own function.
 
-Every builder returns a plain functional Keras model whose outputs are logits in float32, whatever the dtype
-policy: compile it with a loss that has `from_logits=True`. It saves as `.keras`, loads and exports without
-tfgpu's help; where it has layers of tfgpu's (`vit`, `transformer`, `recompute=True`), import `tfgpu.models`
-before loading. `Recompute` wraps a block of a model of your own.
+Every builder returns a plain functional Keras model whose outputs are float32 logits, whatever the dtype policy:
+compile it with a loss that has `from_logits=True`. It is saved, loaded and exported like any Keras model; to load one
+with tfgpu's layers (`vit`, `transformer`, `recompute=True`), import `tfgpu.models` first. `Recompute` wraps a block of
+your own model.
 
     import tfgpu
     model = tfgpu.models.resnet((32, 32, 3), 10, depth=18)
@@ -46,10 +45,7 @@ _WITHOUT_TOP = frozenset({"pooling"})
 
 
 def applications() -> Mapping[str, Callable[..., keras.Model]]:
-    """Names the models of `keras.applications`, by Keras's own spelling.
-
-    Returns:
-        Name -> Keras's function.
+    """Returns the models of `keras.applications` by their Keras names.
 
     Example:
         >>> "MobileNetV2" in applications()
@@ -61,14 +57,13 @@ def applications() -> Mapping[str, Callable[..., keras.Model]]:
 def build(
     name: str, *, input_shape: Sequence[int | None], classes: int, options: Mapping[str, object] | None = None
 ) -> keras.Model:
-    """Builds a model by name, for inputs of this shape and this many classes.
+    """Builds a model by name for a given input shape and number of classes.
 
     Args:
         name: a builder's name (`cnn`, `mlp`, `resnet`, `textcnn`, `transformer`, `vit`), a name in `keras.applications`
-            (random weights; capitals do not matter), or `module:function`, where the module may lie in the
-            current directory. Such a function gets `input_shape` and `classes` if it takes them, and returns
-            a Keras model with logits.
-        input_shape: shape of one example, without the batch.
+            (random weights; not case-sensitive), or `module:function`, also from the current directory. The function
+            gets `input_shape` and `classes` if it takes them, and returns a Keras model with logits.
+        input_shape: shape of one example, without the batch dimension.
         classes: number of outputs.
         options: further arguments of the builder, by name. Default: none.
 
@@ -76,8 +71,8 @@ def build(
         A Keras model whose outputs are logits.
 
     Raises:
-        InputError: an unknown name or option (the message names the closest), an input that the model cannot
-            take, or a function that cannot be found or returns something else.
+        InputError: an unknown name or option, an input that the model cannot take, or a function that cannot be found
+            or does not return a model.
 
     Example:
         >>> build("mlp", input_shape=(8, 8, 1), classes=10, options={"widths": [32]}).count_params()
@@ -101,14 +96,14 @@ def build(
 
 
 def defaults_of(name: str) -> dict[str, object]:
-    """The options that a model's builder takes, with their defaults, without building it.
+    """Returns the options of a model's builder with their defaults, without building the model.
 
     Args:
         name: as for `build`.
 
     Returns:
-        Default by option; `inspect.Parameter.empty` for one that must be given. Empty for a function of your own that
-        takes any (`**options`).
+        Default by option; `inspect.Parameter.empty` for a required one. Empty for a function that takes any
+        (`**options`).
 
     Raises:
         InputError: there is no such model.
@@ -135,7 +130,7 @@ def defaults_of(name: str) -> dict[str, object]:
 
 
 def styles_of(name: str) -> dict[str, tuple[str, ...]]:
-    """The names that a builder takes for its activation, initialiser and normalisation; empty for other models.
+    """Returns the names that a builder accepts for activation, initializer and normalization; empty for other models.
 
     Example:
         >>> styles_of("vit")["normalization"]
@@ -240,7 +235,7 @@ def _import_module(name: str, module_name: str) -> ModuleType:
 
 @contextmanager
 def _current_directory_importable() -> Iterator[None]:
-    """Lets imports see the current directory, as `python script.py` does and a command does not."""
+    """Makes the current directory importable, which `python script.py` does and an installed command does not."""
     here = os.getcwd()
     sys.path.insert(0, here)
     importlib.invalidate_caches()

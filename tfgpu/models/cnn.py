@@ -1,4 +1,4 @@
-"""A plain convolutional network: convolutions with pooling between. The default of `tfgpu train`."""
+"""A plain convolutional network with pooling. The default of `tfgpu train`."""
 
 import functools
 from collections.abc import Sequence
@@ -29,31 +29,30 @@ def cnn(
 ) -> keras.Model:
     """Builds a small convolutional classifier.
 
-    Each stage is `convolutions` times (convolution, normalisation, activation), then a 2x2 maximum pooling.
-    Then the
-    head: the last map flattened or averaged, one hidden layer, the logits.
+    Each stage is `convolutions` times (convolution, normalization, activation), then 2x2 max pooling. The head flattens
+    or averages the last feature map, followed by one hidden layer and the logits.
 
     Args:
         input_shape: (height, width, channels) of one image, in pixels.
         classes: number of outputs.
         filters: channels of each stage.
-        convolutions: convolutions in a stage.
-        kernel: side of each convolution's kernel, in pixels.
-        head: "flatten" keeps where a feature was, which small images need; "average" keeps the head small for
-            large ones; "auto" flattens maps of at most 8x8.
-        units: units of the hidden layer of the head; 0 leaves it out.
+        convolutions: convolutions per stage.
+        kernel: kernel size, in pixels.
+        head: "flatten" keeps the positions of features, which small images need; "average" keeps the head small for
+            large ones; "auto" flattens feature maps of at most 8x8.
+        units: units of the head's hidden layer; 0 for none.
         activation: a Keras activation's name.
-        initializer: a Keras initialiser's name (He et al., 2015, suits relu).
+        initializer: a Keras initializer's name (He et al., 2015, suits relu).
         normalization: before each activation: "batch", "sync_batch", "layer", "group" or "none".
         dropout: rate after each stage and after the hidden layer.
-        recompute: keep only the input of each stage for the backward pass and compute the rest anew: less memory
-            and more time for the same result (see `Recompute`).
+        recompute: recompute each stage's activations in the backward pass instead of storing them: less memory and
+            more time for the same result (see `Recompute`).
 
     Returns:
         A functional Keras model whose outputs are logits in float32 (use a loss with `from_logits=True`).
 
     Raises:
-        InputError: an argument has no meaning; the message names those that have.
+        InputError: an invalid argument.
 
     Example:
         >>> cnn((8, 8, 1), 10).output_shape

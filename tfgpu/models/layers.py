@@ -1,11 +1,11 @@
-"""The two layers that Keras has no word for: a learned token before a sequence, and learned positions."""
+"""Two layers that Keras lacks: a learned token at the start of a sequence, and learned positions."""
 
 import keras
 
 
 @keras.saving.register_keras_serializable(package="tfgpu")
 class ClassToken(keras.layers.Layer):
-    """Puts one learned vector before a sequence; after the last block it stands for the whole of it.
+    """Prepends one learned vector to a sequence; after the last block it represents the whole sequence.
 
     Source: Dosovitskiy et al., 2020, "An Image is Worth 16x16 Words", after BERT's [CLS].
 
@@ -29,10 +29,10 @@ class ClassToken(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="tfgpu")
 class PositionEmbedding(keras.layers.Layer):
-    """Adds one learned vector for each position of a sequence of fixed length.
+    """Adds one learned vector to each position of a fixed-length sequence.
 
     Args:
-        stddev: spread of the truncated normal that the vectors start from. Default: 0.02, as in BERT and ViT.
+        stddev: standard deviation of the truncated normal initializer. Default: 0.02, as in BERT and ViT.
 
     Example:
         >>> PositionEmbedding()(keras.ops.ones((2, 4, 8))).shape

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: the quickest model, and the one whose step shows every overhead."""
+"""A multilayer perceptron: the fastest model, whose steps are dominated by overhead."""
 
 import functools
 from collections.abc import Sequence
@@ -21,24 +21,24 @@ def mlp(
     dropout: float = 0.0,
     recompute: bool = False,
 ) -> keras.Model:
-    """Builds an MLP over inputs of any shape; they are flattened first.
+    """Builds an MLP for inputs of any shape, which it flattens.
 
     Args:
-        input_shape: shape of one example, without the batch.
+        input_shape: shape of one example, without the batch dimension.
         classes: number of outputs.
         widths: units of each hidden layer; an empty list gives a linear model.
         activation: a Keras activation's name.
-        initializer: a Keras initialiser's name, for the hidden layers (He et al., 2015, suits relu).
+        initializer: a Keras initializer's name, for the hidden layers (He et al., 2015, suits relu).
         normalization: before each activation: "batch", "sync_batch", "layer", "group" or "none".
         dropout: rate after each hidden layer.
-        recompute: keep only the input of each hidden layer for the backward pass and compute the rest anew: less memory
+        recompute: recompute each hidden layer's activations in the backward pass instead of storing them: less memory
             and more time for the same result (see `Recompute`).
 
     Returns:
         A functional Keras model whose outputs are logits in float32 (use a loss with `from_logits=True`).
 
     Raises:
-        InputError: an argument has no meaning; the message names those that have.
+        InputError: an invalid argument.
 
     Example:
         >>> mlp((8, 8, 1), 10, widths=(32,)).count_params()

@@ -1,4 +1,4 @@
-"""What the builders share: checks of arguments, normalisation, the attention block, the float32 head."""
+"""Shared code of the builders: argument checks, normalization, the attention block, the float32 head."""
 
 import math
 from collections.abc import Sequence
@@ -59,10 +59,10 @@ def check_wholes(name: str, values: object, *, fewest: int = 1) -> tuple[int, ..
 
 
 def check_rate(name: str, value: object) -> float:
-    """Returns a dropout rate as a float, if it is at least 0 and below 1.
+    """Returns a dropout rate as a float.
 
     Raises:
-        InputError: it is not.
+        InputError: it is not at least 0 and below 1.
 
     Example:
         >>> check_rate("dropout", 0.1)
@@ -77,7 +77,7 @@ def check_flag(name: str, value: object) -> bool:
     """Returns `value` if it is `True` or `False`.
 
     Raises:
-        InputError: it is something else, such as the text "false", which Python would take for true.
+        InputError: it is anything else, such as the string "false", which is truthy.
 
     Example:
         >>> check_flag("zero_init_residual", False)
@@ -89,10 +89,10 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def check_choice(kind: str, value: object, choices: Sequence[str]) -> str:
-    """Returns `value` if it is one of `choices`; otherwise the error names the closest.
+    """Returns `value` if it is one of `choices`.
 
     Raises:
-        InputError: it is not.
+        InputError: it is not; names the closest choice.
 
     Example:
         >>> check_choice("normalization", "batch", NORMALIZATIONS)
@@ -118,15 +118,15 @@ def check_style(activation: str, initializer: str, normalization: str, normaliza
 
 
 def check_shape(model: str, input_shape: object, dims: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns `input_shape` as a tuple, if it has one whole number for each name in `dims`.
+    """Returns `input_shape` as a tuple of one whole number for each name in `dims`.
 
     Args:
-        model: the builder's name, for the message.
-        input_shape: the shape of one example, without the batch.
-        dims: what each number stands for, such as `("height", "width", "channels")`.
+        model: the builder's name, for errors.
+        input_shape: the shape of one example, without the batch dimension.
+        dims: the names of the dimensions, such as `("height", "width", "channels")`.
 
     Raises:
-        InputError: the shape has another length, or holds something else.
+        InputError: the shape has another length, or other values.
 
     Example:
         >>> check_shape("cnn", [8, 8, 1], ("height", "width", "channels"))
@@ -146,17 +146,16 @@ def check_shape(model: str, input_shape: object, dims: tuple[str, ...]) -> tuple
 
 
 def normalize(x, kind: str, *, name: str, zero_gamma: bool = False):
-    """Adds a normalisation layer to `x`, or nothing for `"none"`.
+    """Adds a normalization layer to `x`, or nothing for `"none"`.
 
-    `"sync_batch"` takes its statistics over all replicas' examples, as one device would. `"group"` uses the
-    most groups up to 32 that divide the channels (Wu and He, 2018). `"layer"` works over the channels of each
-    position.
+    `"sync_batch"` computes its statistics over all replicas' examples, as one device would. `"group"` uses the most
+    groups, up to 32, that divide the channels (Wu and He, 2018). `"layer"` normalizes the channels of each position.
 
     Args:
-        x: a symbolic tensor whose last axis holds the channels.
+        x: a symbolic tensor; the last dim is the channels.
         kind: one of `NORMALIZATIONS`.
         name: the layer's name.
-        zero_gamma: start with a scale of zero, so that a residual branch starts as nothing.
+        zero_gamma: initialize the scale with zeros, so that a residual branch starts as zero.
 
     Returns:
         A symbolic tensor of the same shape.
@@ -185,7 +184,7 @@ def normalize(x, kind: str, *, name: str, zero_gamma: bool = False):
 
 
 def drop(x, rate: float, *, name: str):
-    """Adds dropout to `x`, or nothing when the rate is 0.
+    """Adds dropout to `x`, or nothing if the rate is 0.
 
     Example:
         >>> drop(keras.Input((4,)), 0.1, name="dropout").shape
@@ -195,10 +194,10 @@ def drop(x, rate: float, *, name: str):
 
 
 def logits(x, classes: int, initializer: str = "glorot_uniform"):
-    """Adds the last layer: one logit a class, computed in float32 whatever the dtype policy.
+    """Adds the last layer: one logit per class, computed in float32 whatever the dtype policy.
 
-    float16 holds about three digits: a softmax over rounded logits, and the loss's logarithm, lose more than
-    the layer costs.
+    float16 has about three digits: rounded logits cost more accuracy in the softmax and the loss than this layer costs
+    time.
 
     Example:
         >>> logits(keras.Input((16,)), 10).dtype
@@ -208,10 +207,10 @@ def logits(x, classes: int, initializer: str = "glorot_uniform"):
 
 
 def check_heads(width: int, heads: int) -> None:
-    """Checks that attention heads share the width evenly.
+    """Checks that the width divides evenly among the attention heads.
 
     Raises:
-        InputError: they do not; the message names the nearest width that they would.
+        InputError: it does not; names the nearest width that does.
 
     Example:
         >>> check_heads(64, 4)
@@ -235,16 +234,16 @@ def attention_style(
     dropout: float,
     attention_dropout: float,
 ) -> dict[str, object]:
-    """Checks what the blocks of a transformer have in common.
+    """Checks the common arguments of transformer blocks.
 
     Args:
         width: of the sequence; a multiple of `heads`.
         mlp_width: None for 4 * width.
 
-    The other arguments, and what is returned, are those of `attend`.
+    The other arguments, and the result, are those of `attend`.
 
     Raises:
-        InputError: one of them cannot be.
+        InputError: an invalid argument.
 
     Example:
         >>> common = dict(activation="gelu", initializer="glorot_uniform", normalization="layer")
@@ -281,14 +280,14 @@ def attend(
 ):
     """Adds one pre-LN transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Pre-LN trains without warm-up and at depths where the first transformer's order does not
-    (Xiong et al., 2020, "On Layer Normalization in the Transformer Architecture").
+    Pre-LN trains without warmup and at depths at which the original post-LN transformer does not (Xiong et al., 2020,
+    "On Layer Normalization in the Transformer Architecture").
 
     Args:
         x: symbolic tensor (batch, length, width).
         heads: attention heads; `width` is a multiple of it.
-        mlp_width: units of the hidden layer of the MLP.
-        causal: each position sees only itself and those before it.
+        mlp_width: units of the MLP's hidden layer.
+        causal: each position attends only to itself and earlier ones.
         activation: of the MLP's hidden layer.
         initializer: of every kernel.
         normalization: `"layer"` or `"none"`.

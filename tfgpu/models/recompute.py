@@ -1,4 +1,4 @@
-"""Blocks that keep their input alone for the backward pass, and compute the rest anew: memory for time."""
+"""Activation recomputation (gradient checkpointing): blocks that trade time for memory."""
 
 import inspect
 from collections.abc import Callable
@@ -10,23 +10,24 @@ from tfgpu.parallel.rematerialization.remat import remat
 
 @keras.saving.register_keras_serializable(package="tfgpu")
 class Recompute(keras.layers.Wrapper):
-    """Wraps a layer or a model, whose activations are computed anew in the backward pass instead of being kept.
+    """Wraps a layer or a model; its activations are recomputed in the backward pass instead of stored.
 
-    A model of n such blocks keeps n inputs of blocks and, one block at a time, the activations within it. Each block is
-    run forward twice: about a third more time a step where the backward pass takes twice the forward's. What is learned
-    is the same: dropout draws the same mask again, BatchNormalization counts a batch once, losses of `add_loss` have
-    their gradient; also under a strategy, in mixed precision, and with `jit_compile=True`. Only draws without a Keras
-    seed (`tf.random`, Python's `random`) differ in the second run. It cannot stand in a `tf.cond` or `tf.while_loop`
-    whose gradient is taken outside.
+    A model of n such blocks stores n block inputs and, one block at a time, the activations within it. Each block runs
+    forward twice: about a third more time per step if the backward pass takes twice as long as the forward pass. The
+    result is the same: dropout draws the same mask again, BatchNormalization counts a batch once, losses of `add_loss`
+    keep their gradient; also under a strategy, in mixed precision, and with `jit_compile=True`. Only random numbers
+    without a Keras seed (`tf.random`, Python's `random`) differ in the second run. It does not support a `tf.cond` or
+    `tf.while_loop` whose gradient is taken outside.
 
-    Make blocks large (a residual block, a transformer block): a block of a single layer saves next to nothing.
+    Use large blocks (a residual block, a transformer block): a block of a single layer saves almost nothing.
 
     Args:
-        layer: a Keras layer or model, from one tensor (or structure of tensors) to tensors of any shapes and dtypes.
+        layer: a Keras layer or model that maps one tensor (or structure of tensors) to tensors of any shapes and
+            dtypes.
         **kwargs: those of every Keras layer, such as `name` and `trainable`.
 
     Raises:
-        InputError: when called, for ragged or sparse floats.
+        InputError: when called with ragged or sparse floats.
 
     Example:
         >>> inputs = keras.Input((8,))
@@ -50,7 +51,7 @@ class Recompute(keras.layers.Wrapper):
 
 
 def block(x, add: Callable, *, recompute: bool, name: str):
-    """Adds layers to `x`: in the open, or as one block that is computed anew in the backward pass.
+    """Adds layers to `x`, either directly or as one block that is recomputed in the backward pass.
 
     Args:
         x: a symbolic tensor.

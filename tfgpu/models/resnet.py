@@ -33,42 +33,39 @@ def resnet(
     dropout: float = 0.0,
     recompute: bool = False,
 ) -> keras.Model:
-    """Builds a ResNet; the depth says which.
+    """Builds the ResNet with the given depth.
 
-    18 and 34 (two 3x3 convolutions a block), 50, 101 and 152 (1x1, 3x3, 1x1; version 1.5: the stride is on
-    the 3x3) have 64 to 512 (times 4) channels. 8, 14, 20, 26, 32, 38, 44, 56 and 110 are the thin CIFAR
-    family of 16 to 64 channels. A shortcut that changes shape is a 1x1 convolution (the paper's type B) in
-    both.
+    Depths 18 and 34 (two 3x3 convolutions per block) and 50, 101 and 152 (1x1, 3x3, 1x1; version 1.5: the stride is on
+    the 3x3) have 64 to 512 (times 4) channels. Depths 8, 14, 20, 26, 32, 38, 44, 56 and 110 are the thin CIFAR family
+    with 16 to 64 channels. In both, shortcuts that change the shape are 1x1 convolutions (the paper's type B).
 
     Args:
         input_shape: (height, width, channels) of one image, in pixels.
         classes: number of outputs.
         depth: layers with weights, as the paper counts them.
-        stem: "imagenet" is a 7x7 convolution and a pooling, which together divide the sides by 4; "small" is
-            one 3x3 convolution; "auto" is "small" up to 64 pixels.
-        zero_init_residual: start the last normalisation of each block with a scale of zero, so that each
-            block starts as its shortcut (Goyal et al., 2017); helps large batches.
+        stem: "imagenet" is a 7x7 convolution and pooling, which together divide the sides by 4; "small" is one 3x3
+            convolution; "auto" is "small" up to 64 pixels.
+        zero_init_residual: initialize the scale of each block's last normalization with zeros, so that each block
+            starts as its shortcut (Goyal et al., 2017); helps with large batches.
         activation: a Keras activation's name.
-        initializer: a Keras initialiser's name, for the convolutions.
+        initializer: a Keras initializer's name, for the convolutions.
         normalization: "batch", "sync_batch" (statistics over all replicas), "layer", "group" or "none".
         dropout: rate before the last layer.
-        recompute: keep only the input of each block for the backward pass and compute the rest anew: less memory
-            and more time for the same result (see `Recompute`).
+        recompute: recompute each block's activations in the backward pass instead of storing them: less memory and
+            more time for the same result (see `Recompute`).
 
     Returns:
         A functional Keras model whose outputs are logits in float32 (use a loss with `from_logits=True`).
 
     Raises:
-        InputError: an argument has no meaning, such as a depth that no ResNet has; the message names those
-            that have.
+        InputError: an invalid argument, such as a depth that no ResNet has.
 
     Example:
         >>> resnet((32, 32, 3), 10, depth=8).output_shape
         (None, 10)
 
-    Source: He et al., 2015, "Deep Residual Learning for Image Recognition", https://arxiv.org/abs/1512.03385;
-        1.5 is described at
-        https://catalog.ngc.nvidia.com/orgs/nvidia/resources/resnet_50_v1_5_for_tensorflow.
+    Source: He et al., 2015, "Deep Residual Learning for Image Recognition", https://arxiv.org/abs/1512.03385; version
+        1.5: https://catalog.ngc.nvidia.com/orgs/nvidia/resources/resnet_50_v1_5_for_tensorflow.
     """
     shape = parts.check_shape("resnet", input_shape, ("height", "width", "channels"))
     parts.check_whole("classes", classes)
@@ -129,7 +126,7 @@ def _convolve(
     zero_gamma=False,
     activate=True,
 ):
-    """Convolution, normalisation and, unless the sum with the shortcut comes first, the activation."""
+    """Adds a convolution, a normalization and, unless the sum with the shortcut comes first, the activation."""
     x = keras.layers.Conv2D(
         channels,
         kernel,
@@ -159,7 +156,7 @@ def _bottleneck(x, channels, stride, *, zero_gamma, name, **style):
 
 
 def _join(x, y, stride, *, name, **style):
-    """Adds the branch `y` to the shortcut from `x`, which is projected where the shape changes."""
+    """Adds the branch `y` to the shortcut from `x`, which is projected if the shape changes."""
     if stride != 1 or x.shape[-1] != y.shape[-1]:
         x = _convolve(x, y.shape[-1], 1, stride, **style, name=f"{name}_shortcut", activate=False)
     x = keras.layers.Add(name=f"{name}_add")([x, y])

@@ -1,4 +1,4 @@
-"""A small classifier of texts: convolutions over bytes."""
+"""A small text classifier: convolutions over bytes."""
 
 import functools
 from collections.abc import Sequence
@@ -25,29 +25,29 @@ def textcnn(
 ) -> keras.Model:
     """Builds a convolutional classifier of token ids, such as the bytes of a text.
 
-    Each of `depth` blocks is a convolution over `kernel` places and a pooling that halves the length; the largest value
-    of each channel over all places goes to the last layer. So a word counts wherever it stands, and padding, which is
-    the same in every text, says nothing.
+    Each of `depth` blocks is a convolution over `kernel` positions and a pooling that halves the length; the last layer
+    gets each channel's maximum over all positions. A word therefore counts wherever it occurs, and padding, which is
+    the same in every text, carries no information.
 
     Args:
         input_shape: (length,) of one example, in tokens; at least 2 ** depth.
         classes: number of outputs.
-        vocabulary: how many tokens there are: ids are 0 to vocabulary - 1.
+        vocabulary: number of tokens: ids are 0 to vocabulary - 1.
         width: channels.
-        depth: blocks.
-        kernel: places that a convolution sees.
+        depth: number of blocks.
+        kernel: kernel size, in positions.
         activation: a Keras activation's name.
-        initializer: a Keras initialiser's name, for the kernels.
+        initializer: a Keras initializer's name, for the kernels.
         normalization: "batch", "sync_batch", "layer", "group" or "none".
         dropout: rate before the last layer.
-        recompute: keep only the input of each block for the backward pass and compute the rest anew: less memory
-            and more time for the same result (see `Recompute`).
+        recompute: recompute each block's activations in the backward pass instead of storing them: less memory and
+            more time for the same result (see `Recompute`).
 
     Returns:
         A functional Keras model from (batch, length) int32 to logits in float32 (use a loss with `from_logits=True`).
 
     Raises:
-        InputError: an argument has no meaning; the message says which has.
+        InputError: an invalid argument.
 
     Example:
         >>> textcnn((32,), 4, width=8).output_shape

@@ -1,4 +1,4 @@
-"""A small language model: token ids in, one logit for each possible next token out, at every position."""
+"""A small language model: maps token ids to a logit for each possible next token, at every position."""
 
 import functools
 from collections.abc import Sequence
@@ -24,33 +24,32 @@ def transformer(
     attention_dropout: float = 0.0,
     recompute: bool = False,
 ) -> keras.Model:
-    """Builds a causal, decoder-only, pre-LN transformer with learned positions, in the manner of GPT-2.
+    """Builds a causal, decoder-only, pre-LN transformer with learned positions, like GPT-2.
 
-    The output at a position depends on the tokens up to it alone; train it on targets that are the inputs
-    moved by one.
+    The output at a position depends only on the tokens up to it; train it on targets that are the inputs shifted by
+    one.
 
     Args:
         input_shape: (length,) of one example, in tokens.
         classes: size of the vocabulary: ids are 0 to classes - 1.
-        width: units of each position.
-        depth: transformer blocks.
+        width: units per position.
+        depth: number of transformer blocks.
         heads: attention heads; divides `width`.
         mlp_width: hidden units of each block's MLP. Default: 4 times `width`.
         activation: a Keras activation's name.
-        initializer: a Keras initialiser's name, for the kernels.
+        initializer: a Keras initializer's name, for the kernels.
         normalization: "layer" or "none", before each attention and MLP.
         dropout: rate after the positions are added and after each attention and MLP layer.
         attention_dropout: rate of the attention weights.
-        recompute: keep only the input of each block for the backward pass and compute the rest anew: less memory
-            and more time for the same result (see `Recompute`).
+        recompute: recompute each block's activations in the backward pass instead of storing them: less memory and
+            more time for the same result (see `Recompute`).
 
     Returns:
         A functional Keras model from (batch, length) int32 to (batch, length, classes) logits in float32 (use
         a loss with `from_logits=True`).
 
     Raises:
-        InputError: an argument has no meaning, such as a width that its heads do not divide; the message says
-            which has.
+        InputError: an invalid argument, such as a width that the heads do not divide.
 
     Example:
         >>> transformer((16,), 100, width=32, heads=2).output_shape

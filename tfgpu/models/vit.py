@@ -14,7 +14,7 @@ from tfgpu.models.recompute import block
 
 @dataclass(frozen=True)
 class Size:
-    """Width, depth and heads that go together under one name."""
+    """The width, depth and heads of a named model."""
 
     width: int
     depth: int
@@ -60,30 +60,29 @@ def vit(
     Args:
         input_shape: (height, width, channels) of one image, in pixels.
         classes: number of outputs.
-        size: "nano" (width 96, depth 4, 4 heads), "tiny", "small", "base", "large" or "huge": what the next
-            arguments are unless they are given.
-        patch: side of a patch, in pixels; divides both sides. Default: the largest of 16, 8, 4, 2 and 1 that
-            leaves 7 patches a side.
-        width: units of each position.
-        depth: transformer blocks.
+        size: "nano" (width 96, depth 4, 4 heads), "tiny", "small", "base", "large" or "huge": the defaults of `width`,
+            `depth` and `heads`.
+        patch: side of a patch, in pixels; divides both of the image's. Default: the largest of 16, 8, 4, 2 and 1 that
+            gives 7 patches per side.
+        width: units per position.
+        depth: number of transformer blocks.
         heads: attention heads; divides `width`.
         mlp_width: hidden units of each block's MLP. Default: 4 times `width`.
-        pool: what the logits are read from: "token" (a learned token before the patches) or "mean" (of all
+        pool: what the logits are computed from: "token" (a learned token before the patches) or "mean" (of all
             patches).
         activation: a Keras activation's name.
-        initializer: a Keras initialiser's name.
+        initializer: a Keras initializer's name.
         normalization: "layer" or "none", before each attention and MLP (pre-LN).
         dropout: rate after the positions are added and after each attention and MLP layer.
         attention_dropout: rate of the attention weights.
-        recompute: keep only the input of each block for the backward pass and compute the rest anew: less memory
-            and more time for the same result (see `Recompute`).
+        recompute: recompute each block's activations in the backward pass instead of storing them: less memory and
+            more time for the same result (see `Recompute`).
 
     Returns:
         A functional Keras model whose outputs are logits in float32 (use a loss with `from_logits=True`).
 
     Raises:
-        InputError: an argument has no meaning, such as a patch that does not divide the image; the message
-            names those that have.
+        InputError: an invalid argument, such as a patch that does not divide the image.
 
     Example:
         >>> vit((32, 32, 3), 10).output_shape

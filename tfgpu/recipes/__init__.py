@@ -1,1 +1,1 @@
-"""A run from one recipe: schema, runner, run directory and report."""
+"""Training runs from recipes: schema, runner, run directory and report."""

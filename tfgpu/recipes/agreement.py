@@ -1,4 +1,4 @@
-"""Settings of a recipe that must go together: early stopping, averaged weights and weight decay. No TensorFlow here."""
+"""Recipe settings that depend on each other: early stopping, weight averages, weight decay. Imports no TensorFlow."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,12 +9,12 @@ from tfgpu.errors import InputError, unknown
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """When a run stops.
+    """When a run stops early.
 
     Attributes:
-        monitor: the entry of the logs.
+        monitor: the metric in the logs.
         mode: "min", "max", or "auto": "max" for accuracies.
-        min_delta: what counts as progress.
+        min_delta: the smallest change that counts as an improvement.
         start_epoch: the first epoch, from 1, that counts.
         restore_best: end with the weights of the best epoch.
     """
@@ -48,7 +48,7 @@ class MovingAverage:
 
 @dataclass(frozen=True)
 class LastEpochs:
-    """`weight_average: swa`: the first epoch that counts, from 1 (None: after three quarters), and every how many."""
+    """`weight_average: swa`: the first epoch to average, from 1 (None: after three quarters), and the interval."""
 
     start_epoch: int | None = None
     every: int = 1
@@ -59,7 +59,7 @@ class LastEpochs:
         _check_whole("every", self.every)
 
     def first(self, epochs: int) -> int:
-        """The first epoch that counts, from 0.
+        """The first epoch to average, from 0.
 
         Example:
             >>> LastEpochs().first(8), LastEpochs(start_epoch=3).first(8)
@@ -72,7 +72,7 @@ _AVERAGES = {"ema": MovingAverage, "swa": LastEpochs}
 
 
 def early_stopping(what: Any) -> EarlyStopping | None:
-    """When the run of a recipe stops; None: after its epochs.
+    """Returns when a recipe's run stops early; None: never.
 
     Raises:
         ValueError: an option is unknown or out of range.
@@ -85,7 +85,7 @@ def early_stopping(what: Any) -> EarlyStopping | None:
 
 
 def weight_average(what: Any) -> MovingAverage | LastEpochs | None:
-    """Which average a recipe ends with; None: the last weights.
+    """Returns which average of weights a recipe's run ends with; None: the last weights.
 
     Raises:
         ValueError: an option is unknown or out of range.
@@ -97,13 +97,13 @@ def weight_average(what: Any) -> MovingAverage | LastEpochs | None:
 
 
 def check(what: Any) -> None:
-    """Refuses settings that do not go together.
+    """Rejects settings that contradict each other.
 
     Args:
         what: a recipe.
 
     Raises:
-        ValueError: one that names the settings and what to do.
+        ValueError: names the settings and the fix.
     """
     for name in ("initializer", "normalization", "dropout"):
         if getattr(what, name) is not None and name in what.model_options:
@@ -160,5 +160,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(error: InputError) -> str:
-    """The sentence, whose full stop the schema puts itself."""
+    """Returns the message without its period, which the schema adds."""
     return str(error).removesuffix(".")

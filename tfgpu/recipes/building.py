@@ -31,7 +31,7 @@ class Job:
 
 
 def prepare(what: Recipe) -> precision.Precision:
-    """Prepares devices and seeds, and sets the precision; a context manager that restores the precision."""
+    """Configures devices and seeds, and sets the precision; returns a context manager that restores the precision."""
     if what.virtual_devices and what.virtual_devices != len(environment.devices("CPU")):
         environment.set_logical_devices(what.virtual_devices)
     environment.set_seed(what.seed)
@@ -39,15 +39,15 @@ def prepare(what: Recipe) -> precision.Precision:
 
 
 def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
-    """Makes the strategy, opens the data, and builds and compiles the model, in this order.
+    """Creates the strategy, opens the data, and builds and compiles the model, in this order.
 
     Args:
         what: the recipe.
         cluster: the facts of the cluster.
-        source: what to open in place of the source that the recipe names.
+        source: replaces the recipe's source.
 
     Raises:
-        InputError: something in the recipe cannot work.
+        InputError: something in the recipe is invalid.
     """
     # The strategy comes first: workers must meet before anything else starts TensorFlow's devices.
     if cluster.is_multi_worker and what.strategy in ("auto", "multi_worker"):
@@ -78,7 +78,7 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
 
 
 def strategy_of(what: Recipe, cluster: Cluster) -> tf.distribute.Strategy:
-    """Makes the strategy that a recipe asks for.
+    """Creates a recipe's strategy.
 
     Raises:
         InputError: there are no such devices.
@@ -90,10 +90,10 @@ def strategy_of(what: Recipe, cluster: Cluster) -> tf.distribute.Strategy:
 
 
 def open_data(what: Recipe, cluster: Cluster, *, source=None) -> Data:
-    """Opens the recipe's data, or another source as the recipe says.
+    """Opens the recipe's data, or another source with the recipe's settings.
 
     Raises:
-        InputError: something about it cannot work.
+        InputError: something about it is invalid.
     """
     return pipeline(
         what.data if source is None else source,
@@ -127,7 +127,7 @@ def _check_parts(data: Data, what: Recipe) -> None:
 
 
 def _check_outputs(model: keras.Model, what: Recipe, data: Data) -> None:
-    """A model of the user's own may have any number of outputs; a wrong one fails late, or learns nonsense."""
+    """Rejects a user's model with a wrong number of outputs, which would fail late or train nonsense."""
     shape = getattr(model, "output_shape", None) if model.built else None
     classes = data.info.classes
     if isinstance(shape, tuple) and shape and shape[-1] != classes:

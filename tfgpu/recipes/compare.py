@@ -1,4 +1,4 @@
-"""Runs side by side: which settings differ, what each came to, their curves over each other. No TensorFlow here."""
+"""Compares runs: differing settings, results, and learning curves. Imports no TensorFlow."""
 
 import csv
 import math
@@ -24,15 +24,15 @@ _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory holds.
+    """The content of a run directory.
 
     Attributes:
-        name: the end of its path, as much of it as tells it from the others.
+        name: the shortest end of its path that distinguishes it from the others.
         path: the directory.
-        state: `"finished"`, `"unfinished"`, or what is wrong with it.
+        state: `"finished"`, `"unfinished"`, or a description of the damage.
         settings: of its recipe.
-        facts: what it recorded about devices, versions and its end.
-        rows: one mapping an epoch, with the columns of `metrics.csv`.
+        facts: its record of devices, versions and results.
+        rows: one mapping per epoch, with the columns of `metrics.csv`.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def results(self) -> dict[str, float]:
-        """What it came to: accuracy, loss and perplexity (test, and the best validation), and how quick it was."""
+        """Accuracy, loss and perplexity (test, and best validation), and speed."""
         found = {}
         for name, pick in (("val_accuracy", max), ("val_loss", min), ("val_perplexity", min)):
             values = [row[name] for row in self.rows if math.isfinite(row.get(name, math.nan))]
@@ -68,13 +68,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs side by side.
+    """Compared runs.
 
     Attributes:
-        runs: in the order in which they were given.
-        differing: settings that are not the same in all; a value for each run, None where it has no such setting.
-        same: the others.
-        about: devices, versions and commit, where they are not the same in all; a value for each run.
+        runs: in the given order.
+        differing: settings that differ; a value per run, None if it has no such setting.
+        same: the other settings.
+        about: devices, versions and commit, if they differ; a value per run.
     """
 
     runs: tuple[Run, ...]
@@ -83,7 +83,7 @@ class Comparison:
     about: Mapping[str, Sequence[Any]]
 
     def as_json(self) -> list[dict[str, Any]]:
-        """A mapping for each run, of plain values."""
+        """Returns a mapping of plain values per run."""
         return [
             {**asdict(run), "path": str(run.path), "rows": [_finite(row) for row in run.rows], "results": run.results}
             for run in self.runs
@@ -94,13 +94,13 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
     """Reads run directories.
 
     Args:
-        paths: the directories; a run that is damaged is in the comparison with what is wrong.
+        paths: the directories; a damaged run is included with a description of the damage.
 
     Returns:
-        What they have in common and what not.
+        The common and the differing settings and results.
 
     Raises:
-        InputError: a path is not there or is no run, or all runs are damaged.
+        InputError: a path does not exist or is not a run, or all runs are damaged.
 
     Example:
         >>> compare(["runs/a", "runs/b"])  # doctest: +SKIP
@@ -142,14 +142,14 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
 
 
 def write(comparison: Comparison, path: str | Path) -> Path:
-    """Writes the page: curves over each other, results and settings; it needs no other file.
+    """Writes a self-contained page with curves, results and settings.
 
     Args:
-        comparison: what `compare` has read.
-        path: the file; an earlier page of this kind is replaced.
+        comparison: the result of `compare`.
+        path: the file; an earlier comparison page is replaced.
 
     Raises:
-        InputError: another file is there, or it cannot be written.
+        InputError: another file exists there, or it cannot be written.
     """
     target = Path(path)
     try:
@@ -162,7 +162,7 @@ def write(comparison: Comparison, path: str | Path) -> Path:
 
 
 def render(comparison: Comparison) -> str:
-    """Makes the page as HTML; every text of the runs is escaped."""
+    """Renders the page as HTML; all text from the runs is escaped."""
     from tfgpu.recipes import drawing  # matplotlib, which a table on a terminal does not need
 
     results = dict.fromkeys(name for run in comparison.runs for name in run.results)
@@ -193,7 +193,7 @@ def render(comparison: Comparison) -> str:
 
 
 def text(name: str, value: float | None) -> str:
-    """A result as it is shown."""
+    """Formats a result."""
     if value is None:
         return "-"
     if "accuracy" in name:
@@ -217,7 +217,7 @@ def _colour(at: int) -> str:
 
 
 def _metrics(runs: Sequence[Run]) -> list[str]:
-    """What is drawn: validation before training, then the rest."""
+    """The metrics to draw: validation before training, then the rest."""
     names = dict.fromkeys(name for run in runs for row in run.rows for name in row if name not in _TIMES)
     return sorted(names, key=lambda name: (not name.startswith("val_"), name in ("learning_rate", "step_time_s")))
 
@@ -266,7 +266,7 @@ def _read(path: Path, name: str) -> Run:
 
 
 def _rows(path: Path) -> tuple[list[dict[str, float]], str]:
-    """The table of a run, up to a line that is none, and what is wrong with that."""
+    """Returns a run's table up to the first invalid line, and a description of the damage."""
     rows: list[dict[str, float]] = []
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -283,7 +283,7 @@ def _rows(path: Path) -> tuple[list[dict[str, float]], str]:
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that differ as they are shown, all of as many parts."""
+    """Returns the shortest path ends of equal length that differ when printed."""
     names = []
     for count in range(1, max(len(place.parts) for place in places) + 1):
         names = [str(Path(*place.parts[-count:])) for place in places]

@@ -1,4 +1,4 @@
-"""From a recipe's words to what Keras compiles: the optimizer with its schedule, the loss and the metrics."""
+"""From a recipe's settings to the arguments of `compile`: the optimizer with its schedule, the loss and the metrics."""
 
 import inspect
 import math
@@ -20,7 +20,7 @@ NAMED = MappingProxyType({"momentum": ("sgd", MappingProxyType({"momentum": 0.9}
 
 
 def optimizers() -> dict[str, type[keras.optimizers.Optimizer]]:
-    """Lists the installed Keras's and tfgpu's optimizers by lower-case name; wrappers have no rate of their own."""
+    """Returns Keras's and tfgpu's optimizers by lower-case name, without wrappers, which have no learning rate."""
     found = inspect.getmembers(keras.optimizers, inspect.isclass)
     kinds = {
         name.lower(): kind
@@ -31,10 +31,10 @@ def optimizers() -> dict[str, type[keras.optimizers.Optimizer]]:
 
 
 def check_optimizer(recipe: Recipe) -> type[keras.optimizers.Optimizer]:
-    """Finds the optimizer's class and checks its options, without making one.
+    """Finds the optimizer's class and checks its options without creating it.
 
     Raises:
-        InputError: no such optimizer, it has no such option, or one is of another kind.
+        InputError: no such optimizer or option, or a value of the wrong type.
     """
     known = optimizers()
     name = recipe.optimizer.lower()
@@ -50,7 +50,7 @@ def check_optimizer(recipe: Recipe) -> type[keras.optimizers.Optimizer]:
 
 
 def _check_option(name: str, value: Any, default: Any) -> None:
-    """Refuses what is of another kind than the default: Keras takes it, and fails in the first step."""
+    """Rejects values of another type than the default: Keras accepts them and fails in the first step."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if isinstance(default, bool) and not isinstance(value, bool):
         wanted = "true or false"
@@ -64,10 +64,10 @@ def _check_option(name: str, value: Any, default: Any) -> None:
 
 
 def schedule(recipe: Recipe, *, steps_per_epoch: int) -> schedules.Schedule:
-    """Builds the learning rate's course; it counts updates, of which there is one in `accumulate` steps.
+    """Builds the learning-rate schedule; it counts updates, one per `accumulate` steps.
 
     Raises:
-        InputError: the schedule has no such option, or the numbers do not go together.
+        InputError: the schedule has no such option, or the numbers contradict each other.
     """
     updates_per_epoch = steps_per_epoch / recipe.accumulate
     total = int(recipe.epochs * updates_per_epoch)
@@ -90,7 +90,7 @@ def schedule(recipe: Recipe, *, steps_per_epoch: int) -> schedules.Schedule:
 
 
 def _schedule_options(recipe: Recipe, updates_per_epoch: float) -> Mapping[str, Any]:
-    """The schedule's options, with milestones that a recipe has in epochs as updates."""
+    """Returns the schedule's options, with a recipe's milestones converted from epochs to updates."""
     options = dict(recipe.schedule_options)
     if recipe.schedule != "step":
         return options
@@ -107,10 +107,10 @@ def _schedule_options(recipe: Recipe, updates_per_epoch: float) -> Mapping[str, 
 
 
 def optimizer(recipe: Recipe, *, learning_rate: schedules.Rate) -> keras.optimizers.Optimizer:
-    """Makes the optimizer; under a strategy's scope, because it may make variables.
+    """Creates the optimizer; under the strategy's scope, because it may create variables.
 
     Raises:
-        InputError: Keras refuses a value of its options.
+        InputError: Keras rejects the value of an option.
     """
     kind = check_optimizer(recipe)
     _, preset = NAMED.get(recipe.optimizer.lower(), ("", {}))
@@ -133,12 +133,12 @@ def optimizer(recipe: Recipe, *, learning_rate: schedules.Rate) -> keras.optimiz
 
 
 def metrics_for(labels: str) -> list:
-    """What a run reports beside the loss, by what its labels are (see `data.info.labels`)."""
+    """Returns a run's metrics for its kind of labels (see `data.info.labels`)."""
     return ["accuracy", Perplexity()] if labels == "tokens" else ["accuracy"]
 
 
 def check_monitors(recipe: Recipe, *, labels: str) -> None:
-    """Refuses to wait for a metric that the run never reports.
+    """Rejects monitoring a metric that the run does not report.
 
     Raises:
         InputError: names the setting and the metrics.
@@ -155,14 +155,14 @@ def check_monitors(recipe: Recipe, *, labels: str) -> None:
 
 
 def compile_model(model: keras.Model, recipe: Recipe, *, learning_rate: schedules.Rate, labels: str = "class") -> None:
-    """Compiles a classifier, of examples or of each place of a sequence, whose outputs are logits.
+    """Compiles a classifier, of examples or of each position of a sequence, whose outputs are logits.
 
     Args:
         model: the classifier.
         recipe: its optimizer's settings and precision.
         learning_rate: the optimizer's.
-        labels: as `data.info.labels` says: `"class"` numbers, `"one_hot"` shares where examples are mixed or labels
-            smoothed, or `"tokens"`.
+        labels: as in `data.info.labels`: `"class"` indices, `"one_hot"` for mixed examples or smoothed labels, or
+            `"tokens"`.
     """
     kinds = {
         "class": keras.losses.SparseCategoricalCrossentropy,

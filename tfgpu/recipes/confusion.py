@@ -1,4 +1,4 @@
-"""Which classes a trained model takes for which."""
+"""The confusion matrix of a trained model."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import numpy as np
 from tfgpu.data import Data
 from tfgpu.recipes.report import MOST_CLASSES
 
-MOST_PREDICTED = 100_000  # Test examples up to which the matrix is made.
+MOST_PREDICTED = 100_000  # test examples; larger splits get no matrix
 
 
 def confusion(trainer: Any, data: Data) -> list[list[int]] | None:
-    """Counts the test examples by true class and predicted class; None where they are too many, or are sequences.
+    """Counts the test examples by true and predicted class; None for too many examples or classes, or for sequences.
 
     Args:
-        trainer: what has `predict`: the model or a `Trainer`.
+        trainer: the model or a `Trainer`.
         data: the run's data.
     """
     classes = data.info.classes

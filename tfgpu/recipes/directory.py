@@ -1,7 +1,6 @@
-"""The run directory: what is in it, when it may be written, what `config.yaml` records. No TensorFlow here.
+"""The run directory: its files, when it may be written, and the content of `config.yaml`. Imports no TensorFlow.
 
-A directory holds a run when it has a `config.yaml` that a run wrote. Nothing that is not a run's own file is ever
-deleted.
+A directory contains a run if it has a `config.yaml` written by one. Only a run's own files are ever deleted.
 """
 
 import contextlib
@@ -41,15 +40,15 @@ _SETTLED = ".replaced-settled"  # The earlier run while it is being deleted.
 
 
 def check(output: str | Path | None, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Refuses an output directory that may not be written, before anything is.
+    """Rejects an output directory that may not be written, before anything is.
 
     Args:
-        output: the directory; None means a new one with a name of its own.
-        resume: whether a run in it is to be continued.
-        overwrite: whether a run in it may be replaced.
+        output: the directory; None means a new one with a generated name.
+        resume: whether to resume the run in it.
+        overwrite: whether the run in it may be replaced.
 
     Raises:
-        InputError: it holds another run, or other files, or no run to resume; or it cannot be written.
+        InputError: it contains another run, other files, or no run to resume; or it is not writable.
     """
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other. Use one of them.")
@@ -67,14 +66,14 @@ def recorded(output: str | Path) -> dict[str, Any]:
     """Reads the settings of the run in a directory.
 
     Raises:
-        InputError: it holds no run.
+        InputError: it contains no run.
     """
     check(output, resume=True)
     return read(_config(Path(output)))
 
 
 def check_same(recipe: Recipe, earlier: Recipe, *, directory: str | Path) -> None:
-    """Refuses to resume a run with other settings; only `epochs` may grow, and `recompute` and how data is read differ.
+    """Rejects resuming a run with other settings; only `epochs` may increase, and `recompute` and input speed differ.
 
     Raises:
         InputError: names every setting that differs, with both values.
@@ -95,22 +94,22 @@ def check_same(recipe: Recipe, earlier: Recipe, *, directory: str | Path) -> Non
 def claim(
     output: str | Path | None, recipe: Recipe, *, resume: bool = False, overwrite: bool = False
 ) -> Iterator[tuple[Path, list[Path]]]:
-    """Makes a directory ready for a run, which alone may write in it as long as the block lasts.
+    """Prepares a directory for a run, which has exclusive access for the duration of the block.
 
-    An earlier run in it is set aside, unless it is resumed. Follow it by `settle` at the first step, or by `abandon`
-    when there is none. The claim is a lock of the operating system, which a killed process loses too.
+    An earlier run in it is moved aside, unless it is resumed. Call `settle` after the first step, or `abandon` if there
+    is none. The claim is a lock of the operating system, which also ends when the process is killed.
 
     Args:
-        output: the directory; None makes `runs/<time>-<model>`.
-        recipe: gives a new directory its name.
-        resume: whether the run in it is to be continued.
-        overwrite: whether a run in it may be replaced.
+        output: the directory; None creates `runs/<time>-<model>`.
+        recipe: determines the name of a new directory.
+        resume: whether to resume the run in it.
+        overwrite: whether the run in it may be replaced.
 
     Yields:
-        The directory, and the folders that were made, the innermost first.
+        The directory, and the folders that were created, the innermost first.
 
     Raises:
-        InputError: as `check`, or another process writes in it now, or it cannot be made.
+        InputError: as `check`, or another process is writing there, or it cannot be created.
     """
     with contextlib.ExitStack() as held:
         with _reported(Path(output or "runs")):
@@ -126,14 +125,14 @@ def claim(
 
 
 def settle(path: Path) -> None:
-    """Removes the earlier run that `claim` set aside, now that the new one has begun."""
+    """Deletes the earlier run that `claim` moved aside, after the new one has started."""
     if (path / _ASIDE).is_dir():
         os.replace(path / _ASIDE, path / _SETTLED)
     _remove_settled(path)
 
 
 def abandon(path: Path, made: list[Path]) -> None:
-    """Takes back what a run wrote that failed before its first step; an earlier run returns."""
+    """Deletes the files of a run that failed before its first step, and restores an earlier run."""
     _remove_run(path)
     _bring_back(path)
     for folder in made:
@@ -144,7 +143,7 @@ def abandon(path: Path, made: list[Path]) -> None:
 
 
 def write_config(path: Path, recipe: Recipe, facts: Mapping[str, Any]) -> None:
-    """Writes `config.yaml`: the recipe, which `--config` reads, and under `run:` facts, which it skips."""
+    """Writes `config.yaml`: the recipe, for `--config`, and facts under `run:`, which `--config` ignores."""
     settings = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     about = yaml.safe_dump({FACTS: dict(facts)}, sort_keys=False, allow_unicode=True)
     head = "# Repeat this run: tfgpu train --config config.yaml --output another\n"
@@ -152,7 +151,7 @@ def write_config(path: Path, recipe: Recipe, facts: Mapping[str, Any]) -> None:
 
 
 def git_commit() -> str | None:
-    """Gives the commit of the current directory's repository, marked when files differ from it."""
+    """Returns the commit of the current directory's repository, marked if there are uncommitted changes."""
     try:
         commit = _git("rev-parse", "HEAD")
         return f"{commit} (with changes)" if _git("status", "--porcelain", "--untracked-files=no") else commit
@@ -165,7 +164,7 @@ def _git(*words: str) -> str:
 
 
 def _config(path: Path) -> Path:
-    """Gives the config of the run in a directory, also of one that a killed run had set aside."""
+    """Returns the config of the run in a directory, or of one that a killed run had moved aside."""
     aside = path / _ASIDE / CONFIG
     return aside if aside.is_file() and not (path / CONFIG).exists() else path / CONFIG
 
@@ -198,7 +197,7 @@ def _check_content(path: Path, *, resume: bool, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _reported(path: Path) -> Iterator[None]:
-    """Says of a directory that cannot be looked at, made or moved in why that is so."""
+    """Turns errors of the file system into an `InputError` with the reason."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -217,7 +216,7 @@ def _make(path: Path) -> tuple[Path, list[Path]]:
 
 
 def _make_fresh(recipe: Recipe) -> tuple[Path, list[Path]]:
-    """Makes `runs/<time>-<model>`, which no other process gets: the one that makes a directory has it."""
+    """Creates `runs/<time>-<model>`, with a number if another process has created it first."""
     model = "".join(c if c.isalnum() or c in "._-" else "-" for c in recipe.model)
     base = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{model}"
     _, made = _make(base.parent)

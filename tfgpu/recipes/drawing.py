@@ -1,4 +1,4 @@
-"""Drawings for pages that need no other file: SVG whose colours are the page's own, light or dark."""
+"""SVG charts for self-contained pages, in the page's colors for light and dark mode."""
 
 import os
 import re
@@ -15,17 +15,17 @@ from matplotlib.ticker import MaxNLocator
 
 from tfgpu.redact import Cleaner
 
-# Matplotlib writes these odd colours into the SVG; they are then exchanged for CSS variables, so that one
-# drawing suits a light and a dark page.
+# Matplotlib writes these placeholder colors into the SVG. They are then replaced by CSS variables, so that one drawing
+# suits light and dark mode.
 INK, FAINT, FIRST, SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
 _VARIABLES = {INK: "var(--muted)", FAINT: "var(--line)", FIRST: "var(--first)", SECOND: "var(--second)"}
 
 
 def environment(*packages: str) -> Environment:
-    """Where the pages' templates are found; every text in them is escaped, and is without secrets: pages are shown.
+    """Returns the template environment of the pages; text is escaped and cleaned of secrets, since pages are shared.
 
     Args:
-        packages: that hold templates, besides this one.
+        packages: further packages with templates.
     """
     hide = Cleaner(os.environ).hide
     return Environment(
@@ -39,19 +39,19 @@ def environment(*packages: str) -> Environment:
 
 
 def _visible(text: str) -> str:
-    """The text with a replacement for what steers terminals, turns the writing round, or is no character at all."""
+    """Replaces control, formatting and surrogate characters, which can affect terminals or text direction."""
     return "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c not in "\n\t" else c for c in text)
 
 
 def figure(width: float = 4.2, height: float = 2.5) -> tuple[Figure, Any]:
-    """A figure of so many inches, without a background, and its axes."""
+    """Creates a transparent figure of this size in inches, and its axes."""
     made = Figure(figsize=(width, height), layout="constrained")
     made.patch.set_alpha(0)
     return made, made.add_subplot()
 
 
 def style(axes: Any, ticks: Any = None, *, label: str = "epoch") -> None:
-    """Gives axes the look of all pages; the horizontal one counts."""
+    """Applies the pages' style to axes; the horizontal one has integers."""
     axes.patch.set_alpha(0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
@@ -66,19 +66,19 @@ def style(axes: Any, ticks: Any = None, *, label: str = "epoch") -> None:
 
 
 def svg(figure: Figure, *, salt: str) -> Markup:
-    """The figure as SVG for a page.
+    """Renders the figure as SVG for a page.
 
     Args:
         figure: the drawing.
-        salt: keeps the ids of a page's drawings apart; another one for each.
+        salt: makes the ids of a page's drawings unique; different for each.
     """
     text = StringIO()
-    # Text stays text (small, in the page's font); the salt keeps ids apart and the same in every run.
+    # Text stays text (small, in the page's font); the salt makes ids unique and reproducible.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     drawing = text.getvalue()
     drawing = drawing[drawing.index("<svg") :]
-    drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)  # Nothing refers to them, and each drawing has the same.
+    drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)  # unused, and the same in each drawing
     for color, variable in _VARIABLES.items():
         drawing = drawing.replace(color, variable)
     return Markup(drawing)
@@ -95,17 +95,17 @@ def chart(
     ticks: Any = None,
     from_zero: bool = False,
 ) -> dict[str, Any] | None:
-    """A chart by epoch of one or two columns, as the pages show it; None where no row has them.
+    """Draws a chart of one or two columns by epoch; None if no row has them.
 
     Args:
         title: above it.
-        rows: one mapping an epoch.
+        rows: one mapping per epoch.
         names: the columns.
-        labels: what the legend calls them; a column without a label is not in it.
-        best: an epoch (from 1) to be marked on the last column.
-        scale: what values are multiplied by.
+        labels: their names in the legend; a column without a label is not in it.
+        best: an epoch (from 1) to mark on the last column.
+        scale: a factor for the values.
         ticks: a formatter for the vertical axis.
-        from_zero: whether that axis begins there.
+        from_zero: whether the vertical axis starts at zero.
     """
     series = {
         name: (

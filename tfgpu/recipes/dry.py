@@ -1,7 +1,7 @@
-"""A dry run: everything that a recipe asks for is built, and trains and validates on examples that are made up.
+"""A dry run: builds everything in a recipe, then trains and validates on synthetic examples.
 
-No data set is needed where the recipe says what its examples are like: `digits`, `tfds:NAME` (whose builder knows), a
-text's `length`, or `image_size` and `classes`. Other sources are opened. Nothing is written.
+It needs no data if the recipe determines the shape of the examples: `digits`, `tfds:NAME` (from its builder), a text's
+`length`, or `image_size` and `classes`. Other sources are opened. Nothing is written.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ ROWS_ON_CPUS = 4  # examples a replica where there is no GPU
 
 @dataclass(frozen=True)
 class Shape:
-    """What examples are like.
+    """The shape of a dataset's examples.
 
     Attributes:
         shape: of one example.
@@ -43,16 +43,16 @@ class Shape:
 
 
 def run(what: Recipe) -> list[str]:
-    """Builds everything, trains two updates, validates, and says what it saw.
+    """Builds everything, trains two updates, validates, and reports.
 
     Args:
-        what: the recipe. On CPUs its batches are cut to four examples a replica, which is said.
+        what: the recipe. On CPUs, batches are reduced to four examples per replica, with a note.
 
     Returns:
-        Lines for a person: what was made up, shapes, parameters, memory, losses.
+        Lines to print: the data, shapes, parameters, memory, losses.
 
     Raises:
-        InputError: something in the recipe cannot work, or the process is one of a cluster.
+        InputError: something in the recipe is invalid, or the process is part of a cluster.
     """
     known = shape_of(what)
     cluster = runner.check(what, None, resume=False, overwrite=False, is_dry=known is not None)
@@ -70,13 +70,13 @@ def run(what: Recipe) -> list[str]:
 
 
 def shape_of(what: Recipe) -> Shape | None:
-    """What the examples of a recipe's data are like, as far as can be known without them.
+    """Returns the shape of a recipe's examples, if it is known without the data.
 
     Args:
         what: the recipe.
 
     Returns:
-        None where only the data knows.
+        None if only the data can tell.
 
     Example:
         >>> shape_of(Recipe(data="photos/", image_size=64, classes=5))
@@ -100,7 +100,7 @@ def shape_of(what: Recipe) -> Shape | None:
 
 
 def made_up(known: Shape, batch: int, accumulate: int) -> Examples:
-    """Draws examples of a shape: enough for two updates, and for a batch of validation and of test.
+    """Makes synthetic examples: enough for two updates, and for one batch each of validation and test.
 
     Example:
         >>> made_up(Shape((8, 8, 3), 5), batch=4, accumulate=1).array.shape
@@ -123,7 +123,7 @@ def made_up(known: Shape, batch: int, accumulate: int) -> Examples:
 
 
 def _small(what: Recipe) -> Recipe:
-    """The recipe as a dry run trains it: few examples a batch on CPUs, no cache, and its only epoch averaged."""
+    """Returns the recipe for a dry run: small batches on CPUs, no cache, and averaging from the only epoch."""
     changes: dict[str, Any] = {"cache": "auto", "cache_directory": None, "image_size": None, "length": None}
     if not environment.devices("GPU"):
         chosen = what.devices if isinstance(what.devices, int) else len(what.devices or ())

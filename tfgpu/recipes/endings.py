@@ -1,4 +1,4 @@
-"""How a run ends: when it stops, and with which weights. The callbacks of `early_stopping` and `weight_average`."""
+"""The callbacks of `early_stopping` and `weight_average`: when a run stops, and its final weights."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ BEGINNING = 0.1
 
 
 class EarlyStopping(keras.callbacks.EarlyStopping):
-    """Keras's, which keeps the best epoch's averages where averages are what is validated.
+    """Keras's EarlyStopping, which restores averaged weights if these are validated.
 
     Args:
         averages: the callback that validates them, or None.
@@ -35,11 +35,11 @@ class EarlyStopping(keras.callbacks.EarlyStopping):
 
 
 def callbacks(what: Recipe, data) -> tuple[keras.callbacks.Callback, ...]:
-    """The callbacks that a recipe's `early_stopping` and `weight_average` ask for, in their order.
+    """Creates the callbacks of a recipe's `early_stopping` and `weight_average`, in their order.
 
     Args:
         what: the recipe.
-        data: the run's data, whose training part averaged weights need for BatchNormalization.
+        data: the run's data; averaged weights need its training split for BatchNormalization.
     """
     average, stopping = agreement.weight_average(what), agreement.early_stopping(what)
     found: list[keras.callbacks.Callback] = []
@@ -64,7 +64,7 @@ def callbacks(what: Recipe, data) -> tuple[keras.callbacks.Callback, ...]:
 
 
 def ends_with(made: Sequence[keras.callbacks.Callback]) -> str:
-    """Says which weights a finished run has, by its callbacks."""
+    """Describes a finished run's final weights, by its callbacks."""
     mean = next((one for one in made if isinstance(one, StochasticWeightAverage)), None)
     if mean is not None and mean.averaged:
         return f"the mean of {mean.averaged} epoch{'s' if mean.averaged > 1 else ''}"
@@ -76,17 +76,17 @@ def ends_with(made: Sequence[keras.callbacks.Callback]) -> str:
 
 
 def about_average(what: Recipe, optimizer: keras.optimizers.Optimizer, *, steps_per_epoch: int) -> str | None:
-    """Says so where a moving average will end with much of the weights that the training began with.
+    """Returns a warning if a moving average will be dominated by the initial weights.
 
-    Keras begins an average with the weights after the first step, and keeps `ema_momentum` of it at each later one.
+    Keras starts an average with the weights after the first step, and keeps `ema_momentum` of it at each later one.
 
     Args:
         what: the recipe.
-        optimizer: as it was compiled.
+        optimizer: the compiled one.
         steps_per_epoch: of the training.
 
     Returns:
-        A sentence with the numbers and what to do; None where there is no such average, or it has steps enough.
+        A sentence with the numbers and what to do; None without such an average, or if it has enough steps.
 
     Example:
         >>> made = keras.optimizers.SGD(use_ema=True, ema_momentum=0.99)
@@ -118,7 +118,7 @@ def about_average(what: Recipe, optimizer: keras.optimizers.Optimizer, *, steps_
 
 
 def _rounded_down(momentum: float) -> float:
-    """What a momentum lacks to 1, rounded up to two digits: no nearer to 1 than it was."""
+    """Rounds a momentum down, so that its distance to 1 has two digits."""
     digits = 1 - math.floor(math.log10(1 - momentum))
     return 1 - math.ceil((1 - momentum) * 10**digits) / 10**digits
 

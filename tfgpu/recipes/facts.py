@@ -1,4 +1,4 @@
-"""What a run should say about itself: versions, device, sizes, times; for `config.yaml` and the report."""
+"""Facts about a run for `config.yaml` and the report: versions, devices, sizes, times."""
 
 import platform
 import statistics
@@ -24,7 +24,7 @@ from tfgpu.recipes.report import Report, best_epoch
 def collect(
     recipe: Recipe, *, strategy: tf.distribute.Strategy, model: keras.Model, info: Info, started: datetime
 ) -> dict[str, Any]:
-    """Gathers what is known before the first step, as plain values that YAML can hold."""
+    """Collects what is known before the first step, as plain values for YAML."""
     spread = strategies.describe(strategy)
     names = {device.name: device.description for device in environment.devices()}
     described = sorted({names[name] for name in spread["devices"] if names.get(name)})
@@ -53,7 +53,7 @@ def collect(
 
 
 def versions() -> dict[str, str]:
-    """Gives the versions that decide a result."""
+    """Returns the versions that affect a result."""
     found = {"python": platform.python_version()}
     for name in ("tfgpu", "tensorflow", "keras", "numpy"):
         try:
@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
 
 
 def headline(recipe: Recipe, facts: Mapping[str, Any]) -> list[str]:
-    """Says in two lines what is about to run."""
+    """Describes a run in two lines before it starts."""
     shape = "×".join(str(n) for n in facts["input_shape"])
     skipped = f", {facts['skipped_examples']} corrupt left out" if facts["skipped_examples"] else ""
     counts = (
@@ -88,7 +88,7 @@ def report(
     class_names: Sequence[str],
     monitor: Monitored | None = None,
 ) -> Report:
-    """Puts a finished run's facts in the order in which the report shows them."""
+    """Arranges a finished run's facts for the report."""
     defaults = Recipe().model_dump()
     settings = {
         name: f"{_text(value)}{'' if value == defaults[name] else ' *'}" for name, value in recipe.model_dump().items()
@@ -156,19 +156,19 @@ def _cards(recipe: Recipe, facts: Mapping[str, Any], rows: Sequence[Mapping[str,
 
 
 def _peaks(rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """The most memory of all epochs, for the host and each GPU."""
+    """The peak memory over all epochs, of the host and each GPU."""
     names = dict.fromkeys(name for row in rows for name in row if is_peak(name))
     most = {name: max(row.get(name, 0) for row in rows) for name in names}
     return {"peak memory": line(most)} if most else {}
 
 
 def now() -> datetime:
-    """The time, as `collect` takes it."""
+    """The current time, as `collect` expects it."""
     return datetime.now()
 
 
 def _processor() -> str:
-    """Names the CPU, which TensorFlow does not."""
+    """The CPU's model name, which TensorFlow does not report."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -178,7 +178,7 @@ def _processor() -> str:
 
 
 def where(facts: Mapping[str, Any]) -> str:
-    """Says which devices a run has, from its facts."""
+    """Describes a run's devices, from its facts."""
     several = f" × {facts['replicas']}" if facts["replicas"] > 1 else ""
     return f"{facts['strategy']}{several} on {', '.join(facts['devices'])} ({', '.join(facts['device_names'])})"
 

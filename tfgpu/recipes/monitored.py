@@ -1,4 +1,4 @@
-"""What a training took of its machines, for the report: the tables that `Monitor` wrote, by epoch and worker."""
+"""Resource use during training, for the report: the tables of `Monitor`, by epoch and worker."""
 
 import re
 from collections import Counter
@@ -22,14 +22,14 @@ class Monitored:
     """The epochs of each worker.
 
     Attributes:
-        workers: rows of epochs in order, by the worker's number.
+        workers: each worker's rows, ordered by epoch.
     """
 
     workers: Mapping[int, Sequence[Mapping[str, Value]]]
 
 
 def read(folder: Path) -> Monitored | None:
-    """Reads what the workers wrote; None where there is nothing.
+    """Reads the workers' tables; None if there are none.
 
     Args:
         folder: of the tables.
@@ -39,9 +39,9 @@ def read(folder: Path) -> Monitored | None:
         match = _FILE.fullmatch(path.name)
         try:
             rows = table.read(path) if match else []
-        except OSError:  # Another worker's file on a disk that is gone is no reason to have no report.
+        except OSError:  # a missing disk of another worker must not prevent the report
             continue
-        # An epoch that ran again, after a resume, counts as it ran last.
+        # Of an epoch that ran again after a resume, the last row counts.
         last = {row.get("epoch"): row for row in rows}
         if match and last:
             found[int(match[1])] = [last[epoch] for epoch in sorted(last, key=_order)]
@@ -49,7 +49,7 @@ def read(folder: Path) -> Monitored | None:
 
 
 def shown(monitored: Monitored) -> dict[str, Any]:
-    """What the page shows: a sentence, charts of the first worker, a table of all."""
+    """Returns the page's content: a sentence, charts of the first worker, a table of all workers."""
     first, rows = next(iter(monitored.workers.items()))
     percent = FuncFormatter(lambda value, _: f"{value:.4g}%")
     drawn = [_with_gpus(row) for row in rows]
@@ -90,7 +90,7 @@ def shown(monitored: Monitored) -> dict[str, Any]:
 
 
 def limited(rows: Sequence[Mapping[str, Value]]) -> str:
-    """What limited most epochs, and the figures of the last of them.
+    """Describes the most frequent bottleneck, with the figures of its last epoch.
 
     Example:
         >>> limited([{"limit": "CPU", "why": "the cores are 95% busy"}])
@@ -105,7 +105,7 @@ def limited(rows: Sequence[Mapping[str, Value]]) -> str:
 
 
 def _with_gpus(row: Mapping[str, Value]) -> dict[str, Value]:
-    """A row with what all GPUs come to."""
+    """Adds totals over all GPUs to a row."""
     found: dict[str, list[float]] = {}
     for name, value in row.items():
         if (match := _GPU.fullmatch(name)) and isinstance(value, float):
@@ -135,7 +135,7 @@ _SUMS, _MOST = ("energy_j",), ("memory_bytes_max", "gpu_memory")
 
 
 def _table(monitored: Monitored) -> dict[str, Any]:
-    """Head and rows of a table of workers; columns that nobody has are left out."""
+    """Returns the header and rows of a table of workers, without empty columns."""
     known = {worker: [_with_gpus(row) for row in rows] for worker, rows in monitored.workers.items()}
     columns = [
         each for each in _COLUMNS if any(row.get(each[1]) is not None for rows in known.values() for row in rows)

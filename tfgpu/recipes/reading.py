@@ -1,4 +1,4 @@
-"""Config files and the values of flags: YAML, read safely. No TensorFlow here."""
+"""Reads config files and the values of flags as safe YAML. Imports no TensorFlow."""
 
 import re
 from pathlib import Path
@@ -18,10 +18,10 @@ FACTS = "run"  # The key of config.yaml under which a run leaves facts about its
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Reads a config file's settings, unvalidated and without a run's facts.
+    """Reads a config file's settings, without validation and without a run's facts.
 
     Raises:
-        InputError: when the file is missing, is not YAML or is not a mapping.
+        InputError: the file is missing, is not YAML or is not a mapping.
     """
     content = _parse(path)
     content.pop(FACTS, None)
@@ -29,17 +29,17 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def read_facts(path: str | Path) -> dict[str, Any]:
-    """Reads the facts that a run left in its config file; empty when no run wrote it.
+    """Reads the facts that a run wrote to its config file; empty if no run wrote it.
 
     Raises:
-        InputError: when the file is missing, is not YAML or is not a mapping.
+        InputError: the file is missing, is not YAML or is not a mapping.
     """
     facts = _parse(path).get(FACTS)
     return facts if isinstance(facts, dict) else {}
 
 
 def parse_value(text: str) -> Any:
-    """Reads a flag's value as YAML does: `0.3` is a number, `true` a boolean, `[1, 2]` a list."""
+    """Parses a flag's value as YAML: `0.3` is a number, `true` a boolean, `[1, 2]` a list."""
     try:
         return _loaded(text)
     except yaml.YAMLError:
@@ -47,11 +47,11 @@ def parse_value(text: str) -> Any:
 
 
 def _loaded(text: str) -> Any:
-    """What a text says.
+    """Parses YAML.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or more than a recipe can be. What PyYAML's readers of numbers and dates raise
-            becomes this too.
+        yaml.YAMLError: it is not YAML, or larger than any recipe. Errors of PyYAML's number and date parsers become
+            this too.
     """
     if len(text) > _LONGEST:
         raise yaml.YAMLError(f"it has more than {_LONGEST} characters, which no recipe has")
@@ -64,7 +64,7 @@ def _loaded(text: str) -> Any:
 
 
 def _size(value: Any, known: dict[int, int], within: set[int]) -> int:
-    """How many values it stands for; of aliases in aliases there may be billions, which an error would write out."""
+    """Counts the values after expanding aliases; nested aliases can expand to billions, which an error would print."""
     if isinstance(value, int) and value.bit_length() > _BITS:
         raise yaml.YAMLError(f"a number in it has {value.bit_length()} bits")
     if not isinstance(value, dict | list | tuple | set):
@@ -102,9 +102,9 @@ def _parse(path: str | Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which also reads `1e-3` as a number and refuses a setting that is given twice.
+    """The safe loader, which also parses `1e-3` as a number and rejects duplicate settings.
 
-    It merges no mappings (`<<`): ten lines of merges in merges would fill the memory before anything could be counted.
+    It does not support merging (`<<`): ten lines of nested merges would fill the memory before they could be counted.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

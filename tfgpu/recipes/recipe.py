@@ -1,7 +1,7 @@
-"""What a run is made of: one schema, which the config file, the command line's flags and the report all read.
+"""The schema of a training run, used by config files, command-line flags and the report.
 
-Importing this module starts no TensorFlow. Names that only Keras or a package can resolve (an optimizer,
-`module:function`) are checked by the runner, still before anything is written.
+Importing this module does not import TensorFlow. Names that only Keras or another package can resolve (an optimizer,
+`module:function`) are checked by the runner, before anything is written.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ Options = dict[str, Any]
 
 
 class Recipe(BaseModel):
-    """Everything that decides what a run computes; repeated on the same hardware, it gives the same weights.
+    """Everything that determines a run's result; repeated on the same hardware, it gives the same weights.
 
     Example:
         >>> Recipe(model="mlp", epochs=3).global_batch
@@ -275,7 +275,7 @@ class Recipe(BaseModel):
 
     @property
     def builder_options(self) -> Options:
-        """All that the model's builder is given besides the data's shape and classes.
+        """The options of the model's builder.
 
         Example:
             >>> Recipe(model="mlp", model_options={"widths": [64]}, dropout=0.3).builder_options
@@ -288,18 +288,18 @@ class Recipe(BaseModel):
 def load(
     path: str | Path | None = None, *, overrides: Mapping[str, Any] | None = None, allow_code: bool = False
 ) -> Recipe:
-    """Reads a recipe from a YAML file, with single settings replaced.
+    """Reads a recipe from a YAML file and replaces single settings.
 
     Args:
-        path: the file; None starts from the defaults. Facts that a run left in it are skipped.
-        overrides: settings that win over the file's, such as the command line's flags.
-        allow_code: whether the file may name a function to be called (`module:function`).
+        path: the file; None starts from the defaults. Facts that a run added to it are ignored.
+        overrides: settings that override the file's, such as command-line flags.
+        allow_code: whether the file may name a function to call (`module:function`).
 
     Returns:
         The validated recipe.
 
     Raises:
-        InputError: for a file that cannot be read, an unknown setting, a wrong value, or code; one line.
+        InputError: the file cannot be read, or has an unknown setting, an invalid value, or code.
 
     Example:
         >>> load(overrides={"epochs": "3"}).epochs
@@ -311,11 +311,11 @@ def load(
 
 
 def make(settings: Mapping[str, Any], *, source: str | None = None) -> Recipe:
-    """Validates settings; every complaint of the schema becomes one `InputError` of one line.
+    """Validates settings; turns the schema's errors into one `InputError` of one line.
 
     Args:
-        settings: names and values, as a config file or flags give them.
-        source: the file they came from, to be named in the error.
+        settings: names and values from a config file or flags.
+        source: where they came from, for errors.
     """
     try:
         return Recipe(**settings)
@@ -327,14 +327,14 @@ def make(settings: Mapping[str, Any], *, source: str | None = None) -> Recipe:
 
 
 def check(recipe: Recipe, *, needs_data: bool = True) -> None:
-    """Checks what can be known without TensorFlow: that the source exists and the stages have a meaning.
+    """Checks what does not need TensorFlow: that the source exists and the stages are valid.
 
     Args:
         recipe: the recipe.
-        needs_data: False where the source need not be there.
+        needs_data: False if the source need not exist.
 
     Raises:
-        InputError: an unknown source or stage, or a path that is not there.
+        InputError: an unknown source or stage, or a missing path.
     """
     if needs_data:
         parse_source(recipe.data)
@@ -343,7 +343,7 @@ def check(recipe: Recipe, *, needs_data: bool = True) -> None:
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """Gives the values that a setting may have; empty when it is not a choice among names."""
+    """Returns the values that a setting may have; empty if it is not a choice among names."""
     annotation = Recipe.model_fields[name].annotation
     return tuple(get_args(annotation)) if getattr(annotation, "__origin__", None) is Literal else ()
 

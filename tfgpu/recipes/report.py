@@ -1,4 +1,4 @@
-"""`report.html`: what a run did, on one page that needs no network and no other file."""
+"""`report.html`: a run's results on one self-contained page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,25 +9,26 @@ from matplotlib.ticker import FuncFormatter
 from tfgpu.recipes import drawing, monitored
 from tfgpu.recipes.monitored import Monitored
 
-MOST_CLASSES = 20  # A larger confusion matrix says little on a screen.
+MOST_CLASSES = 20  # larger confusion matrices are hard to read
+
 
 @dataclass(frozen=True)
 class Report:
-    """What a report shows.
+    """The content of a report.
 
     Args:
         title: such as `"cnn on digits"`.
-        subtitle: one line under it: when, on what.
-        accuracy: on the test part, 0 to 1.
-        rows: one mapping an epoch, with the columns of `metrics.csv`.
-        cards: the few numbers that matter most, as (label, value, remark).
+        subtitle: one line below it: date and devices.
+        accuracy: on the test split, 0 to 1.
+        rows: one mapping per epoch, with the columns of `metrics.csv`.
+        cards: the key numbers, as (label, value, remark).
         facts: sections of the table of facts: name -> (label -> value).
         settings: the recipe.
         advice: sentences about layer sizes and Tensor Cores.
-        confusion: counts [true class][predicted class]; None where there is none.
-        class_names: one for each row of `confusion`.
-        perplexity: on the test part, for a language model, whose score it is.
-        monitor: what the training took of its machines; None where nobody looked.
+        confusion: counts [true class][predicted class], or None.
+        class_names: one per row of `confusion`.
+        perplexity: a language model's, on the test split; its main score.
+        monitor: the machines' resource use during training; None if it was not monitored.
     """
 
     title: str
@@ -45,20 +46,20 @@ class Report:
 
     @property
     def score(self) -> tuple[str, str]:
-        """The number that stands largest, and its name."""
+        """The main score and its name."""
         if self.perplexity is not None:
             return f"{self.perplexity:.2f}", "test perplexity"
         return f"{self.accuracy:.1%}", "test accuracy"
 
 
 def render(report: Report) -> str:
-    """Makes the page.
+    """Renders the page.
 
     Args:
-        report: what to show; every text in it is escaped.
+        report: its content; all text is escaped.
 
     Returns:
-        HTML with its style and drawings inside.
+        HTML with embedded style and charts.
 
     Example:
         >>> "<html" in render(Report("cnn on digits", "", 0.99, rows=[{"loss": 0.1}]))
@@ -75,7 +76,7 @@ def render(report: Report) -> str:
 
 
 def best_epoch(rows: Sequence[Mapping[str, float]]) -> int | None:
-    """Finds the epoch (from 1) with the highest validation accuracy, or else the lowest validation loss."""
+    """Returns the epoch (from 1) with the highest validation accuracy, or else the lowest validation loss."""
     for name, sign in (("val_accuracy", -1), ("val_loss", 1)):
         values = [(sign * row[name], number) for number, row in enumerate(rows, start=1) if name in row]
         if values:

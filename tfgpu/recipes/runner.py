@@ -42,14 +42,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The result of a run.
 
     Args:
-        accuracy: on the test part, 0 to 1.
-        loss: on the test part.
-        history: one mapping an epoch, as in `metrics.csv`.
-        run_directory: where the files are; None on a worker that is not the chief.
-        facts: what `config.yaml` says under `run`.
+        accuracy: on the test split, 0 to 1.
+        loss: on the test split.
+        history: one mapping per epoch, as in `metrics.csv`.
+        run_directory: the run's files; None on a worker that is not the chief.
+        facts: the section `run` of `config.yaml`.
     """
 
     accuracy: float
@@ -72,28 +72,27 @@ def run(
 ) -> Result:
     """Trains, tests and writes the run directory.
 
-    A failure before the first step leaves nothing behind. In a cluster every worker calls it; the chief
-    writes.
+    A failure before the first step leaves no files. In a cluster every worker calls this function; the chief writes.
 
     Args:
         what: the recipe.
-        output: the run directory; None makes `runs/<time>-<model>`.
-        resume: go on with the run in `output`, after its last checkpoint. Only `epochs` may grow, and how data is
-            read differ.
+        output: the run directory; None creates `runs/<time>-<model>`.
+        resume: resume the run in `output` from its last checkpoint. Only `epochs` may increase, and settings of the
+            input speed may differ.
         overwrite: replace the run in `output`.
-        show: print a headline and the progress of the training.
-        track: `"mlflow"` or `"wandb"`: send settings, metrics and the report there too (see `callbacks.Track`).
+        show: print a headline and the training progress.
+        track: `"mlflow"` or `"wandb"`: also send settings, metrics and the report there (see `callbacks.Track`).
         project: its name there.
-        callbacks: more of them, called last but for the checkpoint's; what they change is not in `config.yaml`.
+        callbacks: further callbacks, called after all but the checkpoint's; `config.yaml` does not record them.
 
     Returns:
-        The result on the test part.
+        The result on the test split.
 
     Raises:
-        InputError: something in the recipe or the output directory cannot work.
-        TrainingError: training began and failed.
-        Preempted: asked to leave (SIGTERM) while it trained or after; it has saved, and has said how to go on.
-        KeyboardInterrupt: interrupted by SIGINT, or by SIGTERM before the training.
+        InputError: something in the recipe or the output directory is invalid.
+        TrainingError: training started and failed.
+        Preempted: SIGTERM was received during or after training; the run is saved, and the message says how to resume.
+        KeyboardInterrupt: interrupted by SIGINT, or by SIGTERM before training.
 
     Example:
         >>> run(Recipe(epochs=2), output="runs/first").run_directory
@@ -143,7 +142,7 @@ def run(
 def check(
     what: Recipe, output: str | Path | None, *, resume: bool, overwrite: bool, is_dry: bool = False
 ) -> Cluster:
-    """Refuses what can be refused before any device is started; a dry run needs no data."""
+    """Rejects what it can before any device is initialized; a dry run needs no data."""
     if keras.backend.backend() != "tensorflow":
         raise InputError(
             f"tfgpu trains with Keras on TensorFlow. Received: the backend {keras.backend.backend()!r}. "
@@ -177,7 +176,7 @@ def _train(
     console: Console | None,
     more: Sequence[keras.callbacks.Callback],
 ) -> list[dict[str, float]]:
-    """Runs the epochs that are left and returns the rows of them all."""
+    """Runs the remaining epochs and returns the rows of all epochs."""
     watch = Watch(job.data, begun=lambda: directory.settle(path) if path else None)
     progress = Progress(console=console) if console else None
     try:
@@ -212,7 +211,7 @@ def _train(
 
 
 def _monitor(job: building.Job, path: Path | None) -> list[Monitor]:
-    """Watches each worker's machine; one that was given no directory has nowhere to write."""
+    """Monitors each worker's machine; without a directory there is nowhere to write."""
     if not job.recipe.watch_machine or path is None:
         return []
     return [Monitor(path / directory.MONITOR, tensorboard=path / directory.LOGS, worker=job.cluster.rank)]
@@ -232,7 +231,7 @@ def _fit(job: building.Job, first: int, callbacks: list[keras.callbacks.Callback
 
 
 def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: list[dict[str, float]]) -> Result:
-    """Tests the trained model, and writes the model, the report and the last facts."""
+    """Tests the trained model, and writes the model, the report and the final facts."""
     tested = job.trainer.evaluate(job.data.test, verbose=0, return_dict=True)
     accuracy, loss = float(tested["accuracy"]), float(tested["loss"])
     about = {
@@ -272,7 +271,7 @@ def _tracker(track: str | None, project: str, what: Recipe, path: Path | None) -
 
 
 def _checkpoint(job: building.Job, path: Path | None, writer: Writer, *, resume: bool) -> Checkpoint:
-    """The callback that every worker needs; one that knows no directory only takes part in what the chief reads."""
+    """Returns the callback that every worker needs; without a directory it only takes part in the chief's reads."""
     checkpoint = Checkpoint(
         (path or Path()) / directory.CHECKPOINTS,
         every_steps=job.recipe.checkpoint_steps or None,

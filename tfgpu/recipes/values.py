@@ -1,4 +1,4 @@
-"""Settings of a recipe as YAML and the command line write them, turned into what the recipe holds."""
+"""Converts settings as written in YAML or on the command line to the recipe's types."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ from tfgpu.recipes.reading import parse_value
 
 
 def stages(value: Any) -> Any:
-    """Turns `"flip,rotate"` or `["flip", "rotate: {degrees: 5}"]` into a tuple; `"none"` is the empty one."""
+    """Converts `"flip,rotate"` or `["flip", "rotate: {degrees: 5}"]` to a tuple; `"none"` is the empty one."""
     stages: list[Any] = []
     for part in value if isinstance(value, list | tuple) else [value]:
         if isinstance(part, str) and ":" not in part:
@@ -26,7 +26,7 @@ def _is_stage(stage: Any) -> bool:
 
 
 def devices(value: Any) -> Any:
-    """Turns `"2"` into 2 and `"GPU:0,GPU:1"` into two names."""
+    """Converts `"2"` to 2 and `"GPU:0,GPU:1"` to two names."""
     if value is None or isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     if isinstance(value, str) and value.strip().isdigit() and int(value) >= 1:
@@ -39,7 +39,7 @@ def devices(value: Any) -> Any:
 
 
 def size(value: Any) -> Any:
-    """Turns `64`, `"64x48"` or `[64, 48]` into (height, width)."""
+    """Converts `64`, `"64x48"` or `[64, 48]` to (height, width)."""
     if value is None:
         return None
     text = "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,4 +1,4 @@
-"""What watches over the training of a run: its place, a loss that is no number, signals, and the words for each end."""
+"""Supervises a run's training: its position, a diverging loss, signals, and messages for each kind of ending."""
 
 import math
 import signal
@@ -18,15 +18,15 @@ from tfgpu.recipes.recipe import Recipe
 
 
 class TrainingError(RuntimeError):
-    """Training began and could not go on; the message says where, and what may help."""
+    """Training started and failed; the message says where, and what may help."""
 
 
 class Diverged(TrainingError):
-    """The loss is no number any more."""
+    """The loss became NaN or Inf."""
 
 
 class Watch(keras.callbacks.Callback):
-    """Knows where the training is, gives each epoch its order of data, stops at a loss that is no number."""
+    """Tracks the position of the training, seeks each epoch's data, and stops if the loss is NaN or Inf."""
 
     every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
     has_memory = False
@@ -60,7 +60,7 @@ def how_to_go_on(path: Path | None) -> str:
 
 
 def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, resume: bool) -> str:
-    """Says what an interrupted run has saved, and how to go on; takes back a run that never made a step."""
+    """Describes what an interrupted run has saved and how to resume it; removes a run without a single step."""
     if path is None:
         return "Interrupted."
     if not watch.steps and not resume:
@@ -76,7 +76,7 @@ def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, res
 
 
 def describe_failure(error: Exception, watch: Watch, what: Recipe) -> str:
-    """Says in one line where a training failed and, where it is known, what helps."""
+    """Describes in one line where training failed and, if known, what helps."""
     if isinstance(error, OutOfMemory):
         return (
             f"Training failed in epoch {watch.epoch + 1} with global_batch={what.global_batch}: {error.sizes} Use a "
@@ -92,7 +92,7 @@ def describe_failure(error: Exception, watch: Watch, what: Recipe) -> str:
 
 @contextmanager
 def unstarted() -> Iterator[None]:
-    """Gives an interrupt its words where nothing has been written yet."""
+    """Adds a message to an interrupt before anything has been written."""
     try:
         yield
     except KeyboardInterrupt:
@@ -100,14 +100,14 @@ def unstarted() -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come."""
+    """SIGTERM was received."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Makes SIGTERM end as Ctrl-C does what is no `fit`, whose checkpoints save and leave.
+    """Makes SIGTERM act like Ctrl-C outside of `fit`, in which checkpoints handle it.
 
-    Multi-worker strategies set a handler: ours is later.
+    Overrides the handler that multi-worker strategies set.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Training loops: `Trainer` beside `model.fit`, and the learning-rate schedules of a recipe."""
+"""Training: `Trainer`, and learning-rate schedules by name."""
 
 from tfgpu.training.trainer import Trainer
 

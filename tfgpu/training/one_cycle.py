@@ -1,4 +1,4 @@
-"""The one-cycle schedule: a rate that rises to its peak and falls far below where it began."""
+"""The one-cycle schedule: the rate rises to its peak and falls far below its start."""
 
 import math
 
@@ -9,17 +9,17 @@ SHAPES = ("cosine", "linear")
 
 @keras.saving.register_keras_serializable(package="tfgpu")
 class OneCycle(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises from `peak / initial_division` to `peak`, then falls to that beginning over `final_division`.
+    """Rises from `peak / initial_division` to `peak`, then falls to that initial rate divided by `final_division`.
 
-    The momentum stays as it is: Smith lets it fall while the rate rises, but Keras's optimizers keep theirs as a
-    number that is compiled in.
+    The momentum is constant: Smith lowers it while the rate rises, but Keras's optimizers compile theirs in as a
+    number.
 
     Args:
-        peak: the highest rate, which update `rise_steps` (from 0) has.
+        peak: the highest rate, at update `rise_steps` (from 0).
         total_steps: updates of the whole training job; update `total_steps` would have the lowest rate.
-        rise_steps: updates from the first rate to the peak, at least 1 and fewer than `total_steps`.
-        initial_division: the peak over the first rate.
-        final_division: the first rate over the last one.
+        rise_steps: updates from the first rate to the peak, at least 1 and less than `total_steps`.
+        initial_division: the peak divided by the first rate.
+        final_division: the first rate divided by the last one.
         shape: "cosine" (half a cosine up and half a cosine down, as in fastai and PyTorch) or "linear" (Smith's).
 
     Example:

@@ -1,7 +1,7 @@
-"""Optimizers that Keras has no class for: LARS.
+"""Optimizers that Keras lacks: LARS.
 
-    import tfgpu.training.optimizers as optimizers
-    model.compile(optimizers.LARS(learning_rate=10.0, momentum=0.9, weight_decay=5e-5), loss="mse")
+import tfgpu.training.optimizers as optimizers
+model.compile(optimizers.LARS(learning_rate=10.0, momentum=0.9, weight_decay=5e-5), loss="mse")
 """
 
 from collections.abc import Sequence
@@ -16,26 +16,26 @@ from tfgpu.errors import InputError
 
 @keras.saving.register_keras_serializable(package="tfgpu")
 class LARS(keras.optimizers.Optimizer):
-    """Momentum SGD whose rate is scaled layer by layer, for batches of thousands: LARS.
+    """LARS: momentum SGD with a learning rate scaled per layer, for very large batches.
 
     A kernel w with gradient g is updated by
 
-        ratio = trust * |w| / (|g| + weight_decay * |w|) where both norms are above 0, else 1
+        ratio = trust * |w| / (|g| + weight_decay * |w|) if both norms are positive, else 1
         velocity = momentum * velocity + learning_rate * ratio * (g + weight_decay * w)
         w = w - velocity
 
-    Biases and the scales and offsets of normalisation layers (variables of one axis or none) are neither scaled nor
-    decayed: they get plain momentum SGD. Clipping, accumulation, averages and loss scales are Keras's own. A rate of
-    1 to 30 with warm-up and the schedule "polynomial" with power=2 is usual.
+    Biases and the scales and offsets of normalization layers (variables of rank 0 or 1) are neither scaled nor decayed:
+    they get plain momentum SGD. Clipping, accumulation, averages and loss scales are Keras's. A rate of 1 to 30 with
+    warmup and the schedule "polynomial" with power=2 is typical.
 
     Args:
         learning_rate: a number or a Keras schedule. Default 1.0.
         momentum: from 0 to below 1. Default 0.9.
-        nesterov: take the step as if the momentum had been applied once more. Default False.
-        trust: the paper's coefficient: how large an update may be beside the weight. Default 0.001.
-        weight_decay: the L2 penalty's factor, which the ratio sees; not decoupled from the rate. Default None: 0.
-        exclude: words; a variable whose path has one of them gets plain momentum SGD too, as those that
-            `exclude_from_weight_decay` names do.
+        nesterov: use Nesterov momentum. Default False.
+        trust: the paper's trust coefficient: the size of an update relative to the weight. Default 0.001.
+        weight_decay: the factor of an L2 penalty, which the ratio includes; not decoupled. Default None: 0.
+        exclude: substrings; variables whose path has one of them get plain momentum SGD too, like those of
+            `exclude_from_weight_decay`.
         clipnorm, clipvalue, global_clipnorm, use_ema, ema_momentum, ema_overwrite_frequency, loss_scale_factor,
             gradient_accumulation_steps, name: as for every Keras optimizer.
 
@@ -94,7 +94,7 @@ class LARS(keras.optimizers.Optimizer):
         self.exclude = tuple(exclude)
 
     def build(self, variables):
-        """Makes the velocities, and finds which variables are scaled."""
+        """Creates the velocities and decides which variables are scaled."""
         if self.built:
             return
         super().build(variables)
@@ -136,7 +136,7 @@ class LARS(keras.optimizers.Optimizer):
         return len(variable.shape) > 1 and not named and private_optimizers.uses_weight_decay(self, variable)
 
     def _apply_weight_decay(self, variables):
-        """Nothing: the decay is a part of the gradient, which the ratio sees."""
+        """Does nothing: the decay is part of the gradient, which the ratio includes."""
 
 
 #: Optimizers by the names that a recipe has for them, beside Keras's own.

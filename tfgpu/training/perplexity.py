@@ -1,17 +1,17 @@
-"""The metric of a language model: perplexity."""
+"""Perplexity, the metric of language models."""
 
 import keras
 
 
 @keras.saving.register_keras_serializable(package="tfgpu")
 class Perplexity(keras.metrics.Mean):
-    """The exponential of the mean cross-entropy a token: among how many tokens the model is torn, on average.
+    """The exponential of the mean cross-entropy per token: the effective number of tokens the model chooses between.
 
-    The mean is over all tokens of an epoch, whatever rows and batches they are in; it is not a mean of perplexities.
-    Padding is left out by a `sample_weight` of 0 (as a weighted metric).
+    The mean is over all tokens of an epoch, however they are batched; it is not a mean of perplexities. Exclude padding
+    with a `sample_weight` of 0 (as a weighted metric).
 
     Args:
-        from_logits: the model gives logits, as the builders do. Default True.
+        from_logits: the model's outputs are logits, as the builders' are. Default True.
         name: in the logs.
         dtype: of the sums.
 
@@ -25,15 +25,15 @@ class Perplexity(keras.metrics.Mean):
     def __init__(self, from_logits: bool = True, name: str = "perplexity", dtype=None):
         super().__init__(name=name, dtype=dtype)
         self._from_logits = from_logits
-        self._direction = "down"  # for callbacks that watch it
+        self._direction = "down"  # for callbacks that monitor it
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        """Takes in the tokens of a batch.
+        """Adds the tokens of a batch.
 
         Args:
             y_true: whole numbers [...], the tokens.
-            y_pred: [..., tokens], logits or shares.
-            sample_weight: [...] or what broadcasts to it.
+            y_pred: [..., tokens], logits or probabilities.
+            sample_weight: [...], or broadcastable to it.
         """
         y_pred = keras.ops.cast(y_pred, self.dtype)
         values = keras.losses.sparse_categorical_crossentropy(

@@ -1,4 +1,4 @@
-"""A rate that rises first and then waits for a plateau: the warm-up that Keras's ReduceLROnPlateau cannot have."""
+"""Warmup followed by reduction on a plateau, which Keras's ReduceLROnPlateau does not support."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +11,10 @@ from tfgpu.optim import parameter_groups
 
 @keras.saving.register_keras_serializable(package="tfgpu")
 class Adjusted(keras.optimizers.schedules.LearningRateSchedule):
-    """A rate that a callback sets between epochs, for schedules that multiply it.
+    """A rate that a callback sets between epochs, for use within other schedules.
 
     Args:
-        rate: the first one.
+        rate: the initial rate.
 
     Example:
         >>> rate = Adjusted(0.5)
@@ -29,16 +29,16 @@ class Adjusted(keras.optimizers.schedules.LearningRateSchedule):
 
     @property
     def rate(self) -> float:
-        """The rate now."""
+        """The current rate."""
         return self._rate
 
     @property
     def is_built(self) -> bool:
-        """Whether steps that were traced see what `put` sets."""
+        """Whether traced steps see changes by `put`."""
         return self._variable is not None
 
     def build(self) -> None:
-        """Makes the variable that steps read; under the strategy's scope, before they are traced."""
+        """Creates the variable that steps read; under the strategy's scope, before tracing."""
         self._variable = keras.Variable(self._rate, trainable=False, dtype="float32", autocast=False, name="peak_rate")
 
     def put(self, rate: float) -> None:
@@ -55,13 +55,13 @@ class Adjusted(keras.optimizers.schedules.LearningRateSchedule):
 
 
 class ReduceAfterWarmup(keras.callbacks.ReduceLROnPlateau):
-    """Keras's ReduceLROnPlateau, for an optimizer whose rate rises first.
+    """Keras's ReduceLROnPlateau for an optimizer with warmup.
 
-    Epochs that end within the warm-up are not looked at. The optimizer's rate is a `Warmup` to an `Adjusted` one, as
-    `schedules.build("plateau", ..., warmup_steps=...)` makes it.
+    Epochs that end during warmup are ignored. The optimizer's rate must be a `Warmup` to an `Adjusted`, as returned by
+    `schedules.build("plateau", ..., warmup_steps=...)`.
 
     Args:
-        warmup_steps: updates of the warm-up.
+        warmup_steps: number of warmup updates.
 
     The other arguments are Keras's.
     """

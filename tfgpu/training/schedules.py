@@ -1,8 +1,8 @@
-"""Learning-rate schedules by name: Keras's own, and the warm-up that Keras has for the cosine alone.
+"""Learning-rate schedules by name: Keras's, with warmup, which Keras has only for the cosine.
 
-All steps here are updates of the weights. Keras asks its schedules by batches instead: with
-`gradient_accumulation_steps=k` a plain Keras schedule runs k times too fast (measured in Keras 3.15). Give
-`accumulate=k`, and the schedule moves once per update, as it would with k times the batch.
+All steps here are weight updates. Keras counts its schedules in batches: with `gradient_accumulation_steps=k` a plain
+Keras schedule runs k times too fast (measured in Keras 3.15). With `accumulate=k` the schedule advances once per
+update, as with k times the batch size.
 
     from tfgpu.training import schedules
     schedule = schedules.build("cosine", 1e-3, total_steps=1000, warmup_steps=100)
@@ -29,11 +29,11 @@ Rate = float | keras.optimizers.schedules.LearningRateSchedule
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule asks of a training job.
+    """A schedule's parts.
 
     Attributes:
         learning_rate: for the optimizer: a number, or a Keras schedule over updates.
-        callbacks: to be given to `fit` as well; only "plateau" has one.
+        callbacks: for `fit`; only "plateau" has one.
     """
 
     learning_rate: Any  # a `Rate`: of that, type checkers would let nobody hand it to Keras, whose own is not annotated
@@ -42,14 +42,13 @@ class Schedule:
 
 @keras.saving.register_keras_serializable(package="tfgpu")
 class Warmup(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises in a straight line for `steps` updates to what `then` starts with, and follows `then` from there.
+    """Rises linearly for `steps` updates to the start of `then`, and follows `then` from there.
 
-    Update s of the warm-up (counted from 0) gets (s + 1) / (steps + 1) of it, so that no update has a rate of
-    zero.
+    Update s of the warmup (from 0) gets (s + 1) / (steps + 1) of it, so that no update has a rate of zero.
 
     Args:
-        then: the rate, or the schedule, after the warm-up; it counts from the warm-up's end.
-        steps: updates of the warm-up, at least 1.
+        then: the rate, or the schedule, after the warmup; it counts from the end of the warmup.
+        steps: number of warmup updates, at least 1.
 
     Example:
         >>> [round(float(Warmup(0.4, 3)(step)), 3) for step in range(5)]
@@ -80,11 +79,11 @@ class Warmup(keras.optimizers.schedules.LearningRateSchedule):
 
 @keras.saving.register_keras_serializable(package="tfgpu")
 class PerUpdate(keras.optimizers.schedules.LearningRateSchedule):
-    """Moves `then` once every `accumulate` batches, because Keras hands a schedule the count of batches.
+    """Advances `then` once every `accumulate` batches, because Keras calls schedules with the number of batches.
 
     Args:
         then: a schedule over updates.
-        accumulate: batches in an update.
+        accumulate: batches per update.
 
     Example:
         >>> [round(float(PerUpdate(Warmup(0.3, 2), 2)(batch)), 3) for batch in range(6)]
@@ -118,31 +117,30 @@ def build(
     """Builds a schedule by name.
 
     Args:
-        name: "constant"; "cosine" (half a cosine down; Loshchilov and Hutter, 2016); "exponential" (the same
-            factor at every update); "one_cycle" (up, and far down; Smith, 2018); "polynomial" (a power of the part
-            that is left); "step" (a factor at each milestone); or "plateau" (a factor whenever a watched metric has
-            stopped getting better).
-        learning_rate: the highest rate: after the warm-up, or from the start.
-        total_steps: updates of the weights in the whole training job, warm-up included: epochs *
-            steps_per_epoch / accumulate. "constant" and "plateau" do not depend on it; all check it.
-        warmup_steps: updates in which the rate rises in a straight line, from learning_rate / (warmup_steps +
-            1); fewer than `total_steps`. "one_cycle" rises for as long in its own way; "plateau" looks at
-            no epoch that ends within them.
-        accumulate: batches in an update: the optimizer's `gradient_accumulation_steps`.
-        options: further settings of the schedule, by name. "cosine": `final` (0.0) and "exponential": `final`
-            (0.01), the part of `learning_rate` that is left at `total_steps`. "polynomial": `power` (1.0) and
-            `final` (0.0). "step": `milestones` (rising whole numbers: the updates, from 0 and warm-up included,
-            that are the first ones with a new rate; required) and `factor` (0.1). "one_cycle": `rise` (0.3: the
-            part of the updates until the peak; not with `warmup_steps`), `initial_division` (25), `final_division`
-            (1e4), `shape` ("cosine", or "linear"): see `OneCycle`. "plateau": `monitor`
-            ("val_loss"), `mode` ("auto"), `factor` (0.5), `patience` (5 epochs), `min_delta` (1e-4),
-            `cooldown` (0 epochs), `min_learning_rate` (0.0).
+        name: "constant"; "cosine" (half a cosine down; Loshchilov and Hutter, 2016); "exponential" (the same factor at
+            every update); "one_cycle" (up, and far down; Smith, 2018); "polynomial" (a power of the remaining share of
+            updates); "step" (a factor at each milestone); or "plateau" (a factor whenever a metric has stopped
+            improving).
+        learning_rate: the peak rate: after the warmup, or from the start.
+        total_steps: weight updates in the whole training job, including warmup: epochs * steps_per_epoch / accumulate.
+            "constant" and "plateau" check it, but do not depend on it.
+        warmup_steps: updates in which the rate rises linearly from learning_rate / (warmup_steps + 1); fewer than
+            `total_steps`. "one_cycle" rises for as many in its own shape; "plateau" ignores epochs that end within
+            them.
+        accumulate: batches per update: the optimizer's `gradient_accumulation_steps`.
+        options: further settings of the schedule, by name. "cosine": `final` (0.0), and "exponential": `final` (0.01),
+            the share of `learning_rate` at `total_steps`. "polynomial": `power` (1.0) and `final` (0.0). "step":
+            `milestones` (increasing whole numbers: the first updates, counted from 0 and including warmup, with a new
+            rate; required) and `factor` (0.1). "one_cycle": `rise` (0.3: the share of updates before the peak; not with
+            `warmup_steps`), `initial_division` (25), `final_division` (1e4), `shape` ("cosine", or "linear"): see
+            `OneCycle`. "plateau": `monitor` ("val_loss"), `mode` ("auto"), `factor` (0.5), `patience` (5 epochs),
+            `min_delta` (1e-4), `cooldown` (0 epochs), `min_learning_rate` (0.0).
 
     Returns:
         A `Schedule`: the learning rate for the optimizer, and callbacks.
 
     Raises:
-        InputError: an unknown name or option (the message names the closest), or a number out of range.
+        InputError: an unknown name or option, or a number out of range.
 
     Example:
         >>> schedule = build("cosine", 0.1, total_steps=100)

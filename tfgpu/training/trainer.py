@@ -16,7 +16,7 @@ class Trainer:
     `model.fit` runs blocks of steps itself; use it unless you need to fix the length of a block.
 
     Args:
-        model: a compiled model, made under the strategy's scope.
+        model: a compiled model, created under the strategy's scope.
         steps_per_call: steps per call; `on_train_batch_begin` and `on_train_batch_end` run once per call. `None`
             (default) leaves the number to `fit`.
 
@@ -61,7 +61,7 @@ class Trainer:
             return self._compiled("evaluate").evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """`model.predict`: under replicas the rows come back in the order in which they went in."""
+        """Predicts; takes the arguments of `keras.Model.predict` and returns what it returns."""
         return self.model.predict(*args, **kwargs)
 
     def _compiled(self, what: str) -> keras.Model:

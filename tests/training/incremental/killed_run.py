@@ -51,7 +51,7 @@ class Dies(keras.callbacks.Callback):
 
 
 class Fills(keras.callbacks.Callback):
-    """Shows the memory some of the rows as they are trained on."""
+    """Adds some of the rows to the memory during training."""
 
     def __init__(self, replay, rows):
         super().__init__()

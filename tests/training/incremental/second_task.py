@@ -1,4 +1,4 @@
-"""One incremental training, with every method at once or one of them, for any strategy: what tests compare."""
+"""Incremental training on two tasks with all methods or one of them, under any strategy, for comparisons."""
 
 import contextlib
 
@@ -41,7 +41,7 @@ def first_model(optimizer, policy=None, layers="all"):
 def train(
     strategy, methods=METHODS, *, optimizer=None, policy=None, weighted=True, epochs=4, batch=8, first=2, layers="all"
 ):
-    """Trains on a first task, measures, grows, and trains on the second: weights and logs of the second training."""
+    """Trains on a first task, measures, grows, and trains on the second; returns the second one's weights and logs."""
     tfgpu.repair_keras()
     make = optimizer or (lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.5))
     with strategy.scope():
@@ -53,7 +53,7 @@ def train(
 
 
 def second(old, methods, *, weighted=True, epochs=4, batch=8):
-    """What follows on the first task."""
+    """Trains on the second task."""
     keras.utils.set_random_seed(3)
     model = incremental.grow(old, 5)
     if "elastic" in methods:

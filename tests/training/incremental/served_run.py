@@ -30,7 +30,7 @@ now = 0
 
 @keras.saving.register_keras_serializable("tests")
 class Rows(keras.metrics.Metric):
-    """How many rows were seen, and the sum of their first feature's label: no row may be lost or come twice."""
+    """Counts the rows and sums their labels: no row may be lost or repeated."""
 
     def __init__(self, name="rows", **how):
         super().__init__(name=name, **how)
@@ -103,7 +103,7 @@ def stream(model):
 
 
 def main(strategy):
-    """Trains, and says what came of it."""
+    """Trains and prints the results."""
     tfgpu.repair_keras()
     keras.utils.set_random_seed(3)
     with strategy.scope():

@@ -1,4 +1,4 @@
-"""From a file or a checkpoint to new data: what goes along of the optimizer, and the rate that rises again."""
+"""From a file or a checkpoint to new data: the optimizer's state, and learning-rate rewarming."""
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ def compiled(rate=0.1, eager=True, **options):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A model that was trained, its file and its checkpoints."""
+    """A trained model, its file and its checkpoints."""
     tfgpu.repair_keras()
     folder = tmp_path_factory.mktemp("first")
     model = compiled()

@@ -1,4 +1,4 @@
-"""The distillation term by hand, and what a distilled model is to `fit`."""
+"""The distillation loss by hand, and distilled models in `fit`."""
 
 import keras
 import numpy as np
@@ -75,7 +75,7 @@ SEEN = STEPS.any(-1)
 
 
 def reading(kernel):
-    """Says something at each step; steps of zeros are padding."""
+    """A model with an output per step; steps of zeros are padding."""
     layers = [keras.layers.Masking(0.0), keras.layers.Dense(2, use_bias=False)]
     model = keras.Sequential([keras.Input((3, 2)), *layers])
     model.set_weights([np.array(kernel, "float32")])
@@ -84,7 +84,7 @@ def reading(kernel):
 
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored"])
 def test_padding_does_not_count(strategy):
-    """Two replicas have two rows and one, three steps each."""
+    """Two replicas have two rows and one, with three steps each."""
     new = np.array([[0.2, 0.4], [-0.5, 1.0]])
     old, said = softmax(STEPS @ np.array(TEACHER) / 2.0), softmax(STEPS @ new / 2.0)
     expected = (old * np.log(old / said)).sum(-1)[SEEN].mean()
@@ -103,7 +103,7 @@ def test_padding_does_not_count(strategy):
 
 
 def test_a_loop_written_by_hand_gets_its_share():
-    """Summed over replicas, as such a loop sums gradients, the loss is that of one device."""
+    """Summed over replicas, as a hand-written loop sums gradients, the loss is that of one device."""
     batch, labels = np.concatenate([X, X[:1] * 2]), np.array([0, 1, 2])
 
     def made():

@@ -1,4 +1,4 @@
-"""The Fisher information by hand, penalties of several tasks, and what becomes of them in a grown model."""
+"""The Fisher information by hand, penalties of several tasks, and penalties on grown models."""
 
 import keras
 import numpy as np
@@ -25,7 +25,7 @@ def softmax(logits):
 
 @pytest.mark.parametrize("activation", [pytest.param(None, marks=pytest.mark.slow), "softmax"])
 def test_the_diagonal_of_a_softmax_regression_by_hand(activation):
-    """The gradient of log p_c by the kernel is x (one_hot_c - p); F is the mean over rows of its square's mean."""
+    """The gradient of log p_c by the kernel is x (one_hot_c - p); F is the mean over rows of the expected square."""
     kernel = [[0.3, -0.2, 0.1], [0.5, 0.4, -0.7]]
     x = np.array([[1.0, 2.0], [-1.0, 0.5], [0.3, 0.0]], "float32")
     y = np.array([0, 2, 1])
@@ -101,7 +101,7 @@ def test_stays_beside_a_regularizer_and_goes_along_when_the_head_grows(tmp_path)
 
 
 def test_a_model_that_has_trained_already_sees_it():
-    """Keras's traced step would know nothing of a penalty that came later."""
+    """Keras's traced step would not include a penalty that was added later."""
     model = linear([[0.5, -0.5]])
     model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x, y = np.ones((8, 1), "float32"), np.zeros(8, "int64")

@@ -1,4 +1,4 @@
-"""Frozen layers: they stay, the optimizer's state stays, and a step that is traced already hears of it."""
+"""Frozen layers keep their weights and optimizer state, and steps that are already traced see the change."""
 
 import keras
 import numpy as np

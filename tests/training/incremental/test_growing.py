@@ -1,4 +1,4 @@
-"""A grown head: the old logits bit for bit, and the optimizer's state."""
+"""A grown head keeps the old logits bit for bit, and the optimizer's state."""
 
 import keras
 import numpy as np

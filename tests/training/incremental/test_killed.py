@@ -1,4 +1,4 @@
-"""A training in several tasks that is killed anywhere, and started again, ends as one that was not: the same bytes."""
+"""Training on several tasks that is killed anywhere and restarted ends with the same bytes as an uninterrupted one."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_ends_as_one_that_was_not_killed(tmp_path, how, places, replicas):
 
 @pytest.fixture(scope="module")
 def by_workers():
-    """Runs the script on two workers under a launcher that starts them again; what each has in the end."""
+    """Runs the script on two workers under a restarting launcher; returns each one's results."""
 
     def run(folder, *where):
         words = ["launch", "-n", "2", "--no-logs", "--max-restarts", "2", "--startup-timeout", "120", str(SCRIPT)]

@@ -1,4 +1,4 @@
-"""Accuracy, forgetting and transfer of matrices made by hand."""
+"""Accuracy, forgetting and transfer by hand."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""What does not fit a method is an error that says so, and never numbers that mean nothing."""
+"""Unsuitable input raises an error instead of giving meaningless numbers."""
 
 import keras
 import numpy as np
@@ -43,7 +43,7 @@ def after_dense(*layers):
     ],
 )
 def test_a_softmax_is_found_whoever_computes_it(layers):
-    """Taken for logits, probabilities would go through a second softmax."""
+    """Mistaken for logits, probabilities would go through a second softmax."""
     model = after_dense(*layers)
     assert ends_in(model) == "softmax"
     kernel, bias = model.get_weights()[:2]
@@ -164,7 +164,7 @@ def test_other_odd_arguments():
 
 
 class ByClass(keras.metrics.Metric):
-    """Says a number for each class, as F1Score does: here how many labels it has."""
+    """A metric with one number per class, like F1Score: the number of its labels."""
 
     def __init__(self):
         super().__init__(name="by_class")
@@ -209,7 +209,7 @@ def test_what_is_no_model_file_is_not_taken_up(tmp_path):
 
 @pytest.mark.slow
 def test_a_metric_that_was_told_the_classes_counts_the_new_ones():
-    """MeanIoU leaves out classes beyond its number: it would say 1.0 here, where the last class is never right."""
+    """MeanIoU ignores classes beyond its number: it would be 1.0 here, although the last class is always wrong."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((4,))
     heads = [keras.layers.Dense(3, name="head")(inputs), keras.layers.Dense(2, name="other")(inputs)]
@@ -229,7 +229,7 @@ def test_a_metric_that_was_told_the_classes_counts_the_new_ones():
 
 
 def test_a_head_that_feeds_other_layers_is_not_grown():
-    """The other layer would have new rows, and its output would not be what it was."""
+    """The other layer would get new rows, and its output would change."""
     inputs = keras.Input((4,))
     first = keras.layers.Dense(3, name="head")(inputs)
     model = keras.Model(inputs, [first, keras.layers.Dense(2, name="after")(first)])

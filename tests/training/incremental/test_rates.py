@@ -1,4 +1,4 @@
-"""Layers that learn at rates of their own: each equals an optimizer of its own with that rate."""
+"""Learning rates per layer equal one optimizer per layer."""
 
 import keras
 import numpy as np

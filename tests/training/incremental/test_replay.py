@@ -1,4 +1,4 @@
-"""What is kept of a stream, what is replayed, and what is saved of it."""
+"""Replay: the sample of a stream, mixing, saving and loading."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tfgpu.training.incremental.reservoirs import NONE, Balanced, Reservoir
 
 
 def kept_after(sampler, labels, cuts=()):
-    """What lies where in the end, example numbers by place."""
+    """Returns the example number in each slot at the end."""
     places = {}
     begin = 0
     for end in (*cuts, len(labels)):
@@ -61,7 +61,7 @@ def test_it_does_not_matter_how_a_stream_comes_in_batches(labels, capacity, seed
 @given(counts=st.lists(st.integers(1, 80), min_size=1, max_size=5), capacity=st.integers(1, 30), seed=st.integers(0, 9))
 @settings(max_examples=60)
 def test_a_balanced_memory_is_as_even_as_the_stream_allows(counts, capacity, seed):
-    """In any order: no class has more than one place above another that has given any of its examples away."""
+    """In any order, no class has two more slots than another that has given one up."""
     labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)), counts))
     kept = kept_after(Balanced(capacity, seed), labels)
     found = np.bincount(labels[list(kept.values())], minlength=len(counts))

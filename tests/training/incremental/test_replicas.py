@@ -1,4 +1,4 @@
-"""Every method equals one device under replicas, after 20 steps and more."""
+"""Every method with replicas equals one device, after 20 steps and more."""
 
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def sgd():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_averaged_after_each_update_is_one_device():
-    """Every method plugs into the loss or the update, so replicas that train apart need nothing of their own."""
+    """Every method is part of the loss or the update, so local SGD needs no special support."""
     methods = ("distilled", "elastic", "replay", "rates")
     weights, _ = second_task.train(one_device(), methods, optimizer=sgd, layers="plain")
     strategy = tfgpu.strategy("averaging", devices=2, every=1)

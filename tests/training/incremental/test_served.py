@@ -1,4 +1,4 @@
-"""Incremental learning with two workers of a parameter server: real processes, stopped in a task and started again."""
+"""Incremental learning with two parameter-server workers: real processes, stopped within a task and restarted."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def one_device(folder, how, *more):
 
 @pytest.fixture
 def served(addresses, tmp_path):
-    """Runs the script on a chief, two workers and a server; what the chief says, or None where it is to die."""
+    """Runs the script on a chief, two workers and a server; returns the chief's output, or None if it has to die."""
 
     def run(folder, how, staleness, *more):
         left = iter(addresses(sum(JOBS.values())))
@@ -58,13 +58,13 @@ def difference(one, other):
 
 
 def rows_of(logs):
-    """How many rows each epoch of a task had, and the sum of their labels: a row counts a hundred and its label."""
+    """The number of rows in each epoch of a task and the sum of their labels: each row counts 100 plus its label."""
     return [np.atleast_1d(log["rows"]).tolist() for log in logs]
 
 
 @pytest.mark.parametrize("how", ["tasks", "stream"])
 def test_one_at_a_time_two_workers_are_one_device(served, tmp_path, how):
-    """Also where the chief dies in the second task: all goes on from what was saved."""
+    """Also if the chief dies in the second task: training resumes from the checkpoint."""
     whole = one_device(tmp_path / "one", how)
     assert served(tmp_path / "many", how, 0, 2) is None
     assert (tmp_path / "many/task-0001/fit").is_dir()

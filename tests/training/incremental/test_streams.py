@@ -1,4 +1,4 @@
-"""Streams larger than memory: windows, training on them, going on, and the memory that it takes."""
+"""Streams larger than memory: windows, training, resuming, and memory use."""
 
 import json
 import os

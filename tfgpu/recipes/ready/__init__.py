@@ -1,4 +1,4 @@
-"""Ready recipes by name: config files that come with the package. No TensorFlow here.
+"""Ready recipes by name: config files that come with the package. Imports no TensorFlow.
 
     tfgpu train --list
     tfgpu train cifar10 --epochs 100
@@ -32,7 +32,7 @@ def names() -> tuple[str, ...]:
 
 
 def describe(name: str) -> str:
-    """Says in a line what a ready recipe does: the first line of its file.
+    """Returns a one-line description of a ready recipe: the first line of its file.
 
     Example:
         >>> describe("digits")
@@ -48,7 +48,7 @@ def path(name: str) -> Path:
         name: a ready recipe's name, or the path of a YAML file.
 
     Raises:
-        InputError: there is no ready recipe of this name; the message names the closest.
+        InputError: there is no ready recipe of this name.
 
     Example:
         >>> path("digits").name
@@ -64,12 +64,12 @@ def path(name: str) -> Path:
 
 
 def read(name: str) -> Mapping[str, Any]:
-    """Reads a recipe's settings, unvalidated: `recipe.make` takes them, and others over them.
+    """Reads a recipe's settings without validating them; `recipe.make` does that.
 
     Args:
         name: a ready recipe's name, or the path of a YAML file.
 
     Raises:
-        InputError: there is no such recipe, or it is no YAML file of settings.
+        InputError: there is no such recipe, or it is not a YAML file of settings.
     """
     return reading.read(path(name))

@@ -1,4 +1,4 @@
-"""Incremental learning: a trained model goes on with new data and new classes, and keeps what it knows.
+"""Incremental learning: trains a model on new data and new classes without forgetting the old ones.
 
     from tfgpu.training import incremental
 
@@ -7,7 +7,7 @@
     replay = incremental.Replay(200, balance=True).add(old_x, old_y)
     model.fit(replay.mix(new_data, share=0.5), epochs=10)
 
-Everything plugs into `compile` and `fit`, and equals one device under replicas.
+Everything works with `compile` and `fit`, and with replicas gives the same result as one device.
 """
 
 from tfgpu.training.incremental.continuing import rewarm, take_up

@@ -1,4 +1,4 @@
-"""From a trained model to new data: what goes along of the optimizer, and how its rate rises again."""
+"""Continuing with new data: what is kept of the optimizer, and how its rate warms up again."""
 
 import os
 import zipfile
@@ -85,18 +85,18 @@ def _begin_anew(model: keras.Model, config: dict) -> None:
 
 
 def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
-    """Lets the learning rate rise again in a straight line over the next updates, and follow `then` from there.
+    """Warms up the learning rate again over the next updates, and follows `then` from there.
 
-    Slots that were kept fit the old data: the first updates on other data are better small. The optimizer's iterations
-    go on; the warm-up counts from where they are.
+    Optimizer slots that were kept fit the old data, so the first updates on other data should be small. The optimizer's
+    iterations continue; the warmup counts from their current value.
 
     Args:
         model: a compiled model.
-        steps: updates of the warm-up, at least 1.
-        then: the rate afterwards, or a Keras schedule that begins there; None takes the optimizer's rate as it is.
+        steps: number of warmup updates, at least 1.
+        then: the rate afterwards, or a Keras schedule that starts there; None keeps the optimizer's current rate.
 
     Raises:
-        InputError: the model is not compiled, `steps` is no whole number from 1, or `then` no rate.
+        InputError: the model is not compiled, or an argument is invalid.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -124,11 +124,11 @@ def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
 
 @keras.saving.register_keras_serializable(package="tfgpu")
 class From(keras.optimizers.schedules.LearningRateSchedule):
-    """A schedule that begins at a later step.
+    """A schedule that starts at a later step.
 
     Args:
         then: the schedule.
-        step: the step that it takes for 0.
+        step: the step that counts as its step 0.
 
     Example:
         >>> [round(float(From(Warmup(0.3, 2), 5)(step)), 3) for step in (5, 6, 7)]

@@ -1,4 +1,4 @@
-"""Learning without forgetting: a model is held to what it said before, on the new data (Li and Hoiem, 2016)."""
+"""Learning without Forgetting: distills an old model's outputs while training on new data (Li and Hoiem, 2016)."""
 
 from typing import Any
 
@@ -10,27 +10,26 @@ from tfgpu.training.incremental import heads
 
 
 class Distilled(keras.Model):
-    """Trains a model while an old one, its teacher, says what the old classes' outputs should be.
+    """Trains a model with an old model, the teacher, as the target for the old classes.
 
-    To the compiled loss comes `weight * temperature^2 * KL(teacher || model)`, the mean over the batch's rows, of the
-    softmax over the teacher's classes at that temperature (T^2 keeps the gradient's size, as in Hinton et al., 2015).
-    Steps that the model's mask hides, such as padding, do not count, as in a compiled loss; sample weights do not
-    change it. It is there in training alone: `val_loss` is the compiled loss. The logs show it, unweighted, as
-    `distillation`.
+    Adds `weight * temperature^2 * KL(teacher || model)` to the compiled loss, averaged over the batch's rows, of the
+    softmax over the teacher's classes at that temperature (T^2 preserves the gradient's scale, as in Hinton et al.,
+    2015). Masked steps, such as padding, are excluded, as in a compiled loss; sample weights have no effect. It applies
+    only in training: `val_loss` is the compiled loss. The logs show it, unweighted, as `distillation`.
 
-    The weights are the model's own, and the teacher is no part of what is saved: save `model`, and make the teacher
-    anew to resume.
+    The weights are those of `model`, and the teacher is not saved: save `model`, and create the teacher again to
+    resume.
 
     Args:
-        model: what is trained: a Keras model with one output, classes last, as many as the teacher's or more; the
-            teacher's come first (see `grow`).
-        teacher: the old model, made under the same strategy; it is not changed.
+        model: the model to train: a Keras model with one output and classes last; at least as many as the teacher's,
+            which come first (see `grow`).
+        teacher: the old model, created under the same strategy; it is not changed.
         weight: of the distillation; 1 by default.
-        temperature: softens both; 2 by default, as in the paper.
-        from_logits: whether the models give logits; None (the default) looks for a softmax at their ends.
+        temperature: of both softmaxes; 2 by default, as in the paper.
+        from_logits: whether the models output logits; None (the default) checks if they end in a softmax.
 
     Raises:
-        InputError: shapes do not fit, the teacher shares weights with the model, or it is another strategy's.
+        InputError: shapes do not match, or the teacher shares weights with the model or has another strategy.
 
     Example:
         >>> from tfgpu.training.incremental import grow
@@ -78,7 +77,7 @@ class Distilled(keras.Model):
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: Any = True
     ) -> Any:
-        """The model's loss, and in training the distance from the old model's answers."""
+        """Returns the model's loss, plus the distillation in training."""
         loss = super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         if not training:
             return loss
@@ -94,19 +93,19 @@ class Distilled(keras.Model):
             y_pred: the model's outputs [batch, ..., classes].
 
         Returns:
-            float32 [batch] (and further axes, such as time).
+            float32 [batch] (and further dims, such as time).
         """
         old = _softened(said, self.temperature, self._has_logits[1])
         new = _softened(y_pred[..., : said.shape[-1]], self.temperature, self._has_logits[0])
         return tf.reduce_sum(tf.exp(old) * (old - new), -1)
 
     def get_config(self) -> dict[str, Any]:
-        """Refused: what is saved is the model."""
+        """Raises `InputError`: save the model instead."""
         raise InputError("A Distilled model is for training. Save what it trains: `distilled.model.save(path)`.")
 
 
 class _Distance(keras.losses.Loss):
-    """The mean distance as a Keras loss, so that masks and replicas change it as they change a compiled one."""
+    """The mean distance as a Keras loss, so that masks and replicas affect it like a compiled one."""
 
     def __init__(self, distances):
         super().__init__(name="distillation", dtype="float32")
@@ -117,14 +116,14 @@ class _Distance(keras.losses.Loss):
 
 
 class _Teacher:
-    """Keeps a model out of Keras's sight: its weights are not the trained model's."""
+    """Hides a model from Keras, so that its weights are not tracked."""
 
     def __init__(self, model: keras.Model):
         self.model = model
 
 
 def _softened(outputs, temperature: float, has_logits: bool) -> tf.Tensor:
-    """The logarithms of the softmax at a temperature. Probabilities' logarithms are logits, but for a constant."""
+    """Returns the log softmax at a temperature. The logarithms of probabilities are logits up to a constant."""
     outputs = tf.cast(outputs, tf.float32)
     logits = outputs if has_logits else tf.math.log(tf.maximum(outputs, keras.config.epsilon()))
     return tf.nn.log_softmax(logits / temperature)

@@ -1,4 +1,4 @@
-"""Elastic weight consolidation: weights that the old tasks need are held near what they were (Kirkpatrick, 2017)."""
+"""Elastic weight consolidation: keeps weights that old tasks need near their old values (Kirkpatrick et al., 2017)."""
 
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,21 @@ _KIND = "penalty on elastic weights"
 
 
 class ElasticWeights:
-    """A penalty on moving weights, each by the Fisher information that past tasks had about it.
+    """A penalty on changes of weights, in proportion to their Fisher information in past tasks.
 
-    After a task, `add(model, x, y)` measures the diagonal of the Fisher information by the gradient of each example's
-    log likelihood, and remembers the weights. From then on the model's loss has, as any regularizer is there,
+    After a task, `add(model, x, y)` measures the diagonal of the Fisher information from the gradients of each
+    example's log likelihood, and saves the weights. From then on the model's loss includes, as a regularizer,
 
         strength / 2 * sum over tasks t, weights i of F[t, i] * (w[i] - w[t, i])^2
 
-    which is kept exactly in two numbers a weight, however many tasks there are. With `decay`, the online form: one
-    anchor, the newest weights, and `F = decay * F + F_new`.
+    which is stored exactly in two numbers per weight, whatever the number of tasks. `decay` selects the online form:
+    one anchor, the latest weights, and `F = decay * F + F_new`.
 
     Args:
-        strength: lambda of the paper.
-        decay: None (the default) for one penalty a task; a number from 0 to 1 for the online form.
-        labels: `"expected"` (the default) takes the gradients' squares over the labels that the model itself expects,
-            which is the Fisher information; `"observed"` those of the data's labels, cheaper by the number of classes.
+        strength: the paper's lambda.
+        decay: None (the default) for one penalty per task; a number from 0 to 1 for the online form.
+        labels: `"expected"` (the default) averages squared gradients over the labels that the model predicts, which is
+            the Fisher information; `"observed"` uses the data's labels, which is cheaper by the number of classes.
 
     Raises:
         InputError: an argument is out of range.
@@ -62,20 +62,19 @@ class ElasticWeights:
         self._is_attached = False
 
     def add(self, model: keras.Model, x: Any, y: Any = None, *, examples: int | None = None) -> "ElasticWeights":
-        """Ends a task: takes up its Fisher information and the weights as they are, and attaches the penalty.
+        """Ends a task: measures its Fisher information, saves the current weights and attaches the penalty.
 
         Args:
-            model: a built classifier that gives logits or probabilities, trained on the task.
-            x: the task's inputs, arrays; or a data set of batches `(x, y)`, without weights. On several workers, the
-                same on each.
-            y: class numbers [rows], where `x` is arrays.
-            examples: how many rows to look at, the first ones; None for all.
+            model: a built classifier with logits or probabilities, trained on the task.
+            x: the task's inputs, arrays; or a dataset of batches `(x, y)`, without weights. The same on all workers.
+            y: class indices [rows], if `x` is arrays.
+            examples: the number of rows to use, from the start; None for all.
 
         Returns:
             Itself.
 
         Raises:
-            InputError: the model's outputs are no classes of which one is right, or the data does not fit the model.
+            InputError: the model's outputs are not mutually exclusive classes, or the data does not match the model.
         """
         inner = _inner(model)
         found = fisher(inner, x, y, labels=self.labels, examples=examples)
@@ -86,9 +85,9 @@ class ElasticWeights:
         return self.attach(model)
 
     def attach(self, model: keras.Model) -> "ElasticWeights":
-        """Puts the penalty on a model, by the names of its weights: a grown one, or one that is loaded.
+        """Adds the penalty to a model, matching weights by name: for grown or loaded models.
 
-        Weights that are new, and a grown head's new columns, are free.
+        New weights, and a grown head's new columns, have no penalty.
         """
         inner = _inner(model)
         names.check_whole(inner, "Attach the penalty to")
@@ -111,7 +110,7 @@ class ElasticWeights:
         return self
 
     def detach(self, model: keras.Model) -> None:
-        """Takes the penalty away from a model, which keeps the regularizers that it had."""
+        """Removes the penalty from a model, which keeps its other regularizers."""
         for variable in model.trainable_variables:
             if isinstance(variable.regularizer, _Elastic):
                 variable.regularizer.forget()  # a step that somebody has traced may still look at it
@@ -120,12 +119,12 @@ class ElasticWeights:
         tracing.trace_anew(model)
 
     def penalty(self, model: keras.Model) -> tf.Tensor:
-        """The penalty of a model's weights as they are, a float32 scalar."""
+        """Returns the penalty of a model's current weights, a float32 scalar."""
         found = [v for v in model.trainable_variables if isinstance(v.regularizer, _Elastic)]
         return tf.add_n([v.regularizer.own(v) for v in found]) if found else tf.zeros([])
 
     def state(self) -> dict[str, Any]:
-        """All that is remembered, as plain values and arrays: what a checkpoint saves (see `Checkpoint(remember=)`)."""
+        """Returns the complete state as plain values and arrays, for `Checkpoint(remember=)`."""
         return {
             "settings": {"strength": self.strength, "decay": self.decay, "labels": self.labels},
             "tasks": self.tasks,
@@ -134,11 +133,12 @@ class ElasticWeights:
         }
 
     def put(self, state: dict[str, Any], model: keras.Model | None = None) -> None:
-        """Takes up what `state` gave; the settings stay its own.
+        """Restores the result of `state`; keeps its own settings.
 
         Args:
             state: of an `ElasticWeights`.
-            model: gets the penalty, if some model had it, or loses it; None leaves models alone.
+            model: the penalty is attached to it or detached from it, as when the state was taken; None changes no
+                model.
         """
         self.tasks, self._state = state["tasks"], dict(state["weights"])
         if model is not None and state["is_attached"]:
@@ -147,24 +147,24 @@ class ElasticWeights:
             self.detach(model)
 
     def save(self, path: str | Path) -> None:
-        """Writes what is remembered into one file (safetensors), whole or not at all."""
+        """Writes the complete state to one safetensors file, atomically."""
         packing.write(path, _KIND, self.state())
 
     def load(self, path: str | Path) -> "ElasticWeights":
-        """Reads what `save` wrote; `attach` puts it on a model. The settings stay its own. Returns itself.
+        """Restores the result of `save`, but keeps its own settings; `attach` adds it to a model. Returns itself.
 
         Raises:
-            InputError: the file is not there, damaged, or another one.
+            InputError: the file is missing, damaged, or of another kind.
         """
         self.put(packing.read(path, _KIND))
         return self
 
     @classmethod
     def from_file(cls, path: str | Path) -> "ElasticWeights":
-        """Makes anew what `save` wrote, with its settings.
+        """Creates a penalty from the result of `save`, with its settings.
 
         Raises:
-            InputError: the file is not there, damaged, or another one.
+            InputError: the file is missing, damaged, or of another kind.
 
         Example:
             >>> ElasticWeights(3.0, decay=0.9).save("elastic.safetensors")
@@ -189,7 +189,7 @@ class ElasticWeights:
         return total.astype("float32"), moved.astype("float32"), constant
 
     def _fitted(self, path: str, value: np.ndarray) -> tuple:
-        """What is remembered of a weight, in its shape today."""
+        """Returns a weight's state in the weight's current shape."""
         if path not in self._state:
             return np.zeros_like(value), value.copy(), 0.0
         precision, centre, constant = self._state[path]
@@ -204,7 +204,7 @@ class ElasticWeights:
 
 
 class _Elastic(keras.regularizers.Regularizer):
-    """The penalty on one weight, beside the regularizer that it had. Its numbers are variables, so they can change."""
+    """The penalty on one weight, in addition to its own regularizer. Its values are variables, so they can change."""
 
     def __init__(self, strength: float, variable: keras.Variable, strategy: tf.distribute.Strategy):
         self.stock, self._strength = variable.regularizer, strength
@@ -233,12 +233,12 @@ class _Elastic(keras.regularizers.Regularizer):
 
 
 def fisher(model: keras.Model, x, y=None, *, labels: str = "expected", examples: int | None = None) -> list[tuple]:
-    """The diagonal of the Fisher information: the mean over rows of squared gradients of the log likelihood.
+    """Computes the diagonal of the Fisher information: the mean of each row's squared log-likelihood gradients.
 
-    Each row has a gradient of its own, on one device, with the layers as in inference.
+    Runs on one device, with the layers in inference mode.
 
     Returns:
-        For each trainable weight, itself and a float32 array of its shape.
+        Each trainable weight with a float32 array of its shape.
     """
     if not isinstance(model, keras.Model) or not model.built:
         raise InputError(f"`model` must be a built Keras model. Received: {model!r}.")
@@ -290,7 +290,7 @@ def fisher(model: keras.Model, x, y=None, *, labels: str = "expected", examples:
 
 
 def _inner(model: keras.Model) -> keras.Model:
-    """The model whose weights are meant."""
+    """Returns the model that has the weights."""
     return model.model if isinstance(model, Distilled) else model
 
 
@@ -300,7 +300,7 @@ def _check_examples(examples: int | None) -> None:
 
 
 def _classes(model: keras.Model, out) -> int:
-    """How many classes the model tells apart, by its outputs for one row."""
+    """Returns the number of classes, from the model's outputs for one row."""
     shapes = [tuple(part.shape) for part in tf.nest.flatten(out)]
     if len(shapes) != 1 or len(shapes[0]) != 2:
         raise InputError(f"The model must give one row of classes for each example. Received: {shapes}.")

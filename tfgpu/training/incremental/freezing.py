@@ -1,4 +1,4 @@
-"""Which layers learn, and how fast: frozen ones, and learning rates by layer (Howard and Ruder, ULMFiT, 2018)."""
+"""Freezing layers, and learning rates by layer (Howard and Ruder, ULMFiT, 2018)."""
 
 import fnmatch
 from collections.abc import Mapping
@@ -11,22 +11,22 @@ from tfgpu.training.incremental import names, tracing
 
 
 def freeze(model: keras.Model, *patterns: str) -> list[str]:
-    """Stops layers from learning, from the next `fit` on, without compiling anew.
+    """Freezes layers from the next `fit` on, without recompiling.
 
     A frozen layer has no gradient, no weight decay, and no part in a clipping norm; a frozen BatchNormalization uses
-    its moving moments and leaves them, as in Keras. The optimizer's state of frozen weights stays for later, but for
-    one that keeps averages (EMA).
+    its moving statistics and does not update them, as in Keras. The optimizer keeps its state of frozen weights, unless
+    it keeps weight averages (EMA).
 
     Args:
         model: a built model.
-        patterns: names of layers, with `*` and `?` as in a shell: "conv1", "block_?_*". A layer of an inner model is
-            found by its name, or by `inner/name`.
+        patterns: layer names, with the wildcards `*` and `?`: "conv1", "block_?_*". A layer of an inner model matches
+            by its name, or as `inner/name`.
 
     Returns:
-        The names of the layers that were found.
+        The names of the matching layers.
 
     Raises:
-        InputError: a pattern finds no layer.
+        InputError: a pattern matches no layer.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="body"), keras.layers.Dense(2)])
@@ -37,19 +37,19 @@ def freeze(model: keras.Model, *patterns: str) -> list[str]:
 
 
 def unfreeze(model: keras.Model, *patterns: str) -> list[str]:
-    """Lets layers learn again; no pattern means all.
+    """Unfreezes layers; without patterns, all.
 
-    Where the optimizer was made without them, it is made anew with what it knows of all other weights.
+    If the optimizer does not know their weights, it is created anew, with its state of all other weights.
 
     Args:
         model: a built model.
         patterns: as for `freeze`.
 
     Returns:
-        The names of the layers that were found.
+        The names of the matching layers.
 
     Raises:
-        InputError: a pattern finds no layer.
+        InputError: a pattern matches no layer.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
@@ -82,7 +82,7 @@ def _set(model: keras.Model, patterns: tuple[str, ...], trainable: bool) -> list
 
 
 def _thaw(model: keras.Model) -> bool:
-    """Lets a model that was frozen as a whole learn, with all its layers frozen by themselves."""
+    """Unfreezes a model that was frozen as a whole, and freezes each of its layers instead."""
     inner = list(model.layers)
     model.trainable = True
     for layer in inner:
@@ -104,10 +104,10 @@ def _matching(pattern: str, layers: Mapping[str, keras.layers.Layer]) -> list[st
 
 
 def _fit_optimizer(model: keras.Model) -> None:
-    """Makes the optimizer anew where weights that learn are unknown to it.
+    """Creates the optimizer anew if it does not know some trainable weights.
 
-    One that keeps averages must know no others either: Keras puts them into the weights that learn at the end of `fit`,
-    one after the other, whichever the optimizer knows.
+    One that keeps averages must not know any others: at the end of `fit`, Keras assigns the averages to the trainable
+    weights in order, whichever weights the optimizer knows.
     """
     old = model.optimizer
     known = {id(v) for v in parameter_groups.built_on(old)}
@@ -128,24 +128,24 @@ def _fit_optimizer(model: keras.Model) -> None:
 def discriminative(
     optimizer: str | keras.optimizers.Optimizer, model: keras.Model, factors: Mapping[str, float]
 ) -> keras.optimizers.Optimizer:
-    """Makes an optimizer that learns some layers faster or slower than others.
+    """Makes an optimizer with a learning rate factor per layer.
 
-    A layer's factor multiplies the learning rate, not the gradient, which Adam would not feel. It is what a group of
-    parameters of its own is elsewhere: weight decay, which Keras multiplies by the rate, follows. Schedules, clipping,
-    averages (EMA), accumulation and float16's scale are one for all. Files (`.keras`) keep the factors: import
-    `tfgpu.training.incremental` before you load one.
+    A layer's factor multiplies the learning rate, not the gradient, which Adam would cancel. It corresponds to
+    parameter groups in other frameworks: weight decay, which Keras multiplies by the rate, is scaled too. Schedules,
+    clipping, averages (EMA), accumulation and loss scaling are shared. `.keras` files keep the factors: import
+    `tfgpu.training.incremental` before loading one.
 
     Args:
-        optimizer: any Keras optimizer, or its name; it is left as it is, and its state goes along.
-        model: the built model whose layers are meant.
-        factors: by a layer's name or pattern (see `freeze`), from 0; the first pattern that fits counts. All other
+        optimizer: any Keras optimizer, or its name; it stays unchanged, and its state is copied.
+        model: the built model with the layers.
+        factors: by layer name or pattern (see `freeze`), at least 0; the first matching pattern counts. All other
             layers have 1.
 
     Returns:
         The optimizer for `compile`.
 
     Raises:
-        InputError: a pattern finds no layer, a factor is no number from 0, or it is a `MultiOptimizer`.
+        InputError: a pattern matches no layer, a factor is invalid, or `optimizer` is a `MultiOptimizer`.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="body"), keras.layers.Dense(2)])
@@ -170,11 +170,11 @@ def discriminative(
 
 
 def by_depth(model: keras.Model, factor: float = 1 / 2.6) -> dict[str, float]:
-    """Factors for `discriminative`: 1 for the last layer with weights, and `factor` times the next one's before it.
+    """Factors for `discriminative`: 1 for the last layer with weights, times `factor` for each layer before it.
 
     Args:
-        model: a built model; its own layers count, an inner model as one.
-        factor: between neighbours; 1 / 2.6 by default, as in ULMFiT.
+        model: a built model; an inner model counts as one layer.
+        factor: between adjacent layers; 1 / 2.6 by default, as in ULMFiT.
 
     Example:
         >>> layers = [keras.layers.Dense(3, name="a"), keras.layers.Dense(2, name="b")]

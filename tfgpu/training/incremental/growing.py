@@ -1,4 +1,4 @@
-"""A model with more classes: the old logits stay, bit for bit."""
+"""Adds classes to a model and keeps the old logits bit for bit."""
 
 import keras
 
@@ -12,13 +12,13 @@ _AFTER_HEAD = (keras.layers.Activation, keras.layers.Softmax, keras.layers.Dropo
 
 @keras.saving.register_keras_serializable(package="tfgpu")
 class GrownDense(keras.layers.Dense):
-    """A Dense layer whose classes came one group after the other.
+    """A Dense layer whose units were added in groups.
 
-    It is one kernel and one bias, as Dense has them, but each group of columns is multiplied by itself: a product with
-    a wider matrix may round the same columns otherwise (measured on a CPU: in 4 of 10 shapes).
+    It has one kernel and one bias, like Dense, but multiplies each group of columns separately: a product with a wider
+    matrix may round the same columns differently (measured on a CPU: in 4 of 10 shapes).
 
     Args:
-        parts: how many units came with each growth, from the first on.
+        parts: the number of units in each group.
 
     Example:
         >>> layer = GrownDense(parts=(10, 2))
@@ -49,25 +49,25 @@ class GrownDense(keras.layers.Dense):
 
 
 def grow(model: keras.Model, classes: int, *, head: str | None = None) -> keras.Model:
-    """Makes a model with more classes of a trained one, which stays as it is (a teacher for `Distilled`).
+    """Copies a trained model and adds classes. The original stays unchanged (a teacher for `Distilled`).
 
-    The weights, the random draws and the optimizer's state go along; the head's new columns begin as its initializers
-    say. The old logits are the same numbers, bit for bit. Behind a softmax the old classes' probabilities make room
-    for the new ones, and their ratios stay.
+    The weights, the random state and the optimizer's state are copied; the head's new columns come from its
+    initializers. The old logits keep their values bit for bit. After a softmax, the old classes' probabilities shrink,
+    but keep their ratios.
 
     Args:
         model: a built Sequential or functional model that ends in a Dense layer (an Activation, Softmax or Dropout may
             follow). It is grown under its own strategy. If it is compiled, so is the grown one, with the same loss and
-            metrics; those that were told as many classes as the head has (`num_classes`) count the new ones too.
+            metrics; metrics whose `num_classes` equals the head's units get the new number.
         classes: units of the grown head, more than it has.
-        head: the name of the Dense layer, where the model has several outputs.
+        head: the name of the Dense layer, if the model has several outputs.
 
     Returns:
         A model of the same class, whose layers have the same names.
 
     Raises:
-        InputError: the head is no Dense layer, is quantized or has LoRA, or feeds other layers with weights; `classes`
-            is too few; the model is subclassed or not built; the optimizer is sharded.
+        InputError: the head is not a Dense layer, is quantized or has LoRA, or feeds other layers with weights;
+            `classes` is too small; the model is subclassed or not built; the optimizer is sharded.
 
     Example:
         >>> old = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="head")])
@@ -133,7 +133,7 @@ def _take_over(model: keras.Model, grown: keras.Model) -> None:
 
 
 def _counted(config, units: int, classes: int):
-    """What the model is compiled with, for more classes."""
+    """Replaces the number of classes in a compile configuration."""
     if isinstance(config, dict):
         return {
             name: classes if name == "num_classes" and value == units else _counted(value, units, classes)

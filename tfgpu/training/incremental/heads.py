@@ -1,4 +1,4 @@
-"""What a classifier puts out."""
+"""The kind of a classifier's outputs."""
 
 import keras
 
@@ -9,10 +9,10 @@ _AS_IS = (keras.layers.Dropout, keras.layers.Identity, keras.layers.ActivityRegu
 
 
 def ends_in(model: keras.Model) -> str:
-    """The name of the function that a model's output comes from: "softmax", "sigmoid", ...; "linear" where none is.
+    """Returns the name of the function that a model's output comes from: "softmax", "sigmoid", ...; "linear" if none.
 
     Args:
-        model: a built model with one output. Of one without a graph, the last layer is looked at.
+        model: a built model with one output. Without a graph, only the last layer is examined.
 
     Example:
         >>> ends_in(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "softmax"), keras.layers.Dropout(0.5)]))
@@ -32,7 +32,7 @@ def ends_in(model: keras.Model) -> str:
 
 
 def gives_probabilities(model: keras.Model) -> bool:
-    """Whether a model ends in a softmax; else its outputs are taken for logits.
+    """Whether a model ends in a softmax; otherwise its outputs are considered logits.
 
     Example:
         >>> gives_probabilities(keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "softmax")]))
@@ -42,12 +42,12 @@ def gives_probabilities(model: keras.Model) -> bool:
 
 
 def check_classes(model: keras.Model, count: int | None, what: str) -> None:
-    """Raises `InputError` where a model's outputs are no classes among which one is right.
+    """Raises `InputError` if a model's outputs are not mutually exclusive classes.
 
     Args:
-        model: what gives the outputs.
-        count: how many there are; None where nobody knows.
-        what: is not there for such a model.
+        model: the classifier.
+        count: number of output columns; None if unknown.
+        what: the operation that needs classes.
     """
     if count == 1:
         raise InputError(

@@ -1,4 +1,4 @@
-"""What is learned and what is forgotten, task after task."""
+"""Accuracy and forgetting over a sequence of tasks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from tfgpu.errors import InputError
 
 @dataclass(frozen=True)
 class Accuracies:
-    """The accuracy on each task after each task was learned.
+    """The accuracy on each task after training on each task.
 
     Attributes:
-        matrix: float [tasks, tasks]: row i, column j is the accuracy on task j after task i was learned.
+        matrix: float [tasks, tasks]: row i, column j is the accuracy on task j after training on task i.
 
     Example:
         >>> found = Accuracies(np.array([[0.9, 0.1], [0.5, 0.8]]))
@@ -36,23 +36,23 @@ class Accuracies:
 
     @property
     def average(self) -> float:
-        """The mean accuracy on all tasks, after the last."""
+        """The mean accuracy on all tasks after the last one."""
         return float(np.mean(self.matrix[-1]))
 
     @property
     def averages(self) -> list[float]:
-        """After each task, the mean accuracy on the tasks seen so far."""
+        """The mean accuracy on the tasks seen so far, after each task."""
         return [float(np.mean(self.matrix[at, : at + 1])) for at in range(len(self.matrix))]
 
     @property
     def forgetting(self) -> float:
-        """The best earlier accuracy minus the last one: the mean over all tasks but the last; 0 for a single task."""
+        """The best earlier accuracy minus the last one, averaged over all tasks but the last; 0 for a single task."""
         best = [np.max(self.matrix[at:-1, at]) for at in range(len(self.matrix) - 1)]
         return float(np.mean(best - self.matrix[-1, :-1])) if best else 0.0
 
     @property
     def backward_transfer(self) -> float:
-        """The last accuracy minus that right after the task: negative where it was forgotten; 0 for a single task."""
+        """The last accuracy minus that right after the task; negative if it was forgotten; 0 for a single task."""
         change = self.matrix[-1, :-1] - np.diag(self.matrix)[:-1]
         return float(np.mean(change)) if len(change) else 0.0
 
@@ -64,18 +64,18 @@ def accuracies(
     classes: Sequence[Sequence[int]] | None = None,
     batch_size: int = 256,
 ) -> list[float]:
-    """The accuracy on each task: a row of `Accuracies`.
+    """Measures the accuracy on each task: a row of `Accuracies`.
 
     Args:
         model: a classifier, whose outputs are logits or probabilities.
-        tasks: `(x, y)` of each, with class numbers or a column for each class. Tasks of classes that
-            the model does not have yet have none right.
-        classes: None (the default) lets the model choose among all its classes (class-incremental: nobody says which
-            task an example is of); or the classes of each task, among which it may choose (task-incremental).
+        tasks: `(x, y)` per task, with class indices or one column per class. Examples of classes that the model lacks
+            count as wrong.
+        classes: None (the default) lets the model choose among all its classes (class-incremental: the task of an
+            example is unknown); or the classes of each task to choose from (task-incremental).
         batch_size: of `predict`.
 
     Raises:
-        InputError: the model has several outputs or a single column, a task has no rows, or labels do not fit them.
+        InputError: the model has several outputs or a single column, a task has no rows, or labels do not match.
 
     Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Identity()])
@@ -106,7 +106,7 @@ def _labels(at: int, y: Any) -> np.ndarray:
 
 
 def _fitted(at: int, labels: np.ndarray, outputs: Any) -> np.ndarray:
-    """Class numbers, one for each of the model's answers."""
+    """Returns class indices, one per prediction."""
     if not isinstance(outputs, np.ndarray):
         raise InputError(f"The model must have one output. Received: {len(outputs)}. Make a model of one of them.")
     if outputs.shape[-1] < 2:

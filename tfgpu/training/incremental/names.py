@@ -1,4 +1,4 @@
-"""Layers and weights of a model by names that a file, a clone and a grown model keep; Keras's own paths change."""
+"""Names of layers and weights that are stable across files, clones and grown models, unlike Keras's paths."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tfgpu.parallel.zero import sharding
 
 
 def layers(model: keras.Model) -> dict[str, keras.layers.Layer]:
-    """All layers by name; one of an inner model as `inner/name`, behind the inner model itself.
+    """All layers by name; those of an inner model as `inner/name`, after the inner model itself.
 
     Example:
         >>> inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="a")], name="inner")
@@ -28,7 +28,7 @@ def _walk(model: keras.Model, before: str) -> Iterator[tuple[str, keras.layers.L
 
 
 def check_whole(model: keras.Model, what: str) -> None:
-    """Raises `InputError` where weights lie in pieces on several devices."""
+    """Raises `InputError` if weights are sharded across devices."""
     if any(sharded_variable.shard_info(v) is not None or sharding.is_fully_sharded(v) for v in model.weights):
         raise InputError(
             f"{model.name} has weights in pieces on several devices. {what} it first, then shard or cut it."
@@ -36,7 +36,7 @@ def check_whole(model: keras.Model, what: str) -> None:
 
 
 def trainable(model: keras.Model) -> dict[str, keras.Variable]:
-    """The weights that learn, whole where they lie in parts, by their layer's name and their number in it.
+    """The trainable weights, with shards merged, by their layer's name and their index in it.
 
     Example:
         >>> list(trainable(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="head")])))

@@ -1,4 +1,4 @@
-"""Replay: a small memory of what was seen, mixed into the new data."""
+"""Replay: a bounded memory of old examples, mixed into the new data."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,21 +16,20 @@ _DRAWN = 0x9E3779B9  # keeps what is replayed apart from what is kept
 
 
 class Replay:
-    """A memory of examples of a stream, whose length nobody needs to know.
+    """A memory of examples from a stream of unknown length.
 
-    Each example that was ever added is in it with the same probability (reservoir sampling, algorithm R); with
-    `balance`, the classes have as equal a part as the stream allows, and each class's examples are a reservoir of that
-    class. What is kept and what is replayed depends on the seed and the order of the data alone, not on how it comes
-    in batches, nor on the number of replicas; on several workers each has the same. What is replayed depends on
-    TensorFlow's global seed too, where one is set.
+    Every example that was ever added is in it with the same probability (reservoir sampling, algorithm R); with
+    `balance`, classes get shares as equal as the stream allows, and each class is a reservoir of its own examples. The
+    sample and the replay depend only on the seed and the order of the data, not on batches or replicas; all workers
+    have the same. The replay also depends on TensorFlow's global seed, if one is set.
 
     Args:
-        examples: how many to keep at most.
-        bytes: or how many bytes, from which follows the number of examples; one of the two.
-        balance: keep the classes balanced; labels are class numbers then, or one column a class.
-        seed: of all draws; 0 by default.
-        folder: keep the examples in files there, mapped into memory, for memories larger than the host's; None keeps
-            them in memory. Files of an earlier memory there are an error.
+        examples: the most examples to keep.
+        bytes: or the most bytes to keep; use one of the two.
+        balance: balance the classes; labels are then class indices or one column per class.
+        seed: of all random numbers; 0 by default.
+        folder: keep the examples in memory-mapped files there, for memories larger than the host's; None keeps them in
+            memory. It must not have files of another memory.
 
     Raises:
         InputError: an argument is out of range.
@@ -41,6 +40,10 @@ class Replay:
         ...     _ = replay.add(np.arange(at, at + 10.0)[:, None], np.full(10, at // 50))
         >>> len(replay), replay.seen
         (3, 100)
+
+    Sources: J. Vitter, "Random sampling with a reservoir", 1985; A. Chrysakis and M.-F. Moens, "Online continual
+    learning from imbalanced data", 2020 (the balanced reservoir); D. Rolnick et al., "Experience replay for continual
+    learning", 2019, arXiv:1811.11682.
 
     Sources: J. Vitter, "Random sampling with a reservoir", 1985; A. Chrysakis and M.-F. Moens, "Online continual
     learning from imbalanced data", 2020 (the balanced reservoir); D. Rolnick et al., "Experience replay for continual
@@ -75,29 +78,29 @@ class Replay:
 
     @property
     def seen(self) -> int:
-        """How many examples were added."""
+        """The number of examples added so far."""
         return 0 if self._sampler is None else self._sampler.seen
 
     @property
     def arrays(self) -> Any:
-        """What is kept, in the structure in which it was added: `(x, y)` or `(x, y, sample_weight)`, one row each."""
+        """The kept examples in the structure in which they were added: `(x, y)` or `(x, y, sample_weight)`."""
         if self._structure is None:
             raise InputError("Nothing was added yet.")
         return tf.nest.pack_sequence_as(self._structure, [array[: len(self)] for array in self._arrays])
 
     def add(self, x: Any, y: Any = None, sample_weight: Any = None) -> "Replay":
-        """Shows examples to the memory, in order.
+        """Adds examples, in order.
 
         Args:
-            x: inputs, arrays with one row each (or a dict or tuple of them); or a finite data set of batches.
+            x: inputs, arrays with one row each (or a dict or tuple of them); or a finite dataset of batches.
             y: labels, one row each.
-            sample_weight: weights, where the new data has them too.
+            sample_weight: weights, if the new data has them too.
 
         Returns:
             Itself.
 
         Raises:
-            InputError: rows do not match, or shapes and dtypes are not those of before.
+            InputError: the numbers of rows differ, or shapes and dtypes differ from earlier ones.
         """
         if isinstance(x, tf.data.Dataset):
             for batch in x:
@@ -126,19 +129,19 @@ class Replay:
         return self
 
     def mix(self, data: tf.data.Dataset, share: float = 0.5, *, seed: int | None = None) -> tf.data.Dataset:
-        """Adds replayed examples to each batch.
+        """Appends replayed examples to each batch.
 
-        A batch of n new rows gets `round(n * share / (1 - share))` rows behind it, drawn evenly from what is kept now,
-        with replacement, anew in each epoch. So a batch is larger than before by 1 / (1 - share), and an epoch has as
-        many batches.
+        A batch of n new rows gets `round(n * share / (1 - share))` more rows, drawn uniformly from the current memory
+        with replacement, with new draws in each epoch. Batches grow by a factor of 1 / (1 - share); the number of
+        batches stays.
 
         Args:
-            data: batches `(x, y)` or `(x, y, sample_weight)` as they were added, finite or not.
-            share: of the replayed rows in a batch, from 0 to below 1.
-            seed: of these draws; None takes another one in each call, by the memory's seed.
+            data: batches `(x, y)` or `(x, y, sample_weight)` like those that were added; finite or infinite.
+            share: of replayed rows in a batch, at least 0 and below 1.
+            seed: of these draws; None derives a different one for each call from the memory's seed.
 
         Returns:
-            A data set; `data` itself while nothing is kept.
+            A dataset; `data` itself if the memory is empty.
 
         Raises:
             InputError: `share` is out of range, or the data has another structure, shape or dtype.
@@ -172,7 +175,7 @@ class Replay:
         return mixed
 
     def _rows(self):
-        """A function from places in the memory, as it is now, to its rows."""
+        """Returns a function from indices in the current memory to its rows."""
         kept = [array[: len(self)] for array in self._arrays]
         if self._folder is None:
             with tf.device("CPU:0"):
@@ -189,9 +192,9 @@ class Replay:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """All that it is, as plain values and arrays: what a checkpoint saves (see `Checkpoint(remember=)`).
+        """Returns the complete state as plain values and arrays, for `Checkpoint(remember=)`.
 
-        The examples are copied, those of a `folder` too.
+        The examples are copied, including those in a `folder`.
         """
         return {
             "settings": self._settings(),
@@ -203,14 +206,14 @@ class Replay:
         }
 
     def put(self, state: dict[str, Any], model: Any = None) -> None:
-        """Takes up what `state` gave, into a memory made with the same arguments.
+        """Restores the result of `state` into a memory created with the same arguments.
 
         Args:
             state: of a `Replay`.
-            model: none is needed.
+            model: unused.
 
         Raises:
-            InputError: the memory was made otherwise.
+            InputError: the arguments differ.
         """
         if state["settings"] != self._settings():
             raise InputError(
@@ -235,23 +238,23 @@ class Replay:
         return {"examples": examples, "bytes": self._bytes, "balance": self.balance, "seed": self.seed}
 
     def save(self, path: str | Path) -> None:
-        """Writes what is kept, and where the draws stand, into one file (safetensors), whole or not at all."""
+        """Writes the complete state to one safetensors file, atomically."""
         packing.write(path, _KIND, self.state())
 
     def load(self, path: str | Path, like: Any = None) -> "Replay":
-        """Takes up what `save` wrote, into a memory made with the same arguments; see also `from_file`.
+        """Restores the result of `save` into a memory created with the same arguments; see also `from_file`.
 
         Args:
             path: the file.
-            like: an example, to be compared with those of the file: anything that could be added, such as
-                `(x[:1], y[:1])`, or a data set's `element_spec`.
+            like: an example to compare with those in the file: anything that could be added, such as `(x[:1], y[:1])`,
+                or a dataset's `element_spec`.
 
         Returns:
             Itself.
 
         Raises:
-            InputError: the file is not there, damaged or another one; the memory was made otherwise, or examples have
-                another form.
+            InputError: the file is missing, damaged or of another kind; or the arguments or the examples' structure
+                differ.
         """
         self.put(packing.read(path, _KIND))
         if like is not None and self._structure is not None:
@@ -260,14 +263,14 @@ class Replay:
 
     @classmethod
     def from_file(cls, path: str | Path, *, folder: str | Path | None = None) -> "Replay":
-        """Makes anew what `save` wrote, with its arguments, in another process too.
+        """Creates a memory from the result of `save`, with its arguments.
 
         Args:
             path: the file.
             folder: as for `Replay`; files there are replaced.
 
         Raises:
-            InputError: the file is not there, damaged, or another one.
+            InputError: the file is missing, damaged, or of another kind.
 
         Example:
             >>> Replay(3, seed=1).add(np.ones((2, 1)), np.zeros(2)).save("replay.safetensors")

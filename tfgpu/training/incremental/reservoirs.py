@@ -1,17 +1,17 @@
-"""Which example takes which place in a memory of fixed size, drawn one by one as they come."""
+"""Reservoir sampling: which slot of a fixed-size memory each example of a stream gets."""
 
 import numpy as np
 
 NONE = -1
-"""The place of an example that is not kept."""
+"""The slot of an example that is not kept."""
 
 
 class Reservoir:
-    """Vitter's algorithm R: after n examples each of them is kept with probability capacity / n.
+    """Vitter's algorithm R: after n examples, each of them is kept with probability capacity / n.
 
     Args:
-        capacity: places.
-        seed: of the draws.
+        capacity: number of slots.
+        seed: of the random numbers.
 
     Example:
         >>> Reservoir(2, seed=0).take([0, 0]).tolist()
@@ -24,39 +24,39 @@ class Reservoir:
 
     @property
     def kept(self) -> int:
-        """How many places are taken."""
+        """The number of slots in use."""
         return min(self.seen, self.capacity)
 
     def take(self, labels) -> np.ndarray:
-        """The places of the next examples, int64; later ones overwrite earlier ones."""
+        """Returns the slots of the next examples, int64; later ones overwrite earlier ones."""
         numbers = np.arange(self.seen, self.seen + len(labels))
         self.seen += len(labels)
         drawn = numbers.copy()
         late = numbers >= self.capacity
         if late.any():
-            # A double an example, and no rejection: the draws do not depend on how examples come in batches.
+            # One double per example, without rejection, so the draws do not depend on the batches.
             drawn[late] = (self._random.random(int(late.sum())) * (numbers[late] + 1)).astype("int64")
         return np.where(drawn < self.capacity, drawn, NONE)
 
     def state(self) -> dict[str, np.ndarray]:
-        """All that the next draws depend on, as arrays."""
+        """Returns the complete state as arrays."""
         return {"seen": np.array([self.seen], "int64"), "random": _words(self._random)}
 
     def put(self, state: dict[str, np.ndarray]) -> None:
-        """Takes up what `state` gave."""
+        """Restores the result of `state`."""
         self.seen = int(state["seen"][0])
         _put_words(self._random, state["random"])
 
 
 class Balanced:
-    """The class-balanced reservoir: whoever has the most places gives one up (Chrysakis and Moens, 2020).
+    """The class-balanced reservoir, in which the largest class gives up a slot (Chrysakis and Moens, 2020).
 
-    A class that has, or once had, the most places when the memory was full is "full": among its own examples it goes on
-    as a reservoir. Any other class takes a place of one with the most.
+    A class that has, or once had, the most slots while the memory was full is "full": it continues as a reservoir of
+    its own examples. Any other class takes a slot from one of the largest.
 
     Args:
-        capacity: places.
-        seed: of the draws.
+        capacity: number of slots.
+        seed: of the random numbers.
 
     Example:
         >>> Balanced(2, seed=0).take([7, 7, 8]).tolist()[:2]
@@ -72,11 +72,11 @@ class Balanced:
 
     @property
     def kept(self) -> int:
-        """How many places are taken."""
+        """The number of slots in use."""
         return min(self.seen, self.capacity)
 
     def take(self, labels) -> np.ndarray:
-        """The places of the next examples, int64; later ones overwrite earlier ones."""
+        """Returns the slots of the next examples, int64; later ones overwrite earlier ones."""
         return np.array([self._one(int(label)) for label in labels], "int64")
 
     def _one(self, label: int) -> int:
@@ -102,7 +102,7 @@ class Balanced:
         return int(self._random.random() * count)
 
     def state(self) -> dict[str, np.ndarray]:
-        """All that the next draws depend on, as arrays."""
+        """Returns the complete state as arrays."""
         labels = list(self._places)
         return {
             "seen": np.array([self.seen], "int64"),
@@ -115,7 +115,7 @@ class Balanced:
         }
 
     def put(self, state: dict[str, np.ndarray]) -> None:
-        """Takes up what `state` gave."""
+        """Restores the result of `state`."""
         self.seen = int(state["seen"][0])
         _put_words(self._random, state["random"])
         labels = state["labels"].tolist()

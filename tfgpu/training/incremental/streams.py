@@ -1,4 +1,4 @@
-"""Streams that do not fit into memory: a window of them at a time, with what is remembered of the rest."""
+"""Training on streams that do not fit in memory: one window at a time, with replay of earlier examples."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,15 +12,15 @@ from tfgpu.training.incremental.replay import Replay
 
 
 def windows(stream: Iterable[Any], rows: int) -> Iterator[tuple[Any, ...]]:
-    """Cuts a stream of batches into windows that fit into memory.
+    """Divides a stream of batches into windows that fit in memory.
 
     Args:
-        stream: an iterable of batches `(x, y)` or `(x, y, sample_weight)` of any sizes, arrays or tensors (or dicts or
-            tuples of them): a generator, a `tf.data` data set, of any length. It is read once, as windows are taken.
-        rows: of a window; the last one may have fewer.
+        stream: an iterable of batches `(x, y)` or `(x, y, sample_weight)` of any sizes, as arrays or tensors (or dicts
+            or tuples of them): a generator or a `tf.data.Dataset`, of any length. It is read once, on demand.
+        rows: rows per window; the last one may have fewer.
 
     Returns:
-        An iterator of windows, each arrays of `rows` rows in the batches' structure.
+        An iterator of windows, each with arrays of `rows` rows in the batches' structure.
 
     Example:
         >>> batches = ((np.full((4, 1), at), np.full(4, at)) for at in range(3))
@@ -95,31 +95,31 @@ def fit_stream(
     tasks: Any = None,
     **fit: Any,
 ) -> list[dict[str, Any]]:
-    """Trains on a stream of any length in the memory of one window and the replayed examples.
+    """Trains on a stream of any length, with one window and the replayed examples in memory.
 
-    Each window is trained on for some epochs, shuffled and mixed with replayed examples of the windows before; then
-    it is shown to the memory, and let go.
+    Each window is shuffled, mixed with replayed examples of earlier windows, and trained on for some epochs; then it is
+    added to the replay memory and discarded.
 
     Args:
         model: a compiled model, under any strategy.
         stream: batches, as for `windows`.
-        window: rows held in memory at a time.
-        global_batch: new rows of a batch, over all replicas; replayed ones come on top, see `Replay.mix`.
+        window: rows in memory at a time.
+        global_batch: new rows per batch, over all replicas; replayed ones are added, see `Replay.mix`.
         replay: the memory; None trains on the windows alone.
-        share: of the replayed rows in a batch.
-        epochs: over each window.
+        share: of replayed rows in a batch.
+        epochs: per window.
         seed: of the windows' shuffling.
-        skip: windows that are read and passed over: those that a run which stopped had done.
-        after_window: called after each with its number (from 0) and its logs: the place to save model and memory.
-        tasks: a `tfgpu.callbacks.Tasks(folder, remember={"replay": replay})`, whose tasks are the windows: started
-            again with the same stream, training goes on where it was, within a window too.
-        **fit: further arguments of `model.fit`, such as `callbacks`, which see a training a window.
+        skip: windows to skip: those that an interrupted run has finished.
+        after_window: called after each window with its number (from 0) and its logs; can save the model and the memory.
+        tasks: a `tfgpu.callbacks.Tasks(folder, remember={"replay": replay})`, whose tasks are the windows: restarted
+            with the same stream, training resumes where it stopped, even within a window.
+        **fit: further arguments of `model.fit`, such as `callbacks`; each window is one `fit`.
 
     Returns:
-        The logs of each window's last epoch; with `tasks`, of those before too.
+        The logs of each window's last epoch; with `tasks`, of earlier runs' windows too.
 
     Raises:
-        InputError: an argument is out of range, or a batch has another structure than those before.
+        InputError: an argument is out of range, or a batch has another structure than earlier ones.
 
     Example:
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -161,7 +161,7 @@ def fit_stream(
 
 
 def _begun(tasks: Any, model: keras.Model, replay: Replay | None, skip: int) -> int:
-    """How many windows are done."""
+    """Returns how many windows are done."""
     if tasks is None:
         return skip
     if skip:

@@ -1,4 +1,4 @@
-"""A change that a step of training must see."""
+"""Retracing a model's steps after a change."""
 
 import keras
 
