@@ -4,7 +4,9 @@ import tensorflow as tf
 
 from tfgpu import strategies
 from tfgpu.cluster import Cluster
+from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.strategies import communication
 from tfgpu.strategies.communication import ALL_REDUCE
 from tfgpu.strategies.factory import KINDS
 
@@ -108,7 +110,11 @@ def test_tensorflow_still_loses_a_replica_of_three_in_hierarchical_copy():
         ({"kind": "one_device", "bytes_per_pack": 1}, "`bytes_per_pack` does not apply"),
         ({"kind": "one_device", "reduce_dtype": "float16"}, "`reduce_dtype` does not apply to `one_device`"),
         ({"kind": "mirrored", "reduce_dtype": "int8"}, "reduce_dtype 'int8'"),
-        ({"kind": "mirrored", "bytes_per_pack": 2**20}, "`bytes_per_pack` does not apply to `mirrored`"),
+        ({"kind": "mirrored", "bytes_per_pack": 0.5}, "whole number from 0"),
+        (
+            {"kind": "mirrored", "devices": 2, "all_reduce": "reduction_to_one_device", "bytes_per_pack": 2**20},
+            "makes no packs. Received: 1048576",
+        ),
         ({"kind": "mirrored", "all_reduce": "nccl"}, "between GPUs only. Found: CPU:0"),
         ({"kind": "mirrored", "all_reduce": "ring"}, "applies to `multi_worker`"),
         ({"kind": "mirrored", "all_reduce": "hierarchical"}, "applies to `multi_worker`"),
@@ -159,6 +165,36 @@ def test_a_malformed_tf_config_is_named(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "{")
     with pytest.raises(InputError, match="TF_CONFIG is malformed"):
         strategies.strategy()
+
+
+def gpus(*physical):
+    return tuple(Device(f"GPU:{at}", "GPU", each) for at, each in enumerate(physical))
+
+
+@pytest.mark.parametrize(
+    ("all_reduce", "devices", "expected"),
+    [
+        ("auto", gpus("GPU:0"), "NCCL"),
+        ("auto", gpus("GPU:0", "GPU:1"), "NCCL"),
+        ("hierarchical", gpus("GPU:0", "GPU:1"), "NCCL"),
+        ("nccl", gpus("GPU:0", "GPU:1"), "NCCL"),
+        ("ring", gpus("GPU:0", "GPU:1"), "RING"),
+        ("auto", gpus("GPU:0", "GPU:0"), "RING"),  # logical devices of one GPU
+        ("hierarchical", gpus("GPU:0", "GPU:0"), "RING"),
+        ("auto", (Device("CPU:0", "CPU", "CPU:0"),), "RING"),
+    ],
+)
+def test_workers_ask_for_nccl_where_each_replica_has_a_gpu_of_its_own(all_reduce, devices, expected):
+    chosen = communication.choose_implementation(all_reduce, devices)
+    assert chosen.value == expected
+    told = communication.facts(devices, chosen, reduce_dtype=None, top_k=0.1)
+    assert told == {"communication": f"{len(devices)} {devices[0].kind}, {expected}, top_k=0.1"}
+
+
+def test_bfloat16_is_refused_where_nccl_would_have_to_take_it():
+    communication.check_nccl_dtype("float16")
+    with pytest.raises(InputError, match="NCCL has no bfloat16. Use reduce_dtype='float16'"):
+        communication.check_nccl_dtype("bfloat16")
 
 
 def test_the_choices_are_the_ones_that_the_errors_list():
@@ -286,3 +322,42 @@ def test_a_hand_written_loop_trains_on_parameter_servers(together):
     assert "/job:ps/" in answer["on"]
     assert (answer["kind"], answer["replicas"], answer["workers"]) == ("parameter_server", 1, 2)
     assert [name.split("/")[1] for name in answer["devices"]] == ["job:ps", "job:worker", "job:worker"]
+
+
+HINTS = """
+import json, sys
+import keras, numpy as np, tensorflow as tf
+import tfgpu
+from benchmarks.peers import collectives as traced
+from tfgpu.strategies import communication
+communication.can_use_nccl = lambda chosen: True  # TensorFlow takes the ring between CPUs, whatever it is asked for
+tfgpu.environment.set_logical_devices(2)
+strategy = tfgpu.strategy("multi_worker", 2)
+stage = int(sys.argv[1])
+keras.utils.set_random_seed(1)
+with strategy.scope():
+    tokens = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.BatchNormalization()(keras.layers.Flatten()(keras.layers.Embedding(50000, 8)(tokens)))
+    model = keras.Model(tokens, keras.layers.Dense(4, dtype="mixed_bfloat16")(hidden))
+    if stage:
+        model = tfgpu.parallel.shard(model, stage)
+    model.compile("adam", keras.losses.Circle(), metrics=["accuracy"], jit_compile=False)
+x, y = np.ones((16, 6), "int32"), np.arange(16) % 4
+found = set()
+for graph in traced.graphs(lambda: model.fit(x, y, 8, verbose=0)):
+    for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
+        for node in nodes:
+            if node.op.startswith("Collective"):
+                found.add((node.op, tf.as_dtype(node.attr["T"].type).name, node.attr["communication_hint"].s.decode()))
+print(json.dumps(sorted(found)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_all_collectives_of_a_step_ask_for_nccl_in_dtypes_that_it_takes(together, stage):
+    for answer in together(HINTS, {"worker": 2}, stage).values():
+        assert {hint for _, _, hint in answer} == {"nccl"}
+        assert {dtype for _, dtype, _ in answer} <= {"float16", "float32", "float64", "int64"}

@@ -1,13 +1,15 @@
 """What replicas tell each other: in which operations of TensorFlow."""
 
+import gpu_way
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from replica_steps import NCCL_TAKES, run_on_replicas
 
 import tfgpu
 from benchmarks.peers import collectives as traced
-from tfgpu.core import batch_rows, collectives, replication
+from tfgpu.core import batch_rows, collectives, replication, travel
 from tfgpu.core.row_mixing import row_sums
 
 PRODUCTS = {"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"}
@@ -29,7 +31,7 @@ def number() -> tf.Tensor:
 def test_a_table_of_the_replicas_values_takes_no_product(shape):
     def step():
         value = tf.fill(shape, number() + 1 + 2.0**-20)  # more digits than TF32 has
-        return collectives.all_reduce([collectives.at_own_place(value), collectives.at_own_place(value, at=2)])
+        return collectives.all_reduce([travel.at_own_place(value), travel.at_own_place(value, at=2)])
 
     ((table, *_), (last, *_)), types = on_replicas(step)
     for at in range(3):
@@ -40,7 +42,7 @@ def test_a_table_of_the_replicas_values_takes_no_product(shape):
 
 def test_one_replicas_nan_is_its_own():
     def step():
-        return collectives.all_reduce([collectives.at_own_place(tf.where(number() == 1.0, np.nan, number()))])
+        return collectives.all_reduce([travel.at_own_place(tf.where(number() == 1.0, np.nan, number()))])
 
     (((table, *_),), _) = on_replicas(step)
     np.testing.assert_array_equal(table, [0, np.nan, 2])
@@ -73,3 +75,75 @@ def test_averaging_loss_scales_takes_no_product():
 
 def nodes_of(graph):
     return graph.node if isinstance(graph, tf.compat.v1.GraphDef) else graph.node_def
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sent"),
+    [
+        ("bool", "float32"),
+        ("uint8", "float32"),
+        ("int32", "float64"),
+        ("int64", "int64"),
+        ("bfloat16", "float32"),
+        ("float16", "float16"),
+    ],
+)
+def test_sums_travel_in_dtypes_that_nccl_takes(dtype, sent):
+    value = {"int32": 2**30 - 1, "int64": 2**60 - 1, "uint8": 100, "bool": 1}.get(dtype, 1.5)
+    ((total, *_),), found = run_on_replicas(lambda: collectives.all_reduce([tf.cast(tf.fill([3], value), dtype)]))
+    assert total.dtype == tf.as_dtype(dtype).as_numpy_dtype
+    np.testing.assert_array_equal(total, np.full(3, 2 * value).astype(total.dtype))
+    assert [each.dtype for each in found] == [sent] and sent in NCCL_TAKES
+    assert {each.hint for each in found} == {"nccl"}
+
+
+def test_small_numbers_share_the_pack_of_the_gradients():
+    _, found = run_on_replicas(
+        lambda: collectives.all_reduce([tf.ones([5]), tf.constant(True), tf.ones([2], tf.bfloat16)])
+    )
+    assert len(found) == 1
+
+
+def test_one_replica_sends_nothing():
+    def step():
+        slices = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([1, 4]), tf.constant([9, 3]))
+        dense, sparse, none = collectives.all_reduce([tf.ones([4]), slices, None])
+        assert none is None
+        return dense, sparse.values, collectives.sum_small([tf.ones([])])[0]
+
+    (dense, rows, small), found = run_on_replicas(step, replicas=1)
+    assert found == []
+    assert (dense[0].tolist(), rows[0].tolist(), small) == ([1.0] * 4, [[1.0] * 3] * 2, [1.0])
+
+
+def test_gradients_meet_in_packs_that_wait_for_nothing_else():
+    """The last layers' gradients are ready first: their pack does not wait for those of the first layers."""
+    with gpu_way.gpu_way():
+        strategy = tfgpu.strategy("mirrored", ["CPU:1", "CPU:2"], bytes_per_pack=399)
+
+        def step():
+            return collectives.sum_gradients([tf.exp(tf.fill([100], number() + at), f"layer{at}") for at in range(3)])
+
+        run = tf.function(lambda: strategy.run(step)).get_concrete_function()
+    packs = [op for op in run.graph.get_operations() if op.type == "CollectiveReduceV2" and op.device.endswith("CPU:1")]
+    waits = [{at for at in range(3) if any(f"layer{at}" in op.name for op in sources(pack))} for pack in packs]
+    assert waits == [{2}, {1}, {0}]
+
+
+def sources(operation) -> set:
+    """All operations whose results an operation needs."""
+    found, left = set(), [operation]
+    while left:
+        for tensor in left.pop().inputs:
+            if tensor.op not in found:
+                found.add(tensor.op)
+                left.append(tensor.op)
+    return found
+
+
+def test_packs_are_of_32_mib_on_gpus_and_of_all_values_on_cpus():
+    strategy = tfgpu.strategy("mirrored", 2)
+    assert collectives.communication_options(strategy).bytes_per_pack == 0
+    with gpu_way.gpu_way():
+        assert collectives.communication_options(strategy).bytes_per_pack == 32 * 2**20
+        assert collectives.communication_options(tfgpu.strategy("mirrored", 2, bytes_per_pack=0)).bytes_per_pack == 0

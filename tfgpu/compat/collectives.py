@@ -21,6 +21,8 @@ class TwoLevelAllReduce(CollectiveAllReduce):
         devices, options, keys = extended.worker_devices, extended._communication_options, extended._collective_keys
         super().__init__(devices, len(devices) * extended._num_workers, options, keys)
         self._between = CollectiveAllReduce(devices[:1], extended._num_workers, options, keys)
+        # One order of all collectives of a device: NCCL stops for good where two groups run in different orders.
+        self._between._launchers[0]._ordering_token = self._launchers[0]._ordering_token
 
     def _all_reduce(self, reduce_op, value, replica_id, options):
         def meet(strategy, *columns):

@@ -34,9 +34,34 @@ def adds_by_default(strategy: tf.distribute.MirroredStrategy) -> bool:
     return strategy.extended._cross_device_ops is strategy.extended._collective_ops
 
 
-def communication_options(strategy: tf.distribute.Strategy):
-    """The `CommunicationOptions` that a strategy was made with, or None."""
-    return getattr(strategy.extended, "_communication_options", None)
+def communication_options(strategy: tf.distribute.Strategy) -> tf.distribute.experimental.CommunicationOptions:
+    """The options with which a strategy of replicas runs its collectives."""
+    return strategy.extended._communication_options
+
+
+def use_nccl(strategy: tf.distribute.MirroredStrategy) -> None:
+    """Lets a strategy's collectives ask for NCCL: TensorFlow's do not where another GPU of the process is divided."""
+    extended = strategy.extended
+    nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
+    extended._communication_options = options = extended._communication_options.merge(
+        tf.distribute.experimental.CommunicationOptions(implementation=nccl)
+    )
+    for launcher in extended._collective_ops._launchers:
+        launcher._options = options
+
+
+def asks_for_nccl(strategy: tf.distribute.Strategy) -> bool:
+    """Whether a strategy's collectives ask for NCCL; TensorFlow then takes it between GPUs."""
+    nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
+    return strategy.extended._communication_options.implementation == nccl
+
+
+def can_gather(strategy: tf.distribute.Strategy) -> bool:
+    """Whether replicas can run collectives of their own here: in a graph, where the strategy has a launcher of each.
+
+    Eager replicas run one after the other, and the first would wait for the second.
+    """
+    return not tf.executing_eagerly() and isinstance(strategy.extended._cross_device_ops, CollectiveAllReduce)
 
 
 def set_cross_device_ops(strategy: tf.distribute.Strategy, operations: object) -> None:
@@ -68,7 +93,9 @@ def collective_launcher(strategy: tf.distribute.Strategy, replica: int):
 
 
 def all_to_all(value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
-    """Row i of the result is row `r` of replica i's value, where `r` is the number of this replica.
+    """Row i of the result is row `r` of rank i's value, where `r` is the rank of this replica. Not for NCCL.
+
+    TensorFlow's NCCL sends to the replicas of the own process alone (`nccl_manager.cc`, kAllToAll).
 
     Args:
         value: [replicas, ...], of the same static shape on all replicas.
@@ -78,15 +105,37 @@ def all_to_all(value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
     return _launch(collective_ops.all_to_all_v2, value, replica, options)
 
 
+def reduce_scatter(value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
+    """The sum over all replicas of row `r`, where `r` is the rank of this replica. For NCCL alone.
+
+    TensorFlow has no reduce-scatter without NCCL (`collective_param_resolver_local.cc`, "undef"). Arguments as for
+    `all_to_all`.
+    """
+    return _launch(_reduce_scatter, value, replica, options)[0]
+
+
 def all_gather(value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
-    """The values of all replicas, concatenated along the first axis; arguments as for `all_to_all`."""
+    """The values of all ranks, concatenated along the first axis; arguments as for `all_to_all`."""
     return _launch(collective_ops.all_gather_v2, value, replica, options)
+
+
+def _reduce_scatter(value, size, group, instance, communication_hint, timeout, ordering_token) -> tf.Tensor:
+    return tf.raw_ops.CollectiveReduceScatterV2(
+        input=value,
+        group_size=size,
+        group_key=group,
+        instance_key=instance,
+        ordering_token=[] if ordering_token is None else [ordering_token],
+        merge_op="Add",
+        final_op="Id",
+        communication_hint=communication_hint.lower(),
+        timeout_seconds=timeout or 0,
+    )
 
 
 def _launch(collective: Callable, value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
     """Adds a collective in the order of all others of this replica's device."""
-    strategy = tf.distribute.get_strategy()
-    launcher = collective_launcher(strategy, replica)
+    launcher = collective_launcher(tf.distribute.get_strategy(), replica)
     options = launcher._options.merge(options)
     with tf.device(launcher._device):
         return collective(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from tfgpu.core import collectives, step_context
+from tfgpu.core import collectives, step_context, travel
 from tfgpu.core.replication import replica_context, replica_number, shard_index
 from tfgpu.core.step_context import RowRange, Step
 
@@ -101,6 +101,6 @@ def _exchanged_place(local: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     if replica.num_replicas_in_sync == 1:
         return tf.constant(0), local
     at = shard_index(replica.strategy, replica_number(replica))
-    mine = collectives.at_own_place(tf.cast(local, tf.float32), at)
+    mine = travel.at_own_place(tf.cast(local, tf.float32), at)
     counts = tf.cast(collectives.sum_small([mine])[0], tf.int32)
     return tf.where(local > 0, tf.reduce_sum(counts[:at]), 0), tf.reduce_sum(counts)

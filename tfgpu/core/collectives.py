@@ -8,27 +8,38 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
-from tfgpu.core import replication, step_context, traffic
-from tfgpu.core.replication import replica_context, replica_number, shard_index, spans_processes
+from tfgpu.core import replication, sparse_collectives, step_context, traffic, travel
+from tfgpu.core.replication import replica_context, replica_number, spans_processes
 from tfgpu.errors import InputError
 
-_PACKED_BYTES = 1 << 20
-"""Slices of up to this size, on all replicas together, are summed in the pack of the dense gradients."""
-_BASE = 1 << 12  # of the two digits of a row's index: each is exact in float32
+PACK_BYTES = 32 << 20
+"""Of values in one collective between GPUs, so that the gradients that are computed first are sent first."""
 
 
 def all_reduce(values: list, options: tf.distribute.experimental.CommunicationOptions | None = None) -> list:
-    """Sums tensors or IndexedSlices over all replicas, outside XLA's clusters; None stays None."""
+    """Sums tensors or IndexedSlices over all replicas, outside XLA's clusters; None stays None.
+
+    Args:
+        values: this replica's, of any dtype; each sum has the dtype of its value.
+        options: what else than the strategy's own options holds for these collectives.
+    """
     present = [value for value in values if value is not None]
-    with step_context.outside_xla():
-        sums = _sum_on_host(present) if _shares_memory() else _sum_by_collectives(present, options)
-    sums = iter(sums)
+    if replica_context().num_replicas_in_sync > 1:
+        with step_context.outside_xla():
+            present = _sum_on_host(present) if _shares_memory() else _sum_by_collectives(present, options)
+    sums = iter(present)
     return [None if value is None else next(sums) for value in values]
+
+
+def sum_gradients(gradients: list) -> list:
+    """Sums gradients (tensors, IndexedSlices or None) over all replicas; each travels in the strategy's dtype."""
+    return from_reduce_dtype(all_reduce(to_reduce_dtype(gradients)), gradients)
 
 
 def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sums a few small tensors over all replicas: on the host where one process holds every replica."""
-    if spans_processes(replica_context().strategy):
+    replica = replica_context()
+    if spans_processes(replica.strategy) or replica.num_replicas_in_sync == 1:
         return all_reduce(values)
     with step_context.outside_xla():
         return _sum_on_host(values)
@@ -54,24 +65,6 @@ def sum_over_workers(strategy: tf.distribute.Strategy, numbers) -> np.ndarray:
     return kept.sum_over_workers(tf.convert_to_tensor(numbers, tf.int64)).numpy()
 
 
-def at_own_place(value: tf.Tensor, at: int | tf.Tensor | None = None) -> tf.Tensor:
-    """This replica's value at its place in a table of all replicas', with zeros elsewhere, so that a sum stacks them.
-
-    The value is padded, not multiplied by 0 and 1: a GPU may round a matrix product to TF32, and NaN times 0 is NaN.
-
-    Args:
-        value: of the same shape on all replicas, and of known rank.
-        at: its place, from 0; None is the number of the replica.
-
-    Returns:
-        A tensor [replicas, *value.shape].
-    """
-    context = replica_context()
-    at, count = replica_number(context) if at is None else at, context.num_replicas_in_sync
-    placed = tf.pad(value[None], [[at, count - 1 - at], *[[0, 0]] * value.shape.rank])
-    return tf.ensure_shape(placed, [count, *value.shape])
-
-
 def added(parts: list) -> tf.Tensor | tf.IndexedSlices:
     """The sum of tensors; of IndexedSlices, all their slices."""
     if not isinstance(parts[0], tf.IndexedSlices):
@@ -80,9 +73,25 @@ def added(parts: list) -> tf.Tensor | tf.IndexedSlices:
     return tf.IndexedSlices(values, indices, parts[0].dense_shape)
 
 
-def communication_options() -> tf.distribute.experimental.CommunicationOptions | None:
-    """The strategy's own options for collectives: on workers TensorFlow forgets them where replicas ask for a sum."""
-    return distribute.communication_options(replica_context().strategy)
+def communication_options(
+    strategy: tf.distribute.Strategy, more: tf.distribute.experimental.CommunicationOptions | None = None
+) -> tf.distribute.experimental.CommunicationOptions:
+    """A strategy's options for its collectives: on workers TensorFlow forgets them where replicas ask for a sum.
+
+    Args:
+        strategy: of replicas.
+        more: what overrides its own.
+    """
+    own, pack = distribute.communication_options(strategy), slots.get(strategy, "bytes_per_pack")
+    if pack is None:
+        pack = own.bytes_per_pack or (0 if replication.is_on_host(strategy) else PACK_BYTES)
+    own = own.merge(tf.distribute.experimental.CommunicationOptions(bytes_per_pack=pack))
+    return own if more is None else own.merge(more)
+
+
+def set_bytes_per_pack(strategy: tf.distribute.Strategy, count: int) -> None:
+    """Lets a strategy's replicas sum their values in packs of about so many bytes; 0 makes one pack of all."""
+    slots.of(strategy).bytes_per_pack = count
 
 
 def set_reduce_dtype(strategy: tf.distribute.Strategy, dtype: str) -> None:
@@ -99,6 +108,12 @@ def to_reduce_dtype(values: list) -> list:
 def from_reduce_dtype(values: list, like: list) -> list:
     """Gradients that have travelled, each in the dtype of the value in `like` at its place."""
     return [v if v is None or v.dtype == w.dtype else _cast(v, w.dtype) for v, w in zip(values, like, strict=True)]
+
+
+def to_sum_dtype(value: tf.Tensor) -> tf.Tensor:
+    """A tensor in the dtype in which replicas sum it."""
+    is_chosen = value.dtype == slots.get(replica_context().strategy, "reduce_dtype")
+    return value if is_chosen else tf.cast(value, travel.sum_dtype(value.dtype))
 
 
 def _is_wider(value, dtype: tf.DType) -> bool:
@@ -126,43 +141,85 @@ def _shares_memory() -> bool:
 
 def _sum_on_host(values: list) -> list:
     """Sums tensors, or joins IndexedSlices, of replicas in this process, on its CPU."""
-    traffic.note(values)
+    sent = [value if isinstance(value, tf.IndexedSlices) else to_sum_dtype(value) for value in values]
+    traffic.note(sent)
 
     def add(strategy, *columns):
         with tf.device("CPU:0"):
             return [added(strategy.experimental_local_results(column)) for column in columns]
 
     with _explained_merge_call():
-        return list(replica_context().merge_call(add, args=tuple(values)))
+        return from_reduce_dtype(list(replica_context().merge_call(add, args=tuple(sent))), values)
+
+
+_FORMS = ("dense", "few rows", "many rows")
 
 
 def _sum_by_collectives(values: list, options) -> list:
     """Sums tensors and IndexedSlices; small slices travel as two dense tensors, behind the others."""
     _note_varying_shapes(values)
-    is_packed = [_can_be_packed(value) for value in values]
-    whole = [value for value, packed in zip(values, is_packed, strict=True) if not packed]
-    slices = [value for value, packed in zip(values, is_packed, strict=True) if packed]
-    sent = whole + [part for each in slices for part in _pack(each)]
+    forms = [_form(value) for value in values]
+    dense, few, many = ([v for v, form in zip(values, forms, strict=True) if form == each] for each in _FORMS)
+    sums = _sum_by_dtype(dense + [part for each in few for part in sparse_collectives.to_dense(each)], options)
+    parts = sums[len(dense) :]
+    found = {
+        "dense": iter(sums[: len(dense)]),
+        "few rows": map(sparse_collectives.from_dense, parts[::2], parts[1::2], few),
+        "many rows": iter(_sum_slices(many, options)),
+    }
+    return [next(found[form]) for form in forms]
+
+
+def _form(value) -> str:
+    """How a value travels: one of `_FORMS`."""
+    if not isinstance(value, tf.IndexedSlices):
+        return "dense"
+    return "few rows" if sparse_collectives.can_be_packed(value) else "many rows"
+
+
+def _sum_by_dtype(values: list[tf.Tensor], options) -> list[tf.Tensor]:
+    """One call of TensorFlow's all-reduce for each dtype: values of one dtype share packs."""
+    sent = [to_sum_dtype(value) for value in values]
     traffic.note(sent)
-    sums = _sum_by_dtype(sent, options)
-    parts = sums[len(whole) :]
-    unpacked = map(_unpack, parts[::2], parts[1::2], slices)
-    whole = iter(sums[: len(whole)])
-    return [next(unpacked if packed else whole) for packed in is_packed]
-
-
-def _sum_by_dtype(values: list, options) -> list:
-    """One call of TensorFlow's all-reduce for each dtype: values of one dtype make one pack."""
-    sums = [None] * len(values)
-    for dtype in dict.fromkeys(value.dtype for value in values):
-        places = [at for at, value in enumerate(values) if value.dtype == dtype]
-        with _explained_merge_call():
-            found = replica_context().all_reduce(
-                tf.distribute.ReduceOp.SUM, [values[at] for at in places], options or communication_options()
-            )
-        for at, value in zip(places, found, strict=True):
+    sums = [None] * len(sent)
+    for dtype in dict.fromkeys(value.dtype for value in sent):
+        places = [at for at, value in enumerate(sent) if value.dtype == dtype]
+        for at, value in zip(places, _all_reduce([sent[at] for at in places], options), strict=True):
             sums[at] = value
-    return sums
+    return from_reduce_dtype(sums, values)
+
+
+def _sum_slices(slices: list[tf.IndexedSlices], options) -> list[tf.IndexedSlices]:
+    """All replicas' slices. TensorFlow's own way, a few collectives a table, where replicas cannot gather."""
+    if not slices:
+        return []
+    if not distribute.can_gather(replica_context().strategy):
+        traffic.note(slices)
+        return _all_reduce(slices, options)
+    return sparse_collectives.gather(slices, lambda value: all_gather(value, options))
+
+
+def _all_reduce(values: list, options) -> list:
+    replica = replica_context()
+    with _explained_merge_call():
+        return replica.all_reduce(tf.distribute.ReduceOp.SUM, values, communication_options(replica.strategy, options))
+
+
+def all_gather(value: tf.Tensor, options: tf.distribute.experimental.CommunicationOptions | None = None) -> tf.Tensor:
+    """The values of all replicas, [replicas, *value.shape], in a graph; in the order of TensorFlow's ranks.
+
+    Args:
+        value: of the same shape on all replicas, and of 16 bits or more a number.
+        options: as for `all_reduce`.
+    """
+    replica = replica_context()
+    number = replica_number(replica) % len(replica.strategy.extended.worker_devices)
+    traffic.note([value])
+    with step_context.outside_xla():
+        bits = travel.to_carrier(value)[None]
+        found = distribute.all_gather(bits, number, communication_options(replica.strategy, options))
+        found = tf.ensure_shape(found, [replica.num_replicas_in_sync, *value.shape])
+        return travel.from_carrier(found, value.dtype)
 
 
 def _note_varying_shapes(values: list) -> None:
@@ -171,34 +228,6 @@ def _note_varying_shapes(values: list) -> None:
     if facts is not None:
         shapes = [(v.values if isinstance(v, tf.IndexedSlices) else v).shape for v in values]
         facts.has_varying_shapes |= not all(shape.is_fully_defined() for shape in shapes)
-
-
-def _can_be_packed(value) -> bool:
-    """Whether slices go into the pack of the dense gradients: TensorFlow gathers them in six collectives of their own.
-
-    Every worker sends as many rows as all have together, so it pays for few. All must have equally many.
-    """
-    facts, replica = step_context.step(), replica_context()
-    if not isinstance(value, tf.IndexedSlices) or facts is None or not spans_processes(replica.strategy):
-        return False
-    local, total = tf.get_static_value(facts.rows.local), tf.get_static_value(facts.rows.total)
-    replicas, shape = replica.num_replicas_in_sync, value.values.shape
-    is_even = local is not None and total is not None and local * replicas == total
-    return is_even and shape.is_fully_defined() and replicas * shape.num_elements() * value.dtype.size <= _PACKED_BYTES
-
-
-def _pack(slices: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
-    """This replica's rows and their indices at its place among those of all, with zeros elsewhere, to be summed."""
-    replica = replica_context()
-    at = shard_index(replica.strategy, replica_number(replica))
-    rows, indices = slices.values, tf.ensure_shape(slices.indices, slices.values.shape[:1])
-    digits = tf.stack([indices // _BASE, indices % _BASE], axis=1)
-    return at_own_place(rows, at), at_own_place(tf.cast(digits, tf.float32), at)
-
-
-def _unpack(rows: tf.Tensor, digits: tf.Tensor, like: tf.IndexedSlices) -> tf.IndexedSlices:
-    high, low = tf.unstack(tf.cast(tf.reshape(digits, [-1, 2]), like.indices.dtype), axis=1)
-    return tf.IndexedSlices(tf.reshape(rows, [-1, *like.values.shape[1:]]), high * _BASE + low, like.dense_shape)
 
 
 @contextlib.contextmanager

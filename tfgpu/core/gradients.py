@@ -195,7 +195,7 @@ def _sum(update: Update) -> list:
     found = (extension.sum(update, parts) for extension in extensions.gradient_extensions)
     sums = next((sums for sums in found if sums is not None), None)
     if sums is None:
-        sums = collectives.from_reduce_dtype(collectives.all_reduce(collectives.to_reduce_dtype(parts)), parts)
+        sums = collectives.sum_gradients(parts)
     for at, largest in zip(overwriting, row_sums.most([update.gradients[at] for at in overwriting]), strict=True):
         sums[at] = largest
     return sums

@@ -148,7 +148,11 @@ class _Reduction:
 
     def _sum(self, strategy, gradients) -> list[list[tf.Tensor]]:
         own = strategy.extended.call_for_each_replica(self._take, args=gradients)
-        sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, [(value, value) for value in own])
+        sums = strategy.extended.batch_reduce_to(
+            tf.distribute.ReduceOp.SUM,
+            [(value, value) for value in own],
+            options=collectives.communication_options(strategy),
+        )
         dtypes = [values[0].dtype for values in _by_replica(strategy, gradients)]
         pairs = zip(_by_replica(strategy, sums), dtypes, strict=True)
         return [[_cast_in_place(value, dtype) for value in values] for values, dtype in pairs]
@@ -160,7 +164,7 @@ class _Reduction:
         with tf.control_dependencies(taken):
             for total in self._accumulators:
                 total.assign(tf.zeros(total.shape, total.dtype))
-        return collectives.to_reduce_dtype(taken)
+        return [collectives.to_sum_dtype(value) for value in collectives.to_reduce_dtype(taken)]
 
 
 def _by_replica(strategy, values) -> list[list[tf.Tensor]]:

@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfgpu.compat import optimizers, slots
 from tfgpu.compat.keras import LossScaleOptimizer
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, extensions, gradients, nested_functions, replication, step_context, traffic
+from tfgpu.core import collectives, extensions, gradients, nested_functions, replication, step_context, traffic, travel
 from tfgpu.core.state import layer_state, training_state
 from tfgpu.errors import InputError, MachineError
 
@@ -276,7 +276,7 @@ class Averager:
         if not scaled:
             return []
         mine = tf.stack([tf.cast(v.value, tf.float32) for v in lowest + most])
-        (table,) = collectives.all_reduce([collectives.at_own_place(mine)], options)
+        (table,) = collectives.all_reduce([travel.at_own_place(mine)], options)
         count = len(lowest)
         values = tf.concat([tf.reduce_min(table[:, :count], 0), tf.reduce_max(table[:, count:], 0)], 0)
         return list(zip(lowest + most, tf.unstack(values), strict=True))

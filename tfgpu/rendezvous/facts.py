@@ -29,6 +29,7 @@ FIXES = {
     "TFGPU_SEED": "Set the same value everywhere.",
     "PYTHONHASHSEED": "Set the same value everywhere.",
     "recipe": "Give every process the same settings.",
+    "communication": "Give every worker the same devices and the same options of `tfgpu.strategy`.",
     "seed before the strategy": "Set one everywhere, or nowhere.",
 }
 _MOST_NAMED = 8

@@ -9,7 +9,7 @@ from keras import ops
 from tfgpu.compat import layers, slots
 from tfgpu.compat.keras import nn
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, extensions, replication, step_context
+from tfgpu.core import extensions, replication, step_context, travel
 from tfgpu.core.row_mixing import row_sums
 from tfgpu.errors import unknown
 from tfgpu.repairs import probing
@@ -127,7 +127,7 @@ def _squeezed(values: list[tf.Tensor], axes, keepdims: bool) -> tuple[tf.Tensor,
 
 def _from_all_replicas(values: list[tf.Tensor]) -> tf.Tensor:
     """The values of all replicas, [replicas, values, ...], by one all-reduce, through which gradients flow."""
-    return row_sums.over_replicas([collectives.at_own_place(tf.stack(values))])[0]
+    return row_sums.over_replicas([travel.at_own_place(tf.stack(values))])[0]
 
 
 def _kept_without_rows(layer, moments) -> tuple[tf.Tensor, ...]:

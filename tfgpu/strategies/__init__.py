@@ -17,12 +17,12 @@ Which option applies where:
 | `all_reduce="ring"`, `"hierarchical"` | - | - | yes | - | on several workers |
 | `all_reduce="hierarchical_copy"` | - | an even number | - | - | in one process |
 | `all_reduce="reduction_to_one_device"` | - | yes | - | - | in one process |
-| `bytes_per_pack` | - | - | yes | - | on several workers |
+| `bytes_per_pack` | - | yes | yes | - | yes |
 | `reduce_dtype`, `top_k` | - | yes | yes | - | - |
 | `max_staleness`, `partitioner`, `watch` | - | - | - | yes | - |
 | `every`, `after`, `outer` | - | - | - | - | yes |
 
-An option that does not apply raises `InputError`; none is ignored. `"auto"` and 0 leave the choice to TensorFlow.
+An option that does not apply raises `InputError`; none is ignored.
 """
 
 from tfgpu.lazy import on_first_use

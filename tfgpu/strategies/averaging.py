@@ -28,7 +28,7 @@ def averaging(
     after: int = 0,
     outer: Outer = None,
     all_reduce: str = "auto",
-    bytes_per_pack: int = 0,
+    bytes_per_pack: int | None = None,
     cluster: Cluster | None = None,
 ) -> tf.distribute.Strategy:
     """Makes the strategy whose replicas train independently and average their weights.
@@ -69,13 +69,8 @@ def averaging(
     make_outer = _outer_maker(outer, cluster)
     if cluster.is_multi_worker:
         made = multi_worker(devices, all_reduce=all_reduce, bytes_per_pack=bytes_per_pack, cluster=cluster)
-    elif bytes_per_pack:
-        raise InputError(
-            f"`bytes_per_pack` applies to several workers only. Received: {bytes_per_pack!r} for `averaging` in one "
-            "process. Leave it out."
-        )
     else:
-        made = mirrored(devices, all_reduce=all_reduce)
+        made = mirrored(devices, all_reduce=all_reduce, bytes_per_pack=bytes_per_pack)
     return local_sgd.average_in(made, local_sgd.LocalSGD(every, after, make_outer))
 
 

@@ -9,7 +9,7 @@ from tfgpu.compat import distribute
 from tfgpu.compat.collectives import TwoLevelAllReduce
 from tfgpu.core import collectives, replication
 from tfgpu.environment import Device
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.optim import gradient_compression
 from tfgpu.parallel import remote_devices
 from tfgpu.strategies.devices import join_names
@@ -19,7 +19,7 @@ REDUCE_DTYPES = ("float16", "bfloat16")
 
 
 def choose_cross_device_ops(all_reduce: str, chosen: tuple[Device, ...]) -> tf.distribute.CrossDeviceOps | None:
-    """Chooses the all-reduce of `mirrored` by name; None leaves the choice to TensorFlow."""
+    """Chooses the all-reduce of `mirrored` by name; None takes TensorFlow's collectives, with NCCL or the ring."""
     if all_reduce not in ALL_REDUCE:
         raise unknown("all-reduce", all_reduce, ALL_REDUCE)
     if all_reduce in ("ring", "hierarchical"):
@@ -28,7 +28,6 @@ def choose_cross_device_ops(all_reduce: str, chosen: tuple[Device, ...]) -> tf.d
         raise InputError(f"all_reduce={all_reduce!r} does not work with `tfgpu.parallel.connect`. Use 'auto'.")
     if all_reduce == "nccl":
         _need_physical_gpus(chosen)
-        return tf.distribute.NcclAllReduce()
     if all_reduce == "hierarchical_copy":
         # TensorFlow pairs the devices: with 3 of them, 2.21 silently returns the sum of 2.
         if len(chosen) % 2:
@@ -43,7 +42,7 @@ def choose_cross_device_ops(all_reduce: str, chosen: tuple[Device, ...]) -> tf.d
 def choose_implementation(
     all_reduce: str, chosen: tuple[Device, ...]
 ) -> tf.distribute.experimental.CommunicationImplementation:
-    """Chooses the all-reduce of `multi_worker` by name."""
+    """Chooses what runs the collectives of `multi_worker`: NCCL wherever it can, unless the ring is asked for."""
     choices = tf.distribute.experimental.CommunicationImplementation
     if all_reduce not in ALL_REDUCE:
         raise unknown("all-reduce", all_reduce, ALL_REDUCE)
@@ -53,7 +52,31 @@ def choose_implementation(
         )
     if all_reduce == "nccl":
         _need_physical_gpus(chosen)
-    return {"ring": choices.RING, "nccl": choices.NCCL}.get(all_reduce, choices.AUTO)
+    return choices.NCCL if all_reduce != "ring" and can_use_nccl(chosen) else choices.RING
+
+
+def can_use_nccl(chosen: tuple[Device, ...]) -> bool:
+    """Whether NCCL can connect these replicas of a process: each is a physical GPU of its own.
+
+    Example:
+        >>> can_use_nccl((Device("GPU:0", "GPU", "GPU:0"), Device("GPU:1", "GPU", "GPU:1")))
+        True
+        >>> can_use_nccl((Device("GPU:0", "GPU", "GPU:0"), Device("GPU:1", "GPU", "GPU:0")))
+        False
+    """
+    return all(device.kind == "GPU" for device in chosen) and len({each.physical for each in chosen}) == len(chosen)
+
+
+def facts(chosen: tuple[Device, ...], implementation, **options: object) -> dict[str, str]:
+    """What all workers must choose alike, or their collectives would wait for each other.
+
+    Args:
+        chosen: the devices of this worker.
+        implementation: from `choose_implementation`.
+        options: the strategy's options; those that are None are left out.
+    """
+    told = [f"{name}={value}" for name, value in options.items() if value is not None]
+    return {"communication": ", ".join([f"{len(chosen)} {chosen[0].kind}", implementation.value, *told])}
 
 
 def reduce_in_two_levels(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
@@ -74,6 +97,27 @@ def check_compression(reduce_dtype: str | None, top_k: float | None) -> None:
     for name, value in (("reduce_dtype", reduce_dtype), ("top_k", top_k)):
         if value is not None and not repairs.is_enabled():
             raise InputError(f"`{name}` needs the Keras repairs, which TFGPU_REPAIR=0 switches off. Unset it.")
+
+
+def check_bytes_per_pack(bytes_per_pack: int | None, all_reduce: str) -> None:
+    """Raises `InputError` for a number of bytes that is invalid, or that the all-reduce does not know."""
+    if bytes_per_pack is None:
+        return
+    whole_number("bytes_per_pack", bytes_per_pack, minimum=0)
+    if all_reduce in ("hierarchical_copy", "reduction_to_one_device"):
+        raise InputError(
+            f"`bytes_per_pack` does not apply with all_reduce={all_reduce!r}, which makes no packs. Received: "
+            f"{bytes_per_pack}. Leave it out, or use all_reduce='auto'."
+        )
+
+
+def check_nccl_dtype(reduce_dtype: str | None) -> None:
+    """Raises `InputError` for a dtype that replicas cannot send by NCCL."""
+    if reduce_dtype == "bfloat16":
+        raise InputError(
+            "reduce_dtype='bfloat16' saves no bytes between GPUs: TensorFlow's NCCL has no bfloat16. Use "
+            "reduce_dtype='float16', with keras.optimizers.LossScaleOptimizer against overflow, or leave it out."
+        )
 
 
 def compress(strategy: tf.distribute.Strategy, reduce_dtype: str | None, top_k: float | None) -> tf.distribute.Strategy:

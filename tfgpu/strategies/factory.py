@@ -16,11 +16,11 @@ from tfgpu.strategies.multi_worker import multi_worker
 from tfgpu.strategies.one_device import one_device
 from tfgpu.strategies.parameter_server import Partitioner, parameter_server
 
-_COMMUNICATION = frozenset({"all_reduce", "reduce_dtype", "top_k", "batch_norm"})
+_COMMUNICATION = frozenset({"all_reduce", "bytes_per_pack", "reduce_dtype", "top_k", "batch_norm"})
 _FACTORIES: dict[str, tuple[Callable[..., tf.distribute.Strategy], frozenset[str]]] = {
     "one_device": (one_device, frozenset({"devices"})),
     "mirrored": (mirrored, _COMMUNICATION | {"devices"}),
-    "multi_worker": (multi_worker, _COMMUNICATION | {"devices", "bytes_per_pack"}),
+    "multi_worker": (multi_worker, _COMMUNICATION | {"devices"}),
     "parameter_server": (parameter_server, frozenset({"max_staleness", "partitioner", "watch"})),
     "averaging": (averaging, frozenset({"devices", "all_reduce", "bytes_per_pack", "every", "after", "outer"})),
 }
@@ -36,7 +36,7 @@ def strategy(
     devices: Devices = None,
     *,
     all_reduce: str = "auto",
-    bytes_per_pack: int = 0,
+    bytes_per_pack: int | None = None,
     reduce_dtype: str | None = None,
     top_k: float | None = None,
     batch_norm: str = "global",
@@ -61,11 +61,12 @@ def strategy(
         all_reduce: how replicas sum their gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical"`,
             `"hierarchical_copy"` or `"reduction_to_one_device"`. The table in `tfgpu.strategies` says which applies
             where.
-        bytes_per_pack: bytes of gradients in one collective, for `multi_worker`; 0 puts all into one. Several can start
-            while the backward pass still computes the rest.
-        reduce_dtype: `"float16"` or `"bfloat16"`: gradients travel in it, half the bytes, for slow networks. Each
-            replica's part is rounded before the sum, so the result is no longer that of one device: by about 1e-3
-            (float16) or 1e-2 (bfloat16) of a gradient. Float16 overflows above 65,504: use it with loss scaling.
+        bytes_per_pack: bytes of gradients in one collective; 0 puts all into one. Several can start while the backward
+            pass still computes the rest. `None` is 32 MiB on GPUs, and one pack on CPUs.
+        reduce_dtype: `"float16"` or, not between GPUs that use NCCL, `"bfloat16"`: gradients travel in it, half the
+            bytes, for slow networks. Each replica's part is rounded before the sum, so the result is no longer that of
+            one device: by about 1e-3 (float16) or 1e-2 (bfloat16) of a gradient. Float16 overflows above 65,504: use it
+            with loss scaling.
         top_k: the fraction of each weight's gradient that a replica sends, above 0 and up to 1, such as 0.01: its
             largest numbers and their positions; the rest waits for the next steps (`docs/averaging.md`). The result is
             no longer that of one device.
@@ -93,7 +94,7 @@ def strategy(
     options = {
         "devices": devices,
         "all_reduce": None if all_reduce == "auto" else all_reduce,
-        "bytes_per_pack": bytes_per_pack or None,
+        "bytes_per_pack": bytes_per_pack,
         "reduce_dtype": reduce_dtype,
         "top_k": top_k,
         "batch_norm": None if batch_norm == "global" else batch_norm,

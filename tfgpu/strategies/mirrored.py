@@ -3,9 +3,11 @@
 import tensorflow as tf
 
 from tfgpu import environment
+from tfgpu.compat import distribute
+from tfgpu.core import collectives
 from tfgpu.parallel import remote_devices, replicas
 from tfgpu.repairs import batch_normalization
-from tfgpu.strategies.communication import check_compression, choose_cross_device_ops, compress
+from tfgpu.strategies import communication
 from tfgpu.strategies.devices import Devices
 
 
@@ -13,6 +15,7 @@ def mirrored(
     devices: Devices = None,
     *,
     all_reduce: str = "auto",
+    bytes_per_pack: int | None = None,
     reduce_dtype: str | None = None,
     top_k: float | None = None,
     batch_norm: str = "global",
@@ -23,13 +26,22 @@ def mirrored(
         devices: as for `strategy` (and `"1/GPU:0"`), but `None` is all logical CPU devices if there is no GPU.
         all_reduce: `"auto"`, `"nccl"` (physical GPUs only), `"hierarchical_copy"` (an even number of devices;
             designed for eight GPUs linked as in a DGX-1) or `"reduction_to_one_device"`.
-        reduce_dtype, top_k, batch_norm: as for `strategy`.
+        bytes_per_pack, reduce_dtype, top_k, batch_norm: as for `strategy`.
 
     Raises:
         InputError: more devices than exist, or an all-reduce that does not work on them.
     """
-    check_compression(reduce_dtype, top_k)
+    communication.check_compression(reduce_dtype, top_k)
+    communication.check_bytes_per_pack(bytes_per_pack, all_reduce)
     chosen = environment.accelerators() if devices is None else environment.select(devices, remote_devices.names())
-    operations = choose_cross_device_ops(all_reduce, chosen)
-    made = batch_normalization.choose_moments(replicas.mirrored(chosen, operations), batch_norm)
-    return compress(made, reduce_dtype, top_k)
+    operations = communication.choose_cross_device_ops(all_reduce, chosen)
+    is_remote = remote_devices.connection() is not None
+    has_nccl = operations is None and not is_remote and len(chosen) > 1 and communication.can_use_nccl(chosen)
+    if has_nccl:
+        communication.check_nccl_dtype(reduce_dtype)
+    made = replicas.mirrored(chosen, operations)
+    if has_nccl:
+        distribute.use_nccl(made)
+    if bytes_per_pack is not None:
+        collectives.set_bytes_per_pack(made, bytes_per_pack)
+    return communication.compress(batch_normalization.choose_moments(made, batch_norm), reduce_dtype, top_k)

@@ -5,17 +5,13 @@ import tensorflow as tf
 from tfgpu import environment, rendezvous, repairs
 from tfgpu.cluster import Cluster
 from tfgpu.compat.worker_devices import have_started, worker_devices
+from tfgpu.core import collectives
 from tfgpu.core.randomness import data_order
 from tfgpu.environment import Device
-from tfgpu.errors import InputError, MachineError, whole_number
+from tfgpu.errors import InputError, MachineError
 from tfgpu.repairs import batch_normalization
+from tfgpu.strategies import communication
 from tfgpu.strategies.cluster_resolver import describe_task, make_resolver
-from tfgpu.strategies.communication import (
-    check_compression,
-    choose_implementation,
-    compress,
-    reduce_in_two_levels,
-)
 from tfgpu.strategies.devices import Devices, join_names
 
 
@@ -23,7 +19,7 @@ def multi_worker(
     devices: Devices = None,
     *,
     all_reduce: str = "auto",
-    bytes_per_pack: int = 0,
+    bytes_per_pack: int | None = None,
     reduce_dtype: str | None = None,
     top_k: float | None = None,
     batch_norm: str = "global",
@@ -37,8 +33,9 @@ def multi_worker(
     Args:
         devices: `None`, all GPUs of each worker, or its first CPU device; or the first so many GPUs (logical CPU
             devices if there is no GPU), by number or name.
-        all_reduce: `"auto"`, `"ring"`, `"nccl"` (GPUs only), or `"hierarchical"`: each worker sums on its first
-            device, and only those devices communicate, for workers of several devices on a slow network.
+        all_reduce: `"auto"` (NCCL between physical GPUs, else the ring over gRPC), `"ring"`, `"nccl"` (GPUs only), or
+            `"hierarchical"`: each worker sums on its first device, and only those devices communicate, for workers of
+            several devices on a slow network. All workers must choose alike.
         bytes_per_pack, reduce_dtype, top_k, batch_norm: as for `strategy`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
@@ -53,18 +50,29 @@ def multi_worker(
             f"`multi_worker` needs this process to be a worker of a cluster. Found: {describe_task(cluster)}. "
             "Set TF_CONFIG in each worker, or use `mirrored` or `one_device`."
         )
-    check_compression(reduce_dtype, top_k)
+    communication.check_compression(reduce_dtype, top_k)
+    communication.check_bytes_per_pack(bytes_per_pack, all_reduce)
     chosen = _worker_devices(devices)
     gpus = tuple(device for device in chosen if device.kind == "GPU")
-    options = tf.distribute.experimental.CommunicationOptions(
-        bytes_per_pack=_check_bytes(bytes_per_pack), implementation=choose_implementation(all_reduce, chosen)
-    )
+    implementation = communication.choose_implementation(all_reduce, chosen)
+    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+    if implementation == tf.distribute.experimental.CommunicationImplementation.NCCL:
+        communication.check_nccl_dtype(reduce_dtype)
     jobs = {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
     found = make_resolver(cluster, jobs, gpus=len(gpus))
     if not have_started():  # Otherwise it has joined this cluster before, or TensorFlow refuses below.
         # `tfgpu run` has met the others once, at the start. Meet again here: TensorFlow would wait for a worker whose
         # script has not come this far for an hour, silently, while it keeps Python from running.
-        rendezvous.join(cluster, again=True, facts=data_order.facts())
+        told = communication.facts(
+            chosen,
+            implementation,
+            all_reduce="hierarchical" if all_reduce == "hierarchical" else None,
+            bytes_per_pack=bytes_per_pack,
+            reduce_dtype=reduce_dtype,
+            top_k=top_k,
+            batch_norm=batch_norm,
+        )
+        rendezvous.join(cluster, again=True, facts=data_order.facts() | told)
     repairs.repair_keras()
     try:
         with worker_devices([device.name for device in chosen]):
@@ -79,8 +87,10 @@ def multi_worker(
             f"kernel first. ({error})"
         ) from None
     if all_reduce == "hierarchical":
-        reduce_in_two_levels(made)
-    return compress(batch_normalization.choose_moments(made, batch_norm), reduce_dtype, top_k)
+        communication.reduce_in_two_levels(made)
+    if bytes_per_pack is not None:
+        collectives.set_bytes_per_pack(made, bytes_per_pack)
+    return communication.compress(batch_normalization.choose_moments(made, batch_norm), reduce_dtype, top_k)
 
 
 def _worker_devices(devices: Devices) -> tuple[Device, ...]:
@@ -95,8 +105,3 @@ def _worker_devices(devices: Devices) -> tuple[Device, ...]:
         f"{join_names(chosen)}. Name them from 0 on, in order; choose other GPUs with "
         "`tfgpu.environment.set_visible_devices`."
     )
-
-
-def _check_bytes(bytes_per_pack: int) -> int:
-    bytes_per_pack = whole_number("bytes_per_pack", bytes_per_pack, minimum=0)
-    return bytes_per_pack

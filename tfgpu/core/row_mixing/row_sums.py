@@ -2,18 +2,10 @@
 
 import tensorflow as tf
 
-from tfgpu.core import batch_rows, collectives, step_context
+from tfgpu.core import batch_rows, collectives, step_context, travel
 
-# Collectives do not support every dtype; these hold the same values.
-_EXACT = {
-    tf.bool: tf.int32,
-    tf.uint8: tf.int32,
-    tf.int8: tf.int32,
-    tf.int16: tf.int32,
-    tf.uint16: tf.int32,
-    tf.bfloat16: tf.float32,
-    tf.float16: tf.float32,
-}
+_WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+"""Gradients of rows are summed over replicas in float32."""
 
 
 def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -74,7 +66,7 @@ def most(values: list[tf.Tensor]) -> list[tf.Tensor]:
         return values
     lowest = [tf.fill(tf.shape(v), v.dtype.min) for v in values]
     mine = [tf.where(step_context.has_rows(), v, low) for v, low in zip(values, lowest, strict=True)]
-    tables = collectives.all_reduce([collectives.at_own_place(value) for value in mine])
+    tables = collectives.all_reduce([travel.at_own_place(value) for value in mine])
     return [tf.reduce_max(table, 0) for table in tables]
 
 
@@ -86,12 +78,12 @@ def all_rows(rows: tf.Tensor) -> tf.Tensor:
     """
     if step_context.has_local_forward():
         return rows
-    dtype, rows = rows.dtype, tf.cast(rows, _EXACT.get(rows.dtype, rows.dtype))
+    dtype, rows = rows.dtype, tf.cast(rows, _WIDE.get(rows.dtype, travel.sum_dtype(rows.dtype)))
     offset, count, total = _place(rows)
-    around = tf.concat([[[offset, total - offset - count]], tf.zeros([rows.shape.rank - 1, 2], tf.int32)], 0)
-    table = tf.pad(tf.where(step_context.has_rows(), rows, tf.zeros_like(rows)), around)
+    own = tf.where(step_context.has_rows(), rows, tf.zeros_like(rows))
+    table = travel.between_zeros(own, offset, total - offset - count)
     table.set_shape([_known_total(rows), *rows.shape[1:]])
-    (table,) = over_replicas([table]) if rows.dtype.is_floating else collectives.all_reduce([table])
+    (table,) = over_replicas([table]) if dtype.is_floating else collectives.all_reduce([table])
     table.set_shape([_known_total(rows), *rows.shape[1:]])
     return tf.cast(table, dtype)
 

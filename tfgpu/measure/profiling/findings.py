@@ -341,7 +341,7 @@ def slow_collectives(seen: Seen) -> list[Finding]:
     text = f"For {share:.0%} of the time collectives run and nothing computes."
     knob = (
         "same result: strategy(bytes_per_pack=16 * 2**20), or compile(..., gradient_accumulation_steps=4) with smaller "
-        'batches. Half the bytes, by rounding: strategy(reduce_dtype="bfloat16").'
+        'batches. Half the bytes, by rounding: strategy(reduce_dtype="float16").'
     )
     return [Finding("slow_collectives", text, knob, "", share, {"share": share})]
 

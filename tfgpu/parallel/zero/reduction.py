@@ -10,9 +10,6 @@ from tfgpu.core.state.sharded_variable import shard_of
 from tfgpu.parallel.zero import shard_collectives
 from tfgpu.parallel.zero.sharding import device_of, full_shape, is_fully_sharded, state_of
 
-BUCKET_BYTES = 32 << 20
-"""Of gradients in one collective, so that the first can be sent while others are computed."""
-
 
 def reduce_gradients(optimizer, grads: list, variables: Sequence) -> list:
     """This replica's pieces of the sums of gradients over all replicas; None stays None.
@@ -43,8 +40,7 @@ def reduce_pieces(grads: list, shards: Sequence, scatter: bool) -> list:
     is_whole = [g is not None and (not scatter or isinstance(g, tf.IndexedSlices)) for g in found]
     whole = [at for at, each in enumerate(is_whole) if each]
     sent = [found[at] for at in whole]
-    totals = collectives.from_reduce_dtype(collectives.all_reduce(collectives.to_reduce_dtype(sent)), sent)
-    for at, total in zip(whole, totals, strict=True):
+    for at, total in zip(whole, collectives.sum_gradients(sent), strict=True):
         found[at] = _local_gradient(total, shards[at])
     rest = [at for at, g in enumerate(found) if g is not None and not is_whole[at]]
     for bucket in _buckets(rest[::-1], found, shards):  # the last layers' gradients are computed first
@@ -111,7 +107,7 @@ def _buckets(places: Sequence[int], values: Sequence, shards: Sequence) -> list[
         key = values[at].dtype, device_of(shards[at])
         bucket, size = open_buckets.get(key, (None, 0))
         more = values[at].dtype.size * shards[at].shape[0] * count
-        if bucket is None or size + more > BUCKET_BYTES:
+        if bucket is None or size + more > collectives.PACK_BYTES:
             bucket, size = [], 0
             found.append(bucket)
         bucket.append(at)

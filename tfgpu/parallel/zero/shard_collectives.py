@@ -1,14 +1,31 @@
 """Reduce-scatter and all-gather among replicas.
 
 In one process, a replica reads what the others have computed, on its own device. On several workers, TensorFlow's
-collectives are used. TensorFlow has no reduce-scatter for CPUs, so it is an all-to-all and a local sum, which sends as
-much.
+collectives are used. It has a reduce-scatter for NCCL alone, and an all-to-all that is right for all but NCCL; without
+NCCL the sum is an all-to-all and a local sum, which sends as much.
+
+TensorFlow ranks the replicas of a group by the names of their tasks, as text ("task:10" before "task:2"), and within a
+task by the links between its GPUs. `learn_ranks` asks once which replica has which rank.
 """
 
+import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import distribute
-from tfgpu.core import collectives, replication, step_context, traffic
+from tfgpu.compat import distribute, slots
+from tfgpu.core import collectives, replication, step_context, traffic, travel
+
+
+def learn_ranks(strategy: tf.distribute.Strategy) -> None:
+    """Learns which replica TensorFlow gives which rank. Every worker must call it, outside the strategy's replicas."""
+    if not replication.spans_processes(strategy) or slots.get(strategy, "replicas_by_rank") is not None:
+        return
+
+    @tf.function(autograph=False)
+    def gather():
+        return strategy.run(lambda: collectives.all_gather(tf.constant(replica_id(), tf.int64)))
+
+    found = strategy.experimental_local_results(gather())[0].numpy()
+    slots.of(strategy).replicas_by_rank = [int(number) for number in found]
 
 
 def reduce_scatter(rows: tf.Tensor) -> tf.Tensor:
@@ -18,16 +35,24 @@ def reduce_scatter(rows: tf.Tensor) -> tf.Tensor:
         rows: [replicas, ...], of the same static shape on all replicas.
     """
     context = replication.replica_context()
+    strategy = context.strategy
     if context.num_replicas_in_sync == 1:
         return rows[0]
-    traffic.note([rows])
+    dtype, rows = rows.dtype, collectives.to_sum_dtype(rows)
     with step_context.outside_xla():
-        if not replication.spans_processes(context.strategy):
-            return context.merge_call(_sum_rows, args=(rows,))
-        if tf.executing_eagerly():  # raw collectives of several devices would deadlock
-            (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [rows], collectives.communication_options())
-            return total[replica_id()]
-        return tf.reduce_sum(distribute.all_to_all(rows, _local_replica(), collectives.communication_options()), 0)
+        if not replication.spans_processes(strategy):
+            traffic.note([rows])
+            total = context.merge_call(_sum_rows, args=(rows,))
+        elif tf.executing_eagerly():  # raw collectives of several devices would deadlock
+            total = collectives.all_reduce([rows])[0][replica_id()]
+        else:
+            traffic.note([rows])
+            options, rows = collectives.communication_options(strategy), in_order(rows, _replicas_by_rank(strategy))
+            if distribute.asks_for_nccl(strategy) and not replication.is_on_host(strategy):
+                total = distribute.reduce_scatter(rows, _local_replica(), options)
+            else:
+                total = tf.reduce_sum(distribute.all_to_all(rows, _local_replica(), options), 0)
+        return tf.cast(total, dtype)
 
 
 def all_gather(row: tf.Tensor, device: str) -> tf.Tensor:
@@ -38,26 +63,34 @@ def all_gather(row: tf.Tensor, device: str) -> tf.Tensor:
         device: the device on which this replica needs them.
     """
     context = replication.replica_context()
+    strategy = context.strategy
     if context.num_replicas_in_sync == 1:
         return row[None]
-    traffic.note([row])
     with step_context.outside_xla():
-        if not replication.spans_processes(context.strategy):
+        if not replication.spans_processes(strategy):
+            traffic.note([row])
             with tf.device(device):
                 place = tf.zeros([])  # its device says where
             return context.merge_call(_stack_rows, args=(row, place))
         if tf.executing_eagerly():
-            placed = collectives.at_own_place(row)
-            (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, [placed], collectives.communication_options())
-            return total
+            return collectives.all_reduce([travel.at_own_place(row)])[0]
         with tf.device(device):
-            found = distribute.all_gather(tf.identity(row)[None], _local_replica(), collectives.communication_options())
-            return tf.ensure_shape(found, [context.num_replicas_in_sync, *row.shape])
+            found = collectives.all_gather(tf.identity(row))
+            return in_order(found, np.argsort(_replicas_by_rank(strategy)))
+
+
+def in_order(rows: tf.Tensor, order: list[int] | np.ndarray) -> tf.Tensor:
+    """The rows in an order."""
+    return rows if np.array_equal(order, range(len(order))) else tf.gather(rows, order)
 
 
 def replica_id() -> int | tf.Tensor:
     """This replica's number among all."""
     return replication.replica_number(replication.replica_context())
+
+
+def _replicas_by_rank(strategy: tf.distribute.Strategy) -> list[int]:
+    return slots.of(strategy).replicas_by_rank
 
 
 def _sum_rows(strategy, column):

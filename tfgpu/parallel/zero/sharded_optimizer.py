@@ -11,7 +11,7 @@ from tfgpu.core import replication
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, model_graph
 from tfgpu.parallel.rematerialization import recomputed_layers
-from tfgpu.parallel.zero import gathered_variable, optimizer_slots, sharding
+from tfgpu.parallel.zero import gathered_variable, optimizer_slots, shard_collectives, sharding
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ def shard_over(
     _check(model, strategy)
     config = sharding.ZeroConfig(stage, offload)
     optimizer_slots.install()
+    shard_collectives.learn_ranks(strategy)
     if stage < 3:
         sharding.create_shards(model.trainable_variables, strategy, config)
     else:

@@ -1,0 +1,99 @@
+"""Sparse gradients on their way between replicas.
+
+Few rows travel in the pack of the dense gradients (`to_dense`); those of large tables in one gather for all tables
+(`gather`). TensorFlow's own way is three to six collectives for each table.
+"""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfgpu.core import step_context, travel
+from tfgpu.core.replication import replica_context, replica_number, shard_index
+
+_PACKED_BYTES = 1 << 20
+"""Slices of up to this size, on all replicas together, are summed in the pack of the dense gradients."""
+_BASE = 1 << 12  # of the two digits of a row's index: each is exact in float32
+
+
+def can_be_packed(slices: tf.IndexedSlices) -> bool:
+    """Whether slices go into the pack of the dense gradients.
+
+    Every replica sends as many rows as all have together, so it pays for few. All must have equally many.
+    """
+    shape, replicas = slices.values.shape, replica_context().num_replicas_in_sync
+    return _are_even([slices]) and replicas * shape.num_elements() * slices.dtype.size <= _PACKED_BYTES
+
+
+def to_dense(slices: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
+    """This replica's rows and their indices at its place among those of all, with zeros elsewhere, to be summed."""
+    replica = replica_context()
+    at = shard_index(replica.strategy, replica_number(replica))
+    rows, indices = slices.values, tf.ensure_shape(slices.indices, slices.values.shape[:1])
+    digits = tf.stack([indices // _BASE, indices % _BASE], axis=1)
+    return travel.at_own_place(rows, at), travel.at_own_place(tf.cast(digits, tf.float32), at)
+
+
+def from_dense(rows: tf.Tensor, digits: tf.Tensor, like: tf.IndexedSlices) -> tf.IndexedSlices:
+    """All replicas' slices, of the sums of what `to_dense` has made."""
+    high, low = tf.unstack(tf.cast(tf.reshape(digits, [-1, 2]), like.indices.dtype), axis=1)
+    return tf.IndexedSlices(tf.reshape(rows, [-1, *like.values.shape[1:]]), high * _BASE + low, like.dense_shape)
+
+
+def gather(slices: list[tf.IndexedSlices], all_gather: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.IndexedSlices]:
+    """All replicas' slices, in one collective for those of a dtype.
+
+    Values and indices travel as one row of bits. Where replicas may have different numbers of slices, a small
+    collective tells them first, and all send as many as the most.
+
+    Args:
+        slices: of this replica.
+        all_gather: of a tensor, the stack of all replicas'.
+    """
+    counts = None
+    if not _are_even(slices):
+        counts = all_gather(tf.stack([tf.shape(each.indices, tf.int64)[0] for each in slices]))
+    found = [None] * len(slices)
+    for dtype in dict.fromkeys(travel.carrier(each.dtype) for each in slices):
+        places = [at for at, each in enumerate(slices) if travel.carrier(each.dtype) == dtype]
+        some = None if counts is None else tf.gather(counts, places, axis=1)
+        for at, each in zip(places, _gather([slices[at] for at in places], some, all_gather), strict=True):
+            found[at] = each
+    return found
+
+
+def _gather(slices: list[tf.IndexedSlices], counts: tf.Tensor | None, all_gather: Callable) -> list[tf.IndexedSlices]:
+    """`gather` for slices of one dtype; `counts` [replicas, tables] where they may differ."""
+    parts = [part for each in slices for part in (each.values, tf.cast(each.indices, tf.int64))]
+    dtype = travel.carrier(slices[0].dtype)
+    bits = [travel.to_carrier(part, dtype) for part in parts]
+    if counts is not None:
+        most = tf.cast(tf.reduce_max(counts, 0), tf.int32)
+        bits = [_padded(each, most[at // 2]) for at, each in enumerate(bits)]
+    sizes = [each.shape.num_elements() or tf.size(each) for each in bits]
+    rows = tf.split(all_gather(tf.concat([tf.reshape(each, [-1]) for each in bits], 0)), sizes, axis=1)
+    found = []
+    for at, own in enumerate(slices):
+        values, indices = (
+            travel.from_carrier(tf.reshape(rows[i], [-1, *bits[i].shape[1:]]), parts[i].dtype)
+            for i in (2 * at, 2 * at + 1)
+        )
+        if counts is not None:
+            is_there = tf.reshape(tf.sequence_mask(counts[:, at], most[at]), [-1])
+            values, indices = tf.boolean_mask(values, is_there), tf.boolean_mask(indices, is_there)
+        found.append(tf.IndexedSlices(values, tf.cast(indices, own.indices.dtype), own.dense_shape))
+    return found
+
+
+def _padded(bits: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    padded = tf.pad(bits, [[0, rows - tf.shape(bits)[0]], *[[0, 0]] * (bits.shape.rank - 1)])
+    return tf.ensure_shape(padded, [None, *bits.shape[1:]])
+
+
+def _are_even(slices: list[tf.IndexedSlices]) -> bool:
+    """Whether all replicas are known to have as many slices of each table, before the step runs."""
+    facts = step_context.step()
+    if facts is None or not all(each.values.shape.is_fully_defined() for each in slices):
+        return False
+    local, total = tf.get_static_value(facts.rows.local), tf.get_static_value(facts.rows.total)
+    return None not in (local, total) and local * replica_context().num_replicas_in_sync == total
