@@ -165,7 +165,7 @@ def test_a_second_profiler_is_refused(tmp_path):
     step = tf.function(lambda x: x + 1)
     tf.profiler.experimental.start(str(tmp_path / "other"))
     try:
-        with pytest.raises(MachineError, match="running already"), profile(tmp_path, skip=0):
+        with pytest.raises(MachineError, match="already running"), profile(tmp_path, skip=0):
             step(tf.ones([2]))
     finally:
         tf.profiler.experimental.stop()
