@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 
+from tfgpu import environment
 from tfgpu.core import replication
 
 _OPTIONS = tf.distribute.experimental.CommunicationOptions(
@@ -19,9 +20,20 @@ _OPTIONS = tf.distribute.experimental.CommunicationOptions(
 
 
 @contextlib.contextmanager
-def gpu_way() -> Iterator[None]:
-    """Within the block, strategies of CPU devices work as those of GPUs do. Make, train and use the model inside."""
-    is_on_host, make = replication.is_on_host, MirroredExtended._make_collective_ops_with_fallbacks
+def gpu_way(gpus: int = 0) -> Iterator[None]:
+    """Within the block, strategies of CPU devices work as those of GPUs do. Make, train and use the model inside.
+
+    Args:
+        gpus: so many devices, `CPU:1` and on, are GPUs for `tfgpu.environment`, and so for `tfgpu.strategy`.
+    """
+    logical = environment._logical
+
+    def with_gpus(kind: str) -> Iterator[environment.Device]:
+        if kind == "GPU":
+            return (environment.Device(f"CPU:{number + 1}", "GPU", f"GPU:{number}") for number in range(gpus))
+        return logical(kind)
+
+    make = MirroredExtended._make_collective_ops_with_fallbacks
 
     def make_for_gpus(self):
         found = make(self)
@@ -30,10 +42,18 @@ def gpu_way() -> Iterator[None]:
             launcher._options = _OPTIONS
         return found
 
-    replication.is_on_host = lambda strategy: False
-    MirroredExtended._make_collective_ops_with_fallbacks = make_for_gpus
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(replication, "is_on_host", lambda strategy: False))
+        stack.enter_context(_replaced(MirroredExtended, make.__name__, make_for_gpus))
+        stack.enter_context(_replaced(environment, "_logical", with_gpus))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    stock = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        replication.is_on_host = is_on_host
-        MirroredExtended._make_collective_ops_with_fallbacks = make
+        setattr(owner, name, stock)

@@ -6,9 +6,11 @@ with exit code 3.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
+import sys
 import threading
 import time
 import traceback
@@ -34,6 +36,7 @@ TOPOLOGIES = {
     "workers-2x1": (2, 1),
     "workers-2x2": (2, 2),
 }
+STAY = contextlib.ExitStack()  # what holds until the process ends
 PATHS = ("fit", "loop", "loop-mean", "sharded")  # `sharded`: `fit`, with parameters in pieces (ZeRO 3)
 
 
@@ -301,6 +304,13 @@ def follow(parent):
     os._exit(1)
 
 
+def enter_gpu_way():
+    """CPU devices take the path of GPUs from now on."""
+    from gpu_way import gpu_way
+
+    STAY.enter_context(gpu_way())
+
+
 def main():
     threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
     parser = argparse.ArgumentParser()
@@ -308,7 +318,11 @@ def main():
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--order", type=int, default=None)
+    parser.add_argument("--gpu-way", action="store_true")
     options = parser.parse_args()
+    if options.gpu_way:
+        sys.path.append(str(Path(__file__).parent.parent / "gpu_emulation"))
+        enter_gpu_way()
     folder, rank = Path(options.folder), options.rank
     processes, devices = TOPOLOGIES[options.topology]
     cpu = tf.config.list_physical_devices("CPU")[0]
