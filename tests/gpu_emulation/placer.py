@@ -45,11 +45,6 @@ class Placement:
     inputs_on_host: tuple[bool, ...]
     outputs_on_host: tuple[bool, ...]
 
-    @property
-    def is_fallback(self) -> bool:
-        """Whether a GPU was asked for, but has no kernel."""
-        return self.device == HOST and self.asked.startswith("GPU")
-
 
 def place(nodes: list[Node], arguments: dict[int, str], gpus: int) -> dict[Node, Placement]:
     """Places nodes.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 from flat_graph import XLA, Node
-from placer import HOST, Placement
+from placer import HOST, Placement, kernel
 
 GRADIENTS = "gradient_tape"  # the name scope of `tf.GradientTape`
 KINDS = {
@@ -99,9 +99,9 @@ class StepFacts:
 
     Attributes:
         copies: all of a step's, without those of constants.
-        collectives: of each device, in the order of the trace.
+        collectives: of each device, the host included, in the order of the trace.
         host_work: operations on tensors with rows that run on the host, by type and dtype: they have no kernel for a
-            GPU, or one that takes and leaves its data in host memory.
+            GPU, or one that TensorFlow likes less than the CPU's, or one that works in host memory.
         host_only: of these, those that have no kernel for a GPU at all.
         gradients_in_conditions: how many operations of gradients lie in a branch of a condition.
         conditions: the conditions within the step, by name.
@@ -138,9 +138,9 @@ class StepFacts:
 
     @property
     def has_one_order(self) -> bool:
-        """Whether all devices run the same collectives in the same order."""
-        orders = {tuple((c.kind, c.dtype, c.bytes, c.group) for c in each) for each in self.collectives.values()}
-        return len(orders) <= 1
+        """Whether all GPUs run the same collectives in the same order."""
+        each_gpus = [found for device, found in self.collectives.items() if device != HOST]
+        return len({tuple((c.kind, c.dtype, c.bytes, c.group) for c in found) for found in each_gpus}) <= 1
 
 
 def collect(nodes: list[Node], placements: dict[Node, Placement], rows: int | None) -> StepFacts:
@@ -209,7 +209,7 @@ def _note_work(facts: StepFacts, node: Node, placement: Placement, sizes: "_Size
     if any(source.outputs[number][0] != tf.resource and sizes.of(source, number)[1] for source, number in ends):
         dtypes = "/".join(dict.fromkeys(source.outputs[number][0].name for source, number in ends))
         facts.host_work[f"{node.type} {dtypes}"] += 1
-        if placement.is_fallback or (placement.device == HOST and not placement.asked):
+        if placement.device == HOST and kernel(node, "GPU") is None:
             facts.host_only[f"{node.type} {dtypes}"] += 1
 
 

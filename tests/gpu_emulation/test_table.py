@@ -1,0 +1,49 @@
+"""The table of traced steps: what each row would do on GPUs has not changed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import record
+import traced_rows
+
+FAST = [row for row in traced_rows.TABLE if row.fast]
+ADVICE = "If the change is meant, run `python tests/gpu_emulation/record.py` and commit table.json."
+
+
+@pytest.mark.parametrize("row", FAST, ids=str)
+def test_a_step_does_what_the_table_says(row):
+    found = json.loads(json.dumps(traced_rows.measure(row)))
+    changed = record.difference(str(row), record.read().get(str(row)), found)
+    assert not changed, f"{ADVICE}\n{changed}"
+
+
+def test_every_row_is_recorded_once():
+    names = [str(row) for row in traced_rows.TABLE]
+    assert len(names) == len(set(names)) and list(record.read()) == names
+
+
+def test_a_change_shows_as_a_diff_with_the_rows_name():
+    before = {"one order": True, "to host, other bytes": 8}
+    changed = record.difference("fit cnn", before, {**before, "to host, other bytes": 12})
+    assert changed.splitlines() == [
+        "--- table.json: fit cnn",
+        "+++ traced: fit cnn",
+        "@@ -2,3 +2,3 @@",
+        '  "one order": true,',
+        '- "to host, other bytes": 8',
+        '+ "to host, other bytes": 12',
+        " }",
+    ]
+    assert record.difference("fit cnn", before, before) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("strategy", traced_rows.REPLICAS)
+def test_all_steps_do_what_the_table_says(strategy):
+    command = [sys.executable, record.__file__, "--check", f" {strategy} "]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, f"{ADVICE}\n{done.stderr[-5000:]}"

@@ -1,0 +1,195 @@
+"""The rows of the table: which step each traces, and what it says of it."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import gpu_way
+import keras
+import tensorflow as tf
+import tracer
+from placer import HOST
+from step_facts import Collective, Copy, StepFacts
+from traced_models import MODELS, ROWS
+
+import tfgpu
+
+REPLICAS = {"one": 1, "mirrored-2": 2, "mirrored-8": 8, "workers-2x4": 8}
+BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One traced step.
+
+    Attributes:
+        model: of `traced_models.MODELS`.
+        strategy: of `REPLICAS`.
+        path: `fit`, `loop` (a hand-written one), `evaluate` or `predict`.
+        precision: a dtype policy of Keras.
+        rows: `even`: static batches that divide evenly; `rest`: batches of any size.
+        option: `accumulation`, `xla`, `zero-2`, `zero-3`, `recompute`, `bfloat16-gradients` or "".
+        fast: in `make test`.
+    """
+
+    model: str
+    strategy: str = "mirrored-2"
+    path: str = "fit"
+    precision: str = "float32"
+    rows: str = "even"
+    option: str = ""
+    fast: bool = False
+
+    def __str__(self):
+        parts = self.path, self.model, self.strategy, self.precision, self.rows, self.option
+        return " ".join(part for part in parts if part)
+
+
+_ALL = [Row(model, strategy) for strategy in ("one", "mirrored-2") for model in MODELS]
+_ALL += [Row(model, "mirrored-8") for model in ("cnn", "language", "embeddings")]
+_ALL += [Row(model, "workers-2x4") for model in ("cnn", "language", "embeddings", "own_loss", "gan")]
+_ALL += [Row(model, "mirrored-2", path) for model in ("cnn", "language") for path in ("loop", "evaluate", "predict")]
+_ALL += [Row("language", "one", "evaluate"), Row("language", "one", "predict")]
+_ALL += [Row("cnn", "workers-2x4", path) for path in ("loop", "evaluate")]
+_ALL += [Row(model, "mirrored-2", rows="rest") for model in MODELS]
+_ALL += [Row("cnn", strategy, rows="rest") for strategy in ("one", "workers-2x4")]
+_ALL += [Row("cnn", "mirrored-2", precision=name) for name in ("mixed_float16", "mixed_bfloat16")]
+_ALL += [Row("language", "mirrored-2", precision="mixed_float16")]
+_ALL += [Row("cnn", "workers-2x4", precision=name) for name in ("mixed_float16", "mixed_bfloat16")]
+_ALL += [
+    Row("cnn", strategy, option=option)
+    for strategy in ("mirrored-2", "workers-2x4")
+    for option in ("accumulation", "zero-2", "zero-3", "bfloat16-gradients")
+]
+_ALL += [Row("cnn", "mirrored-2", option="xla"), Row("cnn", "mirrored-2", option="recompute")]
+_ALL += [Row("cnn", "one", option="xla"), Row("embeddings", "mirrored-2", option="accumulation")]
+_ALL += [Row("cnn", "workers-2x4", precision="mixed_bfloat16", option="zero-3")]
+_FAST = {
+    "fit cnn one float32 even",
+    "fit cnn mirrored-2 float32 even",
+    "fit language one float32 even",
+    "fit embeddings mirrored-2 float32 even",
+    "evaluate language mirrored-2 float32 even",
+    "fit cnn mirrored-2 float32 rest",
+}
+TABLE = [Row(**{**vars(row), "fast": str(row) in _FAST}) for row in _ALL]
+
+
+def measure(row: Row) -> dict:
+    """Traces a row's step; the devices `CPU:1` and on must be there, and for workers TF_CONFIG."""
+    replicas = REPLICAS[row.strategy]
+    local = 4 if row.strategy.startswith("workers") else replicas
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(row.precision)
+    try:
+        with gpu_way.gpu_way(local):
+            strategy = strategy_of(row, local)
+            with tracer.recording() as calls:
+                model = run(row, strategy, replicas)
+            found = summary(calls.step(rows=ROWS))
+            if row.path == "fit":
+                found["steps in a call"] = "one" if model.train_function.loops.has_varying_shapes else "many"
+            return found
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def strategy_of(row: Row, local: int) -> tf.distribute.Strategy:
+    """The row's strategy, as `tfgpu.strategy` makes it on GPUs."""
+    options = {"reduce_dtype": "bfloat16"} if row.option == "bfloat16-gradients" else {}
+    names = [f"CPU:{number + 1}" for number in range(local)]
+    if row.strategy.startswith("workers"):
+        return tfgpu.strategy("multi_worker", **options)
+    kind = "one_device" if row.strategy == "one" else "mirrored"
+    return tfgpu.strategy(kind, devices=names, **options)
+
+
+def run(row: Row, strategy: tf.distribute.Strategy, replicas: int) -> keras.Model:
+    """Builds the row's model and takes the row's path."""
+    with strategy.scope():
+        model, compiling, data = MODELS[row.model]()
+        if row.option.startswith("zero"):
+            model = tfgpu.parallel.shard(model, int(row.option[-1]))
+        if row.option == "recompute":
+            model = tfgpu.parallel.recompute(model)
+        optimizer = optimizer_of(row)
+        if row.path != "loop":
+            model.compile(optimizer, jit_compile=row.option == "xla", **compiling)
+    rows = replicas * ROWS
+    whole = data(rows * BATCHES - (0 if row.rows == "even" else 3))
+    source = tf.data.Dataset.from_tensor_slices(whole if row.path != "predict" else whole[:1])
+    source = source.batch(rows, drop_remainder=row.rows == "even")
+    if row.path == "loop":
+        loop(strategy, model, optimizer, compiling["loss"], source)
+    else:
+        getattr(model, row.path)(source, verbose=0)
+    return model
+
+
+def optimizer_of(row: Row) -> keras.optimizers.Optimizer:
+    """Adam, with what the row asks for."""
+    steps = 2 if row.option == "accumulation" else None
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=steps)
+    is_scaled = row.precision == "mixed_float16" and row.path == "loop"  # `compile` does it in `fit`
+    return keras.optimizers.LossScaleOptimizer(optimizer) if is_scaled else optimizer
+
+
+def loop(strategy, model, optimizer, loss_of, source) -> None:
+    """A hand-written loop, as in TensorFlow's guide."""
+    with strategy.scope():
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    def step(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            predicted = model(x, training=True)
+            loss = optimizer.scale_loss(loss_of(y, predicted))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        accuracy.update_state(y, predicted)
+        return loss
+
+    @tf.function
+    def train(batch):
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(step, args=(batch,)), axis=None)
+
+    for batch in strategy.experimental_distribute_dataset(source):
+        train(batch)
+
+
+def summary(facts: StepFacts) -> dict:
+    """What the table keeps of a step: numbers and short lines, the same in every run."""
+    found = {
+        "data": sorted({batch for batch in facts.batches if "[" in batch and not batch.endswith("[]")}),
+        "gradients in conditions": facts.gradients_in_conditions > 0,
+        "one order": facts.has_one_order,
+        "collectives of a GPU": _runs(facts.collectives.get("GPU:0", [])),
+    }
+    if HOST in facts.collectives:
+        found["collectives of the host"] = _runs(facts.collectives[HOST])
+    for direction in ("to host", "to device", "between devices"):
+        moved = facts.moved(direction, has_rows=True)
+        found[f"{direction}, bytes of rows"] = sum(copy.bytes or 0 for copy in moved)
+        found[f"{direction}, copies of rows"] = _counted(moved)
+    found["to host, other bytes"] = facts.bytes_moved("to host", has_rows=False)
+    found["work on the host"] = dict(sorted(facts.host_work.items()))
+    found["no kernel for GPUs"] = sorted(facts.host_only)
+    if facts.xla_clusters:
+        found["XLA clusters"] = facts.xla_clusters
+    return found
+
+
+def _counted(copies: list[Copy]) -> list[str]:
+    times = Counter(map(str, copies))
+    return [f"{times[text]} x {text}" for text in sorted(times)]
+
+
+def _runs(collectives: list[Collective]) -> list[str]:
+    """The collectives in their order; equal neighbors become one line."""
+    found = []
+    for line in map(str, collectives):
+        if found and found[-1][1] == line:
+            found[-1][0] += 1
+        else:
+            found.append([1, line])
+    return [f"{times} x {line}" for times, line in found]
