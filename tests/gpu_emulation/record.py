@@ -97,10 +97,15 @@ def _process(names: list[str], kind: str, file: Path) -> None:
     os._exit(0)  # a strategy of workers may wait for its peers
 
 
+def _names(text: str, row: object, whole: set[str]) -> bool:
+    """Whether a text is a row's name, or, where it is no row's, part of this one's."""
+    return text == str(row) if text in whole else text in f" {row} "
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("names", nargs="*", help="text in the rows' names; all rows if there is none")
+    add("names", nargs="*", help="names of rows, or text in their names; all rows if none")
     add("--check", action="store_true", help="compare, and write nothing")
     add("--process", choices=DEVICES, help=argparse.SUPPRESS)
     add("--file", type=Path, help=argparse.SUPPRESS)
@@ -110,7 +115,8 @@ def main() -> None:
     sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
     from traced_rows import TABLE
 
-    chosen = [row for row in TABLE if not options.names or any(text in str(row) for text in options.names)]
+    whole = {str(row) for row in TABLE}
+    chosen = [row for row in TABLE if not options.names or any(_names(text, row, whole) for text in options.names)]
     found = {}
     for kind in DEVICES:
         found |= trace([str(row) for row in chosen if row.strategy.startswith("workers") == (kind == "workers")], kind)

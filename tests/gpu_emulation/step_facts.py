@@ -100,8 +100,8 @@ class StepFacts:
     Attributes:
         copies: all of a step's, without those of constants.
         collectives: of each device, the host included, in the order of the trace.
-        host_work: operations on tensors with rows that run on the host, by type and dtype: they have no kernel for a
-            GPU, or one that TensorFlow likes less than the CPU's, or one that works in host memory.
+        host_work: operations on tensors with rows that run on the host and did not ask for it, by type and dtype:
+            they have no kernel for a GPU, or one of a lower priority than the CPU's, or one that works in host memory.
         host_only: of these, those that have no kernel for a GPU at all.
         gradients_in_conditions: how many operations of gradients lie in a branch of a condition.
         conditions: the conditions within the step, by name.
@@ -203,7 +203,7 @@ def _note_work(facts: StepFacts, node: Node, placement: Placement, sizes: "_Size
     if node.type in (*BOOKKEEPING, *FROM_ITERATORS, *SHAPES, XLA):
         return
     everywhere = [*placement.inputs_on_host, *placement.outputs_on_host]
-    if not node.outputs or not all(everywhere):
+    if not node.outputs or not all(everywhere) or placement.asked == HOST:
         return
     ends = [*node.inputs, *((node, number) for number in range(len(node.outputs)))]
     if any(source.outputs[number][0] != tf.resource and sizes.of(source, number)[1] for source, number in ends):

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+import fake_nccl
 import gpu_way
 import keras
 import tensorflow as tf
@@ -86,7 +87,7 @@ def measure(row: Row) -> dict:
             strategy = strategy_of(row, local)
             with tracer.recording() as calls:
                 model = run(row, strategy, replicas)
-            found = summary(calls.step(rows=ROWS))
+            found = summary(calls.step(rows=ROWS), machines=REPLICAS[row.strategy] // local)
             if row.path == "fit":
                 found["steps in a call"] = "one" if model.train_function.loops.has_varying_shapes else "many"
             return found
@@ -157,7 +158,7 @@ def loop(strategy, model, optimizer, loss_of, source) -> None:
         train(batch)
 
 
-def summary(facts: StepFacts) -> dict:
+def summary(facts: StepFacts, machines: int = 1) -> dict:
     """What the table keeps of a step: numbers and short lines, the same in every run."""
     found = {
         "data": sorted({batch for batch in facts.batches if "[" in batch and not batch.endswith("[]")}),
@@ -167,6 +168,7 @@ def summary(facts: StepFacts) -> dict:
     }
     if HOST in facts.collectives:
         found["collectives of the host"] = _runs(facts.collectives[HOST])
+    found["between GPUs it fails or is slow"] = fake_nccl.refusals(facts, machines)
     for direction in ("to host", "to device", "between devices"):
         moved = facts.moved(direction, has_rows=True)
         found[f"{direction}, bytes of rows"] = sum(copy.bytes or 0 for copy in moved)

@@ -305,10 +305,12 @@ def follow(parent):
 
 
 def enter_gpu_way():
-    """CPU devices take the path of GPUs from now on."""
+    """CPU devices take the path of GPUs from now on, and what NCCL refuses is refused."""
+    from fake_nccl import fake_nccl
     from gpu_way import gpu_way
 
     STAY.enter_context(gpu_way())
+    STAY.enter_context(fake_nccl())
 
 
 def main():

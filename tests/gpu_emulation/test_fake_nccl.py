@@ -1,0 +1,83 @@
+"""What NCCL refuses is refused; what it takes passes, with the same sum."""
+
+import fake_nccl
+import pytest
+import tensorflow as tf
+from fake_nccl import NcclError
+from gpu_way import gpu_way
+from step_facts import Collective, StepFacts
+
+import tfgpu
+from tfgpu.core import collectives
+
+
+def summed(dtype, value=2.0, devices=("CPU:1", "CPU:2")):
+    """The sum over replicas by the package's all-reduce, as on GPUs."""
+    strategy = tfgpu.strategy("mirrored", devices=devices)  # whose collectives have keys of their own
+
+    @tf.function
+    def step():
+        return strategy.run(lambda: collectives.all_reduce([tf.cast(tf.fill([3], value), dtype)])[0])
+
+    return strategy.experimental_local_results(step())[0].numpy().tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int64"])  # int32 meets on one device
+def test_dtypes_of_nccl_are_summed(dtype):
+    with gpu_way(), fake_nccl.fake_nccl() as nccl:
+        assert summed(dtype) == [4, 4, 4]
+    assert [asked for (asked,) in nccl.calls.values()] == [("all-reduce", dtype, "(3,)", "nccl")] * 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(NcclError, match=f"all-reduce of {dtype}.*NCCL takes no {dtype}"):
+        with gpu_way(), fake_nccl.fake_nccl():
+            summed(dtype)
+
+
+def test_nothing_is_left_of_the_layer():
+    with gpu_way():
+        assert summed("bfloat16") == [4, 4, 4]
+
+
+def test_a_group_of_one_needs_no_nccl():
+    with gpu_way(), fake_nccl.fake_nccl() as nccl:
+        assert summed("bfloat16", devices=["CPU:1"]) == [2, 2, 2]
+    assert not nccl.calls
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (("all-to-all", "float32", "nccl", 2), "loses the others' parts"),
+        (("all-to-all", "float32", "nccl", 1), None),
+        (("all-to-all", "float32", "auto", 2), None),
+        (("permute", "float32", "nccl"), "no permutation"),
+        (("all-reduce", "int32", "auto", 2), "on the CPU"),
+        (("all-reduce", "int64", "auto", 2), None),
+        (("reduce-scatter", "float32", "auto", 2), "NCCL alone"),
+        (("reduce-scatter", "float32", "nccl", 2), None),
+        (("all-gather", "bool", "nccl"), "takes no bool"),
+    ],
+)
+def test_what_fails_between_gpus(asked, why):
+    found = fake_nccl.refusal(*asked)
+    assert found is None if why is None else why in found
+
+
+def test_a_step_between_machines_that_does_not_ask_for_nccl_is_named():
+    reduce = Collective("all-reduce", "float32", "auto", 8, 4, 1, "GPU:0")
+    facts = StepFacts(collectives={"GPU:0": [reduce], "CPU:0": [reduce]})
+    assert fake_nccl.refusals(facts, machines=2) == ["all-reduce float32: the hint 'auto' means gRPC, not NCCL"]
+    assert fake_nccl.refusals(facts, machines=1) == []
+
+
+def test_two_orders_are_refused():
+    nccl = fake_nccl.Nccl({"GPU:0": [("a",), ("b",)], "GPU:1": [("b",), ("a",)]})
+    with pytest.raises(NcclError, match="Collective 0"):
+        nccl.check_order()
+    with pytest.raises(NcclError, match="GPU:0 has 2 collectives, but GPU:1 1"):
+        fake_nccl.Nccl({"GPU:0": [("a",), ("b",)], "GPU:1": [("a",)]}).check_order()
+    fake_nccl.Nccl({"GPU:0": [("a",)], "GPU:1": [("a",)]}).check_order()
+    fake_nccl.Nccl().check_order()
