@@ -1,6 +1,7 @@
 """State on foreign objects stands in one namespace, past what Keras tracks."""
 
 import keras
+import tensorflow as tf
 
 from tfgpu.compat import slots
 
@@ -26,3 +27,10 @@ def test_a_subclass_does_not_inherit_it():
 def test_asking_makes_nothing():
     thing = keras.layers.Dense(1)
     assert slots.get(thing, "nothing", 5) == 5 and "_tfgpu" not in vars(thing)
+
+
+def test_a_graph_keeps_it():
+    graph = tf.function(lambda: tf.constant(1)).get_concrete_function().graph
+    slots.of(graph).seen = 3
+    slots.of(graph).other = 4
+    assert (slots.get(graph, "seen"), slots.get(graph, "other")) == (3, 4)

@@ -253,6 +253,42 @@ def test_what_a_step_sends(policy, size):
     assert sent - gathered - scattered == pytest.approx(0, abs=16)  # the loss and its rows besides
 
 
+def test_a_layer_gathers_its_parameters_while_the_layer_before_it_runs():
+    strategy = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), *(layers.Dense(8, name=f"dense{at}") for at in range(4))])
+        model = shard(model, stage=3)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        return tape.gradient(loss, model.trainable_variables)
+
+    graph = tf.function(lambda x: strategy.run(step, args=(x,))).get_concrete_function(tf.ones((2, 8))).graph
+    gathers = [op for op in graph.get_operations() if op.type == "Pack" and all(t.shape.rank == 1 for t in op.inputs)]
+
+    def waited_for(gather):  # the matrix products of either replica, forward and backward
+        names = [op.name for op in _ancestors(gather) if op.type == "MatMul"]
+        backward = sum(name.startswith("gradient_tape") for name in names)
+        return (len(names) - backward) // 2, backward // 2
+
+    assert len(gathers) == 2 * 2 * 4  # replicas; forward and backward; layers
+    assert [waited_for(gather) for gather in gathers[::2]] == [
+        *[(0, 0), (0, 0), (1, 0), (2, 0)],  # each layer's once the inputs of the layer before it are there
+        *[(3, 0), (3, 0), (3, 1), (3, 2)],
+    ]
+
+
+def _ancestors(op):
+    found, waiting = set(), [op]
+    while waiting:
+        for before in [*(tensor.op for tensor in waiting[-1].inputs), *waiting.pop().control_inputs]:
+            if before not in found:
+                found.add(before)
+                waiting.append(before)
+    return found
+
+
 @pytest.mark.slow
 def test_at_no_time_all_parameters_are_there():
     def peak(stage):

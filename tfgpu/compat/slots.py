@@ -21,7 +21,7 @@ def of(owner: object) -> SimpleNamespace:
         >>> get(model, "seen"), get(model, "other", 0)
         (3, 0)
     """
-    held = getattr(owner, "__dict__", {}).get(_NAME)
+    held = _held(owner)
     if held is None:
         held = SimpleNamespace()
         put = type.__setattr__ if isinstance(owner, type) else object.__setattr__  # past Keras's tracking of attributes
@@ -31,4 +31,10 @@ def of(owner: object) -> SimpleNamespace:
 
 def get(owner: object, name: str, default: object = None) -> object:
     """One value of an object's state, or `default`; makes no namespace."""
-    return getattr(getattr(owner, "__dict__", {}).get(_NAME), name, default)
+    return getattr(_held(owner), name, default)
+
+
+def _held(owner: object) -> SimpleNamespace | None:
+    if not hasattr(owner, "__dict__"):  # TensorFlow's graphs have attributes, but no such dictionary
+        return getattr(owner, _NAME, None)
+    return owner.__dict__.get(_NAME)  # its own, not its class's

@@ -163,6 +163,11 @@ def is_cache(dataset: tf.data.Dataset) -> bool:
     return isinstance(dataset, cache_op.CacheDataset)
 
 
+def control_inputs(graph: tf.Graph) -> list[tf.Operation]:
+    """What every operation that is traced now waits for, by `tf.control_dependencies`."""
+    return list(graph._current_control_dependencies())
+
+
 def operations_of(graph: tf.Graph) -> set[str]:
     """The kinds of a graph's operations, and of those in functions that it calls."""
     inner = (node for function in graph._functions.values() for node in function.cached_definition.node_def)

@@ -4,8 +4,8 @@ The layer keeps its variable, now a `GatheredVariable`, which holds nothing; the
 its place. Reading a `GatheredVariable`
 
 - in a unit returns what the unit has gathered. A unit is a layer that the model calls, with all layers within it. It
-  gathers its variables once its inputs are there, in one collective, and is rematerialized: the backward pass gathers
-  them again. So a device holds no more than the variables of the units that are at work;
+  gathers its variables in one collective, while the unit before it runs, and is rematerialized: the backward pass
+  gathers them again. So a device holds no more than the variables of the units at work and of the next one;
 - elsewhere in a replica gathers the variable there and then;
 - outside replicas returns the full value.
 
@@ -20,7 +20,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import layers, variables
+from tfgpu.compat import layers, slots, variables
+from tfgpu.compat import tensorflow as private
 from tfgpu.compat.keras import get_stateless_scope, in_stateless_scope, in_symbolic_scope, tree
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, gradient_weights, replication, step_context
@@ -212,11 +213,12 @@ def _gather_while_running(unit: keras.layers.Layer, gathered: Sequence[GatheredV
 
 @contextlib.contextmanager
 def _gathered_for(gathered: Sequence[GatheredVariable], dtype: str | None, arguments: object) -> Iterator[None]:
-    """Runs the block with these variables gathered, once the tensors among the arguments are computed."""
-    inputs = [leaf for leaf in tree.flatten(arguments) if tf.is_tensor(leaf)]
+    """Runs the block with these variables gathered, which begins once the unit before it could run."""
+    inputs = tf.nest.flatten([leaf for leaf in tree.flatten(arguments) if tf.is_tensor(leaf)], expand_composites=True)
     mapping, reads = get_stateless_scope().state_mapping, set()
-    with tf.control_dependencies(tf.nest.flatten(inputs, expand_composites=True)):
-        found = _all_gather(gathered, reads, dtype)
+    start = _start_of_unit_before(inputs)
+    with tf.control_dependencies(None):  # in the second run of a unit all that is traced waits for its gradient
+        found = _all_gather(gathered, reads, dtype, after=start)
     before = {id(v): mapping.get(id(v)) for v in gathered}
     mapping |= {id(v): value for v, value in zip(gathered, found, strict=True)}
     try:
@@ -226,19 +228,41 @@ def _gathered_for(gathered: Sequence[GatheredVariable], dtype: str | None, argum
         mapping |= before
 
 
+def _start_of_unit_before(inputs: list[tf.Tensor]) -> list:
+    """What the unit that this replica traced before waits for; the next unit will get what this one waits for.
+
+    A collective that waits for it runs beside that unit. If it waited for its own unit's inputs, each layer would first
+    communicate and then compute; if it waited for nothing, all weights would be gathered at once. The first unit of the
+    backward pass waits for its own gradient: the last of the forward pass holds the same variables.
+    """
+    if tf.executing_eagerly():
+        return []
+    graph, is_second_run = tf.compat.v1.get_default_graph(), isinstance(get_stateless_scope(), remat.ReplayScope)
+    kept = vars(slots.of(graph)).setdefault("zero_units", {})
+    replica = replication.replica_context().replica_id_in_sync_group
+    replica = int(tf.get_static_value(replica)) if tf.is_tensor(replica) else replica
+    start = [*inputs, *private.control_inputs(graph)]
+    was_second_run, before = kept.get(replica, (False, []))
+    kept[replica] = is_second_run, start
+    return before if was_second_run == is_second_run else start
+
+
 def _common_narrow_dtype(inner: Sequence[keras.layers.Layer]) -> str | None:
     """The 16-bit dtype that all of a unit computes in, so that half as much is sent; None where there is none."""
     dtypes = {layer.compute_dtype if layer.autocast else None for layer in inner}
     return dtypes.pop() if dtypes in ({"float16"}, {"bfloat16"}) else None
 
 
-def _all_gather(gathered: Sequence[GatheredVariable], reads: set, dtype: str | None = None) -> list[tf.Tensor]:
+def _all_gather(
+    gathered: Sequence[GatheredVariable], reads: set, dtype: str | None = None, after: Sequence = ()
+) -> list[tf.Tensor]:
     """The full values of variables, from the pieces of all replicas.
 
     Args:
         gathered: the variables.
         reads: the ids of those that have been read when the gradient is taken; the others have no gradient.
         dtype: to cast to before pieces are sent; None leaves them.
+        after: tensors and operations that come first.
     """
     shards = [sharded_variable.shard_of(variable) for variable in gathered]
     narrow = [dtype if dtype and _is_autocast(variable) else None for variable in gathered]
@@ -254,7 +278,15 @@ def _all_gather(gathered: Sequence[GatheredVariable], reads: set, dtype: str | N
 
         return reduction.all_gather(sent, shards), gradient
 
-    return gather(*(_local_value(shard) for shard in shards))
+    pieces = [_local_value(shard) for shard in shards]
+    # Not the reads wait: TensorFlow drops the control inputs of an operation whose variable it captures beside it.
+    with tf.control_dependencies(after):
+        return gather(*(_on_its_device(piece) for piece in pieces))
+
+
+def _on_its_device(piece: tf.Tensor) -> tf.Tensor:
+    with tf.device(piece.device):
+        return tf.identity(piece)
 
 
 def _is_autocast(variable: GatheredVariable) -> bool:
