@@ -83,6 +83,7 @@ def measure(model: keras.Model, batch=None, *, rows: int = 8) -> SavedTensors:
 
     @tf.function(autograph=False)
     def trace(*given):
+        found.clear()  # a trace that makes a variable, such as Keras's global seed, is repeated
         values = {id(tensor): value for tensor, value in zip(graph.inputs, given, strict=True)}
         with keras.StatelessScope():
             for call in calls:
