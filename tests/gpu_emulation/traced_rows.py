@@ -111,10 +111,11 @@ def run(row: Row, strategy: tf.distribute.Strategy, replicas: int) -> keras.Mode
         model, compiling, data = MODELS[row.model]()
         if row.option.startswith("zero"):
             model = tfgpu.parallel.shard(model, int(row.option[-1]))
-        if row.option == "recompute":
-            model = tfgpu.parallel.recompute(model)
         optimizer = optimizer_of(row)
-        if row.path != "loop":
+    if row.option == "recompute":
+        model = tfgpu.parallel.recompute(model)
+    if row.path != "loop":
+        with strategy.scope():
             model.compile(optimizer, jit_compile=row.option == "xla", **compiling)
     rows = replicas * ROWS
     whole = data(rows * BATCHES - (0 if row.rows == "even" else 3))
