@@ -90,7 +90,8 @@ class Collective:
 
     def __str__(self):
         size = "?" if self.bytes is None else self.bytes
-        return f"{self.kind} {self.dtype} {size} B {self.hint or 'no hint'} x{self.replicas or '?'}"
+        where = " in a condition" if self.is_conditional else ""
+        return f"{self.kind} {self.dtype} {size} B {self.hint or 'no hint'} x{self.replicas or '?'}{where}"
 
 
 @dataclass
