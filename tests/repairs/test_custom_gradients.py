@@ -53,6 +53,13 @@ def test_a_ragged_result():
     assert np.array_equal(step(tf.constant([1.0, 2.0, 3.0]))[0], [3, 3, 3])
 
 
+def test_several_in_one_graph():
+    def step(value):
+        return tf.gradients(tf.custom_gradient(cube)(tf.custom_gradient(cube)(value)), value)[0]
+
+    assert float(tf.function(step)(tf.constant(2.0))) == 5 * 8 * 5 * 2
+
+
 def test_variables_and_nested_results():
     weight = tf.Variable(3.0)
 
