@@ -83,13 +83,14 @@ def nodes_of(graph):
         ("bool", "float32"),
         ("uint8", "float32"),
         ("int32", "float64"),
-        ("int64", "int64"),
+        ("int64", "float64"),
+        ("uint64", "float64"),
         ("bfloat16", "float32"),
         ("float16", "float16"),
     ],
 )
 def test_sums_travel_in_dtypes_that_nccl_takes(dtype, sent):
-    value = {"int32": 2**30 - 1, "int64": 2**60 - 1, "uint8": 100, "bool": 1}.get(dtype, 1.5)
+    value = {"int32": 2**30 - 1, "int64": -(2**60) - 1, "uint64": 2**62 + 1, "uint8": 100, "bool": 1}.get(dtype, 1.5)
     ((total, *_),), found = run_on_replicas(lambda: collectives.all_reduce([tf.cast(tf.fill([3], value), dtype)]))
     assert total.dtype == tf.as_dtype(dtype).as_numpy_dtype
     np.testing.assert_array_equal(total, np.full(3, 2 * value).astype(total.dtype))

@@ -1,7 +1,7 @@
 """Sums over all replicas of a step, and over all workers outside of one."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -110,10 +110,16 @@ def from_reduce_dtype(values: list, like: list) -> list:
     return [v if v is None or v.dtype == w.dtype else _cast(v, w.dtype) for v, w in zip(values, like, strict=True)]
 
 
-def to_sum_dtype(value: tf.Tensor) -> tf.Tensor:
-    """A tensor in the dtype in which replicas sum it."""
-    is_chosen = value.dtype == slots.get(replica_context().strategy, "reduce_dtype")
-    return value if is_chosen else tf.cast(value, travel.sum_dtype(value.dtype))
+def to_sum(value: tf.Tensor) -> tf.Tensor:
+    """A tensor in the form in which replicas sum it: in the strategy's dtype for gradients if it has that one."""
+    return value if value.dtype == slots.get(replica_context().strategy, "reduce_dtype") else travel.to_sum(value)
+
+
+def _from_sums(sums: Sequence, like: list) -> list:
+    return [
+        total if isinstance(total, tf.IndexedSlices) else travel.from_sum(total, value.dtype)
+        for total, value in zip(sums, like, strict=True)
+    ]
 
 
 def _is_wider(value, dtype: tf.DType) -> bool:
@@ -141,7 +147,7 @@ def _shares_memory() -> bool:
 
 def _sum_on_host(values: list) -> list:
     """Sums tensors, or joins IndexedSlices, of replicas in this process, on its CPU."""
-    sent = [value if isinstance(value, tf.IndexedSlices) else to_sum_dtype(value) for value in values]
+    sent = [value if isinstance(value, tf.IndexedSlices) else to_sum(value) for value in values]
     traffic.note(sent)
 
     def add(strategy, *columns):
@@ -149,7 +155,7 @@ def _sum_on_host(values: list) -> list:
             return [added(strategy.experimental_local_results(column)) for column in columns]
 
     with _explained_merge_call():
-        return from_reduce_dtype(list(replica_context().merge_call(add, args=tuple(sent))), values)
+        return _from_sums(replica_context().merge_call(add, args=tuple(sent)), values)
 
 
 _FORMS = ("dense", "few rows", "many rows")
@@ -179,14 +185,14 @@ def _form(value) -> str:
 
 def _sum_by_dtype(values: list[tf.Tensor], options) -> list[tf.Tensor]:
     """One call of TensorFlow's all-reduce for each dtype: values of one dtype share packs."""
-    sent = [to_sum_dtype(value) for value in values]
+    sent = [to_sum(value) for value in values]
     traffic.note(sent)
     sums = [None] * len(sent)
     for dtype in dict.fromkeys(value.dtype for value in sent):
         places = [at for at, value in enumerate(sent) if value.dtype == dtype]
         for at, value in zip(places, _all_reduce([sent[at] for at in places], options), strict=True):
             sums[at] = value
-    return from_reduce_dtype(sums, values)
+    return _from_sums(sums, values)
 
 
 def _sum_slices(slices: list[tf.IndexedSlices], options) -> list[tf.IndexedSlices]:
@@ -219,7 +225,7 @@ def all_gather(value: tf.Tensor, options: tf.distribute.experimental.Communicati
         bits = travel.to_carrier(value)[None]
         found = distribute.all_gather(bits, number, communication_options(replica.strategy, options))
         found = tf.ensure_shape(found, [replica.num_replicas_in_sync, *value.shape])
-        return travel.from_carrier(found, value.dtype)
+        return tf.bitcast(found, value.dtype)
 
 
 def _note_varying_shapes(values: list) -> None:

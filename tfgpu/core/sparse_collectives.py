@@ -13,7 +13,7 @@ from tfgpu.core.replication import replica_context, replica_number, shard_index
 
 _PACKED_BYTES = 1 << 20
 """Slices of up to this size, on all replicas together, are summed in the pack of the dense gradients."""
-_BASE = 1 << 12  # of the two digits of a row's index: each is exact in float32
+_BASE = 2.0**12  # of the two digits of a row's index: each is exact in float32
 
 
 def can_be_packed(slices: tf.IndexedSlices) -> bool:
@@ -29,15 +29,18 @@ def to_dense(slices: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
     """This replica's rows and their indices at its place among those of all, with zeros elsewhere, to be summed."""
     replica = replica_context()
     at = shard_index(replica.strategy, replica_number(replica))
-    rows, indices = slices.values, tf.ensure_shape(slices.indices, slices.values.shape[:1])
-    digits = tf.stack([indices // _BASE, indices % _BASE], axis=1)
-    return travel.at_own_place(rows, at), travel.at_own_place(tf.cast(digits, tf.float32), at)
+    # float64: TensorFlow computes with int32 on the host
+    indices = tf.cast(tf.ensure_shape(slices.indices, slices.values.shape[:1]), tf.float64)
+    high = tf.floor(indices / _BASE)
+    digits = tf.cast(tf.stack([high, indices - high * _BASE], axis=1), tf.float32)
+    return travel.at_own_place(slices.values, at), travel.at_own_place(digits, at)
 
 
 def from_dense(rows: tf.Tensor, digits: tf.Tensor, like: tf.IndexedSlices) -> tf.IndexedSlices:
     """All replicas' slices, of the sums of what `to_dense` has made."""
-    high, low = tf.unstack(tf.cast(tf.reshape(digits, [-1, 2]), like.indices.dtype), axis=1)
-    return tf.IndexedSlices(tf.reshape(rows, [-1, *like.values.shape[1:]]), high * _BASE + low, like.dense_shape)
+    high, low = tf.unstack(tf.cast(tf.reshape(digits, [-1, 2]), tf.float64), axis=1)
+    indices = tf.cast(high * _BASE + low, like.indices.dtype)
+    return tf.IndexedSlices(tf.reshape(rows, [-1, *like.values.shape[1:]]), indices, like.dense_shape)
 
 
 def gather(slices: list[tf.IndexedSlices], all_gather: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.IndexedSlices]:
@@ -75,7 +78,7 @@ def _gather(slices: list[tf.IndexedSlices], counts: tf.Tensor | None, all_gather
     found = []
     for at, own in enumerate(slices):
         values, indices = (
-            travel.from_carrier(tf.reshape(rows[i], [-1, *bits[i].shape[1:]]), parts[i].dtype)
+            tf.bitcast(tf.reshape(rows[i], [-1, *bits[i].shape[1:]]), parts[i].dtype)
             for i in (2 * at, 2 * at + 1)
         )
         if counts is not None:

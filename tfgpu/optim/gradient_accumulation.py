@@ -164,7 +164,7 @@ class _Reduction:
         with tf.control_dependencies(taken):
             for total in self._accumulators:
                 total.assign(tf.zeros(total.shape, total.dtype))
-        return [collectives.to_sum_dtype(value) for value in collectives.to_reduce_dtype(taken)]
+        return [collectives.to_sum(value) for value in collectives.to_reduce_dtype(taken)]
 
 
 def _by_replica(strategy, values) -> list[list[tf.Tensor]]:

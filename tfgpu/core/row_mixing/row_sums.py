@@ -4,9 +4,6 @@ import tensorflow as tf
 
 from tfgpu.core import batch_rows, collectives, step_context, travel
 
-_WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
-"""Gradients of rows are summed over replicas in float32."""
-
 
 def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors over all replicas, in one differentiable collective.
@@ -78,14 +75,13 @@ def all_rows(rows: tf.Tensor) -> tf.Tensor:
     """
     if step_context.has_local_forward():
         return rows
-    dtype, rows = rows.dtype, tf.cast(rows, _WIDE.get(rows.dtype, travel.sum_dtype(rows.dtype)))
+    sent = tf.cast(rows, tf.float32) if rows.dtype == tf.float16 else travel.to_sum(rows)
     offset, count, total = _place(rows)
-    own = tf.where(step_context.has_rows(), rows, tf.zeros_like(rows))
-    table = travel.between_zeros(own, offset, total - offset - count)
-    table.set_shape([_known_total(rows), *rows.shape[1:]])
-    (table,) = over_replicas([table]) if dtype.is_floating else collectives.all_reduce([table])
-    table.set_shape([_known_total(rows), *rows.shape[1:]])
-    return tf.cast(table, dtype)
+    own = tf.where(step_context.has_rows(), sent, tf.zeros_like(sent))
+    table = tf.pad(own, [[offset, total - offset - count], *[[0, 0]] * (own.shape.rank - 1)])
+    table = tf.ensure_shape(table, [_known_total(rows), *sent.shape[1:]])
+    (table,) = over_replicas([table]) if rows.dtype.is_floating else collectives.all_reduce([table])
+    return tf.ensure_shape(travel.from_sum(table, rows.dtype), [_known_total(rows), *rows.shape[1:]])
 
 
 def own_rows(table: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:

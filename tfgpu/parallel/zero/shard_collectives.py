@@ -38,7 +38,7 @@ def reduce_scatter(rows: tf.Tensor) -> tf.Tensor:
     strategy = context.strategy
     if context.num_replicas_in_sync == 1:
         return rows[0]
-    dtype, rows = rows.dtype, collectives.to_sum_dtype(rows)
+    dtype, rows = rows.dtype, collectives.to_sum(rows)
     with step_context.outside_xla():
         if not replication.spans_processes(strategy):
             traffic.note([rows])
