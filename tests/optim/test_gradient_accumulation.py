@@ -93,3 +93,28 @@ def test_an_overflow_on_one_replica_skips_the_batch_on_all(strategy):
     assert int(inner.iterations) == 1  # the second batch was skipped; the first and third made one update
     assert model.get_weights()[0].item() == pytest.approx(1 - 0.01 * (5 + 25) / 2, abs=1e-3)
     assert accumulator(model).numpy().item() == 0
+
+
+WORKERS = """
+import json, sys
+import keras, numpy as np, tensorflow as tf
+import tfgpu
+strategy = tfgpu.strategy("multi_worker")
+with strategy.scope():
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", dtype=sys.argv[1])
+    model = keras.Sequential([keras.Input((1,)), dense])
+    model.compile(keras.optimizers.SGD(0.01, gradient_accumulation_steps=2), "mse")
+x = np.array([[1.0], [2.0], [3.0], [4.0]], "float32")
+model.fit(x, 0 * x, 4, shuffle=False, verbose=0)
+waiting = next(v for v in model.optimizer.variables if "accumulator" in v.path)
+print(json.dumps({"waiting": float(waiting.numpy().astype("float32")[0, 0]), "dtype": waiting.dtype}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_waits_is_read_on_all_workers(together, dtype):
+    for answer in together(WORKERS, {"worker": 2}, dtype).values():
+        assert answer == {"waiting": 15.0, "dtype": dtype}

@@ -7,7 +7,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute, optimizers, variables
 from tfgpu.compat.keras import LossScaleOptimizer, Variable, name_scope
 from tfgpu.compat.patch import wrap
-from tfgpu.core import collectives, extensions, gradient_weights, gradients, replication, step_context, traffic
+from tfgpu.core import collectives, extensions, gradient_weights, gradients, replication, step_context, traffic, travel
 from tfgpu.core.state.sharded_variable import set_shard_info, shard_info
 from tfgpu.errors import MachineError
 
@@ -65,13 +65,14 @@ def _total(optimizer, accumulator) -> tf.Tensor:
         return tf.zeros(accumulator.shape, accumulator.dtype)
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=SAVE_TIMEOUT_S)
     try:
-        total = strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, accumulator, "/device:CPU:0", options)
+        own = distribute.regroup(tuple(travel.to_sum(tf.convert_to_tensor(copy)) for copy in accumulator.values))
+        total = strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, own, "/device:CPU:0", options)
     except tf.errors.DeadlineExceededError:
         raise MachineError(
             "Accumulated gradients are spread over all workers, but the other workers did not save within "
             f"{SAVE_TIMEOUT_S} s. Let every worker call `save` (only the chief writes), or save right after an update."
         ) from None
-    return strategy.experimental_local_results(total)[0]
+    return travel.from_sum(strategy.experimental_local_results(total)[0], accumulator.dtype)
 
 
 class GradientAccumulation(gradients.GradientExtension):
