@@ -8,16 +8,18 @@ from gpu_way import gpu_way
 from step_facts import Collective, StepFacts
 
 import tfgpu
-from tfgpu.core import collectives
 
 
 def summed(dtype, value=2.0, devices=("CPU:1", "CPU:2")):
-    """The sum over replicas by the package's all-reduce, as on GPUs."""
+    """The sum over replicas by TensorFlow's all-reduce, as on GPUs; the package's own sends no such dtypes."""
     strategy = tfgpu.strategy("mirrored", devices=devices)  # whose collectives have keys of their own
 
     @tf.function
     def step():
-        return strategy.run(lambda: collectives.all_reduce([tf.cast(tf.fill([3], value), dtype)])[0])
+        def sum_of_replicas():
+            return tf.distribute.get_replica_context().all_reduce("sum", tf.cast(tf.fill([3], value), dtype))
+
+        return strategy.run(sum_of_replicas)
 
     return strategy.experimental_local_results(step())[0].numpy().tolist()
 
