@@ -167,10 +167,10 @@ def test_help_and_version_are_there(tmp_path):
         (["bench", "input", "--cache", "dsk"], "Did you mean 'disk'?"),
         (["train", "--config", "none.yaml"], "Cannot read the config file 'none.yaml'"),
         (["train", "--resume"], "Add --output DIR"),
-        (["train", "--resume", "--output", "none"], "holds no run to resume"),
-        (["train", "--output", "thesis"], "is not empty and holds no run of tfgpu"),
-        (["train", "--output", "thesis", "--overwrite"], "is not empty and holds no run of tfgpu"),
-        (["train", "--output", "foreign", "--overwrite"], "a config.yaml that no run of tfgpu wrote"),
+        (["train", "--resume", "--output", "none"], "has no run to resume"),
+        (["train", "--output", "thesis"], "is not empty and contains no tfgpu run"),
+        (["train", "--output", "thesis", "--overwrite"], "is not empty and contains no tfgpu run"),
+        (["train", "--output", "foreign", "--overwrite"], "a config.yaml that tfgpu did not write"),
     ],
 )
 def test_wrong_input_found_without_tensorflow(tmp_path, words, expected):
@@ -197,7 +197,7 @@ LIBRARY_ERRORS = [
     (["--optimizer", "adm"], "Did you mean 'adam'?"),
     (["--optimizer-option", "beta1=0.9"], "Did you mean 'beta_1'?"),
     (["--schedule-option", "finale=0.1"], "Did you mean 'final'?"),
-    (["--strategy", "parameter_server"], "cannot use a parameter server"),
+    (["--strategy", "parameter_server"], "does not support parameter servers"),
     (["--global-batch", "5000"], "5000"),
     (["--data", "photos"], "photos"),
     (["--data", "broken", "--image-size", "8"], "bad.png"),
@@ -314,13 +314,13 @@ def test_an_average_of_too_few_updates_is_told_before_the_training(tmp_path):
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     steps = 2 * math.ceil(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["run"]["train_examples"] / 64)
-    assert f"{0.99 ** (steps - 1):.1%} of the weights of the first step" in line and f"over {steps} updates" in line
+    assert f"have a share of {0.99 ** (steps - 1):.1%}" in line and f"for {steps} updates" in line
 
 
 @pytest.mark.slow
 def test_a_directory_with_a_run_is_safe(runs):
     folder, _ = runs
-    assert "holds another run. Add --resume or --overwrite" in complaint("train", "--output", "first", cwd=folder)
+    assert "contains another run. Add --resume or --overwrite" in complaint("train", "--output", "first", cwd=folder)
     words = ["train", "--resume", "--output", "first", "--seed", "1"]
     assert "`seed` was 0, received 1" in complaint(*words, cwd=folder)
     config = (folder / "first" / "config.yaml").read_text()
@@ -373,7 +373,7 @@ def test_a_run_that_must_leave_after_its_last_epoch_is_finished_by_resume(tmp_pa
     command = [sys.executable, "-c", LEFT_AT_THE_END, "train", *SMALL, "--epochs", "1", "--output", "cut"]
     left = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=300)
     assert left.returncode == 75, left.stderr
-    assert left.stderr.splitlines()[-1].endswith("report. Go on with: tfgpu train --resume --output cut")
+    assert left.stderr.splitlines()[-1].endswith("report. Resume with: tfgpu train --resume --output cut")
     assert not (tmp_path / "cut" / "model.keras").exists()
     resumed = tfgpu("train", "--resume", "--output", "cut", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
@@ -410,7 +410,7 @@ def test_an_interrupted_run_resumes_to_the_same_end(tmp_path, schedule, number, 
         process.kill()
     assert process.returncode == code, stderr
     (line,) = stderr.splitlines()
-    assert "cut/checkpoints" in line and line.endswith("Go on with: tfgpu train --resume --output cut")
+    assert "cut/checkpoints" in line and line.endswith("Resume with: tfgpu train --resume --output cut")
     assert not (tmp_path / "cut" / "model.keras").exists() and 3 <= len(rows(tmp_path / "cut")) < 9
 
     resumed = tfgpu("train", "--resume", "--output", "cut", cwd=tmp_path)

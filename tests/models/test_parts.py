@@ -18,7 +18,7 @@ def layers_of(model, kind):
 
 @pytest.mark.parametrize("name", IMAGES)
 @pytest.mark.parametrize("normalization", parts.NORMALIZATIONS)
-def test_every_normalisation_in_every_model(name, normalization):
+def test_every_normalization_in_every_model(name, normalization):
     options = (
         {"depth": 8} if name == "resnet" else {"filters": [12, 6]} if name == "cnn" else {"widths": [12]}
     )
@@ -44,7 +44,7 @@ def test_every_normalisation_in_every_model(name, normalization):
 
 
 @pytest.mark.parametrize("name", models.BUILDERS)
-def test_activation_initialiser_and_dropout_are_used(name):
+def test_activation_initializer_and_dropout_are_used(name):
     shape = TEXT.get(name, (8, 8, 1))
     options = {"activation": "tanh", "initializer": "lecun_uniform", "dropout": 0.5}
     with keras.StatelessScope(initialize_variables=False):
@@ -99,7 +99,7 @@ def test_image_models_say_which_shape_they_need(name, shape):
         models.BUILDERS[name](shape, 10)
 
 
-def test_group_normalisation_takes_the_most_groups_that_divide():
+def test_group_normalization_takes_the_most_groups_that_divide():
     found = {}
     for channels in (6, 48, 64):
         inputs = keras.Input((2, 2, channels))

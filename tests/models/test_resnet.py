@@ -30,7 +30,7 @@ def test_published_parameter_counts(depth, published):
 
 
 def test_resnet20_parameters_by_hand():
-    # convolutions without bias; a normalisation has 2 trainable numbers a channel
+    # convolutions without bias; a normalization has 2 trainable numbers a channel
     stem = 27 * 16 + 32
     stage1 = 6 * (9 * 16 * 16 + 32)
     stage2 = 9 * 16 * 32 + 5 * 9 * 32 * 32 + 6 * 64
@@ -86,7 +86,7 @@ def test_zero_init_residual_starts_every_block_as_its_shortcut(depth):
     np.testing.assert_array_equal(*both(x))
 
 
-def test_zero_init_residual_needs_a_normalisation():
+def test_zero_init_residual_needs_a_normalization():
     with pytest.raises(InputError, match="zero_init_residual=True, normalization='none'"):
         models.resnet(zero_init_residual=True, normalization="none")
 

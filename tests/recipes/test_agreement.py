@@ -52,7 +52,7 @@ def test_milestones_are_epochs():
 @pytest.mark.parametrize("milestones", [None, [], [0], [20], [5, 4], "5", [True]])
 def test_milestones_outside_the_run_are_refused(milestones):
     recipe = make({"schedule": "step", "schedule_options": {"milestones": milestones}})
-    with pytest.raises(InputError, match="rising epochs, above 0 and below epochs=20"):
+    with pytest.raises(InputError, match="increasing epochs above 0 and below epochs=20"):
         compiling.schedule(recipe, steps_per_epoch=10)
 
 
@@ -112,14 +112,14 @@ OWN_AVERAGE = {"epochs": 2, "optimizer_options": {"use_ema": True}}
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),  # 40 steps an epoch
+    ("settings", "expected"),  # 40 steps per epoch
     [
-        (AVERAGED, ["45.2%", "of 0.99 keeps", "80 updates", "momentum=0.971)", "train 6 epochs", "swa"]),  # 0.99 ** 79
-        (AVERAGED | {"accumulate": 4}, ["82.0%", "of 0.99 keeps", "20 updates", "momentum=0.88)", "train 23 epochs"]),
+        (AVERAGED, ["45.2%", "is 0.99 for", "80 updates", "momentum=0.971)", "at least 6 epochs", "swa"]),  # 0.99 ** 79
+        (AVERAGED | {"accumulate": 4}, ["82.0%", "is 0.99 for", "20 updates", "momentum=0.88)", "at least 23 epochs"]),
         (AVERAGED | {"weight_average_options": {"momentum": 0.97}}, None),  # 0.97 ** 79 is 0.090
         (AVERAGED | {"weight_average_options": {"momentum": 0.98}}, ["20.3%", "momentum=0.971)"]),
         (AVERAGED | {"epochs": 6}, None),  # 0.99 ** 239 is 0.091
-        (AVERAGED | {"epochs": 5}, ["13.5%", "train 6 epochs"]),  # 0.99 ** 199
+        (AVERAGED | {"epochs": 5}, ["13.5%", "at least 6 epochs"]),  # 0.99 ** 199
         (OWN_AVERAGE, ["45.2%", "--optimizer-option ema_momentum=0.971)"]),
         (OWN_AVERAGE | {"accumulate": 4}, ["45.2%", "80 steps", "ema_momentum=0.971)"]),  # Keras's is of steps
         ({"epochs": 2, "optimizer_options": {"use_ema": True, "ema_overwrite_frequency": 10}}, None),
@@ -145,7 +145,7 @@ def test_the_share_of_the_beginning_is_what_keras_keeps_of_it():
         optimizer.apply([keras.ops.convert_to_tensor(gradient)], [weight])
     optimizer.finalize_variable_values([weight])
     said = endings.about_average(recipe, optimizer, steps_per_epoch=5)
-    assert f"{float(weight):.1%} of the weights" in said and "91.4%" in said  # 0.99 ** 9
+    assert f"a share of {float(weight):.1%}" in said and "91.4%" in said  # 0.99 ** 9
 
 
 def test_what_it_advises_is_enough():

@@ -98,7 +98,7 @@ def test_a_folder_that_is_no_run_ends_the_command(made, tmp_path):
         [sys.executable, "-m", "tfgpu", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 2 and not ran.stdout and not (tmp_path / "page.html").exists()
-    assert ran.stderr.count("\n") == 1 and "No run of tfgpu: none (without config.yaml)" in ran.stderr
+    assert ran.stderr.count("\n") == 1 and "Not a tfgpu run: none (without config.yaml)" in ran.stderr
 
 
 def test_one_run_and_the_same_one_twice(made):
@@ -111,7 +111,7 @@ def test_thirty_runs_have_lines_of_their_own(made):
     page = render(compare([made(f"run{at:02d}", learning_rate=at) for at in range(30)]))
     looks = re.findall(r'<i class="d(\d)" style="border-top-color: ([^"]+)">', page)[:30]
     assert len(set(looks)) == 30
-    assert page.count("hsl(212, 62%, 52%)") > 6  # the drawings have the legend's colours
+    assert page.count("hsl(212, 62%, 52%)") > 6  # the drawings have the legend's colors
     assert "#fe0000" not in page
 
 
@@ -124,12 +124,12 @@ def test_wrong_paths(tmp_path, made):
     with pytest.raises(InputError, match="There is no directory nowhere"):
         compare(["nowhere"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="No run of tfgpu: .*empty .without config.yaml.. Name directories"):
+    with pytest.raises(InputError, match="Not a tfgpu run: .*empty .without config.yaml.. Pass only directories"):
         compare([made("a"), tmp_path / "empty"])
     (tmp_path / "empty/config.yaml").write_text("model: [")
     with pytest.raises(InputError, match="None of these runs can be read: .*empty. damaged: .*is not YAML"):
         compare([tmp_path / "empty"])
-    with pytest.raises(InputError, match="Name the run directories"):
+    with pytest.raises(InputError, match="Pass the run directories"):
         compare([])
 
 
@@ -139,7 +139,7 @@ def test_only_a_page_of_its_own_is_replaced(made, tmp_path):
     before = page.read_text()
     assert write(found, page).read_text() == before
     page.write_text("mine")
-    with pytest.raises(InputError, match="is there and is no page of `tfgpu compare`"):
+    with pytest.raises(InputError, match="exists and was not written by `tfgpu compare`"):
         write(found, page)
     with pytest.raises(InputError, match="Cannot write"):
         write(found, tmp_path / "no" / "page.html")

@@ -49,7 +49,7 @@ def test_settings_that_are_not_given_are_the_optimizers_own():
         ({"optimizer_options": {"epsilon": float("nan")}}, "'epsilon' must be a number"),
         ({"optimizer_options": {"amsgrad": "maybe"}}, "'amsgrad' must be true or false, such as false"),
         ({"optimizer": "lars", "optimizer_options": {"trust": True}}, "'trust' must be a number"),
-        ({"optimizer_options": {"ema_momentum": 3.0, "use_ema": True}}, "Keras's Adam refuses its options"),
+        ({"optimizer_options": {"ema_momentum": 3.0, "use_ema": True}}, "Keras's Adam rejects the options"),
     ],
 )
 def test_wrong_optimizers_are_named(settings, expected):

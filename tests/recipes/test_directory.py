@@ -40,7 +40,7 @@ def test_config_repeats_the_run_and_skips_the_facts(finished):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "holds another run. Add --resume or --overwrite, or give another --output."),
+        ({}, "contains another run. Add --resume or --overwrite, or use another --output."),
         ({"resume": True, "overwrite": True}, "exclude each other"),
     ],
 )
@@ -57,12 +57,12 @@ def test_a_run_may_be_resumed_or_overwritten(finished):
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}])
 def test_files_that_are_no_run_are_never_touched(tmp_path, options):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputError, match="is not empty and holds no run of tfgpu"):
+    with pytest.raises(InputError, match="is not empty and contains no tfgpu run"):
         directory.check(tmp_path, **options)
 
 
 def test_nothing_to_resume(tmp_path):
-    with pytest.raises(InputError, match="holds no run to resume"):
+    with pytest.raises(InputError, match="has no run to resume"):
         directory.check(tmp_path / "new", resume=True)
     with pytest.raises(InputError, match="Add --output DIR"):
         directory.check(None, resume=True)
@@ -110,9 +110,9 @@ def test_a_config_that_no_run_wrote_protects_its_folder(tmp_path, config):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     before = contents(tmp_path)
-    with pytest.raises(InputError, match="no run of tfgpu wrote"):
+    with pytest.raises(InputError, match="tfgpu did not write"):
         directory.check(tmp_path, overwrite=True)
-    with pytest.raises(InputError, match="no run of tfgpu wrote"), directory.claim(tmp_path, Recipe(), overwrite=True):
+    with pytest.raises(InputError, match="tfgpu did not write"), directory.claim(tmp_path, Recipe(), overwrite=True):
         pass
     assert contents(tmp_path) == before
 
@@ -136,7 +136,7 @@ def leave(finished, *, at):
 def test_a_run_set_aside_by_a_killed_one_is_not_lost(finished, at):
     before = contents(finished)
     leave(finished, at=at)
-    with pytest.raises(InputError, match="holds another run"):
+    with pytest.raises(InputError, match="contains another run"):
         directory.check(finished)
     directory.check(finished, overwrite=True)
     with directory.claim(finished, Recipe(), overwrite=True) as (path, made):
@@ -164,7 +164,7 @@ def test_one_directory_has_one_run_at_a_time(finished, tmp_path):
                 f"with directory.claim(sys.argv[1], Recipe(), **{options}): pass"
             )
             done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=300)
-            assert done.returncode and "holds another run, which is running now" in done.stderr
+            assert done.returncode and "contains another run, which is still running" in done.stderr
     with directory.claim(tmp_path / "new", Recipe()):  # The lock ends with the run.
         pass
 

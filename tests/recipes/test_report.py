@@ -90,7 +90,7 @@ def test_nothing_is_loaded_from_elsewhere():
     assert "@import" not in page() and not re.search(r"url\((?!#)", page())
 
 
-def test_four_drawings_whose_colours_follow_the_page():
+def test_four_drawings_whose_colors_follow_the_page():
     html = page()
     assert html.count("<svg") == 4
     assert "var(--first)" in html and "var(--second)" in html

@@ -132,7 +132,7 @@ def test_a_file_and_a_checkpoint_bring_it_back(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"momentum": 1.0}, "`momentum` must be from 0 to below 1"),
+        ({"momentum": 1.0}, "`momentum` must be at least 0 and below 1"),
         ({"trust": 0}, "`trust` must be above 0"),
         ({"exclude": "bias"}, r"Write \['bias'\]"),
     ],

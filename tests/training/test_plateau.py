@@ -121,5 +121,5 @@ def test_an_optimizer_made_anew_is_lowered_too():
 
 
 def test_a_callback_without_its_rate_is_named():
-    with pytest.raises(tfgpu.InputError, match="finds no rate to lower"):
+    with pytest.raises(tfgpu.InputError, match="does not support the optimizer's learning rate"):
         fit(model_of(schedules.build("constant", 0.7, total_steps=9)), built())

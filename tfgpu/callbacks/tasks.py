@@ -228,7 +228,7 @@ def _put_trainable(model: keras.Model, flags: dict[str, bool]) -> None:
     for name, flag in flags.items():  # outer layers first: they set those inside them
         if name in layers and layers[name].trainable != flag:
             layers[name].trainable = flag
-            tracing.trace_anew(model)
+            tracing.retrace(model)
 
 
 def _rate(model: keras.Model) -> str | None:
@@ -248,4 +248,4 @@ def _put_rate(model: keras.Model, text: str | None) -> None:
     except (TypeError, ValueError) as error:
         raise InputError(f"The learning rate schedule cannot be restored ({error}). Set it before `begin`.") from error
     model.optimizer.learning_rate = schedule
-    tracing.trace_anew(model)
+    tracing.retrace(model)

@@ -37,10 +37,8 @@ __all__ += ["resnet", "textcnn", "transformer", "vit"]
 
 BUILDERS = MappingProxyType({f.__name__: f for f in (cnn, mlp, resnet, textcnn, transformer, vit)})
 
-# `build` sets these itself: a head with logits for the data's classes, and no downloaded weights.
-_FIXED = frozenset(
-    {"weights", "include_top", "input_tensor", "input_shape", "classes", "classifier_activation"}
-)
+# `build` sets these: a head with logits for the data's classes, and no downloaded weights.
+_FIXED = frozenset({"weights", "include_top", "input_tensor", "input_shape", "classes", "classifier_activation"})
 _WITHOUT_TOP = frozenset({"pooling"})
 
 
@@ -82,7 +80,7 @@ def build(
     known = applications()
     by_lower = {spelled.lower(): spelled for spelled in known}
     if not isinstance(name, str) or not name:
-        raise InputError(f"A model's name must be a text such as 'cnn'. Received: {name!r}.")
+        raise InputError(f"A model's name must be a string such as 'cnn'. Received: {name!r}.")
     if ":" in name:
         return _build_from_module(name, input_shape, classes, options)
     if name.lower() in BUILDERS:
@@ -150,7 +148,7 @@ def _build_application(name, function, input_shape, classes, options) -> keras.M
     parameters = inspect.signature(function).parameters
     _check_options(name, options, [p for p in parameters if p not in _FIXED | _WITHOUT_TOP])
     if "include_preprocessing" in parameters:
-        # These models would divide by 255 what the data pipeline has scaled already.
+        # These models would divide by 255 images that the data pipeline has already scaled.
         options.setdefault("include_preprocessing", False)
     try:
         model = function(
@@ -164,7 +162,7 @@ def _build_application(name, function, input_shape, classes, options) -> keras.M
         reason = " ".join(str(error).split())
         raise InputError(
             f"Model {name!r} cannot be built for input_shape={tuple(input_shape)}, classes={classes}, "
-            f"options={options}: {reason} If the images are too small, enlarge them, or use cnn or resnet."
+            f"options={options}: {reason} If the images are too small, resize them, or use cnn or resnet."
         ) from error
     if keras.backend.standardize_dtype(model.output.dtype) == "float32":
         return model
@@ -184,13 +182,11 @@ def _build_from_module(name, input_shape, classes, options) -> keras.Model:
             arguments = {key: value for key, value in given.items() if key in allowed} | options
         missing = [p for p in _required(function) if p not in arguments]
         if missing:
-            raise InputError(
-                f"Model {name!r} needs the option {missing[0]!r}. Received: {sorted(options)}. Add it."
-            )
+            raise InputError(f"Model {name!r} needs the option {missing[0]!r}. Received: {sorted(options)}. Add it.")
         try:
             model = function(**arguments)
-        except SystemExit as error:  # or the whole run would end here, with the function's own exit code
-            raise InputError(f"{name} ended the program with {error.code!r}. Let it return a Keras model.") from None
+        except SystemExit as error:  # otherwise the run would end here, with the function's exit code
+            raise InputError(f"{name} called sys.exit({error.code!r}). Return a Keras model.") from None
     if not isinstance(model, keras.Model):
         raise InputError(
             f"Model {name!r} must return a keras.Model. Received: {type(model).__name__}. Return the model."
@@ -206,7 +202,7 @@ def _build_from_module(name, input_shape, classes, options) -> keras.Model:
 def _find_function(name: str) -> Callable[..., object]:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
-        raise InputError(f"A model of your own is named module:function. Received: {name!r}.")
+        raise InputError(f"Your own model must be named module:function. Received: {name!r}.")
     module = _import_module(name, module_name)
     function = getattr(module, function_name, None)
     if function is None:
@@ -223,14 +219,12 @@ def _import_module(name: str, module_name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise InputError(
-                f"Model {name!r}: there is no module {module_name!r} in {os.getcwd()} or among the installed "
-                "packages. Correct the name, or start in the directory that holds it."
+                f"Model {name!r}: no module {module_name!r} in {os.getcwd()} or among the installed packages. "
+                "Correct the name, or run from its directory."
             ) from error
-        raise InputError(
-            f"Model {name!r}: {module_name} needs {error.name!r}, which is not installed."
-        ) from error
+        raise InputError(f"Model {name!r}: {module_name} needs {error.name!r}, which is not installed.") from error
     except (ValueError, TypeError) as error:
-        raise InputError(f"Model {name!r}: {module_name!r} is no module's name ({error}).") from error
+        raise InputError(f"Model {name!r}: {module_name!r} is not a module name ({error}).") from error
 
 
 @contextmanager
@@ -249,8 +243,8 @@ def _check_options(name: str, options: Mapping[str, object], allowed: Sequence[s
     for option in options:
         if option == "recompute" and option not in allowed:
             raise InputError(
-                f"Model {name!r} has no blocks to recompute. Received: recompute={options[option]!r}. Take one of "
-                f"{', '.join(BUILDERS)}, or wrap the blocks of a model of your own in `tfgpu.models.Recompute`."
+                f"Model {name!r} has no blocks to recompute. Received: recompute={options[option]!r}. Use one of "
+                f"{', '.join(BUILDERS)}, or wrap blocks of your own model in `tfgpu.models.Recompute`."
             )
         if option not in allowed:
             raise errors.unknown(f"option of model {name}", option, allowed)
@@ -261,9 +255,7 @@ def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
 
 
 def _keywords(function: Callable[..., object], *, positional: bool = False) -> list[str]:
-    kinds = {inspect.Parameter.KEYWORD_ONLY} | (
-        {inspect.Parameter.POSITIONAL_OR_KEYWORD} if positional else set()
-    )
+    kinds = {inspect.Parameter.KEYWORD_ONLY} | ({inspect.Parameter.POSITIONAL_OR_KEYWORD} if positional else set())
     return [p.name for p in _parameters(function) if p.kind in kinds]
 
 
@@ -280,7 +272,4 @@ def _ends_in_softmax(model: keras.Model) -> bool:
     if not model.layers:
         return False
     last = model.layers[-1]
-    return (
-        isinstance(last, keras.layers.Softmax)
-        or getattr(last, "activation", None) is keras.activations.softmax
-    )
+    return isinstance(last, keras.layers.Softmax) or getattr(last, "activation", None) is keras.activations.softmax

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import keras
 
+from tfgpu.errors import whole_number
 from tfgpu.models import parts
 from tfgpu.models.recompute import block
 
@@ -60,15 +61,13 @@ def cnn(
     """
     shape = parts.check_shape("cnn", input_shape, ("height", "width", "channels"))
     filters = parts.check_wholes("filters", filters)
-    parts.check_whole("classes", classes)
-    parts.check_whole("convolutions", convolutions)
-    parts.check_whole("kernel", kernel)
-    parts.check_whole("units", units, least=0)
+    for name, value in {"classes": classes, "convolutions": convolutions, "kernel": kernel}.items():
+        whole_number(name, value)
+    whole_number("units", units, minimum=0)
     parts.check_choice("head", head, HEADS)
-    parts.check_style(activation, initializer, normalization)
+    style = parts.check_style(activation, initializer, normalization)
     dropout = parts.check_rate("dropout", dropout)
     parts.check_flag("recompute", recompute)
-    style = {"activation": activation, "initializer": initializer, "normalization": normalization}
 
     inputs = x = keras.Input(shape, name="inputs")
     for number, channels in enumerate(filters, start=1):
@@ -82,9 +81,9 @@ def cnn(
     else:
         x = keras.layers.GlobalAveragePooling2D(dtype="float32", name="average")(x)
     if units:
-        x = keras.layers.Dense(
-            units, use_bias=normalization == "none", kernel_initializer=initializer, name="hidden"
-        )(x)
+        x = keras.layers.Dense(units, use_bias=normalization == "none", kernel_initializer=initializer, name="hidden")(
+            x
+        )
         x = parts.normalize(x, normalization, name="hidden_norm")
         x = keras.layers.Activation(activation, name="hidden_activation")(x)
         x = parts.drop(x, dropout, name="hidden_dropout")
@@ -94,14 +93,12 @@ def cnn(
 def _stage(x, *, channels: int, convolutions: int, kernel: int, dropout: float, name: str, **style: str):
     for i in range(1, convolutions + 1):
         x = _convolve(x, channels, kernel, **style, name=f"{name}_conv{i}")
-    # "same" keeps a map of one pixel, so that any depth fits any image.
+    # "same" keeps a feature map of one pixel, so any depth works for any image.
     x = keras.layers.MaxPooling2D(2, padding="same", name=f"{name}_pool")(x)
     return parts.drop(x, dropout, name=f"{name}_dropout")
 
 
-def _convolve(
-    x, channels: int, kernel: int, *, activation: str, initializer: str, normalization: str, name: str
-):
+def _convolve(x, channels: int, kernel: int, *, activation: str, initializer: str, normalization: str, name: str):
     x = keras.layers.Conv2D(
         channels,
         kernel,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import keras
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.models import parts
 from tfgpu.models.recompute import block
 
@@ -45,16 +45,13 @@ def mlp(
         2410
     """
     if not isinstance(input_shape, Sequence) or isinstance(input_shape, str) or not input_shape:
-        raise InputError(
-            f"`input_shape` must be a list of whole numbers. Received: input_shape={input_shape!r}."
-        )
+        raise InputError(f"`input_shape` must be a list of whole numbers. Received: input_shape={input_shape!r}.")
     shape = parts.check_wholes("input_shape", input_shape)
     widths = parts.check_wholes("widths", widths, fewest=0)
-    parts.check_whole("classes", classes)
-    parts.check_style(activation, initializer, normalization)
+    whole_number("classes", classes)
+    style = parts.check_style(activation, initializer, normalization)
     dropout = parts.check_rate("dropout", dropout)
     parts.check_flag("recompute", recompute)
-    style = {"activation": activation, "initializer": initializer, "normalization": normalization}
 
     inputs = keras.Input(shape, name="inputs")
     x = keras.layers.Flatten(name="flatten")(inputs) if len(shape) > 1 else inputs
@@ -64,9 +61,7 @@ def mlp(
     return keras.Model(inputs, parts.logits(x, classes), name="mlp")
 
 
-def _hidden(
-    x, *, units: int, dropout: float, number: int, activation: str, initializer: str, normalization: str
-):
+def _hidden(x, *, units: int, dropout: float, number: int, activation: str, initializer: str, normalization: str):
     x = keras.layers.Dense(
         units, use_bias=normalization == "none", kernel_initializer=initializer, name=f"dense{number}"
     )(x)

@@ -1,12 +1,15 @@
 """Shared code of the builders: argument checks, normalization, the attention block, the float32 head."""
 
+import functools
 import math
 from collections.abc import Sequence
 
 import keras
 
 from tfgpu import errors
-from tfgpu.errors import InputError, whole_number
+from tfgpu.errors import InputError, is_number, whole_number
+from tfgpu.models import layers
+from tfgpu.models.recompute import block
 
 ACTIVATIONS = (
     "celu", "elu", "gelu", "hard_silu", "leaky_relu", "linear", "mish", "relu", "relu6", "selu", "sigmoid",
@@ -19,26 +22,12 @@ INITIALIZERS = (
 NORMALIZATIONS = ("batch", "sync_batch", "layer", "group", "none")
 ATTENTION_NORMALIZATIONS = ("layer", "none")
 
-# The values of the published ResNets; Keras's own momentum of 0.99 needs thousands of steps before
-# the averages used in evaluation are those of the data.
+# The values of the published ResNets; with Keras's default momentum of 0.99 the moving averages need thousands of
+# steps to converge.
 BATCH_MOMENTUM = 0.9
 BATCH_EPSILON = 1e-5
 LAYER_EPSILON = 1e-6
 MOST_GROUPS = 32
-
-
-def check_whole(name: str, value: object, *, least: int = 1) -> int:
-    """Returns `value` if it is a whole number of at least `least`.
-
-    Raises:
-        InputError: it is not; the message says which argument.
-
-    Example:
-        >>> check_whole("depth", 4)
-        4
-    """
-    whole_number(name, value, minimum=least)
-    return value
 
 
 def check_wholes(name: str, values: object, *, fewest: int = 1) -> tuple[int, ...]:
@@ -52,10 +41,8 @@ def check_wholes(name: str, values: object, *, fewest: int = 1) -> tuple[int, ..
         (32, 64)
     """
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < fewest:
-        raise InputError(
-            f"`{name}` must be a list of at least {fewest} whole numbers. Received: {name}={values!r}."
-        )
-    return tuple(check_whole(f"{name}[{i}]", value) for i, value in enumerate(values))
+        raise InputError(f"`{name}` must be a list of at least {fewest} whole numbers. Received: {name}={values!r}.")
+    return tuple(whole_number(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
 def check_rate(name: str, value: object) -> float:
@@ -68,7 +55,7 @@ def check_rate(name: str, value: object) -> float:
         >>> check_rate("dropout", 0.1)
         0.1
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+    if not is_number(value) or not 0 <= value < 1:
         raise InputError(f"`{name}` must be at least 0 and below 1. Received: {name}={value!r}.")
     return float(value)
 
@@ -103,18 +90,21 @@ def check_choice(kind: str, value: object, choices: Sequence[str]) -> str:
     return str(value)
 
 
-def check_style(activation: str, initializer: str, normalization: str, normalizations=NORMALIZATIONS) -> None:
-    """Checks the three names that every builder takes.
+def check_style(activation: str, initializer: str, normalization: str, normalizations=NORMALIZATIONS) -> dict[str, str]:
+    """Checks the three names that every builder takes, and returns them as keyword arguments.
 
     Raises:
-        InputError: one of them is unknown; the message names the closest.
+        InputError: one of them is unknown; names the closest choice.
 
     Example:
-        >>> check_style("relu", "he_normal", "batch")
+        >>> check_style("relu", "he_normal", "batch")["initializer"]
+        'he_normal'
     """
-    check_choice("activation", activation, ACTIVATIONS)
-    check_choice("initializer", initializer, INITIALIZERS)
-    check_choice("normalization", normalization, normalizations)
+    return {
+        "activation": check_choice("activation", activation, ACTIVATIONS),
+        "initializer": check_choice("initializer", initializer, INITIALIZERS),
+        "normalization": check_choice("normalization", normalization, normalizations),
+    }
 
 
 def check_shape(model: str, input_shape: object, dims: tuple[str, ...]) -> tuple[int, ...]:
@@ -132,9 +122,7 @@ def check_shape(model: str, input_shape: object, dims: tuple[str, ...]) -> tuple
         >>> check_shape("cnn", [8, 8, 1], ("height", "width", "channels"))
         (8, 8, 1)
     """
-    shape = (
-        tuple(input_shape) if isinstance(input_shape, Sequence) and not isinstance(input_shape, str) else ()
-    )
+    shape = tuple(input_shape) if isinstance(input_shape, Sequence) and not isinstance(input_shape, str) else ()
     whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
     if len(shape) != len(dims) or not whole:
         named = ", ".join(dims) + ("," if len(dims) == 1 else "")
@@ -175,9 +163,7 @@ def normalize(x, kind: str, *, name: str, zero_gamma: bool = False):
         )(x)
     if kind == "group":
         groups = math.gcd(MOST_GROUPS, x.shape[-1])
-        return keras.layers.GroupNormalization(
-            groups, epsilon=BATCH_EPSILON, gamma_initializer=gamma, name=name
-        )(x)
+        return keras.layers.GroupNormalization(groups, epsilon=BATCH_EPSILON, gamma_initializer=gamma, name=name)(x)
     if kind == "layer":
         return keras.layers.LayerNormalization(epsilon=LAYER_EPSILON, gamma_initializer=gamma, name=name)(x)
     return x
@@ -218,8 +204,7 @@ def check_heads(width: int, heads: int) -> None:
     if width % heads:
         nearest = max(1, round(width / heads)) * heads
         raise InputError(
-            f"`width` must divide evenly among the heads. Received: width={width}, heads={heads}. "
-            f"Use width={nearest}."
+            f"`width` must divide evenly among the heads. Received: width={width}, heads={heads}. Use width={nearest}."
         )
 
 
@@ -251,18 +236,36 @@ def attention_style(
         >>> attention_style(8, heads=2, mlp_width=None, **common, **rates)["mlp_width"]
         32
     """
-    mlp_width = check_whole("mlp_width", 4 * width if mlp_width is None else mlp_width)
+    mlp_width = whole_number("mlp_width", 4 * width if mlp_width is None else mlp_width)
     check_heads(width, heads)
-    check_style(activation, initializer, normalization, ATTENTION_NORMALIZATIONS)
     return {
         "heads": heads,
         "mlp_width": mlp_width,
-        "activation": activation,
-        "initializer": initializer,
-        "normalization": normalization,
+        **check_style(activation, initializer, normalization, ATTENTION_NORMALIZATIONS),
         "dropout": check_rate("dropout", dropout),
         "attention_dropout": check_rate("attention_dropout", attention_dropout),
     }
+
+
+def attention_blocks(x, *, depth: int, causal: bool, recompute: bool, **style):
+    """Adds learned positions, `depth` transformer blocks and the final normalization to a sequence.
+
+    Args:
+        x: symbolic tensor (batch, length, width).
+        depth: number of blocks.
+        causal: as in `attend`.
+        recompute: whether each block is one `Recompute`.
+        **style: the result of `attention_style`.
+
+    Returns:
+        A symbolic tensor of the same shape.
+    """
+    x = layers.PositionEmbedding(name="positions")(x)
+    x = drop(x, style["dropout"], name="dropout")
+    for i in range(1, depth + 1):
+        add = functools.partial(attend, **style, causal=causal, name=f"block{i}")
+        x = block(x, add, recompute=recompute, name=f"block{i}")
+    return normalize(x, style["normalization"], name="norm")
 
 
 def attend(

@@ -40,14 +40,14 @@ class Recompute(keras.layers.Wrapper):
     """
 
     def __init__(self, layer: keras.layers.Layer, **kwargs):
-        super().__init__(layer, autocast=False, **kwargs)  # the layers within know what they compute in
+        super().__init__(layer, autocast=False, **kwargs)  # the inner layers have their own dtype policies
         self.supports_masking = True
         self._takes_training = "training" in inspect.signature(layer.call).parameters
 
     def call(self, inputs, training=None):
-        # Within another layer's call Keras tells the layers inside; `stateless_call` does not.
-        told = {"training": training} if self._takes_training and training is not None else {}
-        return remat(self.layer)(inputs, **told)
+        # Within another layer's call Keras propagates `training`; `stateless_call` does not.
+        passed = {"training": training} if self._takes_training and training is not None else {}
+        return remat(self.layer)(inputs, **passed)
 
 
 def block(x, add: Callable, *, recompute: bool, name: str):

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import keras
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.models import parts
 from tfgpu.models.recompute import block
 
@@ -68,19 +68,19 @@ def resnet(
         1.5: https://catalog.ngc.nvidia.com/orgs/nvidia/resources/resnet_50_v1_5_for_tensorflow.
     """
     shape = parts.check_shape("resnet", input_shape, ("height", "width", "channels"))
-    parts.check_whole("classes", classes)
+    whole_number("classes", classes)
     blocks = _blocks(depth)
     parts.check_choice("stem", stem, STEMS)
     parts.check_flag("zero_init_residual", zero_init_residual)
     parts.check_flag("recompute", recompute)
-    parts.check_style(activation, initializer, normalization)
+    style = parts.check_style(activation, initializer, normalization)
     if zero_init_residual and normalization == "none":
         raise InputError(
-            "`zero_init_residual` sets the scale of a normalisation. Received: zero_init_residual=True, "
-            "normalization='none'. Choose a normalisation, or leave it False."
+            "`zero_init_residual` needs a normalization. Received: zero_init_residual=True, normalization='none'. "
+            "Choose a normalization, or set it to False."
         )
     dropout = parts.check_rate("dropout", dropout)
-    style = {"activation": activation, "initializer": initializer, "normalization": normalization}
+
     residual = functools.partial(_bottleneck if depth in BOTTLENECK else _basic, **style)
     width = 16 if depth in THIN else 64
 
@@ -105,11 +105,9 @@ def resnet(
 
 def _blocks(depth: object) -> tuple[int, ...]:
     known = {**THIN, **BASIC, **BOTTLENECK}
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth not in known:
+    if whole_number("depth", depth) not in known:
         depths = ", ".join(str(d) for d in sorted(known))
-        raise InputError(
-            f"`depth` is not one that a ResNet has. Received: depth={depth!r}. Choices: {depths}."
-        )
+        raise InputError(f"There is no ResNet of this depth. Received: depth={depth!r}. Choices: {depths}.")
     return known[depth]
 
 
@@ -149,9 +147,7 @@ def _basic(x, channels, stride, *, zero_gamma, name, **style):
 def _bottleneck(x, channels, stride, *, zero_gamma, name, **style):
     y = _convolve(x, channels, 1, 1, **style, name=f"{name}_conv1")
     y = _convolve(y, channels, 3, stride, **style, name=f"{name}_conv2")
-    y = _convolve(
-        y, channels * EXPANSION, 1, 1, **style, name=f"{name}_conv3", zero_gamma=zero_gamma, activate=False
-    )
+    y = _convolve(y, channels * EXPANSION, 1, 1, **style, name=f"{name}_conv3", zero_gamma=zero_gamma, activate=False)
     return _join(x, y, stride, **style, name=name)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import keras
 
+from tfgpu.errors import whole_number
 from tfgpu.models import parts
 from tfgpu.models.recompute import block
 
@@ -59,12 +60,11 @@ def textcnn(
     shape = parts.check_shape("textcnn", input_shape, ("length",))
     wholes = {"classes": classes, "vocabulary": vocabulary, "width": width, "depth": depth, "kernel": kernel}
     for name, value in wholes.items():
-        parts.check_whole(name, value)
-    parts.check_whole("input_shape[0]", shape[0], least=2**depth)
-    parts.check_style(activation, initializer, normalization)
+        whole_number(name, value)
+    whole_number("input_shape[0]", shape[0], minimum=2**depth)
+    style = parts.check_style(activation, initializer, normalization)
     dropout = parts.check_rate("dropout", dropout)
     parts.check_flag("recompute", recompute)
-    style = {"activation": activation, "initializer": initializer, "normalization": normalization}
 
     inputs = keras.Input(shape, dtype="int32", name="tokens")
     x = keras.layers.Embedding(vocabulary, width, name="embedding")(inputs)

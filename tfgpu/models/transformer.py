@@ -1,12 +1,11 @@
 """A small language model: maps token ids to a logit for each possible next token, at every position."""
 
-import functools
 from collections.abc import Sequence
 
 import keras
 
-from tfgpu.models import layers, parts
-from tfgpu.models.recompute import block
+from tfgpu.errors import whole_number
+from tfgpu.models import parts
 
 
 def transformer(
@@ -59,7 +58,7 @@ def transformer(
     """
     shape = parts.check_shape("transformer", input_shape, ("length",))
     for name, value in {"classes": classes, "width": width, "depth": depth, "heads": heads}.items():
-        parts.check_whole(name, value)
+        whole_number(name, value)
     style = parts.attention_style(
         width,
         heads=heads,
@@ -73,13 +72,8 @@ def transformer(
     parts.check_flag("recompute", recompute)
 
     inputs = keras.Input(shape, dtype="int32", name="tokens")
-    # Small, so that the positions, which start from the same spread, are heard (GPT-2's value).
+    # Small, like the initial positions, so that neither dominates (GPT-2's value).
     spread = keras.initializers.RandomNormal(stddev=0.02)
     x = keras.layers.Embedding(classes, width, embeddings_initializer=spread, name="embedding")(inputs)
-    x = layers.PositionEmbedding(name="positions")(x)
-    x = parts.drop(x, style["dropout"], name="dropout")
-    for i in range(1, depth + 1):
-        attend = functools.partial(parts.attend, **style, causal=True, name=f"block{i}")
-        x = block(x, attend, recompute=recompute, name=f"block{i}")
-    x = parts.normalize(x, normalization, name="norm")
+    x = parts.attention_blocks(x, depth=depth, causal=True, recompute=recompute, **style)
     return keras.Model(inputs, parts.logits(x, classes), name="transformer")

@@ -1,15 +1,13 @@
 """Vision transformers: an image as a sequence of patches."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import keras
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.models import layers, parts
-from tfgpu.models.recompute import block
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class Size:
     heads: int
 
 
-# "nano" is ours, for small images on a laptop; the others are the published ones (ViT-Ti, -S, -B, -L, -H).
+# "nano" is tfgpu's, for small images on a laptop; the others are the published ones (ViT-Ti, -S, -B, -L, -H).
 SIZES = MappingProxyType(
     {
         "nano": Size(96, 4, 4),
@@ -34,7 +32,7 @@ SIZES = MappingProxyType(
 )
 POOLS = ("token", "mean")
 # 32x32 gets patches of 4 and 224x224 patches of 16, as in the literature.
-FEWEST_PATCHES_A_SIDE = 7
+FEWEST_PATCHES_PER_SIDE = 7
 
 
 def vit(
@@ -91,11 +89,11 @@ def vit(
     Source: Dosovitskiy et al., 2020, https://arxiv.org/abs/2010.11929
     """
     shape = parts.check_shape("vit", input_shape, ("height", "width", "channels"))
-    parts.check_whole("classes", classes)
-    parts.check_choice("size", size, tuple(SIZES))
-    width = parts.check_whole("width", SIZES[size].width if width is None else width)
-    depth = parts.check_whole("depth", SIZES[size].depth if depth is None else depth)
-    heads = parts.check_whole("heads", SIZES[size].heads if heads is None else heads)
+    whole_number("classes", classes)
+    known = SIZES[parts.check_choice("size", size, tuple(SIZES))]
+    width = whole_number("width", known.width if width is None else width)
+    depth = whole_number("depth", known.depth if depth is None else depth)
+    heads = whole_number("heads", known.heads if heads is None else heads)
     patch = _check_patch(patch, shape)
     parts.check_choice("pool", pool, POOLS)
     style = parts.attention_style(
@@ -111,40 +109,25 @@ def vit(
     parts.check_flag("recompute", recompute)
 
     inputs = keras.Input(shape, name="inputs")
-    x = keras.layers.Conv2D(width, patch, strides=patch, kernel_initializer=initializer, name="patches")(
-        inputs
-    )
+    x = keras.layers.Conv2D(width, patch, strides=patch, kernel_initializer=initializer, name="patches")(inputs)
     x = keras.layers.Reshape((x.shape[1] * x.shape[2], width), name="sequence")(x)
     if pool == "token":
         x = layers.ClassToken(name="class_token")(x)
-    x = layers.PositionEmbedding(name="positions")(x)
-    x = parts.drop(x, style["dropout"], name="dropout")
-    for i in range(1, depth + 1):
-        attend = functools.partial(parts.attend, **style, causal=False, name=f"block{i}")
-        x = block(x, attend, recompute=recompute, name=f"block{i}")
-    x = parts.normalize(x, normalization, name="norm")
-    if pool == "token":
-        x = x[:, 0]
-    else:
-        x = keras.layers.GlobalAveragePooling1D(dtype="float32", name="average")(x)
+    x = parts.attention_blocks(x, depth=depth, causal=False, recompute=recompute, **style)
+    x = x[:, 0] if pool == "token" else keras.layers.GlobalAveragePooling1D(dtype="float32", name="average")(x)
     return keras.Model(inputs, parts.logits(x, classes), name="vit")
 
 
 def _check_patch(patch: object, shape: tuple[int, ...]) -> int:
     height, width, _ = shape
     if patch is None:
-        fits = (
-            p
-            for p in (16, 8, 4, 2)
-            if _divides(p, shape) and min(height, width) // p >= FEWEST_PATCHES_A_SIDE
-        )
+        fits = (p for p in (16, 8, 4, 2) if _divides(p, shape) and min(height, width) // p >= FEWEST_PATCHES_PER_SIDE)
         return next(fits, 1)
-    parts.check_whole("patch", patch)
+    patch = whole_number("patch", patch)
     if not _divides(patch, shape):
         possible = ", ".join(str(p) for p in range(1, min(height, width) + 1) if _divides(p, shape))
         raise InputError(
-            f"`patch` must divide the image's sides. Received: patch={patch}, input_shape={shape}. "
-            f"Choices: {possible}."
+            f"`patch` must divide the image's sides. Received: patch={patch}, input_shape={shape}. Choices: {possible}."
         )
     return patch
 

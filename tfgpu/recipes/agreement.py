@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, is_number, unknown, whole_number
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class EarlyStopping:
             raise ValueError(f"`monitor` must be a metric's name such as 'val_loss'. Received: {self.monitor!r}")
         if self.mode not in ("auto", "min", "max"):
             raise ValueError(_plain(unknown("mode", self.mode, ("auto", "min", "max"))))
-        _check_number("min_delta", self.min_delta, _is_number(self.min_delta) and self.min_delta >= 0)
-        _check_whole("start_epoch", self.start_epoch)
+        _check_number("min_delta", self.min_delta, is_number(self.min_delta) and self.min_delta >= 0)
+        whole_number("start_epoch", self.start_epoch)
         if not isinstance(self.restore_best, bool):
             raise ValueError(f"`restore_best` must be true or false. Received: {self.restore_best!r}")
 
@@ -43,7 +43,7 @@ class MovingAverage:
     momentum: float = 0.99
 
     def __post_init__(self) -> None:
-        _check_number("momentum", self.momentum, _is_number(self.momentum) and 0 < self.momentum < 1)
+        _check_number("momentum", self.momentum, is_number(self.momentum) and 0 < self.momentum < 1)
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class LastEpochs:
 
     def __post_init__(self) -> None:
         if self.start_epoch is not None:
-            _check_whole("start_epoch", self.start_epoch)
-        _check_whole("every", self.every)
+            whole_number("start_epoch", self.start_epoch)
+        whole_number("every", self.every)
 
     def first(self, epochs: int) -> int:
         """The first epoch to average, from 0.
@@ -107,17 +107,17 @@ def check(what: Any) -> None:
     """
     for name in ("initializer", "normalization", "dropout"):
         if getattr(what, name) is not None and name in what.model_options:
-            raise ValueError(f"`{name}` and {name!r} in `model_options` say the same thing. Keep one of them")
+            raise ValueError(f"`{name}` and {name!r} in `model_options` are the same setting. Keep one of them")
     stopping, average = early_stopping(what), weight_average(what)
     if isinstance(average, MovingAverage) and (given := {"use_ema", "ema_momentum"} & what.optimizer_options.keys()):
         raise ValueError(
             f"`weight_average: ema` sets the optimizer's averages. Received: {sorted(given)[0]!r} in "
-            "`optimizer_options` too. Leave it out, and give `weight_average_options`"
+            "`optimizer_options` too. Remove it, and use `weight_average_options`"
         )
     if isinstance(average, LastEpochs):
         if stopping is not None and stopping.restore_best:
             raise ValueError(
-                "`early_stopping` would put the best weights in the place of the mean of `weight_average: swa`. Add "
+                "`early_stopping` would replace the mean of `weight_average: swa` with the best weights. Add "
                 "`restore_best: false` to `early_stopping_options`, or use `weight_average: ema`"
             )
         if average.first(what.epochs) >= what.epochs:
@@ -126,9 +126,7 @@ def check(what: Any) -> None:
                 f"{average.start_epoch} of {what.epochs} epochs. Start earlier, or train longer"
             )
     if what.decay == "all" and what.optimizer.lower() == "lars":
-        raise ValueError(
-            "LARS never decays biases and scales of normalisation. Received: decay='all'. Use `decay: auto`"
-        )
+        raise ValueError("LARS never decays biases and normalization scales. Received: decay='all'. Use `decay: auto`")
 
 
 def _made(kind: type, options: Mapping[str, Any], where: str):
@@ -136,27 +134,21 @@ def _made(kind: type, options: Mapping[str, Any], where: str):
     for name in options:
         if name not in names:
             raise ValueError(_plain(unknown(f"option of {where}", name, names)))
-    return kind(**options)
+    try:
+        return kind(**options)
+    except InputError as error:
+        raise ValueError(_plain(error)) from None
 
 
 def _check_unused(name: str, options: Mapping[str, Any]) -> None:
     if options:
-        raise ValueError(f"`{name}_options` need `{name}`. Received: {dict(options)}. Set it, or leave the options out")
+        raise ValueError(f"`{name}_options` need `{name}`. Received: {dict(options)}. Set it, or remove the options")
 
 
 def _check_number(name: str, value: Any, is_right: bool) -> None:
-    bounds = {"min_delta": "a number from 0", "momentum": "a number above 0 and below 1"}
+    bounds = {"min_delta": "a number of at least 0", "momentum": "a number above 0 and below 1"}
     if not is_right:
         raise ValueError(f"`{name}` must be {bounds[name]}. Received: {name}={value!r}")
-
-
-def _check_whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be a whole number from 1. Received: {name}={value!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _plain(error: InputError) -> str:

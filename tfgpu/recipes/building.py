@@ -49,7 +49,7 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
     Raises:
         InputError: something in the recipe is invalid.
     """
-    # The strategy comes first: workers must meet before anything else starts TensorFlow's devices.
+    # The strategy comes first: workers must connect before anything else initializes TensorFlow's devices.
     if cluster.is_multi_worker and what.strategy in ("auto", "multi_worker"):
         rendezvous.join(cluster, facts={**of_settings(what.model_dump()), "script": "tfgpu train"})
     strategy = strategy_of(what, cluster)
@@ -117,12 +117,12 @@ def _check_parts(data: Data, what: Recipe) -> None:
     for name, part in (("validation", data.validation), ("test", data.test)):
         if part is None:
             raise InputError(
-                f"{what.data} leaves no {name} examples. Received: {name}={getattr(what, name)}. Give a larger share."
+                f"{what.data} has too few examples for {name}. Received: {name}={getattr(what, name)}. Increase it."
             )
     if what.classes not in (None, data.info.classes):
         raise InputError(
             f"`classes` must be the number of classes in {what.data}. Received: classes={what.classes}, found "
-            f"{data.info.classes}. Use --classes {data.info.classes}, or leave it out."
+            f"{data.info.classes}. Use --classes {data.info.classes}, or remove it."
         )
 
 
@@ -132,6 +132,6 @@ def _check_outputs(model: keras.Model, what: Recipe, data: Data) -> None:
     classes = data.info.classes
     if isinstance(shape, tuple) and shape and shape[-1] != classes:
         raise InputError(
-            f"The model {what.model!r} must have an output for each class. Received: {shape[-1]} outputs, "
-            f"{classes} classes in {what.data}. Take the number from the function's argument `classes`."
+            f"The model {what.model!r} must have one output per class. Received: {shape[-1]} outputs, "
+            f"{classes} classes in {what.data}. Use the function's argument `classes`."
         )

@@ -106,16 +106,16 @@ def compare(paths: Sequence[str | Path]) -> Comparison:
         >>> compare(["runs/a", "runs/b"])  # doctest: +SKIP
     """
     if not paths:
-        raise InputError("Name the run directories to compare, such as runs/a runs/b.")
+        raise InputError("Pass the run directories to compare, such as runs/a runs/b.")
     places = list(dict.fromkeys(Path(os.path.abspath(path)) for path in paths))
     missing = [str(path) for path in paths if not Path(path).is_dir()]
     if missing:
-        raise InputError(f"There is no directory {', '.join(missing)}. Name directories that `tfgpu train` has made.")
+        raise InputError(f"There is no directory {', '.join(missing)}. Pass directories that `tfgpu train` created.")
     strange = [str(path) for path in paths if not (Path(path) / directory.CONFIG).is_file()]
     if strange:
         raise InputError(
-            f"No run of tfgpu: {', '.join(strange)} (without {directory.CONFIG}). Name directories that `tfgpu train` "
-            "has made, and no others."
+            f"Not a tfgpu run: {', '.join(strange)} (no {directory.CONFIG}). Pass only directories that `tfgpu train` "
+            "created."
         )
     runs = tuple(_read(place, name) for place, name in zip(places, _names(places), strict=True))
     whole = [run for run in runs if run.settings]
@@ -154,10 +154,10 @@ def write(comparison: Comparison, path: str | Path) -> Path:
     target = Path(path)
     try:
         if target.exists() and _MARK not in target.read_text(encoding="utf-8", errors="replace")[:2000]:
-            raise InputError(f"{target} is there and is no page of `tfgpu compare`. Give another file.")
+            raise InputError(f"{target} exists and was not written by `tfgpu compare`. Choose another file.")
         atomic.write_text(target, render(comparison))
     except OSError as error:
-        raise InputError(f"Cannot write {target}: {error.strerror}. Give a file in a directory of yours.") from error
+        raise InputError(f"Cannot write {target}: {error.strerror}. Choose a file in a writable directory.") from error
     return target
 
 
@@ -167,14 +167,15 @@ def render(comparison: Comparison) -> str:
 
     results = dict.fromkeys(name for run in comparison.runs for name in run.results)
     best = {name: _best(name, comparison.runs) for name in results}
-    return drawing.environment().get_template("compare.html.j2").render(
+    template = drawing.environment().get_template("compare.html.j2")
+    return template.render(
         mark=Markup(_MARK),
         runs=[
             {
                 "name": run.name,
                 "state": run.state,
-                "colour": _colour(at),
-                "dash": at // _COLOURS % len(_DASHES),
+                "color": _color(at),
+                "dash": at // _COLORS % len(_DASHES),
                 "results": [
                     {"text": text(name, run.results.get(name)), "best": run.results.get(name) == best[name]}
                     for name in results
@@ -204,16 +205,16 @@ def text(name: str, value: float | None) -> str:
 
 
 def _title(name: str) -> str:
-    told = {"step_ms": "ms a step", "training_s": "training", "epochs": "epochs done"}
-    return told.get(name, name.replace("val_", "validation ").replace("_", " "))
+    titles = {"step_ms": "ms per step", "training_s": "training", "epochs": "epochs done"}
+    return titles.get(name, name.replace("val_", "validation ").replace("_", " "))
 
 
-_COLOURS = 10
+_COLORS = 10
 
 
-def _colour(at: int) -> str:
-    """Ten colours, evenly apart by hue, light enough for a dark page and dark enough for a light one."""
-    return f"hsl({(212 + 137.5 * (at % _COLOURS)) % 360:.0f}, 62%, 52%)"
+def _color(at: int) -> str:
+    """Ten colors of evenly spaced hues, readable on a light and on a dark page."""
+    return f"hsl({(212 + 137.5 * (at % _COLORS)) % 360:.0f}, 62%, 52%)"
 
 
 def _metrics(runs: Sequence[Run]) -> list[str]:
@@ -231,10 +232,10 @@ def _chart(name: str, runs: Sequence[Run]) -> dict[str, Any] | None:
         points = [(n, row[name]) for n, row in enumerate(run.rows, start=1) if math.isfinite(row.get(name, math.nan))]
         if not points:
             continue
-        stand_in = f"#fe{at:04x}"  # changed for the colour of the legend, as matplotlib knows no hsl()
-        stand_ins[stand_in] = _colour(at)
+        stand_in = f"#fe{at:04x}"  # replaced by the legend's color below: matplotlib does not support hsl()
+        stand_ins[stand_in] = _color(at)
         marker = "o" if len(points) < 3 else ""
-        dash = _DASHES[at // _COLOURS % len(_DASHES)]
+        dash = _DASHES[at // _COLORS % len(_DASHES)]
         axes.plot(
             *zip(*points, strict=True), color=stand_in, linewidth=1.6, linestyle=dash, marker=marker, markersize=3
         )
@@ -242,8 +243,8 @@ def _chart(name: str, runs: Sequence[Run]) -> dict[str, Any] | None:
         return None
     drawing.style(axes)
     drawn = drawing.svg(figure, salt=name)
-    for stand_in, colour in stand_ins.items():
-        drawn = Markup(drawn.replace(stand_in, colour))
+    for stand_in, color in stand_ins.items():
+        drawn = Markup(drawn.replace(stand_in, color))
     return {"title": _title(name), "svg": drawn}
 
 
@@ -274,7 +275,7 @@ def _rows(path: Path) -> tuple[list[dict[str, float]], str]:
                 try:
                     rows.append({str(k): float(v) for k, v in row.items() if v not in ("", None)})
                 except (TypeError, ValueError):
-                    return rows, f"damaged: {path.name} from line {number} on"
+                    return rows, f"damaged: {path.name} from line {number}"
     except FileNotFoundError:
         return rows, ""
     except (OSError, UnicodeDecodeError, csv.Error):

@@ -8,14 +8,14 @@ from typing import Any
 
 import keras
 
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, is_number, unknown
 from tfgpu.recipes import agreement
-from tfgpu.recipes.recipe import SETTINGS_OF_THEIR_OWN, Recipe
+from tfgpu.recipes.recipe import OWN_SETTINGS, Recipe
 from tfgpu.training import schedules
 from tfgpu.training.optimizers import OPTIMIZERS
 from tfgpu.training.perplexity import Perplexity
 
-# Names for an optimizer of Keras with options of its own: what users call momentum is SGD with it.
+# Further names for Keras optimizers with preset options.
 NAMED = MappingProxyType({"momentum": ("sgd", MappingProxyType({"momentum": 0.9}))})
 
 
@@ -41,7 +41,7 @@ def check_optimizer(recipe: Recipe) -> type[keras.optimizers.Optimizer]:
     if name not in known:
         raise unknown("optimizer", recipe.optimizer, known)
     parameters = inspect.signature(known[name]).parameters
-    options = [p for p in parameters if p not in ("self", "kwargs", "name", *SETTINGS_OF_THEIR_OWN)]
+    options = [p for p in parameters if p not in ("self", "kwargs", "name", *OWN_SETTINGS)]
     for option, value in recipe.optimizer_options.items():
         if option not in options:
             raise unknown(f"option of optimizer {name}", option, options)
@@ -51,10 +51,9 @@ def check_optimizer(recipe: Recipe) -> type[keras.optimizers.Optimizer]:
 
 def _check_option(name: str, value: Any, default: Any) -> None:
     """Rejects values of another type than the default: Keras accepts them and fails in the first step."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if isinstance(default, bool) and not isinstance(value, bool):
         wanted = "true or false"
-    elif isinstance(default, int | float) and not isinstance(default, bool) and not is_number:
+    elif is_number(default) and not is_number(value):
         wanted = "a number"
     else:
         return
@@ -73,7 +72,7 @@ def schedule(recipe: Recipe, *, steps_per_epoch: int) -> schedules.Schedule:
     total = int(recipe.epochs * updates_per_epoch)
     if total < 1:
         raise InputError(
-            f"`accumulate` must be at most the steps of the run, or nothing is ever learned. Received: "
+            f"`accumulate` must be at most the steps of the run, or no update happens. Received: "
             f"accumulate={recipe.accumulate}, epochs={recipe.epochs} of {steps_per_epoch} steps. Use a smaller one."
         )
     warmup = recipe.warmup_epochs
@@ -96,11 +95,15 @@ def _schedule_options(recipe: Recipe, updates_per_epoch: float) -> Mapping[str, 
         return options
     given = options.get("milestones")
     listed = given if isinstance(given, list | tuple) else []
-    right = listed and all(isinstance(m, int | float) and not isinstance(m, bool) and math.isfinite(m) for m in listed)
-    if not right or sorted(set(listed)) != list(listed) or not 0 < listed[0] <= listed[-1] < recipe.epochs:
+    if (
+        not listed
+        or not all(map(is_number, listed))
+        or sorted(set(listed)) != list(listed)
+        or not 0 < listed[0] <= listed[-1] < recipe.epochs
+    ):
         raise InputError(
-            f"Schedule 'step' needs `milestones`: rising epochs, above 0 and below epochs={recipe.epochs}. Received: "
-            f"milestones={given!r}. Add for example --schedule-option milestones=[{recipe.epochs / 2:g}]."
+            f"Schedule 'step' needs `milestones`: increasing epochs above 0 and below epochs={recipe.epochs}. "
+            f"Received: milestones={given!r}. Add for example --schedule-option milestones=[{recipe.epochs / 2:g}]."
         )
     options["milestones"] = [math.ceil(m * updates_per_epoch) for m in listed]
     return options
@@ -123,13 +126,13 @@ def optimizer(recipe: Recipe, *, learning_rate: schedules.Rate) -> keras.optimiz
         settings["gradient_accumulation_steps"] = recipe.accumulate
     average = agreement.weight_average(recipe)
     if isinstance(average, agreement.MovingAverage):
-        # Keras moves its averages at every step, `accumulate` times an update.
+        # Keras updates its averages at every step, `accumulate` times per update.
         settings |= {"use_ema": True, "ema_momentum": average.momentum ** (1 / recipe.accumulate)}
     try:
         return kind(learning_rate=learning_rate, **settings)
     except (TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise InputError(f"Keras's {kind.__name__} refuses its options {settings}: {reason}") from None
+        raise InputError(f"Keras's {kind.__name__} rejects the options {settings}: {reason}") from None
 
 
 def metrics_for(labels: str) -> list:

@@ -20,7 +20,7 @@ from tfgpu.recipes.recipe import FACTS, INPUT, Recipe, make, read, read_facts
 
 try:
     import fcntl
-except ImportError:  # Not on Windows, where two runs that claim one directory are not told apart.
+except ImportError:  # on Windows, two runs in one directory are not detected
     fcntl = None
 
 CONFIG = "config.yaml"
@@ -35,8 +35,8 @@ NOTHING_WRITTEN = "Interrupted before the first step; nothing was written."
 _OWN = (MODEL, METRICS, REPORT, CHECKPOINTS, LOGS, MONITOR, TRACKER, CONFIG)
 _FREE = ("epochs", "recompute", "checkpoint_steps", "watch_machine")
 """Settings that a resumed run may change, besides `INPUT`."""
-_ASIDE = ".replaced"  # The earlier run, until the new one has made a step.
-_SETTLED = ".replaced-settled"  # The earlier run while it is being deleted.
+_ASIDE = ".replaced"  # the earlier run, until the new one has completed a step
+_SETTLED = ".replaced-settled"  # the earlier run while it is being deleted
 
 
 def check(output: str | Path | None, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -54,7 +54,7 @@ def check(output: str | Path | None, *, resume: bool = False, overwrite: bool = 
         raise InputError("--resume and --overwrite exclude each other. Use one of them.")
     if output is None:
         if resume:
-            raise InputError("--resume needs the run to go on with. Add --output DIR.")
+            raise InputError("--resume needs the run's directory. Add --output DIR.")
         return
     path = Path(output)
     with _reported(path):
@@ -85,8 +85,8 @@ def check_same(recipe: Recipe, earlier: Recipe, *, directory: str | Path) -> Non
     if differing:
         listed = "; ".join(f"`{name}` was {old[name]!r}, received {new[name]!r}" for name in differing)
         raise InputError(
-            f"Cannot resume {str(directory)!r} with other settings (only `epochs` may grow, and `recompute` and how "
-            f"data is read differ): {listed}. Leave the settings out, or start a new run."
+            f"Cannot resume {str(directory)!r} with other settings (only `epochs` may increase, and `recompute` and "
+            f"input speed settings differ): {listed}. Remove these settings, or start a new run."
         )
 
 
@@ -115,9 +115,9 @@ def claim(
         with _reported(Path(output or "runs")):
             path, made = _make(Path(output)) if output else _make_fresh(recipe)
             _lock(path, held)
-            # Another process may have come since the first look.
+            # Another process may have written since the first check.
             _check_content(path, resume=resume, overwrite=overwrite)
-            _mend(path, resume=resume)
+            _repair(path, resume=resume)
             if not resume and (path / CONFIG).exists():
                 (path / _ASIDE).mkdir(exist_ok=True)
                 _move_run(path, path / _ASIDE, _OWN)
@@ -138,7 +138,7 @@ def abandon(path: Path, made: list[Path]) -> None:
     for folder in made:
         try:
             folder.rmdir()
-        except OSError:  # Something else was put there meanwhile.
+        except OSError:  # something else was put there meanwhile
             return
 
 
@@ -147,7 +147,7 @@ def write_config(path: Path, recipe: Recipe, facts: Mapping[str, Any]) -> None:
     settings = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     about = yaml.safe_dump({FACTS: dict(facts)}, sort_keys=False, allow_unicode=True)
     head = "# Repeat this run: tfgpu train --config config.yaml --output another\n"
-    atomic.write_text(path / CONFIG, f"{head}{settings}\n# What the run found; not read back.\n{about}")
+    atomic.write_text(path / CONFIG, f"{head}{settings}\n# Facts about the run; not read back.\n{about}")
 
 
 def git_commit() -> str | None:
@@ -181,18 +181,18 @@ def _is_of_a_run(config: Path) -> bool:
 def _check_content(path: Path, *, resume: bool, overwrite: bool) -> None:
     config = _config(path)
     if resume and not config.is_file():
-        raise InputError(f"{str(path)!r} holds no run to resume: it has no {CONFIG}. Leave out --resume to start one.")
+        raise InputError(f"{str(path)!r} has no run to resume: it has no {CONFIG}. Remove --resume to start one.")
     if path.exists() and not path.is_dir():
-        raise InputError(f"The output {str(path)!r} is a file. Give a directory.")
+        raise InputError(f"The output {str(path)!r} is a file. Use a directory.")
     if config.is_file() and not resume and not overwrite:
-        raise InputError(f"{str(path)!r} holds another run. Add --resume or --overwrite, or give another --output.")
+        raise InputError(f"{str(path)!r} contains another run. Add --resume or --overwrite, or use another --output.")
     if config.is_file() and overwrite and not _is_of_a_run(config):
         raise InputError(
-            f"{str(path)!r} has a {CONFIG} that no run of tfgpu wrote, so nothing in it is replaced. "
-            "Give another --output."
+            f"{str(path)!r} has a {CONFIG} that tfgpu did not write, so nothing in it is replaced. "
+            "Use another --output."
         )
     if path.is_dir() and not config.is_file() and any(path.iterdir()):
-        raise InputError(f"{str(path)!r} is not empty and holds no run of tfgpu. Give another --output.")
+        raise InputError(f"{str(path)!r} is not empty and contains no tfgpu run. Use another --output.")
 
 
 @contextlib.contextmanager
@@ -205,7 +205,7 @@ def _reported(path: Path) -> Iterator[None]:
             raise
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(
-            f"Cannot write in {str(path)!r}: {reason}. Give an --output in a directory of yours."
+            f"Cannot write in {str(path)!r}: {reason}. Use an --output in a writable directory."
         ) from error
 
 
@@ -239,19 +239,19 @@ def _lock(path: Path, held: contextlib.ExitStack) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InputError(
-            f"{str(path)!r} holds another run, which is running now. Wait for its end, or give another --output."
+            f"{str(path)!r} contains another run, which is still running. Wait for it, or use another --output."
         ) from None
-    except OSError:  # Some network file systems lock no directories; they train all the same.
+    except OSError:  # some network file systems cannot lock directories
         return
 
 
-def _mend(path: Path, *, resume: bool) -> None:
-    """Ends what a killed process began: a run that was set aside returns, unless its successor is resumed.
+def _repair(path: Path, *, resume: bool) -> None:
+    """Completes what a killed process started: restores a run that was moved aside, unless its successor is resumed.
 
-    While the folder of the earlier run is there, its successor has made no step.
+    As long as the earlier run's folder exists, its successor has not completed a step.
     """
     _remove_settled(path)
-    replaced = (path / _ASIDE / CONFIG).exists()  # The last file to be moved: all are there.
+    replaced = (path / _ASIDE / CONFIG).exists()  # moved last, so all files are there
     if replaced and not (resume and (path / CONFIG).exists()):
         _remove_run(path)
         replaced = False
@@ -261,7 +261,7 @@ def _mend(path: Path, *, resume: bool) -> None:
 
 def _bring_back(path: Path) -> None:
     if (path / _ASIDE).is_dir():
-        # The config first: without it, a second try takes what lies outside for the same run's.
+        # The config first: without it, a second attempt would mistake the files in `path` for this run's.
         _move_run(path / _ASIDE, path, _OWN[::-1])
         _remove_empty(path / _ASIDE)
 
@@ -279,7 +279,7 @@ def _remove_settled(path: Path) -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # Something else was put there meanwhile.
+    with contextlib.suppress(OSError):  # something else was put there meanwhile
         folder.rmdir()
 
 
@@ -295,4 +295,4 @@ def _remove_run(path: Path) -> None:
 def _check_writable(path: Path) -> None:
     nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise InputError(f"Cannot write in {str(nearest)!r}. Give an --output in a directory of yours.")
+        raise InputError(f"Cannot write in {str(nearest)!r}. Use an --output in a writable directory.")

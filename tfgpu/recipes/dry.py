@@ -24,7 +24,7 @@ from tfgpu.recipes import building, facts, runner
 from tfgpu.recipes.recipe import Recipe
 
 UPDATES = 2
-ROWS_ON_CPUS = 4  # examples a replica where there is no GPU
+ROWS_ON_CPUS = 4  # examples per replica without a GPU
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def run(what: Recipe) -> list[str]:
     known = shape_of(what)
     cluster = runner.check(what, None, resume=False, overwrite=False, is_dry=known is not None)
     if cluster.is_multi_worker:
-        raise InputError("A dry run takes one process. Received: a cluster. Unset TF_CONFIG.")
+        raise InputError("A dry run needs a single process. Received: a cluster. Unset TF_CONFIG.")
     with contextlib.ExitStack() as held:
         held.enter_context(building.prepare(what))
         small = _small(what) if known else what
@@ -151,7 +151,7 @@ def _lines(what: Recipe, job: building.Job, logs: dict[str, float], *, is_real: 
     batch, steps = job.recipe.global_batch, min(UPDATES * what.accumulate, info.steps_per_epoch)
     cut = f" (cut from {what.global_batch:,} for CPUs)" if batch < what.global_batch else ""
     size = {name: value for name, value in logs.items() if name in ("loss", "val_loss")}
-    where = "the recipe's own data, which was there" if is_real else "synthetic data"
+    where = "the recipe's data" if is_real else "synthetic data"
     return [
         f"dry run of {what.model} on {what.data}, with {where}; nothing is written",
         f"examples of {_shape(info.input_shape)}, {info.classes:,} classes; outputs {_shape(model.output_shape[1:])}",

@@ -11,7 +11,7 @@ from tfgpu.recipes import agreement
 from tfgpu.recipes.recipe import Recipe
 
 BEGINNING = 0.1
-"""The share of the first step's weights from which on a moving average has seen too few steps."""
+"""A moving average with a larger share of the first step's weights has seen too few steps."""
 
 
 class EarlyStopping(keras.callbacks.EarlyStopping):
@@ -102,7 +102,7 @@ def about_average(what: Recipe, optimizer: keras.optimizers.Optimizer, *, steps_
     share = inner.ema_momentum**later
     if share <= BEGINNING:
         return None
-    # A recipe's momentum is of an update, Keras's of a step, of which there are `accumulate` in an update.
+    # A recipe's momentum is per update, Keras's per step; an update has `accumulate` steps.
     is_ours = what.weight_average == "ema"
     in_one = what.accumulate if is_ours else 1
     name = "--weight-average-option momentum" if is_ours else "--optimizer-option ema_momentum"
@@ -110,10 +110,10 @@ def about_average(what: Recipe, optimizer: keras.optimizers.Optimizer, *, steps_
     momentum = _rounded_down(BEGINNING ** (in_one / later))
     epochs = math.ceil((1 + math.log(BEGINNING) / math.log(inner.ema_momentum)) / steps_per_epoch)
     return (
-        f"The moving average, with which this run ends, will hold {share:.1%} of the weights of the first step: so "
-        f"much a momentum of {inner.ema_momentum**in_one:.6g} keeps over {count}, and more than {BEGINNING:.0%} makes "
-        f"poor weights. Lower it ({name}={momentum:g}), train {epochs:,} epochs or more, or end with the mean of the "
-        "last epochs (--weight-average swa)."
+        f"This run ends with a moving average in which the weights of the first step have a share of {share:.1%}, "
+        f"because the momentum is {inner.ema_momentum**in_one:.6g} for {count}. More than {BEGINNING:.0%} makes poor "
+        f"weights. Lower the momentum ({name}={momentum:g}), train for at least {epochs:,} epochs, or use the mean of "
+        "the last epochs (--weight-average swa)."
     )
 
 

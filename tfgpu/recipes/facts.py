@@ -66,7 +66,7 @@ def versions() -> dict[str, str]:
 def headline(recipe: Recipe, facts: Mapping[str, Any]) -> list[str]:
     """Describes a run in two lines before it starts."""
     shape = "×".join(str(n) for n in facts["input_shape"])
-    skipped = f", {facts['skipped_examples']} corrupt left out" if facts["skipped_examples"] else ""
+    skipped = f", {facts['skipped_examples']} corrupt skipped" if facts["skipped_examples"] else ""
     counts = (
         f"{facts['train_examples']:,} training, {facts['validation_examples']:,} validation, "
         f"{facts['test_examples']:,} test"
@@ -93,7 +93,6 @@ def report(
     settings = {
         name: f"{_text(value)}{'' if value == defaults[name] else ' *'}" for name, value in recipe.model_dump().items()
     }
-    data = ("train_examples", "validation_examples", "test_examples", "skipped_examples", "classes")
     return Report(
         title=f"{recipe.model} on {recipe.data}",
         subtitle=f"{facts['started'].replace('T', ' ')} · {where(facts)}",
@@ -102,29 +101,9 @@ def report(
         rows=rows,
         cards=_cards(recipe, facts, rows),
         facts={
-            "Hardware": {
-                "strategy": facts["strategy"],
-                "replicas": facts["replicas"],
-                "workers": facts["workers"],
-                "devices": ", ".join(facts["devices"]),
-                "device names": ", ".join(facts["device_names"]),
-                "precision": facts["precision"],
-            },
-            "Data": {
-                **{name.replace("_", " "): f"{facts[name]:,}" for name in data},
-                "input shape": " × ".join(str(n) for n in facts["input_shape"]),
-                "augmentation": _text(facts["augment"]),
-            },
-            "Result": {
-                "test accuracy": f"{accuracy:.2%}",
-                "test loss": f"{facts['test_loss']:.4f}",
-                **({"test perplexity": f"{facts['test_perplexity']:.3f}"} if "test_perplexity" in facts else {}),
-                "weights": facts["final_weights"],
-                "training time": _seconds(facts["training_time_s"]),
-                **_peaks(rows),
-                "started": facts["started"].replace("T", " "),
-                "finished": facts["finished"].replace("T", " "),
-            },
+            "Hardware": _hardware(facts),
+            "Data": _data(facts),
+            "Result": _result(facts, rows, accuracy),
             "Versions": {**facts["versions"], "git commit": facts["git_commit"] or "-"},
         },
         settings=settings,
@@ -133,6 +112,37 @@ def report(
         class_names=class_names,
         monitor=monitor,
     )
+
+
+def _hardware(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: facts[name] for name in ("strategy", "replicas", "workers")},
+        "devices": ", ".join(facts["devices"]),
+        "device names": ", ".join(facts["device_names"]),
+        "precision": facts["precision"],
+    }
+
+
+def _data(facts: Mapping[str, Any]) -> dict[str, Any]:
+    counts = ("train_examples", "validation_examples", "test_examples", "skipped_examples", "classes")
+    return {
+        **{name.replace("_", " "): f"{facts[name]:,}" for name in counts},
+        "input shape": " × ".join(str(n) for n in facts["input_shape"]),
+        "augmentation": _text(facts["augment"]),
+    }
+
+
+def _result(facts: Mapping[str, Any], rows: Sequence[Mapping[str, float]], accuracy: float) -> dict[str, Any]:
+    return {
+        "test accuracy": f"{accuracy:.2%}",
+        "test loss": f"{facts['test_loss']:.4f}",
+        **({"test perplexity": f"{facts['test_perplexity']:.3f}"} if "test_perplexity" in facts else {}),
+        "weights": facts["final_weights"],
+        "training time": _seconds(facts["training_time_s"]),
+        **_peaks(rows),
+        "started": facts["started"].replace("T", " "),
+        "finished": facts["finished"].replace("T", " "),
+    }
 
 
 def _cards(recipe: Recipe, facts: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:

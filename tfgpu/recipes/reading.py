@@ -9,12 +9,12 @@ import yaml
 from tfgpu.errors import InputError
 
 _LONGEST = 1 << 18
-"""Characters; PyYAML takes some seconds for so many."""
+"""The most characters; PyYAML needs some seconds for that many."""
 _MOST = 100_000
-"""Values."""
+"""The most values."""
 _BITS = 4096
-"""Of a whole number; Python refuses to write out one of 15,000, as an error would do."""
-FACTS = "run"  # The key of config.yaml under which a run leaves facts about itself; a recipe skips it.
+"""The most bits of a whole number; Python refuses to format one of 15,000, which an error message would do."""
+FACTS = "run"  # the key of config.yaml with a run's facts, which a recipe ignores
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _loaded(text: str) -> Any:
             this too.
     """
     if len(text) > _LONGEST:
-        raise yaml.YAMLError(f"it has more than {_LONGEST} characters, which no recipe has")
+        raise yaml.YAMLError(f"it has more than {_LONGEST} characters")
     try:
         content = yaml.load(text, Loader=_Loader)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -70,12 +70,12 @@ def _size(value: Any, known: dict[int, int], within: set[int]) -> int:
     if not isinstance(value, dict | list | tuple | set):
         return 1
     if id(value) in within:
-        raise yaml.YAMLError("it holds itself")
+        raise yaml.YAMLError("it contains itself")
     if id(value) not in known:
         parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         known[id(value)] = 1 + sum(_size(part, known, within | {id(value)}) for part in parts)
         if known[id(value)] > _MOST:
-            raise yaml.YAMLError(f"it stands for more than {_MOST} values")
+            raise yaml.YAMLError(f"it expands to more than {_MOST} values")
     return known[id(value)]
 
 
@@ -86,18 +86,16 @@ def _parse(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         is_text = not isinstance(error, UnicodeDecodeError)
         reason = getattr(error, "strerror", None) or (str(error) if is_text else "it is not text")
-        raise InputError(
-            f"Cannot read the config file {str(path)!r}: {reason}. Give a YAML file of settings."
-        ) from None
+        raise InputError(f"Cannot read the config file {str(path)!r}: {reason}. Use a YAML file of settings.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error) or "it does not parse"
-        raise InputError(f"{path}{where} is not YAML: {reason}. Write one `name: value` a line.") from None
+        raise InputError(f"{path}{where} is not YAML: {reason}. Write one `name: value` per line.") from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise InputError(f"{path} must hold settings. Received: {str(content)[:60]!r}. Write `name: value` lines.")
+        raise InputError(f"{path} must contain settings. Received: {str(content)[:60]!r}. Write `name: value` lines.")
     return content
 
 
@@ -111,14 +109,14 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.tag == "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(None, None, "'<<' is not merged here", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, "'<<' is not supported", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
-# YAML 1.1 takes `1e-3`, which has no point, for a string.
+# YAML 1.1 parses `1e-3`, which has no point, as a string.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )

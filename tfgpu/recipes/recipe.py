@@ -26,12 +26,12 @@ from tfgpu.recipes import agreement, values
 from tfgpu.recipes.reading import FACTS, parse_value, read, read_facts
 from tfgpu.recipes.trust import refuse_code
 
-__all__ = ["FACTS", "INPUT", "SETTINGS_OF_THEIR_OWN", "Recipe", "check", "choices", "load", "make"]
+__all__ = ["FACTS", "INPUT", "OWN_SETTINGS", "Recipe", "check", "choices", "load", "make"]
 __all__ += ["parse_value", "read", "read_facts"]
 
-INPUT = ("cache", "cache_directory", "memory_bytes", "parallel_calls", "prefetch")  # How fast, and never what, is read.
-STYLE = ("initializer", "normalization", "dropout")  # Arguments of a builder that a recipe has a word for.
-SETTINGS_OF_THEIR_OWN = {  # Optimizer arguments that a recipe has a word of its own for.
+INPUT = ("cache", "cache_directory", "memory_bytes", "parallel_calls", "prefetch")  # affect speed, not results
+STYLE = ("initializer", "normalization", "dropout")  # a builder's arguments that are settings of a recipe
+OWN_SETTINGS = {  # an optimizer's arguments and the settings of a recipe that replace them
     "learning_rate": "learning_rate",
     "weight_decay": "weight_decay",
     "global_clipnorm": "clip_norm",
@@ -63,7 +63,7 @@ class Recipe(BaseModel):
     data: str = _field(
         "digits",
         "Data",
-        "What to learn from: `digits`, `tfds:NAME`, a folder with one folder of images a class, "
+        "The dataset: `digits`, `tfds:NAME`, a folder with one folder of images per class, "
         "`.tfrecord`, `.csv` or `.parquet` files (`FILE#COLUMN` names a table's label), `text:PATH` (texts by class), "
         "`corpus:PATH` (plain text, for a language model), or `module:function`.",
         min_length=1,
@@ -72,50 +72,48 @@ class Recipe(BaseModel):
         ("auto",),
         "Data",
         "Random changes to training images, in this order, such as `flip` or `rotate: {degrees: 5}`; "
-        "`auto` suits the data, `none` changes nothing.",
+        "`auto` chooses by dataset, `none` changes nothing.",
     )
     image_size: Size = _field(None, "Data", "Resize images to HEIGHTxWIDTH; needed for folders of mixed sizes.")
     length: int | None = _field(
         None,
         "Data",
-        "Bytes of a text, which is cut or padded to it, or of a piece of a corpus; 256 when not given.",
+        "Bytes per text, which is truncated or padded, or per sequence of a corpus. Default: 256.",
         ge=2,
     )
     classes: int | None = _field(
-        None, "Data", "How many classes the data has; only checked, and for `--dry-run`. Found when not given.", ge=2
+        None, "Data", "Number of classes; only checked, and used by `--dry-run`. Default: taken from the data.", ge=2
     )
     label_smoothing: float = _field(
-        0.0, "Data", "Share of a training label that is spread evenly over all classes.", ge=0, lt=1
+        0.0, "Data", "Share of a training label to spread evenly over all classes.", ge=0, lt=1
     )
-    validation: float = _field(0.1, "Data", "Share of the examples kept for validation.", gt=0, lt=1)
-    test: float = _field(0.2, "Data", "Share of the examples kept for the final test.", gt=0, lt=1)
-    skip_corrupt: bool = _field(False, "Data", "Leave out examples that cannot be read, and report their number.")
+    validation: float = _field(0.1, "Data", "Share of the examples to use for validation.", gt=0, lt=1)
+    test: float = _field(0.2, "Data", "Share of the examples to use for the final test.", gt=0, lt=1)
+    skip_corrupt: bool = _field(False, "Data", "Skip examples that cannot be read, and report their number.")
     balance: Literal["none", "oversample", "undersample", "weights"] = _field(
         "none",
         "Data",
-        "What to do about classes that are not equally frequent in training; `oversample` makes an epoch longer, "
-        "`undersample` shorter, `weights` weighs the loss.",
+        "How to balance the training classes; `oversample` makes an epoch longer, `undersample` shorter, `weights` "
+        "weights the loss.",
     )
-    split_seed: int = _field(0, "Data", "Decides which examples are for training, validation and test.", ge=0)
+    split_seed: int = _field(0, "Data", "Determines which examples are for training, validation and test.", ge=0)
 
     cache: Literal["auto", "memory", "disk", "none"] = _field(
         "auto",
         "Input",
-        "Where to keep decoded examples; `auto`: in memory if they fit, else in `--cache-directory` if there is one.",
+        "Where to keep decoded examples; `auto`: in memory if they fit, else in `--cache-directory` if it is set.",
     )
-    cache_directory: str | None = _field(None, "Input", "A folder for decoded examples, for later runs too.")
+    cache_directory: str | None = _field(None, "Input", "A folder for decoded examples, which later runs reuse.")
     memory_bytes: int = _field(1 << 30, "Input", "The most bytes of decoded examples to keep in memory.", ge=0)
     parallel_calls: int | None = _field(
-        None, "Input", "How many examples are decoded at once; found while it runs when not given.", ge=1
+        None, "Input", "Number of examples to decode in parallel. Default: tuned while running.", ge=1
     )
-    prefetch: int | None = _field(
-        None, "Input", "How many batches are made ahead; found while it runs when not given.", ge=0
-    )
+    prefetch: int | None = _field(None, "Input", "Batches to prefetch. Default: tuned while running.", ge=0)
 
     model: str = _field(
         "cnn",
         "Model",
-        "What to train: a builder's name (mlp, cnn, resnet, vit, textcnn, transformer), a `keras.applications` name, "
+        "The model: a builder's name (mlp, cnn, resnet, vit, textcnn, transformer), a `keras.applications` name, "
         "or `module:function`.",
         min_length=1,
     )
@@ -125,100 +123,102 @@ class Recipe(BaseModel):
     initializer: str | None = _field(
         None,
         "Model",
-        "The model's initialiser, such as `he_normal`; the model's own when not given.",
+        "The model's initializer, such as `he_normal`. Default: the model's.",
         min_length=1,
     )
     normalization: str | None = _field(
         None,
         "Model",
-        "The model's normalisation: batch, sync_batch, layer, group or none; its own when not given.",
+        "The model's normalization: batch, sync_batch, layer, group or none. Default: the model's.",
         min_length=1,
     )
-    dropout: float | None = _field(None, "Model", "The model's dropout rate; its own when not given.", ge=0, lt=1)
+    dropout: float | None = _field(None, "Model", "The model's dropout rate. Default: the model's.", ge=0, lt=1)
 
     strategy: Literal["auto", "one_device", "mirrored", "multi_worker", "parameter_server"] = _field(
-        "auto", "Hardware", "How to spread the work; `auto` reads the devices and TF_CONFIG."
+        "auto", "Hardware", "How to distribute training; `auto` decides by the devices and TF_CONFIG."
     )
     devices: Devices = _field(
         None,
         "Hardware",
-        "A number of devices, or their names, such as GPU:0,GPU:1; all that fit when not given.",
+        "A number of devices, or their names, such as GPU:0,GPU:1. Default: all that suit the strategy.",
     )
     virtual_devices: int = _field(
         0,
         "Hardware",
-        "Split the CPU (of each worker) into this many logical devices, to try a strategy without GPUs.",
+        "Split each worker's CPU into this many logical devices, to try a strategy without GPUs.",
         ge=0,
         le=64,
     )
     precision: Literal["auto", "float32", "tf32", "mixed_float16", "mixed_bfloat16"] = _field(
-        "float32", "Hardware", "Number format; `auto` takes the fastest that the device does well."
+        "float32", "Hardware", "Number format; `auto` uses the fastest that the device supports well."
     )
     jit: bool = _field(False, "Hardware", "Compile the training step with XLA.")
     recompute: bool = _field(
         False,
         "Hardware",
-        "Compute the activations of each of the model's blocks again in the backward pass: less memory, more time, the "
-        "same result.",
+        "Recompute each block's activations in the backward pass: less memory, more time, the same result.",
     )
 
     path: Literal["fit", "loop"] = _field(
         "fit",
         "Training",
-        "Train through Keras's `fit` or through tfgpu's compiled loop; the weights are the same.",
+        "Train with Keras's `fit` or with tfgpu's compiled loop; the weights are the same.",
     )
-    epochs: int = _field(20, "Training", "How often to go through the training examples.", ge=1)
+    epochs: int = _field(20, "Training", "Number of passes over the training examples.", ge=1)
     global_batch: int = _field(32, "Training", "Examples per step, over all replicas together.", ge=1)
-    accumulate: int = _field(1, "Training", "Steps whose gradients are averaged into one update.", ge=1)
+    accumulate: int = _field(1, "Training", "Steps whose gradients to average into one update.", ge=1)
     early_stopping: int | None = _field(
-        None, "Training", "Stop after so many epochs without progress; never when not given.", ge=1
+        None, "Training", "Stop after this many epochs without improvement. Default: never.", ge=1
     )
     early_stopping_options: Options = _field(
         {},
         "Training",
-        "What progress is: `monitor=val_loss`, `mode=auto`, `min_delta=0`, `start_epoch=1`; and `restore_best=true`.",
+        "What counts as improvement: `monitor=val_loss`, `mode=auto`, `min_delta=0`, `start_epoch=1`; and "
+        "`restore_best=true`.",
         flag="--early-stopping-option",
     )
     weight_average: Literal["none", "ema", "swa"] = _field(
         "none",
         "Training",
-        "What the run ends with: the last weights; their moving average, which is validated too (`ema`); or the mean "
-        "of the last epochs' weights (`swa`).",
+        "The final weights: the last ones (`none`), their moving average, also used for validation (`ema`), or the "
+        "mean of the last epochs' weights (`swa`).",
     )
     weight_average_options: Options = _field(
         {},
         "Training",
-        "`ema`: `momentum=0.99` by update. `swa`: `start_epoch` (after three quarters when not given), `every=1`.",
+        "`ema`: `momentum=0.99` per update. `swa`: `start_epoch` (default: after three quarters), `every=1`.",
         flag="--weight-average-option",
     )
     checkpoint_steps: int = _field(
-        0, "Training", "Save a checkpoint after so many steps too; 0: at the ends of epochs alone.", ge=0
+        0, "Training", "Also save a checkpoint every so many steps; 0: only at the end of each epoch.", ge=0
     )
     watch_machine: bool = _field(
         True,
         "Training",
-        "Watch GPUs, CPU, memory and the wait for data beside the training, and say what limits it (`tfgpu top`).",
+        "Monitor GPUs, CPU, memory and input wait during training, and report the bottleneck (`tfgpu top`).",
     )
     seed: int = _field(
         0,
         "Training",
-        "Decides the first weights, the order of examples and every random draw.",
+        "Determines the initial weights, the order of examples and all random numbers.",
         ge=0,
         lt=2**32,
     )
 
     optimizer: str = _field(
-        "adam", "Optimizer", "A Keras optimizer (adam, adamw, sgd, lamb, lion, ...), `momentum` (sgd with "
-        "`momentum=0.9`) or lars.", min_length=1
+        "adam",
+        "Optimizer",
+        "A Keras optimizer (adam, adamw, sgd, lamb, lion, ...), `momentum` (sgd with `momentum=0.9`) or lars.",
+        min_length=1,
     )
     optimizer_options: Options = _field(
         {}, "Optimizer", "An argument of the optimizer, such as `beta_1=0.95`.", flag="--optimizer-option"
     )
-    learning_rate: float = _field(3e-3, "Optimizer", "The highest learning rate of the schedule.", gt=0)
+    learning_rate: float = _field(3e-3, "Optimizer", "The peak learning rate of the schedule.", gt=0)
     schedule: Literal["constant", "cosine", "exponential", "one_cycle", "plateau", "polynomial", "step"] = _field(
         "cosine",
         "Optimizer",
-        "How the learning rate falls; `one_cycle` rises first, `plateau` waits for the validation loss to stall.",
+        "How the learning rate decays; `one_cycle` rises first, `plateau` waits for the validation loss to stall.",
     )
     schedule_options: Options = _field(
         {},
@@ -229,29 +229,29 @@ class Recipe(BaseModel):
     warmup_epochs: float | None = _field(
         None,
         "Optimizer",
-        "Epochs over which the learning rate rises; when not given, cosine takes 1, but at most a quarter of "
-        "them all, and the others none.",
+        "Epochs of learning-rate warmup. Default: 1 for cosine, but at most a quarter of all epochs; 0 for others.",
         ge=0,
     )
     weight_decay: float | None = _field(
         None,
         "Optimizer",
-        "Decoupled weight decay, per unit of learning rate (lars: in the gradient); the optimizer's when not given.",
+        "Decoupled weight decay, per unit of learning rate (lars: in the gradient). Default: the optimizer's.",
         ge=0,
     )
     decay: Literal["auto", "all", "kernels"] = _field(
         "auto",
         "Optimizer",
-        "What weight decay shrinks: all, or not biases and scales of normalisation; `auto`: the optimizer's way.",
+        "Which weights decay: all, or kernels only, without biases and normalization scales; `auto`: the optimizer's "
+        "default.",
     )
     clip_norm: float | None = _field(
-        None, "Optimizer", "Scale gradients down to this global norm; not clipped when not given.", gt=0
+        None, "Optimizer", "Clip gradients to this global norm. Default: no clipping.", gt=0
     )
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses `epochs: true`, which Python counts as 1."""
+    def _reject_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Rejects `epochs: true`, which Python would accept as 1."""
         annotation = cls.model_fields[info.field_name].annotation
         kinds = {annotation, *get_args(annotation)} & {int, float}
         if isinstance(value, bool) and kinds:
@@ -261,15 +261,13 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _agree(self) -> "Recipe":
         if self.validation + self.test >= 1:
-            raise ValueError(
-                f"`validation` + `test` must leave examples to train on. Received: {self.validation} + {self.test}"
-            )
+            raise ValueError(f"`validation` + `test` must be below 1. Received: {self.validation} + {self.test}")
         if self.warmup_epochs is not None and self.warmup_epochs >= self.epochs:
             raise ValueError(
                 f"`warmup_epochs` must be below `epochs`. Received: {self.warmup_epochs:g} of {self.epochs}"
             )
-        for name in sorted(SETTINGS_OF_THEIR_OWN.keys() & self.optimizer_options.keys()):
-            raise ValueError(f"`optimizer_options` must not hold {name!r}. Use `{SETTINGS_OF_THEIR_OWN[name]}` instead")
+        for name in sorted(OWN_SETTINGS.keys() & self.optimizer_options.keys()):
+            raise ValueError(f"`optimizer_options` must not contain {name!r}. Use `{OWN_SETTINGS[name]}` instead")
         agreement.check(self)
         return self
 
@@ -320,7 +318,7 @@ def make(settings: Mapping[str, Any], *, source: str | None = None) -> Recipe:
     try:
         return Recipe(**settings)
     except ValidationError as error:
-        # A union reports every branch that failed; one complaint for each setting is enough.
+        # A union reports every branch that failed; one message per setting is enough.
         first = {problem["loc"][:1]: _sentence(problem) for problem in reversed(error.errors())}
         text = " ".join(reversed(first.values()))
         raise InputError(f"{source}: {text}" if source else text) from None

@@ -32,7 +32,7 @@ from tfgpu.recipes.watch import (
     Watch,
     describe_failure,
     describe_interrupt,
-    how_to_go_on,
+    how_to_resume,
     terminable,
     unstarted,
 )
@@ -132,35 +132,32 @@ def run(
                 tracker.add(path / name for name in (directory.CONFIG, directory.METRICS, directory.REPORT))
             return result
         except KeyboardInterrupt as interrupt:
-            saved = f"All epochs are saved, but not yet all of the model and the report. {how_to_go_on(shared)}"
+            saved = f"All epochs are saved, but the model or the report is incomplete. {how_to_resume(shared)}"
             if not isinstance(interrupt, Terminated):
                 raise KeyboardInterrupt(f"Interrupted. {saved}") from None
-            _log.warning("Asked to leave by SIGTERM. %s", saved)
-            raise Preempted(f"Asked to leave by SIGTERM. {saved}") from None
+            _log.warning("Received SIGTERM. %s", saved)
+            raise Preempted(f"Received SIGTERM. {saved}") from None
 
 
-def check(
-    what: Recipe, output: str | Path | None, *, resume: bool, overwrite: bool, is_dry: bool = False
-) -> Cluster:
+def check(what: Recipe, output: str | Path | None, *, resume: bool, overwrite: bool, is_dry: bool = False) -> Cluster:
     """Rejects what it can before any device is initialized; a dry run needs no data."""
     if keras.backend.backend() != "tensorflow":
         raise InputError(
-            f"tfgpu trains with Keras on TensorFlow. Received: the backend {keras.backend.backend()!r}. "
-            "Unset KERAS_BACKEND."
+            f"tfgpu needs Keras's TensorFlow backend. Received: {keras.backend.backend()!r}. Unset KERAS_BACKEND."
         )
     cluster = Cluster.from_environment()
     recipe.check(what, needs_data=not is_dry)
     compiling.check_optimizer(what)
     if what.strategy == "parameter_server" or cluster.parameter_servers:
         raise InputError(
-            "`tfgpu train` cannot use a parameter server. Use multi_worker, or train in a script of your own "
-            "with tfgpu.strategies.parameter_server()."
+            "`tfgpu train` does not support parameter servers. Use multi_worker, or your own script with "
+            "tfgpu.strategies.parameter_server()."
         )
     if cluster.is_chief:
         directory.check(output, resume=resume, overwrite=overwrite)
     if resume:
         if output is None:
-            raise InputError("Resuming needs the run to go on with. Give its directory as the output.")
+            raise InputError("Resuming needs the run's directory. Pass it as the output.")
         directory.check_same(what, recipe.make(directory.recorded(output)), directory=output)
     return cluster
 
@@ -180,7 +177,7 @@ def _train(
     watch = Watch(job.data, begun=lambda: directory.settle(path) if path else None)
     progress = Progress(console=console) if console else None
     try:
-        # Its end, after an error too, is when all that was handed over is written.
+        # Leaving the block, even after an error, waits for all pending writes.
         with terminable(), Writer() as writer:
             if path:
                 directory.write_config(path, job.recipe, about)
@@ -194,7 +191,7 @@ def _train(
             events = EventsFile(path / directory.LOGS if path else None, writer=writer)
             callbacks = [*job.schedule_callbacks, *job.ending_callbacks, Memory(), metrics, watch, events]
             callbacks += [*_monitor(job, shared), *([progress] if progress else []), *more, checkpoint]
-            # With no epoch left too: the last checkpoint is from before the end of `fit`, which puts averages in place.
+            # Even with no epoch left: the last checkpoint precedes the end of `fit`, which assigns averaged weights.
             _fit(job, first, callbacks)
             return metrics.rows
     except KeyboardInterrupt:
@@ -225,7 +222,7 @@ def _fit(job: building.Job, first: int, callbacks: list[keras.callbacks.Callback
         initial_epoch=first,
         epochs=job.recipe.epochs,
         callbacks=callbacks,
-        shuffle=False,  # The data has an order of its own for each epoch.
+        shuffle=False,  # the data is already shuffled
         verbose=0,
     )
 
@@ -280,7 +277,7 @@ def _checkpoint(job: building.Job, path: Path | None, writer: Writer, *, resume:
         is_chief=job.cluster.is_chief,
         writer=writer,
     )
-    checkpoint.go_on = how_to_go_on(path)
+    checkpoint.go_on = how_to_resume(path)
     checkpoint.warns_when_over = False
     return checkpoint
 

@@ -28,7 +28,7 @@ class Diverged(TrainingError):
 class Watch(keras.callbacks.Callback):
     """Tracks the position of the training, seeks each epoch's data, and stops if the loss is NaN or Inf."""
 
-    every_batch = False  # Blocks of steps are enough for tfgpu's own loop.
+    every_batch = False  # once per block of steps suffices for tfgpu's loop
     has_memory = False
 
     def __init__(self, data: Data, *, begun: Any):
@@ -54,9 +54,9 @@ class Watch(keras.callbacks.Callback):
         self.epoch = epoch + 1
 
 
-def how_to_go_on(path: Path | None) -> str:
-    """The command that takes a run up again; a worker that was given no directory knows none."""
-    return f"Go on with: tfgpu train --resume --output {path}" if path else "The chief says how to go on."
+def how_to_resume(path: Path | None) -> str:
+    """Returns the command that resumes a run; a worker without a directory does not know it."""
+    return f"Resume with: tfgpu train --resume --output {path}" if path else "The chief prints how to resume."
 
 
 def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, resume: bool) -> str:
@@ -66,7 +66,7 @@ def describe_interrupt(path: Path | None, made: list[Path], watch: Watch, *, res
     if not watch.steps and not resume:
         directory.abandon(path, made)
         return directory.NOTHING_WRITTEN
-    again = how_to_go_on(path)
+    again = how_to_resume(path)
     saved = found(path / directory.CHECKPOINTS)
     if not saved:
         return f"Interrupted in epoch {watch.epoch + 1}, before a checkpoint. {again}"

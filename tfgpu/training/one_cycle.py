@@ -49,14 +49,14 @@ class OneCycle(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step):
         step = keras.ops.cast(step, "float32")
         first = self.peak / self.initial_division
-        up = self._way(step / self.rise_steps)
-        down = self._way((step - self.rise_steps) / (self.total_steps - self.rise_steps))
+        up = self._progress(step / self.rise_steps)
+        down = self._progress((step - self.rise_steps) / (self.total_steps - self.rise_steps))
         rising = first + (self.peak - first) * up
         falling = self.peak + (first / self.final_division - self.peak) * down
         return keras.ops.where(step < self.rise_steps, rising, falling)
 
-    def _way(self, part):
-        """How much of the way is done, 0 to 1, when this part of the steps is."""
+    def _progress(self, part):
+        """Maps the share of the steps that are done to the share of the change in rate, 0 to 1."""
         part = keras.ops.clip(part, 0.0, 1.0)
         return part if self.shape == "linear" else (1.0 - keras.ops.cos(math.pi * part)) / 2.0
 

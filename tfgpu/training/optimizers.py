@@ -85,11 +85,11 @@ class LARS(keras.optimizers.Optimizer):
             **kwargs,
         )
         if not 0.0 <= momentum < 1.0:
-            raise InputError(f"`momentum` must be from 0 to below 1. Received: momentum={momentum!r}.")
+            raise InputError(f"`momentum` must be at least 0 and below 1. Received: momentum={momentum!r}.")
         if not trust > 0.0:
             raise InputError(f"`trust` must be above 0. Received: trust={trust!r}. The paper's is 0.001.")
         if isinstance(exclude, str):
-            raise InputError(f"`exclude` must be a list of words. Received: {exclude!r}. Write [{exclude!r}].")
+            raise InputError(f"`exclude` must be a list of strings. Received: {exclude!r}. Write [{exclude!r}].")
         self.momentum, self.nesterov, self.trust = momentum, nesterov, trust
         self.exclude = tuple(exclude)
 
@@ -105,7 +105,7 @@ class LARS(keras.optimizers.Optimizer):
         """Updates one variable by its gradient."""
         ops, at = keras.ops, private_optimizers.index(self, variable)
         velocity = self._velocities[at]
-        # An embedding's gradient comes row by row, a row as often as it was looked up: a norm needs the whole.
+        # An embedding's sparse gradient may repeat rows; the norm needs the dense one.
         gradient = ops.cast(tf.convert_to_tensor(gradient), variable.dtype)
         rate = ops.cast(learning_rate, variable.dtype)
         if self._scales[at]:
@@ -123,7 +123,7 @@ class LARS(keras.optimizers.Optimizer):
 
     def _ratio(self, variable, gradient, decay: float):
         ops = keras.ops
-        # In float32: the squares of a float16 variable overflow.
+        # In float32: squares of float16 values overflow.
         wide = [ops.cast(value, "float32") for value in (variable, gradient)]
         weight, slope = (ops.sqrt(ops.sum(ops.square(value))) for value in wide)
         below = slope + decay * weight
@@ -139,5 +139,5 @@ class LARS(keras.optimizers.Optimizer):
         """Does nothing: the decay is part of the gradient, which the ratio includes."""
 
 
-#: Optimizers by the names that a recipe has for them, beside Keras's own.
+#: Optimizers by their names in a recipe, in addition to Keras's.
 OPTIMIZERS = MappingProxyType({"lars": LARS})

@@ -82,14 +82,14 @@ class ReduceAfterWarmup(keras.callbacks.ReduceLROnPlateau):
         self.peak = adjusted.rate
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._adjusted().put(self.peak)  # a checkpoint may have brought it back
+        self._adjusted().put(self.peak)  # a checkpoint may have restored it
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = {} if logs is None else logs
         optimizer = self.model.optimizer
         rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
         if int(keras.ops.convert_to_numpy(optimizer.iterations)) >= self._warmup_steps:
-            # Keras sets the optimizer's number; here it is the peak of a schedule, which Keras does not let be set.
+            # Keras sets a number on the optimizer; with a schedule it would refuse, so it gets a stand-in.
             model, stands_in = self.model, SimpleNamespace(learning_rate=self.peak)
             self.set_model(SimpleNamespace(optimizer=stands_in, metrics=model.metrics))
             try:
@@ -106,7 +106,7 @@ class ReduceAfterWarmup(keras.callbacks.ReduceLROnPlateau):
             schedule = getattr(schedule, "then", None)
         if schedule is None:
             raise InputError(
-                "The plateau's callback finds no rate to lower in the optimizer. Make both by one "
-                "`schedules.build('plateau', ..., warmup_steps=...)`: the optimizer with its `learning_rate`."
+                "The plateau callback does not support the optimizer's learning rate. Create both with one "
+                "`schedules.build('plateau', ..., warmup_steps=...)`, and pass its `learning_rate` to the optimizer."
             )
         return schedule

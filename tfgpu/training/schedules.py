@@ -20,7 +20,7 @@ from typing import Any
 import keras
 
 from tfgpu import errors
-from tfgpu.errors import InputError, whole_number
+from tfgpu.errors import InputError, is_number, whole_number
 from tfgpu.training.one_cycle import SHAPES, OneCycle
 from tfgpu.training.plateau import Adjusted, ReduceAfterWarmup
 
@@ -36,7 +36,7 @@ class Schedule:
         callbacks: for `fit`; only "plateau" has one.
     """
 
-    learning_rate: Any  # a `Rate`: of that, type checkers would let nobody hand it to Keras, whose own is not annotated
+    learning_rate: Any  # a `Rate`, which type checkers would not accept for Keras's unannotated argument
     callbacks: tuple[keras.callbacks.Callback, ...] = ()
 
 
@@ -150,13 +150,13 @@ def build(
     if name not in _SCHEDULES:
         raise errors.unknown("schedule", name, _SCHEDULES)
     _check_number("learning_rate", learning_rate, above=0.0)
-    _check_whole("total_steps", total_steps, least=1)
-    _check_whole("warmup_steps", warmup_steps, least=0)
-    _check_whole("accumulate", accumulate, least=1)
+    whole_number("total_steps", total_steps)
+    whole_number("warmup_steps", warmup_steps, minimum=0)
+    whole_number("accumulate", accumulate)
     if warmup_steps >= total_steps:
         raise InputError(
-            f"`warmup_steps` must be fewer than the updates of the whole training job. Received: "
-            f"warmup_steps={warmup_steps}, total_steps={total_steps}. Warm up for less, or train longer."
+            f"`warmup_steps` must be less than the updates of the whole training job. Received: "
+            f"warmup_steps={warmup_steps}, total_steps={total_steps}. Shorten the warmup, or train longer."
         )
     options = dict(options or {})
     schedule = _SCHEDULES[name]
@@ -164,9 +164,7 @@ def build(
     allowed = [p.name for p in kinds if p.kind is inspect.Parameter.KEYWORD_ONLY]
     for option in options:
         if not allowed:
-            raise InputError(
-                f"Schedule {name!r} has no options. Received: {option}={options[option]!r}. Remove it."
-            )
+            raise InputError(f"Schedule {name!r} has no options. Received: {option}={options[option]!r}. Remove it.")
         if option not in allowed:
             raise errors.unknown(f"option of schedule {name}", option, allowed)
     built = schedule(float(learning_rate), total_steps, warmup_steps, **options)
@@ -183,12 +181,10 @@ def _cosine(learning_rate: float, total_steps: int, warmup_steps: int, *, final:
     _check_number("final", final, at_least=0.0, at_most=1.0)
     decay_steps = total_steps - warmup_steps
     if not warmup_steps:
-        return Schedule(
-            keras.optimizers.schedules.CosineDecay(learning_rate, decay_steps, alpha=float(final))
-        )
+        return Schedule(keras.optimizers.schedules.CosineDecay(learning_rate, decay_steps, alpha=float(final)))
     return Schedule(
         keras.optimizers.schedules.CosineDecay(
-            # Keras starts exactly here; a start of zero would waste the first update.
+            # Keras starts at this rate; zero would waste the first update.
             learning_rate / (warmup_steps + 1),
             decay_steps,
             alpha=float(final),
@@ -198,13 +194,9 @@ def _cosine(learning_rate: float, total_steps: int, warmup_steps: int, *, final:
     )
 
 
-def _exponential(
-    learning_rate: float, total_steps: int, warmup_steps: int, *, final: float = 0.01
-) -> Schedule:
+def _exponential(learning_rate: float, total_steps: int, warmup_steps: int, *, final: float = 0.01) -> Schedule:
     _check_number("final", final, above=0.0, at_most=1.0)
-    decay = keras.optimizers.schedules.ExponentialDecay(
-        learning_rate, total_steps - warmup_steps, float(final)
-    )
+    decay = keras.optimizers.schedules.ExponentialDecay(learning_rate, total_steps - warmup_steps, float(final))
     return Schedule(Warmup(decay, warmup_steps) if warmup_steps else decay)
 
 
@@ -225,7 +217,7 @@ def _step(
     _check_number("factor", factor, above=0.0, below=1.0)
     _check_milestones(milestones, warmup_steps, total_steps)
     rates = [learning_rate * factor**passed for passed in range(len(milestones) + 1)]
-    # Keras keeps the rate up to and with a boundary.
+    # Keras keeps the rate up to and including a boundary.
     bounds = [milestone - warmup_steps - 1 for milestone in milestones]
     steps = keras.optimizers.schedules.PiecewiseConstantDecay(bounds, rates)
     return Schedule(Warmup(steps, warmup_steps) if warmup_steps else steps)
@@ -243,7 +235,7 @@ def _one_cycle(
 ) -> Schedule:
     if warmup_steps and rise is not None:
         raise InputError(
-            f"Schedule 'one_cycle' rises once. Received: warmup_steps={warmup_steps}, rise={rise!r}. Give one of them."
+            f"Schedule 'one_cycle' rises once. Received: warmup_steps={warmup_steps}, rise={rise!r}. Use one of them."
         )
     rise = 0.3 if rise is None else rise
     _check_number("rise", rise, above=0.0, below=1.0)
@@ -273,15 +265,13 @@ def _plateau(
     min_learning_rate: float = 0.0,
 ) -> Schedule:
     if not isinstance(monitor, str) or not monitor:
-        raise InputError(
-            f"`monitor` must be a metric's name such as 'val_loss'. Received: monitor={monitor!r}."
-        )
+        raise InputError(f"`monitor` must be a metric's name such as 'val_loss'. Received: monitor={monitor!r}.")
     if mode not in ("auto", "min", "max"):
         raise errors.unknown("mode", mode, ("auto", "min", "max"))
     _check_number("factor", factor, above=0.0, below=1.0)
-    _check_whole("patience", patience, least=1)
+    whole_number("patience", patience)
     _check_number("min_delta", min_delta, at_least=0.0)
-    _check_whole("cooldown", cooldown, least=0)
+    whole_number("cooldown", cooldown, minimum=0)
     _check_number("min_learning_rate", min_learning_rate, at_least=0.0, below=learning_rate)
     settings = {
         "monitor": monitor,
@@ -315,13 +305,9 @@ def _check_milestones(milestones: object, warmup_steps: int, total_steps: int) -
     whole = listed and all(isinstance(m, int) and not isinstance(m, bool) for m in listed)
     if not whole or listed != sorted(set(listed)) or not warmup_steps < listed[0] <= listed[-1] < total_steps:
         raise InputError(
-            f"Schedule 'step' needs `milestones`: rising whole numbers of updates, above the warm-up's {warmup_steps} "
-            f"and below the {total_steps} of the whole training job. Received: milestones={milestones!r}."
+            f"Schedule 'step' needs `milestones`: increasing whole numbers of updates, above warmup_steps="
+            f"{warmup_steps} and below total_steps={total_steps}. Received: milestones={milestones!r}."
         )
-
-
-def _check_whole(name: str, value: object, *, least: int) -> None:
-    whole_number(name, value, minimum=least)
 
 
 def _check_number(
@@ -333,8 +319,7 @@ def _check_number(
     at_least: float = -math.inf,
     at_most: float = math.inf,
 ) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if number and above < value < below and at_least <= value <= at_most:
+    if is_number(value) and above < value < below and at_least <= value <= at_most:
         return
     words = {"above": above, "at least": at_least, "below": below, "at most": at_most}
     limits = " and ".join(f"{word} {limit:g}" for word, limit in words.items() if math.isfinite(limit))

@@ -1,13 +1,12 @@
 """`Trainer(model)`: `model.fit` with a fixed number of steps per compiled call."""
 
-import numbers
 from typing import Any
 
 import keras
 
 from tfgpu import repairs
 from tfgpu.core import step_blocks
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 
 
 class Trainer:
@@ -42,9 +41,8 @@ class Trainer:
                 raise InputError(
                     f"Trainer runs `train_step`, but {type(model).__name__} overrides `{name}`. Use model.fit."
                 )
-        is_number = isinstance(steps_per_call, numbers.Integral) and not isinstance(steps_per_call, bool)
-        if steps_per_call is not None and (not is_number or steps_per_call < 1):
-            raise InputError(f"`steps_per_call` must be a whole number from 1. Received: {steps_per_call!r}.")
+        if steps_per_call is not None:
+            steps_per_call = whole_number("steps_per_call", steps_per_call)
         if not repairs.repair_keras():
             raise InputError("Trainer needs the Keras repairs. Unset TFGPU_REPAIR.")
         self.model = model

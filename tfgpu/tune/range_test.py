@@ -129,13 +129,13 @@ def learning_rate(
     try:
         if schedule is not None:
             model.optimizer.learning_rate = From(_Rising(lowest, highest, steps), int(optimizer.variables[0].numpy()))
-            tracing.trace_anew(model)
+            tracing.retrace(model)
             sweep.assigns = False
         ran_out = _run(model, batches, sweep, steps)
     finally:
         if schedule is not None:
             model.optimizer.learning_rate = schedule
-            tracing.trace_anew(model)
+            tracing.retrace(model)
         training_state.restore_state(model, state, "the state before the range test")
         training_state.restore_random_states(random)
         model.reset_metrics()

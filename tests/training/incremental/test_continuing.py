@@ -33,10 +33,10 @@ def first(tmp_path_factory):
 def test_the_optimizer_is_kept_or_begins_anew(first, kind, choice):
     model, folder = first
     if kind == "file":
-        taken = incremental.take_up(folder / "model.keras", optimizer=choice)
+        taken = incremental.warm_start(folder / "model.keras", optimizer=choice)
     else:
         source = tfgpu.callbacks.Checkpoint(folder / "checkpoints")
-        taken = incremental.take_up(source, compiled(), optimizer=choice)
+        taken = incremental.warm_start(source, compiled(), optimizer=choice)
     assert all(np.array_equal(a, b) for a, b in zip(taken.get_weights(), model.get_weights(), strict=True))
     found = [np.array_equal(a, b) for a, b in zip(taken.optimizer.variables, model.optimizer.variables, strict=True)]
     assert all(found) if choice == "keep" else found == [False, True] + [False] * 4
@@ -73,14 +73,14 @@ def test_a_rise_counts_updates_where_gradients_accumulate():
 
 def test_what_is_not_there_is_named(tmp_path):
     for wrong, message in (
-        (lambda: incremental.take_up(tmp_path / "no.keras", optimizer="keep"), "no.keras"),
-        (lambda: incremental.take_up("x.keras", optimizer="kept"), "Did you mean 'keep'"),
+        (lambda: incremental.warm_start(tmp_path / "no.keras", optimizer="keep"), "no.keras"),
+        (lambda: incremental.warm_start("x.keras", optimizer="kept"), "Did you mean 'keep'"),
         (
-            lambda: incremental.take_up(tfgpu.callbacks.Checkpoint(tmp_path), optimizer="keep"),
-            "give the compiled model",
+            lambda: incremental.warm_start(tfgpu.callbacks.Checkpoint(tmp_path), optimizer="keep"),
+            "Pass the compiled model",
         ),
         (
-            lambda: incremental.take_up(tfgpu.callbacks.Checkpoint(tmp_path), compiled(), optimizer="keep"),
+            lambda: incremental.warm_start(tfgpu.callbacks.Checkpoint(tmp_path), compiled(), optimizer="keep"),
             "no checkpoint",
         ),
         (lambda: incremental.rewarm(compiled(), steps=0), "`steps`"),

@@ -125,7 +125,7 @@ def test_what_is_wrong_is_named():
             incremental.ElasticWeights(**settings)
     elastic = incremental.ElasticWeights(1.0).add(linear([[1.0, 2.0]]), np.ones((1, 1), "float32"), np.array([0]))
     other = keras.Sequential([keras.Input((1,)), keras.layers.Dense(2, name="another")])
-    with pytest.raises(tfgpu.InputError, match="other names"):
+    with pytest.raises(tfgpu.InputError, match="names differ"):
         elastic.attach(other)
     with pytest.raises(tfgpu.InputError, match="no rows"):
         elastic.add(linear([[1.0, 2.0]]), np.ones((0, 1), "float32"), np.array([], "int64"))

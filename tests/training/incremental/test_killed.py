@@ -235,9 +235,9 @@ def test_what_is_wrong_is_named(tmp_path, caplog):
     replay, stream = incremental.Replay(4), [(X, Y)]
     settings = {"window": 8, "global_batch": 4, "verbose": 0, "replay": replay}
     for given, match in (
-        ({"tasks": Tasks(tmp_path / "f")}, "must know the replay memory"),
+        ({"tasks": Tasks(tmp_path / "f")}, "must save the replay memory"),
         ({"tasks": Tasks(tmp_path / "f", remember={"r": replay}), "skip": 1}, "skip=1 too"),
-        ({"callbacks": [Checkpoint(tmp_path / "g")]}, "mix them up"),
+        ({"callbacks": [Checkpoint(tmp_path / "g")]}, "supports a single `fit`"),
     ):
         with pytest.raises(tfgpu.InputError, match=match):
             incremental.fit_stream(model_of(), stream, **settings, **given)

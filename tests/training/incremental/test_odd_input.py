@@ -63,11 +63,11 @@ def test_logits_are_logits():
 def test_one_column_has_no_softmax_and_no_accuracy():
     """The Fisher information of a softmax over one class is 0, and so would be every penalty."""
     yes_or_no = net(1, "sigmoid")
-    with pytest.raises(InputError, match="two, where it is yes or no"):
+    with pytest.raises(InputError, match="also for two classes"):
         incremental.ElasticWeights(1.0).add(yes_or_no, X, Y > 0)
-    with pytest.raises(InputError, match="two, where it is yes or no"):
+    with pytest.raises(InputError, match="also for two classes"):
         incremental.accuracies(yes_or_no, [(X, Y > 0)])
-    with pytest.raises(InputError, match="two, where it is yes or no"):
+    with pytest.raises(InputError, match="also for two classes"):
         incremental.Distilled(net(2), net(1))
     with pytest.raises(InputError, match="ends in a sigmoid"):
         incremental.ElasticWeights(1.0).add(net(3, "sigmoid"), X, np.eye(3)[Y])
@@ -96,9 +96,9 @@ def test_the_data_of_a_fisher_information():
     for data, message in (
         ((X, Y - 1), "from 0 to 2.* Received: -1 to 1"),
         ((X, Y + 7), "Received: 7 to 9"),
-        ((X, Y[:4]), "as many rows"),
-        ((X,), "Give the labels too"),
-        ((weighted,), "knows no weights"),
+        ((X, Y[:4]), "same length"),
+        ((X,), "Labels are missing"),
+        ((weighted,), "without weights"),
     ):
         with pytest.raises(InputError, match=message):
             elastic.add(model, *data)
@@ -137,9 +137,9 @@ def test_a_distilled_model_stands_for_what_it_trains():
     [
         (({"b": X}, Y), "one structure.*'b'.*after.*'a'"),
         (({"a": X}, Y, Y), "one structure"),
-        (({"a": X}, Y[:6]), "as many rows"),
+        (({"a": X}, Y[:6]), "same length"),
         (({"a": X[:, :3]}, Y), r"one shape. Received: \[\(3,\), \(\)\] after \[\(4,\)"),
-        (({"a": 1.0}, 2), "as many rows"),
+        (({"a": 1.0}, 2), "same length"),
     ],
 )
 def test_a_stream_keeps_its_structure(second, message):
@@ -152,12 +152,12 @@ def test_other_odd_arguments():
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     with pytest.raises(InputError, match="initial_epoch"):
         incremental.fit_stream(model, [(X, Y)], window=4, global_batch=2, initial_epoch=1)
-    with pytest.raises(InputError, match="data set of batches. Received: tuple"):
+    with pytest.raises(InputError, match="dataset of batches. Received: tuple"):
         incremental.Replay(4).add(X, Y).mix((X, Y))
     for then in ("fast", -1.0, float("nan"), True):
         with pytest.raises(InputError, match="`then` must be"):
             incremental.rewarm(model, 3, then)
-    with pytest.raises(InputError, match="must be a built model"):
+    with pytest.raises(InputError, match="must be a built Keras model"):
         incremental.discriminative("adam", keras.Sequential([keras.layers.Dense(2, name="a")]), {"a": 0.1})
     with pytest.raises(InputError, match="must be a Keras model"):
         incremental.freeze("model", "a")
@@ -200,11 +200,11 @@ def test_what_is_no_model_file_is_not_taken_up(tmp_path):
     path = tmp_path / "model.keras"
     model.save(path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(InputError, match="no whole .keras file"):
-        incremental.take_up(path, optimizer="keep")
+    with pytest.raises(InputError, match="damaged or not a .keras file"):
+        incremental.warm_start(path, optimizer="keep")
     for source in (None, model):
-        with pytest.raises(InputError, match="must be a .keras file"):
-            incremental.take_up(source, optimizer="keep")
+        with pytest.raises(InputError, match="must be an existing .keras file"):
+            incremental.warm_start(source, optimizer="keep")
 
 
 @pytest.mark.slow
@@ -233,5 +233,5 @@ def test_a_head_that_feeds_other_layers_is_not_grown():
     inputs = keras.Input((4,))
     first = keras.layers.Dense(3, name="head")(inputs)
     model = keras.Model(inputs, [first, keras.layers.Dense(2, name="after")(first)])
-    with pytest.raises(InputError, match="after/kernel takes what the head puts out"):
+    with pytest.raises(InputError, match="after/kernel depends on the head's output"):
         incremental.grow(model, 5, head="head")

@@ -84,7 +84,7 @@ def test_by_depth_is_ulmfit_s():
 
 def test_what_is_wrong_is_named():
     model = two_layers()
-    with pytest.raises(tfgpu.InputError, match="No layer is called 'tail'.*body, head"):
+    with pytest.raises(tfgpu.InputError, match="No layer matches 'tail'.*body, head"):
         incremental.discriminative("adam", model, {"tail": 0.1})
     for factors in ({"body": -1}, {"body": "fast"}, {}):
         with pytest.raises(tfgpu.InputError):

@@ -55,7 +55,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         incremental.fit_stream(stopped, stream(), replay=part, after_window=keep, **settings)
-    again = incremental.take_up(tmp_path / "model.keras", optimizer="keep")
+    again = incremental.warm_start(tmp_path / "model.keras", optimizer="keep")
     memory = incremental.Replay(8, seed=1).load(tmp_path / "replay", like=next(stream()))
     incremental.fit_stream(again, stream(), replay=memory, skip=2, **settings)
     assert all(np.array_equal(a, b) for a, b in zip(whole.get_weights(), again.get_weights(), strict=True))
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_named():
         incremental.windows(stream(), 0)
     with pytest.raises(tfgpu.InputError, match="batch_size"):
         incremental.fit_stream(model_of(), stream(), window=4, global_batch=2, batch_size=3)
-    with pytest.raises(tfgpu.InputError, match="or with weights"):
+    with pytest.raises(tfgpu.InputError, match="or `.x, y, weights.`"):
         incremental.fit_stream(model_of(), iter([np.ones((3, 2))]), window=4, global_batch=2)
 
 

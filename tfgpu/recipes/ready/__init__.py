@@ -59,7 +59,7 @@ def path(name: str) -> Path:
     if name.endswith(_ENDS) or Path(name).is_file():
         return Path(name)
     if "/" in name:
-        raise InputError(f"No such recipe: {name!r}. Give a YAML file, or one of {', '.join(names())}.")
+        raise InputError(f"No such recipe: {name!r}. Use a YAML file, or one of {', '.join(names())}.")
     raise unknown("recipe", name, [*names(), "FILE.yaml"])
 
 

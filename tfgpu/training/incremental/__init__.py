@@ -10,7 +10,7 @@
 Everything works with `compile` and `fit`, and with replicas gives the same result as one device.
 """
 
-from tfgpu.training.incremental.continuing import rewarm, take_up
+from tfgpu.training.incremental.continuing import rewarm, warm_start
 from tfgpu.training.incremental.distilling import Distilled
 from tfgpu.training.incremental.elastic import ElasticWeights
 from tfgpu.training.incremental.freezing import by_depth, discriminative, freeze, unfreeze
@@ -32,7 +32,7 @@ __all__ = [
     "freeze",
     "grow",
     "rewarm",
-    "take_up",
     "unfreeze",
+    "warm_start",
     "windows",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfgpu.errors import InputError, unknown, whole_number
+from tfgpu.errors import InputError, is_number, unknown, whole_number
 from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import tracing
 from tfgpu.training.schedules import PerUpdate, Rate, Warmup
@@ -15,55 +15,55 @@ from tfgpu.training.schedules import PerUpdate, Rate, Warmup
 OPTIMIZERS = ("keep", "reset")
 
 
-def take_up(source: Any, model: keras.Model | None = None, *, optimizer: str) -> keras.Model:
-    """Takes up what was trained, to go on with other data in a new `fit`, whose epochs count from 0.
+def warm_start(source: Any, model: keras.Model | None = None, *, optimizer: str) -> keras.Model:
+    """Loads a trained model for training on other data with a new `fit`, whose epochs count from 0.
 
     Args:
-        source: a `.keras` file; or what has a `restore(model)`, as `tfgpu.callbacks.Checkpoint(folder)` has. Give the
-            new `fit` a checkpoint folder of its own: the old one's run is over.
-        model: for a checkpoint: the compiled model, made as for the run that wrote it. A `.keras` file has its own,
-            and is loaded under the strategy in whose scope this is called.
-        optimizer: `"keep"` goes on with its slots, iterations and rate (a schedule goes on too, see `rewarm`);
-            `"reset"` begins them anew, with the rate of its configuration.
+        source: a `.keras` file; or an object with `restore(model)`, such as `tfgpu.callbacks.Checkpoint(folder)`. The
+            new `fit` needs a new checkpoint folder: the old one's run is done.
+        model: for a checkpoint: the compiled model, created as for the run that wrote it. A `.keras` file has its own,
+            and is loaded under the current strategy scope.
+        optimizer: `"keep"` keeps its slots, iterations and rate (a schedule continues too, see `rewarm`); `"reset"`
+            creates it anew from its configuration.
 
     Returns:
         The compiled model.
 
     Raises:
-        InputError: there is no such file or checkpoint, it is not whole or another model's, `optimizer` is no choice.
+        InputError: the file or checkpoint is missing, damaged or another model's, or `optimizer` is invalid.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         >>> model.compile("adam", "mse")
         >>> model.save("first.keras")
-        >>> again = take_up("first.keras", optimizer="reset")
+        >>> again = warm_start("first.keras", optimizer="reset")
     """
     if optimizer not in OPTIMIZERS:
         raise unknown("choice of `optimizer`", optimizer, OPTIMIZERS)
     if hasattr(source, "restore"):
         if model is None:
-            raise InputError("A checkpoint holds no model: give the compiled model that it is of as `model`.")
+            raise InputError("A checkpoint does not contain the model. Pass the compiled model as `model`.")
         fresh = _config(model.optimizer)
         if source.restore(model) is None:
-            raise InputError("There is no checkpoint in that folder. Look at its path.")
+            raise InputError("There is no checkpoint in that folder. Check its path.")
     else:
         path = Path(source) if isinstance(source, str | os.PathLike) else None
         if path is None or path.suffix != ".keras" or not path.is_file():
             raise InputError(
-                f"`source` must be a .keras file, or a Checkpoint such as tfgpu.callbacks.Checkpoint(folder). "
+                f"`source` must be an existing .keras file, or a tfgpu.callbacks.Checkpoint(folder). "
                 f"Received: {str(source)!r}."
             )
         if model is not None:
-            raise InputError("A .keras file has its model. Leave `model` out.")
+            raise InputError("A .keras file contains the model. Remove `model`.")
         if not zipfile.is_zipfile(path):
-            raise InputError(f"{path} is no whole .keras file. Give one as `model.save` has written it.")
+            raise InputError(f"{path} is damaged or not a .keras file. Use the output of `model.save`.")
         model = keras.models.load_model(path)
         if not model.compiled:
-            raise InputError(f"{path} was saved without its optimizer. Compile what `keras.models.load_model` gives.")
+            raise InputError(f"{path} has no optimizer. Load it with `keras.models.load_model` and compile it.")
         fresh = _config(model.optimizer)
     if optimizer == "reset":
-        _begin_anew(model, fresh)
-    tracing.trace_anew(model)
+        _reset_optimizer(model, fresh)
+    tracing.retrace(model)
     return model
 
 
@@ -73,7 +73,7 @@ def _config(optimizer) -> dict:
     return optimizer.get_config()
 
 
-def _begin_anew(model: keras.Model, config: dict) -> None:
+def _reset_optimizer(model: keras.Model, config: dict) -> None:
     old = model.optimizer
     trained = parameter_groups.built_on(old)
     with model.distribute_strategy.scope():
@@ -108,7 +108,7 @@ def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
     if not model.compiled or model.optimizer is None:
         raise InputError("The model has no optimizer. Compile it first.")
     steps = whole_number("steps", steps)
-    is_rate = isinstance(then, (int, float)) and not isinstance(then, bool) and 0 < then < float("inf")
+    is_rate = is_number(then) and then > 0
     if not (then is None or is_rate or isinstance(then, keras.optimizers.schedules.LearningRateSchedule)):
         raise InputError(f"`then` must be None, a rate above 0, or a Keras schedule. Received: {then!r}.")
     inner = parameter_groups.inner_of(model.optimizer)
@@ -119,7 +119,7 @@ def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
     if accumulate > 1:
         schedule = PerUpdate(schedule, accumulate)
     model.optimizer.learning_rate = From(schedule, begun) if begun else schedule
-    tracing.trace_anew(model)
+    tracing.retrace(model)
 
 
 @keras.saving.register_keras_serializable(package="tfgpu")

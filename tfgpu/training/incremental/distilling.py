@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, is_number
 from tfgpu.training.incremental import heads
 
 
@@ -101,7 +101,7 @@ class Distilled(keras.Model):
 
     def get_config(self) -> dict[str, Any]:
         """Raises `InputError`: save the model instead."""
-        raise InputError("A Distilled model is for training. Save what it trains: `distilled.model.save(path)`.")
+        raise InputError("A Distilled model cannot be saved. Save the inner model: `distilled.model.save(path)`.")
 
 
 class _Distance(keras.losses.Loss):
@@ -131,7 +131,7 @@ def _softened(outputs, temperature: float, has_logits: bool) -> tf.Tensor:
 
 def _check(model: keras.Model, teacher: keras.Model, weight: float, temperature: float) -> None:
     for name, value in (("weight", weight), ("temperature", temperature)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        if not is_number(value) or value <= 0:
             raise InputError(f"`{name}` must be a number above 0. Received: {value!r}.")
     for name, value in (("model", model), ("teacher", teacher)):
         if not isinstance(value, keras.Model) or not value.built or not hasattr(value, "outputs"):
@@ -147,6 +147,6 @@ def _check(model: keras.Model, teacher: keras.Model, weight: float, temperature:
         )
     known = {id(v) for v in model.weights}
     if any(id(v) in known for v in teacher.weights):
-        raise InputError("The teacher shares weights with the model, so it would change with it. Clone it first.")
+        raise InputError("The teacher shares weights with the model and would change with it. Clone it first.")
     if model.distribute_strategy is not teacher.distribute_strategy:
-        raise InputError("Make or load the teacher under the model's strategy: `with strategy.scope():`.")
+        raise InputError("Create or load the teacher under the model's strategy: `with strategy.scope():`.")

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu import packing
-from tfgpu.errors import InputError, unknown
+from tfgpu.errors import InputError, is_number, unknown, whole_number
 from tfgpu.training.incremental import heads, names, tracing
 from tfgpu.training.incremental.distilling import Distilled
 
@@ -48,9 +48,9 @@ class ElasticWeights:
     """
 
     def __init__(self, strength: float, *, decay: float | None = None, labels: str = "expected"):
-        if not _is_number(strength) or not 0 <= strength < float("inf"):
-            raise InputError(f"`strength` must be a number from 0. Received: {strength!r}.")
-        if decay is not None and (not _is_number(decay) or not 0 <= decay <= 1):
+        if not is_number(strength) or strength < 0:
+            raise InputError(f"`strength` must be a number of at least 0. Received: {strength!r}.")
+        if decay is not None and (not is_number(decay) or not 0 <= decay <= 1):
             raise InputError(f"`decay` must be None or a number from 0 to 1. Received: {decay!r}.")
         if labels not in LABELS:
             raise unknown("labels", labels, LABELS)
@@ -58,7 +58,7 @@ class ElasticWeights:
         self.decay: float | None = decay
         self.labels: str = labels
         self.tasks: int = 0
-        self._state: dict[str, tuple[np.ndarray, np.ndarray, float]] = {}  # precision, centre, constant
+        self._state: dict[str, tuple[np.ndarray, np.ndarray, float]] = {}  # precision, center, constant
         self._is_attached = False
 
     def add(self, model: keras.Model, x: Any, y: Any = None, *, examples: int | None = None) -> "ElasticWeights":
@@ -102,21 +102,21 @@ class ElasticWeights:
                 variable.regularizer = _Elastic(self.strength, variable, model.distribute_strategy)
             variable.regularizer.put(*state)
         if self._state and not matched:
-            raise InputError(f"None of the {len(self._state)} remembered weights is in {inner.name}: other names.")
+            raise InputError(f"{inner.name} has none of the {len(self._state)} saved weights: their names differ.")
         self._is_attached = True
         if is_new:
-            tracing.trace_anew(inner)
-            tracing.trace_anew(model)
+            tracing.retrace(inner)
+            tracing.retrace(model)
         return self
 
     def detach(self, model: keras.Model) -> None:
         """Removes the penalty from a model, which keeps its other regularizers."""
         for variable in model.trainable_variables:
             if isinstance(variable.regularizer, _Elastic):
-                variable.regularizer.forget()  # a step that somebody has traced may still look at it
+                variable.regularizer.forget()  # a traced step may still use it
                 variable.regularizer = variable.regularizer.stock
         self._is_attached = False
-        tracing.trace_anew(model)
+        tracing.retrace(model)
 
     def penalty(self, model: keras.Model) -> tf.Tensor:
         """Returns the penalty of a model's current weights, a float32 scalar."""
@@ -177,29 +177,29 @@ class ElasticWeights:
         return made
 
     def _merged(self, state: tuple, information: np.ndarray, value: np.ndarray) -> tuple:
-        precision, centre, constant = state
+        precision, center, constant = state
         if self.decay is not None:
             return (self.decay * precision + information).astype("float32"), value.copy(), 0.0
-        # Two parabolas are one, of both their curvatures, about the mean of their centres.
+        # The sum of two parabolas has the sum of their curvatures, about the weighted mean of their centers.
         a, b = precision.astype("float64"), information.astype("float64")
         total = a + b
         share = np.divide(b, total, out=np.zeros_like(total), where=total > 0)
-        constant += 0.5 * float(np.sum(a * share * (centre.astype("float64") - value) ** 2))
-        moved = np.where(total > 0, centre + share * (value.astype("float64") - centre), value)
+        constant += 0.5 * float(np.sum(a * share * (center.astype("float64") - value) ** 2))
+        moved = np.where(total > 0, center + share * (value.astype("float64") - center), value)
         return total.astype("float32"), moved.astype("float32"), constant
 
     def _fitted(self, path: str, value: np.ndarray) -> tuple:
         """Returns a weight's state in the weight's current shape."""
         if path not in self._state:
             return np.zeros_like(value), value.copy(), 0.0
-        precision, centre, constant = self._state[path]
+        precision, center, constant = self._state[path]
         if precision.shape == value.shape:
-            return precision, centre, constant
+            return precision, center, constant
         if precision.ndim != value.ndim or any(a > b for a, b in zip(precision.shape, value.shape, strict=True)):
-            raise InputError(f"{path} was {precision.shape} and is {value.shape} now: it can only have grown.")
+            raise InputError(f"{path} had the shape {precision.shape} and has {value.shape} now. It can only grow.")
         known = tuple(slice(0, size) for size in precision.shape)
         wide, middle = np.zeros_like(value), value.copy()
-        wide[known], middle[known] = precision, centre
+        wide[known], middle[known] = precision, center
         return wide, middle, constant
 
 
@@ -213,11 +213,11 @@ class _Elastic(keras.regularizers.Regularizer):
             return keras.Variable(np.zeros(shape, "float32"), trainable=False, dtype="float32", autocast=False)
 
         with strategy.scope():
-            self._precision, self._centre, self._constant = made(variable.shape), made(variable.shape), made(())
+            self._precision, self._center, self._constant = made(variable.shape), made(variable.shape), made(())
 
-    def put(self, precision: np.ndarray, centre: np.ndarray, constant: float) -> None:
+    def put(self, precision: np.ndarray, center: np.ndarray, constant: float) -> None:
         self._precision.assign(precision)
-        self._centre.assign(centre)
+        self._center.assign(center)
         self._constant.assign(constant)
 
     def forget(self) -> None:
@@ -225,7 +225,7 @@ class _Elastic(keras.regularizers.Regularizer):
             variable.assign(keras.ops.zeros_like(variable))
 
     def own(self, x) -> tf.Tensor:
-        moved = tf.convert_to_tensor(x) - self._centre
+        moved = tf.convert_to_tensor(x) - self._center
         return self._strength * (0.5 * tf.reduce_sum(self._precision * moved * moved) + self._constant)
 
     def __call__(self, x):
@@ -246,7 +246,8 @@ def fisher(model: keras.Model, x, y=None, *, labels: str = "expected", examples:
     variables = model.trainable_variables
     weights = [tf.constant(v.numpy()) for v in variables]
     rest = [tf.constant(v.numpy()) for v in model.non_trainable_variables]
-    _check_examples(examples)
+    if examples is not None:
+        whole_number("examples", examples)
     has_logits = not heads.gives_probabilities(model)
     totals, rows = [np.zeros(v.shape, "float64") for v in weights], 0
 
@@ -285,7 +286,7 @@ def fisher(model: keras.Model, x, y=None, *, labels: str = "expected", examples:
             total += found.numpy()
         rows += int(tf.shape(numbers)[0])
     if not rows:
-        raise InputError("There are no rows to measure the Fisher information on.")
+        raise InputError("The Fisher information needs data. Received: no rows.")
     return [(v, (total / rows).astype("float32")) for v, total in zip(variables, totals, strict=True)]
 
 
@@ -294,16 +295,11 @@ def _inner(model: keras.Model) -> keras.Model:
     return model.model if isinstance(model, Distilled) else model
 
 
-def _check_examples(examples: int | None) -> None:
-    if examples is not None and (isinstance(examples, bool) or not isinstance(examples, int) or examples < 1):
-        raise InputError(f"`examples` must be None or a whole number from 1. Received: {examples!r}.")
-
-
 def _classes(model: keras.Model, out) -> int:
     """Returns the number of classes, from the model's outputs for one row."""
     shapes = [tuple(part.shape) for part in tf.nest.flatten(out)]
     if len(shapes) != 1 or len(shapes[0]) != 2:
-        raise InputError(f"The model must give one row of classes for each example. Received: {shapes}.")
+        raise InputError(f"The model must output one row of classes per example. Received: {shapes}.")
     heads.check_classes(model, shapes[0][1], "The Fisher information")
     return shapes[0][1]
 
@@ -312,8 +308,8 @@ def _check_numbers(numbers: tf.Tensor, classes: int) -> None:
     least, most = int(tf.reduce_min(numbers)), int(tf.reduce_max(numbers))
     if not 0 <= least <= most < classes:
         raise InputError(
-            f"Labels must be class numbers from 0 to {classes - 1}, as many as the model's outputs. Received: {least} "
-            f"to {most}."
+            f"Labels must be class indices from 0 to {classes - 1}, as the model has {classes} outputs. Received: "
+            f"{least} to {most}."
         )
 
 
@@ -322,11 +318,11 @@ def _batches(x, y, examples: int | None):
     for batch in x if isinstance(x, tf.data.Dataset) else _cut(x, y):
         if not isinstance(batch, tuple) or len(batch) != 2:
             raise InputError(
-                f"The data must be batches (x, y). Received: {_parts(batch)}. The Fisher information knows no weights: "
+                f"The data must be batches (x, y), without weights. Received: {_parts(batch)}. Remove weights with "
                 "`data.map(lambda x, y, weights: (x, y))`."
             )
         numbers = tf.convert_to_tensor(batch[1])
-        if numbers.shape.rank == 2:  # one column a class, or a single column
+        if numbers.shape.rank == 2:  # one column per class, or a single column
             numbers = numbers[:, 0] if numbers.shape[1] == 1 else tf.argmax(numbers, -1)
         take = int(min(left, numbers.shape[0]))
         if not take:
@@ -342,12 +338,8 @@ def _parts(batch) -> str:
 
 def _cut(x, y) -> tf.data.Dataset:
     if y is None:
-        raise InputError("Give the labels too: `add(model, x, y)`, or a data set of batches (x, y).")
+        raise InputError("Labels are missing. Use `add(model, x, y)`, or a dataset of batches (x, y).")
     try:
         return tf.data.Dataset.from_tensor_slices((x, y)).batch(256)
     except ValueError as error:
-        raise InputError(f"`x` and `y` must be arrays with as many rows. {error}.") from error
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        raise InputError(f"`x` and `y` must be arrays of the same length. {error}.") from error

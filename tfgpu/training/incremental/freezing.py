@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import keras
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, is_number
 from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import names, tracing
 
@@ -62,13 +62,13 @@ def unfreeze(model: keras.Model, *patterns: str) -> list[str]:
 
 def _set(model: keras.Model, patterns: tuple[str, ...], trainable: bool) -> list[str]:
     if not patterns:
-        raise InputError('Say which layers to freeze: a name, or a pattern such as "conv*".')
+        raise InputError('`freeze` needs the names of layers, or a pattern such as "conv*".')
     if not isinstance(model, keras.Model):
         raise InputError(f"`model` must be a Keras model. Received: {model!r}.")
     names.check_whole(model, "Unfreeze" if trainable else "Freeze")
     layers = names.layers(model)
     found = {name: layers[name] for pattern in patterns for name in _matching(pattern, layers)}
-    if trainable:  # an inner model that is frozen as a whole holds its layers too
+    if trainable:  # a model that is frozen as a whole freezes its layers too
         model.trainable = model.trainable or _thaw(model)
     for name, layer in found.items():
         if trainable:
@@ -77,7 +77,7 @@ def _set(model: keras.Model, patterns: tuple[str, ...], trainable: bool) -> list
         layer.trainable = trainable
     if model.compiled and model.optimizer is not None:
         _fit_optimizer(model)
-    tracing.trace_anew(model)
+    tracing.retrace(model)
     return list(found)
 
 
@@ -99,7 +99,7 @@ def _matching(pattern: str, layers: Mapping[str, keras.layers.Layer]) -> list[st
     is_found = fnmatch.fnmatchcase
     found = [name for name in layers if is_found(name, pattern) or is_found(name.rpartition("/")[2], pattern)]
     if not found:
-        raise InputError(f"No layer is called {pattern!r}. The layers: {', '.join(list(layers)[:40])}.")
+        raise InputError(f"No layer matches {pattern!r}. Layers: {', '.join(list(layers)[:40])}.")
     return found
 
 
@@ -156,12 +156,11 @@ def discriminative(
     if not isinstance(factors, Mapping) or not factors:
         raise InputError(f'`factors` must be a mapping such as {{"conv*": 0.1}}. Received: {factors!r}.')
     if not isinstance(model, keras.Model) or not model.built:
-        raise InputError(f"`model` must be a built model: its weights have the factors. Received: {model!r}.")
+        raise InputError(f"`model` must be a built Keras model. Received: {model!r}.")
     layers, by_path = names.layers(model), {}
     for pattern, factor in factors.items():
-        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        if not is_number or not 0 <= factor < float("inf"):
-            raise InputError(f"The factor of {pattern!r} must be a number from 0. Received: {factor!r}.")
+        if not is_number(factor) or factor < 0:
+            raise InputError(f"The factor of {pattern!r} must be a number of at least 0. Received: {factor!r}.")
         for name in _matching(pattern, layers):
             for variable in layers[name].weights:
                 by_path.setdefault(variable.path, float(factor))

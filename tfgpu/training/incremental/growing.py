@@ -3,7 +3,7 @@
 import keras
 
 from tfgpu.core.state import sharded_variable, training_state
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import names
 
@@ -78,7 +78,7 @@ def grow(model: keras.Model, classes: int, *, head: str | None = None) -> keras.
     """
     layer = _head(model, head)
     names.check_whole(model, "Grow")
-    if isinstance(classes, bool) or not isinstance(classes, int) or classes <= layer.units:
+    if whole_number("classes", classes) <= layer.units:
         raise InputError(f"`classes` must be more than the {layer.units} of {layer.name}. Received: {classes!r}.")
 
     def clone(found):
@@ -94,8 +94,8 @@ def grow(model: keras.Model, classes: int, *, head: str | None = None) -> keras.
             grown = keras.models.clone_model(model, clone_function=clone)
         except (TypeError, ValueError) as error:
             raise InputError(
-                f"{model.name} could not be made anew with {classes} classes: {error} Register what is your own by "
-                "`@keras.saving.register_keras_serializable()`, and give what fits as many classes to `compile`."
+                f"{model.name} could not be cloned with {classes} classes: {error} Register your own classes with "
+                "`@keras.saving.register_keras_serializable()`, and compile with settings for this number of classes."
             ) from error
         _check_outputs(model, grown, classes, layer)
         if model.compiled and (config := model.get_compile_config()):
@@ -111,8 +111,8 @@ def _take_over(model: keras.Model, grown: keras.Model) -> None:
     for before, after in zip(old, new, strict=True):
         if before.shape[:-1] != after.shape[:-1]:
             raise InputError(
-                f"{before.path} takes what the head puts out, so what comes of it would change. Let the head be the "
-                "model's end."
+                f"{before.path} depends on the head's output, which changes size. The head must be the model's last "
+                "layer with weights."
             )
     for before, after in zip(old, new, strict=True):
         after.assign(parameter_groups.grown(before.numpy(), after.numpy()))
@@ -123,7 +123,7 @@ def _take_over(model: keras.Model, grown: keras.Model) -> None:
         twin = {id(before): after for before, after in zip(model.weights, grown.weights, strict=True)}
         optimizer, trained = model.optimizer, parameter_groups.built_on(model.optimizer)
         if any(id(v) not in twin for v in trained):
-            raise InputError("The optimizer is sharded, or trains what is not the model's. Grow first, then shard.")
+            raise InputError("The optimizer is sharded, or trains weights of another model. Grow first, then shard.")
         anew = type(optimizer).from_config(optimizer.get_config())
         parameter_groups.copy_exclusions(optimizer, anew, [(v, twin[id(v)]) for v in trained])
         if trained:
@@ -145,21 +145,21 @@ def _counted(config, units: int, classes: int):
 def _head(model: keras.Model, name: str | None) -> keras.layers.Dense:
     if not isinstance(model, keras.Model) or not hasattr(model, "inputs") or not model.built or not model.inputs:
         raise InputError(
-            f"`model` must be a built Sequential or functional model. Received: {type(model).__name__}. In a class of "
-            "your own make the larger head yourself, and copy the old columns."
+            f"`model` must be a built Sequential or functional model. Received: {type(model).__name__}. For a "
+            "subclassed model, create the larger head yourself and copy the old columns."
         )
     if name is None and len(model.outputs) > 1:
-        raise InputError(f"{model.name} has {len(model.outputs)} outputs. Say which Dense layer grows: `head=NAME`.")
+        raise InputError(f"{model.name} has {len(model.outputs)} outputs. Choose the Dense layer to grow: `head=NAME`.")
     if name is not None and name not in [layer.name for layer in model.layers]:
         raise InputError(f"{model.name} has no layer {name!r}. Its last ones: {[x.name for x in model.layers[-4:]]}.")
     found = model.get_layer(name) if name else next(x for x in reversed(model.layers) if not isinstance(x, _AFTER_HEAD))
     if type(found) not in (keras.layers.Dense, GrownDense):
         raise InputError(
-            f"The head must be a Dense layer. Received: {type(found).__name__} {found.name!r}. Let the model end in a "
-            "Dense layer, or give its name as `head`."
+            f"The head must be a Dense layer. Received: {type(found).__name__} {found.name!r}. End the model in a "
+            "Dense layer, or pass its name as `head`."
         )
     if found.lora_enabled or found.quantization_mode is not None:
-        raise InputError(f"{found.name} is quantized or has LoRA. Grow before that.")
+        raise InputError(f"{found.name} is quantized or has LoRA. Grow the model before that.")
     return found
 
 
@@ -167,4 +167,4 @@ def _check_outputs(model: keras.Model, grown: keras.Model, classes: int, layer: 
     for before, after in zip(model.outputs, grown.outputs, strict=True):
         if before.shape[-1] == layer.units and after.shape[-1] == classes:
             return
-    raise InputError(f"{layer.name} is not what {model.name} puts out. Name its last Dense layer as `head`.")
+    raise InputError(f"{layer.name} is not an output of {model.name}. Pass its last Dense layer's name as `head`.")

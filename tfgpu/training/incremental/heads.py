@@ -51,13 +51,13 @@ def check_classes(model: keras.Model, count: int | None, what: str) -> None:
     """
     if count == 1:
         raise InputError(
-            f"{model.name} has one output column, and a softmax over one class is always 1. {what} needs a column for "
-            "each class: two, where it is yes or no."
+            f"{model.name} has one output column, and a softmax over one class is always 1. {what} needs one column "
+            "per class, also for two classes."
         )
     if ends_in(model) == "sigmoid":
         raise InputError(
-            f"{model.name} ends in a sigmoid, whose columns are no classes among which one is right. {what} needs "
-            "logits or a softmax."
+            f"{model.name} ends in a sigmoid, whose columns are not mutually exclusive classes. {what} needs logits or "
+            "a softmax."
         )
 
 

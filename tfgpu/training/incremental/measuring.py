@@ -32,7 +32,7 @@ class Accuracies:
         object.__setattr__(self, "matrix", np.asarray(self.matrix, float))
         shape = self.matrix.shape
         if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
-            raise InputError(f"`matrix` must have a row and a column for each task. Received the shape {shape}.")
+            raise InputError(f"`matrix` must have one row and one column per task. Received: shape {shape}.")
 
     @property
     def average(self) -> float:
@@ -84,7 +84,7 @@ def accuracies(
         [1.0, 0.5]
     """
     if classes is not None and len(classes) != len(tasks):
-        raise InputError(f"`classes` must name those of each task. Received: {len(classes)} for {len(tasks)} tasks.")
+        raise InputError(f"`classes` must have one entry per task. Received: {len(classes)} for {len(tasks)} tasks.")
     found = []
     for at, (x, y) in enumerate(tasks):
         labels = _labels(at, y)
@@ -101,18 +101,20 @@ def accuracies(
 def _labels(at: int, y: Any) -> np.ndarray:
     labels = np.asarray(y)
     if not labels.size:
-        raise InputError(f"Task {at} has no rows, so no accuracy. Leave it out.")
+        raise InputError(f"Task {at} has no rows. Remove it.")
     return labels
 
 
 def _fitted(at: int, labels: np.ndarray, outputs: Any) -> np.ndarray:
     """Returns class indices, one per prediction."""
     if not isinstance(outputs, np.ndarray):
-        raise InputError(f"The model must have one output. Received: {len(outputs)}. Make a model of one of them.")
+        raise InputError(f"The model must have one output. Received: {len(outputs)}. Use a model with one of them.")
     if outputs.shape[-1] < 2:
-        raise InputError("The model has one output column. It needs one for each class: two, where it is yes or no.")
-    if labels.ndim == outputs.ndim:  # a column for each class, or a single one
+        raise InputError("The model has one output column. It needs one per class, also for two classes.")
+    if labels.ndim == outputs.ndim:  # one column per class, or a single one
         labels = labels[..., 0] if labels.shape[-1] == 1 else labels.argmax(-1)
     if labels.shape != outputs.shape[:-1]:
-        raise InputError(f"Task {at} has labels {labels.shape} for outputs {outputs.shape}. Give one label an answer.")
+        raise InputError(
+            f"Task {at} has labels {labels.shape} for outputs {outputs.shape}. Use one label per prediction."
+        )
     return labels

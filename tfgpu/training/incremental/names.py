@@ -30,9 +30,7 @@ def _walk(model: keras.Model, before: str) -> Iterator[tuple[str, keras.layers.L
 def check_whole(model: keras.Model, what: str) -> None:
     """Raises `InputError` if weights are sharded across devices."""
     if any(sharded_variable.shard_info(v) is not None or sharding.is_fully_sharded(v) for v in model.weights):
-        raise InputError(
-            f"{model.name} has weights in pieces on several devices. {what} it first, then shard or cut it."
-        )
+        raise InputError(f"{model.name} has weights sharded across devices. {what} it first, then shard it.")
 
 
 def trainable(model: keras.Model) -> dict[str, keras.Variable]:

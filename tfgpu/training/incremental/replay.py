@@ -8,11 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu import packing
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, is_number, whole_number
 from tfgpu.training.incremental import reservoirs
 
 _KIND = "replay memory"
-_DRAWN = 0x9E3779B9  # keeps what is replayed apart from what is kept
+_DRAWN = 0x9E3779B9  # separates the random numbers of replaying from those of sampling
 
 
 class Replay:
@@ -60,10 +60,10 @@ class Replay:
         folder: str | Path | None = None,
     ):
         if (examples is None) == (bytes is None):
-            raise InputError(f"Say how large it is: `examples` or `bytes`. Received: {examples!r} and {bytes!r}.")
+            raise InputError(f"Set either `examples` or `bytes`. Received: {examples!r} and {bytes!r}.")
         for name, value, least in (("examples", examples, 1), ("bytes", bytes, 1), ("seed", seed, 0)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise InputError(f"`{name}` must be a whole number from {least}. Received: {value!r}.")
+            if value is not None:
+                whole_number(name, value, minimum=least)
         self._bytes, self._folder = bytes, folder and Path(folder)
         self.seed: int = seed
         self.balance: bool = bool(balance)
@@ -85,7 +85,7 @@ class Replay:
     def arrays(self) -> Any:
         """The kept examples in the structure in which they were added: `(x, y)` or `(x, y, sample_weight)`."""
         if self._structure is None:
-            raise InputError("Nothing was added yet.")
+            raise InputError("The replay memory is empty. Call `add` first.")
         return tf.nest.pack_sequence_as(self._structure, [array[: len(self)] for array in self._arrays])
 
     def add(self, x: Any, y: Any = None, sample_weight: Any = None) -> "Replay":
@@ -110,18 +110,18 @@ class Replay:
 
     def _add(self, batch) -> "Replay":
         if not isinstance(batch, tuple) or not 2 <= len(batch) <= 3:
-            raise InputError("Examples must be `(x, y)` or `(x, y, sample_weight)`. Give the labels too.")
+            raise InputError("Examples must be `(x, y)` or `(x, y, sample_weight)`. Add the labels.")
         flat = [np.asarray(part) for part in tf.nest.flatten(batch)]
         rows = {len(part) if part.ndim else 0 for part in flat}
         if len(rows) != 1:
-            raise InputError(f"All parts must have as many rows. Received: {[part.shape for part in flat]}.")
+            raise InputError(f"All arrays must have the same length. Received: {[part.shape for part in flat]}.")
         if not rows.pop():
             return self
         if self._structure is None:
             self._begin(batch, flat)
         self._check(batch, flat)
         slots = self._sampler.take(self._labels(batch))
-        # Where one slot is taken twice in a batch, the later example stays.
+        # If a slot is assigned twice in a batch, the later example wins.
         slot, row = np.unique(slots[::-1], return_index=True)
         row = len(slots) - 1 - row
         for array, part in zip(self._arrays, flat, strict=True):
@@ -146,10 +146,10 @@ class Replay:
         Raises:
             InputError: `share` is out of range, or the data has another structure, shape or dtype.
         """
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
-            raise InputError(f"`share` must be a number from 0 to below 1. Received: {share!r}.")
+        if not is_number(share) or not 0 <= share < 1:
+            raise InputError(f"`share` must be at least 0 and below 1. Received: {share!r}.")
         if not isinstance(data, tf.data.Dataset):
-            raise InputError(f"`data` must be a data set of batches. Received: {type(data).__name__}.")
+            raise InputError(f"`data` must be a dataset of batches. Received: {type(data).__name__}.")
         self._mixed += 1
         if not len(self) or not share:
             return data
@@ -217,8 +217,8 @@ class Replay:
         """
         if state["settings"] != self._settings():
             raise InputError(
-                f"What was saved is of a memory with other arguments: {state['settings']}. Received: "
-                f"{self._settings()}. Make this one as that was made."
+                f"The saved replay memory has other arguments: {state['settings']}. Received: {self._settings()}. "
+                "Create the memory with the saved ones."
             )
         self._capacity, self._mixed = state["capacity"], state["mixed"]
         self._sampler = None if self._capacity is None else self._made_sampler()
@@ -227,7 +227,7 @@ class Replay:
             return
         self._sampler.put(state["draws"])
         for at, values in enumerate(kept):
-            # What is mapped into memory may be read by data that is mixed already: its place stays.
+            # Datasets that `mix` returned may still read the memory-mapped arrays, so these are reused.
             fits = at < len(before) and before[at].shape[1:] == values.shape[1:] and before[at].dtype == values.dtype
             space = before[at] if fits else self._space(at, values, replaces=True)
             space[: len(values)] = values
@@ -290,7 +290,7 @@ class Replay:
         if self._capacity is None:
             each = sum(part.dtype.itemsize * int(np.prod(part.shape[1:])) for part in flat)
             if each > self._bytes:
-                raise InputError(f"One example has {each} bytes, more than the memory. Received: bytes={self._bytes}.")
+                raise InputError(f"One example needs {each} bytes. Received: bytes={self._bytes}. Increase it.")
             self._capacity = self._bytes // each
         if self._sampler is None:
             self._sampler = self._made_sampler()
@@ -299,14 +299,16 @@ class Replay:
 
     def _space(self, at: int, part: np.ndarray, *, replaces: bool = False) -> np.ndarray:
         if part.dtype.kind not in "biuf" and part.dtype.name != "bfloat16":
-            raise InputError(f"Examples must be numbers. Received: {part.dtype}.")
+            raise InputError(f"Examples must be numeric. Received: {part.dtype}.")
         shape = (self._capacity, *part.shape[1:])
         if self._folder is None:
             return np.zeros(shape, part.dtype)
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"replay-{at:04d}.npy"
         if path.exists() and not replaces:
-            raise InputError(f"{path} is there already, maybe of another memory. Remove it, or choose another folder.")
+            raise InputError(
+                f"{path} already exists and may belong to another memory. Remove it, or use another folder."
+            )
         return np.lib.format.open_memmap(path, "w+", part.dtype, shape)
 
     def _check(self, batch, flat) -> None:
@@ -314,13 +316,13 @@ class Replay:
             tf.nest.assert_same_structure(self._structure, tf.nest.map_structure(lambda _: 0, batch))
         except (TypeError, ValueError):
             raise InputError(
-                f"Examples must have the structure of those before: {self._structure}. Received: {_described(batch)}."
+                f"Examples must have the structure of earlier ones: {self._structure}. Received: {described(batch)}."
             ) from None
         for part, array in zip(flat, self._arrays, strict=True):
             dtype = part.dtype.as_numpy_dtype if isinstance(part.dtype, tf.DType) else part.dtype
             if tuple(part.shape[1:]) != array.shape[1:] or np.dtype(dtype) != array.dtype:
                 raise InputError(
-                    f"An example's part must be {array.shape[1:]} of {array.dtype}, as those before. "
+                    f"Examples must have the shape {array.shape[1:]} and dtype {array.dtype} of earlier ones. "
                     f"Received: {tuple(part.shape[1:])} of {np.dtype(dtype)}."
                 )
 
@@ -329,13 +331,13 @@ class Replay:
         if not self.balance:
             return labels.reshape(len(labels), -1)[:, 0]
         if isinstance(batch[1], (Mapping, tuple, list)) or labels.ndim > 2:
-            raise InputError("A balanced memory needs one label an example: class numbers, or one column a class.")
+            raise InputError("A balanced memory needs one label per example: class indices, or one column per class.")
         if labels.ndim == 2 and labels.shape[1] > 1:
             return labels.argmax(-1)
         if not np.array_equal(labels, np.round(labels)):
-            raise InputError("A balanced memory needs class numbers as labels. Received fractions.")
+            raise InputError("A balanced memory needs class indices as labels. Received: fractions.")
         return labels.reshape(-1).astype("int64")
 
 
-def _described(batch) -> str:
+def described(batch) -> str:
     return str(tf.nest.map_structure(lambda part: tuple(getattr(part, "shape", ())), batch))

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.errors import InputError, whole_number
-from tfgpu.training.incremental.replay import Replay
+from tfgpu.training.incremental.replay import Replay, described
 
 
 def windows(stream: Iterable[Any], rows: int) -> Iterator[tuple[Any, ...]]:
@@ -35,12 +35,12 @@ def _cut(stream: Iterable, rows: int) -> Iterator[tuple]:
     held, count, structure = [], 0, None
     for batch in stream:
         if not isinstance(batch, tuple) or not 2 <= len(batch) <= 3:
-            raise InputError(f"A stream's batches must be `(x, y)` or with weights. Received: {type(batch)}.")
+            raise InputError(f"A stream's batches must be `(x, y)` or `(x, y, weights)`. Received: {type(batch)}.")
         structure = batch if structure is None else structure
         flat = _flat(batch, structure)
         if held and [part.shape[1:] for part in flat] != [part.shape[1:] for part in held[0]]:
             raise InputError(
-                f"Rows of a window must have one shape. Received: {[part.shape[1:] for part in flat]} after "
+                f"All rows of a window must have one shape. Received: {[part.shape[1:] for part in flat]} after "
                 f"{[part.shape[1:] for part in held[0]]}."
             )
         begin, size = 0, len(flat[0])
@@ -60,20 +60,15 @@ def _flat(batch: tuple, structure: tuple) -> list[np.ndarray]:
         tf.nest.assert_same_structure(structure, batch)
     except (TypeError, ValueError):
         raise InputError(
-            "A stream's batches must have one structure: the same keys, with weights or without. Received: "
-            f"{_described(batch)} after {_described(structure)}."
+            "A stream's batches must have one structure: the same keys, all with or all without weights. Received: "
+            f"{described(batch)} after {described(structure)}."
         ) from None
     flat = [np.asarray(part) for part in tf.nest.flatten(batch)]
     if len({part.shape[:1] for part in flat}) != 1 or not flat[0].ndim:
         raise InputError(
-            "All parts of a stream's batch must be arrays with as many rows. Received: "
-            f"{[part.shape for part in flat[:6]]}."
+            f"All arrays of a stream's batch must have the same length. Received: {[part.shape for part in flat[:6]]}."
         )
     return flat
-
-
-def _described(batch) -> str:
-    return str(tf.nest.map_structure(lambda part: np.shape(part), batch))
 
 
 def _joined(structure, held: list) -> tuple:
@@ -133,12 +128,12 @@ def fit_stream(
         whole_number(name, value, minimum=least)
     taken = {"x", "y", "batch_size", "shuffle", "steps_per_epoch", "sample_weight", "initial_epoch"} & set(fit)
     if taken:
-        raise InputError(f"The stream says this, not `fit`: {', '.join(sorted(taken))}. Leave it out.")
+        raise InputError(f"`fit_stream` sets these arguments of `fit`: {', '.join(sorted(taken))}. Remove them.")
     given = fit.get("callbacks") or []
     callbacks = [given] if isinstance(given, keras.callbacks.Callback) else list(given)
     if any(callable(getattr(one, "restore", None)) for one in callbacks):
         raise InputError(
-            "A Checkpoint is for one `fit`, and each window is one: it would mix them up. Give "
+            "A Checkpoint supports a single `fit`, but each window is one. Use "
             '`tasks=tfgpu.callbacks.Tasks(folder, remember={"replay": replay})` instead.'
         )
     skip = _begun(tasks, model, replay, skip)
@@ -165,9 +160,9 @@ def _begun(tasks: Any, model: keras.Model, replay: Replay | None, skip: int) -> 
     if tasks is None:
         return skip
     if skip:
-        raise InputError(f"`tasks` says how many windows are done. Received: skip={skip} too. Leave it out.")
+        raise InputError(f"`tasks` determines how many windows are done. Received: skip={skip} too. Remove it.")
     if replay is not None and not tasks.remembers(replay):
-        raise InputError('`tasks` must know the replay memory: Tasks(folder, remember={"replay": replay}).')
+        raise InputError('`tasks` must save the replay memory: Tasks(folder, remember={"replay": replay}).')
     return tasks.begin(model)
 
 

@@ -3,6 +3,6 @@
 import keras
 
 
-def trace_anew(model: keras.Model) -> None:
-    """Lets the next `fit` or `evaluate` trace its steps: one that is traced already knows nothing of the change."""
+def retrace(model: keras.Model) -> None:
+    """Makes the next `fit` or `evaluate` trace its steps again, so that they see a change to the model."""
     model.train_function = model.test_function = None
