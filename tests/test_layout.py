@@ -11,9 +11,6 @@ PACKAGE = Path(__file__).parent.parent / "tfgpu"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_FILES, MOST_LINES, MOST_FUNCTION_LINES = 25, 400, 50
 
-TOO_LONG = {"models/vit.py", "recipes/facts.py"}
-"""Files that still have a longer function. Take a name off when it is split; add none."""
-
 
 def long_functions(source: str) -> Iterator[str]:
     """The functions with more lines than a screen holds, without their decorators and docstrings."""
@@ -38,7 +35,7 @@ def test_a_file_has_one_idea(path):
     source, name = path.read_text(), str(path.relative_to(PACKAGE))
     assert source.count("\n") <= MOST_LINES
     found = list(long_functions(source))
-    assert not found or name in TOO_LONG, f"{name}: split {', '.join(found)}"
+    assert not found, f"{name}: split {', '.join(found)}"
 
 
 def test_a_room_has_few_files():

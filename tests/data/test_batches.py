@@ -138,7 +138,8 @@ def test_the_source_s_own_parts_are_used(caplog):
     assert sorted(sum(numbers(data.train) + numbers(data.validation), [])) == list(range(30))
     assert data.info.validation_examples == 6
     assert "has its own test split" in caplog.text
-    assert f"{5 - sum(n >= 25 for n in sum(numbers(data.validation), []))} examples of its own test part" in caplog.text
+    left = 5 - sum(n >= 25 for n in sum(numbers(data.validation), []))
+    assert f"{left} examples of its own test split" in caplog.text
 
 
 def test_empty_parts_are_none():

@@ -185,8 +185,8 @@ def test_a_function_of_the_users_own(here):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("no_such_module_here:f", {}, "there is no module 'no_such_module_here'"),
-        ("no_such_package.part:f", {}, "there is no module 'no_such_package.part'"),
+        ("no_such_module_here:f", {}, "no module 'no_such_module_here'"),
+        ("no_such_package.part:f", {}, "no module 'no_such_package.part'"),
         ("needs_more_for_test:f", {}, "needs 'no_such_library_anywhere', which is not installed"),
         (
             "own_models_for_test:god",

@@ -56,7 +56,7 @@ def test_damaged_runs_are_said(made):
     (broken / "config.yaml").write_text("model: [")
     found = compare([cut, running, broken])
     states = {run.name: run.state for run in found.runs}
-    assert states["cut"] == "damaged: metrics.csv from line 3 on" and len(found.runs[0].rows) == 1
+    assert states["cut"] == "damaged: metrics.csv from line 3" and len(found.runs[0].rows) == 1
     assert states["running"] == "unfinished"
     assert "is not YAML" in states["broken"]
     page = render(found)
@@ -98,7 +98,7 @@ def test_a_folder_that_is_no_run_ends_the_command(made, tmp_path):
         [sys.executable, "-m", "tfgpu", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 2 and not ran.stdout and not (tmp_path / "page.html").exists()
-    assert ran.stderr.count("\n") == 1 and "Not a tfgpu run: none (without config.yaml)" in ran.stderr
+    assert ran.stderr.count("\n") == 1 and "Not a tfgpu run: none (no config.yaml)" in ran.stderr
 
 
 def test_one_run_and_the_same_one_twice(made):
@@ -124,7 +124,7 @@ def test_wrong_paths(tmp_path, made):
     with pytest.raises(InputError, match="There is no directory nowhere"):
         compare(["nowhere"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="Not a tfgpu run: .*empty .without config.yaml.. Pass only directories"):
+    with pytest.raises(InputError, match="Not a tfgpu run: .*empty .no config.yaml.. Pass only directories"):
         compare([made("a"), tmp_path / "empty"])
     (tmp_path / "empty/config.yaml").write_text("model: [")
     with pytest.raises(InputError, match="None of these runs can be read: .*empty. damaged: .*is not YAML"):

@@ -105,7 +105,7 @@ def resnet(
 
 def _blocks(depth: object) -> tuple[int, ...]:
     known = {**THIN, **BASIC, **BOTTLENECK}
-    if whole_number("depth", depth) not in known:
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth not in known:
         depths = ", ".join(str(d) for d in sorted(known))
         raise InputError(f"There is no ResNet of this depth. Received: depth={depth!r}. Choices: {depths}.")
     return known[depth]

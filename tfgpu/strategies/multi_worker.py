@@ -74,9 +74,22 @@ def multi_worker(
         )
         rendezvous.join(cluster, again=True, facts=data_order.facts() | told)
     repairs.repair_keras()
+    made = _make(found, chosen, options)
+    if all_reduce == "hierarchical":
+        communication.reduce_in_two_levels(made)
+    if bytes_per_pack is not None:
+        collectives.set_bytes_per_pack(made, bytes_per_pack)
+    return communication.compress(batch_normalization.choose_moments(made, batch_norm), reduce_dtype, top_k)
+
+
+def _make(
+    resolver: tf.distribute.cluster_resolver.ClusterResolver,
+    chosen: tuple[Device, ...],
+    options: tf.distribute.experimental.CommunicationOptions,
+) -> tf.distribute.MultiWorkerMirroredStrategy:
     try:
         with worker_devices([device.name for device in chosen]):
-            made = tf.distribute.MultiWorkerMirroredStrategy(found, communication_options=options)
+            return tf.distribute.MultiWorkerMirroredStrategy(resolver, communication_options=options)
     except (RuntimeError, ValueError) as error:
         # TensorFlow's messages for "the devices have started" and "another cluster is configured".
         if "at program startup" not in str(error) and "already configured" not in str(error):
@@ -86,11 +99,6 @@ def multi_worker(
             "Move `tfgpu.strategy(...)` above the first tensor, dataset or model; in a notebook, restart the "
             f"kernel first. ({error})"
         ) from None
-    if all_reduce == "hierarchical":
-        communication.reduce_in_two_levels(made)
-    if bytes_per_pack is not None:
-        collectives.set_bytes_per_pack(made, bytes_per_pack)
-    return communication.compress(batch_normalization.choose_moments(made, batch_norm), reduce_dtype, top_k)
 
 
 def _worker_devices(devices: Devices) -> tuple[Device, ...]:

@@ -173,7 +173,7 @@ def test_takes_a_data_set_of_batches():
         (lambda: Replay(3).add(np.zeros((2, 1))), "Add the labels"),
         (lambda: Replay(3).add(*old_ones()).mix(batches(4), 1.0), "at least 0 and below 1"),
         (lambda: Replay(3).add(*old_ones()).mix(batches(4, weights=True)), "structure"),
-        (lambda: Replay(3).add(np.zeros((2, 2)), np.zeros(2)).mix(batches(4)), "must be"),
+        (lambda: Replay(3).add(np.zeros((2, 2)), np.zeros(2)).mix(batches(4)), "must have"),
         (lambda: Replay(3, balance=True).add(np.zeros((2, 2)), np.array([0.5, 1])), "class indices"),
         (lambda: Replay(bytes=3).add(*old_ones()), "One example needs"),
         (lambda: Replay(3).add(np.array([["a"]]), np.array([1])), "must be numeric"),
