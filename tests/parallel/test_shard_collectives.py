@@ -90,7 +90,8 @@ for dtype in ("float32", "bfloat16"):
     for way, result in (("graph", run()), ("eager", strategy.run(step, args=(dtype,)))):
         number, own, gathered = ([np.asarray(tf.cast(each, "float32")).tolist() for each in
                                   strategy.experimental_local_results(part)] for part in result)
-        expected = [[float(sum(range(count)) + 10 * count * at)] for at in number]
+        sums = [float(sum(range(count)) + 10 * count * at) for at in number]
+        expected = [[float(tf.cast(total, dtype))] for total in sums]
         assert own == expected, (dtype, way, own, expected)
         assert gathered == [[[float(at), float(-at)] for at in range(count)]] * len(number), (dtype, way, gathered)
 print(json.dumps(found))

@@ -9,6 +9,7 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.distribute.values import DistributedVariable, Mirrored, PerReplica
 from tensorflow.python.eager import context as eager_context
+from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import collective_ops
 
 __all__ = ["CollectiveAllReduce", "DistributedVariable", "Mirrored", "PerReplica"]
@@ -131,6 +132,13 @@ def _reduce_scatter(value, size, group, instance, communication_hint, timeout, o
         communication_hint=communication_hint.lower(),
         timeout_seconds=timeout or 0,
     )
+
+
+def broadcast_dtypes() -> tuple[tf.DType, ...]:
+    """The dtypes that TensorFlow's collectives can broadcast."""
+    attributes = op_def_registry.get("CollectiveBcastSend").attr
+    allowed = next(each for each in attributes if each.name == "T").allowed_values.list.type
+    return tuple(map(tf.as_dtype, allowed))
 
 
 def _launch(collective: Callable, value: tf.Tensor, replica: int, options: object) -> tf.Tensor:

@@ -18,6 +18,7 @@ __all__ = ["Repair", "all_repairs", "is_enabled", "repair_keras"]
 
 MODULES = (
     "tfgpu.repairs.collective_keys",
+    "tfgpu.repairs.first_values",
     "tfgpu.repairs.losses",
     "tfgpu.repairs.row_mixing",
     "tfgpu.repairs.layers",
