@@ -23,9 +23,9 @@ def batches():
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
 
 
-def make(replicas=1, **optimizer):
+def make(replicas=1, batch_norm="global", **optimizer):
     names = [f"CPU:{at}" for at in range(replicas)]
-    strategy = tfgpu.strategy("mirrored" if replicas > 1 else "one_device", devices=names)
+    strategy = tfgpu.strategy("mirrored" if replicas > 1 else "one_device", devices=names, batch_norm=batch_norm)
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layers = [keras.layers.BatchNormalization(), keras.layers.Dense(5), keras.layers.BatchNormalization()]
@@ -125,6 +125,15 @@ def test_the_training_itself_is_left_alone(averaged):
     for a, b in zip(weights.seen, averaged[1][1], strict=True):
         assert_same(a, b)
     assert model.layers[0].momentum == 0.99 == averaged[1][0].layers[0].momentum
+
+
+def test_moments_by_replicas_are_recomputed_over_the_whole_batch():
+    one, ours = make(), make(2, batch_norm="replica")
+    for model in (one, ours):
+        batch_norm_statistics.recompute(model, batches())
+    for a, b in zip(one.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+    assert not ours.layers[0].synchronized and ours.layers[0].momentum == 0.99
 
 
 def test_a_frozen_layer_keeps_its_statistics():

@@ -1,5 +1,7 @@
 """BatchNormalization's moments: over the whole batch as on one device, or over each replica's rows where asked for."""
 
+import inspect
+
 import gpu_way
 import keras
 import numpy as np
@@ -29,6 +31,12 @@ def trained(strategy, norm, mask=None, rows=26, epochs=3):
         model.compile(keras.optimizers.SGD(0.01), "mse")
     model.fit(ROWS, TARGETS, batch_size=rows, epochs=epochs, shuffle=False, verbose=0)
     return model
+
+
+def copies(variable):
+    found = [copy.numpy() for copy in variable.value.values]
+    assert len(found) > 1
+    return found
 
 
 @pytest.mark.parametrize("rows", [26, 7, 4])  # even; uneven; the last batch has fewer rows than replicas
@@ -100,8 +108,7 @@ def test_moving_moments_of_replicas_are_averaged():
         (model.layers[0].moving_mean, 0, [half.mean((0, 1)) for half in halves]),
         (model.layers[0].moving_variance, 1, [half.var((0, 1)) for half in halves]),
     ):
-        copies = [copy.numpy() for copy in tf.distribute.get_strategy().experimental_local_results(variable.value)]
-        for copy in copies:
+        for copy in copies(variable):
             np.testing.assert_allclose(copy, 0.99 * start + 0.01 * np.mean(of_half, 0), rtol=1e-5)
 
 
@@ -111,6 +118,83 @@ def test_a_replica_without_rows_leaves_its_moving_moments(caplog):
     )
     assert np.isfinite(model.evaluate(ROWS, TARGETS, verbose=0))
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+RENORM = "renorm" in inspect.signature(keras.layers.BatchNormalization).parameters
+
+
+@pytest.mark.parametrize("renorm", [False, pytest.param(True, marks=pytest.mark.skipif(not RENORM, reason="Keras"))])
+def test_replicas_without_rows_keep_their_moving_moments(renorm):
+    """All but one of three replicas have no rows: the average is a third of the way that one device goes."""
+    settings = {"renorm": True, "renorm_momentum": 0.5} if renorm else {}
+    norm = lambda: keras.layers.BatchNormalization(momentum=0.5, **settings)  # noqa: E731
+    strategies = tfgpu.strategy("one_device"), tfgpu.strategy("mirrored", devices=3, batch_norm="replica")
+    found = []
+    for strategy in strategies:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6, 4)), norm(), keras.layers.Flatten(), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            start = model.layers[0].get_weights()
+        model.fit(ROWS[:1], TARGETS[:1], batch_size=1, verbose=0)
+        found.append(model.layers[0].non_trainable_variables)
+    for before, one, ours in zip(start[2:], *found, strict=True):
+        for copy in copies(ours):
+            np.testing.assert_allclose(copy, (2 * before + one.numpy()) / 3, rtol=1e-5)
+
+
+def test_frozen_layers_keep_their_moving_moments_to_the_bit():
+    def frozen():
+        norm = keras.layers.BatchNormalization(moving_variance_initializer=keras.initializers.RandomUniform(1, 2))
+        norm.trainable = False
+        return norm
+
+    strategy = tfgpu.strategy("mirrored", devices=3, batch_norm="replica")
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6, 4)), frozen(), keras.layers.Flatten(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    before = model.layers[0].get_weights()
+    model.fit(ROWS, TARGETS, batch_size=9, verbose=0)
+    for was, variable in zip(before, model.layers[0].weights, strict=True):
+        assert all((copy == was).all() for copy in copies(variable))
+
+
+class WithUntracked(keras.Model):
+    """Trains an encoder, which it does not track, and lets a second one follow it."""
+
+    def __init__(self):
+        super().__init__()
+        made = [keras.Sequential([keras.Input((6, 4)), keras.layers.BatchNormalization(momentum=0.5)]) for _ in "ab"]
+        object.__setattr__(self, "encoder", made[0])
+        self.target, self.head = made[1], keras.layers.Dense(1)
+
+    def call(self, x, training=None):
+        return self.head(keras.layers.Flatten()(self.encoder(x, training=training)))
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        for ours, theirs in zip(self.target.weights, self.encoder.weights, strict=True):
+            ours.assign(0.5 * ours + 0.5 * theirs)
+        return logs
+
+
+def test_all_layers_that_ran_and_all_that_follows_them_are_averaged():
+    strategy = tfgpu.strategy("mirrored", devices=2, batch_norm="replica")
+    with strategy.scope():
+        model = WithUntracked()
+        model.compile("sgd", "mse")
+        model(ROWS)
+    model.fit(ROWS, TARGETS, batch_size=13, verbose=0)
+    for variable in (*model.encoder.weights, *model.target.weights):
+        first, second = copies(variable)
+        np.testing.assert_allclose(first, second, rtol=1e-6)
+
+
+def test_moments_of_64_bits_are_averaged_in_64_bits():
+    norm = lambda: keras.layers.BatchNormalization(dtype="float64", momentum=0.5)  # noqa: E731
+    model = trained(tfgpu.strategy("mirrored", devices=2, batch_norm="replica"), norm, epochs=1)
+    expected = 0.5 * ROWS.astype("float64").mean((0, 1))
+    np.testing.assert_allclose(model.layers[0].moving_mean.numpy(), expected, rtol=1e-13)
 
 
 def test_synchronized_layers_see_all_rows_all_the_same():

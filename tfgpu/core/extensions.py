@@ -3,8 +3,6 @@
 - `gradient_extensions`: how the gradients of an update are summed, and what surrounds the update
   (`gradients.GradientExtension`).
 - `error_explanations`: `explain(error, model)` returns the error to raise in place of TensorFlow's, or None.
-- `block_averages`: `variables(model)` lists variables of which each replica moves its own copy in a training step, and
-  which are averaged over the replicas after each block of steps.
 - `state_providers`: what a feature adds to the state of a training (`training_state.StateProvider`).
 - `xla_obstacles`: `prevents(model)` says that XLA cannot compile the model's step.
 """
@@ -40,6 +38,5 @@ class Registry(Generic[T]):
 
 gradient_extensions: Registry = Registry()
 error_explanations: Registry = Registry()
-block_averages: Registry = Registry()
 state_providers: Registry = Registry()
 xla_obstacles: Registry = Registry()

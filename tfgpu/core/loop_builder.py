@@ -18,14 +18,13 @@ from tfgpu.compat.keras import tree
 from tfgpu.core import (
     batch_rows,
     batch_sharding,
-    extensions,
     nested_functions,
     replica_attributes,
     replication,
     step_context,
     traffic,
 )
-from tfgpu.core.metric_logs import LogReader, function_of
+from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.randomness import trace_choices
 
 
@@ -71,9 +70,9 @@ class LoopBuilder:
         self._model, self._strategy = model, model.distribute_strategy
         self._is_replicated = replication.is_replicated(self._strategy)
         self._step = training.without_optionals(model, step_function)
-        self._is_training = function_of(step_function) is function_of(model.train_step)
         self._log_reader, self._averager, self._meter = log_reader, averager, meter
         self._choices: list = []
+        self._own_variables: dict[int, keras.Variable] = {}
         self.has_varying_shapes = False
         self.step_wrapper = None
         self.loop = functools.cache(lambda kind: self._compile(functools.partial(self._run_many, kind=kind)))
@@ -85,7 +84,7 @@ class LoopBuilder:
 
     def begin_trace(self) -> None:
         """A new trace begins, which makes its own choices."""
-        self._choices = []
+        self._choices, self._own_variables = [], {}
 
     def _compile(self, function: Callable) -> Callable:
         if self._model.run_eagerly:
@@ -172,6 +171,7 @@ class LoopBuilder:
             step = self._step if step_context.surely_has_rows() else self._step_on_stand_in
             logs = self.step_wrapper.run(step, data) if kind.is_wrapped else step(data)
             self.has_varying_shapes |= facts.has_varying_shapes
+            self._own_variables |= facts.own_variables
             if kind.local_updates:
                 self._averager.note(facts)
             return self._log_reader.other_values(
@@ -224,9 +224,8 @@ class LoopBuilder:
         return tree.map_structure(lambda value: self._strategy.experimental_local_results(value)[0], found)
 
     def _finish_on_replica(self, values, ballot: tf.Tensor):
-        averaged = [v for variables in extensions.block_averages for v in variables(self._model)]
         with self._meter.tracing(None):
-            values, state, result = self._log_reader.summed(values, ballot, averaged if self._is_training else ())
+            values, state, result = self._log_reader.summed(values, ballot, list(self._own_variables.values()))
         return self._log_reader.read(values, state), result
 
 

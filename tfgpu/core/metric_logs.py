@@ -82,8 +82,7 @@ class LogReader:
         """
         metrics = self._model.metrics if self.are_results else self._metrics()
         variables = [v for metric in metrics for v in metric.variables]
-        count = step_context.num_replicas()
-        averages = [tf.cast(v.value, tf.float32) / count for v in averaged]
+        averages = [_share(v) for v in averaged]
         mine = [_contribution(v) for v in variables] + averages + list(values)
         has_vote = replication.spans_processes(self._model.distribute_strategy)
         sums = collectives.all_reduce([*mine, worker_vote.share_of_ballot(ballot)] if has_vote else mine)
@@ -141,6 +140,12 @@ def _contribution(variable: keras.Variable) -> tf.Tensor:
     if variable.aggregation == "mean":
         return value / step_context.num_replicas(value.dtype)
     return value * tf.cast(replication.replica_context().replica_id_in_sync_group == 0, value.dtype)
+
+
+def _share(variable: keras.Variable) -> tf.Tensor:
+    """What this replica adds to the average of all replicas' copies, in at least 32 bits."""
+    dtype = tf.float64 if variable.value.dtype == tf.float64 else tf.float32
+    return tf.cast(variable.value, dtype) / step_context.num_replicas(dtype)
 
 
 def _record_results(cls: type) -> None:

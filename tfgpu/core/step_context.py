@@ -62,6 +62,8 @@ class Step:
         local_forward: besides, the forward pass sees this replica's rows only.
         applied_optimizers: those that updated weights in a step of local updates, by `id`.
         assigned_variables: Keras variables that were assigned in a step of local updates, by `id`.
+        own_variables: Keras variables of which each replica moves its own copy, by `id`; their averages over the
+            replicas are taken after each block of steps.
     """
 
     rows: RowRange
@@ -75,6 +77,7 @@ class Step:
     local_forward: bool = False
     applied_optimizers: dict = field(default_factory=dict)
     assigned_variables: dict = field(default_factory=dict)
+    own_variables: dict = field(default_factory=dict)
 
 
 @dataclass

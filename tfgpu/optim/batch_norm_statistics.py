@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfgpu.compat import layers as private_layers
 from tfgpu.core import step_context
+from tfgpu.repairs import batch_normalization
 
 
 def layers_of(model: keras.Model) -> list:
@@ -33,7 +34,10 @@ def recompute(model: keras.Model, data) -> None:
     with model.distribute_strategy.scope():
         around = _Pass(model)
         around.compile(jit_compile=False)
-    with _momentum_of(layers, around.kept):
+    settings = [(layer, name, around.kept) for layer in layers for name in _momenta(layer)]
+    if batch_normalization.has_replica_moments(model.distribute_strategy):
+        settings += [(layer, "synchronized", True) for layer in layers]  # else each replica would keep its own averages
+    with _set_to(settings):
         around.evaluate(data, verbose=0)
 
 
@@ -70,12 +74,12 @@ class _Pass(keras.Model):
 
 
 @contextlib.contextmanager
-def _momentum_of(layers: list, share: keras.Variable):
-    """Replaces the momentum of the layers in the block."""
-    before = [(layer, name, getattr(layer, name)) for layer in layers for name in _momenta(layer)]
+def _set_to(settings: list[tuple]):
+    """Sets attributes of layers, given as (layer, name, value), for the length of the block."""
+    before = [(layer, name, getattr(layer, name)) for layer, name, _ in settings]
     try:
-        for layer, name, _ in before:
-            object.__setattr__(layer, name, share)  # past Keras, which would make the variable one of the layer's
+        for layer, name, value in settings:
+            object.__setattr__(layer, name, value)  # past Keras, which would make a variable one of the layer's
         yield
     finally:
         for layer, name, value in before:

@@ -9,8 +9,9 @@ from keras import ops
 from tfgpu.compat import layers, slots
 from tfgpu.compat.keras import nn
 from tfgpu.compat.patch import wrap
-from tfgpu.core import extensions, replication, step_context, travel
+from tfgpu.core import replication, step_context, travel
 from tfgpu.core.row_mixing import row_sums
+from tfgpu.core.state import layer_state
 from tfgpu.errors import unknown
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
@@ -65,16 +66,27 @@ def normalize_by_global_batch() -> None:
 
     @wrap("BatchNormalization.moments")
     def moments(stock, self, inputs, mask):
-        context = replication.replica_context()
-        if context is None:
+        if replication.replica_context() is None:
             return stock(self, inputs, mask)
-        if has_replica_moments(context.strategy) and not self.synchronized:
-            return _kept_without_rows(self, stock(self, inputs, mask))
+        if _takes_own_moments(self):
+            for variable in layers.own_non_trainable(self):  # an average of moving averages is that of the averages
+                layer_state.move_own(variable)
+            return stock(self, inputs, mask)
         axes = layers.reduction_axes(self)
         if mask is None:
             return nn.moments(inputs, axes, synchronized=True)
         mask = tf.cast(ops.expand_dims(mask, -1), tf.bool)
         return _squeezed(_moments(inputs, axes, mask), axes, keepdims=False)
+
+    @wrap("keras.layers.BatchNormalization.call")
+    def call(stock, self, *args, **kwargs):
+        if not _takes_own_moments(self) or step_context.surely_has_rows():
+            return stock(self, *args, **kwargs)
+        before = [(variable, tf.identity(variable.value)) for variable in layers.own_non_trainable(self)]
+        outputs = stock(self, *args, **kwargs)
+        for variable, value in before:  # rows that stand in for none move nothing
+            layer_state.put(variable, tf.where(step_context.has_rows(), variable.value, value))
+        return outputs
 
 
 def _moments(x: tf.Tensor, axes, mask: tf.Tensor | None = None) -> list[tf.Tensor]:
@@ -130,26 +142,9 @@ def _from_all_replicas(values: list[tf.Tensor]) -> tf.Tensor:
     return row_sums.over_replicas([travel.at_own_place(tf.stack(values))])[0]
 
 
-def _kept_without_rows(layer, moments) -> tuple[tf.Tensor, ...]:
-    """The moments; where this replica has no rows the moving ones, so that they stay as they are."""
-    if step_context.surely_has_rows():
-        return tuple(moments)
-    moving = (layer.moving_mean, layer.moving_variance)
-    return tuple(
-        tf.where(step_context.has_rows(), own, tf.cast(kept, own.dtype))
-        for own, kept in zip(moments, moving, strict=True)
-    )
-
-
-def _moving_moments(model: keras.Model) -> list[keras.Variable]:
-    """Variables of which each replica moves its own copy; an average of moving averages is that of the averages."""
-    if not has_replica_moments(model.distribute_strategy):
-        return []
-    found = [layer for layer in layers.layers_within(model) if isinstance(layer, keras.layers.BatchNormalization)]
-    return [variable for layer in found for variable in (layer.moving_mean, layer.moving_variance)]
-
-
-extensions.block_averages.register(_moving_moments)
+def _takes_own_moments(layer: keras.layers.BatchNormalization) -> bool:
+    context = replication.replica_context()
+    return context is not None and has_replica_moments(context.strategy) and not layer.synchronized
 
 
 def batch_norm_differs() -> bool:

@@ -131,6 +131,13 @@ def _is_shared() -> bool:
     return getattr(threading.current_thread(), "graph", None) is tf.compat.v1.get_default_graph()
 
 
+def move_own(variable) -> None:
+    """Says that this replica's step moves its own copy of a variable: after a block of steps they are averaged."""
+    _mark_as_differing(variable)
+    if step_context.step() is not None:
+        step_context.step().own_variables[id(variable)] = variable
+
+
 def _mark_as_differing(variable) -> None:
     slots.of(variables.local_copy(variable)).differs_by_replica = True
 
