@@ -77,6 +77,7 @@ def test_help_has_every_setting_of_the_schema_with_its_default_and_choices(tmp_p
         "[default: digits]",
         "[default: cosine]",
         "--no-jit",
+        "--deterministic",
         "--recompute",
         "--resume",
         "--overwrite",
@@ -295,6 +296,16 @@ def test_the_config_repeats_the_run(runs):
     done = tfgpu("train", "--config", "first/config.yaml", "--output", "again", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert equal(folder / "first", folder / "again") and rows(folder / "first") == rows(folder / "again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["--strategy", "mirrored", "--virtual-devices", "2"], ["--deterministic"]], ids=str)
+def test_cpus_repeat_a_convolutional_network_bit_for_bit(tmp_path, more):
+    for name in ("one", "other"):
+        words = ["--model", "cnn", "--epochs", "2", "--global-batch", "64", "--dropout", "0.2", *more]
+        done = tfgpu("train", *words, "--output", name, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert equal(tmp_path / "one", tmp_path / "other")
 
 
 @pytest.mark.slow

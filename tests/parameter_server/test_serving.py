@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+import tensorflow as tf
 
-from tfgpu import strategies
+from tfgpu import environment, strategies
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, MachineError
 from tfgpu.rendezvous import peers
@@ -29,6 +30,54 @@ def test_a_timeout_that_is_no_number_is_named(monkeypatch):
     monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "soon")
     with pytest.raises(InputError, match="TFGPU_STARTUP_TIMEOUT must be a number of seconds.*Received: 'soon'"):
         strategies.parameter_server(cluster=CHIEF)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What is asked of `tf.config` on a machine with two GPUs, before TensorFlow starts its devices."""
+    gpus, found = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(2)], []
+    visible = {"GPU": gpus}
+
+    def set_visible_devices(devices, kind):
+        visible[kind] = devices
+        found.append(("visible", kind, devices))
+
+    monkeypatch.setattr(environment, "is_initialized", lambda: False)
+    monkeypatch.setattr(tf.config, "set_visible_devices", set_visible_devices)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: visible[kind])
+    monkeypatch.setattr(
+        tf.config, "get_logical_device_configuration", lambda gpu: [1] if gpu.name.endswith("1") else None
+    )
+    monkeypatch.setattr(
+        tf.config.experimental, "set_memory_growth", lambda gpu, on: found.append(("growth", gpu.name, on))
+    )
+    return found
+
+
+@pytest.mark.parametrize("task", ["ps", "worker", "chief"])
+def test_a_server_sees_no_gpu_and_the_others_take_memory_as_they_need_it(asked, monkeypatch, task):
+    monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "0.3")
+    with pytest.raises(MachineError, match="did not answer"):
+        strategies.parameter_server(cluster=Cluster(**PS, rank=0, task_type=task))
+    # The second GPU has a memory limit, which excludes growth.
+    assert asked == ([("visible", "GPU", [])] if task == "ps" else [("growth", "/physical_device:GPU:0", True)])
+
+
+DEVICES = """
+import tensorflow as tf, tfgpu
+from tfgpu.strategies import parameter_server
+tfgpu.environment.set_logical_devices(3)
+server = parameter_server._server(tfgpu.Cluster.from_environment())
+print([device.device_type for device in tf.compat.v1.Session(server.target).list_devices()])
+"""
+
+
+@pytest.mark.processes
+def test_a_server_has_the_devices_that_tf_config_shows(group):
+    processes = group(DEVICES, chief=1, worker=1, ps=1)
+    processes.start("ps0")
+    assert processes.wait("ps0") == 0, processes.said("ps0")
+    assert processes.said("ps0").count("'CPU'") == 3
 
 
 @pytest.mark.processes

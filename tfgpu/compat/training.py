@@ -125,6 +125,16 @@ def metric_function(metric: MeanMetricWrapper) -> tuple[Callable, dict]:
 
 
 @contextmanager
+def without_strategy(model: keras.Model) -> Iterator[None]:
+    """For the length of the block a model was made under no strategy, as far as Keras can tell."""
+    strategy, model._distribute_strategy = model._distribute_strategy, None
+    try:
+        yield
+    finally:
+        model._distribute_strategy = strategy
+
+
+@contextmanager
 def metric_values(metric: MeanMetricWrapper, values: tf.Tensor) -> Iterator[None]:
     """For the length of the block the function of a metric returns these values."""
     function = metric._fn

@@ -16,7 +16,7 @@ class Feed:
     Attributes:
         deterministic: False lets an example that is ready overtake a slower one, so the order depends on timing; each
             example is still read once and augmented the same way. TensorFlow keeps the order anyway after
-            `tf.config.experimental.enable_op_determinism`, which `tfgpu train` calls.
+            `tf.config.experimental.enable_op_determinism`, which `tfgpu train --deterministic` calls.
         parallel_calls: how many examples are read and decoded, or batches augmented, in parallel; None: tf.data tunes
             it.
         threads: size of a private thread pool; None: TensorFlow's own.

@@ -30,10 +30,11 @@ class Counter:
     def epochs(self) -> tf.data.Dataset:
         """Makes a dataset of one element, the number of the epoch that starts with this iteration.
 
-        A variable's `assign_add` would do, but under `tf.config.experimental.enable_op_determinism`, which `tfgpu
-        train` uses, tf.data turns off all parallel calls and prefetching of a dataset that has one stateful operation
-        (TensorFlow's make_deterministic.cc). A Python function that is declared stateless avoids this. That is safe: it
-        runs once, when an iteration starts. Its unused argument keeps it from being folded into a constant.
+        A variable's `assign_add` would do, but under `tf.config.experimental.enable_op_determinism`, which
+        `tfgpu train --deterministic` uses, tf.data turns off all parallel calls and prefetching of a dataset that has
+        one stateful operation (TensorFlow's make_deterministic.cc). A Python function that is declared stateless avoids
+        this. That is safe: it runs once, when an iteration starts. Its unused argument keeps it from being folded into
+        a constant.
         """
 
         def take(_) -> np.int64:

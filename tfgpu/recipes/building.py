@@ -34,7 +34,7 @@ def prepare(what: Recipe) -> precision.Precision:
     """Configures devices and seeds, and sets the precision; returns a context manager that restores the precision."""
     if what.virtual_devices and what.virtual_devices != len(environment.devices("CPU")):
         environment.set_logical_devices(what.virtual_devices)
-    environment.set_seed(what.seed)
+    environment.set_seed(what.seed, deterministic=what.deterministic)
     return precision.use(what.precision)
 
 

@@ -51,7 +51,9 @@ Options = dict[str, Any]
 
 
 class Recipe(BaseModel):
-    """Everything that determines a run's result; repeated on the same hardware, it gives the same weights.
+    """Everything that determines a run's result; repeated on the same CPUs, it gives the same weights.
+
+    GPUs sum in varying order unless `deterministic` is set.
 
     Example:
         >>> Recipe(model="mlp", epochs=3).global_batch
@@ -153,6 +155,12 @@ class Recipe(BaseModel):
         "float32", "Hardware", "Number format; `auto` uses the fastest that the device supports well."
     )
     jit: bool = _field(False, "Hardware", "Compile the training step with XLA.")
+    deterministic: bool = _field(
+        False,
+        "Hardware",
+        "Take only operations that repeat bit for bit on GPUs too: slower, and an error where there is none. CPUs "
+        "repeat without it.",
+    )
     recompute: bool = _field(
         False,
         "Hardware",

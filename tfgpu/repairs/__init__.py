@@ -32,6 +32,8 @@ MODULES = (
     "tfgpu.repairs.trainer",
     "tfgpu.repairs.predict",
     "tfgpu.repairs.random",
+    "tfgpu.repairs.numpy",
+    "tfgpu.repairs.accuracy_metrics",
     "tfgpu.repairs.image_preprocessing",
     "tfgpu.repairs.aug_mix",
     "tfgpu.repairs.seed_generator",

@@ -18,6 +18,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import kernels
+
 TIMEOUT_S = 60.0
 """Within which a probe answers; most take a second."""
 
@@ -115,6 +117,15 @@ def operations(function) -> set[str]:
     """The kinds of operation in a function's graph."""
     graph = tf.function(function, autograph=False).get_concrete_function().graph
     return {operation.type for operation in graph.get_operations()}
+
+
+def copied_to_host(function, *specs: tf.TensorSpec) -> list[tf.Tensor]:
+    """What a function of tensors on a GPU would have copied to the host (`compat.kernels.copied_to_host`)."""
+
+    def on_device(*tensors):
+        return function(*map(tf.identity, tensors))
+
+    return kernels.copied_to_host(tf.function(on_device, autograph=False).get_concrete_function(*specs).graph)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from tfgpu.compat import distribute, optimizers, training
 from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import NoneTensorSpec
-from tfgpu.core import batch_sharding, metric_logs, replication, step_blocks, step_loop
+from tfgpu.core import batch_sharding, extensions, metric_logs, replication, step_blocks, step_loop
 from tfgpu.errors import InputError
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
@@ -40,6 +40,21 @@ def compile_in_scope() -> None:
         inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
         if replication.is_replicated(own) and inner is not None:
             replication.check_is_replicated(optimizers.iterations(inner))
+
+
+def compile_one_device_by_xla() -> None:
+    """Applies Keras's rule for one GPU under a strategy of one device too: XLA compiles what its layers allow."""
+
+    @wrap("Trainer.resolve_auto_jit_compile")
+    def resolve_auto_jit_compile(stock, self):
+        strategy = training.strategy_of(self)
+        is_spread = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+        if strategy is None or strategy.num_replicas_in_sync > 1 or is_spread:
+            return stock(self)
+        if any(prevents(self) for prevents in extensions.xla_obstacles):
+            return False
+        with training.without_strategy(self):
+            return stock(self)
 
 
 def build_from_spec() -> None:
@@ -142,7 +157,28 @@ def uneven_first_batch_fails() -> bool:
     return probing.differs(is_built=False)
 
 
+def one_gpu_has_no_xla() -> bool:
+    """Whether Keras turns XLA off under a strategy of one GPU; a made-up entry in the list of devices stands for it."""
+    listed = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
+    tf.config.list_physical_devices = lambda kind=None: listed
+
+    def uses_xla(strategy: tf.distribute.Strategy) -> bool:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile="auto")
+        return model.jit_compile
+
+    return uses_xla(tf.distribute.get_strategy()) and not uses_xla(tf.distribute.OneDeviceStrategy("CPU:0"))
+
+
 REPAIRS = (
+    Repair(
+        name="xla-on-one-device",
+        fault="XLA, which Keras uses on one GPU, is off under a strategy of one device",
+        issue="",
+        probe=one_gpu_has_no_xla,
+        apply=compile_one_device_by_xla,
+    ),
     Repair(
         name="compiled-in-scope",
         fault="a model compiled outside the scope that it was made in gets an optimizer that cannot train it",

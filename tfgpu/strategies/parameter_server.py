@@ -20,9 +20,10 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from tfgpu import rendezvous, repairs
+from tfgpu import environment, rendezvous, repairs
 from tfgpu.callbacks.watcher import watching
 from tfgpu.cluster import Cluster
+from tfgpu.compat.tensorflow import eager_context
 from tfgpu.errors import InputError
 from tfgpu.parameter_server import embeddings, remote_steps
 from tfgpu.rendezvous import peers
@@ -80,6 +81,7 @@ def parameter_server(
             f"`parameter_server` trains from the chief. Found: {describe_task(cluster)}. "
             "To evaluate its checkpoints, use `tfgpu.asynchronous.evaluate_checkpoints`."
         )
+    _share_gpus(cluster)
     peers.fail_fast()
     rendezvous.join(cluster)
     _wait_for_peers(cluster)  # their servers start now
@@ -117,22 +119,42 @@ def serve(cluster: Cluster | None = None, *, watch: str | Path | None = None) ->
             "`serve` is for the workers and parameter servers of a cluster with a chief. "
             f"Found: {describe_task(cluster)}. Set TF_CONFIG's `task`; the chief calls `tfgpu.strategy()`."
         )
+    _share_gpus(cluster)
     peers.fail_fast()
     rendezvous.join(cluster)
-    config = tf.compat.v1.ConfigProto()
-    # TensorFlow's guide asks for more threads than workers; the default on a small machine is lower.
-    config.inter_op_parallelism_threads = max(cluster.size + 1, os.cpu_count() or 1)
     with peers.hearing_term(peers.leave), _watching(cluster, watch):
-        server = tf.distribute.Server(
-            tf.train.ClusterSpec({job: found for job, found in cluster.jobs().items() if job != "evaluator"}),
-            job_name=cluster.task_type,
-            task_index=cluster.task_index,
-            protocol="grpc",
-            config=config,
-        )
+        server = _server(cluster)
         peers.stay_with(cluster.workers[0], f"{cluster.task_type} {cluster.task_index}")
     del server
     sys.exit(0)
+
+
+def _server(cluster: Cluster) -> tf.distribute.Server:
+    config = eager_context.context().config  # which devices are visible, and how they take memory
+    # TensorFlow's guide asks for more threads than workers; the default on a small machine is lower.
+    config.inter_op_parallelism_threads = max(cluster.size + 1, os.cpu_count() or 1)
+    return tf.distribute.Server(
+        tf.train.ClusterSpec({job: found for job, found in cluster.jobs().items() if job != "evaluator"}),
+        job_name=cluster.task_type,
+        task_index=cluster.task_index,
+        protocol="grpc",
+        config=config,
+    )
+
+
+def _share_gpus(cluster: Cluster) -> None:
+    """Leaves a machine's GPUs to its workers: a server sees none, the others take memory as they need it.
+
+    `tfgpu launch` gives each task its GPUs; tasks that were started otherwise all see all of them. What the script has
+    set itself stays: memory limits, and devices that have started.
+    """
+    if environment.is_initialized():
+        return
+    if cluster.task_type == "ps":
+        tf.config.set_visible_devices([], "GPU")
+    for gpu in tf.config.get_visible_devices("GPU"):
+        if not tf.config.get_logical_device_configuration(gpu):
+            tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def _watching(cluster: Cluster, folder: str | Path | None) -> contextlib.AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from tfgpu.compat import optimizers as private_optimizers
 from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
 from tfgpu.compat.variables import has_copies, held
 from tfgpu.core import extensions
-from tfgpu.core.state import replica_values, sharded_variable
+from tfgpu.core.state import host_copies, replica_values, sharded_variable
 from tfgpu.errors import InputError
 
 _REPLICAS = "@"
@@ -156,12 +156,12 @@ def copy_state(model, *, metrics: bool = False, wanted: bool = True) -> dict[str
     """
     settle(model)
     pending = _pending_sums(model)
-    found = {}
-    for name, variable in variables(model, metrics=metrics).items():
+    all_variables = variables(model, metrics=metrics)
+    found = _copy_shared(model, all_variables, wanted)
+    for name, variable in all_variables.items():
         if not _differs_by_replica(variable):
-            if wanted or getattr(variable, "is_over_replicas", False):
-                found[name] = replica_values.to_bits(np.array(variable.numpy()))
-        elif id(variable) in pending and not pending[id(variable)]:
+            continue
+        if id(variable) in pending and not pending[id(variable)]:
             found[name] = np.zeros(variable.shape, _dtype(variable)) if wanted else None
         else:
             values = replica_values.gather(model.distribute_strategy, held(variable))
@@ -172,6 +172,15 @@ def copy_state(model, *, metrics: bool = False, wanted: bool = True) -> dict[str
     for provider in extensions.state_providers:
         found |= provider.arrays(model)
     return found if wanted else {}
+
+
+def _copy_shared(model, all_variables: dict, wanted: bool) -> dict[str, np.ndarray]:
+    """Those that are the same on all replicas."""
+    shared = {name: variable for name, variable in all_variables.items() if not _differs_by_replica(variable)}
+    if not wanted:  # reading such a one is a collective
+        shared = {name: variable for name, variable in shared.items() if getattr(variable, "is_over_replicas", False)}
+    arrays = host_copies.copy(model, list(shared.values()))
+    return dict(zip(shared, map(replica_values.to_bits, arrays), strict=True))
 
 
 def restore_state(model, arrays: dict[str, np.ndarray], source: str) -> None:

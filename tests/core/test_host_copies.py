@@ -1,0 +1,63 @@
+"""Variables in host memory: one call reads them all, and what was read stays as it was."""
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfgpu import strategies
+from tfgpu.compat import slots
+from tfgpu.core.state import host_copies
+
+
+@pytest.fixture
+def model():
+    with strategies.mirrored(2).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def test_all_variables_are_read_by_one_function_that_is_kept(model):
+    variables = [*model.variables, *model.optimizer.variables]
+    found = host_copies.copy(model, variables)
+    for value, variable in zip(found, variables, strict=True):
+        np.testing.assert_array_equal(value, variable.numpy())
+        assert value.dtype == variable.numpy().dtype
+    reader = slots.get(model, "reader")
+    assert len(reader.variables) == len(variables)
+    host_copies.copy(model, variables)
+    assert slots.get(model, "reader") is reader and reader.read.experimental_get_tracing_count() == 1
+    host_copies.copy(model, variables[:2])
+    assert slots.get(model, "reader") is not reader
+
+
+def test_each_value_is_read_where_it_is_and_put_on_the_host(model):
+    host_copies.copy(model, model.variables)
+    graph = slots.get(model, "reader").read.get_concrete_function().graph
+    operations = graph.get_operations()
+    reads = [each.device for each in operations if each.type == "ReadVariableOp"]
+    assert reads == [variable.value.device for variable in model.variables]
+    assert all("CPU:0" in output.device for output in graph.outputs)
+
+
+def test_a_step_does_not_change_what_was_read(model):
+    (before,) = host_copies.copy(model, model.trainable_variables[:1])
+    expected = before.copy()
+    model.fit(np.ones((4, 3), "float32"), np.ones((4, 1), "float32"), verbose=0)
+    np.testing.assert_array_equal(before, expected)
+    assert (model.trainable_variables[0].numpy() != expected).any()
+
+
+def test_other_variables_read_themselves(model):
+    class Held(keras.Variable):
+        def numpy(self):
+            return np.array([5.0])
+
+    with tf.device("CPU:0"):
+        variables = [Held(1.0), keras.Variable(np.ones(2), dtype="bfloat16"), keras.Variable(3)]
+    found = host_copies.copy(model, variables)
+    assert [value.tolist() for value in found] == [[5.0], [1.0, 1.0], 3]
+    assert found[1].dtype == ml_dtypes.bfloat16

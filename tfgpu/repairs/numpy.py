@@ -1,0 +1,104 @@
+"""`keras.ops` functions that compute in int32: TensorFlow's GPU kernels for int32 work in host memory."""
+
+import keras
+import tensorflow as tf
+
+from tfgpu.compat.patch import wrap
+from tfgpu.repairs import probing
+from tfgpu.repairs.repair import Repair
+
+
+def find_signs_on_device() -> None:
+    """Reads a sign from unsigned bits, which a GPU compares itself; stock Keras compares int32.
+
+    `keras.ops.argmax` and `argmin` ask for the sign of every value, so each accuracy copies all logits of a step to the
+    host, and waits for them there. The result is the same.
+    """
+
+    @wrap("numpy.signbit")
+    def signbit(stock, x):
+        x = tf.convert_to_tensor(x)
+        if not x.dtype.is_floating:
+            return stock(x)
+        bits = tf.bitcast(tf.cast(x, tf.float32), tf.uint32)
+        return tf.greater(bits, tf.constant(0x7FFFFFFF, tf.uint32))
+
+
+def find_largest_integers_on_device() -> None:
+    """Finds the class of one-hot labels that are integers by top-k; argmax has no GPU kernel for integers.
+
+    Both take the first of equal values.
+    """
+
+    @wrap("numpy.argmax")
+    def argmax(stock, x, axis=None, keepdims=False):
+        x = tf.convert_to_tensor(x)
+        if not x.dtype.is_integer or not x.shape.rank or axis not in (-1, x.shape.rank - 1):
+            return stock(x, axis, keepdims)
+        found = tf.math.top_k(x, 1).indices
+        # In int64, as the squeezing of int32 works in host memory.
+        return found if keepdims else tf.cast(tf.squeeze(tf.cast(found, tf.int64), -1), tf.int32)
+
+
+def compare_on_device() -> None:
+    """Compares int32 tensors as int64: labels, predicted classes and token ids, in Keras's code and in users' own.
+
+    Scalars stay as they are: they are sizes, which the host needs.
+    """
+    for name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"):
+
+        @wrap(f"numpy.{name}")
+        def compare(stock, x1, x2):
+            if any(isinstance(x, tf.Tensor) and x.dtype == tf.int32 and x.shape.rank != 0 for x in (x1, x2)):
+                x1, x2 = tf.convert_to_tensor(x1), tf.convert_to_tensor(x2)
+                if x1.dtype == x2.dtype == tf.int32:
+                    x1, x2 = tf.cast(x1, tf.int64), tf.cast(x2, tf.int64)
+            return stock(x1, x2)
+
+
+def argmax_copies_to_host() -> bool:
+    """Whether the GPU's values go to the host for an argmax."""
+    return bool(probing.copied_to_host(keras.ops.argmax, tf.TensorSpec([64, 10])))
+
+
+def integer_argmax_copies_to_host() -> bool:
+    """Whether integers go from the GPU to the host for an argmax."""
+
+    def argmax(labels):
+        return keras.ops.argmax(labels, axis=-1)
+
+    return bool(probing.copied_to_host(argmax, tf.TensorSpec([64, 10], tf.int64)))
+
+
+def comparison_copies_to_host() -> bool:
+    """Whether predicted classes go from the GPU to the host to be compared."""
+
+    def compare(scores):
+        return keras.ops.equal(tf.argmax(scores, -1, tf.int32), 3)
+
+    return bool(probing.copied_to_host(compare, tf.TensorSpec([64, 10])))
+
+
+REPAIRS = (
+    Repair(
+        name="signs-on-device",
+        fault="on a GPU, argmax and every accuracy copy all logits to the host",
+        issue="",
+        probe=argmax_copies_to_host,
+        apply=find_signs_on_device,
+    ),
+    Repair(
+        name="integers-on-device",
+        fault="on a GPU, one-hot labels of integers are copied to the host for an accuracy",
+        issue="",
+        probe=integer_argmax_copies_to_host,
+        apply=find_largest_integers_on_device,
+    ),
+    Repair(
+        name="comparisons-on-device",
+        fault="on a GPU, predicted classes and labels of int32 are copied to the host to be compared",
+        issue="",
+        probe=comparison_copies_to_host,
+        apply=compare_on_device,
+    ),
+)
