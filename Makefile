@@ -11,7 +11,7 @@ EXTRAS := dev$(if $(HAS_GPU),$(shell echo ,gpu))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all coverage lint audit docs docs-check doctor digits matrix versions bench bench-gpu clean
+.PHONY: help install train test test-all coverage lint audit docs docs-check doctor digits matrix versions bench gpu-first bench-gpu clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -75,6 +75,9 @@ $(PEERS)/.installed: Makefile
 
 bench: $(STAMP) $(PEERS)/.installed  ## Measure speed beside Keras, JAX and PyTorch; writes docs/benchmarks.md
 	$(BIN)/python -m benchmarks.all $(ARGS)
+
+gpu-first: $(STAMP)  ## What only a GPU can show: is the step right, and where does it run? Under ten minutes
+	$(BIN)/python -m benchmarks.gpu_first $(ARGS)
 
 bench-gpu: $(STAMP)  ## Measure ResNet-50 on the first GPU, for eight minutes
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
