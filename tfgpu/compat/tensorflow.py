@@ -44,6 +44,26 @@ def devices_of(operation: str) -> frozenset[str]:
     return frozenset(kernel.device_type for kernel in kernels.get_registered_kernels_for_op(operation).kernel)
 
 
+def is_left_to_host(operation: tf.Operation) -> bool:
+    """Whether a GPU leaves an operation of a graph to the host: no kernel has these dtypes, or one in host memory.
+
+    TensorFlow's CUDA build registers the kernels of GPUs on every machine.
+    """
+    given = {name: _dtypes(value) for name, value in operation.node_def.attr.items()}
+    found = [
+        kernel
+        for kernel in kernels.get_registered_kernels_for_op(operation.type).kernel
+        if kernel.device_type in ("GPU", "DEFAULT")
+        and all(given[each.name] <= set(each.allowed_values.list.type) for each in kernel.constraint)
+    ]
+    outputs = {output.name for output in op_def_registry.get(operation.type).output_arg}
+    return not found or all(outputs & set(kernel.host_memory_arg) for kernel in found)
+
+
+def _dtypes(value) -> set[int]:
+    return {value.type} if value.WhichOneof("value") == "type" else set(value.list.type)
+
+
 def is_stateful(operation: str) -> bool:
     """Whether an operation is registered as one with a state or an effect; False for a call of a function."""
     found = op_def_registry.get(operation)

@@ -57,26 +57,26 @@ def compare_on_device() -> None:
 
 
 def argmax_copies_to_host() -> bool:
-    """Whether the GPU's values go to the host for an argmax."""
-    return bool(probing.copied_to_host(keras.ops.argmax, tf.TensorSpec([64, 10])))
+    """Whether the host computes a part of an argmax."""
+    return bool(probing.left_to_host(keras.ops.argmax, tf.TensorSpec([64, 10])))
 
 
 def integer_argmax_copies_to_host() -> bool:
-    """Whether integers go from the GPU to the host for an argmax."""
+    """Whether the host computes an argmax of integers."""
 
     def argmax(labels):
         return keras.ops.argmax(labels, axis=-1)
 
-    return bool(probing.copied_to_host(argmax, tf.TensorSpec([64, 10], tf.int64)))
+    return bool(probing.left_to_host(argmax, tf.TensorSpec([64, 10], tf.int64)))
 
 
 def comparison_copies_to_host() -> bool:
-    """Whether predicted classes go from the GPU to the host to be compared."""
+    """Whether the host compares predicted classes."""
 
     def compare(scores):
         return keras.ops.equal(tf.argmax(scores, -1, tf.int32), 3)
 
-    return bool(probing.copied_to_host(compare, tf.TensorSpec([64, 10])))
+    return bool(probing.left_to_host(compare, tf.TensorSpec([64, 10])))
 
 
 REPAIRS = (

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import kernels
+from tfgpu.compat import tensorflow as private
 
 TIMEOUT_S = 60.0
 """Within which a probe answers; most take a second."""
@@ -119,13 +119,17 @@ def operations(function) -> set[str]:
     return {operation.type for operation in graph.get_operations()}
 
 
-def copied_to_host(function, *specs: tf.TensorSpec) -> list[tf.Tensor]:
-    """What a function of tensors on a GPU would have copied to the host (`compat.kernels.copied_to_host`)."""
+def left_to_host(function, *specs: tf.TensorSpec) -> set[str]:
+    """The kinds of operation on whole batches that a GPU would leave to the host.
 
-    def on_device(*tensors):
-        return function(*map(tf.identity, tensors))
-
-    return kernels.copied_to_host(tf.function(on_device, autograph=False).get_concrete_function(*specs).graph)
+    Args:
+        function: of tensors.
+        specs: of its arguments, of 64 rows.
+    """
+    graph = tf.function(function, autograph=False).get_concrete_function(*specs).graph
+    work = [each for each in graph.get_operations() if each.type not in ("Placeholder", "Const", "Identity")]
+    batches = [each for each in work if any(64 in tensor.shape for tensor in (*each.inputs, *each.outputs))]
+    return {each.type for each in batches if private.is_left_to_host(each)}
 
 
 if __name__ == "__main__":
