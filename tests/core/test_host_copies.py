@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfgpu import strategies
 from tfgpu.compat import slots
+from tfgpu.compat.variables import local_copy
 from tfgpu.core.state import host_copies
 
 
@@ -37,10 +38,12 @@ def test_all_variables_are_read_by_one_function_that_is_kept(model):
 def test_each_value_is_read_where_it_is_and_put_on_the_host(model):
     host_copies.copy(model, model.variables)
     graph = slots.get(model, "reader").read.get_concrete_function().graph
-    operations = graph.get_operations()
-    reads = [each.device for each in operations if each.type == "ReadVariableOp"]
-    assert reads == [variable.value.device for variable in model.variables]
-    assert all("CPU:0" in output.device for output in graph.outputs)
+    (copied,) = {output.op.inputs[0].op.name for output in graph.outputs}
+    copied = graph.get_operation_by_name(copied)
+    assert "CPU:0" in copied.device and [each.op.type for each in copied.inputs] == ["ReadVariableOp"] * 4
+    read = {id(outer): inner for outer, inner in graph.captures}
+    handles = [read[id(local_copy(variable).handle)] for variable in model.variables]
+    assert [each.op.inputs[0] is handle for each, handle in zip(copied.inputs, handles, strict=True)] == [True] * 4
 
 
 def test_a_step_does_not_change_what_was_read(model):

@@ -819,6 +819,7 @@ def of_own():
         Case("step-is-a-function", model=kit.wired(train_step=own_code.traced_step), **silent),
         Case("vector-loss-own-step", **vector),
         Case("vector-loss-own-step-float16", policy="mixed_float16", rounding=True, **{**vector, "optimizer": scaled}),
+        Case("vector-loss-of-one-row-a-replica", **{**vector, "rows": 36, "batch": 4}),
         Case("loss-of-shape-1", model=kit.wired(compute_loss=own_code.kept_loss), **uneven),
         Case("own-layout", model=paired, data=own_code.paired, **silent),
         Case("own-predict-step", model=own_code.pictures_to_predict, data=kit.images, rows=33),

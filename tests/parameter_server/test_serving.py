@@ -54,21 +54,22 @@ def asked(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("task", ["ps", "worker", "chief"])
-def test_a_server_sees_no_gpu_and_the_others_take_memory_as_they_need_it(asked, monkeypatch, task):
+@pytest.mark.parametrize("task, rank", [("ps", -1), ("worker", 1), ("chief", 0)])
+def test_a_server_sees_no_gpu_and_the_others_take_memory_as_they_need_it(asked, monkeypatch, task, rank):
     monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "0.3")
     with pytest.raises(MachineError, match="did not answer"):
-        strategies.parameter_server(cluster=Cluster(**PS, rank=0, task_type=task))
+        strategies.parameter_server(cluster=Cluster(**PS, rank=rank, task_type=task))
     # The second GPU has a memory limit, which excludes growth.
     assert asked == ([("visible", "GPU", [])] if task == "ps" else [("growth", "/physical_device:GPU:0", True)])
 
 
 DEVICES = """
-import tensorflow as tf, tfgpu
-from tfgpu.strategies import parameter_server
+import importlib, tensorflow as tf, tfgpu
+parameter_server = importlib.import_module("tfgpu.strategies.parameter_server")
 tfgpu.environment.set_logical_devices(3)
 server = parameter_server._server(tfgpu.Cluster.from_environment())
-print([device.device_type for device in tf.compat.v1.Session(server.target).list_devices()])
+alone = tf.compat.v1.ConfigProto(device_filters=["/job:ps"])  # the others do not run
+print([device.device_type for device in tf.compat.v1.Session(server.target, config=alone).list_devices()])
 """
 
 

@@ -170,6 +170,7 @@ TARGETS: tuple[str, ...] = (
     "loss_module.reduce_weighted_values",
     "loss_module.scale_loss_for_distribution",
     "loss_module.unscale_loss_for_distribution",
+    "losses.build_pos_neg_masks",
     "mirrored_strategy._is_device_list_single_worker",
     "nn._compute_moments_sync",
     "nn.adaptive_max_pool",

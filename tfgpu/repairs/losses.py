@@ -87,6 +87,18 @@ def make_divisors_global() -> None:
         return loss
 
 
+def compare_classes_on_device() -> None:
+    """Lets the circle loss compare labels as int64: TensorFlow's GPU kernels for int32 work in host memory."""
+
+    @wrap("losses.build_pos_neg_masks")
+    def build_pos_neg_masks(stock, query_labels, key_labels, *args, **kwargs):
+        labels = [
+            tf.cast(each, tf.int64) if tf.is_tensor(each) and each.dtype == tf.int32 else each
+            for each in (query_labels, key_labels)
+        ]
+        return stock(*labels, *args, **kwargs)
+
+
 def weigh_scalar_metrics() -> None:
     """Lets a scalar of the batch, such as a loss under a `Mean` or `Sum`, count once and not once a replica."""
 
@@ -141,6 +153,12 @@ def weighted_mean_differs() -> bool:
     return probing.differs(rows=2, loss=loss, weights=np.array([1.0, 5.0], "float32"))
 
 
+def host_flattens_classes() -> bool:
+    """Whether the host has a part in the circle loss."""
+    specs = [tf.TensorSpec([64], tf.int64), tf.TensorSpec([64, 8])]
+    return "Reshape" in probing.left_to_host(keras.losses.Circle(), *specs)
+
+
 REPAIRS = (
     Repair(
         name="local-losses",
@@ -169,5 +187,12 @@ REPAIRS = (
         issue="",
         probe=uneven_batch_differs,
         apply=weigh_scalar_metrics,
+    ),
+    Repair(
+        name="circle-on-device",
+        fault="on a GPU, the circle loss copies all labels to the host",
+        issue="",
+        probe=host_flattens_classes,
+        apply=compare_classes_on_device,
     ),
 )

@@ -25,13 +25,10 @@ class _Reader:
         return len(variables) == len(self.variables) and all(map(_is, variables, self.variables))
 
     def _read(self) -> list[tf.Tensor]:
-        found = []
-        for variable in self.variables:
-            with tf.device(variable.device):
-                value = variable.read_value()
-            with tf.device("CPU:0"):
-                found.append(tf.identity(value))
-        return found
+        # Few operations, as a large model has thousands of variables. A read runs where its variable is.
+        values = [tf.raw_ops.ReadVariableOp(resource=each.handle, dtype=each.dtype) for each in self.variables]
+        with tf.device("CPU:0"):
+            return tf.identity_n(values)
 
 
 def copy(owner: object, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
@@ -49,7 +46,8 @@ def copy(owner: object, variables: Sequence[keras.Variable]) -> list[np.ndarray]
     reader = slots.get(owner, "reader")
     if reader is None or not reader.fits(tuple(plain.values())):
         reader = slots.of(owner).reader = _Reader(tuple(plain.values()))
-    values = dict(zip(plain, reader.read() if plain else (), strict=True))
+    with tf.device("CPU:0"):  # results of a function ask for no device of their own, and would get the first GPU
+        values = dict(zip(plain, reader.read() if plain else (), strict=True))
     return [_array(values[at], plain[at]) if at in values else np.array(v.numpy()) for at, v in enumerate(variables)]
 
 
@@ -71,7 +69,7 @@ def _process(device: str) -> tuple[str, int]:
 def _array(value: tf.Tensor, variable: tf.Variable) -> np.ndarray:
     """On a CPU the tensor shares the variable's memory, which the next step writes to."""
     shares = tf.DeviceSpec.from_string(variable.device).device_type == "CPU"
-    return np.array(value) if shares else np.asarray(value)
+    return np.asarray(value).copy() if shares else np.asarray(value)
 
 
 def _is(one: object, other: object) -> bool:
