@@ -11,24 +11,24 @@ X = np.arange(8.0, dtype="float32").reshape(8, 1) / 8
 
 
 class Noisy(keras.layers.Layer):
-    """Adds what `keras.random` draws for a shape that is written as numbers."""
+    """Adds what `keras.random` draws for a shape of numbers."""
 
-    def __init__(self, rows):
+    def __init__(self):
         super().__init__()
-        self.seed, self.rows = keras.random.SeedGenerator(1), rows
+        self.seed = keras.random.SeedGenerator(1)
 
     def build(self, shape):
         self.kernel = self.add_weight(shape=(1,), initializer="zeros")
 
     def call(self, x):
-        rows = x.shape[0] if self.rows is None else self.rows
+        rows = x.shape[0] or 1  # none while the model is built
         return x + keras.random.normal((rows, 1), seed=self.seed) + self.kernel
 
 
 def drawn(strategy, *, batch):
     """What the layer adds to each row in one step of training, by the gradient of a loss in it."""
     with strategy.scope():
-        model = keras.Sequential([keras.Input((1,), batch_size=None), Noisy(None)])
+        model = keras.Sequential([keras.Input((1,)), Noisy()])
     data = tf.data.Dataset.from_tensor_slices((X[:batch], X[:batch])).batch(batch, drop_remainder=True)
     with strategy.scope():
         model.compile(keras.optimizers.SGD(1.0), lambda y, p: (p - y) ** 2 * tf.constant([1.0]))
