@@ -99,7 +99,7 @@ def placement(on_cpu: bool) -> dict:
     kinds = collections.defaultdict(collections.Counter)
     for operation, kind in placed:
         kinds[kind][operation] += 1
-    return {"operations": {kind: dict(found.most_common(25)) for kind, found in kinds.items()}, "lines": len(placed)}
+    return {"operations": {kind: dict(found.most_common(80)) for kind, found in kinds.items()}, "lines": len(placed)}
 
 
 def copies(on_cpu: bool) -> dict:
@@ -155,7 +155,7 @@ def equality(on_cpu: bool) -> dict:
             "even": {},
             "uneven": {"rows": 27},
             "accumulation": {"optimizer": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)},
-            "weighted mean": {"loss": keras.losses.SparseCategoricalCrossentropy(True, reduction="sum")},
+            "sum of rows": {"loss": keras.losses.SparseCategoricalCrossentropy(True, reduction="sum")},
         },
     )
 
@@ -191,8 +191,8 @@ def _beside_one(on_cpu: bool, cases: dict) -> dict:
 
 
 def _trained(strategy, *, rows: int = ROWS, optimizer=None, loss=None, then=None) -> list[np.ndarray]:
-    given = {"optimizer": optimizer() if optimizer else None, "loss": loss}
     with strategy.scope():
+        given = {"optimizer": optimizer() if optimizer else None, "loss": loss}
         model = network(**{name: value for name, value in given.items() if value is not None})
         if then:
             then(model)
