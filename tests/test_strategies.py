@@ -181,6 +181,8 @@ def gpus(*physical):
         ("ring", gpus("GPU:0", "GPU:1"), "RING"),
         ("auto", gpus("GPU:0", "GPU:0"), "RING"),  # logical devices of one GPU
         ("hierarchical", gpus("GPU:0", "GPU:0"), "RING"),
+        ("auto", (Device("GPU:0", "GPU", "GPU:0", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"),), "RING"),
+        ("auto", (Device("GPU:0", "GPU", "GPU:0", "NVIDIA A100-SXM4-40GB"),), "NCCL"),
         ("auto", (Device("CPU:0", "CPU", "CPU:0"),), "RING"),
     ],
 )

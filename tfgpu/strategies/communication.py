@@ -56,7 +56,7 @@ def choose_implementation(
 
 
 def can_use_nccl(chosen: tuple[Device, ...]) -> bool:
-    """Whether NCCL can connect these replicas of a process: each is a physical GPU of its own.
+    """Whether NCCL can connect these replicas of a process: each is a physical GPU of its own, and whole.
 
     Example:
         >>> can_use_nccl((Device("GPU:0", "GPU", "GPU:0"), Device("GPU:1", "GPU", "GPU:1")))
@@ -64,7 +64,8 @@ def can_use_nccl(chosen: tuple[Device, ...]) -> bool:
         >>> can_use_nccl((Device("GPU:0", "GPU", "GPU:0"), Device("GPU:1", "GPU", "GPU:0")))
         False
     """
-    return all(device.kind == "GPU" for device in chosen) and len({each.physical for each in chosen}) == len(chosen)
+    are_whole = all(device.kind == "GPU" and " MIG " not in f" {device.description} " for device in chosen)
+    return are_whole and len({device.physical for device in chosen}) == len(chosen)
 
 
 def facts(chosen: tuple[Device, ...], implementation, **options: object) -> dict[str, str]:

@@ -33,9 +33,9 @@ def multi_worker(
     Args:
         devices: `None`, all GPUs of each worker, or its first CPU device; or the first so many GPUs (logical CPU
             devices if there is no GPU), by number or name.
-        all_reduce: `"auto"` (NCCL between physical GPUs, else the ring over gRPC), `"ring"`, `"nccl"` (GPUs only), or
-            `"hierarchical"`: each worker sums on its first device, and only those devices communicate, for workers of
-            several devices on a slow network. All workers must choose alike.
+        all_reduce: `"auto"` (NCCL between physical GPUs, else the ring over gRPC), `"ring"` (which workers that share a
+            GPU need), `"nccl"` (GPUs only), or `"hierarchical"`: each worker sums on its first device, and only those
+            devices communicate, for workers of several devices on a slow network. All workers must choose alike.
         bytes_per_pack, reduce_dtype, top_k, batch_norm: as for `strategy`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
