@@ -29,6 +29,11 @@ PyTorch keeps its batches in tensors, without a loader, and uses the fused Adam 
 """
 
 
+NO_GPU = """No figure comes from a GPU so far. [What a step does on GPUs](gpu.md) says what was derived without one, and how.
+`make gpu-first` and `benchmarks/gpu.py` measure where there is one.
+"""
+
+
 def document(results: dict, gpu: dict | None = None) -> str:
     """Writes the page.
 
@@ -37,7 +42,7 @@ def document(results: dict, gpu: dict | None = None) -> str:
         gpu: what benchmarks/gpu.py measured, if anything.
     """
     found = cells(results)
-    parts = [_intro(results, found)]
+    parts = [_intro(results, found), *([] if gpu else [NO_GPU])]
     for topology, title in TITLES.items():
         parts += _section(title, topology, {w: found[topology, w] for w in WORKS if (topology, w) in found})
     parts += _scaling(found) + _memory(found) + _starting(found, results.get("startup", {}))

@@ -75,6 +75,7 @@ def test_the_page_says_who_is_faster_and_who_is_missing():
 
 def test_the_page_and_the_plots_stand_for_a_run_that_has_hardly_begun(tmp_path):
     assert "Nothing has been measured yet" in report.document({})
+    assert "No figure comes from a GPU" in report.document({})
     assert plots.draw({}, tmp_path) == []
     only = {"cells": [cell({"tfgpu-fit": row([])}), cell({"hand": row(HAND)}, "workers-2")]}
     assert "Two workers" in report.document(only)
