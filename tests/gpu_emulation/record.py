@@ -15,10 +15,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
 FILE = HERE / "table.json"
+LIMIT_S = 180
+"""For a row, at most."""
 DEVICES = {"local": 9, "workers": 5}  # the host and its GPUs, in each process
 
 
@@ -40,8 +43,15 @@ def trace(names: list[str], kind: str) -> dict[str, dict]:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.jsonl"
             processes = _start(left, kind, file)
-            for process in processes:
-                process.wait()
+            try:
+                for process in processes:
+                    process.wait(LIMIT_S * len(left))
+            except subprocess.TimeoutExpired:
+                pass  # the first row that has no result is the one that hangs
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
             lines = file.read_text().splitlines() if file.exists() else []
         found |= dict(map(json.loads, lines))
         if not lines:
@@ -82,19 +92,29 @@ def _process(names: list[str], kind: str, file: Path) -> None:
     import traced_rows
 
     rows = {str(row): row for row in traced_rows.TABLE}
-    is_first = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0) == 0
-    for name in names:
+    rank = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
+    for number, name in enumerate(names):
         try:
             found = traced_rows.measure(rows[name])
         except Exception as error:  # what a step does is that it fails
             found = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}"}
-        if is_first:
+        if rank == 0:
             with file.open("a") as out:
                 print(json.dumps([name, found]), file=out)
             print(name, flush=True)
         if "error" in found:
             break
+        if kind == "workers":
+            _wait_for_peer(file.parent, number, rank)
     os._exit(0)  # a strategy of workers may wait for its peers
+
+
+def _wait_for_peer(folder: Path, number: int, rank: int) -> None:
+    """Waits until both workers have ended a row: a new strategy drops what a peer has not yet received."""
+    (folder / f"{number}.{rank}").touch()
+    until = time.monotonic() + LIMIT_S
+    while not (folder / f"{number}.{1 - rank}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def _names(text: str, row: object, whole: set[str]) -> bool:
