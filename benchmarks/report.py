@@ -29,8 +29,8 @@ PyTorch keeps its batches in tensors, without a loader, and uses the fused Adam 
 """
 
 
-NO_GPU = """No figure comes from a GPU so far. [What a step does on GPUs](gpu.md) says what was derived without one, and how.
-`make gpu-first` and `benchmarks/gpu.py` measure where there is one.
+NO_GPU = """No figure comes from a GPU so far. [What a step does on GPUs](gpu.md) says what was derived without one, and
+how. `make gpu-first` and `benchmarks/gpu.py` measure where there is one.
 """
 
 
