@@ -255,3 +255,34 @@ def test_a_global_generator_must_exist_before():
     keras.utils.set_random_seed(3)
     keras.random.uniform((1,))
     np.testing.assert_array_equal(y, DrawsGlobally()(tf.ones((64,))))
+
+
+class Recomputed(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dense = keras.layers.BatchNormalization(), keras.layers.Dense(4)
+
+    def build(self, shape):
+        self.norm.build(shape)
+        self.dense.build(shape)
+
+    def call(self, x, training=None):
+        return keras.remat(lambda x: self.dense(self.norm(x, training=training)))(x)
+
+
+def test_no_weight_is_updated_before_the_second_run_has_read_it():
+    """The loop that `fit` compiles on one device, where no collective parts the gradients from the updates."""
+    strategy = tfgpu.strategy("one_device")
+    x = np.random.default_rng(0).normal(3, 2, (26, 6, 4)).astype("float32")
+    found = []
+    for run in range(4):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            layers = [keras.Input((6, 4)), Recomputed(), keras.layers.Flatten(), keras.layers.Dense(1)]
+            model = keras.Sequential(layers)
+            model.compile(keras.optimizers.SGD(1.0), "mse", jit_compile=False, run_eagerly=run == 0)
+        model.fit(x, x.sum((1, 2))[:, None] / 10, batch_size=26, verbose=0)
+        found.append(model.get_weights())
+    for weights in found[1:]:
+        for expected, ours in zip(found[0], weights, strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-3)

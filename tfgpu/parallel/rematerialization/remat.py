@@ -243,7 +243,12 @@ class _Call:
             outputs = self._run_function(scope, copies)
         targets = _results(outputs, scope)
         found = tape.gradient(targets, [*copies, *variables], output_gradients=upstream)
-        return (found[: len(copies)], found[len(copies) :]) if variables else found
+        if not variables:
+            return found
+        # In a loop's body, Grappler lets the update of a weight overtake the second run, which reads the weight: no
+        # weight's gradient is there before all of them are.
+        of_variables = found if tf.executing_eagerly() else tf.tuple(found)
+        return found[: len(copies)], of_variables[len(copies) :]
 
     def _run_function(self, scope: StatelessScope, given) -> object:
         values = list(self._leaves)
