@@ -50,6 +50,14 @@ def test_comparisons_are_those_of_stock_keras(name, other):
     np.testing.assert_array_equal(compare(values, other), expected)
 
 
+@pytest.mark.parametrize("how", [{"axis": 0}, {"axis": 1}, {}], ids=str)
+@pytest.mark.parametrize("indices", [[[0, 4], [-1, 2]], [3], 2], ids=str)
+def test_rows_are_those_of_stock_keras(indices, how):
+    take, table = targets.owner("numpy").take, tf.reshape(tf.range(25.0), (5, 5))
+    found, expected = take(table, tf.constant(indices), **how), take.__wrapped__(table, tf.constant(indices), **how)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_a_size_is_compared_on_the_host():
     def grows(x):
         return keras.ops.greater(tf.shape(x)[0], 3)

@@ -188,6 +188,7 @@ TARGETS: tuple[str, ...] = (
     "numpy.less_equal",
     "numpy.not_equal",
     "numpy.signbit",
+    "numpy.take",
     "random.beta",
     "random.binomial",
     "random.categorical",

@@ -56,6 +56,16 @@ def compare_on_device() -> None:
             return stock(x1, x2)
 
 
+def look_up_on_device() -> None:
+    """Looks rows of a table up by int64 numbers; stock Keras compares, adds and flattens those of int32."""
+
+    @wrap("numpy.take")
+    def take(stock, x, indices, axis=None):
+        if isinstance(indices, tf.Tensor) and indices.dtype == tf.int32 and indices.shape.rank != 0:
+            indices = tf.cast(indices, tf.int64)
+        return stock(x, indices, axis)
+
+
 def argmax_copies_to_host() -> bool:
     """Whether the host computes a part of an argmax."""
     return bool(probing.left_to_host(keras.ops.argmax, tf.TensorSpec([64, 10])))
@@ -79,6 +89,15 @@ def comparison_copies_to_host() -> bool:
     return bool(probing.left_to_host(compare, tf.TensorSpec([64, 10])))
 
 
+def lookup_copies_to_host() -> bool:
+    """Whether the host has a part in looking up rows."""
+
+    def lookup(numbers):
+        return keras.ops.take(tf.ones([50, 4]), numbers, axis=0)
+
+    return "Less" in probing.left_to_host(lookup, tf.TensorSpec([64], tf.int32))
+
+
 REPAIRS = (
     Repair(
         name="signs-on-device",
@@ -100,5 +119,12 @@ REPAIRS = (
         issue="",
         probe=comparison_copies_to_host,
         apply=compare_on_device,
+    ),
+    Repair(
+        name="lookups-on-device",
+        fault="on a GPU, token numbers of int32 are copied to the host for an embedding",
+        issue="",
+        probe=lookup_copies_to_host,
+        apply=look_up_on_device,
     ),
 )
