@@ -24,12 +24,16 @@ CASES = (
 @pytest.mark.processes
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
-    ("topologies", "cases"),
-    [(["workers-2x1"], CASES[:2]), pytest.param(["mirrored-4", "workers-2x1"], CASES, marks=pytest.mark.slow)],
-    ids=["few", "all"],
+    ("topologies", "cases", "way"),
+    [
+        (["workers-2x1"], CASES[:2], []),
+        pytest.param(["mirrored-4", "workers-2x1"], CASES, [], marks=pytest.mark.slow),
+        pytest.param(["mirrored-2", "workers-2x1"], CASES, ["--gpu-way"], marks=pytest.mark.slow),
+    ],
+    ids=["few", "all", "gpu-way"],
 )
-def test_replicas_and_workers_learn_what_one_device_learns(tmp_path, topologies, cases):
-    command = [sys.executable, RUN, "--topologies", *topologies, "--paths", "fit"]
+def test_replicas_and_workers_learn_what_one_device_learns(tmp_path, topologies, cases, way):
+    command = [sys.executable, RUN, "--topologies", *topologies, "--paths", "fit", *way]
     command += ["--repairs", "tfgpu.repairs", "--cases", *cases, "--json", tmp_path / "cells.json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stderr[-2000:]
