@@ -1,7 +1,7 @@
 """What a training step of two known models does on GPUs, as the table of docs/gpu.md.
 
-    python -m tests.gpu_emulation.figures            # prints the table
-    python -m tests.gpu_emulation.figures --write    # writes it into docs/gpu.md
+python -m tests.gpu_emulation.figures            # prints the table
+python -m tests.gpu_emulation.figures --write    # writes it into docs/gpu.md
 """
 
 import argparse

@@ -102,7 +102,7 @@ def _process(names: list[str], kind: str, file: Path) -> None:
             with file.open("a") as out:
                 print(json.dumps([name, found]), file=out)
             print(name, flush=True)
-        if "error" in found:
+        if "error" in found or "error on CPUs" in found:
             break
         if kind == "workers":
             _wait_for_peer(file.parent, number, rank)
