@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -37,15 +36,15 @@ def difference(name: str, recorded: dict | None, found: dict) -> str:
 
 
 def trace(names: list[str], kind: str) -> dict[str, dict]:
-    """Traces rows in processes of their own, started anew after each row that fails."""
+    """Traces rows in processes of their own: workers for each row, others started anew after a row that fails."""
     found, left = {}, list(names)
     while left:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rows.jsonl"
-            processes = _start(left, kind, file)
+            batch = left[:1] if kind == "workers" else left  # in a process's next strategy, workers may hang
+            processes = _start(batch, kind, file)
             try:
-                for process in processes:
-                    process.wait(LIMIT_S * len(left))
+                processes[0].wait(LIMIT_S * len(batch))  # it writes the rows; its peer may wait for it
             except subprocess.TimeoutExpired:
                 pass  # the first row that has no result is the one that hangs
             finally:
@@ -93,7 +92,7 @@ def _process(names: list[str], kind: str, file: Path) -> None:
 
     rows = {str(row): row for row in traced_rows.TABLE}
     rank = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
-    for number, name in enumerate(names):
+    for name in names:
         try:
             found = traced_rows.measure(rows[name])
         except Exception as error:  # what a step does is that it fails
@@ -104,17 +103,7 @@ def _process(names: list[str], kind: str, file: Path) -> None:
             print(name, flush=True)
         if "error" in found or "error on CPUs" in found:
             break
-        if kind == "workers":
-            _wait_for_peer(file.parent, number, rank)
     os._exit(0)  # a strategy of workers may wait for its peers
-
-
-def _wait_for_peer(folder: Path, number: int, rank: int) -> None:
-    """Waits until both workers have ended a row: a new strategy drops what a peer has not yet received."""
-    (folder / f"{number}.{rank}").touch()
-    until = time.monotonic() + LIMIT_S
-    while not (folder / f"{number}.{1 - rank}").exists() and time.monotonic() < until:
-        time.sleep(0.05)
 
 
 def _names(text: str, row: object, whole: set[str]) -> bool:
