@@ -90,7 +90,9 @@ def table() -> str:
 
 
 def _mib(count: float) -> str:
-    return f"{count / 2**20:.2f} MiB" if count >= 2**10 else f"{count:.0f} B"
+    if count >= 2**20:
+        return f"{count / 2**20:.2f} MiB"
+    return f"{count / 2**10:.1f} KiB" if count >= 2**10 else f"{count:.0f} B"
 
 
 def main() -> None:
