@@ -1,7 +1,7 @@
 """What a training step of two known models does on GPUs, as the table of docs/gpu.md.
 
-python -m tests.gpu_emulation.figures            # prints the table
-python -m tests.gpu_emulation.figures --write    # writes it into docs/gpu.md
+    python tests/gpu_emulation/figures.py            # prints the table
+    python tests/gpu_emulation/figures.py --write    # writes it into docs/gpu.md
 """
 
 import argparse
@@ -99,7 +99,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--write", action="store_true", help="write the table into docs/gpu.md")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
     import tensorflow as tf
 
     given = options.parse_args()
