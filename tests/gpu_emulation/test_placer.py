@@ -55,7 +55,7 @@ def test_it_is_where_tensorflow_places_it(placed_by_tensorflow):
     theirs = placed_by_tensorflow()
     nodes, ours = tracer.placed(calls.largest.function, calls.largest.devices)
     compared = {node: theirs[node.name] for node in nodes if theirs.get(node.name)}
-    assert {ours[node].device for node in compared} == {HOST, "GPU:0", "GPU:1"}
+    assert {ours[node].device for node in compared} >= {"GPU:0", "GPU:1"}
     for node, device in compared.items():
         kind, number = parse(device)
         if (kind, number) == ("CPU", 0):  # no device asked for it: the host there, the first GPU here

@@ -154,7 +154,7 @@ def test_bad_input(make, path, options, message):
     [
         (["--model", "mlp", "--stages", "2", "--microbatches", "3", "-o", "a.html"], 0, "devices were idle"),
         (["--model", "mpl"], 2, "mlp"),
-        (["--model", "mlp", "--stages", "2", "--cut", "dense77"], 2, "No layer matches 'dense77'"),
+        (["--model", "mlp", "--stages", "2", "--cut", "dense77"], 2, "No layer is called 'dense77'"),
     ],
 )
 def test_the_command(tmp_path, words, code, told):

@@ -140,7 +140,7 @@ class Own(keras.Model):
         (mlp, dict(stages=9, microbatches=2, devices=4), "needs several stages a device"),
         (fixed, dict(stages=2, microbatches=2, devices=2), "Make it without `batch_size`"),
         (mlp, dict(stages=5, microbatches=2), "devices"),
-        (mlp, dict(stages=2, microbatches=2, cuts=["thrid"]), "No layer matches 'thrid'. A stage can begin at: drop"),
+        (mlp, dict(stages=2, microbatches=2, cuts=["thrid"]), "No layer is called 'thrid'. A stage can begin at: drop"),
         (mlp, dict(stages=3, microbatches=2, cuts=["third", "second"]), "in the order of the layers"),
         (mlp, dict(stages=2, microbatches=2, cuts=["first"]), "after the first one"),
         (mlp, dict(stages=2, microbatches=2, mesh=Mesh(pipeline=2), devices=2), "not both"),

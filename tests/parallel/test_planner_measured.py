@@ -187,7 +187,9 @@ def test_sizes_say_what_the_graph_says(policy, dropout):
     finally:
         keras.config.set_dtype_policy(before)
     ours, theirs = sizes.workload(policy), traced.workload(model)
-    assert sum(b.kept_split + b.kept_whole for b in ours.blocks) == sum(b.kept_whole for b in theirs.blocks)
+    indices = 4 * 24  # of positions: with the repairs, embeddings keep them as int64
+    kept = sum(b.kept_split + b.kept_whole for b in ours.blocks), sum(b.kept_whole for b in theirs.blocks)
+    assert kept[0] <= kept[1] <= kept[0] + indices
     assert sum(b.split + b.whole for b in ours.blocks) == sum(b.split + b.whole for b in theirs.blocks)
     assert ours.outputs == theirs.outputs
     assert ours.flops <= theirs.flops <= 1.2 * ours.flops  # the graph has normalizations and such besides
