@@ -234,7 +234,7 @@ def test_a_signal_saves_and_leaves(tmp_path, moment):
 @pytest.mark.usefixtures("sigterm")
 def test_a_signal_in_the_last_epoch_leaves_when_all_is_done(tmp_path):
     asks = At(epoch=EPOCHS - 1, do=lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Preempted, match="The training was over"):
+    with pytest.raises(Preempted, match="The training was complete"):
         train(make(), "arrays", Checkpoint(tmp_path), asks)
     assert found(tmp_path)[0].name == "epoch-0003"
 

@@ -209,7 +209,7 @@ def text_model():
 @pytest.mark.slow
 def test_a_model_that_takes_text(tmp_path):
     model, texts = text_model(), ["one né", "zwei", "", "drei drei one"]
-    with pytest.raises(InputError, match="takes text.*example=TEXTS"):
+    with pytest.raises(InputError, match="has text inputs.*example=TEXTS"):
         serving.export(model, tmp_path / "made")
     made = serving.export(model, tmp_path / "made", example=texts)
     assert made.inputs == {"text": ((None,), "string")} and made.difference < 1e-5

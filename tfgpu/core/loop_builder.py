@@ -112,7 +112,7 @@ class LoopBuilder:
             if kind.gives_row_ranges is not None:
                 batch = batch_sharding.shard(self._strategy, batch, gives_row_ranges=kind.gives_row_ranges)
             values, since = self._run(batch, since, kind)
-            return since, self._to_optional(values, last)
+            return since, self.to_optional(values, last)
 
         # The step is a Python function inside the loop, never a nested tf.function: TensorFlow feeds a collective's key
         # at call time and loses it where a function is called from a loop ("must feed a value for placeholder").
@@ -131,7 +131,7 @@ class LoopBuilder:
 
         nothing = self._strategy.run(tf.raw_ops.OptionalNone)
         done, *_, last = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))
-        return done, *self._finish(self._strategy.run(self._from_optional, args=(last,)), ballot)
+        return done, *self._finish(self._strategy.run(self.from_optional, args=(last,)), ballot)
 
     def _run(self, data, since: tf.Tensor, kind: LoopKind):
         """One step on every replica: the values of its logs that are no metric results, and the new `since`."""
@@ -192,7 +192,7 @@ class LoopBuilder:
                 variable.assign(tf.where(step_context.has_rows(), variable.value, value))
         return logs
 
-    def _to_optional(self, values: list[tf.Tensor], last):
+    def to_optional(self, values: list[tf.Tensor], last):
         """A step's values as the loop carries them: in an optional, because before the first step it is empty.
 
         Args:
@@ -203,7 +203,7 @@ class LoopBuilder:
             return last
         return self._strategy.run(lambda values: tf.raw_ops.OptionalFromValue(components=values), args=(values,))
 
-    def _from_optional(self, last) -> list[tf.Tensor]:
+    def from_optional(self, last) -> list[tf.Tensor]:
         """The last step's values; zeros, which nothing reads, if no step ran."""
         specs = self._log_reader.specs
         if not specs:

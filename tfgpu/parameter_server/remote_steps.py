@@ -153,11 +153,11 @@ class RemoteSteps(step_loop.StepRunner):
 
             def another(at, state, kept):
                 state, parts = self._strategy.run(step, args=(batch_at(at, *arguments), state))
-                return at + 1, state, self.loops.keep(parts, kept)
+                return at + 1, state, self.loops.to_optional(parts, kept)
 
             begin, count = (0, state, tf.raw_ops.OptionalNone()), count_of(*arguments)
             done, state, kept = tf.while_loop(lambda at, *_: at < count, another, begin)
-            parts = self.loops.kept(kept)
+            parts = self.loops.from_optional(kept)
             with tf.control_dependencies([done, *state, *parts]):
                 return state, parts, _clock() - began
 
