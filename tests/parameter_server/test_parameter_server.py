@@ -95,7 +95,7 @@ def compare(make, x=X, weights=None, **options):
     with strategy.scope():
         many = build(make(), **options)
     spread = train(many)
-    pairs = zip(sharded_variable.whole(one.weights), sharded_variable.whole(many.weights), strict=True)
+    pairs = zip(sharded_variable.merged(one.weights), sharded_variable.merged(many.weights), strict=True)
     return {
         "weights": max(float(np.abs(a.numpy() - b.numpy()).max()) for a, b in pairs),
         "logs": max(abs(a - b) for name in alone for a, b in zip(alone[name], spread[name], strict=True)),
