@@ -96,7 +96,7 @@ def _pieces(file, size: int) -> Iterator[bytes]:
 
 
 def _hash(path: Path) -> str | None:
-    """The hash of a file; None where there is none."""
+    """The hash of a file; None if the file is missing."""
     if not path.exists():
         return None
     with open(path, "rb") as file:

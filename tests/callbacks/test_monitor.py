@@ -81,7 +81,7 @@ def test_blocks_are_as_long_as_without_it_and_the_result_is_the_same(tmp_path):
 
 
 def slow(x, y):
-    """A dataset whose rows take 5 ms to read."""
+    """A dataset that needs 5 ms to read each row."""
     waited = tf.numpy_function(lambda _: (time.sleep(0.005), np.float32(0))[1], [x[0, 0]], tf.float32)
     with tf.control_dependencies([waited]):
         return tf.identity(x), y

@@ -1,8 +1,7 @@
 """Makes CPU devices take the path of GPUs through the package.
 
-GPUs get their rows from TensorFlow's distributed iterator, and sum in TensorFlow's collectives; CPUs of one process
-shard a batch within the step, and sum in host memory. And where every device is a CPU, `MirroredStrategy` asks for the
-ring in place of NCCL; TensorFlow runs a ring between CPUs whatever was asked for.
+GPUs sum in TensorFlow's collectives; CPUs of one process sum in host memory. And where every device is a CPU,
+`MirroredStrategy` asks for the ring in place of NCCL; TensorFlow runs a ring between CPUs whatever was asked for.
 """
 
 import contextlib

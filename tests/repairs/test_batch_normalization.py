@@ -206,7 +206,8 @@ def test_synchronized_layers_see_all_rows_all_the_same():
 
 
 def test_an_unknown_scope_is_refused():
-    with pytest.raises(InputError, match="batch_norm"):
-        tfgpu.strategy("mirrored", devices=2, batch_norm="local")
+    for scope in ("local", None):
+        with pytest.raises(InputError, match="batch_norm"):
+            tfgpu.strategy("mirrored", devices=2, batch_norm=scope)
     with pytest.raises(InputError, match="does not apply"):
         tfgpu.strategy("one_device", batch_norm="replica")

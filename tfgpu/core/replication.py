@@ -20,9 +20,9 @@ def spans_processes(strategy: tf.distribute.Strategy) -> bool:
 
 
 def is_on_host(strategy: tf.distribute.Strategy) -> bool:
-    """Whether all replicas of this process compute on its CPU, so that a step may shard and sum in host memory.
+    """Whether all replicas of this process compute on its CPU, so that a step may sum in host memory.
 
-    The only place that tells CPUs from GPUs in a step: where it says False, CPUs take the path of GPUs.
+    The only place that tells CPUs from GPUs in a step. Where it returns False, CPUs take the path of GPUs.
     """
     return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in strategy.extended.worker_devices)
 

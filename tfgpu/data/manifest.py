@@ -194,7 +194,7 @@ def _shard(facts: Mapping[str, object]) -> Shard:
 
 
 def of_files(paths: Sequence[Path]) -> Manifest | None:
-    """Finds the index that lists all of these files; None if there is none.
+    """Finds the index that lists all of these files; returns None without one.
 
     Raises:
         InputError: the index is damaged or from a newer version.

@@ -26,7 +26,7 @@ def beat(path: str | os.PathLike | None = None, *, period_s: float = PERIOD_S) -
         period_s: seconds between two heartbeats.
 
     Returns:
-        An event that stops the heartbeat; None where there is none.
+        An event that stops the heartbeat; None outside a launch.
 
     Example:
         >>> import tempfile

@@ -158,7 +158,7 @@ class Recipe(BaseModel):
     deterministic: bool = _field(
         False,
         "Hardware",
-        "Take only operations that repeat bit for bit on GPUs too: slower, and an error where there is none. CPUs "
+        "Use only operations that repeat bit for bit on GPUs too: slower, and an error if an operation cannot. CPUs "
         "repeat without it.",
     )
     recompute: bool = _field(

@@ -129,7 +129,7 @@ def visible(value: str, uuids: Sequence[str | None]) -> tuple[list[int], str | N
         uuids: the UUIDs of the driver's GPUs, in its order; `None` for a lost GPU, whose index is skipped.
 
     Returns:
-        The indices of the visible GPUs, and the invalid entry at which CUDA stops; `None` if there is none.
+        The indices of the visible GPUs, and the invalid entry at which CUDA stops; `None` if all are valid.
         "-1", the usual way to hide all GPUs, does not count as invalid.
 
     Example:

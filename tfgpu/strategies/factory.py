@@ -97,7 +97,6 @@ def strategy(
         "bytes_per_pack": bytes_per_pack,
         "reduce_dtype": reduce_dtype,
         "top_k": top_k,
-        "batch_norm": None if batch_norm == "global" else batch_norm,
         "every": every,
         "after": after,
         "outer": outer,
@@ -105,6 +104,8 @@ def strategy(
     if not is_evaluator:  # it runs the script of the training, and ignores what is meant for the coordinator
         options |= {"max_staleness": max_staleness, "watch": watch}
     given = {name: value for name, value in options.items() if value is not None}
+    if batch_norm != "global":  # also None, which is no scope
+        given["batch_norm"] = batch_norm
     if not is_evaluator and partitioner != "auto":  # None is a choice: do not partition
         given["partitioner"] = partitioner
     make, applicable = _FACTORIES[kind]

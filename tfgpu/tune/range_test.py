@@ -41,7 +41,7 @@ class RangeTest:
         suggestion: a learning rate to train with: the geometric mean of the rate where the loss begins to fall (after a
             tenth of its fall) and the rate where it is lowest; None if the loss does not fall.
         lowest: the rate at the lowest smoothed loss, where training is about to become unstable.
-        reason: an explanation of the suggestion, or why there is none.
+        reason: why this rate is suggested, or why no rate is.
     """
 
     rates: tuple[float, ...] = field(repr=False)

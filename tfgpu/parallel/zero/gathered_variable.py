@@ -239,8 +239,7 @@ def _start_of_unit_before(inputs: list[tf.Tensor]) -> list:
         return []
     graph, is_second_run = tf.compat.v1.get_default_graph(), isinstance(get_stateless_scope(), remat.ReplayScope)
     kept = vars(slots.of(graph)).setdefault("zero_units", {})
-    replica = replication.replica_context().replica_id_in_sync_group
-    replica = int(tf.get_static_value(replica)) if tf.is_tensor(replica) else replica
+    replica = replication.replica_number(replication.replica_context())
     start = [*inputs, *private.control_inputs(graph)]
     was_second_run, before = kept.get(replica, (False, []))
     kept[replica] = is_second_run, start
@@ -248,7 +247,7 @@ def _start_of_unit_before(inputs: list[tf.Tensor]) -> list:
 
 
 def _common_narrow_dtype(inner: Sequence[keras.layers.Layer]) -> str | None:
-    """The 16-bit dtype that all of a unit computes in, so that half as much is sent; None where there is none."""
+    """The 16-bit dtype that all of a unit computes in, so that half as much is sent; else None."""
     dtypes = {layer.compute_dtype if layer.autocast else None for layer in inner}
     return dtypes.pop() if dtypes in ({"float16"}, {"bfloat16"}) else None
 
