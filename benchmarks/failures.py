@@ -102,14 +102,14 @@ def with_cut_restarts(run: dict) -> dict:
     return {**run, "restart_s": mean}
 
 
-def modelled(run: dict, mtbf_s: float | None = None) -> float:
+def modeled(run: dict, mtbf_s: float | None = None) -> float:
     """The useful share that Daly's formula says."""
     rest = {"save_s": run["save_s"], "restart_s": run["restart_s"], "mtbf_s": mtbf_s or run["mtbf_s"]}
     return 1 - lost_fraction(run["interval_s"], **rest)
 
 
 def spread(run: dict, trials: int = 2000) -> float:
-    """How far measured and modelled may be apart by chance: a deviation of their difference, as a share of the model's.
+    """How far measured and modeled may be apart by chance: a deviation of their difference, as a share of the model's.
 
     So many kills are drawn for runs of which the model is true; each is held against its own time between failures.
     """
@@ -117,8 +117,8 @@ def spread(run: dict, trials: int = 2000) -> float:
     for _ in range(trials):
         between = [draw.expovariate(1 / run["mtbf_s"]) for _ in range(run["kills"])]
         kept = sum(max(0.0, (one - run["restart_s"]) // each) for one in between) * run["interval_s"]
-        found.append(kept / sum(between) - modelled(run, statistics.mean(between)))
-    return statistics.stdev(found) / modelled(run)
+        found.append(kept / sum(between) - modeled(run, statistics.mean(between)))
+    return statistics.stdev(found) / modeled(run)
 
 
 def measure(every: int, kills: int, mtbf_s: float, step_s: float, seed: int) -> dict:
@@ -144,19 +144,19 @@ def measure(every: int, kills: int, mtbf_s: float, step_s: float, seed: int) -> 
 def table(results: dict) -> list[str]:
     """The rows for the page, and what they were measured on."""
     heads = ["checkpoint each", "kills", "a kill each", "restart", "a checkpoint stops training", "steps run again"]
-    heads += ["useful, measured", "useful, modelled", "modelled / measured", "a deviation by chance alone"]
+    heads += ["useful, measured", "useful, modeled", "modeled / measured", "a deviation by chance alone"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for run in results["runs"]:
-        says, again = modelled(run), run["steps_run"] - run["steps_once"]
+        says, again = modeled(run), run["steps_run"] - run["steps_once"]
         cells = [f"{run['every']} steps, {run['interval_s']:.1f} s", str(run["kills"]), f"{run['mtbf_s']:.1f} s"]
         cells += [f"{run['restart_s']:.1f} s ± {run['restart_deviation_s']:.1f}", f"{1000 * run['save_s']:.1f} ms"]
         cells += [f"{again} of {run['steps_run']}", f"{run['useful']:.1%}", f"{says:.1%}"]
         cells += [f"{says / run['useful']:.3f}" if run["useful"] else "-", f"{spread(run):.3f}" if says else "-"]
         lines.append(f"| {' | '.join(cells)} |")
     loads = [load for run in results["runs"] for load in run["load"]]
-    found = [(modelled(with_cut_restarts(run)), run) for run in results["runs"]]
+    found = [(modeled(with_cut_restarts(run)), run) for run in results["runs"]]
     ratios = [f"{says / run['useful']:.3f}" for says, run in found if run["useful"]]
-    text = f"With the restarts that the next kill cut short, modelled / measured: {', '.join(ratios) or '-'}."
+    text = f"With the restarts that the next kill cut short, modeled / measured: {', '.join(ratios) or '-'}."
     return [*lines, "", text, f"Load {min(loads)} to {max(loads)}. {launched.measured_on(results['facts'])}"]
 
 

@@ -1,6 +1,6 @@
 """Real JPEGs through `tfgpu.data.pipeline` against hand-written tf.data code for the same work.
 
-The pictures are synthesised (waves, edges and noise, so that they compress as photographs do) and encoded by
+The pictures are synthesized (waves, edges and noise, so that they compress as photographs do) and encoded by
 TensorFlow. Both sides shuffle the whole epoch, read, decode, (resize,) batch and scale to [0, 1]; they take turns.
 
 python benchmarks/input_jpeg.py --images 2000 --repeats 7
@@ -33,8 +33,8 @@ def picture(random: np.random.Generator, height: int, width: int) -> np.ndarray:
         wave = np.sin(x * across + y * down + random.uniform(0, 6))
         image += wave[..., None] * random.uniform(4, 30, 3)
     for _ in range(6):
-        centre, radius = random.uniform(0, [height, width]), random.uniform(10, 80)
-        inside = (y - centre[0]) ** 2 + (x - centre[1]) ** 2 < radius**2
+        center, radius = random.uniform(0, [height, width]), random.uniform(10, 80)
+        inside = (y - center[0]) ** 2 + (x - center[1]) ** 2 < radius**2
         image[inside] += random.uniform(-60, 60, 3)
     image += random.normal(0, 4, image.shape)
     return np.clip(image, 0, 255).astype(np.uint8)

@@ -12,7 +12,7 @@ from benchmarks.peers.table import OURS, PEERS, REFERENCE  # noqa: E402
 from benchmarks.peers.works import WORKS  # noqa: E402
 from benchmarks.report import TITLES, scale  # noqa: E402
 
-OURS_COLOUR, OTHERS_COLOUR, IDEAL_COLOUR = "#d1495b", "#30638e", "#888888"
+OURS_COLOR, OTHERS_COLOR, IDEAL_COLOR = "#d1495b", "#30638e", "#888888"
 
 
 def draw(results: dict, folder: Path) -> list[Path]:
@@ -53,7 +53,7 @@ def _beside(rows: dict[str, Cell], title: str):
     for axis, (work, cell) in zip(axes.flat, rows.items(), strict=False):
         for place, name in enumerate(shown):
             _dot(axis, place, cell, name)
-        axis.axvline(1, color=IDEAL_COLOUR, linewidth=1, linestyle="--", zorder=0)
+        axis.axvline(1, color=IDEAL_COLOR, linewidth=1, linestyle="--", zorder=0)
         ratios = [cell.ratio(name) for name in _peers(cell)]
         _ratio_scale(axis, [edge for ratio in ratios for edge in (ratio.lower, ratio.upper)])
         axis.set_yticks(range(len(shown)), [PEERS[name].label.replace("`", "") for name in shown])
@@ -69,11 +69,11 @@ def _dot(axis, place: int, cell: Cell, name: str) -> None:
     ratio = cell.ratio(name)
     if ratio is None:
         words = cell.row(name).get("status", "")
-        axis.text(0.99, place, words, transform=axis.get_yaxis_transform(), ha="right", va="center", color=IDEAL_COLOUR)
+        axis.text(0.99, place, words, transform=axis.get_yaxis_transform(), ha="right", va="center", color=IDEAL_COLOR)
         return
-    colour = OURS_COLOUR if name in OURS else OTHERS_COLOUR
-    axis.plot([ratio.lower, ratio.upper], [place, place], color=colour, linewidth=4, alpha=0.4)
-    axis.plot(ratio.median, place, "o", color=colour)
+    color = OURS_COLOR if name in OURS else OTHERS_COLOR
+    axis.plot([ratio.lower, ratio.upper], [place, place], color=color, linewidth=4, alpha=0.4)
+    axis.plot(ratio.median, place, "o", color=color)
     axis.annotate(f"{ratio.median:.2f}", (ratio.upper, place), (6, 0), textcoords="offset points", va="center")
 
 
@@ -102,23 +102,23 @@ def _scales(found: dict, kind: str) -> dict[str, dict[str, float]]:
 def _scaling(scales: dict[str, dict[str, dict[str, float]]]):
     figure, axes = pyplot.subplots(1, 2, figsize=(8.5, 3.1), layout="constrained")
     titles = {"mirrored": ("2 replicas on the cores of 1", 1), "workers": ("2 workers, each with its cores", 2)}
-    colours = {REFERENCE: IDEAL_COLOUR, OURS[0]: OURS_COLOUR, OURS[1]: "#edae49", "torch-ddp": OTHERS_COLOUR}
+    colors = {REFERENCE: IDEAL_COLOR, OURS[0]: OURS_COLOR, OURS[1]: "#edae49", "torch-ddp": OTHERS_COLOR}
     works = [work for work in WORKS if any(work in speeds for kind in scales.values() for speeds in kind.values())]
-    width, bars = 0.8 / len(colours), {}
+    width, bars = 0.8 / len(colors), {}
     for axis, (kind, by_peer) in zip(axes, scales.items(), strict=True):
-        for place, peer in enumerate(colours):
+        for place, peer in enumerate(colors):
             speeds = by_peer.get(peer, {})
             at = [works.index(work) + (place - 1.5) * width for work in speeds]
             if speeds:
                 bars[PEERS[peer].label.replace("`", "")] = axis.bar(
-                    at, speeds.values(), width * 0.9, color=colours[peer]
+                    at, speeds.values(), width * 0.9, color=colors[peer]
                 )
         title, ideal = titles[kind]
         axis.axhline(ideal, color="black", linewidth=1, linestyle="--")
         axis.set_xticks(range(len(works)), works)
         axis.set_ylim(0, 1.1 * max([ideal, *(speed for speeds in by_peer.values() for speed in speeds.values())]))
         axis.set_title(title, fontsize=9)
-    figure.legend(bars.values(), bars, loc="outside lower center", ncols=len(colours), fontsize=8)
+    figure.legend(bars.values(), bars, loc="outside lower center", ncols=len(colors), fontsize=8)
     axes[0].set_ylabel("speed over that of one")
     return figure
 

@@ -150,14 +150,14 @@ def predicted_s(row: Measured, found: Link) -> float:
 def check_table(rows: list[Measured]) -> list[str]:
     """Each model's network time, beside what a link says that was fitted to the other models alone."""
     lines = [
-        "| model | gradients | all-reduces a step | measured | modelled from the other three | modelled / measured |",
+        "| model | gradients | all-reduces a step | measured | modeled from the other three | modeled / measured |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
         others = link([other for other in rows if other.work != row.work])
-        modelled = predicted_s(row, others)
-        cells = [row.work, _size(row.size_bytes), str(row.collectives), _time(row.network_s), _time(modelled)]
-        lines.append(_row([*cells, f"{modelled / row.network_s:.2f}"]))
+        modeled = predicted_s(row, others)
+        cells = [row.work, _size(row.size_bytes), str(row.collectives), _time(row.network_s), _time(modeled)]
+        lines.append(_row([*cells, f"{modeled / row.network_s:.2f}"]))
     found = link(rows)
     return [
         *lines,
@@ -255,9 +255,9 @@ def draw(run: Run, file: Path) -> None:
     }
     with pyplot.rc_context({"svg.hashsalt": "scale", "svg.fonttype": "none", "font.size": 9}):
         figure, axis = pyplot.subplots(figsize=(7.2, 3.2), layout="constrained")
-        colours, shares = zip(*parts.values(), strict=True)
+        colors, shares = zip(*parts.values(), strict=True)
         percent = [[100 * each for each in share] for share in shares]
-        axis.stackplot(workers, *percent, labels=list(parts), colors=colours)
+        axis.stackplot(workers, *percent, labels=list(parts), colors=colors)
         axis.set(xscale="log", xlim=(1, workers[-1]), ylim=(60, 100), xlabel="workers", ylabel="share of the time, %")
         axis.legend(loc="lower left", reverse=True)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -82,8 +82,8 @@ def table(results: dict) -> list[str]:
     """The rows for the page, and what they were measured on."""
     facts, runs = results["facts"], results["runs"]
     mean_s, deviation_s = facts["mean_s"], facts["deviation_s"]
-    heads = ["workers", "step where all wait alike", "waiting for the slowest, modelled", "as it was drawn"]
-    heads += ["step, modelled", "step, measured", "modelled / measured", "the same from one worker's step alone"]
+    heads = ["workers", "step where all wait alike", "waiting for the slowest, modeled", "as it was drawn"]
+    heads += ["step, modeled", "step, measured", "modeled / measured", "the same from one worker's step alone"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     numbers = sorted({run["workers"] for run in runs})
     alone = _mean(runs, numbers[0], "step_s", is_even=True)

@@ -236,7 +236,7 @@ def set_threads(*, inter: int | None = None, intra: int | None = None) -> None:
 def set_seed(seed: int, deterministic: bool = True) -> None:
     """Seeds Python, NumPy, TensorFlow and Keras, and asks for operations that repeat bit for bit.
 
-    Works at any time, but only affects what is drawn afterwards. Determinism costs speed: some GPU kernels
+    Works at any time, but only affects what is drawn afterward. Determinism costs speed: some GPU kernels
     are slower, and tf.data runs random functions one by one. It cannot be turned off again in a process.
 
     Args:

@@ -88,7 +88,7 @@ def _cnn(work: Work):
 
 
 def _convolution(name: str, *shape: int):
-    """A convolution without bias and its normalisation."""
+    """A convolution without bias and its normalization."""
     yield f"{name}/kernel", shape
     for part in ("gamma", "beta", "moving_mean", "moving_variance"):
         yield f"{name}_norm/{part}", shape[-1:]

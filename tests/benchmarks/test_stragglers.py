@@ -94,7 +94,7 @@ RUN = {"interval_s": 2.0, "save_s": 0.1, "restart_s": 5.0, "mtbf_s": 30.0}
 
 
 def test_the_model_gets_what_was_measured():
-    assert failures.modelled(RUN) == 1 - lost_fraction(2.0, save_s=0.1, restart_s=5.0, mtbf_s=30.0)
+    assert failures.modeled(RUN) == 1 - lost_fraction(2.0, save_s=0.1, restart_s=5.0, mtbf_s=30.0)
 
 
 def test_a_restart_that_was_cut_short_counts_as_longer():
@@ -111,7 +111,7 @@ def test_chance_is_less_with_more_kills():
 
 def test_the_table_of_failures_by_hand():
     facts = {**RUN, "every": 10, "kills": 20, "steps_run": 120, "steps_once": 100, "restart_deviation_s": 0.5}
-    facts |= {**KILLS, "useful": failures.modelled(RUN), "load": [0.5, 3.0]}
+    facts |= {**KILLS, "useful": failures.modeled(RUN), "load": [0.5, 3.0]}
     text = failures.table({"facts": FACTS, "runs": [facts]})
     assert text[2].startswith("| 10 steps, 2.0 s | 20 | 30.0 s | 5.0 s ± 0.5 | 100.0 ms | 20 of 120 |")
     assert text[2].split("|")[9].strip() == "1.000" and text[-2].endswith("measured: 1.000.")
@@ -132,7 +132,7 @@ def test_a_draw_of_kills_is_the_models_own():
     draw, each = random.Random(3), RUN["interval_s"] + RUN["save_s"]
     between = [draw.expovariate(1 / RUN["mtbf_s"]) for _ in range(40_000)]
     kept = sum(max(0.0, (one - RUN["restart_s"]) // each) for one in between) * RUN["interval_s"]
-    assert kept / sum(between) == pytest.approx(failures.modelled(RUN), rel=0.02)
+    assert kept / sum(between) == pytest.approx(failures.modeled(RUN), rel=0.02)
 
 
 def measured(folder: Path, name: str, *options: object) -> dict:

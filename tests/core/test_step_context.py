@@ -1,4 +1,4 @@
-"""What a thread knows of its step: set for a block, put back afterwards, and no other thread's."""
+"""What a thread knows of its step: set for a block, put back afterward, and no other thread's."""
 
 import threading
 

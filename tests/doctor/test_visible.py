@@ -101,7 +101,7 @@ def test_gpus_that_are_hidden_for_a_reason_stay_hidden(mine, by_name, with_gpus,
     assert value and by_name(facts, CUDA_VISIBLE_DEVICES=value)["CUDA_VISIBLE_DEVICES"].status == "ok"
 
 
-def test_a_neighbours_gpu_is_neither_blamed_nor_advised(by_name, with_gpus, a_gpu):
+def test_a_neighbors_gpu_is_neither_blamed_nor_advised(by_name, with_gpus, a_gpu):
     full = {"used_bytes": 60 * 2**30, "processes": [{"pid": 77, "name": "python", "bytes": 59 * 2**30}]}
     facts = with_gpus(a_gpu(uuid="GPU-0"), a_gpu(uuid="GPU-1", **full), a_gpu(uuid="GPU-2"))
     share = {"SLURM_JOB_ID": "7"}

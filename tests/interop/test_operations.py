@@ -226,7 +226,7 @@ def test_two_replicas_train_as_one_device_and_as_the_fallback(library, missing, 
         np.testing.assert_allclose(other[0], one[0], rtol=close)
         for got, wanted in zip(other[1], one[1], strict=True):
             np.testing.assert_allclose(got, wanted, atol=close)
-    assert np.abs(one[1][1]).max() > 0.01  # the fused bias has learnt
+    assert np.abs(one[1][1]).max() > 0.01  # the fused bias has learned
 
 
 @pytest.mark.slow

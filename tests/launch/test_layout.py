@@ -23,7 +23,7 @@ def shares(job, *places, environ=None):
     ("nodes", "workers", "counts"),
     [(1, 1, [1]), (2, 2, [1, 1]), (2, 3, [2, 1]), (3, 4, [2, 1, 1]), (3, 5, [2, 2, 1]), (4, 8, [2, 2, 2, 2])],
 )
-def test_neighbours_stay_together_and_the_first_nodes_get_one_more(nodes, workers, counts):
+def test_neighbors_stay_together_and_the_first_nodes_get_one_more(nodes, workers, counts):
     found = spread(nodes, workers=workers)
     assert [len(names) for names in found] == counts
     assert sum(found, []) == [f"worker {index}" for index in range(workers)]

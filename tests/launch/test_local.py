@@ -54,7 +54,7 @@ def test_streams_stay_apart_on_the_screen_and_together_in_the_file(launch):
 
 
 @pytest.mark.slow
-def test_colours_are_for_terminals_and_for_who_asks(launch):
+def test_colors_are_for_terminals_and_for_who_asks(launch):
     _, out, _ = launch.run("print('hello')", workers=1, environ={"FORCE_COLOR": "1"})
     assert re.fullmatch(r"\033\[\d+mworker 0\|\033\[0m hello\n", out)
     _, out, _ = launch.run("print('hello')", workers=1, environ={"FORCE_COLOR": "1", "NO_COLOR": "1"})

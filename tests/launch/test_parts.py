@@ -97,7 +97,7 @@ def test_a_progress_bar_is_shown_once_a_second(capsys):
     assert lines == ["0%", "done"] or lines[-1] == "done" and len(lines) < 5
 
 
-def test_a_name_in_colour_keeps_its_width(capsys, monkeypatch):
+def test_a_name_in_color_keeps_its_width(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     screen = Screen(["worker 0", "worker 10"], None)
     screen.output(0, 1, b"hello\n")

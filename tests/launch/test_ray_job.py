@@ -214,9 +214,9 @@ def test_a_preemption_spends_no_restart(cluster, tmp_path):
         if not os.path.exists(path):
             open(path, "w").close()
             sys.exit(75)
-        return os.environ["COLOUR"]
+        return os.environ["COLOR"]
 
-    found = tfgpu.launch.ray_job(leave_once, 1, arguments=(str(tmp_path / "left"),), environment={"COLOUR": "red"})
+    found = tfgpu.launch.ray_job(leave_once, 1, arguments=(str(tmp_path / "left"),), environment={"COLOR": "red"})
     assert found == "red"
 
 

@@ -461,30 +461,30 @@ def every_layer_on_pictures():
             options = OPTIONS.get(name, {"factor": 0.5} if "factor" in takes else {})
             # RandomCrop crops in training alone: what comes after it must take pictures of either size.
             flat = L.GlobalAveragePooling2D if cls is L.RandomCrop else L.Flatten
-            model = kit.coloured(lambda c=cls, o=options: c(**o), flat)
-            yield Case(f"picture-{name}", model=model, data=kit.colours, rows=13, judged=False)
+            model = kit.colored(lambda c=cls, o=options: c(**o), flat)
+            yield Case(f"picture-{name}", model=model, data=kit.colors, rows=13, judged=False)
 
 
 def mixing_layers():
     """Layers that pair the pictures of a batch, or draw in a way of their own, in more than their default form."""
-    same = {"data": kit.colours, "rows": 11, "judged": False}  # the last batch leaves a replica without rows
+    same = {"data": kit.colors, "rows": 11, "judged": False}  # the last batch leaves a replica without rows
     mix, cut, augment, bend = lambda: L.MixUp(0.8), L.CutMix, L.AugMix, L.RandomElasticTransform
-    both = {**same, "data": kit.colours_and_labels}
+    both = {**same, "data": kit.colors_and_labels}
     # AugMix picks anew each time the step is traced, and Keras traces it twice where metrics are made in it.
     once = {**same, "metrics": lambda: None}
     return [
-        Case("mixup-short", model=kit.coloured(mix), **{**same, "judged": True}),
+        Case("mixup-short", model=kit.colored(mix), **{**same, "judged": True}),
         Case("mixup-labels", model=kit.mixed(mix), **both),
-        Case("mixup-eager", model=kit.coloured(mix), compile={"run_eagerly": True}, **same),
-        Case("mixup-half", model=kit.coloured(mix), policy="mixed_bfloat16", rounding=True, **same),
+        Case("mixup-eager", model=kit.colored(mix), compile={"run_eagerly": True}, **same),
+        Case("mixup-half", model=kit.colored(mix), policy="mixed_bfloat16", rounding=True, **same),
         Case("mixup-within", model=kit.deep(mix), **same),
-        Case("cutmix-short", model=kit.coloured(cut), **same),
+        Case("cutmix-short", model=kit.colored(cut), **same),
         Case("cutmix-labels", model=kit.mixed(cut), **both),
-        Case("cutmix-static", model=kit.coloured(cut), feed="static", **{**same, "rows": 16}),
-        Case("augmix-twice", model=kit.coloured(lambda: keras.Sequential([augment(), augment()])), **once),
-        Case("augmix-eager", model=kit.coloured(augment), compile={"run_eagerly": True}, **once),
-        Case("augmix-steps", model=kit.coloured(augment), compile={"steps_per_execution": 2}, **{**once, "rows": 29}),
-        Case("elastic-static", model=kit.coloured(bend), feed="static", **{**same, "rows": 16}),
+        Case("cutmix-static", model=kit.colored(cut), feed="static", **{**same, "rows": 16}),
+        Case("augmix-twice", model=kit.colored(lambda: keras.Sequential([augment(), augment()])), **once),
+        Case("augmix-eager", model=kit.colored(augment), compile={"run_eagerly": True}, **once),
+        Case("augmix-steps", model=kit.colored(augment), compile={"steps_per_execution": 2}, **{**once, "rows": 29}),
+        Case("elastic-static", model=kit.colored(bend), feed="static", **{**same, "rows": 16}),
     ]
 
 

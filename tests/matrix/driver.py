@@ -258,7 +258,7 @@ def difference(result, expected):
 def _apart(a, b):
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
-        far = np.abs(a - b) / np.maximum(np.abs(b), 1.0)  # a loss of 300 has other float32 neighbours than one of 0.3
+        far = np.abs(a - b) / np.maximum(np.abs(b), 1.0)  # a loss of 300 has other float32 neighbors than one of 0.3
         return float(np.max(np.nan_to_num(np.where(same, 0.0, far), nan=np.inf), initial=0.0))
 
 

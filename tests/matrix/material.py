@@ -68,15 +68,15 @@ def images(rows):
     ), rng.integers(0, 3, rows)
 
 
-def colours(rows):
-    """Pictures of three colours, from 0 to 255."""
+def colors(rows):
+    """Pictures of three colors, from 0 to 255."""
     x, y = images(rows)
     return np.clip(80 * x + np.array([90, 120, 150]), 0, 255).astype("float32"), y
 
 
-def colours_and_labels(rows):
+def colors_and_labels(rows):
     """Pictures and labels that a layer may mix, and targets that it does not see."""
-    x, y = colours(rows)
+    x, y = colors(rows)
     return {"images": x, "labels": np.eye(3, dtype="float32")[y]}, y
 
 
@@ -200,8 +200,8 @@ def conv(*between):
     )
 
 
-def coloured(make, flat=L.Flatten):
-    """A layer on pictures of three colours, and a dense one on what it makes of them."""
+def colored(make, flat=L.Flatten):
+    """A layer on pictures of three colors, and a dense one on what it makes of them."""
     return sequential((8, 8, 3), make, lambda: L.Rescaling(1 / 255), flat, lambda: L.Dense(3))
 
 

@@ -56,7 +56,7 @@ class Watched(layers.Layer):
         return x + 0.1 * keras.random.normal(keras.ops.shape(x), seed=self.seed) if training else x
 
 
-class Centred(layers.Layer):
+class Centered(layers.Layer):
     """Takes the mean of all rows from each."""
 
     def call(self, x):
@@ -88,7 +88,7 @@ def folded():
 
 MODELS = {
     "a layer's metric": lambda: in_a_row(Watched()),
-    "a layer that mixes rows": lambda: in_a_row(Centred()),
+    "a layer that mixes rows": lambda: in_a_row(Centered()),
     "one that does so in training": lambda: in_a_row(Backwards()),
     "spectral normalization": lambda: in_a_row(layers.SpectralNormalization(layers.Dense(8))),
     "models alone": of_models,
@@ -122,7 +122,7 @@ def test_rows_that_are_counted_over_replicas():
     assert_alike(model, one, trained(model), trained(one))
 
 
-@pytest.mark.parametrize(("layer", "whole"), [(Centred, True), (Backwards, True), (Watched, False)])
+@pytest.mark.parametrize(("layer", "whole"), [(Centered, True), (Backwards, True), (Watched, False)])
 def test_only_what_mixes_rows_sees_the_whole_batch(layer, whole):
     model = pipeline(in_a_row(layers.Dropout(0.2), layer(name="middle")), 2, 3, cuts=["third"])
     found = [

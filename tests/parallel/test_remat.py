@@ -21,7 +21,7 @@ def mended():
 
 
 def gradients(layer, call, *inputs, training=True):
-    """What comes of one step: the output, the gradients of inputs and weights, and the state afterwards."""
+    """What comes of one step: the output, the gradients of inputs and weights, and the state afterward."""
     inputs = [tf.constant(value) for value in inputs]
     with tf.GradientTape() as tape:
         tape.watch([value for value in inputs if value.dtype.is_floating])
@@ -53,7 +53,7 @@ def block(**dense):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_dropout_and_batch_normalisation(training):
+def test_dropout_and_batch_normalization(training):
     *_, mean, variance, seed = same(block, X, training=training)
     assert int(seed[1]) == int(training)  # the mask was drawn once
     assert bool(np.any(mean != 0)) == training

@@ -79,12 +79,12 @@ def trained(make, **options):
 alone, _ = trained(linear, epochs=3)
 with strategy.scope():
     spread, _ = trained(linear, epochs=3)
-    learnt, history = trained(learns, epochs=8)
+    learned, history = trained(learns, epochs=8)
 apart = max(float(np.abs(a - b).max()) for a, b in zip(alone.get_weights(), spread.get_weights(), strict=True))
 moved = max(float(np.abs(a - b).max()) for a, b in zip(linear().get_weights(), spread.get_weights(), strict=True))
 print(json.dumps({
     "one": counted(1), "two": counted(2), "apart": apart, "moved": moved, "loss": history["loss"],
-    "iterations": [int(spread.optimizer.iterations), int(learnt.optimizer.iterations)],
+    "iterations": [int(spread.optimizer.iterations), int(learned.optimizer.iterations)],
 }), flush=True)
 """
 )

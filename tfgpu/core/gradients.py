@@ -67,7 +67,7 @@ class GradientExtension:
 def sum_before_applying() -> None:
     """Sums the gradients over replicas before anything reads them.
 
-    Stock Keras clips, checks and accumulates each replica's part by itself, and sums afterwards. Seen as crashes:
+    Stock Keras clips, checks and accumulates each replica's part by itself, and sums afterward. Seen as crashes:
     https://github.com/keras-team/keras/issues/20582 (accumulation),
     https://github.com/keras-team/keras/issues/18666 (float16).
     """

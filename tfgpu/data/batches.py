@@ -72,7 +72,7 @@ class Data(position.Epochs):
     Attributes:
         train: one iteration is one epoch of `(x, y)` batches, or `(x, y, sample_weight)` if classes are balanced by
             weights. Each new iteration starts the next epoch, even if only to look at a batch: use `peek()` for that,
-            or `seek` afterwards.
+            or `seek` afterward.
         validation, test: fixed order, no augmentation; None if the split is empty.
         info: the facts.
 

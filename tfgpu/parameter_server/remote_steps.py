@@ -172,7 +172,7 @@ class RemoteSteps(step_loop.StepRunner):
 
 
 class _ClosurePace(step_blocks.Pace):
-    """How many steps a closure has: fewer towards the end of the data, so that no worker waits long for the last ones.
+    """How many steps a closure has: fewer toward the end of the data, so that no worker waits long for the last ones.
 
     Args:
         workers: the number of workers.

@@ -38,7 +38,7 @@ def join(
     """Waits for the other processes of the cluster and compares facts; every process must call it once.
 
     Chief, workers and parameter servers take part; evaluators and single processes do not. It waits up to
-    TFGPU_STARTUP_TIMEOUT seconds (default 60; 0 skips the rendezvous). Afterwards the ports are free for TensorFlow. A
+    TFGPU_STARTUP_TIMEOUT seconds (default 60; 0 skips the rendezvous). Afterward the ports are free for TensorFlow. A
     single worker that rejoins (TFGPU_REJOIN) skips it, since the others are already training.
 
     Args:

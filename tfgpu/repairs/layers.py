@@ -93,7 +93,7 @@ def convolution_of_nothing_fails() -> bool:
 def own_state_differs() -> bool:
     """Whether a running mean that a layer keeps is one replica's."""
 
-    class Centre(keras.layers.Layer):
+    class Center(keras.layers.Layer):
         def build(self, shape):
             self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
 
@@ -101,7 +101,7 @@ def own_state_differs() -> bool:
             self.mean.assign(keras.ops.mean(x, axis=0))
             return x - self.mean
 
-    return probing.differs(rows=2, layer=Centre)
+    return probing.differs(rows=2, layer=Center)
 
 
 REPAIRS = (

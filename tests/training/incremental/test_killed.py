@@ -96,7 +96,7 @@ def model_of(rate=0.01, build=True):
     return model
 
 
-def train(folder, model, *, tasks=3, stop=None, keep=2, penalised=False):
+def train(folder, model, *, tasks=3, stop=None, keep=2, penalized=False):
     replay, elastic = incremental.Replay(9, seed=2), incremental.ElasticWeights(3.0)
     known = Tasks(folder, remember={"replay": replay, "elastic": elastic}, keep=keep)
     for task in range(known.begin(model), tasks):
@@ -104,7 +104,7 @@ def train(folder, model, *, tasks=3, stop=None, keep=2, penalised=False):
         data = tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(4)
         model.fit(replay.mix(data), epochs=2, verbose=0, callbacks=[known.checkpoint()])
         replay.add(X[rows], Y[rows])
-        if penalised:
+        if penalized:
             elastic.add(model, X[rows], Y[rows], examples=2)
         if task == stop:
             raise InterruptedError
@@ -119,11 +119,11 @@ def same(one, other):
 @pytest.mark.slow
 def test_goes_on_with_the_task_that_was_running(tmp_path):
     whole, again = model_of(), model_of()
-    _, replay, elastic = train(tmp_path / "whole", whole, tasks=2, penalised=True)
+    _, replay, elastic = train(tmp_path / "whole", whole, tasks=2, penalized=True)
     with pytest.raises(InterruptedError):
-        train(tmp_path / "cut", model_of(), stop=1, penalised=True)
+        train(tmp_path / "cut", model_of(), stop=1, penalized=True)
     np.random.seed(77)  # what a new process has, maybe
-    known, memory, penalty = train(tmp_path / "cut", again, tasks=2, penalised=True)
+    known, memory, penalty = train(tmp_path / "cut", again, tasks=2, penalized=True)
     assert same(whole, again) and known.done == 2
     assert [row["task"] for row in known.logs] == [0, 1]
     assert np.array_equal(replay.arrays[0], memory.arrays[0]) and replay.seen == memory.seen == 16

@@ -93,7 +93,7 @@ def rewarm(model: keras.Model, steps: int, then: Rate | None = None) -> None:
     Args:
         model: a compiled model.
         steps: number of warmup updates, at least 1.
-        then: the rate afterwards, or a Keras schedule that starts there; None keeps the optimizer's current rate.
+        then: the rate afterward, or a Keras schedule that starts there; None keeps the optimizer's current rate.
 
     Raises:
         InputError: the model is not compiled, or an argument is invalid.
