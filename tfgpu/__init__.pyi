@@ -21,6 +21,9 @@ from tfgpu import strategies as strategies
 from tfgpu import training as training
 from tfgpu import tune as tune
 from tfgpu.cluster import Cluster as Cluster
+from tfgpu.core.row_mixing.choices import by_rows as by_rows
+from tfgpu.core.row_mixing.choices import gather as gather
+from tfgpu.core.row_mixing.choices import on_all_rows as on_all_rows
 from tfgpu.errors import InputError as InputError
 from tfgpu.errors import MachineError as MachineError
 from tfgpu.repairs import repair_keras as repair_keras

@@ -16,9 +16,9 @@ from tfgpu.strategies.multi_worker import multi_worker
 from tfgpu.strategies.one_device import one_device
 from tfgpu.strategies.parameter_server import Partitioner, parameter_server
 
-_COMMUNICATION = frozenset({"all_reduce", "bytes_per_pack", "reduce_dtype", "top_k", "batch_norm"})
+_COMMUNICATION = frozenset({"all_reduce", "bytes_per_pack", "reduce_dtype", "top_k", "batch_norm", "unproven"})
 _FACTORIES: dict[str, tuple[Callable[..., tf.distribute.Strategy], frozenset[str]]] = {
-    "one_device": (one_device, frozenset({"devices"})),
+    "one_device": (one_device, frozenset({"devices", "unproven"})),
     "mirrored": (mirrored, _COMMUNICATION | {"devices"}),
     "multi_worker": (multi_worker, _COMMUNICATION | {"devices"}),
     "parameter_server": (parameter_server, frozenset({"max_staleness", "partitioner", "watch"})),
@@ -40,6 +40,7 @@ def strategy(
     reduce_dtype: str | None = None,
     top_k: float | None = None,
     batch_norm: str = "global",
+    unproven: str = "gather",
     max_staleness: int | None = None,
     partitioner: Partitioner = "auto",
     watch: str | Path | None = None,
@@ -73,6 +74,10 @@ def strategy(
         batch_norm: `"global"`, where BatchNormalization takes mean and variance over the whole batch, as on one device,
             in two collectives a layer; or `"replica"`, over each replica's own rows, as most multi-GPU recipes do: no
             collectives, and a result that is no longer that of one device.
+        unproven: what becomes of code of your own of which cannot be tried whether it gives each row its own number:
+            `"gather"`, it is computed on all rows, as on one device, and they are sent; `"refuse"`, an error that names
+            it before the first step; or `"warn"`, each replica computes it from its own rows, and the result may not be
+            one device's.
         max_staleness, partitioner, watch: as for `tfgpu.strategies.parameter_server`.
         every, after, outer: as for `tfgpu.strategies.averaging`.
         cluster: the facts of the cluster; `None` reads them from the environment.
@@ -106,6 +111,8 @@ def strategy(
     given = {name: value for name, value in options.items() if value is not None}
     if batch_norm != "global":  # also None, which is no scope
         given["batch_norm"] = batch_norm
+    if unproven != "gather":
+        given["unproven"] = unproven
     if not is_evaluator and partitioner != "auto":  # None is a choice: do not partition
         given["partitioner"] = partitioner
     make, applicable = _FACTORIES[kind]

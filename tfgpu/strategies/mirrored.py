@@ -5,6 +5,7 @@ import tensorflow as tf
 from tfgpu import environment
 from tfgpu.compat import distribute
 from tfgpu.core import collectives
+from tfgpu.core.row_mixing import choices
 from tfgpu.parallel import remote_devices, replicas
 from tfgpu.repairs import batch_normalization
 from tfgpu.strategies import communication
@@ -19,6 +20,7 @@ def mirrored(
     reduce_dtype: str | None = None,
     top_k: float | None = None,
     batch_norm: str = "global",
+    unproven: str = "gather",
 ) -> tf.distribute.MirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every device of this process.
 
@@ -26,7 +28,7 @@ def mirrored(
         devices: as for `strategy` (and `"1/GPU:0"`), but `None` is all logical CPU devices if there is no GPU.
         all_reduce: `"auto"`, `"nccl"` (physical GPUs only), `"hierarchical_copy"` (an even number of devices;
             designed for eight GPUs linked as in a DGX-1) or `"reduction_to_one_device"`.
-        bytes_per_pack, reduce_dtype, top_k, batch_norm: as for `strategy`.
+        bytes_per_pack, reduce_dtype, top_k, batch_norm, unproven: as for `strategy`.
 
     Raises:
         InputError: more devices than exist, or an all-reduce that does not work on them.
@@ -44,4 +46,5 @@ def mirrored(
         distribute.use_nccl(made)
     if bytes_per_pack is not None:
         collectives.set_bytes_per_pack(made, bytes_per_pack)
-    return communication.compress(batch_normalization.choose_moments(made, batch_norm), reduce_dtype, top_k)
+    made = choices.choose_unproven(batch_normalization.choose_moments(made, batch_norm), unproven)
+    return communication.compress(made, reduce_dtype, top_k)

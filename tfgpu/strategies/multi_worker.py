@@ -7,6 +7,7 @@ from tfgpu.cluster import Cluster
 from tfgpu.compat.worker_devices import have_started, worker_devices
 from tfgpu.core import collectives
 from tfgpu.core.randomness import data_order
+from tfgpu.core.row_mixing import choices
 from tfgpu.environment import Device
 from tfgpu.errors import InputError, MachineError
 from tfgpu.repairs import batch_normalization
@@ -23,6 +24,7 @@ def multi_worker(
     reduce_dtype: str | None = None,
     top_k: float | None = None,
     batch_norm: str = "global",
+    unproven: str = "gather",
     cluster: Cluster | None = None,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every GPU of every worker; waits for all workers.
@@ -36,7 +38,7 @@ def multi_worker(
         all_reduce: `"auto"` (NCCL between physical GPUs, else the ring over gRPC), `"ring"` (which workers that share a
             GPU need), `"nccl"` (GPUs only), or `"hierarchical"`: each worker sums on its first device, and only those
             devices communicate, for workers of several devices on a slow network. All workers must choose alike.
-        bytes_per_pack, reduce_dtype, top_k, batch_norm: as for `strategy`.
+        bytes_per_pack, reduce_dtype, top_k, batch_norm, unproven: as for `strategy`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Raises:
@@ -71,6 +73,7 @@ def multi_worker(
             reduce_dtype=reduce_dtype,
             top_k=top_k,
             batch_norm=batch_norm,
+            unproven=unproven,
         )
         rendezvous.join(cluster, again=True, facts=data_order.facts() | told)
     repairs.repair_keras()
@@ -79,7 +82,8 @@ def multi_worker(
         communication.reduce_in_two_levels(made)
     if bytes_per_pack is not None:
         collectives.set_bytes_per_pack(made, bytes_per_pack)
-    return communication.compress(batch_normalization.choose_moments(made, batch_norm), reduce_dtype, top_k)
+    made = choices.choose_unproven(batch_normalization.choose_moments(made, batch_norm), unproven)
+    return communication.compress(made, reduce_dtype, top_k)
 
 
 def _make(

@@ -56,7 +56,7 @@ def give_own_losses_all_rows() -> None:
         @wrap(f"tf.distribute.ReplicaContext.{name}")
         def meet(stock, self, *args, **kwargs):
             if step_context.current().is_trying:
-                raise _Meets
+                raise row_sums.Meets
             return stock(self, *args, **kwargs)
 
     @wrap("Loss.__call__")
@@ -185,10 +185,6 @@ def _is_number(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
 
 
-class _Meets(Exception):
-    """A function brings the replicas' rows together by itself."""
-
-
 class _Apart(keras.StatelessScope):
     """Nothing that a function assigns stays, and a single number that waits at 0, as a weight that grows, is 0.5."""
 
@@ -239,7 +235,7 @@ class _Trial:
                 with tf.device("CPU:0"):  # the same on every worker
                     found = self._judged_all()
                 return found or self._judged_all()  # not every function runs on a CPU
-        except _Meets:
+        except row_sums.Meets:
             return Needs.ITS_ROWS
 
     def _judged_all(self) -> Needs | None:
@@ -278,7 +274,7 @@ class _Trial:
         part = count // 3
         try:
             whole, again = self._computed(rows), self._computed(rows)
-        except _Meets:
+        except row_sums.Meets:
             raise
         except Exception as error:  # of the user's code, on numbers that are none of its own
             self._why = self._why or error
@@ -289,7 +285,7 @@ class _Trial:
             return None
         try:
             first, second = (self._computed(each) for each in _parts(rows, part))
-        except _Meets:
+        except row_sums.Meets:
             raise
         except Exception as error:
             self._why = self._why or error

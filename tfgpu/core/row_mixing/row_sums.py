@@ -5,6 +5,10 @@ import tensorflow as tf
 from tfgpu.core import batch_rows, collectives, step_context, travel
 
 
+class Meets(Exception):
+    """A function that is tried on drawn rows brings the replicas' rows together by itself."""
+
+
 def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors over all replicas, in one differentiable collective.
 
