@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfgpu.compat import slots, training
 from tfgpu.compat.keras import ArrayDataAdapter, GeneratorDataAdapter, PyDatasetAdapter, TFDatasetAdapter
 from tfgpu.compat.patch import wrap
-from tfgpu.core import error_messages, step_blocks
+from tfgpu.core import step_blocks
 from tfgpu.core.randomness import data_order
 from tfgpu.repairs import trainer
 
@@ -70,7 +70,7 @@ def skip_trained_batches() -> None:
 
     @wrap("TensorFlowTrainer.fit")
     def fit(stock, self, *args, **kwargs):
-        with resumable(self), error_messages.explained(self):
+        with resumable(self):
             return stock(self, *args, **kwargs)
 
     @wrap("TensorFlowTrainer.maybe_symbolic_build")

@@ -58,15 +58,6 @@ def cut_evenly() -> None:
         if not distributor.was_asked and replication.spans_processes(strategy):  # the user has distributed the data
             worker_vote.check_same_run(strategy, -1, same_data=False)
 
-    # An epoch iterator that someone else makes gives the rows alone, as it does in stock Keras.
-    for name in ("fit", "evaluate", "predict"):
-
-        @wrap(f"TensorFlowTrainer.{name}")
-        def method(stock, self, *args, name=name, **kwargs):
-            # XLA cannot drop a stand-in row.
-            with step_context.scope(gives_row_ranges=name != "predict" or not self.jit_compile):
-                return stock(self, *args, **kwargs)
-
 
 def replica_batch(batch, at, count: int, *, stand_in: bool = True) -> ReplicaBatch:
     """Shard number `at` of `count` of a batch: any structure of tensors, ragged and sparse ones too.

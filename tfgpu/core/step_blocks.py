@@ -230,7 +230,10 @@ def _remember_what_runs() -> None:
                 run = Run(self, kind, asked, step_context.current().steps_per_call, per_batch=per_batch)
                 _take_over(run, current(), callbacks)
             exits = run.exits if run is not None else contextlib.nullcontext()
-            with step_context.scope(run=run), error_messages.explained(self), exits:
+            # Epoch iterators made elsewhere give the rows alone, as in stock Keras. XLA cannot drop a stand-in row.
+            gives_row_ranges = kind is not None or not self.jit_compile
+            scope = step_context.scope(run=run, gives_row_ranges=gives_row_ranges)
+            with scope, error_messages.explained(self), exits:
                 return stock(self, *args, **kwargs)
 
 
