@@ -101,7 +101,7 @@ def test_a_killed_worker_is_started_again_alone_and_every_example_counts_once(se
     middle_at, _ = group.event("middle", 1, "chief0")
     group.said_at("worker 1| computes", after=middle_at)
     os.kill(group.event("start", 1, "worker1")[1], signal.SIGKILL)  # in the middle of a closure
-    said_at = group.said_at("worker 1: killed by SIGKILL. It alone starts again; 1 of 1 restarts used.")
+    said_at = group.said_at("worker 1: killed by SIGKILL. It alone is restarted; 1 of 1 restarts used.")
     # While the data is slow, the worker comes back and computes.
     back_at, _ = group.event("start", 1, "worker1", after=said_at)
     again_at = group.said_at("worker 1| computes", after=back_at)
@@ -122,7 +122,7 @@ def test_a_worker_that_dies_before_it_has_met_the_others_is_started_again_alone(
     path = f"{tmp_path}:{Path(__file__).parents[2]}"
     group = served("fit", "--max-restarts", "1", environ={"PYTHONPATH": path})
     found = group.finish()
-    assert "worker 1: killed by SIGKILL. It alone starts again; 1 of 1 restarts used." in group.said
+    assert "worker 1: killed by SIGKILL. It alone is restarted; 1 of 1 restarts used." in group.said
     assert "Attempt 2 starts" not in group.said and "worker 1| computes" in group.said
     assert found["iterations"] == 3 * STEPS and list(found["rows"]) == [ROWS] * 3
 

@@ -45,7 +45,7 @@ def test_sigterm_to_the_launcher_ends_it_with_75_and_the_same_command_goes_on(tm
     asked = time.monotonic()
     assert run.end() == 75, run.said
     print(f"ended {time.monotonic() - asked:.2f} s after SIGTERM")
-    assert "SIGTERM: the processes have been told" in run.said and "Attempt 2" not in run.said
+    assert "SIGTERM: the processes have been asked to stop" in run.said and "Attempt 2" not in run.said
     epoch, step = newest(run)
     assert epoch == 1 and step == steps(run)[-1] < 24
     for pid in {pid for _, pid in run.events("start")}:

@@ -65,7 +65,7 @@ def tfgpu(*words: str, cwd: Path, timeout: float = 300, **environ: str) -> subpr
         (["--env", "NO_SUCH", "here.py"], "--env NO_SUCH: the variable is not set here. Write --env NO_SUCH=VALUE."),
         (["--logs", "a", "--no-logs", "here.py"], "--logs and --no-logs exclude each other. Give one of them."),
         (["--nodes", "a,b", "-n", "1", "here.py"], "Every node needs a worker. Received: -n 1 and 2 nodes."),
-        (["--nodes", "a,,b", "here.py"], "--nodes must be names with commas between them. Received: 'a,,b'."),
+        (["--nodes", "a,,b", "here.py"], "--nodes must be a list of names separated by commas. Received: 'a,,b'."),
         ([], "Missing argument 'SCRIPT'"),
     ],
 )

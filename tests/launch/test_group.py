@@ -208,7 +208,7 @@ def test_what_is_no_training():
 def test_a_function_that_cannot_travel():
     pytest.importorskip("cloudpickle")
     lock = threading.Lock()
-    with pytest.raises(InputError, match="'train' cannot travel.*inside it"):
+    with pytest.raises(InputError, match="'train' cannot be sent.*inside it"):
 
         def train():
             return lock

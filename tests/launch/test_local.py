@@ -122,7 +122,7 @@ def test_who_ended_before_is_named(launch):
 def test_what_the_script_started_and_left_is_ended_and_said(launch):
     code, _, err = launch.run(launch.FAMILY)
     assert code == 0
-    assert "6 process(es) that the script had started on this machine still ran: killed." in err
+    assert "Killed 6 process(es) that the script had left running on this machine." in err
     launch.gone_after()
 
 
@@ -142,7 +142,7 @@ def test_no_orphan_when_a_process_of_the_launcher_is_killed(launch, which):
     supervisor = parent(worker)
     os.kill(parent(supervisor) if which == "guard" else supervisor, signal.SIGKILL)
     code, _, err = launch.finish()
-    said = {"guard": "was told to end (SIGTERM)", "supervisor": "The connection to the supervisor"}
+    said = {"guard": "received SIGTERM", "supervisor": "The connection to the supervisor"}
     assert code == 1 and said[which] in err
     launch.gone_after()
 
@@ -265,7 +265,7 @@ def test_a_preemption_spends_nothing_and_wrong_input_is_final(launch):
     code, _, err = launch.run(script, max_restarts=1)
     assert code == 2
     assert "was preempted and has saved" in err and "(0 of 1 restarts used)" in err
-    assert "another start cannot mend" in err
+    assert "a restart cannot fix" in err
 
 
 @pytest.mark.slow
@@ -305,7 +305,7 @@ while not pathlib.Path("up-worker1-1").exists() or not pathlib.Path("up-worker0-
 def test_a_worker_of_a_chief_returns_alone_at_its_old_address(launch):
     code, out, err = launch.run(RETURNING, parameter_servers=1, max_restarts=1)
     assert code == 0
-    assert "worker 1: exit code 9. It alone starts again; 1 of 1 restarts used." in err
+    assert "worker 1: exit code 9. It alone is restarted; 1 of 1 restarts used." in err
     (first,), (second,) = launch.shown(out, "worker 0"), launch.shown(out, "worker 1")
     assert (first.split()[0], second.split()[0]) == ("None", "1") and first.split()[1:] == second.split()[1:]
 
@@ -335,7 +335,7 @@ while not pathlib.Path("again").exists():
 
 def test_an_evaluator_that_dies_returns_alone(launch):
     code, _, err = launch.run(FAILING_EVALUATOR, evaluator=True, max_restarts=1)
-    assert code == 0 and "evaluator: exit code 9. It alone starts again; 1 of 1 restarts used." in err
+    assert code == 0 and "evaluator: exit code 9. It alone is restarted; 1 of 1 restarts used." in err
 
 
 @pytest.mark.slow
@@ -389,7 +389,7 @@ def test_ctrl_c_on_a_terminal_reaches_each_process_once(launch):
     [
         ({"script": "none.py"}, {}, "There is no script 'none.py'"),
         ({}, {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, "TF_CONFIG is set"),
-        ({"environment": {"TF_CONFIG": "{}"}}, {}, "TF_CONFIG cannot be given"),
+        ({"environment": {"TF_CONFIG": "{}"}}, {}, "TF_CONFIG cannot be set"),
         ({"workers": 2}, {"CUDA_VISIBLE_DEVICES": "0"}, "--gpus-per-worker 0"),
         ({"logs": "/proc/logs"}, {}, "cannot be written to '/proc/logs'"),
         ({"silence_s": -1}, {}, "`silence_s`"),

@@ -61,7 +61,7 @@ def test_a_port_in_use_is_not_given(monkeypatch):
         server.listen()
         ports.close()
         monkeypatch.setattr("tfgpu.launch.ports._candidates", lambda: [ports.numbers[0]])
-        with pytest.raises(RuntimeError, match="no 1 free TCP ports"):
+        with pytest.raises(RuntimeError, match="not have 1 free TCP ports"):
             Ports(1)
 
 
@@ -129,7 +129,7 @@ def test_a_full_disk_ends_the_log_file_and_not_the_run(tmp_path, capsys):
     screen.output(0, 1, b"two\n")
     said = capsys.readouterr()
     assert said.out == "worker 0| one\nworker 0| two\n"
-    assert said.err.count("gets no more lines: No space left on device. Training goes on.") == 1
+    assert said.err.count("gets no more lines: No space left on device. Training continues.") == 1
 
 
 # The machine

@@ -65,7 +65,7 @@ def test_the_whole_file(tmp_path, monkeypatch):
 export TFGPU_STARTUP_TIMEOUT=60
 export NCCL_DEBUG=INFO
 
-# Starts the tasks by srun, and restarts them after a failure or a preemption.
+# Starts the tasks with srun, and restarts them after a failure or preemption.
 exec {shlex.quote(sys.executable)} -m tfgpu.launch.slurm.batch_job --logs=/shared/logs \\
     --max-restarts=4 --grace=90 --silence=30 \\
     train.py --epochs 3
@@ -156,7 +156,7 @@ def test_a_malformed_time_limit_is_quoted(limit):
         ({"options": ("qos=high",)}, "long form"),
         ({"options": ("--comment=a\nb",)}, "long form"),
         ({"options": ("--output=x",)}, "Use --logs"),
-        ({"options": ("--array=1-3",)}, "Submit one job a run"),
+        ({"options": ("--array=1-3",)}, "Submit one job per run"),
         ({"options": ("--no-requeue",)}, "requeued"),
         ({"time": "10", "options": ("--time=20",)}, "given twice"),
     ],
@@ -170,9 +170,9 @@ def test_what_is_refused_before_slurm_is_asked(fields, words):
 def test_what_a_batch_file_cannot_hold(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="--logs DIR"):
         text(tmp_path, logs=None)
-    with pytest.raises(InputError, match="Leave --evaluator out"):
+    with pytest.raises(InputError, match="Omit --evaluator"):
         text(tmp_path, evaluator=True)
-    with pytest.raises(InputError, match="3 nodes need as many processes, got 2"):
+    with pytest.raises(InputError, match="3 nodes need at least as many processes. Received: 2"):
         text(tmp_path, allocation=Allocation(nodes=3))
     with pytest.raises(InputError, match="backslash"):
         text(tmp_path / "a\\b")
@@ -189,7 +189,7 @@ def test_a_machine_without_sbatch_and_a_missing_script_are_named(tmp_path, monke
         submission.submit(job, Allocation(nodes=2))
     (tmp_path / "train.py").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MachineError, match="There is no `sbatch` here"):
+    with pytest.raises(MachineError, match="`sbatch` was not found"):
         submission.submit(job, Allocation(nodes=2))
     assert not (tmp_path / "logs").exists()
 

@@ -144,7 +144,7 @@ def allocation(tmp_path, monkeypatch):
 def test_attempts_follow_each_other_with_one_budget_across_requeues(allocation, tmp_path, capsys):
     assert allocation(3, 4, 5, most=2) == 5
     said = capsys.readouterr().out
-    assert "starting again in 1 s, restart 1 of 2." in said and "starting again in 2 s, restart 2 of 2." in said
+    assert "restarting in 1 s, restart 1 of 2." in said and "restarting in 2 s, restart 2 of 2." in said
     assert "no restart: all 2 are used." in said
     assert allocation(3, 4, 5, 6, most=2) == 6  # as after a requeue
     assert allocation(3, 4, 5, 6, 0, most=2) == 0
@@ -154,4 +154,4 @@ def test_attempts_follow_each_other_with_one_budget_across_requeues(allocation, 
 def test_the_back_off_starts_over_after_progress(allocation, monkeypatch, capsys):
     monkeypatch.setattr(restarts, "PROGRESS_S", 0.0)
     assert allocation(3, 3, 3, 0, most=9) == 0
-    assert capsys.readouterr().out.count("starting again in 1 s") == 3
+    assert capsys.readouterr().out.count("restarting in 1 s") == 3

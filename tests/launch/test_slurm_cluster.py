@@ -220,9 +220,9 @@ def processes_of_node_2(cluster: Path, run: Run) -> list[int]:
 
 
 def test_slurms_refusal_names_the_file(cluster, tmp_path):
-    with pytest.raises(InputError, match=r"would not take .*count it\.sbatch: .*invalid partition"):
+    with pytest.raises(InputError, match=r"rejected .*count it\.sbatch: .*invalid partition"):
         Run(tmp_path, partition="nowhere")
-    with pytest.raises(MachineError, match="no longer tells of job 4000000: .*Invalid job id"):
+    with pytest.raises(MachineError, match="no longer reports job 4000000: .*Invalid job id"):
         submission.Submitted("4000000", tmp_path, tmp_path).wait()
 
 
@@ -250,7 +250,7 @@ def test_inside_an_srun_it_is_the_script_itself(cluster, tmp_path):
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["0 ['a b']", "1 ['a b']"]), done.stderr
     done = subprocess.run([*command, "4"], **options)
     assert done.returncode != 0
-    assert "which has SLURM_STEP_NUM_TASKS=2, and 4 is asked for" in done.stderr
+    assert "which has SLURM_STEP_NUM_TASKS=2, but 4 was requested" in done.stderr
 
 
 def test_the_chiefs_end_ends_the_parameter_servers(cluster, tmp_path):

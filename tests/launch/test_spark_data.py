@@ -66,15 +66,15 @@ def test_columns_by_input_weights_and_a_function(tmp_path):
 
 def test_several_workers_need_the_strategy(tmp_path):
     data = share(tmp_path, Deal(4, 2, 2), 0, [], a=[1.0, 2, 3, 4])
-    with pytest.raises(InputError, match="give `batches` the strategy"):
+    with pytest.raises(InputError, match="pass the model's strategy to `batches`"):
         data.batches("a")
 
 
 @pytest.mark.parametrize(
     "values, message",
     [
-        ([1.0, None], "lacks 1 value"),
-        ([[1], [1, 2]], "of one length. Received: 1 to 2"),
+        ([1.0, None], "has 1 missing value"),
+        ([[1], [1, 2]], "the same length. Received: 1 to 2"),
         ([{"a": 1}], "has the type struct"),
     ],
 )
@@ -98,7 +98,7 @@ def test_part_of_a_larger_array_keeps_its_rows():
 
 def test_texts_do_not_stand_beside_numbers():
     table = arrow.table({"t": ["a"], "n": [1]})
-    with pytest.raises(InputError, match="'t' holds texts"):
+    with pytest.raises(InputError, match="'t' holds strings"):
         arrays_of(planned(["n", "t"], table.column_names), table)
     with pytest.raises(InputError, match="Unknown column 'nn'. Did you mean 'n'"):
         planned(["nn"], table.column_names)
@@ -118,7 +118,7 @@ def test_predictions_as_arrow(output_type, found, expected):
 
 
 def test_predictions_of_another_shape():
-    with pytest.raises(InputError, match=r"shape of \(2,\) a row. Received: output_type='float'. Give 'array<float>'"):
+    with pytest.raises(InputError, match=r"shape of \(2,\) per row. Received: output_type='float'. Use 'array<float>'"):
         to_arrow(np.zeros([3, 2]), "float")
     with pytest.raises(InputError, match="several outputs"):
         to_arrow([np.zeros(3)], "float")

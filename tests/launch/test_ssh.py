@@ -99,7 +99,12 @@ def test_what_keeps_a_node_away_is_named(launch, options, changes, words):
 
 @pytest.mark.parametrize(
     ("nodes", "words"),
-    [([], "a machine or more"), (["a", ""], "commas"), (["a", "a"], "twice"), (["-oProxyCommand=x"], "must be names")],
+    [
+        ([], "at least one machine"),
+        (["a", ""], "commas"),
+        (["a", "a"], "twice"),
+        (["-oProxyCommand=x"], "list of names"),
+    ],
 )
 def test_wrong_nodes_are_refused(nodes, words):
     with pytest.raises(InputError, match=words):

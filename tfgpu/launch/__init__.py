@@ -1,7 +1,7 @@
 """Starts training as the processes of one cluster: here, over ssh, by Slurm, Kubernetes, Ray or Apache Spark.
 
-`tfgpu launch` has scripts; `ray_job` and `spark_job` take a Python function. Needs the standard library alone; an
-engine's own library is imported when it is used.
+`tfgpu launch` takes a script; `ray_job` and `spark_job` take a Python function. Only the standard library is needed;
+an engine's own library is imported when the engine is used.
 
 Example:
     >>> import tfgpu
@@ -9,7 +9,7 @@ Example:
     0
 """
 
-# Imported here, not on first use: modules bear the functions' names, and the last import wins.
+# Imported here, not on first use: modules have the functions' names, and the last import wins.
 from tfgpu.launch.functions.reports import report
 from tfgpu.launch.job import Job
 from tfgpu.launch.ray_job import ray_job

@@ -1,4 +1,4 @@
-"""A job that `tfgpu launch` runs here or over ssh, with its output and its signals on the terminal."""
+"""Runs a job on this machine or over ssh, with its output and signals on the terminal."""
 
 import os
 import signal
@@ -17,11 +17,11 @@ from tfgpu.launch.signals import Signals
 from tfgpu.launch.supervisor import Ending, supervise
 
 GRACE_S = 30.0
-"""Seconds that processes have to save, when they are asked to end while all is well."""
+"""Seconds that processes get to save after a request to stop that no failure caused."""
 ANSWER_S = 60.0
 """Seconds for the nodes to answer."""
 RUNNER = (sys.executable, "-m", "tfgpu.run")
-_SAVED = "What a Checkpoint has saved stays, and the same command goes on from it"
+_SAVED = "Checkpoints are kept; the same command resumes from them"
 
 
 def run(
@@ -34,16 +34,16 @@ def run(
     environ: Mapping[str, str],
     directory: str | None = None,
 ) -> int:
-    """Runs a job until it is done, or until no restart is left for it.
+    """Runs a job until it is done or no restart is left.
 
     Args:
         job: what to run.
         connect: starts a supervisor on each node.
         nodes: their names; `""` is this machine.
         runner: the command before the script.
-        grace_s: seconds for processes that are asked to end while all is well.
-        environ: the user's own variables.
-        directory: where the processes run; None: here.
+        grace_s: seconds that processes get to save after a request to stop that no failure caused.
+        environ: the user's own environment variables.
+        directory: working directory of the processes; None: this process's.
 
     Returns:
         The exit code: that of the process that ended the last attempt, 130 after Ctrl-C, 128+n for signal n.
@@ -62,7 +62,7 @@ def run(
             terminal = Terminal(job, members, connect, plan, screen, signals, grace_s)
             _introduce(screen, job, members, nodes)
             return terminal.exit_code(supervise(terminal, terminal.restarts))
-    except BrokenPipeError:  # The reader of our output has left, as after `| head`.
+    except BrokenPipeError:  # The reader of our output has closed the pipe, as `| head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE
     finally:
@@ -80,7 +80,7 @@ class Terminal:
         plan: makes the plan of an attempt.
         screen: where output goes.
         signals: Ctrl-C and the like.
-        grace_s: seconds for processes that are asked to end while all is well.
+        grace_s: seconds that processes get to save after a request to stop that no failure caused.
         attempt: the number of the last attempt.
     """
 
@@ -109,11 +109,11 @@ class Terminal:
                 link.close()
 
     def may_restart(self, ending: Ending) -> bool:
-        """A group that was asked to end stays ended."""
+        """Allows no restart of a group that was asked to stop."""
         return not ending.asked
 
     def restart(self, ending: Ending, wait_s: float | None) -> bool:
-        """Waits for the next attempt, or until a signal comes."""
+        """Waits for the next attempt or a signal."""
         if wait_s is None:
             self._explain(ending.code)
             return False
@@ -133,12 +133,12 @@ class Terminal:
         """Says why there is no further attempt, where one might have been expected."""
         if code == WRONG_INPUT:
             if self.restarts.most:
-                words = "is wrong input, which another start cannot mend"
+                words = "is wrong input, which a restart cannot fix"
                 self.screen.say(f"Exit code {WRONG_INPUT} {words}.", error=True)
         elif self.restarts.most:
             self.screen.say(f"All restarts are used ({self.restarts.most}).", error=True)
         else:
-            self.screen.say(f"{_SAVED}; --max-restarts N does so by itself.", error=True)
+            self.screen.say(f"{_SAVED}; --max-restarts N does so automatically.", error=True)
 
 
 def _member(job: Job, task: layout.Task) -> Member:
@@ -146,7 +146,7 @@ def _member(job: Job, task: layout.Task) -> Member:
         return Member(task.name, task.node, counted=False, may_return=True, may_finish=True)
     if not job.parameter_servers:
         return Member(task.name, task.node)
-    # A chief hands out the steps: it knows when all are done, and gives a lost worker's to the others.
+    # A chief schedules the steps: it knows when all are done, and gives a lost worker's steps to the others.
     return Member(task.name, task.node, counted=task.kind == "chief", may_return=task.kind == "worker")
 
 

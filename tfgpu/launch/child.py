@@ -1,4 +1,4 @@
-"""One supervised process: how it is started, its pipes, its heartbeat and its end."""
+"""One supervised process: its start, its pipes, its heartbeat and its end."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from tfgpu.launch import heartbeat, processes
 from tfgpu.launch.functions.reports import REPORTS
 
 STDOUT, STDERR, REPORT, RESULT = 1, 2, 3, 4
-"""The streams of a process: what it prints, what it reports, and what its function returned."""
+"""The streams of a process: its output, its reports, and its function's result."""
 
 
 class Child:
@@ -53,12 +53,12 @@ class Child:
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Starts it; it dies with this process. In a session of its own, a terminal's Ctrl-C does not reach it.
+        """Starts the process, which dies with this one. In its own session, the terminal's Ctrl-C does not reach it.
 
         Raises:
             OSError: there is no such program or directory.
         """
-        self.watch.path.unlink(missing_ok=True)  # Left by one that ran in its place.
+        self.watch.path.unlink(missing_ok=True)  # Left by an earlier process.
         supervisor, pipe = os.getpid(), subprocess.PIPE if self._is_captured else None
         reports, reporting = os.pipe() if self._reports else (-1, -1)
         try:
@@ -96,11 +96,11 @@ class Child:
         return self.code is None
 
     def ended(self, code: int) -> None:
-        """Records its exit code, which the supervisor has collected (`processes.reap`)."""
+        """Records the exit code that the supervisor has collected (`processes.reap`)."""
         self.code = self._process.returncode = code
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for its end, in place of `processes.reap`; returns whether it has ended."""
+        """Waits for the process in place of `processes.reap`; returns whether it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.code = self._process.wait(timeout_s)
         return not self.runs
@@ -114,6 +114,6 @@ class Child:
             (self._process.stdout if stream == STDOUT else self._process.stderr).close()
 
     def send(self, number: int) -> None:
-        """Signals the process alone: its helpers (of a data loader, say) must live while it saves."""
+        """Signals the process only: its helpers (such as data loaders) must live while it saves."""
         if self.runs:
             processes.send(self.pid, number)

@@ -1,6 +1,6 @@
-"""`python -m tfgpu.launch.ending SCRIPT ARGS`: `python -m tfgpu.run`, in a process that ends when its script is done.
+"""`python -m tfgpu.launch.ending SCRIPT ARGS`: runs `python -m tfgpu.run`, and exits as soon as the script is done.
 
-The interpreter would first destroy its objects, which can block for ever.
+A normal interpreter exit destroys all objects first, which can block forever.
 """
 
 import atexit
@@ -20,7 +20,7 @@ _LOST_OUTPUT = 120
 
 
 def end_with(main: Callable[[], object]) -> NoReturn:
-    """Ends this process as Python would after a function, whose `SystemExit` or error decides on the exit code.
+    """Calls a function and exits with the code that Python would give for its `SystemExit`, error or return.
 
     Example:
         >>> end_with(lambda: runpy.run_path("train.py"))  # doctest: +SKIP
@@ -44,7 +44,7 @@ def end_with(main: Callable[[], object]) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """Ends this process as the interpreter would, but without destroying its objects.
 
-    tf.data's threads cannot call Python functions at that stage, and destroying a dataset waits for them for ever.
+    tf.data's threads cannot call Python functions at that stage, and destroying a dataset waits for them forever.
     Python's open files are flushed; what a `__del__` or C++ would write is lost.
     """
     threading._shutdown()
@@ -57,7 +57,7 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(Exception):
             print(f"The output could not be flushed: {error}", file=sys.stderr)
         code = code or _LOST_OUTPUT
-    # Another thread may hold a file for ever, in a write that blocks.
+    # Another thread may hold a file forever, in a write that blocks.
     flushing = threading.Thread(target=_flush_files, daemon=True)
     flushing.start()
     flushing.join(_FLUSH_S)

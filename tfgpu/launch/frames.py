@@ -1,4 +1,4 @@
-"""Messages between the launcher and the supervisor of a node: a line of JSON each, which raw bytes may follow."""
+"""Messages between the launcher and a node's supervisor: one line of JSON each, optionally followed by raw bytes."""
 
 import json
 from collections.abc import Iterator

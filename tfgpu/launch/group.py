@@ -23,7 +23,7 @@ from tfgpu.launch.supervisor import Ending
 FAILURE_GRACE_S = 0.5
 """Seconds between SIGTERM and SIGKILL after a failure: the others are blocked in a collective and cannot save."""
 UNKILLABLE_S = 10.0
-"""Seconds after the grace period until a node that has not ended its processes is given up."""
+"""Seconds after the grace period before the launcher gives up on a node that has not ended its processes."""
 PING_S = 5.0
 _WORDS = 4
 LOST_S = 60.0
@@ -37,9 +37,9 @@ class Member:
     Attributes:
         name: such as `"worker 0"`.
         node: the number of the link whose node runs it.
-        counted: whether the group waits for it to be done. Members that are not counted serve until then.
-        may_return: whether it may be started again alone while the others go on.
-        may_finish: whether it gets time to finish when the counted ones are done.
+        counted: whether the group waits for it to finish. Other members serve until all counted ones have.
+        may_return: whether it may be restarted alone while the others continue.
+        may_finish: whether it gets time to finish once the counted ones are done.
     """
 
     name: str
@@ -62,8 +62,8 @@ class Group:
         plan: what to start, once the nodes have answered.
         screen: where output goes.
         signals: Ctrl-C and the like.
-        restarts: the restart policy, for members that return alone.
-        grace_s: seconds for processes that are asked to end while all is well.
+        restarts: the restart policy, for members that are restarted alone.
+        grace_s: seconds that processes get to save after a request to stop that no failure caused.
         silence_s: the heartbeat timeout in seconds; 0: none.
         answer_s: seconds for the nodes to answer.
     """
@@ -87,18 +87,18 @@ class Group:
         self._selector = selectors.DefaultSelector()
         self._codes: dict[int, int] = {}
         self._specs: Sequence[dict[str, Any]] = ()
-        self._returns: dict[int, float] = {}  # Members that are to start again alone, and when.
+        self._returns: dict[int, float] = {}  # Members that will be restarted alone, and when.
         self._started_at: dict[int, float] = {}
         self._quiet: dict[int, float] = {}  # Members without a heartbeat, and since when.
-        self._news: list[tuple[int, int, str]] = []  # Member, code, words: of ends that nobody asked for.
+        self._news: list[tuple[int, int, str]] = []  # Member, code and description of each unrequested exit.
         self._killed = self._may_save = False
-        self._code: int | None = None  # Set: the group has been told to end, and this is why.
+        self._code: int | None = None  # Set once the group has been told to stop: the reason.
         self._guilty: int | None = None
         self._done_at = 0.0
         self._give_up_at, self._begun_at, self._pinged_at = 0.0, time.monotonic(), 0.0
 
     def run(self) -> Ending:
-        """Starts the processes, and returns when none is left."""
+        """Starts the processes, and returns when all have ended."""
         self._selector.register(self._signals.woken, selectors.EVENT_READ, self._signals.empty)
         for link in self._links:
             self._selector.register(link.messages, selectors.EVENT_READ, functools.partial(self._receive, link))
@@ -109,7 +109,7 @@ class Group:
         return self._ending()
 
     def stop(self) -> None:
-        """Ends the processes after an error of the launcher's own."""
+        """Ends the processes after an error in the launcher itself."""
         self._code = 1 if self._code is None else self._code
         self._end(self._grace_s)
         self._serve()
@@ -167,7 +167,7 @@ class Group:
         if self._code is None:
             self._code, self._may_save = 1, True
             name = signal.Signals(number).name
-            self._screen.say(f"The supervisor on {_where(link)} was told to end ({name}); all end.", error=True)
+            self._screen.say(f"The supervisor on {_where(link)} received {name}; all are stopped.", error=True)
             self._end(self._grace_s)
 
     def _on_late(self, _: Link, data: bytes, id: int) -> None:
@@ -184,7 +184,7 @@ class Group:
     def _on_ended(self, link: Link, _: bytes, left: int) -> None:
         link.ended = True
         if left and self._code == 0:
-            self._screen.say(f"{left} process(es) that the script had started on {_where(link)} still ran: killed.")
+            self._screen.say(f"Killed {left} process(es) that the script had left running on {_where(link)}.")
 
     # Decisions
 
@@ -199,7 +199,7 @@ class Group:
         return {"id": id, "silence_s": self._silence_s, **self._specs[id]}
 
     def _judge(self) -> None:
-        """Decides whether the group is to end."""
+        """Decides whether to stop the group."""
         if self._signals.insists and not self._killed:
             self._killed = True
             self._end(0.0)
@@ -208,13 +208,13 @@ class Group:
         if self._signals.first is not None:
             self._heed(self._signals.first)
         elif self._news and not self._replace():
-            # Of failures at the same time, a kill is the cause and an error of a peer its consequence.
+            # Of simultaneous failures, a kill is the cause and a peer's error its consequence.
             self._blame(*min(self._news, key=lambda news: news[1] > 0))
         elif all(self._codes.get(id) == 0 for id, member in enumerate(self._members) if member.counted):
             self._complete()
 
     def _complete(self) -> None:
-        """The counted members are done: lets those finish that may, and ends those that serve."""
+        """Handles the end of the counted members: lets those finish that may, and ends the servers."""
         self._done_at = self._done_at or time.monotonic()
         open_ids = [id for id in range(len(self._members)) if id not in self._codes]
         late = time.monotonic() - self._done_at > self._grace_s
@@ -224,7 +224,7 @@ class Group:
         self._end(self._grace_s if open_ids else 0.0)
 
     def _replace(self) -> bool:
-        """Schedules the return of members that may return alone; returns whether nothing else had happened."""
+        """Schedules the restart of members that may restart alone; returns whether nothing else had happened."""
         left = []
         for id, code, words in self._news:
             member, wait = self._members[id], None
@@ -234,7 +234,7 @@ class Group:
                 left.append((id, code, words))
                 continue
             self._returns[id] = time.monotonic() + wait
-            self._screen.say(f"{member.name}: {words}. It alone starts again; {self._restarts}.")
+            self._screen.say(f"{member.name}: {words}. It alone is restarted; {self._restarts}.")
         self._news = left
         return not left
 
@@ -249,10 +249,10 @@ class Group:
     def _heed(self, number: int) -> None:
         self._code, self._may_save = 128 + number, number != signal.SIGINT
         if number == signal.SIGINT:
-            words = "Interrupted: the processes have been told. Press Ctrl-C again to kill them."
+            words = "Interrupted: the processes have been asked to stop. Press Ctrl-C again to kill them."
         else:
             name = signal.Signals(number).name
-            words = f"{name}: the processes have been told, and have {self._grace_s:g} s to save."
+            words = f"{name}: the processes have been asked to stop, and have {self._grace_s:g} s to save."
         self._screen.say(words)
         self._end(self._grace_s, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
@@ -262,7 +262,7 @@ class Group:
         link = self._links[self._members[id].node]
         where = f" on {link.node}" if link.node else ""
         if code == PREEMPTED:
-            self._screen.say(f"{name}{where} was preempted and has saved (exit code {PREEMPTED}); the others end too.")
+            self._screen.say(f"{name}{where} was preempted and has saved (exit code {PREEMPTED}); the rest stop.")
             self._end(self._grace_s)
             return
         self._screen.say(f"{name}{where}: {words}, after {time.monotonic() - self._begun_at:.1f} s.", error=True)
@@ -311,7 +311,7 @@ class Group:
             for link in self._links:
                 if not link.ended:
                     link.ended = True
-                    self._screen.say(f"{_where(link)} has not ended its processes; it is given up.", error=True)
+                    self._screen.say(f"{_where(link)} has not ended its processes; giving up on it.", error=True)
 
     def _ending(self) -> Ending:
         asked = self._signals.first is not None

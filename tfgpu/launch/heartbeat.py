@@ -13,16 +13,16 @@ from pathlib import Path
 HEARTBEAT = "TFGPU_HEARTBEAT"
 PERIOD_S = 1.0
 LOOK_S = 0.5
-"""Seconds between two looks at a heartbeat."""
+"""Seconds between two checks of a heartbeat."""
 _log = logging.getLogger(__name__)
 
 
 def beat(path: str | os.PathLike | None = None, *, period_s: float = PERIOD_S) -> threading.Event | None:
-    """Starts the heartbeat, in a thread that ends with the process.
+    """Starts the heartbeat in a daemon thread.
 
     Args:
-        path: the file, created if missing; its directory must exist. None takes TFGPU_HEARTBEAT, and does nothing
-            where that is not set.
+        path: the file, created if missing; its directory must exist. None uses TFGPU_HEARTBEAT, and does nothing
+            if that is not set.
         period_s: seconds between two heartbeats.
 
     Returns:
@@ -52,7 +52,7 @@ def beat(path: str | os.PathLike | None = None, *, period_s: float = PERIOD_S) -
 
 
 def _touch(file: Path, *, say: bool) -> bool:
-    """Touches the file once. A full or missing disk is logged once, and ends no training."""
+    """Touches the file once. A full or missing disk is logged once and does not stop training."""
     try:
         file.touch()
     except OSError as error:
@@ -65,8 +65,8 @@ def _touch(file: Path, *, say: bool) -> bool:
 class Watch:
     """Watches the heartbeat file of one process.
 
-    Only changes of the file's time count, not its distance from a clock, which may be set during a run. Between two
-    looks at most a second counts: a supervisor that was suspended itself saw no heartbeats of others.
+    Only changes of the file's time count, not its distance from a clock, which may be set during a run. At most a
+    second counts between two checks: a supervisor that was suspended itself saw no heartbeats.
 
     Args:
         path: the file.
@@ -82,7 +82,7 @@ class Watch:
         self._looked_at = time.monotonic()
 
     def is_late(self) -> bool:
-        """Looks at the file. Call it every `LOOK_S`."""
+        """Checks the file. Call it every `LOOK_S`."""
         now = time.monotonic()
         passed_s, self._looked_at = min(now - self._looked_at, 2 * LOOK_S), now
         try:

@@ -1,4 +1,4 @@
-"""What a launch starts, on any engine: a script, its processes, and the restart policy."""
+"""What a launch starts on any engine: a script, its processes, and the restart policy."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,20 +8,20 @@ from tfgpu.errors import InputError, whole_number
 
 @dataclass(frozen=True)
 class Job:
-    """A script to be started as the processes of one cluster.
+    """A script to run as the processes of one cluster.
 
     Args:
         script: the Python file; every process runs `python -m tfgpu.run script arguments...`.
         arguments: the script's own.
         workers: processes that train, the chief included.
         parameter_servers: processes that hold variables; 0 for synchronous training.
-        evaluator: whether one more process evaluates what the others save; it belongs to no cluster.
-        gpus_per_worker: GPUs of each worker; None shares out what the machine has.
+        evaluator: whether one more process, outside the cluster, evaluates the checkpoints that the others save.
+        gpus_per_worker: GPUs of each worker; None divides the machine's GPUs among them.
         max_restarts: restarts of the group after failures. A preemption uses none.
         startup_timeout_s: rendezvous timeout in seconds, after which a missing process is named.
         silence_s: heartbeat timeout in seconds; 0: none.
-        logs: folder for a log file of each process; None writes none.
-        environment: further variables of every process.
+        logs: folder for one log file per process; None writes none.
+        environment: additional environment variables of every process.
 
     Raises:
         InputError: a number is out of range.

@@ -13,8 +13,8 @@ class Task:
     """One process of the cluster.
 
     Attributes:
-        kind: as in TF_CONFIG: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
-        index: its position among its kind.
+        kind: its kind in TF_CONFIG: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
+        index: its index within its kind.
         node: the number of the node that runs it.
     """
 
@@ -29,13 +29,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Place:
-    """What a node has for its tasks.
+    """What a node offers its tasks.
 
     Attributes:
-        name: as the user calls it; `""` for this machine.
-        address: at which its peers reach it.
-        cpus: that its processes may use.
-        gpus: as CUDA_VISIBLE_DEVICES names them.
+        name: its name as the user gave it; `""` for this machine.
+        address: the address at which its peers reach it.
+        cpus: how many CPUs its processes may use.
+        gpus: its GPUs, as CUDA_VISIBLE_DEVICES names them.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Place:
 
 
 def tasks(job: Job, nodes: int = 1) -> list[Task]:
-    """Spreads a job's tasks over nodes: neighbors stay together, the first nodes get one more.
+    """Spreads a job's tasks over nodes: consecutive tasks share a node, and the first nodes get one more.
 
     With parameter servers there is a chief besides the workers, which dispatches the steps, as TensorFlow's
     ParameterServerStrategy requires. Without them worker 0 is the chief. Nodes without a worker get the first parameter
@@ -82,11 +82,11 @@ def environments(
     *,
     is_engine: bool = False,
 ) -> dict[Task, dict[str, str]]:
-    """Returns each task's variables: its place in the cluster, and its CPUs and GPUs.
+    """Returns each task's environment variables: its role in the cluster, and its CPUs and GPUs.
 
     Args:
         ports: the TCP port of each task, on its node.
-        environ: the user's own variables; a number of threads that is set there is kept.
+        environ: the user's own environment variables; a number of threads set there is kept.
         is_engine: whether a single task gets a TF_CONFIG too: its engine's variables may describe another cluster.
 
     Raises:
@@ -111,7 +111,7 @@ def _addresses(tasks: Sequence[Task], places: Sequence[Place], ports: Mapping[Ta
     found: dict[str, list[str]] = {}
     for task in tasks:
         if task.kind == "evaluator":
-            continue  # It has no peers, and TensorFlow's guides leave it out.
+            continue  # The evaluator has no peers, and TensorFlow's guides omit it.
         host = places[task.node].address
         shown = f"[{host}]" if ":" in host else host
         found.setdefault(task.kind, []).append(f"{shown}:{ports[task]}")
@@ -119,11 +119,11 @@ def _addresses(tasks: Sequence[Task], places: Sequence[Place], ports: Mapping[Ta
 
 
 def _threads(processes: int, cpus: int) -> dict[str, str]:
-    """A process's share of the CPUs; a single process takes them all by itself."""
+    """A process's share of the CPUs; a single process uses all of them without being told."""
     if processes == 1:
         return {}
     share = max(1, cpus // processes)
-    # An operation that waits for peers occupies a thread of the second pool, which needs two at least.
+    # An operation that waits for peers occupies a thread of the second pool, which needs at least two.
     return {"TF_NUM_INTRAOP_THREADS": str(share), "TF_NUM_INTEROP_THREADS": str(max(2, share))}
 
 
@@ -135,8 +135,8 @@ def _gpu_shares(job: Job, workers: Sequence[Task], place: Place) -> dict[Task, d
         size = len(place.gpus) // len(workers)
         if not size:
             raise InputError(
-                f"{_where(place)} has {len(place.gpus)} GPU(s) for {len(workers)} workers. Start no more workers there "
-                f"than that (-n {len(place.gpus)} on one machine), or use --gpus-per-worker 0 to train on the CPU."
+                f"{_where(place)} has {len(place.gpus)} GPU(s) for {len(workers)} workers. Start at most that many "
+                f"there (-n {len(place.gpus)} on one machine), or use --gpus-per-worker 0 to train on the CPU."
             )
     if size * len(workers) > len(place.gpus):
         raise InputError(

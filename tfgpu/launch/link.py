@@ -16,14 +16,14 @@ class Link:
     """A supervisor that the launcher has started, here or through ssh.
 
     Args:
-        node: as the user calls it; `""` for this machine.
-        command: starts the supervisor, with its messages on standard input and output.
-        pings: whether to send pings, where the connection may be lost without an error.
-        environment: variables of the supervisor; None: this process's own.
+        node: the node's name as the user gave it; `""` for this machine.
+        command: starts the supervisor, which exchanges messages over standard input and output.
+        pings: whether to send pings, because the connection may be lost without an error.
+        environment: environment variables of the supervisor; None: this process's own.
 
     Attributes:
         loss_code: the exit code of an attempt whose connection is lost.
-        hint: what to try where no connection could be made.
+        hint: what to try if no connection can be made.
     """
 
     loss_code = 1
@@ -32,7 +32,7 @@ class Link:
         self, node: str, command: Sequence[str], *, pings: bool = False, environment: Mapping[str, str] | None = None
     ):
         self.node, self.pings = node, pings
-        self.hint = f" See that `ssh {node} true` works without a question." if node else ""
+        self.hint = f" Check that `ssh {node} true` works without a prompt." if node else ""
         self.ended = False
         self.facts: dict[str, Any] | None = None
         self.ports: list[int] | None = None
@@ -45,21 +45,21 @@ class Link:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the launcher alone, which tells the others.
+            start_new_session=True,  # Ctrl-C is for the launcher only, which tells the others.
         )
         self.messages, self.complaints = self._process.stdout.fileno(), self._process.stderr.fileno()
 
     def send(self, do: str, **facts: Any) -> None:
-        with contextlib.suppress(OSError):  # A lost supervisor is noticed by the end of its messages.
+        with contextlib.suppress(OSError):  # The end of its messages reveals a lost supervisor.
             self._process.stdin.write(frames.encode({"do": do, **facts}))
 
     def receive(self) -> list[tuple[dict[str, Any], bytes]] | None:
-        """Reads what has come; None: the connection has ended."""
+        """Reads the messages that have arrived; None: the connection has ended."""
         piece = os.read(self.messages, _CHUNK)
         return list(self._reader.feed(piece)) if piece else None
 
     def complain(self) -> list[str] | None:
-        """Reads lines that came on standard error, and keeps the last; None: it has ended."""
+        """Reads the lines that have arrived on standard error, and keeps the last; None: it has ended."""
         piece = os.read(self.complaints, _CHUNK)
         if not piece:
             return None
@@ -79,11 +79,11 @@ class Link:
 
     @property
     def begun(self) -> bool:
-        """Whether the supervisor has answered at all."""
+        """Whether the supervisor has ever answered."""
         return self._reader.begun
 
     def close(self, patience_s: float = 5.0) -> int:
-        """Closes the connection, upon which the supervisor ends; returns its exit code, or that of ssh."""
+        """Closes the connection, which ends the supervisor; returns the exit code of the supervisor or of ssh."""
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             with contextlib.suppress(OSError):
                 pipe.close()

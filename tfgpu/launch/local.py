@@ -12,7 +12,7 @@ from tfgpu.launch.link import Link
 
 OURS = {
     "TF_CONFIG": "Use -n and --ps.",
-    "CUDA_VISIBLE_DEVICES": "Use --gpus-per-worker; its value before the launch is divided among the workers.",
+    "CUDA_VISIBLE_DEVICES": "Use --gpus-per-worker; the launch divides the variable's current value among the workers.",
     "TFGPU_ATTEMPT": "",
     "TFGPU_HEARTBEAT": "",
     "TFGPU_STARTUP_TIMEOUT": "Use --startup-timeout.",
@@ -22,19 +22,19 @@ SUPERVISOR = (sys.executable, "-m", "tfgpu.launch.remote")
 
 
 def launch(job: Job, *, grace_s: float = attempts.GRACE_S, runner: Sequence[str] = attempts.RUNNER) -> int:
-    """Runs a job's processes on this machine until none of them is left.
+    """Runs a job's processes on this machine until all have ended.
 
     Args:
         job: what to run.
-        grace_s: seconds that processes have to save when they are asked to end while all is well.
+        grace_s: seconds that processes get to save after a request to stop that no failure caused.
         runner: the command before the script; the default repairs Keras before it runs the script.
 
     Returns:
-        The exit code: 0 done; that of the process that failed first (128+n for signal n; 124 for a
+        The exit code: 0 if all is done; that of the process that failed first (128+n for signal n; 124 for a
         heartbeat timeout); 130 after Ctrl-C.
 
     Raises:
-        InputError: there is no such script, TF_CONFIG is set already, or the GPUs do not suffice.
+        InputError: the script does not exist, TF_CONFIG is already set, or there are too few GPUs.
 
     Example:
         >>> launch(Job("train.py", workers=2))
@@ -53,18 +53,18 @@ def launch(job: Job, *, grace_s: float = attempts.GRACE_S, runner: Sequence[str]
 
 
 def check(job: Job, *, script: bool = True) -> None:
-    """Raises `InputError` for what can be seen before a process is started.
+    """Raises `InputError` for mistakes that show before any process starts.
 
     Args:
-        script: whether the script must lie on this machine.
+        script: whether the script must exist on this machine.
     """
     if script and not Path(job.script).is_file():
         raise no_script(job.script)
     if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
         raise InputError(
-            "TF_CONFIG is set, so this process belongs to a cluster already; a launch would make another. "
+            "TF_CONFIG is set, so this process already belongs to a cluster; a launch would make another. "
             "Unset it, or run the script itself: tfgpu run SCRIPT."
         )
     for name in OURS:
         if name in job.environment:
-            raise InputError(f"{name} cannot be given: the launch gives each process its own. {OURS[name]}")
+            raise InputError(f"{name} cannot be set: the launch sets it for each process. {OURS[name]}")

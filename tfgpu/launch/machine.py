@@ -26,7 +26,7 @@ def gpus(environ: Mapping[str, str]) -> list[str]:
     CUDA's numbers may differ from the driver's, and a lost GPU has a number but cannot be used.
 
     Args:
-        environ: where it has CUDA_VISIBLE_DEVICES, its entries count, up to the first invalid one, as for CUDA.
+        environ: if it has CUDA_VISIBLE_DEVICES, its entries up to the first invalid one are used, as in CUDA.
 
     Example:
         >>> gpus({"CUDA_VISIBLE_DEVICES": "2,GPU-8f2a,-1,3"})
@@ -44,7 +44,7 @@ def gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def _installed() -> list[str]:
-    """The GPUs that answer, by UUID; by number where one has MIG slices, one of which CUDA takes by number."""
+    """The GPUs that answer, by UUID; by number if one has MIG slices, of which CUDA takes one by number."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

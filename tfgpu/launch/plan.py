@@ -1,4 +1,4 @@
-"""What each process of an attempt is started with: its command, and the variables that tell it who it is."""
+"""How each process of an attempt is started: its command, and the variables that define its role."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,10 +25,10 @@ def planned(
         job: what to run.
         tasks: the processes.
         attempt: the number of this attempt, from 1.
-        command: gives the command of a process from its node's facts.
-        environ: the user's own variables.
+        command: returns the command of a process from its node's facts.
+        environ: the user's own environment variables.
         directory: where the processes run; None: where the node's supervisor runs.
-        is_engine: whether an engine starts the processes, whose variables may describe another cluster, and whose
+        is_engine: whether an engine starts the processes: its variables may describe another cluster, and its
             processes send reports.
     """
     common = {
@@ -62,5 +62,5 @@ def _check_addresses(places: Sequence[layout.Place]) -> None:
         others = next(place.name for place in places if place not in local)
         raise InputError(
             f"{local[0].name} is reached at {local[0].address}, where {others} cannot reach it. "
-            "Name every node as the others know it, not as localhost."
+            "Use a name for it that the other nodes can resolve, not localhost."
         )

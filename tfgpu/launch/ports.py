@@ -1,9 +1,9 @@
-"""Free TCP ports for processes that open them only seconds later.
+"""Free TCP ports for processes that open them seconds later.
 
-A port that the kernel chooses (`bind` to 0) lies in its ephemeral range, from which it also serves every outgoing
-connection: it may be taken before TensorFlow, which needs seconds to start, listens on it. These lie outside that
-range. A UDP socket of the same number reserves each among launches, without being in TensorFlow's way. Every attempt
-gets fresh ports, so that a port which another server takes all the same costs one restart.
+A port that the kernel chooses (`bind` to 0) comes from its ephemeral range, which also serves outgoing connections: it
+may be taken before TensorFlow, which needs seconds to start, listens on it. The ports here are outside that range. A
+UDP socket with the same number reserves each among launches without blocking TensorFlow. Every attempt gets fresh
+ports, so a port that another server takes anyway costs one restart.
 """
 
 import random
@@ -45,7 +45,7 @@ class Ports:
                 self.numbers.append(number)
         if len(self.numbers) < count:
             self.close()
-            raise MachineError(f"This machine has no {count} free TCP ports from {_FIRST}. Free some.")
+            raise MachineError(f"This machine does not have {count} free TCP ports from {_FIRST} on. Free some.")
 
     def close(self) -> None:
         for mark in self._marks:
@@ -64,7 +64,7 @@ def _candidates() -> list[int]:
     except (OSError, ValueError):
         low, high = 32768, 60999
     outside = [port for port in range(_FIRST, _LAST + 1) if not low <= port <= high]
-    # Where nearly all ports are ephemeral, there is nothing better.
+    # Nearly all ports are ephemeral, so no better ones exist.
     return outside or list(range(_FIRST, 65536))
 
 
@@ -74,7 +74,7 @@ def _mark(number: int) -> socket.socket | None:
     try:
         mark.bind(("", number))
         with socket.socket() as trial:
-            # As servers bind: a port whose last connections are in TIME_WAIT counts as free.
+            # Servers bind this way: a port whose last connections are in TIME_WAIT counts as free.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(("", number))
     except OSError:

@@ -24,7 +24,7 @@ def die_with_parent(number: int, parent: int) -> None:
 
     Args:
         number: the signal.
-        parent: the parent's process id; if the parent has ended already, the signal comes now.
+        parent: the parent's process ID; if the parent has already ended, the signal is sent at once.
 
     Source: PR_SET_PDEATHSIG in prctl(2).
     """
@@ -35,7 +35,7 @@ def die_with_parent(number: int, parent: int) -> None:
 
 def descendants(root: int) -> list[int]:
     """Lists the running processes that descend from `root`, in no particular order; zombies do not run."""
-    import psutil  # the doctor imports this module where psutil may be missing
+    import psutil  # the doctor imports this module even if psutil is missing
 
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -47,7 +47,7 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_descendants(limit_s: float = 5.0) -> int:
-    """Kills all descendants of this process, until none is left.
+    """Kills all descendants of this process until none are left.
 
     Args:
         limit_s: seconds after which it gives up.
@@ -70,7 +70,7 @@ def kill_descendants(limit_s: float = 5.0) -> int:
 
 
 def reap() -> dict[int, int]:
-    """Collects the children that have ended: exit codes by process id, negative for a signal."""
+    """Collects the children that have ended: exit codes by process ID, negative for a signal."""
     codes = {}
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -82,13 +82,13 @@ def reap() -> dict[int, int]:
 
 
 def send(pid: int, number: int) -> None:
-    """Sends a signal; does nothing where the process has ended."""
+    """Sends a signal; does nothing if the process has ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def described(code: int) -> str:
-    """Says in words how a process ended.
+    """Describes how a process ended.
 
     Args:
         code: its exit code, negative for a signal.
@@ -106,7 +106,7 @@ def described(code: int) -> str:
 
 
 def as_exit_code(code: int) -> int:
-    """Gives the exit code with which a shell would say the same: 128+n for signal n."""
+    """Converts an exit code to the shell's form: 128+n for signal n."""
     return code if code >= 0 else 128 - code
 
 

@@ -1,4 +1,4 @@
-"""Training on a Ray cluster: one actor per worker, in a placement group; TensorFlow runs in a process of the actor.
+"""Training on a Ray cluster: one actor per worker in a placement group; TensorFlow runs in the actor's child process.
 
 Source: https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html
 """
@@ -42,32 +42,32 @@ def ray_job(
     """Trains on a Ray cluster, and returns when the training is done.
 
     Joins the cluster that `RAY_ADDRESS` names, or starts one on this machine, unless `ray.init` was called before.
-    Every worker runs `train` in a process of its own with its TF_CONFIG, so that `tfgpu.strategy()` finds the others.
+    Every worker runs `train` in its own process with its own TF_CONFIG, so `tfgpu.strategy()` finds the others.
     The first worker that fails, or whose actor dies, ends the group (SIGTERM, grace period, SIGKILL). The group is
-    restarted, and `train` resumes from its checkpoint, if it keeps one. No process outlives this call.
+    restarted, and `train` resumes from its checkpoint if it saves any. No process outlives this call.
 
     Args:
-        train: a function, the path of a script that all machines see, or a `Job`.
+        train: a function, the path of a script that all machines can read, or a `Job`.
         workers: processes that train, the chief included (default 2).
-        arguments: what the function is called with, or the script's own.
-        cpus_per_worker: CPUs to reserve for each.
-        gpus_per_worker: GPUs of each; None shares out what the cluster has.
+        arguments: arguments of the function or the script.
+        cpus_per_worker: CPUs to reserve for each worker.
+        gpus_per_worker: GPUs of each worker; None divides the cluster's GPUs among them.
         placement: `"SPREAD"` over the machines, `"PACK"` onto few, or one of these with `"STRICT_"` before it.
         max_restarts: restarts of the group after failures. A preemption uses none.
         startup_timeout_s: seconds to wait for the resources, for the actors, and for workers to find each other.
         silence_s: the heartbeat timeout in seconds; 0: none.
-        grace_s: seconds that workers have to save when they are asked to end while all is well.
+        grace_s: seconds that workers get to save after a request to stop that no failure caused.
         logs: folder for a log file of each worker, on its machine; the output also goes to Ray's logs.
-        environment: variables that every worker gets.
-        runtime_env: Ray's own, such as `{"working_dir": "."}`, for the actors.
-        on_progress: called here with what the chief reports by `tfgpu.callbacks.Report()` or `tfgpu.launch.report`,
-            as it happens, with the number of the attempt under `"start"`, from 0.
+        environment: environment variables of every worker.
+        runtime_env: Ray's runtime environment of the actors, such as `{"working_dir": "."}`.
+        on_progress: called in this process with each report that the chief makes by `tfgpu.callbacks.Report()` or
+            `tfgpu.launch.report`; `"start"` holds the number of the attempt, from 0.
 
     Returns:
         What the chief's function returned; None for a script.
 
     Raises:
-        InputError: Ray is not installed, a setting is out of range, the function cannot travel, or a worker found
+        InputError: Ray is not installed, a setting is out of range, the function cannot be pickled, or a worker found
             wrong input.
         MachineError: the cluster does not have the resources in time, or a worker failed and no restart is left.
 
@@ -102,7 +102,7 @@ def ray_job(
 
 
 class Worker:
-    """The actor of one worker. Ray runs its methods in threads, so that `send` need not wait for `receive`."""
+    """The actor of one worker. Ray runs its methods in threads, so `send` does not wait for `receive`."""
 
     def start(self, work: Work, rank: int) -> list[Message]:
         """Starts the worker's supervisor."""
@@ -116,7 +116,7 @@ class Worker:
         return self._relay.receive()
 
     def send(self, do: str, facts: Mapping[str, Any]) -> None:
-        """Passes a message of the launching program."""
+        """Forwards a message of the launching program."""
         self._relay.send(do, facts)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Worker:
 
 
 class RayLink(EngineLink):
-    """The connection to a worker's supervisor by the methods of its actor."""
+    """The connection to a worker's supervisor through the methods of its actor."""
 
     def __init__(self, rank: int, actor: Any):
         super().__init__(rank)
@@ -146,7 +146,7 @@ def _ray():
 
 @contextlib.contextmanager
 def _joined(ray):
-    """Joins or starts a cluster where the program has not, and then leaves it."""
+    """Joins or starts a cluster unless the program has, and then leaves it."""
     if ray.is_initialized():
         yield
         return
@@ -159,7 +159,7 @@ def _joined(ray):
 
 @contextlib.contextmanager
 def _connected(ray, work: Work, bundle: dict, placement: str, options: dict) -> Iterator[list[RayLink]]:
-    """Starts an actor for each worker, with its supervisor; ends them all."""
+    """Starts an actor with a supervisor for each worker; ends them all."""
     count, timeout_s = work.job.workers, work.job.startup_timeout_s
     group = ray.util.placement_group([bundle] * count, strategy=placement)
     actors = []
@@ -174,8 +174,8 @@ def _connected(ray, work: Work, bundle: dict, placement: str, options: dict) -> 
         starts = [actor.start.remote(work, rank) for rank, actor in enumerate(actors)]
         if ray.wait(starts, num_returns=count, timeout=timeout_s)[1]:
             raise MachineError(
-                f"Ray gave the resources, but its actors did not start within startup_timeout_s={timeout_s:g}. A new "
-                "`runtime_env` may take longer to set up: give it more time, or look at Ray's logs."
+                f"Ray reserved the resources, but its actors did not start within startup_timeout_s={timeout_s:g}. A "
+                "new `runtime_env` may take longer to set up: increase the timeout, or check Ray's logs."
             )
         links = [RayLink(rank, actor) for rank, actor in enumerate(actors)]
         with _pumped(ray, dict(zip(starts, links, strict=True))):
@@ -189,10 +189,10 @@ def _connected(ray, work: Work, bundle: dict, placement: str, options: dict) -> 
 
 @contextlib.contextmanager
 def _pumped(ray, calls: dict[Any, RayLink]) -> Iterator[None]:
-    """Brings the actors' messages to their links, in a thread.
+    """Delivers the actors' messages to their links, in a thread.
 
     Args:
-        calls: the first call of each link's actor, which is under way.
+        calls: the pending first call of each link's actor.
     """
     done = threading.Event()
 
@@ -203,7 +203,7 @@ def _pumped(ray, calls: dict[Any, RayLink]) -> Iterator[None]:
                 try:
                     messages = ray.get(call)
                 except ray.exceptions.RayError as error:
-                    # Ray knows whether a machine was taken away on purpose.
+                    # Ray knows whether a machine was removed on purpose.
                     code = PREEMPTED if getattr(error, "preempted", False) else 1
                     link.lose(str(error).splitlines(), code)
                     continue
@@ -228,5 +228,5 @@ def _no_room(ray, bundle: dict, count: int, placement: str, timeout_s: float) ->
     return MachineError(
         f"Ray did not have the resources within startup_timeout_s={timeout_s:g}. Asked for: {count} workers with "
         f"{asked} each, placement {placement}. The cluster's machines have: {has}; free at the moment: {free}. "
-        "Ask for less, wait for other jobs to end, or add machines."
+        "Request less, wait for other jobs to end, or add machines."
     )

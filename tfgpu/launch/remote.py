@@ -1,7 +1,7 @@
 """The supervisor of one node: `python -m tfgpu.launch.remote`, started here, through ssh, by a Ray actor or Spark task.
 
 It starts processes, watches their heartbeats and exits, and sends their output to the launcher. When the supervisor,
-the launcher or the connection between them ends, its processes and all that they have started end too:
+the launcher or the connection between them ends, its processes and everything that they started end too:
 
 - the launcher is gone: standard input closes; the supervisor ends its processes;
 - the supervisor is gone: the guard, its parent, adopts its descendants and kills them;
@@ -30,9 +30,9 @@ from tfgpu.launch.heartbeat import LOOK_S
 from tfgpu.launch.ports import Ports
 
 LOST_GRACE_S = 5.0
-"""Seconds that processes have to save and leave when the launcher is gone."""
+"""Seconds that processes get to save and exit when the launcher is gone."""
 QUIET_S = 5.0
-"""Seconds without a heartbeat after which the launcher is told: if others fail now, this may be why."""
+"""Seconds without a heartbeat after which the launcher is told: it may explain another process's failure."""
 _CROWDED = 2**20
 _CHUNK = 2**16
 _MOST_PIECES = 64
@@ -42,22 +42,22 @@ class Node:
     """The processes of one node.
 
     Args:
-        incoming: file descriptor that the launcher's messages come from.
+        incoming: file descriptor for messages from the launcher.
         outgoing: file descriptor for messages to the launcher.
-        folders: directories to remove at the end; the first takes the heartbeat files.
-        grace_s: seconds that processes have to save and leave when the launcher is gone.
+        folders: directories to remove at the end; the first holds the heartbeat files.
+        grace_s: seconds that processes get to save and exit when the launcher is gone.
     """
 
     def __init__(self, incoming: int, outgoing: int, folders: Sequence[str], *, grace_s: float = LOST_GRACE_S):
         self._incoming, self._outgoing, self._folders = incoming, outgoing, folders
         self._grace_s = grace_s
         self._children: dict[int, Child] = {}
-        self._late: set[int] = set()  # Those whose heartbeat timeout was told.
+        self._late: set[int] = set()  # Processes whose heartbeat timeout has been reported.
         self._reader = frames.Reader(marked=False)
         self._pending = bytearray(frames.MARK + b"\n")
         self._selector = selectors.DefaultSelector()
         self._ports: Ports | None = None
-        self._kill_at: float | None = None  # Set: the processes have been told to end.
+        self._kill_at: float | None = None  # Set once the processes have been told to stop.
         self._connected, self._crowded = True, False
         self._heard, self._leaves = 0, False
         self._lost_s, self._heard_at = None, time.monotonic()
@@ -99,7 +99,7 @@ class Node:
             getattr(self, f"_do_{message.pop('do')}")(**message)
 
     def _lose(self) -> None:
-        """The launcher is gone: nobody else will end the processes."""
+        """Ends the processes after the launcher is gone: nobody else will."""
         self._connected = False
         self._pending.clear()
         self._do_end(self._grace_s)
@@ -126,7 +126,7 @@ class Node:
         self._hold_back()
 
     def _hold_back(self) -> None:
-        """Reads no output while the launcher takes none, so that memory stays flat; the processes wait then."""
+        """Stops reading output while the launcher takes none, so memory stays flat; the processes then wait."""
         crowded = len(self._pending) > _CROWDED
         if crowded != self._crowded:
             self._crowded = crowded
@@ -137,7 +137,7 @@ class Node:
                     else:
                         self._follow(child, stream)
 
-    # What it asks for
+    # What the launcher asks for
 
     def _do_reserve(self, count: int) -> None:
         self._ports = Ports(count)
@@ -160,14 +160,14 @@ class Node:
                 self._follow(child, stream)
 
     def _do_end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
-        """Tells all processes once to end; what still runs after `grace_s` seconds is killed."""
+        """Asks all processes to stop, once; kills what still runs after `grace_s` seconds."""
         first = self._kill_at is None
         at = time.monotonic() + grace_s
         self._kill_at = at if first else min(self._kill_at, at)
         if first and grace_s > 0:
             for child in self._children.values():
                 child.send(number)
-                child.send(signal.SIGCONT)  # One that is stopped could not heed it.
+                child.send(signal.SIGCONT)  # A suspended process could not handle the signal.
 
     def _do_ping(self) -> None:
         pass
@@ -180,7 +180,7 @@ class Node:
         self._selector.register(stream, selectors.EVENT_READ, functools.partial(self._read, child, stream))
 
     def _read(self, child: Child, stream: int) -> bool:
-        """Forwards a piece of output; returns whether there may be more at once."""
+        """Forwards a piece of output; returns whether more may be ready."""
         try:
             piece = os.read(stream, _CHUNK)
         except BlockingIOError:
@@ -193,7 +193,7 @@ class Node:
         return True
 
     def _drain(self, child: Child) -> None:
-        """Reads what an ended process has said. Its own children may hold the pipe open: nobody waits for an end."""
+        """Reads the rest of an ended process's output, without waiting: its children may hold the pipe open."""
         for stream in list(child.streams):
             for _ in range(_MOST_PIECES):
                 if not self._read(child, stream):
@@ -219,7 +219,7 @@ class Node:
             self._lose()
 
     def _look_at(self, child: Child) -> None:
-        """Tells the launcher once of a heartbeat timeout, and of heartbeats that stop and go on."""
+        """Reports a heartbeat timeout once, and heartbeats that stop and resume."""
         watch, was_quiet = child.watch, child.watch.quiet_s >= QUIET_S
         if watch.is_late() and child.id not in self._late:
             self._late.add(child.id)
@@ -260,7 +260,7 @@ class Node:
 
 
 def _facts() -> dict[str, Any]:
-    # Where ssh brought us, the address at which this node was reached: its peers reach it there too.
+    # Under ssh: the address at which this node was reached, where its peers reach it too.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "address": connection[2] if len(connection) == 4 else "127.0.0.1",
@@ -276,7 +276,7 @@ def _empty(woken: socket.socket) -> None:
 
 
 def _guard(supervisor: int, folders: Sequence[str]) -> int:
-    """Waits for the supervisor's end, and ends what it left."""
+    """Waits for the supervisor's end, and ends what it left behind."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
@@ -292,9 +292,9 @@ def _remove(folders: Sequence[str]) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the guard and, as its child, the supervisor."""
+    """Runs the guard, and the supervisor as its child."""
     parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.remote")
-    parser.add_argument("--grace", type=float, default=LOST_GRACE_S, help="seconds to save in if the launcher is gone")
+    parser.add_argument("--grace", type=float, default=LOST_GRACE_S, help="seconds to save if the launcher is gone")
     parser.add_argument("folders", nargs="*", help="directories to remove at the end")
     given = parser.parse_args(words)
     processes.adopt_orphans()
@@ -306,7 +306,7 @@ def main(words: Sequence[str] | None = None) -> int:
     incoming, outgoing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(2, 1)  # Whatever prints must not stand between the messages.
+    os.dup2(2, 1)  # Stray prints must not mix with the messages.
     node = Node(incoming, outgoing, folders, grace_s=given.grace)
     processes.die_with_parent(signal.SIGTERM, guard)
     node.run()
@@ -316,4 +316,4 @@ def main(words: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # The launcher waits for it: the interpreter has nothing to put in order.
+    os._exit(code)  # The launcher waits for this process, and there is nothing to clean up.

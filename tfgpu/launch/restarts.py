@@ -5,20 +5,20 @@ from dataclasses import dataclass, field
 from tfgpu.errors import Preempted
 
 PREEMPTED = Preempted.EXIT_CODE
-"""Exit code of a process that was asked to leave and has saved (EX_TEMPFAIL: try again later)."""
+"""Exit code of a process that was asked to stop and has saved (EX_TEMPFAIL: try again later)."""
 WRONG_INPUT = 2
-"""Exit code of the command line for wrong input, which no restart repairs."""
+"""Exit code of the command line for wrong input, which no restart can fix."""
 HEARTBEAT_TIMEOUT = 124
 """Exit code of a process that was killed after a heartbeat timeout (as `timeout` has it)."""
 BRIEF_S = 5.0
-"""A preemption within this time of the start is followed by a wait, to avoid a hot loop."""
+"""Seconds after the start within which a preemption is followed by a wait, to avoid a hot loop."""
 PROGRESS_S = 600.0
-"""An attempt that ran this long made progress: the back-off starts over."""
+"""Seconds after which an attempt counts as progress: the back-off starts over."""
 
 
 @dataclass
 class Restarts:
-    """The restart policy of a group, and how much of it is used.
+    """The restart policy of a group, and how many restarts are used.
 
     A failure uses one restart, a preemption none. The back-off doubles from failure to failure, and starts over after
     an attempt of ten minutes.
@@ -50,11 +50,11 @@ class Restarts:
         """Decides on a restart.
 
         Args:
-            code: exit code of the process that ended first: 0 done, 75 preempted, 2 wrong input, others failed.
+            code: exit code of the process that ended first: 0 done, 75 preempted, 2 wrong input, others a failure.
             ran_s: seconds that the attempt ran.
 
         Returns:
-            Seconds to wait before the next attempt; None: there is none.
+            Seconds to wait before the next attempt; None: no further attempt.
         """
         if code == PREEMPTED:
             return 0.0 if ran_s >= BRIEF_S else self.first_wait_s

@@ -1,4 +1,4 @@
-"""The output of processes: on the screen with the process's name before each line, in a log file unchanged."""
+"""The output of processes: on the screen with the process's name before each line, and unchanged in a log file."""
 
 import collections
 import datetime
@@ -30,7 +30,7 @@ def default_folder(script: str) -> Path:
 
 
 def colored(stream: int, environ: Mapping[str, str]) -> bool:
-    """Tells whether a standard stream gets colors: NO_COLOR forbids, FORCE_COLOR asks, else a terminal does.
+    """Whether a standard stream gets colors: NO_COLOR forbids them, FORCE_COLOR forces them, else a terminal gets them.
 
     Source: https://no-color.org, https://force-color.org
     """
@@ -44,8 +44,8 @@ class Screen:
 
     Args:
         names: of the processes, such as `"worker 0"`.
-        folder: for the log files, created if missing; None writes none. Existing files are appended to.
-        stderr_only: whether everything goes to stderr, where stdout is not ours.
+        folder: folder of the log files, created if missing; None writes none. Existing files are appended to.
+        stderr_only: whether everything goes to stderr, because stdout has another use.
 
     Raises:
         InputError: the folder cannot be written to.
@@ -58,7 +58,7 @@ class Screen:
         self._files = _open_files(names, folder)
         self._paths = [str(folder / _file_name(name)) if folder else None for name in names]
         self._lines = {(id, stream): _Lines() for id in range(len(names)) for stream in (1, 2)}
-        self._open: dict[int, int] = {}  # The stream whose line has no end yet.
+        self._open: dict[int, int] = {}  # The stream of each process whose line is incomplete.
         self._last = [collections.deque(maxlen=LAST_LINES) for _ in names]
 
     def path(self, id: int) -> str | None:
@@ -70,15 +70,15 @@ class Screen:
         return list(self._last[id])
 
     def begin(self, attempt: int) -> None:
-        """Marks in the files where an attempt begins, and forgets the last lines of the one before."""
+        """Marks in the files where an attempt begins, and discards the last lines of the previous one."""
         for id in range(len(self._names)):
             self._last[id].clear()
             if attempt > 1:
                 self._log(id, f"===== attempt {attempt}, {datetime.datetime.now():%Y-%m-%d %H:%M:%S} =====\n".encode())
 
     def output(self, id: int, stream: int, data: bytes) -> None:
-        """Takes a piece of a process's output."""
-        # Two streams share a file: neither goes on in the middle of the other's line.
+        """Shows and logs a piece of a process's output."""
+        # Two streams share a file: neither continues in the middle of the other's line.
         cut = b"\n" if self._open.get(id, stream) != stream else b""
         self._log(id, cut + data)
         self._open[id] = stream
@@ -87,7 +87,7 @@ class Screen:
         self._show(id, stream, self._lines[id, stream].feed(data))
 
     def finish(self, id: int) -> None:
-        """Shows the last line of a process that has ended, if it has no end of line."""
+        """Shows the last line of a process that has ended without a newline."""
         for stream in (1, 2):
             self._show(id, stream, self._lines[id, stream].rest())
 
@@ -123,7 +123,7 @@ class Screen:
             file.write(data)
         except OSError as error:
             del self._files[id]
-            self.say(f"{self._paths[id]} gets no more lines: {error.strerror}. Training goes on.", error=True)
+            self.say(f"{self._paths[id]} gets no more lines: {error.strerror}. Training continues.", error=True)
 
 
 class _Lines:
@@ -151,7 +151,7 @@ class _Lines:
 
 
 def _visible(line: bytes) -> str:
-    """What a terminal would show of a line that was rewritten with carriage returns."""
+    """What a terminal shows of a line that was rewritten with carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 

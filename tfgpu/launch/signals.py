@@ -10,13 +10,13 @@ _SAME_S = 0.3
 
 
 class Signals:
-    """Takes SIGINT, SIGTERM and SIGHUP while it is open; signals that were ignored (by `nohup`, say) stay ignored.
+    """Handles SIGINT, SIGTERM and SIGHUP while it is open; signals that were ignored (by `nohup`, say) stay ignored.
 
-    Before `with`, it takes none.
+    Outside `with`, it handles none.
 
     Attributes:
-        first: the first signal that came, or None.
-        insists: whether Ctrl-C came once more after it.
+        first: the first signal that arrived, or None.
+        insists: whether Ctrl-C was pressed again after it.
     """
 
     def __init__(self):
@@ -30,7 +30,7 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python gives signals to the main thread alone.
+            return self  # Python delivers signals to the main thread only.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._take)
@@ -47,7 +47,7 @@ class Signals:
         self.woken.close()
 
     def wait(self, seconds: float) -> None:
-        """Waits for that time, or until a signal comes."""
+        """Waits for that time, or until a signal arrives."""
         end = time.monotonic() + seconds
         while self.first is None and time.monotonic() < end:
             time.sleep(min(0.05, max(0.0, end - time.monotonic())))

@@ -1,7 +1,7 @@
 """The processes of a job on several machines, reached through ssh.
 
-A supervisor (`tfgpu.launch.remote`) runs on each as long as the connection: they all end with the launcher.
-Variables travel inside the connection, never on a command line, where `ps` would show them.
+A supervisor (`tfgpu.launch.remote`) runs on each for as long as the connection lasts, so all end with the launcher.
+Environment variables are sent over the connection, never on a command line, where `ps` would show them.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ OPTIONS = (
     *("-o", "ServerAliveCountMax=3"),
     *("-o", "ControlMaster=no"),
 )
-"""No questions, since nobody may be there to answer; a lost network is noticed within 15 s."""
+"""No prompts, since nobody may be there to answer; a lost network is noticed within 15 s."""
 CARRIED = re.compile(
     r"(TF|TFGPU|KERAS|XLA|NCCL|CUDA|OMP|MKL|HF|TFDS|WANDB|MLFLOW|AWS|GOOGLE)_\w+|PYTHON\w+|(LD_LIBRARY|)PATH"
 )
-"""The variables of this process that every process gets."""
+"""The environment variables of this process that every process gets."""
 
 
 def launch(
@@ -41,9 +41,9 @@ def launch(
     grace_s: float = attempts.GRACE_S,
     runner: Sequence[str] = ("-m", "tfgpu.run"),
 ) -> int:
-    """Runs a job's processes on several machines until none of them is left.
+    """Runs a job's processes on several machines until all have ended.
 
-    Every machine needs Python with tfgpu, and the script, at the same place as here.
+    Every machine needs Python with tfgpu, and the script, at the same paths as here.
 
     Args:
         job: what to run; its workers are spread over the nodes.
@@ -51,14 +51,14 @@ def launch(
         python: the interpreter on the nodes; None: the same path as here.
         directory: where the script runs on the nodes; None: the same path as here.
         ssh: the command, with options, such as `"ssh -i key"`.
-        grace_s: seconds that processes have to save when they are asked to end while all is well.
+        grace_s: seconds that processes get to save after a request to stop that no failure caused.
         runner: the interpreter's arguments before the script.
 
     Returns:
-        The exit code, as of `tfgpu.launch.local.launch`; 1 where a node cannot be reached.
+        The exit code, as of `tfgpu.launch.local.launch`; 1 if a node cannot be reached.
 
     Raises:
-        InputError: nodes or settings that cannot work.
+        InputError: the nodes or settings are invalid.
     """
     nodes = checked(nodes)
     local.check(job, script=False)
@@ -77,24 +77,24 @@ def launch(
 
 
 def checked(nodes: Sequence[str]) -> list[str]:
-    """Gives the nodes as ssh takes them.
+    """Returns the nodes as ssh takes them.
 
     Raises:
-        InputError: there is none, one is malformed, or one is given twice.
+        InputError: no node is given, one is malformed, or one is given twice.
     """
     names = [name.strip() for name in nodes]
     for name in names:
         if not name or name.startswith("-") or any(character.isspace() for character in name):
-            raise InputError(f"--nodes must be names with commas between them. Received: {','.join(nodes)!r}.")
+            raise InputError(f"--nodes must be a list of names separated by commas. Received: {','.join(nodes)!r}.")
         if names.count(name) > 1:
-            raise InputError(f"--nodes has {name!r} twice. Name it once, and ask for more workers with -n.")
+            raise InputError(f"--nodes has {name!r} twice. Name it once, and request more workers with -n.")
     if not names:
-        raise InputError("--nodes must name a machine or more, such as --nodes host1,host2.")
+        raise InputError("--nodes must name at least one machine, such as --nodes host1,host2.")
     return names
 
 
 def command(ssh: str, node: str, python: str, directory: str, environ: Mapping[str, str]) -> list[str]:
-    """Writes the command that starts a node's supervisor.
+    """Returns the command that starts a node's supervisor.
 
     Example:
         >>> command("ssh -i key", "host1", "/opt/python", "/my work", {})[-2:]
@@ -112,7 +112,7 @@ def reached(
     directory: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Writes the command that runs an interpreter on a node.
+    """Returns the command that runs an interpreter on a node.
 
     Args:
         ssh: the command, with options.
@@ -120,7 +120,7 @@ def reached(
         words: the interpreter's arguments.
         python: the interpreter.
         directory: where it runs; None: the same path as here.
-        environ: where PYTHONPATH is taken from. Other variables follow through the connection.
+        environ: source of PYTHONPATH. Other variables are sent over the connection.
     """
     found = [f"PYTHONPATH={shlex.quote(environ['PYTHONPATH'])}"] if environ.get("PYTHONPATH") else []
     start = " ".join([*found, *map(shlex.quote, [python, *words])])
@@ -128,5 +128,5 @@ def reached(
 
 
 def _is_carried(name: str) -> bool:
-    # GPUs differ from machine to machine; the launch sets the others itself.
+    # GPUs differ between machines; the launch sets the other variables itself.
     return bool(CARRIED.fullmatch(name)) and name not in ("CUDA_VISIBLE_DEVICES", *local.OURS)

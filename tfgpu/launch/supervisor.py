@@ -1,7 +1,7 @@
 """The supervisor of every engine: runs a group of processes, and restarts it as a whole by one policy.
 
-An engine (this machine, ssh, Slurm, Ray, Spark) knows how to run its group once, which is an attempt. When to start
-another one, after which back-off, and when to give up is decided here, for all of them.
+An engine (this machine, ssh, Slurm, Ray, Spark) can run its group once, which is an attempt. This module decides for
+all engines when to start another attempt, after which back-off, and when to give up.
 """
 
 import time
@@ -16,9 +16,9 @@ class Ending:
     """How an attempt ended.
 
     Attributes:
-        code: exit code of the process that decided it: 128+n for signal n, 124 for a heartbeat timeout.
-        member: the number of that process; None: none of them, such as `srun` itself.
-        asked: whether the group had been asked to end.
+        code: exit code of the decisive process: 128+n for signal n, 124 for a heartbeat timeout.
+        member: the number of that process; None if it was not a member, such as `srun` itself.
+        asked: whether the group had been asked to stop.
     """
 
     code: int
@@ -30,13 +30,13 @@ class Engine(Protocol):
     """Where a group runs."""
 
     def run(self, attempt: int) -> Ending:
-        """Runs the group once, and returns when none of its processes is left."""
+        """Runs the group once, and returns when all its processes have ended."""
 
     def may_restart(self, ending: Ending) -> bool:
-        """Whether the restart policy is to be asked at all after an attempt that failed."""
+        """Whether the restart policy applies at all after a failed attempt."""
 
     def restart(self, ending: Ending, wait_s: float | None) -> bool:
-        """Reports the policy's answer, and waits.
+        """Reports the policy's decision, and waits.
 
         Args:
             ending: how the last attempt ended.
@@ -48,7 +48,7 @@ class Engine(Protocol):
 
 
 def supervise(engine: Engine, restarts: Restarts, *, first: int = 1) -> Ending:
-    """Runs attempts until one succeeds or none may follow.
+    """Runs attempts until one succeeds or no restart is allowed.
 
     Args:
         engine: runs the group.

@@ -1,1 +1,1 @@
-"""Runs a Python function as the processes of one cluster: its transport, its process, its reports, its result."""
+"""Runs a Python function in the processes of one cluster: transport, process, reports and result."""

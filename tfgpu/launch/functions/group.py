@@ -1,4 +1,4 @@
-"""A group that a Python program launches by `ray_job` or `spark_job`: its settings, reports, result and errors."""
+"""A group that a Python program launches with `ray_job` or `spark_job`: settings, reports, result and errors."""
 
 import contextlib
 import json
@@ -43,15 +43,15 @@ def work_of(
     logs: str | Path | None,
     environment: Mapping[str, str] | None,
 ) -> Work:
-    """Makes the description that travels to the workers.
+    """Describes the work in the form that is sent to the workers.
 
     Args:
         train: a function, the path of a script, or a whole `Job`, which brings its own settings.
         arguments, workers, gpus_per_worker, max_restarts, startup_timeout_s, silence_s, logs, environment: as in `Job`.
-        grace_s: seconds that workers have to save when they are asked to end while all is well.
+        grace_s: seconds that workers get to save after a request to stop that no failure caused.
 
     Raises:
-        InputError: a setting is out of range, or a function cannot travel.
+        InputError: a setting is out of range, or a function cannot be pickled.
     """
     if not grace_s >= 0:
         raise InputError(f"`grace_s` must be at least 0 seconds. Received: {grace_s!r}.")
@@ -60,13 +60,13 @@ def work_of(
         given |= {"max_restarts": max_restarts, "environment": environment}
         twice = [name for name, value in given.items() if value]
         if twice:
-            raise InputError(f"A Job brings its own settings: give {', '.join(twice)} to `Job(...)` alone.")
+            raise InputError(f"A Job has its own settings: pass {', '.join(twice)} to `Job(...)` only.")
         if train.parameter_servers:
             raise InputError(
                 f"This engine starts workers only. Received: parameter_servers={train.parameter_servers}. Set it to 0."
             )
         if train.evaluator:
-            raise InputError("This engine starts workers only. Received: evaluator=True. Start it by itself.")
+            raise InputError("This engine starts workers only. Received: evaluator=True. Start it separately.")
         return Work(train, None, search_paths(), grace_s)
     settings = {
         "workers": 2 if workers is None else workers,
@@ -87,12 +87,12 @@ def work_of(
 
 
 def run_until_done(work: Work, connect: Connect, on_progress: Progress | None) -> object:
-    """Runs the group, and restarts it after a failure or a preemption, as far as the restart policy goes.
+    """Runs the group, and restarts it after failures and preemptions as the restart policy allows.
 
     Args:
-        work: what the workers are to do.
+        work: what the workers run.
         connect: starts the workers' supervisors for an attempt.
-        on_progress: takes the chief's reports.
+        on_progress: called with the chief's reports.
 
     Returns:
         What the chief's function returned; None for a script.
@@ -109,10 +109,10 @@ def run_until_done(work: Work, connect: Connect, on_progress: Progress | None) -
 
 
 class Transcript:
-    """What happens in the group, for a program: in place of the `Screen` of a terminal.
+    """Collects what happens in the group for a program, in place of the `Screen` of a terminal.
 
     Args:
-        on_progress: takes the chief's reports.
+        on_progress: called with the chief's reports.
 
     Attributes:
         said: the launcher's messages of this attempt.
@@ -124,15 +124,15 @@ class Transcript:
         self.said: list[str] = []
         self.result: bytes | None = None
         self._attempt = 1
-        self._report = b""  # The beginning of a line whose end has not come yet.
+        self._report = b""  # The start of an incomplete line.
         self._last: dict[int, list[str]] = {}
 
     def begin(self, attempt: int) -> None:
-        """Forgets the attempt before."""
+        """Discards what the previous attempt left."""
         self.said, self.result, self._attempt, self._report, self._last = [], None, attempt, b"", {}
 
     def output(self, id: int, stream: int, data: bytes) -> None:
-        """Takes a report, a result, or the last lines of a worker."""
+        """Records a report, a result, or the last lines of a worker."""
         if stream == REPORT:
             *lines, self._report = (self._report + data).split(b"\n")
             for line in lines:
@@ -143,10 +143,10 @@ class Transcript:
             self._last[id] = data.decode(errors="replace").splitlines()
 
     def finish(self, id: int) -> None:
-        """Nothing of a worker's output is held back here."""
+        """Does nothing: no output is buffered here."""
 
     def say(self, text: str, *, error: bool = False) -> None:
-        """Keeps a message of the launcher, for the log or the error at the end."""
+        """Keeps a message of the launcher for the log or the final error."""
         self.said.append(text)
 
     def last(self, id: int) -> list[str]:
@@ -154,7 +154,7 @@ class Transcript:
         return self._last.get(id, [])
 
     def path(self, id: int) -> None:
-        """Log files lie on the workers' machines."""
+        """Returns None: log files are on the workers' machines."""
 
     def _tell(self, line: bytes) -> None:
         if self.on_progress is not None:
@@ -165,9 +165,9 @@ class Program:
     """The engine of `ray_job` and `spark_job`.
 
     Args:
-        work: what the workers are to do.
+        work: what the workers run.
         connect: starts the workers' supervisors for an attempt.
-        transcript: takes what happens.
+        transcript: records what happens.
     """
 
     def __init__(self, work: Work, connect: Connect, transcript: Transcript):
@@ -182,7 +182,7 @@ class Program:
         self._transcript.begin(attempt)
         job, members = self._work.job, [Member(task.name, task.node) for task in self._tasks]
         plan = planned(job, self._tasks, attempt, self._command, environ={}, is_engine=True)
-        # These signals are never taken: Ctrl-C stays a KeyboardInterrupt of the program.
+        # Without `with`, no signal is handled: Ctrl-C stays a KeyboardInterrupt of the program.
         with self._connect(attempt) as links, contextlib.closing(Signals()) as signals:
             limits = {"grace_s": self._work.grace_s, "silence_s": job.silence_s}
             group = Group(members, links, plan, self._transcript, signals, self.restarts, **limits)
@@ -197,7 +197,7 @@ class Program:
                     link.close()
 
     def may_restart(self, ending: Ending) -> bool:
-        """Every failure is a case for the policy."""
+        """Leaves every failure to the restart policy."""
         return True
 
     def restart(self, ending: Ending, wait_s: float | None) -> bool:
@@ -214,7 +214,7 @@ class Program:
         return None if self._transcript.result is None else pickle.loads(self._transcript.result)
 
     def error(self, ending: Ending) -> Exception:
-        """The error of a group that has failed for good."""
+        """The error to raise for a group that has failed and is not restarted."""
         message = "\n".join(self._transcript.said)
         if ending.code == WRONG_INPUT:
             return InputError(message)

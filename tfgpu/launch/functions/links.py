@@ -1,4 +1,4 @@
-"""Connections that an engine carries: what a worker's `Relay` sends reaches the launching program's loop."""
+"""Connections over an engine's own transport: they carry messages from a worker's `Relay` to the launching program."""
 
 import os
 import queue
@@ -11,9 +11,9 @@ from tfgpu.launch.functions.relay import Message
 
 
 class EngineLink(ABC):
-    """A connection to the supervisor of one worker, as `tfgpu.launch.link.Link` is one by pipes.
+    """A connection to the supervisor of one worker; `tfgpu.launch.link.Link` is its counterpart over pipes.
 
-    Another thread puts messages in; the loop takes them out when `messages` can be read.
+    Another thread adds messages; the loop takes them when `messages` is readable.
 
     Args:
         rank: which worker.
@@ -33,23 +33,23 @@ class EngineLink(ABC):
 
     @property
     def node(self) -> str:
-        """The name of the worker's machine; until that is known, the worker's."""
+        """The name of the worker's machine; the worker's name until the machine is known."""
         return f"worker {self.rank}" if self.facts is None else self.facts["name"]
 
     @property
     def begun(self) -> bool:
-        """Whether the supervisor has answered at all."""
+        """Whether the supervisor has ever answered."""
         return self.facts is not None
 
     def put(self, messages: Sequence[Message] | None) -> None:
-        """Takes messages from the worker; None: the connection has ended."""
+        """Adds messages from the worker; None: the connection has ended."""
         with self._closing:
             if not self._is_closed:
                 self._queue.put(messages)
                 os.eventfd_write(self.messages, 1)
 
     def lose(self, words: Sequence[str], code: int = 1) -> None:
-        """The connection is lost.
+        """Marks the connection as lost.
 
         Args:
             words: why.
@@ -59,7 +59,7 @@ class EngineLink(ABC):
         self.put(None)
 
     def receive(self) -> Sequence[Message] | None:
-        """Returns what has come; None: the connection has ended."""
+        """Returns the messages that have arrived; None: the connection has ended."""
         os.eventfd_read(self.messages)
         return self._queue.get()
 
@@ -72,7 +72,7 @@ class EngineLink(ABC):
         """Sends a message to the supervisor."""
 
     def close(self) -> None:
-        """Takes no more messages."""
+        """Accepts no more messages."""
         with self._closing:
             self._is_closed = True
             os.close(self.messages)

@@ -17,10 +17,10 @@ pickled.main(__file__)
 
 
 def pack(function: Callable, arguments: Sequence) -> bytes:
-    """Makes the bytes of a call, to be run in another process.
+    """Pickles a call, to be run in another process.
 
     Args:
-        function: any function; one of `__main__`, or a nested one, travels with its code.
+        function: any function; the code of nested functions and of those in `__main__` is included.
         arguments: what it is called with.
 
     Raises:
@@ -29,16 +29,16 @@ def pack(function: Callable, arguments: Sequence) -> bytes:
     cloudpickle = _cloudpickle()
     try:
         return cloudpickle.dumps((function, tuple(arguments)))
-    except Exception as error:  # whatever the __reduce__ of somebody's class raises
+    except Exception as error:  # whatever a user class's __reduce__ raises
         name = getattr(function, "__name__", function)
         raise InputError(
-            f"The function {name!r} cannot travel to the workers: {error}. Make what it needs (a session, an open "
+            f"The function {name!r} cannot be sent to the workers: {error}. Create what it needs (a session, an open "
             "file, a lock, a strategy) inside it, or pass the path of a script."
         ) from error
 
 
 def write(folder: Path, call: bytes, data: object = None) -> Path:
-    """Puts a script into `folder` that makes the call, with `data` as the first argument where there is some."""
+    """Writes a script to `folder` that makes the call, with `data` as the first argument unless it is None."""
     (folder / CALL).write_bytes(call)
     if data is not None:
         (folder / DATA).write_bytes(pickle.dumps(data))
@@ -57,9 +57,9 @@ def result_of(folder: Path) -> bytes:
 
 
 def main(script: str) -> None:
-    """Makes the call whose bytes lie beside `script`, and writes what it returns beside it.
+    """Makes the call that is pickled next to `script`, and writes its result there.
 
-    Ends with exit code 2 where the function raises an `InputError`, which no restart repairs.
+    Exits with code 2 if the function raises an `InputError`, which no restart can fix.
     """
     folder = Path(script).parent
     function, arguments = pickle.loads((folder / CALL).read_bytes())
@@ -78,7 +78,7 @@ def _packed(result) -> bytes:
         return _cloudpickle().dumps(result)
     except Exception as error:
         raise InputError(
-            f"What the function returned cannot travel back: {error}. Received: {type(result).__name__}. "
+            f"The function's return value cannot be sent back: {error}. Received: {type(result).__name__}. "
             "Return plain values or NumPy arrays, such as `model.get_weights()` or `history.history`."
         ) from error
 
@@ -88,7 +88,7 @@ def _cloudpickle():
         import cloudpickle
     except ImportError as error:
         raise InputError(
-            "Functions travel by cloudpickle, which is not installed. Run `pip install 'tfgpu[ray]'` or "
+            "Functions are sent with cloudpickle, which is not installed. Run `pip install 'tfgpu[ray]'` or "
             "`pip install 'tfgpu[spark]'`, here and on the workers; or pass the path of a script."
         ) from error
     return cloudpickle

@@ -1,6 +1,6 @@
-"""A worker under an engine's own process (a Ray actor, a Spark task): a node's supervisor, and its relay.
+"""A worker inside an engine's own process (a Ray actor, a Spark task): a node's supervisor, and its relay.
 
-TensorFlow runs in a process of its own, so that each attempt begins with a clean one, and a crash ends nothing else.
+TensorFlow runs in its own process, so each attempt starts clean and a crash ends nothing else.
 The supervisor's messages go to the launching program; what the worker prints goes to a log here and to the engine's.
 """
 
@@ -29,13 +29,13 @@ Message = tuple[dict[str, Any], bytes]
 
 @dataclass(frozen=True)
 class Work:
-    """What every worker is to do; it travels to all of them.
+    """What every worker runs; sent to all of them.
 
     Args:
         job: the launch.
         call: the pickled function and its arguments, or None where `job.script` is a file.
-        paths: where the launching program finds modules, which may exist on the worker's machine too.
-        grace_s: seconds that workers have to save when they are asked to end while all is well.
+        paths: the launching program's module search path, which may exist on the worker's machine too.
+        grace_s: seconds that workers get to save after a request to stop that no failure caused.
     """
 
     job: Job
@@ -45,19 +45,19 @@ class Work:
 
 
 def search_paths() -> tuple[str, ...]:
-    """Where this program finds modules besides Python's own and the installed ones."""
+    """This program's module search path, without the standard library and installed packages."""
     installed = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
     found = [os.path.abspath(path or ".") for path in sys.path if os.path.exists(path or ".")]
     return tuple(path for path in found if os.path.realpath(path) not in installed and "lib-dynload" not in path)
 
 
 class Relay:
-    """The supervisor of one worker, and the way of its messages to the launching program and back.
+    """The supervisor of one worker; relays messages between it and the launching program.
 
     When the engine kills the process that owns this object, the supervisor kills the worker and removes its files.
 
     Args:
-        work: what to do.
+        work: what to run.
         rank: which worker.
         address: the address at which the other workers reach this machine.
         data: the first argument of the function, or None.
@@ -85,7 +85,7 @@ class Relay:
         if work.call is not None:
             script = str(pickled.write(self._folder, work.call, data))
         self._facts = {"name": socket.gethostname(), "address": address, "python": sys.executable, "script": script}
-        # The engine's process may find modules where a new Python would not look, such as those sent for the job.
+        # The engine's process may have search paths that a new Python lacks, such as files sent with the job.
         paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *search_paths(), *work.paths]
         environment = {
             **os.environ,
@@ -109,7 +109,7 @@ class Relay:
         return [each for message, data in messages for each in self._pass(message, data)]
 
     def send(self, do: str, facts: Mapping[str, Any]) -> None:
-        """Passes a message of the launching program to the supervisor."""
+        """Forwards a message of the launching program to the supervisor."""
         with self._sending:
             self._link.send(do, **facts)
 
@@ -132,7 +132,7 @@ class Relay:
         return [(message, data)]
 
     def _remains(self, message: dict[str, Any]) -> list[Message]:
-        """What is left of a worker that has ended: its last lines, and what its function returned."""
+        """The last lines of a worker that has ended, and its function's result."""
         found = [(STDERR, "".join(f"{line}\n" for line in self._screen.last(0)).encode())]
         if message["code"] == 0:
             with contextlib.suppress(OSError):  # A script returns nothing.

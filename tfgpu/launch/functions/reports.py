@@ -1,4 +1,4 @@
-"""Reports from a worker to the program that launched it, during the training."""
+"""Reports from a worker to the program that launched it, sent during training."""
 
 import json
 import os
@@ -7,17 +7,17 @@ from typing import Any
 from tfgpu.cluster import Cluster
 
 REPORTS = "TFGPU_REPORTS"
-"""Holds the file descriptor to which reports are written, one JSON object a line."""
+"""Holds the file descriptor to which reports are written, one JSON object per line."""
 
 
 def report(values: dict[str, Any]) -> None:
     """Sends values to the `on_progress` of the program that launched this worker; does nothing anywhere else.
 
-    The chief's reports arrive, the others' are dropped, so that every worker can run the same code. In `model.fit`,
+    Only the chief's reports are delivered, so every worker can run the same code. In `model.fit`,
     `tfgpu.callbacks.Report()` calls it at each epoch's end.
 
     Args:
-        values: numbers, texts and lists by name.
+        values: numbers, strings and lists by name.
 
     Example:
         >>> report({"epoch": 0, "loss": 0.25})
@@ -31,6 +31,6 @@ def report(values: dict[str, Any]) -> None:
 
 
 def _plain(value):
-    """NumPy's and TensorFlow's numbers and arrays as JSON has them."""
+    """Converts NumPy's and TensorFlow's numbers and arrays for JSON."""
     value = value.numpy() if hasattr(value, "numpy") else value
     return value.tolist() if hasattr(value, "tolist") else str(value)

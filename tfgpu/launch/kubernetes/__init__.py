@@ -1,4 +1,4 @@
-"""Kubernetes: renders a launch as manifests for `kubectl apply`, as plain text that is the same each time.
+"""Kubernetes: renders a launch as manifests for `kubectl apply`; the same input gives the same text.
 
 Example:
     >>> from tfgpu.launch.job import Job
@@ -20,10 +20,10 @@ def render(job: Job, facts: Kubernetes) -> str:
     """Returns the manifests as YAML, one document each, to be piped into `kubectl apply -f -`.
 
     Args:
-        job: what to start, and how often again.
-        facts: where.
+        job: what to start, and how many restarts.
+        facts: the settings of the launch.
 
     Raises:
-        InputError: the two do not fit each other; the message names the fix.
+        InputError: the job and the settings contradict each other; the message names the fix.
     """
     return documents(manifests(job, facts))

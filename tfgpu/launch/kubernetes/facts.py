@@ -8,7 +8,7 @@ from tfgpu.errors import InputError, unknown, whole_number
 from tfgpu.launch.kubernetes import quantities
 
 KINDS = {"job": "{name}-{index}", "tfjob": "{name}-{role}-{index}", "trainjob": "{name}-node-0-{index}"}
-"""What can be rendered (an indexed Job, Kubeflow's TFJob v1, Kubeflow's TrainJob v2), and how each names its pods."""
+"""The kinds that can be rendered (an indexed Job, Kubeflow's TFJob v1 and TrainJob v2), and how each names its pods."""
 
 LABEL_LENGTH = 63
 _LABEL = re.compile(r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?")
@@ -23,27 +23,27 @@ class Kubernetes:
     """The settings of a launch on Kubernetes.
 
     Args:
-        name: of all objects, and in the pods' DNS names: lower-case letters, digits and `-`, a letter first.
+        name: name of all objects and part of the pods' DNS names: lower-case letters, digits and `-`, a letter first.
         image: the container image, with Python, tfgpu and, unless `source` is given, the script.
         claim: the PersistentVolumeClaim with the checkpoints, which restarts need. Pods on several nodes need one with
             the access mode ReadWriteMany.
         kind: one of `KINDS`.
         namespace: None leaves it to `kubectl`.
         claim_size: creates the claim with this size; None: it exists.
-        storage_class: of the created claim; None: the cluster's default.
+        storage_class: storage class of the created claim; None: the cluster's default.
         mount: where the claim is mounted. It is the script's working directory, so relative paths are kept.
-        source: the script's text, for a ConfigMap; None: the image has the script.
+        source: the script's text, for a ConfigMap; None: the image contains the script.
         cpu: cores that each pod requests.
         memory: limit of each pod, which is killed above it.
-        shared_memory: limit of `/dev/shm`, which NCCL and data workers use; part of `memory`.
-        grace_s: seconds between SIGTERM and SIGKILL, in which a checkpoint is saved.
-        scheduling_s: seconds that pods may start apart, while a node is added or an image pulled. It is added to the
+        shared_memory: limit of `/dev/shm`, which NCCL and data workers use; counts against `memory`.
+        grace_s: seconds between SIGTERM and SIGKILL, for saving a checkpoint.
+        scheduling_s: seconds by which pods may start apart, while a node is added or an image pulled; added to the
             job's startup timeout.
-        port: on which the workers talk.
+        port: TCP port on which the workers communicate.
         user: numeric user of the container, and group of the volume.
         pull_secret: the Secret for the image registry.
         node_selector: labels of the nodes that may be used.
-        labels: of all objects, such as Kueue's `kueue.x-k8s.io/queue-name`, which starts all pods or none.
+        labels: labels of all objects, such as Kueue's `kueue.x-k8s.io/queue-name`, which starts all pods or none.
 
     Raises:
         InputError: the API server would reject a value, or misread it.
@@ -80,7 +80,7 @@ class Kubernetes:
         for name in ("claim", "storage_class", "pull_secret"):
             _check_object(name, getattr(self, name), optional=name != "claim")
         if self.storage_class is not None and self.claim_size is None:
-            raise InputError("`storage_class` applies to a created claim: give `claim_size` too, or leave it out.")
+            raise InputError("`storage_class` applies only to a created claim: set `claim_size` too, or omit it.")
         if not isinstance(self.mount, str) or not _PATH.fullmatch(self.mount):
             raise InputError(f"`mount` must be an absolute path, such as '/checkpoints'. Received: {self.mount!r}.")
         self._check_amounts()
@@ -104,7 +104,7 @@ class Kubernetes:
             ("user", 1, 2**31 - 1),
         ):
             value = whole_number(name, getattr(self, name), minimum=least, maximum=most)
-            object.__setattr__(self, name, value)  # a plain int, which the manifests can hold
+            object.__setattr__(self, name, value)  # a plain int, which YAML can represent
 
 
 def _is_label(text: object) -> bool:
@@ -131,15 +131,15 @@ def _check_object(name: str, value: object, *, optional: bool) -> None:
         return
     if not isinstance(value, str) or len(value) > 253 or not _SUBDOMAIN.fullmatch(value):
         raise InputError(
-            f"`{name}` must be an object's name: lower-case letters, digits, '-' and '.', with a letter or digit at "
-            f"both ends. Received: {value!r}."
+            f"`{name}` must be a Kubernetes object name: lower-case letters, digits, '-' and '.', with a letter or "
+            f"digit at both ends. Received: {value!r}."
         )
 
 
 def _check_labels(name: str, labels: Mapping[str, str]) -> None:
     for key, value in labels.items():
         if not isinstance(key, str) or not _LABEL_KEY.fullmatch(key):
-            raise InputError(f"A key in `{name}` must be such as 'team' or 'example.com/team'. Received: {key!r}.")
+            raise InputError(f"A key in `{name}` must look like 'team' or 'example.com/team'. Received: {key!r}.")
         if not isinstance(value, str) or not _LABEL_VALUE.fullmatch(value):
             raise InputError(
                 f"A value in `{name}` must be at most {LABEL_LENGTH} letters, digits, '-', '_' and '.', with a letter "

@@ -1,7 +1,7 @@
-"""The three kinds of launch: an indexed Job, Kubeflow's TFJob, Kubeflow's TrainJob.
+"""The three kinds of launch: an indexed Job, Kubeflow's TFJob, and Kubeflow's TrainJob.
 
 All of them restart the group: TensorFlow's other workers fail within seconds of a worker's death, so every process
-ends, and each is started again. What differs is who counts. See docs/kubernetes.md.
+ends, and each is started again. They differ in what counts the restarts. See docs/kubernetes.md.
 """
 
 from tfgpu.errors import InputError
@@ -13,21 +13,21 @@ from tfgpu.launch.restarts import PREEMPTED, WRONG_INPUT
 CONTAINER = "train"
 TFJOB_CONTAINER = "tensorflow"
 TRAINJOB_CONTAINER = "node"
-_SCRIPT_BYTES = 2**19  # A ConfigMap holds 1 MiB, and `kubectl apply` keeps a copy in it.
+_SCRIPT_BYTES = 2**19  # A ConfigMap holds 1 MiB, including the copy that `kubectl apply` keeps in it.
 
 
 def manifests(job: Job, facts: Kubernetes) -> list[dict]:
-    """Makes the objects that run a job, in the order in which they are to be applied.
+    """Makes the objects that run a job, in the order in which to apply them.
 
     Args:
-        job: what to start, and how often again. `gpus_per_worker` must be said, for no machine is looked at.
-        facts: where.
+        job: what to start, and how many restarts. `gpus_per_worker` is required, since no machine is inspected.
+        facts: the settings of the launch.
 
     Returns:
-        Plain dicts, one an object, with the fields of the published schemas.
+        Plain dicts, one per object, with the fields of the published schemas.
 
     Raises:
-        InputError: the two do not fit each other; the message names the fix.
+        InputError: the job and the settings contradict each other; the message names the fix.
 
     Source: https://kubernetes.io/docs/concepts/workloads/controllers/job/
     """
@@ -38,9 +38,9 @@ def manifests(job: Job, facts: Kubernetes) -> list[dict]:
 
 def _check(job: Job, facts: Kubernetes) -> None:
     if job.gpus_per_worker is None:
-        raise InputError("On Kubernetes the GPUs of a worker must be said: give `gpus_per_worker`; 0 for none.")
+        raise InputError("On Kubernetes, `gpus_per_worker` is required; 0 for none.")
     if job.logs is not None:
-        raise InputError(f"On Kubernetes the logs are the pods': see `kubectl logs`. Received: logs={str(job.logs)!r}.")
+        raise InputError(f"On Kubernetes, read logs with `kubectl logs`. Received: logs={str(job.logs)!r}.")
     if (job.parameter_servers or job.evaluator) and facts.kind != "tfjob":
         raise InputError(
             "Parameter servers and an evaluator need the kind 'tfjob'. Received: "
@@ -51,7 +51,7 @@ def _check(job: Job, facts: Kubernetes) -> None:
     longest = KINDS[facts.kind].format(name=facts.name, role="evaluator" if job.evaluator else "worker", index=last)
     if len(longest) > LABEL_LENGTH:
         raise InputError(
-            f"`name` must leave room: a pod would be {longest!r}, and {LABEL_LENGTH} characters are the most. "
+            f"`name` is too long: a pod would be named {longest!r}, and the limit is {LABEL_LENGTH} characters. "
             f"Shorten it by {len(longest) - LABEL_LENGTH}. Received: {facts.name!r}."
         )
 
@@ -77,7 +77,7 @@ def _shared(job: Job, facts: Kubernetes) -> list[dict]:
     if facts.source is not None:
         size = len(facts.source.encode())
         if size > _SCRIPT_BYTES:
-            raise InputError(f"A script above {_SCRIPT_BYTES} bytes belongs in the image. Received: {size} bytes.")
+            raise InputError(f"A script over {_SCRIPT_BYTES} bytes must be part of the image. Received: {size} bytes.")
         objects.append({**_object("v1", "ConfigMap", facts), "data": {script_name(job): facts.source}})
     return objects
 
@@ -93,7 +93,7 @@ def _who(facts: Kubernetes, job: Job, pods: str) -> dict[str, str]:
 
 
 def _failure_policy(container: str) -> dict:
-    """The exit codes of every launcher; the first rule that matches counts."""
+    """Maps the launcher's exit codes to actions; the first matching rule applies."""
 
     def exits(code: int) -> dict:
         return {"onExitCodes": {"containerName": container, "operator": "In", "values": [code]}}
@@ -111,7 +111,7 @@ def _indexed_job(job: Job, facts: Kubernetes) -> list[dict]:
     service = _object("v1", "Service", facts)
     service["spec"] = {
         "clusterIP": "None",
-        # A worker is looked up while it starts, long before it could be ready.
+        # Peers look up a worker while it starts, long before it is ready.
         "publishNotReadyAddresses": True,
         "selector": {"batch.kubernetes.io/job-name": facts.name},
         "ports": [{"name": "tensorflow", "port": facts.port, "protocol": "TCP"}],
@@ -124,7 +124,7 @@ def _indexed_job(job: Job, facts: Kubernetes) -> list[dict]:
         # Each restart of the group counts as one failure of every index, so this limits the group's restarts.
         "backoffLimitPerIndex": job.max_restarts,
         "maxFailedIndexes": 0,
-        # The next pod starts when the one before has ended, so that no two of them write.
+        # The next pod starts only when the previous one has ended, so two never write at once.
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": _failure_policy(CONTAINER),
         # The chief writes all results, so the job is done when the chief is.
@@ -141,7 +141,7 @@ def _indexed_job(job: Job, facts: Kubernetes) -> list[dict]:
 
 
 def _tfjob(job: Job, facts: Kubernetes) -> list[dict]:
-    # The operator adds up the restarts of all containers; each restart of the group is one of every process.
+    # The operator adds up the restarts of all containers; a restart of the group restarts every process.
     counts = {"Chief": int(job.parameter_servers > 0), "Worker": job.workers, "PS": job.parameter_servers}
     counts = {role: count for role, count in {**counts, "Evaluator": int(job.evaluator)}.items() if count}
     again = job.max_restarts > 0
@@ -178,7 +178,7 @@ def _trainjob(job: Job, facts: Kubernetes) -> list[dict]:
         "template": {
             "spec": {
                 "network": {"publishNotReadyAddresses": True},
-                # All pods are recreated when one fails for good; `FailJob` above is for what no restart repairs.
+                # All pods are recreated when one fails; `FailJob` above is for what no restart can fix.
                 "failurePolicy": {
                     "maxRestarts": job.max_restarts,
                     "rules": [

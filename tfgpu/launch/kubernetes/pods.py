@@ -1,4 +1,4 @@
-"""The pod of one process: command, environment, amounts, volumes."""
+"""The pod of one process: command, environment, resources, volumes."""
 
 import math
 import re
@@ -9,12 +9,12 @@ from tfgpu.launch.kubernetes.facts import Kubernetes
 from tfgpu.redact import is_secret
 
 GPU = "nvidia.com/gpu"
-PORT = "tfjob-port"  # The name by which the TFJob operator finds it.
+PORT = "tfjob-port"  # The name by which the TFJob operator finds the container.
 HEARTBEAT = "/tmp/tfgpu-heartbeat"
 SCRIPTS = "/tmp/tfgpu-script"
 PROBE_EVERY_S = 10
 PROBE_FAILURES = 2
-# The age of the heartbeat file, without a shell or a tool of the image.
+# Checks the age of the heartbeat file without a shell or other tools in the image.
 PROBE = "import os, sys, time; sys.exit(time.time() - os.path.getmtime(sys.argv[1]) > float(sys.argv[2]))"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -31,17 +31,17 @@ def template(
 
     Args:
         job: what to start.
-        facts: where.
+        facts: the settings of the launch.
         container: the container's name, which Kubeflow's operators prescribe.
-        environment: variables that say who the process is, where the engine does not.
-        pod: further fields of the pod's spec.
+        environment: variables that identify the process, if the engine sets none.
+        pod: additional fields of the pod's spec.
 
     Returns:
         A `PodTemplateSpec`.
     """
     spec = {
         **(pod or {}),
-        # Then Python is not process 1, for which Linux ignores a TERM without a handler: until the checkpoint installs
+        # Then Python is not process 1, for which Linux ignores SIGTERM without a handler: until the checkpoint installs
         # one, and in a script without one, TERM would do nothing and the pod would wait for the KILL.
         "shareProcessNamespace": True,
         # A Service called "tfgpu" would set TFGPU_PORT.
@@ -73,10 +73,10 @@ def labels(facts: Kubernetes) -> dict[str, str]:
 
 
 def script_path(job: Job, facts: Kubernetes) -> str:
-    """Returns where the script lies in the container.
+    """Returns the script's path in the container.
 
     Raises:
-        InputError: the image's script is not given by its absolute path.
+        InputError: the path of a script in the image is not absolute.
     """
     if facts.source is not None:
         return f"{SCRIPTS}/{script_name(job)}"
@@ -113,7 +113,7 @@ def _container(job: Job, facts: Kubernetes, name: str, environment: dict[str, st
     return {
         "name": name,
         "image": facts.image,
-        # Without a shell in between, which would not forward TERM.
+        # No shell in between: it would not forward SIGTERM.
         "command": ["python", "-m", "tfgpu.run", literal(script_path(job, facts))],
         "args": [literal(argument) for argument in job.arguments],
         "workingDir": facts.mount,
@@ -136,9 +136,9 @@ def _environment(job: Job, facts: Kubernetes, environment: dict[str, str]) -> li
     }
     for name, value in job.environment.items():
         if not _VARIABLE.fullmatch(name):
-            raise InputError(f"A variable's name has letters, digits and '_'. Received: {name!r}.")
+            raise InputError(f"A variable's name may contain letters, digits and '_' only. Received: {name!r}.")
         if name in ours or name in ("TF_CONFIG", "JOB_COMPLETION_INDEX"):
-            raise InputError(f"`environment` must leave {name} to the launch. Received: {value!r}.")
+            raise InputError(f"`environment` must not set {name}, which the launch sets. Received: {value!r}.")
     return [_variable(name, str(value), facts) for name, value in {**ours, **job.environment}.items()]
 
 
@@ -148,7 +148,7 @@ def secrets_name(facts: Kubernetes) -> str:
 
 
 def _variable(name: str, value: str, facts: Kubernetes) -> dict:
-    if is_secret(name):  # A manifest lies in files and in repositories.
+    if is_secret(name):  # Manifests are kept in files and repositories.
         return {"name": name, "valueFrom": {"secretKeyRef": {"name": secrets_name(facts), "key": name}}}
     return {"name": name, "value": literal(value)}
 
@@ -161,7 +161,7 @@ def _probe(job: Job) -> dict:
         "periodSeconds": PROBE_EVERY_S,
         "timeoutSeconds": PROBE_EVERY_S,
         "failureThreshold": PROBE_FAILURES,
-        # A process without heartbeats saves nothing either.
+        # A process without heartbeats cannot save either.
         "terminationGracePeriodSeconds": 5,
     }
 

@@ -15,11 +15,11 @@ def cores(name: str, text: str) -> Decimal:
     """Reads an amount of CPU, in cores.
 
     Args:
-        name: the setting, for the message of an error.
+        name: the setting's name, for error messages.
         text: such as `"4"`, `"0.5"` or `"500m"` (thousandths of a core).
 
     Raises:
-        InputError: it is none, or zero.
+        InputError: it is not such an amount, or it is zero.
 
     Example:
         >>> cores("cpu", "1500m")
@@ -27,22 +27,22 @@ def cores(name: str, text: str) -> Decimal:
     """
     number, suffix = _split(text)
     if number is None or suffix not in ("", "m") or not number or (suffix and number % 1):
-        raise InputError(f"`{name}` must be cores above 0, such as '4' or '500m'. Received: {text!r}.")
+        raise InputError(f"`{name}` must be a number of cores above 0, such as '4' or '500m'. Received: {text!r}.")
     return number / 1000 if suffix else number
 
 
 def memory_bytes(name: str, text: str) -> int:
     """Reads an amount of memory, in bytes.
 
-    Kubernetes takes `"16"` for sixteen bytes and `"512m"` for half a byte, both of which are valid and never meant:
-    here an amount is at least a MiB.
+    Kubernetes reads `"16"` as sixteen bytes and `"512m"` as half a byte; both are valid and never intended.
+    Here an amount is at least 1 MiB.
 
     Args:
-        name: the setting, for the message of an error.
+        name: the setting's name, for error messages.
         text: such as `"16Gi"` (binary) or `"16G"` (decimal).
 
     Raises:
-        InputError: it is none, or below a MiB.
+        InputError: it is not such an amount, or it is below 1 MiB.
 
     Example:
         >>> memory_bytes("memory", "1.5Gi")

@@ -1,11 +1,11 @@
-"""Manifests as YAML that every parser reads alike: YAML 1.1 (PyYAML), YAML 1.2 and Go's."""
+"""Manifests as YAML that all parsers read alike: YAML 1.1 (PyYAML), YAML 1.2 and Go's."""
 
 import re
 from collections.abc import Iterable, Mapping
 
 import yaml
 
-# Unquoted is only what every version of YAML reads as a string; "1e3", "0o17", "12:30" and "on" are quoted.
+# Only what every version of YAML reads as a string stays unquoted; "1e3", "0o17", "12:30" and "on" are quoted.
 _PLAIN = re.compile(r"[A-Za-z/](?:[A-Za-z0-9 ._/-]*[A-Za-z0-9._/-])?")
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "nan", "inf", "infinity"}
 
@@ -29,7 +29,7 @@ _Dumper.add_representer(str, _string)
 
 
 def documents(manifests: Iterable[Mapping]) -> str:
-    """Writes manifests as one YAML text, in their order and with their keys' order.
+    """Writes manifests as one YAML text, in the given order of manifests and keys.
 
     Example:
         >>> print(documents([{"kind": "A", "value": "1e3"}, {"kind": "B", "list": ["on", 1]}]), end="")

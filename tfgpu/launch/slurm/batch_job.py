@@ -1,9 +1,9 @@
-"""What the batch file runs, on the job's first node: attempt after attempt of the group, each one an `srun`.
+"""What the batch file runs on the job's first node: one attempt of the group after another, each an `srun`.
 
-| the attempt ended | and then |
+| how the attempt ended | what follows |
 |---|---|
-| all with 0 | the job is done |
-| asked to leave and saved (75), or preempted | `scontrol requeue`; uses no restart |
+| all tasks with 0 | the job is done |
+| asked to stop and saved (75), or preempted | `scontrol requeue`; uses no restart |
 | wrong input (2) | the job fails at once |
 | another code | a restart in the same allocation, up to `--max-restarts`; counted across requeues |
 | a node does not answer | `scontrol requeue`; uses no restart |
@@ -38,7 +38,7 @@ NODES_ANSWER_S = 90.0
 
 @dataclass(frozen=True)
 class Facts:
-    """What the controller says of the job: its state, how often it was requeued, and whether it is being preempted."""
+    """What the controller reports of the job: its state, the number of requeues, and whether it is being preempted."""
 
     state: str = "RUNNING"
     requeues: int | None = None
@@ -46,11 +46,11 @@ class Facts:
 
 
 def ending(records: Sequence[Record | None], step_code: int, *, chief_ends: bool = False) -> Ending:
-    """Tells how an attempt ended, from the records of its tasks and srun's exit code.
+    """Determines how an attempt ended from the records of its tasks and srun's exit code.
 
     Args:
-        records: by rank; None for a task that left none (its node is lost, or it was killed together with its script).
-        step_code: srun's exit code: 0 where every task ended well or was asked to leave.
+        records: by rank; None for a task without a record (its node is lost, or it was killed with its script).
+        step_code: srun's exit code: 0 if every task succeeded or was asked to stop.
         chief_ends: whether task 0 is the chief of parameter servers, which never end on their own.
 
     Example:
@@ -68,13 +68,13 @@ def ending(records: Sequence[Record | None], step_code: int, *, chief_ends: bool
     if wrong:
         return Ending(WRONG_INPUT, wrong[0])
     if asked and (step_code == 0 or len(present) == len(records)) and (not failed or asked[0] < failed[0]):
-        # Of those that were asked, one that saved speaks for all: there is a checkpoint to go on from.
+        # Of those that were asked to stop, one that saved decides: there is a checkpoint to resume from.
         ended = sorted((records[rank].code != PREEMPTED, records[rank].ended, rank) for _, rank in asked)
         return Ending(records[ended[0][2]].code, ended[0][2], asked=True)
     if failed:
         return Ending(records[failed[0][1]].code, failed[0][1])
     lost = [rank for rank, record in enumerate(records) if record is None]
-    if lost:  # srun may answer 0 for it.
+    if lost:  # srun may return 0 for it.
         return Ending(step_code or KILLED, lost[0])
     return Ending(step_code)
 
@@ -84,9 +84,9 @@ class Allocated:
 
     Args:
         command: the script and its arguments.
-        folder: where the tasks' logs and records go, in a folder of this job's own; all nodes must see it.
+        folder: parent of this job's folder for the tasks' logs and records; shared by all nodes.
         max_restarts: restarts after failures.
-        grace_s: seconds that a task has to save once it has been asked to leave.
+        grace_s: seconds that a task gets to save after a request to stop.
         silence_s: the heartbeat timeout in seconds; 0: none.
     """
 
@@ -113,7 +113,7 @@ class Allocated:
         self._left: list[Record | None] = []
 
     def supervise(self) -> int:
-        """Runs attempts until the job has ended for good, or is requeued; returns the job's exit code."""
+        """Runs attempts until the job has finally ended or is requeued; returns the job's exit code."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.restarts.made = int(self._used.read_text()) if self._used.exists() else 0
         signal.signal(signal.SIGTERM, self._end)
@@ -132,13 +132,13 @@ class Allocated:
         return ending(self._left, code, chief_ends=self.has_servers)
 
     def may_restart(self, end: Ending) -> bool:
-        """Requeues the job where that is the cure; leaves all to Slurm where it ends the job."""
+        """Requeues the job if that helps; does nothing if Slurm is ending the job."""
         self._explain(end, recorded=end.member is None or self._left[end.member] is not None)
         facts = job_facts(self.job)
-        # A job may have been started anew elsewhere, when this node was cut off.
+        # The job may have been restarted elsewhere while this node was cut off.
         replaced = facts.requeues not in (None, self.requeues)
         if self.told_to_end or replaced or facts.state != "RUNNING":
-            say(f"Slurm is ending this job ({facts.state}): nothing is started here.")
+            say(f"Slurm is ending this job ({facts.state}): no further attempt.")
             return False
         if end.code == PREEMPTED or (end.asked and facts.preempted):
             self._requeue("asked to leave")
@@ -154,10 +154,10 @@ class Allocated:
         if wait_s is None:
             say(f"no restart: {_reason(end.code, self.restarts.most)}.")
             return False
-        if end.asked:  # Its time is up: the next attempt needs an allocation of its own.
-            self._requeue("asked to leave without saving")
+        if end.asked:  # Its time is up: the next attempt needs a new allocation.
+            self._requeue("asked to stop without saving")
             return False
-        say(f"starting again in {wait_s:g} s, restart {self.restarts.made} of {self.restarts.most}.")
+        say(f"restarting in {wait_s:g} s, restart {self.restarts.made} of {self.restarts.most}.")
         self._wait(wait_s)
         return not self.told_to_end
 
@@ -166,10 +166,10 @@ class Allocated:
         program = [sys.executable, "-m", "tfgpu.launch.slurm.task", f"--records={records}"]
         program += [f"--grace={self.grace_s:g}", f"--silence={self.silence_s:g}", *self.command]
         options = [f"--ntasks={self.tasks}", "--kill-on-bad-exit=1", "--export=ALL"]
-        # Seconds between the first task's end and that of the others; 0: however long they take.
+        # Seconds that the other tasks get after the first one has ended; 0: no limit.
         options += [f"--wait={SERVERS_END_S if self.has_servers else 0}", "--unbuffered"]
         options += ["--open-mode=append", f"--output={logs}/task-%t.log"]
-        # In a session of its own: what ends this process would make srun kill tasks that still save.
+        # In its own session: a signal to this one's group would make srun kill tasks that are still saving.
         command = ["srun", *options, *program]
         environment = step_environment(os.environ) | {"TFGPU_ATTEMPT": str(attempt)}
         return subprocess.run(command, env=environment, start_new_session=True).returncode
@@ -186,13 +186,9 @@ class Allocated:
             return
         log = self.folder / f"task-{end.member}.log"
         if end.code == PREEMPTED:
-            say(f"task {end.member} was asked to leave and has saved.")
+            say(f"task {end.member} was asked to stop and has saved.")
             return
-        how = (
-            f"ended first, with exit code {end.code}"
-            if recorded
-            else "was lost: killed from outside, or its node is down"
-        )
+        how = f"ended first, with exit code {end.code}" if recorded else "was lost: it was killed, or its node is down"
         say(f"task {end.member} {how}. The last lines of {log}:")
         for line in tail(log):
             print(f"    {line}", flush=True)
@@ -201,20 +197,20 @@ class Allocated:
         """Puts the job back into the queue; Slurm then ends this process."""
         done = subprocess.run(["scontrol", "requeue", self.job], capture_output=True, text=True)
         if done.returncode:
-            say(f"{why}, but Slurm would not requeue the job: {done.stderr.strip()}. Submit its batch file again.")
+            say(f"{why}, but Slurm would not requeue the job: {done.stderr.strip()}. Submit the batch file again.")
             return
         say(f"{why}: requeued.")
         self._wait(CONTROLLER_S)
 
     def _wait(self, seconds: float) -> None:
-        """Waits for that time, or until Slurm ends this process."""
+        """Waits for that time or until Slurm ends this process."""
         deadline = time.monotonic() + seconds
         while not self.told_to_end and time.monotonic() < deadline:
             time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
 
 
 def step_environment(environ: dict[str, str]) -> dict[str, str]:
-    """The environment for srun: since 22.05 it no longer reads the job's CPUs per task by itself."""
+    """The environment for srun, which since 22.05 no longer reads the job's CPUs per task."""
     made = dict(environ)
     if "SLURM_CPUS_PER_TASK" in made:
         made.setdefault("SRUN_CPUS_PER_TASK", made["SLURM_CPUS_PER_TASK"])
@@ -222,7 +218,7 @@ def step_environment(environ: dict[str, str]) -> dict[str, str]:
 
 
 def job_facts(job: str) -> Facts:
-    """Asks the controller; a controller that does not answer counts as a job that runs."""
+    """Asks the controller; if it does not answer, the job counts as running."""
     try:
         done = subprocess.run(
             ["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, timeout=CONTROLLER_S
@@ -234,7 +230,7 @@ def job_facts(job: str) -> Facts:
     return Facts(
         state=fields.get("JobState", "RUNNING"),
         requeues=int(fields["Restarts"]) if "Restarts" in fields else None,
-        preempted=preempted[:1].isdigit() and preempted >= began,  # Not a preemption of an earlier start.
+        preempted=preempted[:1].isdigit() and preempted >= began,  # Excludes a preemption of an earlier start.
     )
 
 
@@ -249,7 +245,7 @@ def nodes_answer() -> bool:
 
 
 def tail(path: Path) -> list[str]:
-    """The last lines of a log; empty where there is none."""
+    """The last lines of a log; empty if the file does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
@@ -259,13 +255,13 @@ def tail(path: Path) -> list[str]:
 
 
 def say(message: str) -> None:
-    """One line into the job's log, with the time."""
+    """Writes one line with the time to the job's log."""
     print(f"tfgpu {time.strftime('%H:%M:%S')} {message}", flush=True)
 
 
 def _reason(code: int, most: int) -> str:
     if code == WRONG_INPUT:
-        return "wrong input, which a restart cannot mend"
+        return "wrong input, which a restart cannot fix"
     return f"all {most} are used" if most else "--max-restarts is 0"
 
 
@@ -274,7 +270,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tfgpu.launch.slurm.batch_job")
     parser.add_argument("--logs", type=Path, required=True, help="folder that all nodes see")
     parser.add_argument("--max-restarts", type=int, default=0, help="restarts after failures")
-    parser.add_argument("--grace", type=float, default=60.0, help="seconds to save in")
+    parser.add_argument("--grace", type=float, default=60.0, help="seconds to save")
     parser.add_argument("--silence", type=float, default=60.0, help="heartbeat timeout in seconds")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENTS")
     given = parser.parse_args(words)

@@ -8,7 +8,7 @@ Example:
     ...
 
 The file runs `tfgpu.launch.slurm.batch_job` on the job's first node, which starts a `tfgpu.launch.slurm.task` per task.
-Inside a task of an `srun` there is nothing to submit: `launch` runs the script there, as `tfgpu run` does.
+Inside a task of an `srun`, `launch` submits nothing and runs the script, as `tfgpu run` does.
 """
 
 import os
@@ -34,7 +34,7 @@ FINAL = {
 }
 """Final states of a job."""
 AWAY_S = 600.0
-"""How long the controller may fail to answer while a job is waited for."""
+"""How long the controller may fail to answer during `wait`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Submitted:
     logs: Path
 
     def how_to_follow(self) -> str:
-        """Returns what to tell the user."""
+        """Returns instructions for the user."""
         log, first = self.logs / f"job-{self.id}.log", self.logs / f"job-{self.id}" / "task-0.log"
         return (
             f"Submitted job {self.id}.\n"
@@ -63,14 +63,14 @@ class Submitted:
         )
 
     def wait(self, *, look_s: float = 1.0, most_s: float = 15.0) -> int:
-        """Waits until the job has ended for good, requeues included.
+        """Waits until the job has finally ended, requeues included.
 
         Args:
             look_s: seconds between the first polls; the interval grows.
             most_s: the longest interval.
 
         Returns:
-            The job's exit code; 128 + n where signal n ended it, 1 where Slurm did.
+            The job's exit code; 128 + n if signal n ended it, 1 if Slurm did.
 
         Raises:
             MachineError: Slurm no longer knows the job, or has not answered for ten minutes.
@@ -81,7 +81,7 @@ class Submitted:
             if facts:
                 answered = time.monotonic()
             elif "Invalid job id" in complaint or time.monotonic() - answered > AWAY_S:
-                raise MachineError(f"Slurm no longer tells of job {self.id}: {complaint}. Ask `sacct -j {self.id}`.")
+                raise MachineError(f"Slurm no longer reports job {self.id}: {complaint}. Ask `sacct -j {self.id}`.")
             if facts.get("JobState") in FINAL:
                 code, signal = (int(number) for number in facts["ExitCode"].split(":"))
                 return code or (128 + signal if signal else int(facts["JobState"] != "COMPLETED"))
@@ -93,27 +93,27 @@ def batch_file(job: Job, allocation: Allocation) -> str:
     """Writes the batch file of a job.
 
     Args:
-        job: what to run. `logs` must name a folder that all nodes see.
-        allocation: what to ask Slurm for.
+        job: what to run. `logs` must name a folder that all nodes share.
+        allocation: what to request from Slurm.
 
     Returns:
         The text of a bash script for `sbatch`.
 
     Raises:
-        InputError: a path or a variable cannot stand in a batch file, there are fewer tasks than nodes, or the job has
-            an evaluator.
+        InputError: a batch file cannot hold a path or a variable, there are fewer tasks than nodes, or the job has an
+            evaluator.
     """
     if job.logs is None:
-        raise InputError("A Slurm job needs a folder for its logs. Give one by --logs DIR.")
+        raise InputError("A Slurm job needs a folder for its logs. Give one with --logs DIR.")
     if job.evaluator:
-        raise InputError("A Slurm job has no task for an evaluator. Leave --evaluator out; submit it by itself.")
+        raise InputError("A Slurm job has no task for an evaluator. Omit --evaluator; submit it as a job of its own.")
     logs = Path(job.logs).absolute()
     lines = ["#!/bin/bash", "# Written by `tfgpu launch --slurm`; submit it again with `sbatch`.", ""]
     lines += [_directive(option) for option in _options(job, allocation, logs)]
     lines += ["", *(_export(name, value) for name, value in _variables(job).items())]
     program = [sys.executable, "-m", "tfgpu.launch.slurm.batch_job", f"--logs={logs}"]
     options = [f"--max-restarts={job.max_restarts}", f"--grace={allocation.grace_s}", f"--silence={job.silence_s:g}"]
-    lines += ["", "# Starts the tasks by srun, and restarts them after a failure or a preemption."]
+    lines += ["", "# Starts the tasks with srun, and restarts them after a failure or preemption."]
     lines += [f"exec {shlex.join(program)} \\", f"    {shlex.join(options)} \\"]
     lines.append(f"    {shlex.join((job.script, *job.arguments))}")
     return "\n".join(lines) + "\n"
@@ -123,7 +123,7 @@ def submit(job: Job, allocation: Allocation) -> Submitted:
     """Writes the batch file beside the logs and submits it.
 
     Raises:
-        InputError: there is no such script, or Slurm refuses the job.
+        InputError: the script does not exist, or Slurm refuses the job.
         MachineError: there is no `sbatch`, or Slurm does not answer.
     """
     text = batch_file(job, allocation)
@@ -132,7 +132,7 @@ def submit(job: Job, allocation: Allocation) -> Submitted:
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise MachineError(
-            "There is no `sbatch` here. Run this where Slurm's commands are (a login node), or add --dry-run and "
+            "`sbatch` was not found. Run this where Slurm's commands are (a login node), or add --dry-run and "
             "submit what it prints yourself."
         )
     logs = Path(job.logs).absolute()
@@ -145,24 +145,24 @@ def submit(job: Job, allocation: Allocation) -> Submitted:
     )
     if done.returncode:
         kind = MachineError if "ontact" in done.stderr and "controller" in done.stderr else InputError
-        raise kind(f"Slurm would not take {file}: {' '.join(done.stderr.split())}")
+        raise kind(f"Slurm rejected {file}: {' '.join(done.stderr.split())}")
     return Submitted(done.stdout.strip().split(";")[0], file, logs)
 
 
 def launch(
     job: Job, allocation: Allocation, *, dry_run: bool = False, wait: bool = False, say: Callable[[str], object] = print
 ) -> int:
-    """Submits a job, or runs this task of it where `srun` has already started it.
+    """Submits a job; if `srun` has already started it, runs this process's task.
 
     Args:
         job: what to run.
-        allocation: what to ask Slurm for.
-        dry_run: shows the batch file, and submits nothing.
-        wait: stays until the job has ended.
+        allocation: what to request from Slurm.
+        dry_run: shows the batch file without submitting it.
+        wait: waits until the job has ended.
         say: shows a text to the user.
 
     Returns:
-        The exit code for the command line: the job's own with `wait`, else 0.
+        The exit code for the command line: with `wait`, the job's; otherwise 0.
 
     Raises:
         InputError: as `batch_file` and `submit`; or the `srun` around it has another number of nodes or tasks.
@@ -180,14 +180,14 @@ def launch(
     try:
         code = submitted.wait()
     except KeyboardInterrupt:
-        say(f"Job {submitted.id} goes on. End it with `scancel {submitted.id}`.")
+        say(f"Job {submitted.id} continues. Cancel it with `scancel {submitted.id}`.")
         return 130
     say(f"Job {submitted.id} ended with exit code {code}.")
     return code
 
 
 def in_step() -> bool:
-    """Whether this process is a task that `srun` has started (no batch script, and no shell of `salloc`)."""
+    """Whether `srun` started this process as a task; not true of a batch script or a shell of `salloc`."""
     step = os.environ.get("SLURM_STEP_ID", "")
     return "SLURM_PROCID" in os.environ and step.isdecimal() and int(step) < 0xFFFFFFF0
 
@@ -201,7 +201,7 @@ def _options(job: Job, allocation: Allocation, logs: Path) -> list[str]:
     tasks = _tasks(job)
     if tasks < allocation.nodes:
         raise InputError(
-            f"{allocation.nodes} nodes need as many processes, got {tasks}. Give -n {allocation.nodes} or more."
+            f"{allocation.nodes} nodes need at least as many processes. Received: {tasks}. Use -n {allocation.nodes}."
         )
     options = [f"--job-name={re.sub(r'[^A-Za-z0-9_.-]', '_', Path(job.script).stem)}", f"--nodes={allocation.nodes}"]
     options.append(f"--ntasks={tasks}")
@@ -213,7 +213,7 @@ def _options(job: Job, allocation: Allocation, logs: Path) -> list[str]:
         if getattr(allocation, name):
             options.append(f"--{name}={getattr(allocation, name)}")
     if "\\" in str(logs):
-        raise InputError(f"Slurm takes no backslash in the folder of its logs. Received: {str(logs)!r}. Rename it.")
+        raise InputError(f"Slurm's log folder must not contain a backslash. Received: {str(logs)!r}. Rename it.")
     log = str(logs).replace("%", "%%")
     options += [f"--chdir={Path.cwd()}", f"--output={log}/job-%j.log", "--open-mode=append"]
     options += ["--requeue", f"--signal=TERM@{allocation.grace_s}"]
@@ -224,7 +224,7 @@ def _directive(option: str) -> str:
     """A line for sbatch, whose quoting differs from the shell's."""
     name, equals, value = option.partition("=")
     if "\n" in value or ('"' in value and "'" in value):
-        raise InputError(f"sbatch cannot read a value with both kinds of quotes or a new line. Received: {option!r}.")
+        raise InputError(f"sbatch cannot read a value with both kinds of quotes or a newline. Received: {option!r}.")
     if equals and not _PLAIN.fullmatch(value):
         quote = "'" if '"' in value else '"'
         value = f"{quote}{value}{quote}"
@@ -232,9 +232,9 @@ def _directive(option: str) -> str:
 
 
 def _export(name: str, value: str) -> str:
-    """Exports a variable; a secret comes by sbatch's environment, since others may read the file and Slurm shows it."""
+    """Exports a variable; secrets come from sbatch's environment, since others may read the file."""
     if is_secret(name):
-        return f": \"${{{name}?is a secret, which no batch file holds: export it before sbatch}}\"\nexport {name}"
+        return f': "${{{name}?is a secret, which no batch file holds: export it before sbatch}}"\nexport {name}'
     return f"export {name}={shlex.quote(value)}"
 
 
@@ -251,19 +251,19 @@ def _variables(job: Job) -> dict[str, str]:
 
 
 def _run_here(job: Job, allocation: Allocation) -> None:
-    """Becomes `tfgpu run`, unless the options contradict the `srun` around it."""
+    """Becomes `tfgpu run`, unless the options contradict the enclosing `srun`."""
     wanted = {"SLURM_STEP_NUM_NODES": allocation.nodes, "SLURM_STEP_NUM_TASKS": _tasks(job)}
     for name, number in wanted.items():
         if os.environ.get(name, str(number)) != str(number):
             raise InputError(
-                f"This runs inside an `srun`, which has {name}={os.environ[name]}, and {number} is asked for. "
-                "Leave --slurm and its options out: `srun tfgpu run SCRIPT`."
+                f"This runs inside an `srun`, which has {name}={os.environ[name]}, but {number} was requested. "
+                "Omit --slurm and its options: `srun tfgpu run SCRIPT`."
             )
     os.environ.update(_variables(job))
     os.execv(sys.executable, [sys.executable, "-m", "tfgpu.run", job.script, *job.arguments])
 
 
 def _show(id: str) -> tuple[dict[str, str], str]:
-    """Slurm's fields of a job, or none and Slurm's error message."""
+    """Slurm's fields of a job; or no fields, and Slurm's error message."""
     done = subprocess.run(["scontrol", "--oneliner", "show", "job", id], capture_output=True, text=True)
     return dict(re.findall(r"(?:^| )(JobState|ExitCode)=(\S+)", done.stdout)), " ".join(done.stderr.split())

@@ -1,10 +1,10 @@
 """One task of a Slurm job: supervises the script's process and records how it ended.
 
 `srun` returns the highest exit code of its tasks, and tasks that it ends itself count as 137, so the code of the task
-that failed is lost. Therefore each task writes a record beside the logs, with the time of its first SIGTERM.
+that failed is lost. Therefore each task writes a record next to the logs, with the time of its first SIGTERM.
 
-Slurm signals every process of a task, so this one forwards nothing. A task that got SIGTERM returns 0 to srun whatever
-its script did: at any other code `--kill-on-bad-exit` would kill the tasks that are still saving.
+Slurm signals every process of a task, so this one forwards nothing. A task that received SIGTERM returns 0 to srun
+whatever its script did: with any other code, `--kill-on-bad-exit` would kill the tasks that are still saving.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class Record:
     Args:
         code: exit code of its script; 128 + n for signal n; 124 for a heartbeat timeout.
         ended: when, in seconds since the epoch.
-        asked: when it got its first SIGTERM; None without one.
+        asked: when it received its first SIGTERM; None if it did not.
     """
 
     code: int
@@ -50,9 +50,9 @@ def run(command: Sequence[str], record: Path, *, grace_s: float, silence_s: floa
         silence_s: the heartbeat timeout in seconds; 0: none.
 
     Returns:
-        The command's exit code, or 0 if the task got SIGTERM.
+        The command's exit code, or 0 if the task received SIGTERM.
     """
-    asked: list[tuple[float, float]] = []  # by the wall clock, which nodes share, and by the monotonic clock
+    asked: list[tuple[float, float]] = []  # in wall-clock time, which nodes share, and monotonic time
     signal.signal(signal.SIGTERM, lambda *_: asked.append((time.time(), time.monotonic())))
     with tempfile.TemporaryDirectory(prefix="tfgpu-") as folder:
         child = Child(0, list(command), {}, Path(folder) / "heartbeat", silence_s=silence_s, is_captured=False)
@@ -63,7 +63,7 @@ def run(command: Sequence[str], record: Path, *, grace_s: float, silence_s: floa
 
 
 def read(record: Path) -> Record | None:
-    """Reads a record; None where it is missing or incomplete."""
+    """Reads a record; None if it is missing or incomplete."""
     try:
         return Record(**json.loads(record.read_text()))
     except (OSError, ValueError, TypeError):
@@ -71,7 +71,7 @@ def read(record: Path) -> Record | None:
 
 
 def _supervise(child: Child, asked: Sequence[tuple[float, float]], grace_s: float) -> int:
-    """The exit code of a process, which is killed at a heartbeat timeout or after its time to save."""
+    """Returns a process's exit code; kills it at a heartbeat timeout or when its time to save is up."""
     is_late = False
     while not child.wait(LOOK_S):
         is_late = is_late or child.watch.is_late()
@@ -94,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     if not given.records.is_dir():
         print(
-            f"tfgpu: this node does not see {given.records}. Give --logs a folder that all nodes share.",
+            f"tfgpu: {given.records} does not exist on this node. Give --logs a folder that all nodes share.",
             file=sys.stderr,
         )
         return WRONG_INPUT

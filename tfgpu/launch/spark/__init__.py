@@ -1,1 +1,1 @@
-"""Spark: which worker gets which rows, how they get there, and predictions over a DataFrame."""
+"""Spark: which worker gets which rows, how the rows get there, and predictions over a DataFrame."""

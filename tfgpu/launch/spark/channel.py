@@ -1,6 +1,6 @@
 """The connections between the program that launched a Spark job and its tasks.
 
-Spark itself returns what a task made when the task is over, and stops tasks by killing them.
+Spark itself returns a task's result only when the task is over, and stops tasks by killing them.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from typing import Any
 from tfgpu.errors import MachineError
 from tfgpu.launch.functions.links import EngineLink
 
-GONE = "Its Spark task is gone: the executor was lost, or the task killed."
+GONE = "Its Spark task is gone: the executor was lost or the task was killed."
 _LOOK_S = 0.05
 
 
 class SparkLink(EngineLink):
-    """The connection to a worker's supervisor by a socket of its task, once the task has started."""
+    """The connection to a worker's supervisor over a socket of its task, once the task has started."""
 
     def __init__(self, rank: int):
         super().__init__(rank)
@@ -50,7 +50,7 @@ class SparkLink(EngineLink):
         return self._line is not None
 
     def send(self, do: str, **facts: Any) -> None:
-        with self._sending, contextlib.suppress(OSError):  # A lost task is noticed by the end of its messages.
+        with self._sending, contextlib.suppress(OSError):  # The end of its messages reveals a lost task.
             if self._line is None:
                 self._early.append((do, facts))
             else:
@@ -61,9 +61,9 @@ class Desk:
     """Where the tasks connect to the launching program.
 
     Args:
-        host: name or address of this machine as the tasks reach it.
+        host: name or address at which the tasks reach this machine.
         links: the connection of each worker.
-        port: where to listen; 0 takes a free port.
+        port: TCP port to listen on; 0 takes a free port.
 
     Attributes:
         address, key: what a task needs to connect. Without the key no connection is accepted.
@@ -94,7 +94,7 @@ class Desk:
             caller.close()
 
     def wait(self, seconds: float) -> None:
-        """Waits until all tasks are gone, at most for that time."""
+        """Waits until all tasks are gone, but no longer than that."""
         end = time.monotonic() + seconds
         while any(link.is_served for link in self._links) and time.monotonic() < end:
             time.sleep(_LOOK_S)
@@ -134,10 +134,10 @@ def connected(address: tuple[str, int], key: bytes, rank: int) -> Connection:
 
 
 def relay(line: Connection, worker) -> None:
-    """Passes messages between the launching program and a worker's `Relay`, until one of them ends.
+    """Relays messages between the launching program and a worker's `Relay` until one of them ends.
 
     Args:
-        line: of `connected`.
+        line: the connection from `connected`.
         worker: the `Relay`; it is closed on return.
     """
     try:

@@ -1,7 +1,7 @@
 """A worker's share of data that Spark holds, as batches for `model.fit`.
 
-Spark's partitions reach the worker as Arrow record batches, which go to a file on the executor's disk. It is mapped
-into memory, so that it may be larger than memory, and rows are found by their place, in any order of the batches.
+Spark's partitions reach the worker as Arrow record batches, which go to a file on the executor's disk. The file is
+mapped into memory, so it may be larger than memory, and batches may be read in any order.
 """
 
 import bisect
@@ -17,11 +17,11 @@ Columns = str | Sequence[str] | Mapping[str, object]
 
 @dataclass(frozen=True)
 class SparkData:
-    """What the function that `spark_job` runs gets as its first argument.
+    """The first argument of the function that `spark_job` runs.
 
     Attributes:
-        deal: which rows are whose.
-        rank: which worker this is.
+        deal: which rows each worker gets.
+        rank: this worker's number.
         path: the Arrow file with this worker's rows, in their order.
     """
 
@@ -49,26 +49,26 @@ class SparkData:
         prepare: Callable | None = None,
         seed: int | None = None,
     ):
-        """Makes what `model.fit` trains on: each worker reads its own rows, and each row is read once an epoch.
+        """Makes the dataset for `model.fit`: each worker reads its own rows, and each row is read once per epoch.
 
-        Numbers become float32 if they are fractions; whole numbers, booleans, texts and bytes stay what they are.
-        A column of lists, all of one length, becomes a dimension.
+        Floating-point numbers become float32; integers, booleans, strings and bytes keep their types. A column of
+        lists, all of one length, becomes a dimension.
 
         Args:
-            features: the column, or a list of columns that are put side by side as float32, or for a model with named
-                inputs a mapping from the input to one of these.
-            label: the column with what is to be predicted.
-            strategy: the one that the model is made under.
-            weight: the column with the examples' weights.
+            features: a column, or a list of columns to concatenate as float32, or, for a model with named inputs, a
+                mapping from each input to one of these.
+            label: the column to predict.
+            strategy: the strategy under which the model was made.
+            weight: the column with the sample weights.
             prepare: a function from `(x, y)` (or `(x,)`, or `(x, y, weight)`) to such a tuple, for tf.data's `map`:
                 one that decodes images, say. It sees some rows of a batch and must keep their number and order.
-            seed: shuffles the order of the batches, anew in each epoch and alike on all workers; None keeps Spark's.
+            seed: shuffles the batches in each epoch, in the same order on all workers; None keeps Spark's order.
 
         Returns:
-            A distributed data set under workers; else a `tf.data.Dataset` of whole batches, which `fit` cuts.
+            A distributed dataset if there are several workers; else a `tf.data.Dataset` of whole batches.
 
         Raises:
-            InputError: a column is not there or cannot be read as numbers, or the strategy is not the job's.
+            InputError: a column does not exist or is not numeric, or the strategy is not the job's.
 
         Example:
             model.fit(data.batches(["x0", "x1"], "y", strategy=strategy), epochs=3)
@@ -84,14 +84,14 @@ class SparkData:
         if strategy is None or not replication.spans_processes(strategy):
             if self.deal.workers > 1:
                 raise InputError(
-                    f"This job has {self.deal.workers} workers: give `batches` the strategy of the model, which must "
-                    f"be the one for several workers. Received: strategy={strategy!r}."
+                    f"This job has {self.deal.workers} workers: pass the model's strategy to `batches`. It must be a "
+                    f"multi-worker strategy. Received: strategy={strategy!r}."
                 )
             return numbers.map(reader.whole(prepare), tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
         devices = len(strategy.extended.worker_devices)
         if devices != self.deal.devices:
             raise InputError(
-                f"The strategy uses {devices} devices of each worker, the rows were dealt for {self.deal.devices}. "
+                f"The strategy uses {devices} devices of each worker; the rows were split for {self.deal.devices}. "
                 f"Give `spark_job` gpus_per_worker={devices}."
             )
 
@@ -99,7 +99,7 @@ class SparkData:
             own = tf.data.Dataset.from_tensor_slices([int(at) for at in self.deal.pieces_of(self.rank)])
             pairs = numbers.flat_map(lambda batch: own.map(lambda at: (batch, tf.cast(at, tf.int64))))
             pieces = pairs.map(reader.piece(prepare), tf.data.AUTOTUNE, deterministic=True)
-            if devices == 1:  # Keras takes it for the number of steps, but it counts one for each device
+            if devices == 1:  # Keras takes it for the number of steps, but it counts one per device
                 pieces = pieces.apply(tf.data.experimental.assert_cardinality(self.steps))
             return pieces.prefetch(tf.data.AUTOTUNE)
 
@@ -107,7 +107,7 @@ class SparkData:
 
 
 class _Reader:
-    """Rows of the Arrow file, by their place, as tensors."""
+    """Reads rows of the Arrow file by position, as tensors."""
 
     def __init__(self, data: SparkData, parts: tuple):
         self._deal, self._rank = data.deal, data.rank
@@ -159,7 +159,7 @@ class _Reader:
         return self._arrays(first, count)
 
     def _piece(self, batch: int, at: int):
-        """The rows of a piece; where it has none, this worker's first row stands in."""
+        """The rows of a piece; if it is empty, this worker's first row stands in."""
         first, count = self._local(batch, at)
         return self._arrays(first, count) if count else self._arrays(0, 1)
 
@@ -171,7 +171,7 @@ class _Reader:
         return tuple(np.array(v, np.int32) for v in (count, offset, self._deal.size(int(batch))))
 
     def _local(self, batch: int, at: int) -> tuple[int, int]:
-        """First row, counted in this worker's file, and number of rows of a piece."""
+        """First row of a piece, counted in this worker's file, and its number of rows."""
         before = [p for p in self._deal.pieces_of(self._rank) if p < at]
         first = self._deal.rows_of(self._rank, batch) + sum(self._deal.piece(batch, p)[1] for p in before)
         return first, self._deal.piece(batch, at)[1]
@@ -182,7 +182,7 @@ class _Reader:
 
 
 class _Table:
-    """Record batches of an Arrow file that is mapped into memory."""
+    """The record batches of a memory-mapped Arrow file."""
 
     def __init__(self, path: str):
         arrow = pyarrow()
@@ -193,7 +193,7 @@ class _Table:
             self._starts.append(self._starts[-1] + self._file.get_batch(at).num_rows)
 
     def rows(self, first: int, count: int):
-        """Returns `count` rows from place `first`, as an Arrow table."""
+        """Returns `count` rows from position `first` as an Arrow table."""
         at, found, end = bisect.bisect_right(self._starts, first) - 1, [], first + count
         while at + 1 < len(self._starts) and self._starts[at] < end:
             start = self._starts[at]
@@ -207,14 +207,14 @@ def spool(batches: Iterable, folder: Path) -> tuple[Path, int]:
     """Writes record batches to an Arrow file, one after another.
 
     Args:
-        batches: of `pyarrow.RecordBatch`; one at a time is in memory.
+        batches: `pyarrow.RecordBatch` objects; only one at a time is in memory.
         folder: where the file goes.
 
     Returns:
-        The file, and how many rows it has.
+        The file, and its number of rows.
 
     Raises:
-        MachineError: the disk is full, or cannot be written.
+        MachineError: the disk is full or not writable.
     """
     arrow, path, rows, writer = pyarrow(), folder / "rows.arrow", 0, None
     try:
@@ -233,20 +233,20 @@ def spool(batches: Iterable, folder: Path) -> tuple[Path, int]:
 
 
 def pyarrow():
-    """The module; Spark needs it too wherever Python gets Arrow data."""
+    """The module, which Spark also needs wherever Python receives Arrow data."""
     try:
         import pyarrow
         import pyarrow.ipc
     except ImportError as error:
-        raise InputError("Data of Spark comes as Arrow. Run on all machines: pip install 'tfgpu[spark]'") from error
+        raise InputError("Spark's data needs pyarrow. Run on all machines: pip install 'tfgpu[spark]'") from error
     return pyarrow
 
 
 def planned(part: Columns, names: Sequence[str]):
-    """What a model gets, checked: a column's name, a list of names that stand side by side, or a dictionary of these.
+    """Checks what a model gets: a column's name, a list of names to concatenate, or a dictionary of these.
 
     Raises:
-        InputError: there is no such column.
+        InputError: a column does not exist.
     """
     if isinstance(part, Mapping):
         return {name: planned(value, names) for name, value in part.items()}
@@ -257,17 +257,17 @@ def planned(part: Columns, names: Sequence[str]):
 
 
 def arrays_of(part, columns):
-    """The arrays of what `planned` returned.
+    """The arrays for a plan that `planned` returned.
 
     Args:
-        part: of `planned`.
+        part: what `planned` returned.
         columns: `pyarrow.Table`.
 
     Returns:
         A NumPy array of shape `[rows, ...]`, or a dictionary of them.
 
     Raises:
-        InputError: values are missing, or are no numbers where these are needed.
+        InputError: values are missing, or are not numbers where numbers are needed.
     """
     import numpy as np
 
@@ -278,7 +278,9 @@ def arrays_of(part, columns):
     arrays = [to_array(columns[name], name) for name in part]
     for name, array in zip(part, arrays, strict=True):
         if array.dtype == object:
-            raise InputError(f"Column {name!r} holds texts: it cannot stand beside numbers. Name it alone.")
+            raise InputError(
+                f"Column {name!r} holds strings, which cannot be combined with numbers. Pass it separately."
+            )
     flat = [array.reshape(len(array), -1).astype(np.float32) for array in arrays]
     return np.concatenate(flat, axis=1)
 
@@ -287,27 +289,27 @@ def to_array(column, name: str):
     """An Arrow column as a NumPy array of shape `[rows, ...]`.
 
     Args:
-        column: `pyarrow.ChunkedArray` or `Array` of numbers, booleans, texts, bytes, or lists of equally many numbers.
-        name: what errors call it.
+        column: `pyarrow.ChunkedArray` or `Array` of numbers, booleans, strings, bytes, or number lists of one length.
+        name: its name in error messages.
 
     Raises:
-        InputError: missing values, lists of several lengths, or another type.
+        InputError: values are missing, lists differ in length, or the type is unsupported.
     """
     import numpy as np
 
     arrow = pyarrow()
     values, shape = column.combine_chunks() if isinstance(column, arrow.ChunkedArray) else column, [len(column)]
-    if isinstance(values, arrow.ChunkedArray):  # no chunk at all
+    if isinstance(values, arrow.ChunkedArray):  # no chunks
         values = arrow.array([], values.type)
     while True:
         if values.null_count:
-            raise InputError(f"Column {name!r} lacks {values.null_count} value(s). Fill them in, or drop such rows.")
+            raise InputError(f"Column {name!r} has {values.null_count} missing value(s). Fill them or drop the rows.")
         if not arrow.types.is_list(values.type) and not arrow.types.is_large_list(values.type):
             break
         lengths = np.unique(np.diff(values.offsets.to_numpy()))
         if len(lengths) > 1:
             raise InputError(
-                f"The lists in column {name!r} must be of one length. Received: {lengths[0]} to {lengths[-1]}."
+                f"The lists in column {name!r} must have the same length. Received: {lengths[0]} to {lengths[-1]}."
             )
         shape.append(int(lengths[0]) if len(lengths) else 0)
         values = values.flatten()
@@ -320,7 +322,7 @@ def to_array(column, name: str):
         return np.array(values.to_pylist(), object).reshape(shape)
     if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind)):
         raise InputError(
-            f"Column {name!r} has the type {kind}. Expected numbers, booleans, texts, bytes, or lists of numbers. "
+            f"Column {name!r} has the type {kind}. Expected numbers, booleans, strings, bytes, or lists of numbers. "
             "(A vector of Spark ML: `pyspark.ml.functions.vector_to_array`.)"
         )
     array = values.to_numpy(zero_copy_only=False).reshape(shape)

@@ -1,4 +1,4 @@
-"""A Spark DataFrame in the order of its rows, and each worker's rows of it in a partition of their own."""
+"""A Spark DataFrame with row numbers, repartitioned so that each worker's rows are one partition."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ from tfgpu.launch.spark.dealing import Deal
 
 _AT, _PART, _START, _ROW, _WORKER = (f"__tfgpu_{name}" for name in ("at", "part", "start", "row", "worker"))
 _BITS = 33
-"""`monotonically_increasing_id` has the row in its partition in so many low bits, the partition above them."""
+"""`monotonically_increasing_id` holds the row within its partition in these low bits, and the partition above them."""
 
 
 def to_frame(sql, data):
@@ -18,7 +18,7 @@ def to_frame(sql, data):
         data: a DataFrame, or an RDD of Rows, dictionaries or tuples.
 
     Raises:
-        InputError: it is neither, or it is a DataFrame of Spark Connect, which has no barrier tasks of RDDs.
+        InputError: it is neither, or it is a DataFrame of Spark Connect, which has no RDDs and so no barrier tasks.
     """
     from pyspark import RDD
 
@@ -33,14 +33,14 @@ def to_frame(sql, data):
 
 @contextlib.contextmanager
 def ordered(frame, seed: int | None):
-    """The rows with their places, kept by Spark in memory and on disk while the block runs.
+    """The rows with their row numbers, kept by Spark in memory and on disk while the block runs.
 
     Args:
         frame: the DataFrame.
-        seed: puts the rows into a random order, or None.
+        seed: shuffles the rows; None keeps their order.
 
     Yields:
-        The DataFrame with its rows' places, and the number of rows of each partition.
+        The DataFrame with row numbers, and the number of rows in each partition.
     """
     from pyspark.sql import functions as F
 
@@ -57,14 +57,14 @@ def ordered(frame, seed: int | None):
 
 
 def dealt(rows, counts: dict[int, int], deal: Deal):
-    """Puts each worker's rows into the partition of its number, in their order.
+    """Puts each worker's rows into the partition with the worker's number, in order.
 
     Args:
-        rows, counts: of `ordered`.
-        deal: which rows are whose.
+        rows, counts: what `ordered` yields.
+        deal: which rows each worker gets.
 
     Returns:
-        A DataFrame of `deal.workers` partitions, with the columns of the user's.
+        A DataFrame of `deal.workers` partitions, with the user's columns.
     """
     from pyspark.sql import functions as F
 
@@ -91,12 +91,12 @@ def _key_of_row(spark, deal: Deal):
     piece = F.when(last, _piece(F, within, deal.rows - full, deal.replicas))
     piece = piece.otherwise(_piece(F, within, deal.global_batch, deal.replicas))
     keys = _keys(spark, deal.workers)
-    keys = F.array(*(F.lit(key).cast("bigint") for key in keys))  # another type has another hash
+    keys = F.array(*(F.lit(key).cast("bigint") for key in keys))  # the hash depends on the type
     return F.element_at(keys, (piece % deal.workers + 1).cast("int"))
 
 
 def _piece(F, within, size: int, replicas: int):
-    """Which piece of a batch of `size` rows holds the row at the place `within`: the longer pieces come first."""
+    """Which piece of a batch of `size` rows holds the row at position `within`: the longer pieces come first."""
     each, left = divmod(size, replicas)
     longer = left * (each + 1)
     in_longer = F.floor(within / (each + 1))

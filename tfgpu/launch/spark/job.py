@@ -1,4 +1,4 @@
-"""Training on data in Spark: a barrier stage with one task per worker; TensorFlow runs in a process of the task.
+"""Training on data in Spark: a barrier stage with one task per worker; TensorFlow runs in a child process of the task.
 
 Source: https://spark.apache.org/docs/latest/api/python/reference/api/pyspark.BarrierTaskContext.html
 """
@@ -29,11 +29,11 @@ _LINES = 20
 
 @dataclass(frozen=True)
 class Errand:
-    """What travels to each task.
+    """What is sent to each task.
 
     Args:
-        work: what the worker's process is to do.
-        deal: which rows are whose.
+        work: what the worker's process runs.
+        deal: which rows each worker gets.
         desk: host and port of the driver's `Desk`.
         key: lets the task connect there.
     """
@@ -64,36 +64,36 @@ def spark_job(
 ) -> Any:
     """Trains on a DataFrame or RDD, on the executors, and returns when the training is done.
 
-    Each worker is a task of one barrier stage. Spark deals it its rows of every batch, by a shuffle; the task keeps
-    them in an Arrow file on its disk, and runs `train(data, *arguments)` in a process of its own with its TF_CONFIG,
-    where `data.batches(...)` is what `model.fit` trains on. The batches are those that one device would read from the
-    data frame in its order, whatever the number of workers and partitions. The first worker that fails ends the group
-    (SIGTERM, grace period, SIGKILL). The group is restarted, and `train` resumes from its checkpoint, if it keeps one.
+    Each worker is a task of one barrier stage. A Spark shuffle sends it its rows of every batch; the task keeps them in
+    an Arrow file on its disk, and runs `train(data, *arguments)` in a child process with its own TF_CONFIG, where
+    `model.fit` trains on `data.batches(...)`. The batches are those that one device would read from the data frame in
+    order, for any number of workers and partitions. The first worker that fails ends the group (SIGTERM, grace period,
+    SIGKILL). The group is restarted, and `train` resumes from its checkpoint if it saves any.
 
     Args:
         train: a function of a `SparkData` and of `arguments`.
         data: a `pyspark.sql.DataFrame`; or an RDD of Rows, dictionaries, or tuples (columns `_1`, `_2`, ...).
-        workers: processes that train, the chief included; as many task slots must be free.
-        global_batch: rows of a batch over all workers; a multiple of the replicas serves best.
-        arguments: what the function is called with besides the data.
-        gpus_per_worker: GPUs of each: those that Spark gives to the task (`spark.task.resource.gpu.amount`).
-        shuffle_seed: puts the rows into a random order first, the same in every epoch and for any number of workers;
-            None keeps the data frame's order.
+        workers: processes that train, including the chief; as many task slots must be free.
+        global_batch: rows per batch over all workers; best a multiple of the number of replicas.
+        arguments: the function's arguments after the data.
+        gpus_per_worker: GPUs per worker: those that Spark assigns to the task (`spark.task.resource.gpu.amount`).
+        shuffle_seed: shuffles the rows once, in the same order for every epoch and any number of workers; None keeps
+            the data frame's order.
         max_restarts: restarts of the group after failures. A preemption uses none.
         startup_timeout_s: seconds to wait for task slots, and for workers to find each other.
         silence_s: the heartbeat timeout in seconds; 0: none.
-        grace_s: seconds that workers have to save when they are asked to end while all is well.
+        grace_s: seconds that workers get to save after a request to stop that no failure caused.
         driver_port: where this program listens for its tasks; 0 takes a free port.
-        logs: folder for a log file of each worker, on its machine; they also go to the executors' stderr.
-        environment: variables that every worker gets.
-        on_progress: called here with what the chief reports by `tfgpu.callbacks.Report()` or `tfgpu.launch.report`,
-            as it happens, with the number of the attempt under `"start"`, from 0.
+        logs: folder for one log file per worker, on its machine; the output also goes to the executors' stderr.
+        environment: environment variables of every worker.
+        on_progress: called in this process with each report that the chief makes by `tfgpu.callbacks.Report()` or
+            `tfgpu.launch.report`; `"start"` holds the number of the attempt, from 0.
 
     Returns:
         What the chief's function returned.
 
     Raises:
-        InputError: Spark is not installed, a setting is out of range, the function cannot travel, there are too few
+        InputError: Spark is not installed, a setting is out of range, the function cannot be pickled, there are too few
             rows, or a worker found wrong input.
         MachineError: Spark has too few task slots, or a worker failed and no restart is left.
 
@@ -108,7 +108,7 @@ def spark_job(
         train,
         arguments,
         workers=workers,
-        gpus_per_worker=gpus_per_worker or None,  # None: all that Spark gives to the task
+        gpus_per_worker=gpus_per_worker or None,  # None: all that Spark assigns to the task
         max_restarts=max_restarts,
         startup_timeout_s=startup_timeout_s,
         silence_s=silence_s,
@@ -129,7 +129,7 @@ def pyspark_sql():
     """The module `pyspark.sql`.
 
     Raises:
-        InputError: it is not installed.
+        InputError: Spark is not installed.
     """
     try:
         import pyspark.sql
@@ -144,12 +144,12 @@ def _check(deal: Deal) -> None:
         if count < deal.replicas:
             raise InputError(
                 f"Each of the {deal.replicas} replicas needs a row of the first batch. Received: {name}={count}. "
-                "Take fewer workers."
+                "Use fewer workers."
             )
 
 
 def _wait_for_slots(spark, workers: int, timeout_s: float) -> None:
-    """Waits for executors to come up: Spark itself would ask 40 times, 15 s apart, and then not say what it has."""
+    """Waits for executors to start: Spark itself retries 40 times, 15 s apart, and then does not say what it has."""
     scala = spark.sparkContext._jsc.sc()
     profile = scala.resourceProfileManager().defaultResourceProfile()
     end = time.monotonic() + timeout_s
@@ -157,14 +157,14 @@ def _wait_for_slots(spark, workers: int, timeout_s: float) -> None:
         if time.monotonic() > end:
             raise MachineError(
                 f"Spark has {slots} task slots after startup_timeout_s={timeout_s:g}; {workers} workers need one each "
-                "at the same time. Start more executors, give them more cores, or take fewer workers."
+                "at the same time. Start more executors, give them more cores, or use fewer workers."
             )
         time.sleep(_LOOK_S)
 
 
 @contextlib.contextmanager
 def _connected(shares, work: Work, deal: Deal, port: int, attempt: int) -> Iterator[list[channel.SparkLink]]:
-    """Runs the barrier stage, whose tasks connect; ends it."""
+    """Runs the barrier stage, whose tasks connect, and ends it."""
     spark = shares.sparkSession
     if attempt > 1:
         _wait_for_slots(spark, deal.workers, work.job.startup_timeout_s)
@@ -175,7 +175,7 @@ def _connected(shares, work: Work, deal: Deal, port: int, attempt: int) -> Itera
             yield links
         finally:
             stage.end(work.grace_s)
-            desk.wait(work.grace_s + 5)  # Spark calls a stage done while its tasks are still being ended.
+            desk.wait(work.grace_s + 5)  # Spark reports a stage as done while its tasks are still being ended.
         _check_python(stage.error)
 
 
@@ -204,7 +204,7 @@ class _Stage:
         self._thread.start()
 
     def end(self, grace_s: float) -> None:
-        """Waits for the tasks to end by themselves, then lets Spark kill them."""
+        """Waits for the tasks to end on their own, then lets Spark kill them."""
         self._thread.join(grace_s + 5)
         if self._thread.is_alive():
             self._context.cancelJobGroup(self._group)
@@ -212,28 +212,28 @@ class _Stage:
 
 
 def _lines(error: Exception | None) -> list[str]:
-    """The lines of Spark's error that say something, without the JVM's stack."""
+    """The informative lines of Spark's error, without the JVM's stack trace."""
     lines = [line for line in str(error or channel.GONE).splitlines() if line.strip() and not line.startswith("\tat ")]
     return lines[:_LINES]
 
 
 def _check_python(error: Exception | None) -> None:
-    """Raises `MachineError` where the executors' Python is not fit, which no restart repairs."""
+    """Raises `MachineError` if the executors' Python is unsuitable, which no restart can fix."""
     text = str(error)
     if "ModuleNotFoundError" in text or "PYTHON_VERSION_MISMATCH" in text:
         reason = next((line for line in text.splitlines() if "ModuleNotFoundError" in line or "MISMATCH" in line), "")
         raise MachineError(
-            f"The executors' Python lacks what this one has: {reason.strip()[:300]} Install tfgpu[spark] there, or set "
-            "PYSPARK_PYTHON to the Python that has it before Spark starts."
+            f"The executors' Python lacks packages that this one has: {reason.strip()[:300]} Install tfgpu[spark] "
+            "there, or set PYSPARK_PYTHON to the Python that has it before Spark starts."
         ) from error
 
 
 def run_task(errand: Errand, batches: Iterator) -> Iterator:
-    """The task of one worker: keeps its rows, and runs its supervisor to the end.
+    """The task of one worker: stores its rows, and runs its supervisor until it ends.
 
     Args:
-        errand: what to do.
-        batches: of `pyarrow.RecordBatch`: this worker's rows, in their order.
+        errand: what to run.
+        batches: `pyarrow.RecordBatch` objects with this worker's rows, in order.
     """
     from pyspark import BarrierTaskContext
 
@@ -259,7 +259,7 @@ def run_task(errand: Errand, batches: Iterator) -> Iterator:
 
 
 def _devices(context) -> dict[str, str]:
-    """The GPUs that Spark gave the task; without any it sees none."""
+    """The GPUs that Spark assigned to the task, which sees no others."""
     gpus = context.resources().get("gpu")
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses) if gpus else ""}
 

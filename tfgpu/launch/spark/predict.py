@@ -22,11 +22,11 @@ NUMBERS = {"float": "float32", "double": "float64", "int": "int32", "bigint": "i
 
 @dataclass(frozen=True)
 class Errand:
-    """What travels to each task.
+    """What is sent to each task.
 
     Args:
-        name: under which the model's file was sent.
-        plan: of `data.planned`: what the model gets.
+        name: the name under which the model's file was sent.
+        plan: what the model gets, from `data.planned`.
         output, output_type, batch_rows: as in `spark_predict`.
     """
 
@@ -48,28 +48,28 @@ def spark_predict(
 ) -> Any:
     """Adds a model's predictions to a DataFrame, as a column.
 
-    Nothing runs until the DataFrame is used. The model's file travels with the job, and each Python worker of Spark
-    loads it once. Rows come and go as Arrow batches (`mapInArrow`: the other columns stay bit for bit what they were;
-    pandas, with `mapInPandas`, makes fractions of whole numbers beside missing ones), of
-    `spark.sql.execution.arrow.maxRecordsPerBatch` rows at the most; the model sees `batch_rows` of them at once.
+    Nothing runs until the DataFrame is used. The model's file is sent with the job, and each Python worker of Spark
+    loads it once. Rows are exchanged as Arrow batches of at most `spark.sql.execution.arrow.maxRecordsPerBatch` rows
+    (`mapInArrow` leaves the other columns bit for bit unchanged; pandas, with `mapInPandas`, turns integers into floats
+    where values are missing). The model predicts `batch_rows` of them at once.
 
     Args:
         frame: a `pyspark.sql.DataFrame`.
         model: a `.keras` file, as `model.save` writes it; its first output counts.
-        columns: what the model gets: the column, a list of columns that are put side by side as float32, or a mapping
-            from the model's inputs to one of these.
+        columns: what the model gets: a column, a list of columns to concatenate as float32, or a mapping from each of
+            the model's inputs to one of these.
         output: the name of the new column.
-        output_type: its Spark type: `"float"` for a model with one number a row, `"array<float>"` for several,
+        output_type: its Spark type: `"float"` for a model with one number per row, `"array<float>"` for several,
             `"array<array<float>>"` for two dimensions; double, int and bigint likewise.
-        batch_rows: rows that go through the model at once.
+        batch_rows: rows per call of the model.
 
     Returns:
         The DataFrame with one more column.
 
     Raises:
-        InputError: Spark is not installed, there is no such file or column, the new column's name is taken, or
-            `output_type` is not of the kind above.
-            Where the DataFrame is used: the model has several outputs, or another shape.
+        InputError: Spark is not installed, the file or a column does not exist, the new column's name is taken, or
+            `output_type` is none of the types above.
+            When the DataFrame is used: the model has several outputs, or another shape.
 
     Example:
         scored = tfgpu.launch.spark_predict(frame, "model.keras", columns=["a", "b"], output="score")
@@ -79,10 +79,10 @@ def spark_predict(
     frame = to_frame(pyspark_sql(), frame)
     path = Path(model)
     if not path.is_file() or path.suffix != ".keras":
-        raise InputError(f"`model` must be a .keras file. Received: {str(model)!r}. Make one by `model.save(...)`.")
+        raise InputError(f"`model` must be a .keras file. Received: {str(model)!r}. Create one with `model.save(...)`.")
     batch_rows = whole_number("batch_rows", batch_rows)
     if output in frame.columns:
-        raise InputError(f"The data has a column {output!r} already. Give `output` another name.")
+        raise InputError(f"The data already has a column {output!r}. Give `output` another name.")
     _depth(output_type)
     name = _sent(frame.sparkSession.sparkContext, path)
     errand = Errand(name, planned(columns, frame.columns), output, output_type, batch_rows)
@@ -94,11 +94,11 @@ def spark_predict(
 
 
 def predicted(batches: Iterator, errand: Errand) -> Iterator:
-    """The task: puts the predictions for each Arrow batch beside its columns.
+    """The task: adds the predictions as a column to each Arrow batch.
 
     Args:
-        batches: of `pyarrow.RecordBatch`.
-        errand: what to do.
+        batches: `pyarrow.RecordBatch` objects.
+        errand: what to run.
     """
     arrow = pyarrow()
     for batch in batches:
@@ -118,7 +118,7 @@ def to_arrow(found, output_type: str):
         output_type: as in `spark_predict`.
 
     Raises:
-        InputError: the type is for another number of dimensions.
+        InputError: the type has another number of dimensions.
     """
     import numpy as np
 
@@ -131,7 +131,7 @@ def to_arrow(found, output_type: str):
     if len(shape) != depth:
         fits = "array<" * len(shape) + "float" + ">" * len(shape)
         raise InputError(
-            f"The model predicts a shape of {shape} a row. Received: output_type={output_type!r}. Give {fits!r}."
+            f"The model predicts a shape of {shape} per row. Received: output_type={output_type!r}. Use {fits!r}."
         )
     number = output_type.removeprefix("array<" * depth).rstrip(">")
     values = arrow.array(found.reshape(-1).astype(NUMBERS[number]))
@@ -146,7 +146,7 @@ def _depth(output_type: str) -> int:
     if not match or len(match[1]) != 6 * len(match[3]):
         raise InputError(
             f"`output_type` must be float, double, int or bigint, or arrays of them. Received: {output_type!r}. "
-            "Give 'float', or 'array<float>'."
+            "Use 'float' or 'array<float>'."
         )
     return len(match[3])
 
@@ -157,20 +157,20 @@ def _model(name: str):
     from pyspark import SparkFiles, TaskContext
 
     gpus = TaskContext.get().resources().get("gpu")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses) if gpus else ""  # before TensorFlow looks
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses) if gpus else ""  # before TensorFlow reads it
     import keras
 
     return keras.models.load_model(SparkFiles.get(name), compile=False)
 
 
 def _sent(context, path: Path) -> str:
-    """Sends the file to all executors, named by its content: Spark accepts each name once."""
+    """Sends the file to all executors under a name made from its content: Spark accepts each name once."""
     from pyspark import SparkFiles
 
     name = f"tfgpu-{hashlib.sha256(path.read_bytes()).hexdigest()[:24]}.keras"
     if not os.path.exists(SparkFiles.get(name)):
         folder = Path(tempfile.mkdtemp(prefix="tfgpu-model-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # executors that start later ask for it too
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # executors that start later request it too
         shutil.copyfile(path, folder / name)
         context.addFile(str(folder / name))
     return name
