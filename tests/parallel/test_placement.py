@@ -222,7 +222,7 @@ def test_what_comes_too_late_or_cannot_be_is_told():
     with pytest.raises(tfgpu.InputError, match="Place it before `compile`"):
         place(model, WHERE)
     model = place(make(), WHERE)
-    with pytest.raises(tfgpu.InputError, match="XLA cannot compile a step whose layers live on several devices"):
+    with pytest.raises(tfgpu.InputError, match="XLA cannot compile a step whose layers are on several devices"):
         model.compile("adam", "mse", jit_compile=True)
     model.compile("adam", "mse", jit_compile="auto")
     assert model.jit_compile is False

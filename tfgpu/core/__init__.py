@@ -1,1 +1,1 @@
-"""The engine: one training step on many replicas, and the block of steps that `fit` runs as one call."""
+"""The engine: one training step on many replicas, and blocks of steps that `fit` runs in one call."""

@@ -1,4 +1,4 @@
-"""Which rows of the global batch a replica holds: told by the data, or by a small collective between the replicas."""
+"""Which rows of the global batch a replica holds: known from the data, or from a small collective between replicas."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ class GivenRows:
 
     Attributes:
         local: their number, int32 scalar.
-        graph: the graph in which the replica began; None where it runs eagerly.
-        range: which rows of the global batch they are, once the replicas have told each other.
+        graph: the graph in which the replica began; None if it runs eagerly.
+        range: which rows of the global batch they are, once the replicas have exchanged their numbers of rows.
     """
 
     local: tf.Tensor
@@ -27,12 +27,12 @@ class GivenRows:
 
 
 def begin_step(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = None, **facts: bool) -> Step:
-    """The facts of the step that this replica begins.
+    """Returns the facts of the step that this replica begins.
 
     Args:
         local: rows of this replica, int32 scalar.
-        place: rows of the batch before them, and rows of the whole batch; None where the data does not tell: the
-            replicas then tell each other in a small collective.
+        place: the number of rows of the batch before them, and of the whole batch; None if the data does not tell: the
+            replicas then exchange their numbers in a small collective.
         facts: `jit`, `local_updates` and `local_forward` of `Step`.
     """
     offset, total = _exchanged_place(local) if place is None else place
@@ -41,7 +41,7 @@ def begin_step(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = Non
 
 @contextlib.contextmanager
 def given(local: tf.Tensor) -> Iterator[None]:
-    """For the length of the block this replica, outside a step, holds `local` rows of a batch."""
+    """Inside the block, this replica holds `local` rows of a batch; for use outside a step."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     with step_context.scope(given_rows=GivenRows(local, graph)):
         yield
@@ -50,8 +50,8 @@ def given(local: tf.Tensor) -> Iterator[None]:
 def known_rows() -> RowRange | None:
     """Which rows this replica holds: the step's, else those that a hand-written `strategy.run` was given.
 
-    In a hand-written loop the replicas tell each other at the first question, in the graph in which they began, outside
-    any condition or loop in it. A tf.function that is called within a replica cannot ask, and gets None.
+    In a hand-written loop the first call exchanges the numbers of rows, in the graph in which the replicas began and
+    outside any condition or loop in it. Inside a tf.function that a replica calls, the result is None.
     """
     found = step_context.current().given_rows
     if step_context.step() is not None or found is None or replica_context() is None or not _is_within(found.graph):
@@ -63,7 +63,7 @@ def known_rows() -> RowRange | None:
 
 
 def known_share() -> tf.Tensor | None:
-    """This replica's fraction of the global batch (float32 scalar), by `known_rows`; None where that is None."""
+    """This replica's fraction of the global batch (float32 scalar) from `known_rows`; None if that is None."""
     found = known_rows()
     if step_context.step() is not None or found is None:
         return step_context.share()
@@ -96,7 +96,7 @@ def _share_of(local: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
 
 
 def _exchanged_place(local: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Rows of the batch before this replica's, and rows of the batch: each replica tells the others its number."""
+    """Exchanges the replicas' numbers of rows; returns the rows before this replica's, and the rows of the batch."""
     replica = replica_context()
     if replica.num_replicas_in_sync == 1:
         return tf.constant(0), local

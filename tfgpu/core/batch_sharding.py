@@ -1,7 +1,7 @@
-"""The global batch in shards: one for each replica, with the range of its rows in the batch.
+"""Shards the global batch: one shard per replica, with the range of its rows in the batch.
 
-TensorFlow's own cut says nothing of the other replicas' shards, so each step would need a collective to count rows. And
-by default it shares out files, not batches, where it finds files: the rows that meet in a batch are then others than on
+TensorFlow's own sharding does not tell a replica about the other shards, so each step would need a collective to count
+rows. And by default it shards files, not batches, if the data comes from files: a batch then holds other rows than on
 one device.
 """
 
@@ -17,7 +17,7 @@ from tfgpu.compat import distribute, slots, training
 from tfgpu.compat.patch import wrap
 from tfgpu.core import nested_functions, replication, step_context, worker_vote
 
-_UNEQUAL = "The parts of a batch must have equally many rows."
+_UNEQUAL = "All parts of a batch must have the same number of rows."
 
 
 class ReplicaBatch(NamedTuple):
@@ -39,8 +39,8 @@ class ReplicaBatch(NamedTuple):
 def cut_evenly() -> None:
     """Gives each replica its shard of every batch, equal but for one row, and tells it which rows those are.
 
-    Every worker makes the whole batch, as one device does, and keeps its shards. Where the data asks for another way of
-    sharding (`experimental_distribute.auto_shard_policy` FILE, HINT or OFF), TensorFlow's cut stays.
+    Every worker makes the whole batch, as one device does, and keeps its shards. If the data asks for another way of
+    sharding (`experimental_distribute.auto_shard_policy` FILE, HINT or OFF), TensorFlow shards it.
     """
 
     @wrap("TFEpochIterator.__init__")
@@ -62,8 +62,8 @@ def cut_evenly() -> None:
 def replica_batch(batch, at, count: int, *, stand_in: bool = True) -> ReplicaBatch:
     """Shard number `at` of `count` of a batch: any structure of tensors, ragged and sparse ones too.
 
-    A scalar, and a batch of nothing but scalars, goes whole to each. A shard without rows holds the batch's first one,
-    on which the step computes as on any other; without `stand_in` it holds none.
+    Scalars go whole to each replica. A shard without rows holds the batch's first row, on which the step computes as on
+    any other; without `stand_in` it is empty.
     """
     values = [v for v in tf.nest.flatten(batch) if v is not None]
     batched = [v for v in values if v.shape.rank != 0]
@@ -71,7 +71,7 @@ def replica_batch(batch, at, count: int, *, stand_in: bool = True) -> ReplicaBat
         return ReplicaBatch(batch, tf.constant(1), tf.cast(at, tf.int32), tf.constant(count))
     at, total = tf.cast(at, tf.int32), _common_rows(batched)
     if isinstance(total, int) and total % count == 0:
-        # Every shard has the same static shape, which spares the step its care for empty ones.
+        # All shards have one static shape, so the step needs no special case for empty ones.
         rows = total // count
         data = tf.nest.map_structure(lambda v: _sliced(v, at * rows, rows), batch)
         return ReplicaBatch(data, tf.constant(rows), at * rows, tf.constant(total))
@@ -84,7 +84,7 @@ def replica_batch(batch, at, count: int, *, stand_in: bool = True) -> ReplicaBat
 
 
 def shard(strategy: tf.distribute.Strategy, batch, *, gives_row_ranges: bool = True):
-    """Cuts a whole batch into a value of the strategy: a `ReplicaBatch` for each replica here, or its rows alone."""
+    """Splits a whole batch into a distributed value: per replica of this process a `ReplicaBatch`, or only its rows."""
     batch = tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
 
     def of_replica(context):
@@ -102,9 +102,9 @@ def on_host() -> contextlib.AbstractContextManager:
 
 
 def rows_and_range(data) -> tuple[Any, tf.Tensor, tuple | None]:
-    """What a replica was given: its data, their number of rows, and (offset, total) where the data tells.
+    """What a replica received: its data, the number of rows, and (offset, total) if known.
 
-    Data that no `ReplicaBatch` holds gets a stand-in row where it has none.
+    Data that is not in a `ReplicaBatch` gets a stand-in row if it is empty.
     """
     if isinstance(data, ReplicaBatch):
         return data.data, data.local, (data.offset, data.total)
@@ -113,7 +113,7 @@ def rows_and_range(data) -> tuple[Any, tf.Tensor, tuple | None]:
 
 
 def num_rows(data) -> tf.Tensor:
-    """Rows of a replica's data: the first dimension of its first tensor, or 1 where that is a scalar."""
+    """Rows of a replica's data: the first dimension of its first tensor, or 1 if that is a scalar."""
     for value in tf.nest.flatten(data):
         if value is not None and value.shape.rank != 0:
             return tf.convert_to_tensor(_rows(value))
@@ -121,7 +121,7 @@ def num_rows(data) -> tf.Tensor:
 
 
 def with_stand_in_row(value):
-    """The tensor; in place of no rows a row of ones (zeros for whole numbers), which logarithms and norms can bear."""
+    """The tensor; if it is empty, a row of ones (zeros for integers), which is safe in logarithms and norms."""
     if not tf.is_tensor(value) or isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or value.shape.rank == 0:
         return value
     if value.shape[0]:
@@ -131,14 +131,14 @@ def with_stand_in_row(value):
         shape = tf.concat([[1], tf.shape(value)[1:]], 0)
         return tf.ones(shape, value.dtype) if value.dtype.is_floating else tf.zeros(shape, value.dtype)
 
-    row = tf.cond(tf.shape(value)[0] > 0, lambda: value, one)  # passes the tensor on uncopied
+    row = tf.cond(tf.shape(value)[0] > 0, lambda: value, one)  # passes the tensor on without a copy
     if value.shape[0] is None:
         row.set_shape(value.shape)
     return row
 
 
 class _Distributor:
-    """Stands where Keras asks a strategy to distribute its dataset."""
+    """Takes the strategy's place where Keras distributes its dataset."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = strategy
@@ -157,7 +157,7 @@ class _Distributor:
 
 
 class Undistributed:
-    """Stands where Keras asks the strategy of one device to distribute a dataset: it stays as it is.
+    """Takes the place of a one-device strategy where Keras distributes a dataset: returns it unchanged.
 
     TensorFlow's own iterator asks in each step whether there is data, and takes each batch from a GPU to the host and
     back to answer.
@@ -170,14 +170,14 @@ class Undistributed:
 class ShardedDataset:
     """A dataset whose batches the compiled step shards on the host.
 
-    One plain tf.data iterator gives whole batches. The step slices them in host memory, which costs a tenth of a `map`
+    One plain tf.data iterator yields whole batches. The step slices them in host memory, which costs a tenth of a `map`
     in tf.data, and each device copies its own shard. A loop of steps does so for the next batch while the devices
-    compute. TensorFlow's own iterator asks all workers at every step whether they have data, takes each batch from a
-    GPU to the host and back, and forgets the batch's size.
+    compute. TensorFlow's own iterator asks all workers at every step whether they have data, copies each batch from a
+    GPU to the host and back, and loses the batch's size.
 
     Args:
-        strategy: whose replicas get the shards.
-        dataset: of whole batches, the same on every worker.
+        strategy: the strategy whose replicas get the shards.
+        dataset: a dataset of whole batches, the same on every worker.
         gives_row_ranges: whether a replica is told which rows it gets.
     """
 
@@ -187,7 +187,7 @@ class ShardedDataset:
 
     @functools.cached_property
     def element_spec(self):
-        """What one replica gets of a batch. To find it takes some 30 ms, and only a model that is not built asks."""
+        """What one replica gets of a batch. Takes some 30 ms, and only a model that is not built needs it."""
         return self.dataset.map(_cut(self._strategy, self.dataset, self._gives_row_ranges)).element_spec[0]
 
     def __iter__(self):
@@ -199,7 +199,7 @@ class ShardedIterator:
     """The shards of batch after batch as values of the strategy.
 
     Attributes:
-        source: of whole batches; compiled loops read it, and shard, themselves.
+        source: iterator of whole batches; compiled loops read and shard it themselves.
         gives_row_ranges: whether a replica is told which rows it gets.
     """
 
@@ -215,14 +215,14 @@ class ShardedIterator:
 
 
 def source_of(iterator: object) -> tuple[Any, bool | None]:
-    """What a compiled loop reads, and whether its shards say which rows they are; None where no loop shards."""
+    """What a compiled loop reads, and whether its shards tell their row ranges; None if the loop does not shard."""
     if isinstance(iterator, ShardedIterator):
         return iterator.source, iterator.gives_row_ranges
     return iterator, None
 
 
 def next_batch(iterator: tf.data.Iterator | tf.distribute.DistributedIterator) -> tuple[tf.Tensor, Callable]:
-    """Whether an iterator has another batch (bool scalar), and what gives it; called where it has one."""
+    """Whether an iterator has another batch (bool scalar), and a function that returns it, to call only if it has."""
     if isinstance(iterator, tf.distribute.DistributedIterator):
         return distribute.next_batch(iterator)
     with on_host():  # `identity` has a device of its own, and `get_value` goes where the optional is
@@ -236,7 +236,7 @@ def next_batch(iterator: tf.data.Iterator | tf.distribute.DistributedIterator) -
 
 
 def _sharded(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_ranges: bool) -> ShardedDataset:
-    """Kept with the dataset: what shards its batches one by one takes some 30 ms to trace."""
+    """Kept with the dataset, because its sharding function takes some 30 ms to trace."""
     kept = vars(slots.of(dataset)).setdefault("sharded", {})
     key = strategy, gives_row_ranges
     if key not in kept:
@@ -245,10 +245,10 @@ def _sharded(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_r
 
 
 def _compiled_shard(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_ranges: bool) -> Callable:
-    """`shard` as a tf.function, which the strategy keeps: one for each dataset would be traced at each `predict`.
+    """`shard` as a tf.function, kept with the strategy: one per dataset would be traced at each `predict`.
 
-    Data of other shapes, but for the number of rows, has another one: what `reduce_retracing` made of both could have
-    no rank.
+    Data whose shapes differ in more than the number of rows gets another function: with `reduce_retracing`, a shared
+    one could lose the rank.
     """
 
     def but_for_rows(spec):
@@ -264,14 +264,14 @@ def _compiled_shard(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, 
 
 
 def _cut(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_ranges: bool) -> Callable:
-    """The function for tf.data from a batch of `dataset` to the shards of this process's replicas, in their order."""
+    """A tf.data function from a batch to the shards of this process's replicas, in order."""
     devices, count = len(strategy.extended.worker_devices), strategy.num_replicas_in_sync
     first = distribute.worker_index(strategy) * devices if replication.spans_processes(strategy) else 0
     places = [replication.shard_index(strategy, first + device) for device in range(devices)]
 
     @tf.autograph.experimental.do_not_convert
     def cut(*batch):
-        batch = batch if type(dataset.element_spec) is tuple else batch[0]  # as tf.data asks: no namedtuple
+        batch = batch if type(dataset.element_spec) is tuple else batch[0]  # as tf.data does: no namedtuple
         shards = [replica_batch(batch, at, count, stand_in=gives_row_ranges) for at in places]
         return tuple(each if gives_row_ranges else each.data for each in shards)
 
@@ -279,10 +279,10 @@ def _cut(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_r
 
 
 def _common_rows(values: list) -> int | tf.Tensor:
-    """The rows of a batch's tensors: a number where all are known, else an int32 scalar that checks them.
+    """The number of rows of a batch's tensors: an int if all are known, else an int32 scalar that checks them.
 
     Raises:
-        ValueError: they have different numbers.
+        ValueError: they have different numbers of rows.
     """
     static = {v.shape[0] for v in values} - {None}
     if len(static) > 1:
@@ -296,7 +296,7 @@ def _common_rows(values: list) -> int | tf.Tensor:
 
 
 def _rows(value) -> int | tf.Tensor:
-    """Rows of a tensor: a number where that is known, else an int32 scalar."""
+    """Rows of a tensor: an int if known, else an int32 scalar."""
     if isinstance(value, tf.RaggedTensor):
         return tf.cast(value.nrows(), tf.int32)
     if isinstance(value, tf.SparseTensor):

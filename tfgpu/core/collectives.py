@@ -1,4 +1,4 @@
-"""Sums over all replicas of a step, and over all workers outside of one."""
+"""Sums over all replicas in a step, and over all workers outside a step."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,15 @@ from tfgpu.core.replication import replica_context, replica_number, spans_proces
 from tfgpu.errors import InputError
 
 PACK_BYTES = 32 << 20
-"""Of values in one collective between GPUs, so that the gradients that are computed first are sent first."""
+"""Bytes in one collective between GPUs, so that the gradients that are computed first are sent first."""
 
 
 def all_reduce(values: list, options: tf.distribute.experimental.CommunicationOptions | None = None) -> list:
     """Sums tensors or IndexedSlices over all replicas, outside XLA's clusters; None stays None.
 
     Args:
-        values: this replica's, of any dtype; each sum has the dtype of its value.
-        options: what else than the strategy's own options holds for these collectives.
+        values: this replica's values, of any dtype; each sum has the dtype of its value.
+        options: overrides the strategy's own options for these collectives.
     """
     present = [value for value in values if value is not None]
     if replica_context().num_replicas_in_sync > 1:
@@ -32,12 +32,12 @@ def all_reduce(values: list, options: tf.distribute.experimental.CommunicationOp
 
 
 def sum_gradients(gradients: list) -> list:
-    """Sums gradients (tensors, IndexedSlices or None) over all replicas; each travels in the strategy's dtype."""
+    """Sums gradients (tensors, IndexedSlices or None) over all replicas; each is sent in the strategy's dtype."""
     return from_reduce_dtype(all_reduce(to_reduce_dtype(gradients)), gradients)
 
 
 def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums a few small tensors over all replicas: on the host where one process holds every replica."""
+    """Sums a few small tensors over all replicas: on the host if one process holds every replica."""
     replica = replica_context()
     if spans_processes(replica.strategy) or replica.num_replicas_in_sync == 1:
         return all_reduce(values)
@@ -46,11 +46,11 @@ def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def sum_over_workers(strategy: tf.distribute.Strategy, numbers) -> np.ndarray:
-    """Adds up each process's whole numbers: an int64 vector, the same on all. Every worker must call it."""
+    """Adds up the processes' integers: an int64 vector, the same on all workers. Every worker must call it."""
 
     @tf.autograph.experimental.do_not_convert
     def mine(values):
-        """Of several replicas in a process one gives them; the same tensor on all would be taken for one replica's."""
+        """One of a process's replicas contributes them; the same tensor on all would be taken for one replica's."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return values * tf.cast(replica % len(strategy.extended.worker_devices) == 0, values.dtype)
 
@@ -76,11 +76,11 @@ def added(parts: list) -> tf.Tensor | tf.IndexedSlices:
 def communication_options(
     strategy: tf.distribute.Strategy, more: tf.distribute.experimental.CommunicationOptions | None = None
 ) -> tf.distribute.experimental.CommunicationOptions:
-    """A strategy's options for its collectives: on workers TensorFlow forgets them where replicas ask for a sum.
+    """A strategy's options for its collectives, which TensorFlow drops when replicas on several workers request a sum.
 
     Args:
-        strategy: of replicas.
-        more: what overrides its own.
+        strategy: a strategy of replicas.
+        more: options that override its own.
     """
     own, pack = distribute.communication_options(strategy), slots.get(strategy, "bytes_per_pack")
     if pack is None:
@@ -90,28 +90,28 @@ def communication_options(
 
 
 def set_bytes_per_pack(strategy: tf.distribute.Strategy, count: int) -> None:
-    """Lets a strategy's replicas sum their values in packs of about so many bytes; 0 makes one pack of all."""
+    """Makes a strategy's replicas sum their values in packs of about `count` bytes; 0 makes one pack of all."""
     slots.of(strategy).bytes_per_pack = count
 
 
 def set_reduce_dtype(strategy: tf.distribute.Strategy, dtype: str) -> None:
-    """Lets a strategy's gradients travel between replicas in a narrower dtype."""
+    """Makes a strategy's replicas exchange gradients in a narrower dtype."""
     slots.of(strategy).reduce_dtype = tf.as_dtype(dtype)
 
 
 def to_reduce_dtype(values: list) -> list:
-    """Gradients (tensors, IndexedSlices or None) in the dtype in which they travel between replicas."""
+    """Gradients (tensors, IndexedSlices or None) in the dtype in which replicas exchange them."""
     dtype = slots.get(replica_context().strategy, "reduce_dtype")
     return list(values) if dtype is None else [_cast(v, dtype) if _is_wider(v, dtype) else v for v in values]
 
 
 def from_reduce_dtype(values: list, like: list) -> list:
-    """Gradients that have travelled, each in the dtype of the value in `like` at its place."""
+    """Exchanged gradients, each in the dtype of the value at its position in `like`."""
     return [v if v is None or v.dtype == w.dtype else _cast(v, w.dtype) for v, w in zip(values, like, strict=True)]
 
 
 def to_sum(value: tf.Tensor) -> tf.Tensor:
-    """A tensor in the form in which replicas sum it: in the strategy's dtype for gradients if it has that one."""
+    """A tensor in the form in which replicas sum it: as `travel.to_sum`, except in the strategy's gradient dtype."""
     return value if value.dtype == slots.get(replica_context().strategy, "reduce_dtype") else travel.to_sum(value)
 
 
@@ -133,9 +133,9 @@ def _cast(value, dtype: tf.DType):
 
 
 def _shares_memory() -> bool:
-    """Whether all replicas compute on this process's CPUs, and nobody has chosen how they sum.
+    """Whether all replicas compute on this process's CPUs, and no way of summing has been chosen.
 
-    A sum then needs no collective, which would copy everything into a pack and out of it.
+    A sum then needs no collective, which would copy everything into a pack and back.
     """
     strategy = replica_context().strategy
     if not isinstance(strategy, tf.distribute.MirroredStrategy) or not distribute.adds_by_default(strategy):
@@ -146,7 +146,7 @@ def _shares_memory() -> bool:
 
 
 def _sum_on_host(values: list) -> list:
-    """Sums tensors, or joins IndexedSlices, of replicas in this process, on its CPU."""
+    """Sums tensors, or concatenates IndexedSlices, of replicas in this process, on its CPU."""
     sent = [value if isinstance(value, tf.IndexedSlices) else to_sum(value) for value in values]
     traffic.note(sent)
 
@@ -162,7 +162,7 @@ _FORMS = ("dense", "few rows", "many rows")
 
 
 def _sum_by_collectives(values: list, options) -> list:
-    """Sums tensors and IndexedSlices; small slices travel as two dense tensors, behind the others."""
+    """Sums tensors and IndexedSlices; small slices are sent as two dense tensors, after the others."""
     _note_varying_shapes(values)
     forms = [_form(value) for value in values]
     dense, few, many = ([v for v, form in zip(values, forms, strict=True) if form == each] for each in _FORMS)
@@ -177,7 +177,7 @@ def _sum_by_collectives(values: list, options) -> list:
 
 
 def _form(value) -> str:
-    """How a value travels: one of `_FORMS`."""
+    """How a value is sent: one of `_FORMS`."""
     if not isinstance(value, tf.IndexedSlices):
         return "dense"
     return "few rows" if sparse_collectives.can_be_packed(value) else "many rows"
@@ -196,7 +196,7 @@ def _sum_by_dtype(values: list[tf.Tensor], options) -> list[tf.Tensor]:
 
 
 def _sum_slices(slices: list[tf.IndexedSlices], options) -> list[tf.IndexedSlices]:
-    """All replicas' slices. TensorFlow's own way, a few collectives a table, where replicas cannot gather."""
+    """All replicas' slices; if replicas cannot gather, TensorFlow's own way, a few collectives per table."""
     if not slices:
         return []
     if not distribute.can_gather(replica_context().strategy):
@@ -215,7 +215,7 @@ def all_gather(value: tf.Tensor, options: tf.distribute.experimental.Communicati
     """The values of all replicas, [replicas, *value.shape], in a graph; in the order of TensorFlow's ranks.
 
     Args:
-        value: of the same shape on all replicas, and of 16 bits or more a number.
+        value: has the same shape on all replicas, and at least 16 bits per number.
         options: as for `all_reduce`.
     """
     replica = replica_context()
@@ -229,7 +229,7 @@ def all_gather(value: tf.Tensor, options: tf.distribute.experimental.Communicati
 
 
 def _note_varying_shapes(values: list) -> None:
-    """Tells the step that a collective has another shape in another step: such steps cannot share one call."""
+    """Tells the step that a collective's shape varies between steps: such steps cannot share one call."""
     facts = step_context.step()
     if facts is not None:
         shapes = [(v.values if isinstance(v, tf.IndexedSlices) else v).shape for v in values]
@@ -238,10 +238,10 @@ def _note_varying_shapes(values: list) -> None:
 
 @contextlib.contextmanager
 def _explained_merge_call() -> Iterator[None]:
-    """Says what to do where TensorFlow says that `merge_call` was called in another graph.
+    """Raises a clear error if TensorFlow says that `merge_call` was called in another graph.
 
     Raises:
-        InputError: the replicas were to communicate in a graph within the step's.
+        InputError: the replicas tried to communicate in a graph inside the step's.
     """
     try:
         yield

@@ -31,7 +31,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 @contextlib.contextmanager
 def explained(model):
-    """Raises tfgpu's errors in place of TensorFlow's, inside `fit`, `evaluate` or `predict` of a model."""
+    """Raises tfgpu's errors in place of TensorFlow's inside `fit`, `evaluate` or `predict`."""
     try:
         yield
     except tf.errors.OpError as error:

@@ -1,4 +1,4 @@
-"""Each replica's part of a gradient that is summed over replicas: one device's, once all parts are there."""
+"""Each replica's contribution to a gradient: summed over replicas, they give one device's gradient."""
 
 import tensorflow as tf
 
@@ -7,9 +7,9 @@ from tfgpu.core import step_context
 
 
 def weigh(grads: list, scaled: bool) -> list:
-    """Each replica's part of the gradients' sum: weighed by its share inside a step; None stays None.
+    """This replica's contribution to the gradients' sum: inside a step, weighted by its share; None stays None.
 
-    In a step apart the weights are averaged by rows later: here only a sum over rows becomes what the batch's would be.
+    In a step with local updates, the weights are averaged by rows later, so only sums over rows are scaled here.
     """
     facts = step_context.step()
     weigh = facts is not None and not (facts.loss_is_weighed or facts.loss_is_sum)
@@ -47,7 +47,7 @@ def _without_stand_ins(grads: list) -> list:
 
 
 def _zero_without_rows(gradients: list) -> list:
-    """Zeros where only a row that stands in was seen, as it may have brought infinities; else what came, uncopied."""
+    """Zeros if this replica saw only a stand-in row, which may have produced infinities; else the input, not copied."""
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     with step_context.outside_xla():
         values = tf.cond(step_context.has_rows(), lambda: values, lambda: [tf.zeros_like(v) for v in values])

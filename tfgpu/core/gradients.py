@@ -1,8 +1,8 @@
-"""Optimizers under replicas: the gradients are summed first, in one all-reduce; all that follows is plain local work.
+"""Optimizers under replicas: gradients are summed first, in one all-reduce; everything after is local.
 
 Unscaling, the check for infinities, clipping, weight decay, the update and the moving average then see the same numbers
-on every replica, as on one device, and no collective stands inside a condition. Features that sum gradients in another
-way, or do something around the update, register a `GradientExtension`.
+on every replica, as on one device, and no collective is inside a condition. Features that sum gradients in another
+way, or surround the update, register a `GradientExtension`.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ class Update:
     """One call of an optimizer's `apply` on a replica.
 
     Attributes:
-        optimizer: the one that was called.
-        inner: the optimizer within loss scaling; the same one where there is none.
-        gradients: of this replica: tensors, IndexedSlices or None.
-        variables: of the model, one for each gradient.
+        optimizer: the optimizer that was called.
+        inner: the optimizer inside loss scaling; without loss scaling, the same.
+        gradients: this replica's gradients: tensors, IndexedSlices or None.
+        variables: the model's variables, one per gradient.
     """
 
     optimizer: keras.optimizers.Optimizer
@@ -45,21 +45,21 @@ class GradientExtension:
         return variable
 
     def arrive_summed(self, update: Update) -> bool:
-        """Whether the gradients come summed over replicas, so that they must not be weighed by rows."""
+        """Whether the gradients are already summed over replicas, so they must not be weighted by rows."""
         return False
 
     def sum(self, update: Update, parts: list) -> list | None:
-        """The gradients to be applied, from each replica's parts of the sum.
+        """Returns the gradients to apply, from this replica's parts of the sums.
 
-        None leaves them to the next extension, and at last to one all-reduce.
+        None leaves them to the next extension, and finally to one all-reduce.
         """
         return None
 
     @contextlib.contextmanager
     def around_update(self, update: Update, sums: list, named: list | None) -> Iterator[tuple[list, list | None]]:
-        """Surrounds the optimizer's own update; yields the gradients and variables that it is to get.
+        """Surrounds the optimizer's own update; yields the gradients and variables to pass to it.
 
-        `named` are the variables that the caller has named, or None for all of the optimizer's.
+        `named` are the variables that the caller passed, or None for all of the optimizer's.
         """
         yield sums, named
 
@@ -67,7 +67,7 @@ class GradientExtension:
 def sum_before_applying() -> None:
     """Sums the gradients over replicas before anything reads them.
 
-    Stock Keras clips, checks and accumulates each replica's part by itself, and sums afterward. Seen as crashes:
+    Stock Keras clips, checks and accumulates each replica's part separately, and sums afterward. Reported as crashes:
     https://github.com/keras-team/keras/issues/20582 (accumulation),
     https://github.com/keras-team/keras/issues/18666 (float16).
     """
@@ -75,7 +75,7 @@ def sum_before_applying() -> None:
 
     @wrap("BaseOptimizer.__init__")
     def init(stock, self, *args, **kwargs):
-        for cls in type(self).__mro__:  # one that changes the gradients first must see the sum
+        for cls in type(self).__mro__:  # a subclass that changes the gradients first must see the sum
             if not cls.__module__.startswith("keras.") and issubclass(cls, BaseOptimizer):
                 _sum_before(cls)
         stock(self, *args, **kwargs)
@@ -85,7 +85,7 @@ def sum_before_applying() -> None:
 
 
 def _weigh_losses() -> None:
-    """Multiplies a loss by the replica's share: a scalar, where the gradients would need a pass each."""
+    """Multiplies the loss, a scalar, by the replica's share: the gradients would need one pass each."""
 
     @wrap("TensorFlowTrainer.train_step")
     def train_step(stock, self, data):
@@ -134,13 +134,13 @@ def _weigh_losses() -> None:
 
 
 def _is_sum(facts: step_context.Step, loss: tf.Tensor) -> bool:
-    """Whether the gradient of a loss is a sum over rows, as a vector's is; a shape of [1] is one number too."""
+    """Whether the gradient of a loss is a sum over rows, as a vector's is; a shape of [1] counts as a scalar."""
     is_one = loss.shape.num_elements() == 1 and tf.get_static_value(facts.rows.local) != 1
     return loss.shape.rank != 0 and not is_one
 
 
 def _sum_before(owner: type) -> None:
-    """Lets the class's own `apply` and `apply_gradients` see gradients that are summed."""
+    """Makes the class's own `apply` and `apply_gradients` see summed gradients."""
     if slots.get(owner, "sums_before"):
         return
     slots.of(owner).sums_before = True
@@ -166,7 +166,7 @@ def _sum_before(owner: type) -> None:
 
 @contextlib.contextmanager
 def _summed(optimizer, gradients: list, named: list | None) -> Iterator[tuple[list, list | None]]:
-    """Surrounds an optimizer's own update; yields the gradients and variables that it is to get."""
+    """Surrounds an optimizer's own update; yields the gradients and variables to pass to it."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     trained = list(optimizers.trained(inner) if named is None else named)
     for extension in extensions.gradient_extensions:
@@ -181,7 +181,7 @@ def _summed(optimizer, gradients: list, named: list | None) -> Iterator[tuple[li
 
 
 def _sum(update: Update) -> list:
-    """The gradients as one device has them; in a step of local updates, as this replica's own rows make them.
+    """The gradients as on one device; in a step with local updates, those of this replica's rows.
 
     Raises:
         InputError: a variable was made outside the strategy's scope.
@@ -212,7 +212,7 @@ def _parts(gradients: list, update: Update) -> list:
 
 
 def _overwriting(update: Update) -> list[int]:
-    """Places of the gradients that replace their variable: float8 keeps the largest numbers of a batch there."""
+    """Positions of gradients that replace their variable: float8 keeps a batch's largest magnitudes there."""
     return [
         at
         for at, (gradient, variable) in enumerate(zip(update.gradients, update.variables, strict=False))
@@ -221,14 +221,14 @@ def _overwriting(update: Update) -> list[int]:
 
 
 def count_on_every_replica(optimizer: keras.optimizers.Optimizer) -> None:
-    """Lets every replica count `iterations`: Keras makes it ONLY_FIRST_REPLICA, whose assignment hides a merge_call."""
+    """Makes every replica count `iterations`: Keras makes it ONLY_FIRST_REPLICA, whose `assign` hides a merge_call."""
     iterations = optimizers.iterations(optimizer)
     replication.check_is_replicated(iterations)
     variables.set_aggregation(iterations, tf.VariableAggregation.NONE)
 
 
 def apply_on_every_replica() -> None:
-    """Once the gradients are summed, every replica updates its own copy of the variables, with no merge_call."""
+    """Makes every replica update its own copy of the variables with the summed gradients, without a merge_call."""
     for name in (
         "apply_weight_decay",
         "overwrite_model_variables_with_average_value",

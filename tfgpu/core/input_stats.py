@@ -1,8 +1,8 @@
-"""How long the steps of a running `fit` compute and how many rows they had, measured without touching the step.
+"""How long the steps of a running `fit` compute and how many rows they have, measured without touching the step.
 
 tf.data keeps statistics of each iterator: among them the time from the end of one request for a batch to the start of
 the next, which is the step's own time. The rest of a step is waiting for data. Reading the statistics takes some 50 us
-in the thread that asks, and costs the step nothing.
+in the calling thread, and does not slow the step.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ def computing_s(run: Run) -> float | None:
         run: the `fit`.
 
     Returns:
-        The mean over the last steps, at most 100; `None` where it is unknown: the data does not come from one tf.data
-        iterator on this machine's CPU, or has only begun.
+        The mean over at most the last 100 steps; `None` if unknown: the data does not come from one tf.data iterator on
+        this machine's CPU, or has only begun.
     """
     block = run.block
     iterator, _ = batch_sharding.source_of(block.iterator if block is not None else None)
     resource = private.iterator_resource(iterator)
     if resource is None:
         return None
-    # TensorFlow's own description of the message; no public module has it.
+    # TensorFlow's own description of the message, which no public module has.
     from tensorflow.core.framework import model_pb2
 
     with contextlib.suppress(tf.errors.OpError, ValueError):
@@ -61,10 +61,10 @@ class RowCounter:
     """Counts the rows that the loss has seen since an epoch began, on this process's replicas.
 
     Keras's loss tracker counts them in float32: exactly up to 16,777,216. An `evaluate` that a callback calls resets
-    that count and adds its own rows, which are left out here.
+    that count and adds its own rows, which are excluded here.
 
     Args:
-        run: the `fit`; `None` where the repairs are off: such an `evaluate` is then not noticed.
+        run: the `fit`; `None` if the repairs are off: such an `evaluate` then goes unnoticed.
     """
 
     def __init__(self, run: Run | None):
@@ -78,13 +78,13 @@ class RowCounter:
         self.model, self._before, self._begin = model, 0.0, sum(_counted(model) or ())
 
     def count(self, steps: int) -> int | None:
-        """The rows of the epoch so far; `None` where they are not counted.
+        """The rows of the epoch so far; `None` if they are not counted.
 
         A custom training step may count steps instead, by `update_state(loss)` without a weight. A count that is no
         larger than the number of steps says nothing about rows.
 
         Args:
-            steps: of the epoch so far.
+            steps: steps of the epoch so far.
         """
         found = _counted(self.model)
         if found is None:

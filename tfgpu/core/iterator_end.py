@@ -1,11 +1,11 @@
 """Destroys tf.data iterators in a thread, so that `fit`, `evaluate` and `predict` do not block.
 
 tf.data's autotuning thread sleeps for up to a minute at a time and often misses the call to stop. Destroying the
-iterator then blocks until the sleep is over, for at most as long as the iterator has lived: some hundredths of a second
-per epoch with two epochs a second, and now and then ten seconds with epochs of ten seconds.
+iterator then blocks until the sleep is over, for at most the iterator's lifetime: some hundredths of a second per epoch
+at two epochs per second, and occasionally ten seconds with epochs of ten seconds.
 
-Until it is destroyed, an iterator reads ahead. So data with side effects (`reaches_out`) is destroyed where stock Keras
-destroys it: a user's generator must not run after `fit` has returned, nor twice at a time.
+Until it is destroyed, an iterator reads ahead. So an iterator with side effects (`reaches_out`) is destroyed when
+stock Keras destroys it: a user's generator must not run after `fit` has returned, nor twice at a time.
 """
 
 import os
@@ -25,7 +25,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core.batch_sharding import ShardedDataset
 
 NAME = "tfgpu-end-of-data"
-_ALONE = 3  # references to what nobody else has: the list's, the loop's, the question's
+_ALONE = 3  # references to an otherwise unreferenced object: the list's, the loop's, and getrefcount's own
 _POLLS, _POLL_S = 100, 0.01
 _REACHING = re.compile(r"\w*(Cache|DataService|Generator|Remote|Save|Snapshot|Variant)\w*Dataset(V\d)?")
 """Datasets whose iterators write files or take part in a job, or whose effects are unknown."""
@@ -65,14 +65,14 @@ class Data:
 
 
 def resources(iterator: object) -> list[tf.Tensor]:
-    """The handles of an iterator and of those that it reads from, in this order; empty for others than tf.data's."""
+    """The handles of an iterator and of those that it reads from, in this order; empty unless it is tf.data's."""
     return private.iterator_resources(getattr(iterator, "source", iterator))  # of a `ShardedIterator`
 
 
 def reaches_out(data: object) -> bool:
     """Whether an iterator of the data has side effects: calls Python, changes variables, writes files.
 
-    `tf.numpy_function(stateful=False)` counts as free of them.
+    `tf.numpy_function(stateful=False)` counts as having none.
     """
     try:
         kept = slots.of(data)
@@ -124,10 +124,10 @@ class _Watch(weakref.ref):
 
 
 class _Waiting:
-    """The watched iterators, and a thread that starts another thread for each that was garbage-collected.
+    """The watched iterators, and a thread that starts another one for each iterator that was garbage-collected.
 
     An iterator may be collected at any moment. A weak reference's callback must not block, and an exception in it is
-    lost, Ctrl-C as well. `SimpleQueue.put` is made for that.
+    lost, including Ctrl-C. `SimpleQueue.put` is made for this.
     """
 
     def __init__(self):
@@ -141,7 +141,7 @@ class _Waiting:
         self._watched[id(watch)] = watch
 
     def are_over(self) -> bool:
-        """Whether every collected iterator has had its thread, and every thread has ended."""
+        """Whether the threads of all collected iterators have ended."""
         watched = [watch for watch in list(self._watched.values()) if watch() is None]
         return not watched and not any(thread.name == NAME for thread in threading.enumerate())
 
@@ -159,12 +159,12 @@ _lock = threading.Lock()
 
 
 def _all_waiting() -> list[_Waiting]:
-    """One per process, from the first ancestor to this process: a fork must not drop the handles of its parent."""
+    """One per process, from the first ancestor to this process: a fork must not drop its parent's handles."""
     return vars(slots.of(private.runtime())).setdefault("iterator_ends", [])
 
 
 def _waiting() -> _Waiting:
-    """This process's, with a thread of its own: a fork has none of its parent's threads."""
+    """This process's, with its own thread: a fork has none of its parent's threads."""
     with _lock:
         found = _all_waiting()
         if not found or found[-1].process != os.getpid():
@@ -183,7 +183,7 @@ def wait(seconds: float = 60.0) -> bool:
 
 
 def _let_go(held: list[tf.Tensor]) -> None:
-    for _ in range(_POLLS):  # The iterator itself drops them within a moment.
+    for _ in range(_POLLS):  # The iterator itself soon drops them.
         time.sleep(_POLL_S)
         if all(sys.getrefcount(each) <= _ALONE for each in held):
             break

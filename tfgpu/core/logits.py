@@ -1,7 +1,7 @@
 """The logits of a softmax or a sigmoid, from which Keras's cross-entropies compute without losing digits.
 
 Keras finds them as an attribute of the activation's output, or as the input of the operation that made the output.
-Both are lost when a tensor is copied or concatenated, or comes out of a block with a gradient of its own.
+Both are lost when a tensor is copied or concatenated, or is the output of a custom gradient.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Logits:
 
     Attributes:
         tensor: the activation's input.
-        operation: the name of the activation's operation; empty where Keras's attribute holds the logits.
+        operation: the name of the activation's operation; empty if Keras's attribute holds the logits.
     """
 
     tensor: tf.Tensor
@@ -33,7 +33,7 @@ class Logits:
         return Logits(tensor, self.operation)
 
     def attach_to(self, value: tf.Tensor) -> tf.Tensor:
-        """A tensor with the numbers of `value`, for which Keras finds these logits."""
+        """A copy of `value` for which Keras finds these logits."""
         if self.operation:
             return _OPERATIONS[self.operation](self.tensor)
         return with_logits(value, self.tensor)

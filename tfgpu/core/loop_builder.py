@@ -34,10 +34,10 @@ class LoopKind:
 
     Attributes:
         jit: XLA compiles the steps.
-        is_sure: there is data for all steps, so that nothing needs to ask for its end.
-        gives_row_ranges: the loop gets whole batches and shards them: whether the shards say which rows they are;
-            None where the data is sharded already.
-        local_updates: each replica updates weights of its own.
+        is_sure: there is data for all steps, so the loop need not check for its end.
+        gives_row_ranges: for a loop that shards whole batches: whether the shards tell their row ranges; None if the
+            data is already sharded.
+        local_updates: each replica updates its own weights.
         is_wrapped: a step wrapper runs each step.
     """
 
@@ -55,13 +55,13 @@ class LoopBuilder:
         model: the compiled model.
         step_function: `model.train_step` or `model.test_step`.
         log_reader: reads the logs.
-        averager: averages replicas that train on copies of their own; None where they train together.
+        averager: averages replicas that train on their own copies; None if they train together.
         meter: counts what the steps hand to collectives.
 
     Attributes:
-        has_varying_shapes: a collective has another shape in another step. TensorFlow keeps a collective's shape for
-            the length of a call, so only one step can run in a call.
-        step_wrapper: runs the steps of kinds that are wrapped (`step_blocks.StepWrapper`).
+        has_varying_shapes: a collective's shape varies between steps. TensorFlow fixes a collective's shape for the
+            length of a call, so only one step can run per call.
+        step_wrapper: runs the steps of wrapped kinds (`step_blocks.StepWrapper`).
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class LoopBuilder:
         self.step_wrapper = None
         self.loop = functools.cache(lambda kind: self._compile(functools.partial(self._run_many, kind=kind)))
         self.single = functools.cache(lambda kind: self._compile(functools.partial(self._run_one, kind=kind)))
-        # A partial has no code of its own, by which TensorFlow would take all models' steps for one function.
+        # A partial has no code object, by which TensorFlow would take all models' steps for one function.
         self.xla_step = functools.cache(
             lambda: tf.function(functools.partial(self._step), jit_compile=True, reduce_retracing=True)
         )
 
     def begin_trace(self) -> None:
-        """A new trace begins, which makes its own choices."""
+        """Begins a new trace, which makes its own choices."""
         self._choices, self._own_variables = [], {}
 
     def _compile(self, function: Callable) -> Callable:
@@ -92,18 +92,18 @@ class LoopBuilder:
         return nested_functions.own(function, reduce_retracing=True)
 
     def _run_one(self, data, ballot: tf.Tensor, since: tf.Tensor, *, kind: LoopKind):
-        """One step on data of the strategy: the logs, and the workers' result of the vote."""
+        """One step on distributed data: returns the logs, and the result of the workers' vote."""
         self.begin_trace()
         return self._finish(self._run(data, since, kind)[0], ballot)
 
     def _run_many(self, iterator, count: tf.Tensor, ballot: tf.Tensor, since: tf.Tensor, *, kind: LoopKind):
-        """Up to `count` steps: how many there was data for, the logs, and the workers' result of the vote.
+        """Up to `count` steps: returns how many ran, the logs, and the result of the workers' vote.
 
         Args:
-            iterator: of what the replicas get, or of whole batches.
-            count: int32 scalar; another value retraces nothing.
-            ballot: what this worker says (`worker_vote.ballot`).
-            since: steps since replicas that train on copies of their own were averaged, int32 scalar.
+            iterator: yields distributed or whole batches.
+            count: int32 scalar; another value causes no retracing.
+            ballot: this worker's vote (`worker_vote.ballot`).
+            since: steps since replicas that train on their own copies were averaged, int32 scalar.
             kind: what the loop is compiled for.
         """
         self.begin_trace()
@@ -115,7 +115,7 @@ class LoopBuilder:
             return since, self.to_optional(values, last)
 
         # The step is a Python function inside the loop, never a nested tf.function: TensorFlow feeds a collective's key
-        # at call time and loses it where a function is called from a loop ("must feed a value for placeholder").
+        # at call time and loses it if a loop calls the function ("must feed a value for placeholder").
         def another(done, left, since, last):
             if kind.is_sure:
                 with batch_sharding.on_host():
@@ -134,7 +134,7 @@ class LoopBuilder:
         return done, *self._finish(self._strategy.run(self.from_optional, args=(last,)), ballot)
 
     def _run(self, data, since: tf.Tensor, kind: LoopKind):
-        """One step on every replica: the values of its logs that are no metric results, and the new `since`."""
+        """One step on every replica: returns the log values that are not metric results, and the new `since`."""
         if not self._is_replicated:
             return self._strategy.run(self.run_on_one_device, args=(data, kind.jit, kind.is_wrapped)), since
         if kind.local_updates:
@@ -143,7 +143,7 @@ class LoopBuilder:
         return values, self._averager.follow(since) if kind.local_updates else since
 
     def run_on_one_device(self, data, jit: bool, is_wrapped: bool = False) -> list[tf.Tensor]:
-        """One step where there are no other replicas."""
+        """One step without other replicas."""
         step = self.xla_step() if jit else self._step
         with trace_choices.shared(self._choices), self._log_reader.recording() as results:
             logs = self.step_wrapper.run(step, data) if is_wrapped else step(data)
@@ -179,9 +179,9 @@ class LoopBuilder:
             )
 
     def _step_on_stand_in(self, data):
-        """Runs the step, and undoes its effect on the metrics where this replica has only a stand-in row.
+        """Runs the step, and undoes its effect on the metrics if this replica has only a stand-in row.
 
-        An empty batch is a mean of nothing, and oneDNN ends the process at an empty pooling gradient.
+        The mean of an empty batch is NaN, and oneDNN ends the process on an empty pooling gradient.
         """
         variables = [v for metric in self._model.metrics for v in metric.variables]
         with step_context.outside_xla():
@@ -193,18 +193,18 @@ class LoopBuilder:
         return logs
 
     def to_optional(self, values: list[tf.Tensor], last):
-        """A step's values as the loop carries them: in an optional, because before the first step it is empty.
+        """A step's values as the loop carries them: in an optional, which is empty before the first step.
 
         Args:
-            values: of the logs that are no metric results.
-            last: the optional of the step before, which is returned where the logs hold no such values.
+            values: the log values that are not metric results.
+            last: the previous step's optional, which is returned if the logs hold no such values.
         """
         if not self._log_reader.specs:
             return last
         return self._strategy.run(lambda values: tf.raw_ops.OptionalFromValue(components=values), args=(values,))
 
     def from_optional(self, last) -> list[tf.Tensor]:
-        """The last step's values; zeros, which nothing reads, if no step ran."""
+        """The last step's values; if no step ran, zeros, which nothing reads."""
         specs = self._log_reader.specs
         if not specs:
             return []
@@ -217,7 +217,7 @@ class LoopBuilder:
         )
 
     def _finish(self, values, ballot: tf.Tensor):
-        """The logs, and the workers' result of the vote."""
+        """The logs, and the result of the workers' vote."""
         if not self._is_replicated:
             return self._log_reader.read(values), ballot
         found = self._strategy.run(self._finish_on_replica, args=(values, ballot))
@@ -231,10 +231,10 @@ class LoopBuilder:
 
 @contextlib.contextmanager
 def _state_waits_for(batch) -> Iterator[None]:
-    """Lets no operation of the block change state before the batch is there: `iterations`, a seed, a metric.
+    """Makes operations of the block that change state (`iterations`, a seed, a metric) wait for the batch.
 
-    Where the data fails after all, the state is that of the last whole step. What needs the batch waits for it in any
-    case; waiting for it with all the rest, constants and reads of variables, takes a fifth of a small model's step.
+    If the data fails, the state is then that of the last whole step. Operations that need the batch wait for it anyway;
+    making all others wait too, constants and variable reads included, takes a fifth of a small model's step.
     """
     graph = tf.compat.v1.get_default_graph()
     tensors = [t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]

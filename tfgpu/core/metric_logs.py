@@ -1,7 +1,7 @@
-"""The logs of a step: which of its numbers are metric results, and what those are over all replicas.
+"""The logs of a step: which values are metric results, and what those are over all replicas.
 
-A replica's metric result is only that replica's. So the logs are read after a block of steps: one all-reduce sums the
-metrics' variables and the other numbers of the logs, and each metric is read from the sums.
+A replica's metric result covers only its own rows. So the logs are read after a block of steps: one all-reduce sums the
+metrics' variables and the other log values, and each metric is read from the sums.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ class LogReader:
         model: the compiled model.
 
     Attributes:
-        are_results: the logs are the results of the model's metrics and nothing else: the steps are Keras's own.
-        specs: shapes and dtypes of what `other_values` returned when a step was traced last.
+        are_results: the logs hold only results of the model's metrics: the steps are Keras's own.
+        specs: shapes and dtypes of what `other_values` returned when a step was last traced.
     """
 
     def __init__(self, model: keras.Model):
@@ -42,9 +42,9 @@ class LogReader:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[dict]:
-        """Notes which numbers are results of which metric: `id(tensor) -> (tensor, metric, position)`.
+        """Records which tensors are results of which metric: `id(tensor) -> (tensor, metric, position)`.
 
-        Where the logs are nothing but results, the step need not read any: they are read after the block.
+        If the logs hold only results, the step need not read any: they are read after the block.
         """
         for metric in () if self.are_results else self._model.metrics:
             _record_results(type(metric))
@@ -53,12 +53,12 @@ class LogReader:
             yield results
 
     def other_values(self, logs, results: dict, value_of: Callable) -> list[tf.Tensor]:
-        """The numbers in a step's logs that are not metric results; those are read anew where they are needed.
+        """The values in a step's logs that are not metric results; metric results are read again when needed.
 
         Args:
             logs: what the step returned.
             results: from `recording`.
-            value_of: makes of such a number what the replicas sum.
+            value_of: converts such a value to what the replicas sum.
         """
         leaves = tree.flatten(logs)
         sources = [results.get(id(leaf), (None, None, None))[1:] for leaf in leaves]
@@ -70,15 +70,15 @@ class LogReader:
     def summed(
         self, values: list[tf.Tensor], ballot: tf.Tensor, averaged: list[keras.Variable] | tuple = ()
     ) -> tuple[list[tf.Tensor], list[tuple], tf.Tensor]:
-        """One all-reduce over the replicas, within each.
+        """Runs one all-reduce over the replicas, from within each.
 
         Args:
             values: from `other_values`.
-            ballot: what this worker says; see `worker_vote`.
-            averaged: variables of which every replica gets the average of all replicas' copies.
+            ballot: this worker's vote; see `worker_vote`.
+            averaged: variables for which every replica gets the average of all replicas' copies.
 
         Returns:
-            The sums of the values, the metrics' variables with their sums, and the workers' result.
+            The sums of the values, the metrics' variables with their sums, and the result of the vote.
         """
         metrics = self._model.metrics if self.are_results else self._metrics()
         variables = [v for metric in metrics for v in metric.variables]
@@ -110,12 +110,12 @@ class LogReader:
 
 
 def function_of(method):
-    """The function of a method; None where something else was put in its place."""
+    """The function of a method; None if something else has replaced the method."""
     return getattr(method, "__func__", None)
 
 
 def read_results_once() -> None:
-    """Reads the metrics once a block of steps, and not again at the epoch's end, where each costs a reduction."""
+    """Reads the metrics once per block of steps, and not again at the epoch's end, where each costs a reduction."""
 
     @wrap("Trainer.get_metrics_result")
     def metrics_result(stock, self):
@@ -149,7 +149,7 @@ def _share(variable: keras.Variable) -> tf.Tensor:
 
 
 def _record_results(cls: type) -> None:
-    """Lets a metric class tell the step which tensors are its results."""
+    """Makes a metric class tell the step which tensors are its results."""
     if slots.get(cls, "records_results"):
         return
     slots.of(cls).records_results = True

@@ -1,4 +1,4 @@
-"""A tf.function that a step calls becomes part of the step: in a graph of its own the replicas could not meet."""
+"""Inlines tf.functions that a step calls: in a separate graph, replicas could not communicate."""
 
 import functools
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from tfgpu.core import step_context
 def trace_functions_within_the_step() -> None:
     """Traces a `@tf.function` (a layer's `call`, a `train_step`) into the step that calls it.
 
-    TensorFlow makes a graph of its own for it, in which `merge_call` fails: a BatchNormalization or an optimizer in it
-    could not meet the other replicas. What XLA is to compile by itself (`jit_compile=True`) stays a function.
+    TensorFlow makes a separate graph for it, in which `merge_call` fails: a BatchNormalization or an optimizer in it
+    could not communicate with the other replicas. A function with `jit_compile=True` stays separate, for XLA.
     """
 
     @wrap("Function.__call__")
@@ -25,16 +25,16 @@ def trace_functions_within_the_step() -> None:
 
 
 def own(function: Callable, **how) -> private.Function:
-    """A tf.function of something that autograph leaves alone, and in TensorFlow's eyes no other's.
+    """Makes a tf.function without autograph that TensorFlow does not confuse with others.
 
-    TensorFlow counts tracings by the code of the Python function, and all that `do_not_convert` returns shares one:
-    five models that trace their steps once each would be one function that is traced again and again, and warned of.
+    TensorFlow counts tracings by the Python function's code object, which all functions from `do_not_convert` share:
+    five models that trace their steps once each would look like one function that is retraced, with a warning.
 
     Args:
-        function: what it runs.
+        function: the Python function.
         **how: further arguments of `tf.function`.
     """
-    function = functools.partial(function)  # has no code of its own, so that TensorFlow counts by what wraps it
+    function = functools.partial(function)  # a partial has no code object, so TensorFlow counts by its wrapper
     wrapper = tf.autograph.experimental.do_not_convert(function)
     wrapper.__wrapped__ = function
     return tf.function(wrapper, **how)

@@ -1,4 +1,4 @@
-"""Hooks of the profiler: reads of tensors, calls of tf.functions, functions of tf.data, and files of traces.
+"""Hooks of the profiler: reads of tensors, calls of tf.functions, functions in tf.data, and trace files.
 
 They are active only during a profile, except for the marker around a block of steps, which takes a microsecond.
 """
@@ -22,7 +22,7 @@ STEPS = "tfgpu.steps"
 HOST_READ = "tfgpu.host_read"
 """The event around a read of a tensor by the user's code; its stat is `where`."""
 MOST_STEPS = 64
-"""Steps of a block during a profile: a trace grows with each."""
+"""Most steps in a block during a profile: a trace grows with each."""
 
 _READERS = ("/framework/ops.py", "/ops/resource_variable_ops.py", "/distribute/values.py")
 # The files of numpy(), float() and the like. TensorFlow itself also reads tensors, for gradients and shapes.
@@ -34,7 +34,7 @@ _SEAMS = ("profiling_hooks.py", "patch.py", "rng.py", "nested_functions.py")
 
 
 class Listener(Protocol):
-    """A profile that is told of calls.
+    """A profile that is notified of calls.
 
     Attributes:
         is_on: the profiler records.
@@ -43,10 +43,10 @@ class Listener(Protocol):
     is_on: bool
 
     def before_call(self, name: str) -> None:
-        """Before a tf.function is called from Python; or, with the name `"gradient"`, an eager tape's gradient is."""
+        """Called before Python calls a tf.function or, with the name `"gradient"`, an eager tape's `gradient`."""
 
     def note_plain(self, where: str, replicas: int) -> None:
-        """`strategy.run` got whole batches, so every replica computes all rows."""
+        """Called when `strategy.run` gets whole batches, so that every replica computes all rows."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Stage:
 
     Args:
         kind: such as `"Map"` or `"ParallelMap"`.
-        index: how many stages come before it.
+        index: the number of stages before it.
         function: the function's name.
         where: its file and line.
     """
@@ -95,14 +95,14 @@ def new_space() -> Any:
 
 
 def steps_begin(done: int, count: int, kind: str, set_by: str, *, jit: bool) -> tf.profiler.experimental.Trace:
-    """A marker around a block of steps in traces; without a profiler it does nothing.
+    """Marks a block of steps in traces; does nothing without a profiler.
 
     Args:
-        done: steps before it.
-        count: its steps.
+        done: number of steps before it.
+        count: number of its steps.
         kind: `"train"` or `"test"`.
-        set_by: what set their number (`step_blocks.set_by`).
-        jit: XLA compiles the step, or may.
+        set_by: what determined that number (`step_blocks.set_by`).
+        jit: whether XLA compiles the step, or may.
     """
     about = dict(steps=count, kind=kind, set_by=set_by, jit=int(jit))
     return tf.profiler.experimental.Trace(STEPS, step_num=done, **about, _r=1)
@@ -110,10 +110,10 @@ def steps_begin(done: int, count: int, kind: str, set_by: str, *, jit: bool) -> 
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tells the listener of calls, reads and whole batches in the block."""
+    """Notifies the listener of calls, reads and whole batches in the block."""
     from tfgpu.core import step_blocks
 
-    # This must not create a tensor, which starts the devices: the script may still configure them.
+    # Must not create a tensor, which initializes the devices: the script may still configure them.
     with contextlib.ExitStack() as held:
         held.enter_context(_patched(private.Function, "__call__", _calls(listener)))
         held.enter_context(_patched(tf.GradientTape, "gradient", _gradients(listener)))
@@ -187,7 +187,7 @@ def _runs(listener: Listener) -> Callable:
 
 
 def _where(through: tuple[str, ...] = ()) -> str | None:
-    """The file and line of the user's code that is running; None in calls by Keras's or tfgpu's own loop.
+    """The file and line of the running user code; None in calls by Keras's or tfgpu's own loop.
 
     Args:
         through: the only files of TensorFlow allowed on the way; empty allows all.
@@ -215,7 +215,7 @@ def functions(names: set[str]) -> list[Any]:
 def _alive(kind: type) -> list[Any]:
     """All living objects of a type."""
     objects = gc.get_objects()
-    # isinstance would ask the objects, and some lazy modules would answer by importing themselves.
+    # isinstance would access attributes of the objects, and some lazy modules would then import themselves.
     kinds = {each for each in {type(each) for each in objects} if issubclass(each, kind)}
     return [each for each in objects if type(each) in kinds]
 

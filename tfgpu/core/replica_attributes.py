@@ -1,8 +1,8 @@
-"""Tensors in attributes of layers, kept apart for each replica that traces a step.
+"""Keeps tensors in attributes of layers separate for each replica that traces a step.
 
-The replicas of one process trace the same Python objects, each in a thread of its own. In each collective another
-thread runs. After it, a replica would find another replica's tensors in `Layer.losses`, in an attribute that a model
-sets for its loss (`self.z = ...`), or in a list of skip connections.
+The replicas of one process trace the same Python objects, each in its own thread, and every collective switches
+threads. After it, a replica would find another replica's tensors in `Layer.losses`, in an attribute that a model sets
+for its loss (`self.z = ...`), or in a list of skip connections.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def keep_attributes_apart() -> None:
 
 
 def of_model(model):
-    """In the block, this replica has its own attributes of the model's layers, between calls of the model too."""
+    """Inside the block, this replica has its own attributes of the model's layers, also between calls of the model."""
     return step_context.scope(models=(model,))
 
 
@@ -82,7 +82,7 @@ def _differ(value, content) -> bool:
 
 
 def _restore(value, content) -> None:
-    # Bypasses Keras's tracking of what is added to a layer's lists.
+    # Bypasses Keras's tracking of a layer's lists.
     if isinstance(value, dict):
         dict.clear(value)
         dict.update(value, content)

@@ -1,4 +1,4 @@
-"""Strategies of which each replica holds a copy of the model, and variables that have a copy on each replica."""
+"""Strategies whose replicas each hold a copy of the model, and variables with a copy on each replica."""
 
 from collections.abc import Callable, Iterable
 
@@ -22,19 +22,19 @@ def spans_processes(strategy: tf.distribute.Strategy) -> bool:
 def is_on_host(strategy: tf.distribute.Strategy) -> bool:
     """Whether all replicas of this process compute on its CPU, so that a step may sum in host memory.
 
-    The only place that tells CPUs from GPUs in a step. Where it returns False, CPUs take the path of GPUs.
+    The only place that distinguishes CPUs from GPUs in a step. If it returns False, CPUs take the GPUs' path.
     """
     return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in strategy.extended.worker_devices)
 
 
 def replica_context() -> tf.distribute.ReplicaContext | None:
-    """The replica context inside a replica of a replicated strategy, one of a single replica included; else None."""
+    """The replica context inside a replica of a replicated strategy, even of a single replica; else None."""
     found = tf.distribute.get_replica_context()
     return found if found is not None and is_replicated(found.strategy) else None
 
 
 def replica_number(context: tf.distribute.ReplicaContext) -> int | tf.Tensor:
-    """A replica's number among all, from 0: an int where it is known before the step runs, else an int32 tensor."""
+    """A replica's global number, from 0: an int if known before the step runs, else an int32 tensor."""
     number = context.replica_id_in_sync_group
     known = tf.get_static_value(number)
     return tf.cast(number, tf.int32) if known is None else int(known)
@@ -51,14 +51,14 @@ def shard_index(strategy: tf.distribute.Strategy, replica):
 
 
 def local_training_of(strategy: tf.distribute.Strategy):
-    """How the replicas train on copies of their own (`step_loop.LocalTraining`), or None where they train together."""
+    """How the replicas train on their own copies (`step_loop.LocalTraining`), or None if they train together."""
     return slots.get(strategy, "local_training")
 
 
 def run_cross_replica(strategy: tf.distribute.Strategy, make: Callable[[], None]) -> None:
     """Runs `make` in cross-replica context and outside any graph, in the strategy's scope.
 
-    A variable created inside a replica would get that replica's copy only; here it gets all of them at once.
+    A variable created inside a replica would get that replica's copy only; here it gets all copies.
     """
     with tf.init_scope(), distribute.cross_replica_mode(strategy), strategy.scope():
         make()
@@ -73,7 +73,7 @@ def check_is_replicated(variable: keras.Variable | tf.Variable) -> None:
     if isinstance(variable, keras.Variable) and not variables.has_copies(variable):
         raise InputError(
             f"The variable {variable.path!r} was made outside `strategy.scope()`: all replicas would change one copy. "
-            "Make its layer, metric or optimizer inside the scope (or, for a layer that shall not train, set "
+            "Create its layer, metric or optimizer in the scope (or, for a layer that should not train, set "
             "`trainable = False`)."
         )
 

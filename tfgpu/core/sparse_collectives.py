@@ -1,7 +1,7 @@
-"""Sparse gradients on their way between replicas.
+"""Exchanges sparse gradients between replicas.
 
-Few rows travel in the pack of the dense gradients (`to_dense`); those of large tables in one gather for all tables
-(`gather`). TensorFlow's own way is three to six collectives for each table.
+Few rows are sent in the pack of the dense gradients (`to_dense`); those of large tables in one gather for all tables
+(`gather`). TensorFlow itself uses three to six collectives per table.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,21 @@ from tfgpu.core.replication import replica_context, replica_number, shard_index
 
 _PACKED_BYTES = 1 << 20
 """Slices of up to this size, on all replicas together, are summed in the pack of the dense gradients."""
-_BASE = 2.0**12  # of the two digits of a row's index: each is exact in float32
+_BASE = 2.0**12  # base of the two digits of a row index: each is exact in float32
 
 
 def can_be_packed(slices: tf.IndexedSlices) -> bool:
     """Whether slices go into the pack of the dense gradients.
 
-    Every replica sends as many rows as all have together, so it pays for few. All must have equally many.
+    Every replica sends as many rows as all have together, so this pays only for few rows. All replicas must have the
+    same number.
     """
     shape, replicas = slices.values.shape, replica_context().num_replicas_in_sync
     return _are_even([slices]) and replicas * shape.num_elements() * slices.dtype.size <= _PACKED_BYTES
 
 
 def to_dense(slices: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
-    """This replica's rows and their indices at its place among those of all, with zeros elsewhere, to be summed."""
+    """This replica's rows and their indices at its position among all replicas', with zeros elsewhere, to be summed."""
     replica = replica_context()
     at = shard_index(replica.strategy, replica_number(replica))
     # float64: TensorFlow computes with int32 on the host
@@ -37,21 +38,21 @@ def to_dense(slices: tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def from_dense(rows: tf.Tensor, digits: tf.Tensor, like: tf.IndexedSlices) -> tf.IndexedSlices:
-    """All replicas' slices, of the sums of what `to_dense` has made."""
+    """All replicas' slices, from the sums of what `to_dense` returned."""
     high, low = tf.unstack(tf.cast(tf.reshape(digits, [-1, 2]), tf.float64), axis=1)
     indices = tf.cast(high * _BASE + low, like.indices.dtype)
     return tf.IndexedSlices(tf.reshape(rows, [-1, *like.values.shape[1:]]), indices, like.dense_shape)
 
 
 def gather(slices: list[tf.IndexedSlices], all_gather: Callable[[tf.Tensor], tf.Tensor]) -> list[tf.IndexedSlices]:
-    """All replicas' slices, in one collective for those of a dtype.
+    """All replicas' slices, in one collective per dtype.
 
-    Values and indices travel as one row of bits. Where replicas may have different numbers of slices, a small
-    collective tells them first, and all send as many as the most.
+    Values and indices are sent as one row of bits. If replicas may have different numbers of slices, a small collective
+    exchanges the numbers first, and all are padded to the largest.
 
     Args:
-        slices: of this replica.
-        all_gather: of a tensor, the stack of all replicas'.
+        slices: this replica's slices.
+        all_gather: stacks a tensor of all replicas.
     """
     counts = None
     if not _are_even(slices):
@@ -66,7 +67,7 @@ def gather(slices: list[tf.IndexedSlices], all_gather: Callable[[tf.Tensor], tf.
 
 
 def _gather(slices: list[tf.IndexedSlices], counts: tf.Tensor | None, all_gather: Callable) -> list[tf.IndexedSlices]:
-    """`gather` for slices of one dtype; `counts` [replicas, tables] where they may differ."""
+    """`gather` for slices of one dtype; `counts` [replicas, tables] if they may differ."""
     parts = [part for each in slices for part in (each.values, tf.cast(each.indices, tf.int64))]
     dtype = travel.carrier(slices[0].dtype)
     bits = [travel.to_carrier(part, dtype) for part in parts]
@@ -78,8 +79,7 @@ def _gather(slices: list[tf.IndexedSlices], counts: tf.Tensor | None, all_gather
     found = []
     for at, own in enumerate(slices):
         values, indices = (
-            tf.bitcast(tf.reshape(rows[i], [-1, *bits[i].shape[1:]]), parts[i].dtype)
-            for i in (2 * at, 2 * at + 1)
+            tf.bitcast(tf.reshape(rows[i], [-1, *bits[i].shape[1:]]), parts[i].dtype) for i in (2 * at, 2 * at + 1)
         )
         if counts is not None:
             is_there = tf.reshape(tf.sequence_mask(counts[:, at], most[at]), [-1])
@@ -94,7 +94,7 @@ def _padded(bits: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 
 
 def _are_even(slices: list[tf.IndexedSlices]) -> bool:
-    """Whether all replicas are known to have as many slices of each table, before the step runs."""
+    """Whether it is known before the step runs that all replicas have the same number of slices of each table."""
     facts = step_context.step()
     if facts is None or not all(each.values.shape.is_fully_defined() for each in slices):
         return False

@@ -1,7 +1,7 @@
 """`fit` and `evaluate` in blocks of steps: each block is one call of a compiled loop, and callbacks run between blocks.
 
-Keras returns to Python after every batch unless `steps_per_execution` says otherwise, and on a small model that takes
-several times as long as the step. Only callbacks can tell how long a block is. So unless a callback needs per-batch
+Keras returns to Python after every batch unless `steps_per_execution` says otherwise, which on a small model takes
+several times as long as the step. Only callbacks can observe how long a block is. So unless a callback needs per-batch
 hooks or `steps_per_execution` is above 1, blocks grow to 0.1 or 0.2 seconds: long enough for speed, short enough for
 progress bars and Ctrl-C. Batches and steps, and so the result, stay the same.
 """
@@ -25,7 +25,7 @@ from tfgpu.errors import InputError
 MOST_STEPS = 4096
 BLOCK_S = 0.2
 CALLBACKS = "callbacks: "
-"""How `Run.set_by` begins where callbacks need per-batch hooks; their classes follow."""
+"""Prefix of `Run.set_by` if callbacks need per-batch hooks; their classes follow."""
 
 
 class Pace:
@@ -49,11 +49,11 @@ class Block:
     """Steps that a compiled loop runs in one call.
 
     Attributes:
-        iterator: where their batches come from.
-        count: how many steps.
+        iterator: yields their batches.
+        count: number of steps.
         is_sure: the data is known to have that many batches.
-        begin: the epoch's number of the first step.
-        done: how many of them ran, once the block has run.
+        begin: index of the first step in the epoch.
+        done: how many steps ran, once the block has run.
     """
 
     iterator: object
@@ -64,7 +64,7 @@ class Block:
 
     @property
     def end(self) -> int:
-        """The epoch's number of the last step."""
+        """Index of the last step in the epoch."""
         return self.begin + self.count - 1
 
     def skip(self, steps: int) -> "Block":
@@ -96,18 +96,18 @@ class Run:
     """A running `fit` or `evaluate`, and what it asks of its blocks.
 
     Attributes:
-        model: which model runs.
+        model: the model that runs.
         kind: "train" or "test".
         every_batch: by kind, whether a callback needs per-batch hooks.
-        steps: the length of all blocks, if one was asked for.
+        steps: the length of all blocks, if one was requested.
         block: the block that ran last.
-        ends: each gives the most steps of the next block, after which a callback must be called.
+        ends: each returns the largest number of steps before a callback must be called.
         on_all: classes of the callbacks that every worker must have, because they communicate with the other workers'.
-        stop_request: the request to stop, where a callback listens for one.
-        step_wrapper: runs each step, where a callback asks for it.
-        exits: what is closed when the run has ended, however it ended.
-        asides: each makes a context for an `evaluate` that a callback calls between the steps.
-        logs: of the last epoch.
+        stop_request: the request to stop, if a callback listens for one.
+        step_wrapper: runs each step, if a callback requires it.
+        exits: closed when the run ends, even by an error.
+        asides: each makes a context for an `evaluate` that a callback calls between steps.
+        logs: the last epoch's logs.
         per_batch: by kind, the classes of this worker's callbacks that need per-batch hooks.
     """
 
@@ -141,7 +141,7 @@ class Run:
 
     @property
     def set_by(self) -> str:
-        """What sets the length of its blocks, for profiles; "pace" where they grow."""
+        """What sets the length of its blocks, for profiles; "pace" if they grow."""
         if self.model.run_eagerly:
             return "run_eagerly"
         if self.model.steps_per_execution != 1:
@@ -167,13 +167,13 @@ def current() -> Run | None:
 
 
 def set_by(model, kind: str) -> str:
-    """What sets how many steps the next call of a model runs: `Run.set_by`, or its method for one batch."""
+    """What sets how many steps the next call of a model runs: `Run.set_by`, or the `..._on_batch` method."""
     run = current()
     return f"{kind}_on_batch" if run is None or run.model is not model else run.set_by
 
 
 def steps_a_call(count: int | None):
-    """Every `fit` and `evaluate` in the block runs `count` steps a call; None lets their blocks grow."""
+    """Inside the block, every `fit` and `evaluate` runs `count` steps per call; None lets their blocks grow."""
     return step_context.scope(steps_per_call=count)
 
 
@@ -213,7 +213,7 @@ def _accept_auto() -> None:
         if steps == "auto":
             arguments["steps_per_execution"] = 1  # what stock Keras can read in a saved model too
         elif isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
-            raise InputError(f'`steps_per_execution` must be a whole number from 1, or "auto". Received: {steps!r}.')
+            raise InputError(f'`steps_per_execution` must be an integer of at least 1, or "auto". Received: {steps!r}.')
         arguments.pop("self")
         return stock(self, **arguments)
 
@@ -238,10 +238,10 @@ def _remember_what_runs() -> None:
 
 
 def _take_over(run: Run, outer: Run | None, callbacks) -> None:
-    """What a run takes over from the callbacks, and from the `fit` that encloses it."""
+    """Copies settings from the callbacks and from the enclosing `fit` to a run."""
     if outer is not None and outer.model is run.model:
         run.stop_request, run.on_all = outer.stop_request, outer.on_all
-        if run.kind == "test" and not isinstance(callbacks, CallbackList):  # no validation of the `fit`
+        if run.kind == "test" and not isinstance(callbacks, CallbackList):  # not the `fit`'s own validation
             for aside in outer.asides:
                 run.exits.enter_context(aside())
     if run.kind == "train":
@@ -250,7 +250,7 @@ def _take_over(run: Run, outer: Run | None, callbacks) -> None:
 
 
 def listed(callbacks) -> list:
-    """The callbacks that were given to `fit`, in whatever form."""
+    """The callbacks that were passed to `fit`, as a list."""
     if isinstance(callbacks, CallbackList):
         return callbacks.callbacks
     return tf.nest.flatten(callbacks) if callbacks else []
@@ -302,7 +302,7 @@ def _has_known_length(data) -> bool:
 
 
 def _number_last_steps() -> None:
-    """Tells callbacks the number of the last step that ran, where the data's end cut a block short."""
+    """Tells callbacks the index of the last step that ran, in case the data ended within a block."""
     for name in ("on_train_batch_end", "on_test_batch_end"):
 
         @wrap(f"CallbackList.{name}")
@@ -311,7 +311,7 @@ def _number_last_steps() -> None:
 
 
 def last_step(batch: int) -> int:
-    """The number in the epoch of the last step that ran; Keras counts to `batch`."""
+    """The index in the epoch of the last step that ran; Keras counts to `batch`."""
     run = current()
     block = run.block if run is not None else None
     if block is not None and block.done and batch == block.end:
@@ -320,5 +320,5 @@ def last_step(batch: int) -> int:
 
 
 def single_batches(iterator) -> Iterator:
-    """The iterator of the batches themselves, whether Keras was handed a block or not."""
+    """The iterator of single batches, whether Keras was given a block or not."""
     return iterator.iterator if isinstance(iterator, Block) else iterator

@@ -1,6 +1,6 @@
 """What a thread knows of the training step that it traces.
 
-`tf.distribute` traces each local replica in a thread of its own, so each thread has one `StepContext`. Its fields
+`tf.distribute` traces each local replica in its own thread, so each thread has one `StepContext`. Its fields
 describe the innermost block that has set them:
 
     with step_context.scope(draws_alike=True):
@@ -57,13 +57,13 @@ class Step:
         loss_is_weighed: the loss under the tape is multiplied by the share, so the gradients must not be.
         loss_is_sum: the loss is a vector, whose gradient is a sum over rows and needs no share.
         loss_is_divided: the loss under the tape is divided by the number of replicas, so its gradient is multiplied.
-        has_varying_shapes: a collective has another shape in another step.
+        has_varying_shapes: a collective's shape varies between steps.
         local_updates: gradients are not summed: each replica updates its own weights, which are averaged later.
-        local_forward: besides, the forward pass sees this replica's rows only.
+        local_forward: the forward pass, too, sees this replica's rows only.
         applied_optimizers: those that updated weights in a step of local updates, by `id`.
         assigned_variables: Keras variables that were assigned in a step of local updates, by `id`.
-        own_variables: Keras variables of which each replica moves its own copy, by `id`; their averages over the
-            replicas are taken after each block of steps.
+        own_variables: Keras variables of which each replica changes its own copy, by `id`; they are averaged over the
+            replicas after each block of steps.
     """
 
     rows: RowRange
@@ -86,22 +86,22 @@ class StepContext:
 
     Attributes:
         run: the `fit` or `evaluate` that calls.
-        steps_per_call: the length of the blocks of every `fit` inside, where somebody has set one.
-        gives_row_ranges: epoch iterators that are made now tell each replica which rows it gets.
+        steps_per_call: the length of the blocks of every `fit` inside, if set.
+        gives_row_ranges: epoch iterators created here tell each replica which rows it gets.
         step: the facts of the replica's step; None outside `fit`, `evaluate` and `Trainer`.
         given_rows: the rows that a hand-written `strategy.run` gave to this replica.
         gradients_are_summed: the optimizer works on gradients that are already summed over replicas.
         sent: counts the bytes that go into collectives.
         choices: the choices of Python code that all traces of a step share.
-        models: their layers' attributes are this replica's own.
-        results: the metric results that the step has read, where they are recorded.
-        unread_model: the model whose metrics are read after the block of steps, and not in each step.
+        models: the models whose layers' attributes are this replica's own.
+        results: the metric results that the step has read, if they are recorded.
+        unread_model: the model whose metrics are read after the block of steps rather than in each step.
         keeps_own_state: a layer's assignments change this replica's copy only.
         assigns_alike: every replica assigns the same values, each to its own copy.
         draws_alike: random draws are the same on all replicas.
         draws_follow_input: random draws have the shape of a layer's input.
         draw_shard: the part of a draw that this device computes.
-        is_trying: a loss or metric is tried on drawn rows; replicas must not communicate.
+        is_trying: a loss or metric is tested on random rows; replicas must not communicate.
         extensions: values of `Slot`s.
     """
 
@@ -157,7 +157,7 @@ def scope(**fields: Any) -> Iterator[None]:
 
 
 class Slot:
-    """A value of each thread that a feature keeps in the step context; None outside any block that sets it.
+    """A per-thread value that a feature keeps in the step context; None outside any block that sets it.
 
     Args:
         name: unique in tfgpu, such as `"embeddings.rows"`.
@@ -194,7 +194,7 @@ def step() -> Step | None:
 
 @contextlib.contextmanager
 def as_one_device(total: tf.Tensor | int) -> Iterator[None]:
-    """For the length of the block this replica holds all `total` rows, and communicates with no other."""
+    """Inside the block, this replica holds all `total` rows, and communicates with no other."""
     rows = RowRange(*(tf.convert_to_tensor(number, tf.int32) for number in (total, 0, total)))
     facts, whole = current().step, {"rows": rows, "share": tf.constant(1.0), "local_forward": True}
     with scope(step=Step(**whole) if facts is None else dataclasses.replace(facts, **whole)):
@@ -207,7 +207,7 @@ def gradients_are_summed() -> bool:
 
 
 def has_local_updates() -> bool:
-    """Whether this replica updates weights of its own in this step."""
+    """Whether this replica updates its own weights in this step."""
     return step() is not None and step().local_updates
 
 
@@ -229,7 +229,7 @@ def share() -> tf.Tensor | None:
 
 
 def times_share(value: tf.Tensor) -> tf.Tensor:
-    """`value` times the share; 0 where this replica holds no rows, even if `value` is NaN (a mean of nothing)."""
+    """`value` times the share; 0 if this replica holds no rows, even if `value` is NaN (the mean of an empty batch)."""
     return tf.math.multiply_no_nan(value, tf.cast(share(), value.dtype))
 
 
@@ -246,7 +246,7 @@ def surely_has_rows() -> bool:
 
 
 def rows_are_even() -> bool:
-    """Whether it is known before the step runs that all replicas hold equally many rows."""
+    """Whether it is known before the step runs that all replicas hold the same number of rows."""
     found, context = rows(), replica_context()
     if found is None or context is None:
         return False

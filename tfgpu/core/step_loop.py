@@ -32,7 +32,7 @@ from tfgpu.core.step_blocks import Block
 
 
 class Averager(Protocol):
-    """Averages the replicas of one model, which train on copies of their own.
+    """Averages the replicas of one model, which train on their own copies.
 
     Attributes:
         since: batches since the last averaging.
@@ -43,7 +43,7 @@ class Averager(Protocol):
     has_local_forward: bool
 
     def left(self) -> float:
-        """Batches of synchronous training that are left; infinite where the next step's updates are local."""
+        """Remaining batches of synchronous training; infinite if the next step's updates are local."""
 
     def is_local(self) -> bool:
         """Whether the next batch's updates are local."""
@@ -52,23 +52,23 @@ class Averager(Protocol):
         """Surrounds a call of local steps."""
 
     def count(self, steps: int) -> None:
-        """So many local steps have run."""
+        """Records that `steps` local steps have run."""
 
     def begin(self, since: tf.Tensor) -> None:
-        """Before a step, traced outside the replicas."""
+        """Called before a step, traced outside the replicas."""
 
     def follow(self, since: tf.Tensor) -> tf.Tensor:
-        """After a step, traced outside the replicas; returns the new `since`."""
+        """Called after a step, traced outside the replicas; returns the new `since`."""
 
     def note(self, facts: step_context.Step) -> None:
-        """Within a replica: what a step that was traced updates."""
+        """Records, inside a replica, what a traced step updates."""
 
 
 class LocalTraining(Protocol):
-    """How the replicas of a strategy train on copies of their own; see `replication.local_training_of`."""
+    """How the replicas of a strategy train on their own copies; see `replication.local_training_of`."""
 
     def averager(self, model: keras.Model) -> Averager:
-        """What averages a model's replicas."""
+        """The object that averages a model's replicas."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class _Timed:
 
 
 class StepRunner:
-    """Runs steps of a model on an iterator, many of them in a call, and returns the logs of the last.
+    """Runs steps of a model on an iterator, many per call, and returns the logs of the last.
 
     `model.train_function` and `model.test_function` hold one.
 
@@ -90,13 +90,13 @@ class StepRunner:
         step_function: `model.train_step` or `model.test_step`.
 
     Attributes:
-        pace: how long blocks are where nobody asked for a length.
+        pace: how long blocks are if no length was requested.
         logs: what the last call returned.
         log_reader: reads them.
-        averager: averages replicas that train on copies of their own; None where they train together.
-        done: steps so far.
-        traffic: counts the bytes that each replica has handed to collectives in them.
-        trial: of XLA, where `compile` asked for one.
+        averager: averages replicas that train on their own copies; None if they train together.
+        done: number of steps so far.
+        traffic: counts the bytes that each replica has passed to collectives.
+        trial: the trial of XLA, if `compile` asked for one.
         loops: compiles the loops.
     """
 
@@ -113,17 +113,17 @@ class StepRunner:
         self.loops = LoopBuilder(model, step_function, self.log_reader, self.averager, self.traffic)
 
     def _can_run_many(self) -> bool:
-        """Whether many steps can run in one call; the first step tells."""
+        """Whether many steps can run in one call; known after the first step."""
         return self.log_reader.is_traced and not self.loops.has_varying_shapes
 
     def __call__(self, batches: Any) -> dict:
         """Runs steps.
 
         Args:
-            batches: a `Block`; or an iterator, for the model's `steps_per_execution` steps or those that are left.
+            batches: a `Block`; or an iterator, for up to the model's `steps_per_execution` steps.
 
         Raises:
-            tf.errors.OutOfRangeError: there was no batch left at all.
+            tf.errors.OutOfRangeError: no batch was left.
         """
         if isinstance(batches, Block):
             return self._run_block(batches)
@@ -133,7 +133,7 @@ class StepRunner:
         return self._run_one_by_one(batches, count)
 
     def _run_one_by_one(self, batches: Any, count: int) -> dict:
-        """Up to `count` steps, each a call of its own, on batches that are in Python."""
+        """Up to `count` steps, one per call, on batches from Python."""
         logs, is_sharded = None, _is_of_data_set(batches) or not self._is_replicated
         for _, data in zip(range(count), batches, strict=False):
             kind = LoopKind(self._jit, local_updates=self._has_local_updates(), is_wrapped=_is_wrapped())
@@ -161,7 +161,7 @@ class StepRunner:
         if not block.done:
             raise _end_of_data()
         if self._is_trying():
-            tree.map_structure(lambda value: value.numpy(), self.logs)  # a GPU may still be at work
+            tree.map_structure(lambda value: value.numpy(), self.logs)  # a GPU may still be computing
         self._note_time(_Timed(jit, block.done, time.perf_counter() - began), result)
         return self.logs
 
@@ -195,7 +195,7 @@ class StepRunner:
         return self.trial is not None and not self.trial.is_over
 
     def _note_time(self, block: _Timed, result: tf.Tensor) -> None:
-        """Takes in how long a block took; on workers, how long all say that the one before took."""
+        """Records how long a block took; on several workers, how long they say that the previous one took."""
         before, self._last = self._last, block
         seconds = worker_vote.accept(self._strategy, result)
         if replication.spans_processes(self._strategy):
@@ -218,7 +218,7 @@ class StepRunner:
         return tf.constant(0 if self.averager is None else self.averager.since)
 
     def _count(self, steps: int, kind: LoopKind) -> None:
-        """Takes in that so many steps have run in a call."""
+        """Records that `steps` steps have run in a call."""
         self.done += steps
         self.traffic.count(steps, kind.local_updates)
         if kind.local_updates:

@@ -1,4 +1,4 @@
-"""How many bytes a replica hands to collectives: added up while a step is traced, and counted as steps run."""
+"""How many bytes a replica passes to collectives: added up while a step is traced, and counted as steps run."""
 
 import contextlib
 from collections.abc import Hashable, Iterator
@@ -11,11 +11,11 @@ from tfgpu.core import step_context
 
 @dataclass
 class Sent:
-    """What one replica hands to the collectives of one step, or of one call.
+    """What one replica passes to the collectives of one step or call.
 
     Attributes:
-        bytes: their payload, without tensors whose shape is unknown until the step runs.
-        collectives: how many tensors or slices were handed over.
+        bytes: the payload, without tensors whose shape is unknown until the step runs.
+        collectives: number of tensors or slices.
         is_whole: every shape was known.
     """
 
@@ -26,14 +26,14 @@ class Sent:
 
 @contextlib.contextmanager
 def metering() -> Iterator[Sent]:
-    """Counts what this replica's thread hands to collectives within the block."""
+    """Counts what this replica's thread passes to collectives inside the block."""
     sent = Sent()
     with step_context.scope(sent=sent):
         yield sent
 
 
 def note(values: list, *, part: float = 1.0) -> None:
-    """Adds tensors, or the values and indices of slices, that are handed over once in `1 / part` steps."""
+    """Adds tensors, or the values and indices of slices, that are sent once in `1 / part` steps."""
     sent = step_context.current().sent
     if sent is None:
         return
@@ -45,10 +45,10 @@ def note(values: list, *, part: float = 1.0) -> None:
 
 
 class Meter:
-    """Counts the bytes of all steps of a model, by what their traces have handed to collectives.
+    """Counts the bytes of all steps of a model, from what their traces pass to collectives.
 
     Attributes:
-        bytes: so far.
+        bytes: total so far.
     """
 
     def __init__(self):
@@ -57,17 +57,17 @@ class Meter:
 
     @contextlib.contextmanager
     def tracing(self, kind: Hashable) -> Iterator[None]:
-        """Within the block a kind of step is traced, or what all calls do at their end, where `kind` is None."""
+        """Inside the block, a kind of step is traced or, if `kind` is None, what every call does at its end."""
         with metering() as self._by_kind[kind]:
             yield
 
     def count(self, steps: int, kind: Hashable) -> None:
-        """Adds a call of so many steps of a kind."""
+        """Adds a call of `steps` steps of a kind."""
         for each, times in ((kind, steps), (None, 1)):
             if each in self._by_kind:
                 self.bytes += times * self._by_kind[each].bytes
 
     @property
     def is_whole(self) -> bool:
-        """Whether `bytes` has all: every shape was known when the steps were traced."""
+        """Whether `bytes` is complete: every shape was known when the steps were traced."""
         return all(sent.is_whole for sent in self._by_kind.values())

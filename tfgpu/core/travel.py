@@ -1,10 +1,10 @@
-"""The forms in which values travel between replicas: in which dtype, and at which place.
+"""The forms in which replicas exchange values: the dtype, and the position.
 
 Between GPUs, TensorFlow's NCCL takes float16, float32, float64, int32 and int64 (`nccl_manager.cc`), and its ring adds
 int32 on the host, where it crashes on a GPU's addresses. So bfloat16 and small numbers travel as float32, which holds
-them, and their sums up to 2**24, exactly. Whole numbers of 32 bits travel as float64, as exactly, and those of 64 bits
-as two of them: TensorFlow can neither pad nor split int64 on a GPU, and would copy it to the host. One rule holds on
-all devices.
+them, and their sums up to 2**24, exactly. 32-bit integers travel as float64, also exactly, and 64-bit ones as two of
+them: TensorFlow can neither pad nor split int64 on a GPU, and would copy it to the host. The same rule holds on all
+devices.
 """
 
 import tensorflow as tf
@@ -15,11 +15,11 @@ _SMALL = ("bool", "int8", "uint8", "int16", "uint16", "bfloat16", "float8_e4m3fn
 _SUMMED_AS = dict.fromkeys(map(tf.as_dtype, _SMALL), tf.float32) | {tf.int32: tf.float64, tf.uint32: tf.float64}
 _LONG = (tf.int64, tf.uint64)
 _CARRIERS = {2: tf.float16, 4: tf.float32, 8: tf.float64}
-"""By their size in bytes: what holds any bits in a gather, which does not compute."""
+"""By size in bytes: dtypes that carry any bits through a gather, which does not compute."""
 
 
 def to_sum(value: tf.Tensor) -> tf.Tensor:
-    """A value in the form in which replicas sum it; 64-bit numbers get one more axis, of their two halves."""
+    """A value in the form in which replicas sum it; 64-bit integers get one more axis, for their two halves."""
     if value.dtype not in _LONG:
         return tf.cast(value, _SUMMED_AS.get(value.dtype, value.dtype))
     halves = tf.cast(tf.bitcast(tf.cast(value, tf.int64), tf.int32), tf.float64)
@@ -28,7 +28,7 @@ def to_sum(value: tf.Tensor) -> tf.Tensor:
 
 
 def from_sum(total: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The sum of values of a dtype, of the sum of what `to_sum` has made of them."""
+    """The sum of values of a dtype, from the sum of what `to_sum` returned for them."""
     if dtype not in _LONG:
         return tf.cast(total, dtype)
     low, high = (tf.cast(total[..., half], tf.int64) for half in (0, 1))
@@ -46,18 +46,18 @@ def carrier(dtype: tf.DType) -> tf.DType:
 
 
 def to_carrier(value: tf.Tensor, dtype: tf.DType | None = None) -> tf.Tensor:
-    """A value's bits in its carrier; in narrower ones of `dtype`, with one more axis. `tf.bitcast` undoes it."""
+    """A value's bits in its carrier, or with one more axis in a narrower `dtype`. `tf.bitcast` undoes it."""
     return tf.bitcast(value, carrier(value.dtype) if dtype is None else dtype)
 
 
 def at_own_place(value: tf.Tensor, at: int | tf.Tensor | None = None) -> tf.Tensor:
-    """This replica's value at its place in a table of all replicas', with zeros elsewhere, so that a sum stacks them.
+    """This replica's value at its position in a table of all replicas' values, else zeros, so that a sum stacks them.
 
     The value is padded, not multiplied by 0 and 1: a GPU may round a matrix product to TF32, and NaN times 0 is NaN.
 
     Args:
-        value: of the same shape on all replicas, and of known rank.
-        at: its place, from 0; None is the number of the replica.
+        value: has the same shape on all replicas, and a known rank.
+        at: its position, from 0; None takes the replica's number.
 
     Returns:
         A tensor [replicas, *value.shape].

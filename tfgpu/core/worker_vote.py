@@ -1,8 +1,8 @@
 """What the workers agree on: before an epoch, that all run the same blocks of steps; after a block, how long it took.
 
-After a block they also agree on whether they stop. Its numbers travel with the sums of the metrics, so they cost no
-collective of their own. Because all workers see the same result, their next blocks have the same length, and no worker
-stops while others wait for it in a collective.
+After a block they also agree whether to stop. The vote is sent with the sums of the metrics, so it costs no collective
+of its own. All workers see the same result, so their next blocks have the same length, and no worker stops while
+others wait for it in a collective.
 """
 
 import zlib
@@ -15,29 +15,29 @@ from tfgpu.errors import InputError
 
 
 def check_same_run(strategy: tf.distribute.Strategy, length: int, *, same_data: bool) -> None:
-    """Checks that all workers, who ask nobody later on, will run the same blocks of steps. Every worker must call it.
+    """Checks that all workers will run the same blocks of steps. Every worker must call it.
 
-    If one worker has a callback that must be called after every batch, all go batch by batch.
+    If one worker has a callback that must be called after every batch, all run batch by batch.
 
     Args:
-        strategy: of several workers.
-        length: batches of this worker's dataset; negative where it is unknown.
+        strategy: a strategy of several workers.
+        length: batches of this worker's dataset; negative if unknown.
         same_data: all workers have the same dataset, and each makes the whole batch.
 
     Raises:
-        InputError: on all workers, where their datasets have different numbers of batches or are shuffled by
-            different seeds, or some lack a callback that communicates with the others'.
+        InputError: raised on all workers if their datasets differ in length or shuffle seed, or if some lack a callback
+            that communicates with the others'.
     """
     run = step_blocks.current()
     asked = list(run.every_batch.values()) if run is not None else []
     on_all = run.on_all if run is not None else ()
-    callbacks = zlib.crc32(repr(on_all).encode()) & 0xFFFFF  # whose square can be summed up
+    callbacks = zlib.crc32(repr(on_all).encode()) & 0xFFFFF  # whose squares can be summed without overflow
     facts = [length, callbacks, data_order.seed_mark()]
     sums = collectives.sum_over_workers(
         strategy, [1, *facts, *(fact * fact for fact in facts), *map(int, asked)]
     ).tolist()
     count, totals, squares, asking = sums[0], sums[1:4], sums[4:7], sums[7:]
-    # Equal numbers are those whose squares have the square of the mean as their mean.
+    # The numbers are equal if the mean of their squares is the square of their mean.
     same_length, same_callbacks, same_seed = (
         total * total == count * square for total, square in zip(totals, squares, strict=True)
     )
@@ -50,9 +50,9 @@ def check_same_run(strategy: tf.distribute.Strategy, length: int, *, same_data: 
         run.every_batch = {kind: bool(number) for kind, number in zip(run.every_batch, asking, strict=True)}
     if same_data and not same_length:
         raise InputError(
-            "The workers have data sets of different lengths; "
-            f"this one's has {length if length >= 0 else 'unknown'} batches. Give each worker the whole data set; "
-            "where each has data of its own, set `experimental_distribute.auto_shard_policy` in the data set's "
+            "The workers have datasets of different lengths; "
+            f"this one's has {length if length >= 0 else 'unknown'} batches. Give each worker the whole dataset; "
+            "if each has its own data, set `experimental_distribute.auto_shard_policy` in the dataset's "
             "options to OFF."
         )
     if same_data and not same_seed:
@@ -60,7 +60,7 @@ def check_same_run(strategy: tf.distribute.Strategy, length: int, *, same_data: 
 
 
 def ballot(seconds: float) -> tf.Tensor:
-    """What this worker says: float32 [2].
+    """This worker's vote: float32 [2].
 
     Args:
         seconds: how long its last block took.
@@ -71,12 +71,12 @@ def ballot(seconds: float) -> tf.Tensor:
 
 
 def share_of_ballot(ballot: tf.Tensor) -> tf.Tensor:
-    """What a replica adds to the result: the mean time, and a number above 0 where some worker wants to stop."""
+    """What a replica contributes to the result: the mean time, and a number above 0 if some worker wants to stop."""
     return ballot / step_context.num_replicas()
 
 
 def accept(strategy: tf.distribute.Strategy, result: tf.Tensor) -> float:
-    """Takes in the result on every worker; returns the mean time of the last block, in seconds."""
+    """Applies the result on every worker; returns the mean time of the last block, in seconds."""
     if not replication.spans_processes(strategy):
         return 0.0
     seconds, requests = result.numpy()

@@ -1,8 +1,8 @@
-"""`compile(jit_compile="auto")`: times a few blocks of training with XLA and without, and keeps the faster way.
+"""`compile(jit_compile="auto")`: times a few blocks of training with and without XLA, and keeps the faster way.
 
 XLA can make a step faster or slower: convolutions take several times as long on CPUs. Every block of a trial trains, so
-no work is lost. The two ways differ only by rounding, unless the step draws random numbers: XLA draws others. A step
-that draws follows Keras's own rule (XLA on one GPU, otherwise not).
+no work is lost. The two ways differ only by rounding, unless the step draws random numbers, of which XLA draws others.
+A step that draws follows Keras's own rule (XLA on one GPU, otherwise not).
 """
 
 import inspect
@@ -17,16 +17,16 @@ from tfgpu.core import extensions, step_blocks
 from tfgpu.errors import InputError
 
 ROUNDS = 3
-"""Blocks of each way that are compared."""
+"""Number of blocks of each way to compare."""
 GAIN = 0.95
 """XLA must take less than this fraction of the other way's time, because it compiles again for each new shape."""
-_PATIENCE = 12  # blocks to wait for long ones
+_PATIENCE = 12  # blocks to wait until they are long
 
 _log = logging.getLogger(__name__)
 
 
 def measure_jit() -> None:
-    """Lets `compile(jit_compile="auto")` ask for a trial; the default stays Keras's own rule."""
+    """Makes `compile(jit_compile="auto")` start a trial; the default stays Keras's own rule."""
 
     @wrap("Trainer.compile")
     def compile_model(stock, self, *args, **kwargs):
@@ -36,7 +36,7 @@ def measure_jit() -> None:
         is_prevented = any(prevents(self) for prevents in extensions.xla_obstacles)
         if is_prevented and asked is True:
             raise InputError(
-                "XLA cannot compile a step whose layers live on several devices, or gather their parameters from them. "
+                "XLA cannot compile a step whose layers are on several devices or gather parameters from them. "
                 "Compile with jit_compile=False."
             )
         stock(self, *args, **kwargs)
@@ -58,8 +58,8 @@ class Trial:
 
     Attributes:
         jit: whether XLA compiles the next block.
-        is_over: the choice is made.
-        is_possible: the step has been checked.
+        is_over: whether the choice is made.
+        is_possible: whether the step has been checked.
 
     Example:
         >>> trial = Trial()
@@ -79,8 +79,8 @@ class Trial:
 
         Args:
             jit: whether XLA compiled it.
-            steps: its steps; 0 is ignored.
-            seconds: how long it took; on several workers, their mean.
+            steps: its number of steps; 0 is ignored.
+            seconds: how long it took; on several workers, the mean.
         """
         if self.is_over or not steps:
             return
@@ -95,7 +95,7 @@ class Trial:
         if len(with_xla) > ROUNDS and len(without) >= ROUNDS:
             took = {True: statistics.median(with_xla[1:]), False: statistics.median(without)}  # the first one compiled
             self.decide(
-                took[True] < GAIN * took[False], f"{took[True]:.2g} s a step with XLA, {took[False]:.2g} s without"
+                took[True] < GAIN * took[False], f"{took[True]:.2g} s per step with XLA, {took[False]:.2g} s without"
             )
         else:
             self.jit = len(with_xla) <= len(without) or len(with_xla) == 1
@@ -105,13 +105,13 @@ class Trial:
 
         Args:
             traced: the concrete function of the loop around the step, without XLA.
-            step: the step as a tf.function that XLA compiles; None where XLA compiles parts of it.
-            spec: of the step's data.
+            step: the step as a tf.function that XLA compiles; None if XLA compiles parts of it.
+            spec: the spec of the step's data.
         """
         self.is_possible, graph = True, traced.graph.as_graph_def()
         nodes = [node.op for node in graph.node] + [node.op for f in graph.library.function for node in f.node_def]
         if any("Random" in op or "Multinomial" in op for op in nodes):
-            self.decide(False, "the step draws random numbers, and XLA would draw others")
+            self.decide(False, "the step draws random numbers, and XLA would draw different ones")
         elif step is not None:
             try:
                 step.experimental_get_compiler_ir(tf.nest.map_structure(_example, spec))(stage="hlo")

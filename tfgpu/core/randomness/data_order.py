@@ -1,7 +1,7 @@
-"""One order of the data for all workers: if the script sets no seed, the chief chooses one for all.
+"""One order of the data for all workers: if the script sets no seed, the chief chooses one.
 
 Every worker makes the whole batch and keeps its shard. Workers that shuffle differently would keep shards of different
-batches: some examples would be read twice in an epoch, others never.
+batches: some examples would be read twice per epoch, others never.
 """
 
 import random
@@ -66,7 +66,7 @@ def agree_on_orders() -> None:
 
     @wrap("ArrayDataAdapter.get_tf_dataset")
     def get_tf_dataset(stock, self):
-        # Under a seed, Keras shuffles arrays alike in every epoch; a script without one expects new orders.
+        # With a seed, Keras shuffles arrays alike in every epoch; a script without one expects a new order each time.
         agreed = _agreed_seed()
         if training.shuffles(self) is not True or agreed is None:
             return stock(self)
@@ -109,9 +109,9 @@ def refuse_seeds(strategy: tf.distribute.Strategy) -> InputError:
     told = "; ".join(f"{seed} on {name}" for name, seed in list(seeds.items())[:_MOST_NAMED])
     return InputError(
         f"The workers have set different seeds: {told}{'; ...' if len(seeds) > _MOST_NAMED else ''}. Every worker "
-        "makes the whole batch and keeps its shard, so all must shuffle alike: otherwise some rows would be lost and "
-        "others read twice. Set the same seed on every worker; where each has data of its own, set "
-        "`experimental_distribute.auto_shard_policy` in the data set's options to OFF."
+        "makes the whole batch and keeps its shard, so all must shuffle alike: otherwise some rows are skipped and "
+        "others read twice. Set the same seed on every worker; if each has its own data, set "
+        "`experimental_distribute.auto_shard_policy` in the dataset's options to OFF."
     )
 
 
@@ -119,7 +119,7 @@ def _is_seeded_on_all(strategy: tf.distribute.Strategy) -> bool:
     """Whether the script has set a seed. Every worker must call it.
 
     Raises:
-        InputError: it has set one on some workers only.
+        InputError: a seed is set on some workers only.
     """
     mine = int(distribute.global_seed() is not None)
     workers, seeded = collectives.sum_over_workers(strategy, [1, mine])
@@ -128,7 +128,7 @@ def _is_seeded_on_all(strategy: tf.distribute.Strategy) -> bool:
         more = ", ..." if len(lacking) > _MOST_NAMED else ""
         raise InputError(
             f"A seed is set on {seeded} of {workers} workers, and not on {', '.join(lacking[:_MOST_NAMED])}{more}. Set "
-            "the same seed on every worker before the strategy is made, or on none."
+            "the same seed on every worker before creating the strategy, or on none."
         )
     return bool(seeded)
 

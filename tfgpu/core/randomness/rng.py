@@ -4,22 +4,21 @@ Stock Keras hands each replica's own shape to `tf.random.stateless_*` with the s
 numbers of the first rows: dropout masks repeat from replica to replica. Here a replica draws its rows of the global
 batch's draw (`row_draws`).
 
-Which draws are by example? A draw's first dimension is compared with the rows that the replica holds:
+Which draws are per example? A draw's first dimension is compared with the number of rows that the replica holds:
 
 | first dimension | taken as |
 |---|---|
-| equal to the replica's rows | one row an example |
-| a multiple of them, known only at run time or of a layer's input | rows flattened batch first |
-| none; anything else; a plain number where the batch size is known only at run time | same on all replicas |
+| equal to the replica's rows | one row per example |
+| a multiple of them, known only at run time or from a layer's input | rows flattened, batch first |
+| none; anything else; a Python number while the batch size is known only at run time | same on all replicas |
 
-A layer's input that is made of weights alone is no batch, whatever its shape. A plain number that happens to equal the
-fixed number of rows is taken for it.
+A layer's input that is made from weights only is not a batch, whatever its shape. A Python number that happens to equal
+the static number of rows is taken for it.
 
 Draws that initialize variables are always the same on all replicas. In a hand-written `strategy.run` the rows are
-those of the first tensor among its distributed arguments; where there is none, Keras is as it was.
+those of the first tensor among its distributed arguments; without such arguments, Keras draws as usual.
 
-Not repaired: under XLA, a draw whose seed is a plain number and whose shape is fixed may be folded into a constant by
-TensorFlow's kernels.
+Not repaired: under XLA, TensorFlow's kernels may fold a draw with a constant seed and a static shape into a constant.
 """
 
 import keras
@@ -37,7 +36,7 @@ from tfgpu.core.row_mixing import row_sums
 
 
 def draw_by_example() -> None:
-    """Wraps the backend's ten random functions, and lets `strategy.run` tell a replica which rows it holds."""
+    """Wraps the backend's ten random functions, and makes `strategy.run` tell each replica which rows it holds."""
     _wrap_run()
     _wrap_counted()
     _wrap_dropout()
@@ -59,12 +58,12 @@ def draw_by_example() -> None:
 
 
 def same_on_all_replicas():
-    """For the length of the block every replica draws what one device draws for the shape that it asks for."""
+    """Inside the block, every replica draws what one device draws for the requested shape."""
     return step_context.scope(draws_alike=True)
 
 
 def sharding(shard: DrawShard):
-    """For the length of the block dropout draws a piece of what one device draws."""
+    """Inside the block, dropout draws a piece of what one device draws."""
     return step_context.scope(draw_shard=shard)
 
 
@@ -75,7 +74,7 @@ def _wrap_run() -> None:
         is_distributed = [isinstance(v, PerReplica) for v in given]
         if not replication.is_replicated(self) or not any(is_distributed):
             return stock(self, fn, args, kwargs, options)
-        fn = private_tf.with_autograph_of_caller(fn)  # as `run` does, which then finds nothing left to convert
+        fn = private_tf.with_autograph_of_caller(fn)  # as `run` does, which then has nothing left to convert
         choices = []
 
         @tf.autograph.experimental.do_not_convert
@@ -95,7 +94,7 @@ def _uniform(rows: row_draws.RowDraw, minval, maxval, dtype, seed: tf.Tensor) ->
 
 
 def _wrap_counted() -> None:
-    """Distributions of which a replica draws its own rows alone."""
+    """Wraps distributions of which a replica draws only its own rows."""
 
     @wrap("random.uniform")
     def uniform(stock, shape, minval=0.0, maxval=1.0, dtype=None, seed=None):
@@ -151,7 +150,7 @@ def _wrap_dropout() -> None:
 
 
 def _wrap_taken() -> None:
-    """Distributions of which every replica draws the global batch's numbers."""
+    """Wraps distributions of which every replica draws the global batch's numbers."""
 
     @wrap("random.truncated_normal")
     def truncated_normal(stock, shape, mean=0.0, stddev=1.0, dtype=None, seed=None):
@@ -200,7 +199,7 @@ def _wrap_shuffle() -> None:
         rows = row_draws.of_shape(tf.shape(x)) if axis in (0, -x.shape.rank) else None
         if rows is None:
             return stock(x, axis, seed)
-        # A row may go to any replica, so all rows must come together. The order is drawn for places: whole numbers.
+        # A row may go to any replica, so all rows are gathered. The order is drawn for indices, which are integers.
         order = stock(tf.range(rows.total), 0, seed)
         return tf.ensure_shape(row_sums.own_rows(tf.gather(row_sums.all_rows(x), order), x), x.shape)
 

@@ -1,4 +1,4 @@
-"""Random draws by row: the part of a global batch's draw that falls to a replica.
+"""Random draws by row: a replica's part of the global batch's draw.
 
 Philox is counter-based. With the key and counter of a seed, group g of a draw comes from counter + g alone,
 whatever the shape; a group is 4 numbers, or 2 of 64 bits. So a replica whose first number is the n-th of the
@@ -7,8 +7,8 @@ every dtype, and for normal ones outside XLA (XLA pairs the numbers of a normal 
 floats are other numbers than those of TensorFlow's kernels, on one device too: only runs that are both
 compiled, or both not, can be equal.
 
-The other distributions reject samples or depend on the draw's size: the draw is made for the global batch and the
-replica's rows are taken. That is always right, and costs every replica the global batch's numbers.
+The other distributions reject samples or depend on the draw's size: the global batch is drawn and the replica's rows
+are taken. That is always correct, and every replica pays for the global batch's numbers.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,14 @@ _PHILOX = 1
 
 @dataclass(frozen=True)
 class RowDraw:
-    """The rows of one draw that fall to this replica. Integers where known, else int32 scalar tensors.
+    """This replica's rows of one draw: integers if known, else int32 scalar tensors.
 
     Attributes:
-        shape: of this replica's rows, int32 tensor.
-        static: what is known of the shape while the graph is made.
-        start: rows of the global batch's draw before them.
-        local: how many they are.
-        total: rows of the global batch's draw.
+        shape: shape of this replica's rows, int32 tensor.
+        static: the static part of the shape.
+        start: number of rows of the global batch's draw before them.
+        local: their number.
+        total: number of rows of the global batch's draw.
     """
 
     shape: tf.Tensor
@@ -45,12 +45,12 @@ class RowDraw:
 
 @dataclass(frozen=True)
 class DrawShard:
-    """A piece of a draw along an axis other than the batch's, for a layer that is split over several devices.
+    """A piece of a draw along an axis other than the batch axis, for a layer that is split over devices.
 
     Attributes:
-        axis: counted from the last, so negative.
-        at: which piece, from 0.
-        count: how many there are; they are equally large.
+        axis: negative, counted from the last.
+        at: index of the piece, from 0.
+        count: number of pieces, all of one size.
     """
 
     axis: int
@@ -58,7 +58,7 @@ class DrawShard:
     count: int
 
     def unsplit(self, rows: RowDraw) -> RowDraw:
-        """The draw that the piece is taken from."""
+        """The draw from which the piece is taken."""
         rank = rows.static.rank
         times = [self.count if axis == rank + self.axis else 1 for axis in range(rank)]
         static = [None if size is None else size * by for size, by in zip(rows.static, times, strict=True)]
@@ -70,11 +70,11 @@ class DrawShard:
 
 
 def of_shape(shape, *, follows_input: bool = False) -> RowDraw | None:
-    """Which rows of the global batch's draw are this replica's, or None where all replicas draw the same.
+    """Which rows of the global batch's draw are this replica's, or None if all replicas draw the same.
 
     Args:
-        shape: of the replica's own draw: numbers, tensors or both, or one tensor.
-        follows_input: the shape is that of a layer's input, so any multiple of the rows is by example.
+        shape: shape of the replica's own draw: numbers, tensors or both, or one tensor.
+        follows_input: the shape is that of a layer's input, so any multiple of the rows is per example.
     """
     rows = batch_rows.known_rows()
     if rows is None or step_context.current().draws_alike:
@@ -91,7 +91,7 @@ def of_shape(shape, *, follows_input: bool = False) -> RowDraw | None:
             return None
         return RowDraw(shape, static, rows.offset * per_example, leading, rows.total * per_example)
     if leading is not None and not follows_input:
-        return None  # a plain number is no batch size that is known only at run time
+        return None  # a Python number cannot be a batch size that is known only at run time
     leading, held = shape[0], tf.maximum(rows.local, 1)
     per_example = tf.where(leading % held == 0, leading // held, 0)
     total = tf.where(per_example > 0, rows.total * per_example, leading)
@@ -115,10 +115,10 @@ def draw(operation: Callable, rows: RowDraw, seed: tf.Tensor, dtype) -> tf.Tenso
     """Draws this replica's rows by starting the counter at the group that holds their first number.
 
     Args:
-        operation: `f(shape=, key=, counter=, alg=)`, a `StatelessRandom*V2` of a fixed group size.
-        rows: which.
+        operation: `f(shape=, key=, counter=, alg=)`, a `StatelessRandom*V2` with a fixed group size.
+        rows: which rows to draw.
         seed: int32 of shape [2].
-        dtype: of the numbers; decides how many of them a group has.
+        dtype: dtype of the numbers, which determines the group size.
     """
     group = 2 if tf.as_dtype(dtype).size == 8 else 4
     each = rows.static[1:].num_elements()
@@ -134,7 +134,7 @@ def draw(operation: Callable, rows: RowDraw, seed: tf.Tensor, dtype) -> tf.Tenso
         each = tf.reduce_prod(rows.shape[1:]) if each is None else each
         first = tf.cast(rows.start, tf.int64) * tf.cast(each, tf.int64)
         size = rows.local * each
-        # A whole group more than asked for: the size then does not depend on the offset, which XLA needs.
+        # One group more than needed, so that the size does not depend on the offset, as XLA requires.
         numbers = from_group(first // group, [size + group])
         out = tf.reshape(tf.slice(numbers, [tf.cast(first % group, tf.int32)], [size]), rows.shape)
     out.set_shape(rows.static)
@@ -150,7 +150,7 @@ def take(operation: Callable, rows: RowDraw) -> tf.Tensor:
 
 
 def pad_rows(value, rows: RowDraw):
-    """A parameter given for each of this replica's rows, among ones for the other replicas' rows."""
+    """A per-row parameter of this replica, padded with ones for the other replicas' rows."""
     dims = tf.TensorShape(getattr(value, "shape", None) or np.shape(value))
     if dims.rank != rows.static.rank or dims[0] == 1:
         return value
@@ -161,14 +161,14 @@ def pad_rows(value, rows: RowDraw):
 
 
 def _as_shape(shape) -> tuple[tf.Tensor, tf.TensorShape]:
-    """A shape as an int32 tensor, and what is known of it."""
+    """A shape as an int32 tensor, and its static part."""
     is_plain = isinstance(shape, (tf.Tensor, tf.TensorShape)) or not any(tf.is_tensor(size) for size in shape)
     shape = tf.convert_to_tensor(shape, tf.int32) if is_plain else tf.cast(tf.stack(shape), tf.int32)
     return shape, tensor_util.constant_value_as_shape(shape)
 
 
 def _known(rows: tf.Tensor) -> int | None:
-    """The rows where they are known while the graph is made; TensorFlow forgets `tf.shape(x)[0]` of a (4, None)."""
+    """The static number of rows, if known; TensorFlow loses `tf.shape(x)[0]` of a (4, None)."""
     value = tf.get_static_value(rows)
     if value is None and not hasattr(rows, "numpy") and rows.op.type == "StridedSlice":
         return tensor_util.constant_value_as_shape(rows.op.inputs[0])[0]

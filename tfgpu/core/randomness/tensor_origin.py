@@ -1,4 +1,4 @@
-"""Whether a tensor comes of the batch, or of weights alone, which some layers drop out."""
+"""Whether a tensor depends on the batch or on weights only, to which some layers apply dropout."""
 
 import tensorflow as tf
 
@@ -9,10 +9,10 @@ DATA, WEIGHTS, CONSTANTS = "data", "weights", "constants"
 
 
 def origin_of(tensor) -> str:
-    """What goes into `tensor`: a step's data (or its shape), else weights, else constants alone.
+    """What `tensor` depends on: a step's data (or its shape), else weights, else only constants.
 
     Args:
-        tensor: a tensor of a graph that is being made; where that cannot be told, as in eager code, it counts as data.
+        tensor: a tensor of the graph under construction; if its origin is unknown, as in eager code, it counts as data.
     """
     if not tf.is_tensor(tensor) or tf.executing_eagerly() or hasattr(tensor, "numpy"):
         return DATA
@@ -38,7 +38,7 @@ def origin_of(tensor) -> str:
 
 
 def _captured(placeholder: tf.Tensor) -> tf.Tensor | None:
-    """What stands outside the graph for this placeholder, or None where it is an argument of the function."""
+    """What this placeholder captures from outside the graph, or None if it is an argument of the function."""
     for outer, inner in getattr(placeholder.graph, "captures", ()):
         if inner is placeholder:
             return outer

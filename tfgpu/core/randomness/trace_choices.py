@@ -1,7 +1,7 @@
-"""Choices that Python code makes while a step is traced, with `random` say: all traces of a step make the same.
+"""Choices that Python code makes while a step is traced, such as with `random`: all traces of a step share them.
 
-One device traces a step once. The replicas of a process trace it once each, and a step is traced again with the loop
-around it. The first trace chooses, and the others take its choices, in the same order.
+One device traces a step once. Replicas of a process trace it once each, and a step is traced again with the loop around
+it. The first trace chooses, and the others reuse its choices in the same order.
 """
 
 import itertools
@@ -13,11 +13,11 @@ from tfgpu.core import step_context
 
 @dataclass
 class Choices:
-    """What one trace takes.
+    """The choices of one trace.
 
     Attributes:
         made: the choices so far, shared by all traces of the step.
-        places: the place of the next choice.
+        places: yields the index of the next choice.
     """
 
     made: list
@@ -25,12 +25,12 @@ class Choices:
 
 
 def shared(made: list):
-    """For the length of the block this thread takes the choices in `made`, in order, and adds those that it lacks."""
+    """Inside the block, this thread reuses the choices in `made`, in order, and appends new ones."""
     return step_context.scope(choices=Choices(made))
 
 
 def choose(make: Callable):
-    """What `make()` returned in the first trace that came to this place of the step; outside a step `make()`."""
+    """What `make()` returned in the first trace that reached this point of the step; outside a step, `make()`."""
     choices = step_context.current().choices
     if choices is None:
         return make()

@@ -1,4 +1,4 @@
-"""Broadcasts between workers, made of all-reduces: the sender contributes its numbers, all others zeros.
+"""Broadcasts between workers, by all-reduces: the sender contributes its numbers, all others zeros.
 
 TensorFlow sums integers exactly, so bytes and the bits of floats arrive unchanged.
 """
@@ -14,7 +14,7 @@ CHUNK = 1 << 24
 
 
 def sum_from_chief(strategy: tf.distribute.Strategy, numbers) -> np.ndarray:
-    """The chief's integers, on every worker. Every worker must call it, with equally many numbers."""
+    """The chief's integers, on every worker. Every worker must call it, with the same number of integers."""
     numbers = np.asarray(numbers, "int64")
     return collectives.sum_over_workers(strategy, numbers if strategy.extended.should_checkpoint else 0 * numbers)
 

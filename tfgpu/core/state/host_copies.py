@@ -1,7 +1,7 @@
-"""Variables to host memory, all of them in one call.
+"""Copies variables to host memory, all in one call.
 
-Asked one by one, a GPU stands still for each variable: TensorFlow starts a copy and waits for it. In one function it
-starts all copies at once, into pinned memory, and waits once.
+One by one, a GPU would be idle for each variable: TensorFlow starts a copy and waits for it. In one function it starts
+all copies at once, into pinned memory, and waits once.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tfgpu.compat.variables import held, local_copy
 
 
 class _Reader:
-    """Reads the same variables again and again."""
+    """Reads the same variables repeatedly."""
 
     def __init__(self, variables: Sequence[tf.Variable]):
         self.variables = tuple(variables)
@@ -36,17 +36,17 @@ def copy(owner: object, variables: Sequence[keras.Variable]) -> list[np.ndarray]
 
     Args:
         owner: a model; it keeps the function that reads its variables.
-        variables: of any kind. Those of this process that each replica has one of are read on the first replica, in one
-            call; the others, such as a variable in shards, read themselves.
+        variables: any variables. Replicated ones of this process are read on the first replica, in one call; the
+            others, such as sharded variables, read themselves.
 
     Returns:
-        An array for each that nothing else writes to.
+        An array for each variable, which nothing else writes to.
     """
     plain = {at: variable for at, each in enumerate(variables) if (variable := _plain(each)) is not None}
     reader = slots.get(owner, "reader")
     if reader is None or not reader.fits(tuple(plain.values())):
         reader = slots.of(owner).reader = _Reader(tuple(plain.values()))
-    with tf.device("CPU:0"):  # results of a function ask for no device of their own, and would get the first GPU
+    with tf.device("CPU:0"):  # results of a function request no device, and would be placed on the first GPU
         values = dict(zip(plain, reader.read() if plain else (), strict=True))
     return [_array(values[at], plain[at]) if at in values else np.array(v.numpy()) for at, v in enumerate(variables)]
 

@@ -1,4 +1,4 @@
-"""Variables that hold another value on each replica: read, assign and aggregate these values."""
+"""Reads, assigns and aggregates variables that hold another value on each replica."""
 
 import numpy as np
 import tensorflow as tf

@@ -1,7 +1,7 @@
 """A sharded variable: one variable in several shards, on servers, on devices along an axis of the mesh, or on replicas.
 
-A shard is an ordinary Keras variable with optimizer slots of its own. Files, checkpoints and `get_weights` see the
-shards as one `ShardedVariable`, in the place and the order of the variable that one device has.
+A shard is an ordinary Keras variable with its own optimizer slots. Files, checkpoints and `get_weights` see the shards
+as one `ShardedVariable`, at the position of the variable that one device has.
 
 `parallel/shard_patches.py` makes Keras do so; `parallel/shard_clipping.py` clips by the norm of the full variable.
 """
@@ -21,7 +21,7 @@ class Sharding(Protocol):
     """How shards make the full variable."""
 
     over_replicas: bool
-    """Each replica holds a piece of its own, so sums over the shards must be summed over replicas as well."""
+    """Each replica holds its own piece, so sums over the shards must be summed over replicas as well."""
 
     def shape(self, shards: Sequence) -> tuple[int, ...]:
         """The shape of the full variable."""
@@ -41,7 +41,7 @@ class ShardInfo:
         of: identifies the full variable; for an optimizer slot, followed by the slot's name.
         sharding: how the shards make the full variable.
         path: of the full variable.
-        outer: the same for the full variable, where that is a shard itself.
+        outer: the same for the full variable, if that is a shard itself.
     """
 
     of: tuple
@@ -80,11 +80,11 @@ class ShardedVariable:
     """The shards of a variable, or of one of its optimizer slots, as one variable.
 
     Args:
-        shards: all of them, in their order.
+        shards: all shards, in order.
         info: what they know of the full variable; None takes it from the first shard.
     """
 
-    _value = None  # as of a Keras variable that holds no value
+    _value = None  # as for a Keras variable without a value
 
     def __init__(self, shards: list, info: ShardInfo | None = None):
         info = info or shard_info(shards[0])
@@ -96,7 +96,7 @@ class ShardedVariable:
 
     @property
     def is_over_replicas(self) -> bool:
-        """Whether reading it is a collective where there are several workers."""
+        """Whether reading it is a collective on several workers."""
         return self.sharding.over_replicas or any(getattr(shard, "is_over_replicas", False) for shard in self.shards)
 
     @property
@@ -144,17 +144,17 @@ def set_shard_info(variable, info: ShardInfo) -> None:
 
 
 def shard_of(variable):
-    """What an optimizer updates in the place of a variable: its shard (ZeRO); any other variable itself."""
+    """What an optimizer updates in place of a variable: its shard (ZeRO), or else the variable itself."""
     return slots.get(variable, "updated_shard", variable)
 
 
 def full_variable(variable):
-    """The variable whose value an optimizer's variable stands for; any other variable itself."""
+    """The variable whose shard an optimizer updates, given the shard; any other variable itself."""
     return slots.get(variable, "full_variable", variable)
 
 
 def set_shard(variable, shard, *, holds_value: bool) -> None:
-    """Makes an optimizer update `shard` in the place of a variable.
+    """Makes an optimizer update `shard` in place of a variable.
 
     Args:
         variable: the variable.
@@ -167,7 +167,7 @@ def set_shard(variable, shard, *, holds_value: bool) -> None:
 
 
 def merged(found: Sequence) -> list:
-    """The variables, with shards merged into a `ShardedVariable` at the place of the first: as one device has them."""
+    """The variables as on one device: shards are merged into a `ShardedVariable` at the position of the first."""
     found = list(found)
     while any(shard_info(variable) is not None for variable in found):
         groups: dict = {}

@@ -1,4 +1,4 @@
-"""All that training changes: as variables, and as arrays that are copied at one moment and restored on any devices.
+"""Everything that training changes: as variables, and as arrays copied at one moment and restored on any devices.
 
 | group | what |
 |---|---|
@@ -42,14 +42,14 @@ class StateProvider:
     """
 
     def settle(self, model) -> None:
-        """Completes what is under way, so that the model's variables hold one state: called before they are read."""
+        """Completes pending work, so that the model's variables hold one state; called before they are read."""
 
     def variables(self, model) -> dict:
-        """The variables of the feature, by names such as `group/0000`: they are saved and restored as weights are."""
+        """The feature's variables by names such as `group/0000`; saved and restored as weights are."""
         return {}
 
     def arrays(self, model) -> dict[str, np.ndarray]:
-        """State that is not in variables which every replica has alike, by names such as `group/...`."""
+        """State outside variables that are the same on every replica, by names such as `group/...`."""
         return {}
 
     def put_arrays(self, model, arrays: dict[str, np.ndarray]) -> None:
@@ -62,7 +62,7 @@ class StateProvider:
 
 
 def settle(model) -> None:
-    """Completes what is under way, so that weights, optimizer and metrics hold one state.
+    """Completes pending work, so that weights, optimizer and metrics hold one state.
 
     Waits for the steps that a parameter server's workers still run, and averages replicas that train independently. On
     several workers, each must call this.
@@ -76,8 +76,8 @@ def variables(model, *, metrics: bool, merge: Callable[[Sequence], list] = shard
 
     Args:
         model: the compiled and built model.
-        metrics: with the metrics.
-        merge: what to make of variables that lie in shards; `list` leaves the shards as they are.
+        metrics: whether to include the metrics.
+        merge: how to merge sharded variables; `list` leaves the shards as they are.
     """
     found = name_group("weights", merge(model.weights)) | draws(model)
     if model.optimizer is not None:
@@ -113,7 +113,7 @@ def optimizers(model) -> dict[str, BaseOptimizer]:
 
 
 def other_optimizers(model) -> dict[str, BaseOptimizer]:
-    """Optimizers in attributes of the model (also in lists and dicts) beside its own, by the names of their groups."""
+    """Optimizers in attributes of the model (also in lists and dicts) besides its own, by the names of their groups."""
     found, known = {}, [model.optimizer, getattr(model.optimizer, "inner_optimizer", None)]
 
     def look(name: str, value) -> None:
@@ -148,7 +148,7 @@ def copy_state(model, *, metrics: bool = False, wanted: bool = True) -> dict[str
 
     Args:
         model: the compiled and built model. On several workers, each must call this.
-        metrics: with the metrics, as in the middle of an epoch.
+        metrics: whether to include the metrics, as in the middle of an epoch.
         wanted: whether this worker keeps the arrays; one that does not only takes part in collectives.
 
     Returns:
@@ -175,9 +175,9 @@ def copy_state(model, *, metrics: bool = False, wanted: bool = True) -> dict[str
 
 
 def _copy_shared(model, all_variables: dict, wanted: bool) -> dict[str, np.ndarray]:
-    """Those that are the same on all replicas."""
+    """Copies the variables that are the same on all replicas."""
     shared = {name: variable for name, variable in all_variables.items() if not _differs_by_replica(variable)}
-    if not wanted:  # reading such a one is a collective
+    if not wanted:  # reading it is a collective
         shared = {name: variable for name, variable in shared.items() if getattr(variable, "is_over_replicas", False)}
     arrays = host_copies.copy(model, list(shared.values()))
     return dict(zip(shared, map(replica_values.to_bits, arrays), strict=True))
@@ -188,7 +188,7 @@ def restore_state(model, arrays: dict[str, np.ndarray], source: str) -> None:
 
     Args:
         model: the compiled and built model.
-        arrays: all of its arrays; those of groups that this training does not have are ignored.
+        arrays: all arrays that it returned; those of groups that this training does not have are ignored.
         source: where they come from, for the error message.
 
     Raises:
@@ -229,7 +229,7 @@ def restore_state(model, arrays: dict[str, np.ndarray], source: str) -> None:
 
 
 def restore_metrics(model, arrays: dict[str, np.ndarray]) -> None:
-    """Restores the metrics alone: Keras resets them at the beginning of an epoch."""
+    """Restores only the metrics: Keras resets them at the beginning of an epoch."""
     kinds = _kinds(arrays)
     for name, variable in name_group("metrics", model.metrics_variables).items():
         if name in kinds:
@@ -255,7 +255,7 @@ def build_optimizer(model, trained: np.ndarray | None) -> None:
 
 
 def copy_draws(model) -> dict[str, np.ndarray]:
-    """Copies the states of the random draws alone, without a collective."""
+    """Copies only the states of the random draws, without a collective."""
     return {name: np.array(v.numpy()) for name, v in draws(model).items()}
 
 
@@ -294,7 +294,7 @@ def _build_others(model, arrays: dict[str, np.ndarray], source: str) -> None:
         weights = model.weights
         if (trained < 0).any() or (trained >= len(weights)).any():
             raise InputError(
-                f"{source} has the state of `{name.removeprefix('optimizer.')}`, which updates other weights than "
+                f"{source} has the state of `{name.removeprefix('optimizer.')}`, which updates weights other than "
                 "the model's. Build it before `fit`: optimizer.build(variables)."
             )
         with model.distribute_strategy.scope():
@@ -317,7 +317,7 @@ def _pending_sums(model) -> dict[int, bool]:
 
 
 def _kinds(arrays) -> dict[str, str]:
-    """How one device's value follows from the replicas', by the names of the arrays that hold replicas' values."""
+    """How one device's value follows from the replicas', by name of each array that holds replicas' values."""
     return {name: kind for name, mark, kind in (name.partition(_REPLICAS) for name in arrays) if mark}
 
 
