@@ -107,7 +107,7 @@ def test_refuses_what_it_cannot_undo_and_bad_limits():
     with tfgpu.strategy("averaging", devices=2, every=4).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    with pytest.raises(tfgpu.InputError, match="train in step"):
+    with pytest.raises(tfgpu.InputError, match="synchronous training"):
         model.fit(X, Y, BATCH, verbose=0, callbacks=[SkipNaN()])
     model = make(1)
     model.other = keras.optimizers.SGD()

@@ -27,7 +27,7 @@ def backup_files(callback: keras.callbacks.BackupAndRestore) -> BackupFiles:
 
 
 def read_backup_from(callback: keras.callbacks.BackupAndRestore, folder: str | os.PathLike) -> None:
-    """Makes a `BackupAndRestore` use the files of these names in another folder."""
+    """Makes a `BackupAndRestore` use files of the same names in another folder."""
     for name in ("_weights_path", "_training_metadata_path"):
         setattr(callback, name, os.path.join(folder, os.path.basename(getattr(callback, name))))
 

@@ -1,4 +1,4 @@
-"""An all-reduce in two levels: within each process, then between processes."""
+"""A two-level all-reduce: within each process, then between processes."""
 
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
@@ -7,13 +7,13 @@ from tensorflow.python.distribute.values import Mirrored
 
 
 class TwoLevelAllReduce(CollectiveAllReduce):
-    """Adds up within each process, on its first device, then between those of all processes, and copies the sum back.
+    """Sums within each process on its first device, then between those of all processes, and copies the sum back.
 
-    With D devices in each of W processes a flat ring of D W members sends 2 (D W - 1) times one after the other; this
-    one 2 (W - 1) times, and only one device of each process takes part in the network.
+    With D devices in each of W processes, a flat ring of D W members takes 2 (D W - 1) sequential sends; this one takes
+    2 (W - 1), and only one device of each process uses the network.
 
     Args:
-        strategy: of several processes, each with several devices.
+        strategy: a strategy of several processes with several devices each.
     """
 
     def __init__(self, strategy: tf.distribute.MultiWorkerMirroredStrategy):
@@ -21,7 +21,7 @@ class TwoLevelAllReduce(CollectiveAllReduce):
         devices, options, keys = extended.worker_devices, extended._communication_options, extended._collective_keys
         super().__init__(devices, len(devices) * extended._num_workers, options, keys)
         self._between = CollectiveAllReduce(devices[:1], extended._num_workers, options, keys)
-        # One order of all collectives of a device: NCCL stops for good where two groups run in different orders.
+        # All collectives of a device run in one order: NCCL deadlocks if two groups run in different orders.
         self._between._launchers[0]._ordering_token = self._launchers[0]._ordering_token
 
     def _all_reduce(self, reduce_op, value, replica_id, options):
@@ -45,7 +45,7 @@ class TwoLevelAllReduce(CollectiveAllReduce):
 
 
 def added(parts) -> tf.Tensor | tf.IndexedSlices:
-    """The sum of replicas' tensors; of their slices, all of them."""
+    """The sum of replicas' tensors; for IndexedSlices, their concatenation."""
     if not isinstance(parts[0], tf.IndexedSlices):
         return tf.add_n(parts)
     rows, numbers = (tf.concat([getattr(part, name) for part in parts], 0) for name in ("values", "indices"))

@@ -16,7 +16,7 @@ __all__ = ["CollectiveAllReduce", "DistributedVariable", "Mirrored", "PerReplica
 
 
 def worker_index(strategy: tf.distribute.Strategy) -> int:
-    """The number of this process among a multi-worker strategy's, from 0."""
+    """The index of this process in a multi-worker strategy."""
     return strategy.extended._id_in_cluster
 
 
@@ -26,12 +26,12 @@ def num_workers(strategy: tf.distribute.Strategy) -> int:
 
 
 def is_multi_worker(strategy: tf.distribute.Strategy) -> bool:
-    """Whether the replicas of a mirrored strategy lie in several processes."""
+    """Whether the replicas of a mirrored strategy are in several processes."""
     return strategy.extended._in_multi_worker_mode()
 
 
 def adds_by_default(strategy: tf.distribute.MirroredStrategy) -> bool:
-    """Whether nobody has chosen how the replicas sum: no `cross_device_ops` were given."""
+    """Whether the replicas sum in the default way: no `cross_device_ops` were given."""
     return strategy.extended._cross_device_ops is strategy.extended._collective_ops
 
 
@@ -41,7 +41,7 @@ def communication_options(strategy: tf.distribute.Strategy) -> tf.distribute.exp
 
 
 def use_nccl(strategy: tf.distribute.MirroredStrategy) -> None:
-    """Lets a strategy's collectives ask for NCCL: TensorFlow's do not where another GPU of the process is divided."""
+    """Makes a strategy's collectives request NCCL, which TensorFlow omits if any GPU of the process is divided."""
     extended = strategy.extended
     nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
     extended._communication_options = options = extended._communication_options.merge(
@@ -52,13 +52,13 @@ def use_nccl(strategy: tf.distribute.MirroredStrategy) -> None:
 
 
 def asks_for_nccl(strategy: tf.distribute.Strategy) -> bool:
-    """Whether a strategy's collectives ask for NCCL; TensorFlow then takes it between GPUs."""
+    """Whether a strategy's collectives request NCCL, which TensorFlow then uses between GPUs."""
     nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
     return strategy.extended._communication_options.implementation == nccl
 
 
 def can_gather(strategy: tf.distribute.Strategy) -> bool:
-    """Whether replicas can run collectives of their own here: in a graph, where the strategy has a launcher of each.
+    """Whether replicas can run their own collectives here: in a graph, if the strategy has a launcher for each.
 
     Eager replicas run one after the other, and the first would wait for the second.
     """
@@ -66,12 +66,12 @@ def can_gather(strategy: tf.distribute.Strategy) -> bool:
 
 
 def set_cross_device_ops(strategy: tf.distribute.Strategy, operations: object) -> None:
-    """Replaces what a strategy's replicas sum by."""
+    """Replaces the operations with which a strategy's replicas sum."""
     strategy.extended._cross_device_ops = operations
 
 
 def keep_inputs_on(extended: object, host: str, default: str) -> None:
-    """Places what belongs to no replica of a mirrored strategy, such as the data, whatever devices its replicas have.
+    """Sets where a mirrored strategy places what belongs to no replica, such as data, whatever the replicas' devices.
 
     Args:
         extended: the strategy's `extended`, when it is initialized.
@@ -89,14 +89,14 @@ def collective_keys(strategy: tf.distribute.Strategy):
 
 
 def collective_launcher(strategy: tf.distribute.Strategy, replica: int):
-    """What launches the collectives of one local replica."""
+    """The launcher of one local replica's collectives."""
     return strategy.extended._cross_device_ops._launchers[replica]
 
 
 def all_to_all(value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
     """Row i of the result is row `r` of rank i's value, where `r` is the rank of this replica. Not for NCCL.
 
-    TensorFlow's NCCL sends to the replicas of the own process alone (`nccl_manager.cc`, kAllToAll).
+    TensorFlow's NCCL sends only to replicas of the same process (`nccl_manager.cc`, kAllToAll).
 
     Args:
         value: [replicas, ...], of the same static shape on all replicas.
@@ -107,7 +107,7 @@ def all_to_all(value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
 
 
 def reduce_scatter(value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
-    """The sum over all replicas of row `r`, where `r` is the rank of this replica. For NCCL alone.
+    """The sum over all replicas of row `r`, where `r` is the rank of this replica. For NCCL only.
 
     TensorFlow has no reduce-scatter without NCCL (`collective_param_resolver_local.cc`, "undef"). Arguments as for
     `all_to_all`.
@@ -142,7 +142,7 @@ def broadcast_dtypes() -> tuple[tf.DType, ...]:
 
 
 def _launch(collective: Callable, value: tf.Tensor, replica: int, options: object) -> tf.Tensor:
-    """Adds a collective in the order of all others of this replica's device."""
+    """Adds a collective, ordered after all others of this replica's device."""
     launcher = collective_launcher(tf.distribute.get_strategy(), replica)
     options = launcher._options.merge(options)
     with tf.device(launcher._device):
@@ -179,7 +179,7 @@ def server_addresses(strategy: tf.distribute.ParameterServerStrategy) -> Sequenc
 
 @contextmanager
 def cross_replica_mode(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """In a replica, makes what follows run as if outside the replicas."""
+    """Inside the block, a replica's code runs as if outside the replicas."""
     distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
     try:
         yield
@@ -188,7 +188,7 @@ def cross_replica_mode(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def next_batch(iterator: tf.distribute.DistributedIterator) -> tuple[tf.Tensor, Callable]:
-    """Whether any replica has another batch (bool scalar), and what gives it, with placeholders where one has none.
+    """Whether any replica has another batch (bool scalar), and a function that returns it (else placeholders).
 
     `get_next_as_optional` wraps the batch of all devices in one `Optional` of the host: each batch leaves its GPU.
     """
@@ -218,12 +218,12 @@ def select(values: object, replica: int):
 
 
 def full_device_name(name: str) -> str:
-    """A device's name with job, task and kind filled in."""
+    """A device's name, completed with job, task and kind."""
     return device_util.canonicalize(name)
 
 
 def resolved_device_name(name: str) -> str:
-    """A device's name with what the current scope says filled in."""
+    """A device's name, completed from the current scope."""
     return device_util.resolve(name)
 
 
@@ -233,7 +233,7 @@ def global_seed() -> int | None:
 
 
 def set_collective_key_base(strategy: tf.distribute.Strategy, base: int) -> None:
-    """Lets a strategy that is about to be made number its collectives from `base` on."""
+    """Makes a strategy that is being created number its collectives from `base` on."""
     strategy._collective_key_base = base
 
 
@@ -243,10 +243,10 @@ def first_group_key(strategy: tf.distribute.Strategy) -> int:
 
 
 def replica_spec(spec: tf.TypeSpec) -> tf.TypeSpec:
-    """The spec of one replica's part, of a spec of distributed values."""
+    """The spec of one replica's part of distributed values, given their spec."""
     return spec._value_specs[0] if hasattr(spec, "_value_specs") else spec
 
 
 def be_no_chief(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
-    """Lets a strategy of one process take itself for a worker that is not the chief, as a probe needs."""
+    """Makes a one-process strategy act as a worker that is not the chief, as a probe needs."""
     strategy.extended._is_chief = False

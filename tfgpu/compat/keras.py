@@ -1,6 +1,6 @@
 """Keras's private classes, modules and scopes, under one name on every supported version.
 
-What has a public name in Keras is used under that name; what is here has none, or another one in another version.
+Code uses Keras's public names where they exist; names here are private, or differ between versions.
 Attributes of objects are in `variables.py`, `optimizers.py`, `layers.py` and `training.py`.
 """
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from tfgpu.compat import targets, versions
 
-versions.check()  # before a private name is missed
+versions.check()  # before a missing private name raises
 
 import keras
 import tensorflow as tf
@@ -79,9 +79,9 @@ __all__ = [
 ]
 
 Trainer = targets.owner("Trainer")
-"""What every model inherits from, whatever the backend (`BaseTrainer` from Keras 3.16)."""
+"""The base class of every model on any backend (`BaseTrainer` from Keras 3.16)."""
 TensorFlowTrainer = targets.owner("TensorFlowTrainer")
-"""What every model inherits from on TensorFlow."""
+"""The base class of every model on TensorFlow."""
 TFEpochIterator = targets.owner("TFEpochIterator")
 TFOptimizer = targets.owner("TFOptimizer")
 Variable = backend.Variable
@@ -96,7 +96,7 @@ try:
 except ImportError:  # before Keras 3.15
 
     class MultiOptimizer:  # type: ignore[no-redef]
-        """Stands for a class that this Keras does not have; nothing is an instance of it."""
+        """Stands in for a class that this Keras does not have; it has no instances."""
 
 
 def get_mask(value: object) -> object | None:
@@ -105,23 +105,23 @@ def get_mask(value: object) -> object | None:
 
 
 def set_mask(value: object, mask: object | None) -> None:
-    """Gives a tensor its Keras mask."""
+    """Sets a tensor's Keras mask."""
     masking.set_keras_mask(value, mask)
 
 
 def logits_of(value: object) -> tf.Tensor | None:
-    """What Keras's softmax or sigmoid was given that returned this tensor, where Keras has noted it."""
+    """The input of the softmax or sigmoid that returned this tensor, if Keras has recorded it."""
     return getattr(value, "_keras_logits", None)
 
 
 def with_logits(value: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """The tensor, of which Keras's cross-entropies take the logits."""
+    """The tensor, with the logits attached that Keras's cross-entropies use."""
     value._keras_logits = logits
     return value
 
 
 def get_attribute(name: str) -> object:
-    """A value of Keras's global state in this thread, such as `"current_call_ctx"`; None where there is none."""
+    """A value of Keras's global state in this thread, such as `"current_call_ctx"`; None if unset."""
     return global_state.get_global_attribute(name)
 
 
@@ -131,17 +131,17 @@ def set_attribute(name: str, value: object) -> None:
 
 
 def call_context() -> object | None:
-    """What Keras knows of the outermost layer that is being called in this thread, or None."""
+    """Keras's record of the outermost layer call in this thread, or None."""
     return global_state.get_global_attribute("current_call_ctx")
 
 
 def make_global_seed_generator() -> SeedGenerator:
-    """Keras's global seed generator, made where nothing has asked for it yet."""
+    """Keras's global seed generator, created if needed."""
     return seed_generator.global_seed_generator()
 
 
 def global_seed_generator() -> SeedGenerator | None:
-    """Keras's global seed generator, or None while nothing has asked for it."""
+    """Keras's global seed generator, or None if it does not exist yet."""
     return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
 
 
@@ -159,7 +159,7 @@ def replaced_attributes(values: dict[str, object]) -> Iterator[None]:
 
 
 def operation_with_training(operation, training: bool | None = True):
-    """A function that calls an operation as a functional model does in training: with `training`, if it takes that."""
+    """A function that calls an operation as a functional model does in training: with `training`, if accepted."""
     module = importlib.import_module("keras.src.models.functional")
     if hasattr(module, "operation_fn"):  # up to Keras 3.15
         return module.operation_fn(operation, training=training)
@@ -174,7 +174,7 @@ def operation_with_training(operation, training: bool | None = True):
 
 
 def draw_seed(seed: object):
-    """The two numbers that a draw of `keras.random` starts from, as TensorFlow takes them."""
+    """The two seed numbers of a `keras.random` draw, as TensorFlow takes them."""
     return targets.owner("random")._cast_seed(seed_generator.draw_seed(seed))
 
 
@@ -184,7 +184,7 @@ def noise_shape(inputs, shape):
 
 
 def as_sliceable(arrays):
-    """The arrays of an `ArrayDataAdapter` as objects that can be indexed by rows, in the structure that `fit` gives."""
+    """The arrays of an `ArrayDataAdapter` as objects that can be indexed by rows, in `fit`'s structure."""
     from keras.src.trainers.data_adapters import array_slicing
 
     return tree.lists_to_tuples(array_slicing.convert_to_sliceable(arrays, target_backend="tensorflow"))
@@ -209,5 +209,5 @@ GLOBAL_SEED_GENERATOR = seed_generator.GLOBAL_SEED_GENERATOR
 
 
 def thread_state() -> dict[str, object]:
-    """Keras's global state of this thread; what is put into it is set."""
+    """Keras's global state of this thread, as a mutable object."""
     return vars(global_state.GLOBAL_STATE_TRACKER)

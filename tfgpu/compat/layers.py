@@ -10,31 +10,31 @@ from tfgpu.compat.keras import Functional, Sequential
 
 
 def layers_within(layer: keras.layers.Layer, include_self: bool = True, recursive: bool = True) -> list:
-    """The layers within a layer, each after the one that holds it."""
+    """The sublayers of a layer, each after its parent."""
     return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
 
 
 def own_trainable(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """The variables that a layer itself has made as trainable, frozen or not; not those of layers within it."""
+    """The variables that a layer itself created as trainable, frozen or not; without its sublayers'."""
     return layer._trainable_variables
 
 
 def own_non_trainable(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """The variables that a layer itself has made as not trainable; not those of layers within it."""
+    """The variables that a layer itself created as not trainable; without its sublayers'."""
     return layer._non_trainable_variables
 
 
 def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """The variables that a layer itself has made; not those of layers within it."""
+    """The variables that a layer itself created; without its sublayers'."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
 @contextmanager
 def unlocked(layer: keras.layers.Layer) -> Iterator[tuple[Callable, Callable]]:
-    """Lets variables of a built layer be replaced in the block.
+    """Inside the block, variables of a built layer can be replaced.
 
     Yields:
-        Two functions of a variable: one takes it from the layer, one gives it to the layer.
+        Two functions of a variable: one removes it from the layer, one adds it.
     """
     layer._tracker.unlock()
     try:
@@ -48,12 +48,12 @@ KERNEL, EMBEDDINGS = "_kernel", "_embeddings"
 
 
 def raw_kernel(layer: keras.layers.Layer) -> keras.Variable:
-    """The kernel without LoRA's addition to it."""
+    """The kernel without LoRA's addition."""
     return layer._kernel
 
 
 def raw_embeddings(layer: keras.layers.Embedding) -> keras.Variable:
-    """The table without LoRA's addition to it."""
+    """The table without LoRA's addition."""
     return layer._embeddings
 
 
@@ -68,19 +68,19 @@ def attention_gate(layer: keras.layers.Layer) -> keras.layers.Layer | None:
 
 
 def attention_rank(layer: keras.layers.Layer) -> int:
-    """Along how many axes an attention layer attends."""
+    """The number of axes along which an attention layer attends."""
     return len(layer._attention_axes)
 
 
 def graph_of(model: keras.Model) -> Functional | None:
-    """The functional model that a model is, or that a built Sequential calls; None for others."""
+    """The functional model itself, or the one inside a built Sequential; None for others."""
     if isinstance(model, Functional):
         return model
     return model._functional if isinstance(model, Sequential) else None
 
 
 def nodes_in_order(graph: Functional) -> list:
-    """Keras's records of a functional model's calls, each after those whose results it needs."""
+    """Keras's records of a functional model's calls, in topological order."""
     by_depth = graph._nodes_by_depth
     return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
 
@@ -96,17 +96,17 @@ def graph_runner(graph: Functional) -> Callable:
 
 
 def replace_graph_runner(graph: Functional, run: Callable) -> None:
-    """Lets one functional model run its calls by a function of the caller's.
+    """Makes one functional model run its calls by the function `run`.
 
     Args:
-        run: takes `inputs`, `operation_fn` (which makes of an operation the function to call; absent in some versions
+        run: takes `inputs`, `operation_fn` (which maps an operation to the function to call; absent in some versions
             of Keras) and `call_fn`, and returns the outputs.
     """
     object.__setattr__(graph, "_run_through_graph", run)
 
 
 def calls_given(layers: Sequence[keras.layers.Layer]) -> list:
-    """For each layer the number of places at which it is called."""
+    """For each layer, the number of places where it is called."""
     return [len(layer._inbound_nodes) for layer in layers]
 
 
@@ -116,12 +116,12 @@ def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
 
 
 def change_activity_regularizers(change: Callable[[Callable], Callable], *, by: str) -> None:
-    """Lets every layer call `change(regularizer)` where it would call its activity regularizer.
+    """Makes every layer call `change(regularizer)` in place of its activity regularizer.
 
-    A layer holds its regularizer as a plain attribute, which becomes a property; what was set is what is kept.
+    A layer holds its regularizer as a plain attribute, which becomes a property; the stored value stays the original.
 
     Args:
-        change: takes a regularizer and returns what is called in its place; asked anew at each call.
+        change: takes a regularizer and returns its replacement; called on each access.
         by: the module that asks, for `patch.installed`.
     """
 
@@ -132,7 +132,7 @@ def change_activity_regularizers(change: Callable[[Callable], Callable], *, by: 
         changed.regularizer = kept
         return changed
 
-    def put(layer, regularizer):  # a layer may hand its own on to one that it makes
+    def put(layer, regularizer):  # a layer may pass its own on to one that it creates
         vars(layer)["activity_regularizer"] = getattr(regularizer, "regularizer", regularizer)
 
     owner = targets.owner("Layer")

@@ -10,7 +10,7 @@ def trained(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 
 
 def iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """The counter of an optimizer's steps: of batches, where gradients are accumulated."""
+    """The counter of an optimizer's steps; with gradient accumulation, of batches."""
     return optimizer._iterations
 
 
@@ -60,7 +60,7 @@ def track(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> No
 
 
 def show_to_checkpoints(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
-    """Lets `tf.train.Checkpoint` find these variables where it looks for those that the optimizer trains."""
+    """Makes `tf.train.Checkpoint` find these variables where it looks for those that the optimizer trains."""
     tracked = tf.__internal__.tracking.wrap(list(variables))
     optimizer._track_trackable(tracked, "_trainable_variables", overwrite=True)
 
@@ -78,7 +78,7 @@ def copy_decay_exclusions(
     """Excludes from weight decay in `new` what `exclude_from_weight_decay` excluded in `old`.
 
     Args:
-        pairs: each variable of `old` beside the one that takes its place in `new`.
+        pairs: each variable of `old` with its counterpart in `new`.
     """
     excluded = getattr(old, "_exclude_from_weight_decay", None)
     if excluded is None:

@@ -1,9 +1,9 @@
-"""How tfgpu takes hold of Keras and TensorFlow: it wraps one function, and knows which source it was written for.
+"""How tfgpu patches Keras and TensorFlow: it wraps single functions, each for a known source.
 
-`wrap` is the only way in which tfgpu replaces a function of a library. Each target that `targets.py` lists has
-fingerprints (hashes of its source) for the versions that were tried, in `fingerprints.json`. A target that is gone
-raises; one whose source is new is reported once, and, where it belongs to a repair, the repair's probe decides whether
-the repair is still needed. `installed()` lists every patch in force; `tfgpu doctor` prints it.
+`wrap` is the only way in which tfgpu replaces a library's function. Each target in `targets.py` has fingerprints
+(hashes of its source) for the tested versions, in `fingerprints.json`. A missing target raises an error; one whose
+source has changed is reported once, and, if it belongs to a repair, the repair's probe decides whether the repair is
+still needed. `installed()` lists all active patches; `tfgpu doctor` prints them.
 """
 
 import ast
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Patch:
-    """One function that is wrapped.
+    """One wrapped function.
 
     Attributes:
         target: its name, such as `Trainer.compile`.
@@ -42,22 +42,22 @@ class Patch:
 
 @dataclass
 class _Pending:
-    """What a repair wraps while it is being applied; set in force together, or not at all."""
+    """What a repair wraps while it is being applied: all of it, or nothing."""
 
     patches: list[tuple[object, str, Callable, Patch]]
 
 
 _installed: list[Patch] = []
-_pending: list[_Pending] = []  # one while a repair is applied
+_pending: list[_Pending] = []  # not empty while a repair is applied
 
 
 def wrap(target: object, name: str | None = None) -> Callable[[Callable], Callable]:
-    """Decorator: the target becomes the decorated function, which gets the stock one as its first argument.
+    """Decorator: replaces the target by the decorated function, which gets the stock one as its first argument.
 
     Args:
         target: a name of `targets.TARGETS` without the underscore of a private function, a public dotted path below
             `keras` or `tf`, or, with `name`, an object.
-        name: the attribute of the object `target`, which is a class of the user's or one made at run time.
+        name: the attribute of the object `target`, a user's class or one made at run time.
 
     Raises:
         MachineError: this version of Keras or TensorFlow has no such function.
@@ -92,12 +92,12 @@ def wrap(target: object, name: str | None = None) -> Callable[[Callable], Callab
 
 
 def replace(target: str, value: object, *, by: str) -> None:
-    """Puts an object in the place of one that a module of Keras or TensorFlow uses.
+    """Replaces an object that a module of Keras or TensorFlow uses.
 
     Args:
         target: as for `wrap`.
-        value: what takes its place.
-        by: the module that asks, for `installed`.
+        value: the replacement.
+        by: the calling module, for `installed`.
 
     Raises:
         MachineError: as `wrap`.
@@ -116,10 +116,10 @@ def replace(target: str, value: object, *, by: str) -> None:
 
 @contextmanager
 def applying(is_needed: Callable[[], bool]) -> Iterator[None]:
-    """Wraps of this block belong together: where one of their targets has changed, `is_needed` decides about all.
+    """Groups the wraps in this block: if one of their targets has changed, `is_needed` decides about all.
 
     Args:
-        is_needed: whether the fault that the block repairs is in this version; asked only where a target has changed.
+        is_needed: whether this version has the fault that the block repairs; called only if a target has changed.
     """
     held = _Pending([])
     _pending.append(held)
@@ -136,7 +136,7 @@ def applying(is_needed: Callable[[], bool]) -> Iterator[None]:
 
 
 def installed() -> tuple[Patch, ...]:
-    """Every function that is wrapped now, in the order in which they were wrapped.
+    """All wrapped functions, in the order in which they were wrapped.
 
     Example:
         >>> all(isinstance(patch, Patch) for patch in installed())
@@ -146,10 +146,10 @@ def installed() -> tuple[Patch, ...]:
 
 
 def declared() -> list[tuple[str, str]]:
-    """Every target that a module of tfgpu wraps by name, with that module: also what a feature wraps when it is used.
+    """Every target that a module of tfgpu wraps by name, with that module, including those that a feature wraps on use.
 
-    It is read from the source. A name that is made in a loop stands for several targets: `f"random.{name}"` for all of
-    that owner, `f"{owner}.remat"` for those of the owners that the module names.
+    Read from the source. A formatted name stands for several targets: `f"random.{name}"` for all of that owner,
+    `f"{owner}.remat"` for those of the owners that the module names.
     """
     package, found = Path(__file__).parent.parent, []
     for path in sorted(package.rglob("*.py")):
@@ -200,7 +200,7 @@ def known() -> dict[str, dict[str, list[str]]]:
 
 
 def _source(target: str, stock: Callable, owner: object) -> str:
-    if target not in targets.TARGETS or targets.locate(target)[0] is not owner:  # a class of the user's of that name
+    if target not in targets.TARGETS or targets.locate(target)[0] is not owner:  # a user's class of that name
         return "unlisted"
     found = targets.fingerprint(stock)
     return "tried" if found is None or found in known().get(target, {}) else "changed"

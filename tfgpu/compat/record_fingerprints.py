@@ -1,7 +1,6 @@
 """Adds the fingerprints of the installed versions to `fingerprints.json`: `python -m tfgpu.compat.record_fingerprints`.
 
-Run it, in an environment without repairs in force, once for each version that is tried. A target that this version
-lacks is named on the screen.
+Run it without active repairs, once for each supported version. It prints the targets that the version lacks.
 """
 
 import json
@@ -11,7 +10,7 @@ from tfgpu.compat import patch, targets, versions
 
 
 def main() -> None:
-    """Writes the file and prints what is missing here."""
+    """Writes the file and prints the missing targets."""
     import keras  # noqa: F401
     import tensorflow  # noqa: F401
 

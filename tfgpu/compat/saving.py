@@ -1,4 +1,4 @@
-"""How Keras writes a model: what its savers do besides their public functions."""
+"""How Keras writes a model: parts of its savers that have no public function."""
 
 import io
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from keras.src.saving import saving_lib
 
 
 def check_serializable(model: keras.Model) -> None:
-    """Raises what saving a model would raise if it cannot be described as JSON."""
+    """Raises the error that saving raises for a model that JSON cannot describe."""
     saving_lib._serialize_model_as_json(model)
 
 
 def read_all(model: keras.Model, skipped: Sequence[object] = ()) -> None:
-    """Reads every value of a model as a save reads it, in the same order, and keeps none longer than its layer's.
+    """Reads every value of a model in the order in which a save does, and frees each after its layer.
 
     Args:
-        skipped: objects that the save leaves out.
+        skipped: objects that the save skips.
     """
     store = _Reader()
     try:
@@ -26,7 +26,7 @@ def read_all(model: keras.Model, skipped: Sequence[object] = ()) -> None:
 
 
 class _Reader(saving_lib.H5IOStore):
-    """A store that takes what a save writes and forgets it."""
+    """A store that discards what a save writes."""
 
     def __init__(self):
         super().__init__(io.BytesIO(), mode="w")

@@ -1,9 +1,9 @@
 """State that tfgpu keeps on objects of Keras and TensorFlow: all of it under one attribute, `_tfgpu`.
 
     slots.of(strategy).reduce_dtype = tf.bfloat16
-    slots.get(strategy, "reduce_dtype")            # None where nothing was set
+    slots.get(strategy, "reduce_dtype")            # None if unset
 
-The state lives as long as the object does, and is not copied, saved or compared with it.
+The state lives as long as the object, and is not copied, saved or compared with it.
 """
 
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ _NAME = "_tfgpu"
 
 
 def of(owner: object) -> SimpleNamespace:
-    """The namespace of tfgpu's state on an object; made empty on first use.
+    """The namespace of tfgpu's state on an object; created on first use.
 
     Example:
         >>> import types
@@ -24,17 +24,17 @@ def of(owner: object) -> SimpleNamespace:
     held = _held(owner)
     if held is None:
         held = SimpleNamespace()
-        put = type.__setattr__ if isinstance(owner, type) else object.__setattr__  # past Keras's tracking of attributes
+        put = type.__setattr__ if isinstance(owner, type) else object.__setattr__  # bypasses Keras's tracking
         put(owner, _NAME, held)
     return held
 
 
 def get(owner: object, name: str, default: object = None) -> object:
-    """One value of an object's state, or `default`; makes no namespace."""
+    """One value of an object's state, or `default`; creates no namespace."""
     return getattr(_held(owner), name, default)
 
 
 def _held(owner: object) -> SimpleNamespace | None:
-    if not hasattr(owner, "__dict__"):  # TensorFlow's graphs have attributes, but no such dictionary
+    if not hasattr(owner, "__dict__"):  # TensorFlow's graphs have attributes, but no __dict__
         return getattr(owner, _NAME, None)
     return owner.__dict__.get(_NAME)  # its own, not its class's

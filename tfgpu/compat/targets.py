@@ -1,6 +1,6 @@
 """Every function of Keras and TensorFlow that tfgpu wraps, and where each supported version keeps it.
 
-`OWNERS` maps a short name to the paths of a class or module, newest first; the first that exists is taken. `TARGETS`
+`OWNERS` maps a short name to the paths of a class or module, newest first; the first existing one is used. `TARGETS`
 lists the functions. Callers name a private function without its underscore: `wrap("Trainer.symbolic_build")`.
 """
 
@@ -209,7 +209,7 @@ TARGETS: tuple[str, ...] = (
 
 @cache
 def owner(name: str) -> object | None:
-    """The class or module of `OWNERS` under this name, or None where this version has none.
+    """The class or module of `OWNERS` with this name, or None if this version has none.
 
     Example:
         >>> owner("Trainer").__module__
@@ -229,7 +229,7 @@ def owner(name: str) -> object | None:
 
 
 def full_name(target: str) -> str:
-    """`target` as `TARGETS` lists it, with the underscore of a private function; other names come back unchanged.
+    """`target` as `TARGETS` lists it, with the underscore of a private function; other names are returned unchanged.
 
     Example:
         >>> full_name("TFEpochIterator.enumerate_iterator"), full_name("keras.Model.export")
@@ -240,7 +240,7 @@ def full_name(target: str) -> str:
 
 
 def locate(target: str) -> tuple[object | None, str]:
-    """The object that holds a target, and the target's name there.
+    """The object that has the target as an attribute, and the attribute's name.
 
     Args:
         target: a name of `TARGETS`, or a public dotted path below `keras` or `tf`, such as `tf.GradientTape.gradient`.
@@ -258,7 +258,7 @@ def locate(target: str) -> tuple[object | None, str]:
 
 
 def fingerprint(function: object) -> str | None:
-    """A short hash of a function's source without comments and white space; None for what has no source.
+    """A short hash of a function's source without comments and white space; None if it has no source.
 
     Example:
         >>> fingerprint(len) is None

@@ -1,4 +1,4 @@
-"""TensorFlow's functions, tapes, graphs and kernels: what has no public name."""
+"""Private parts of TensorFlow's functions, tapes, graphs and kernels."""
 
 import types
 import weakref
@@ -32,10 +32,10 @@ def runtime() -> eager_context.Context:
 
 
 def devices_of(operation: str) -> frozenset[str]:
-    """Says on which kinds of device an operation can run, such as `{"CPU", "GPU"}`.
+    """The kinds of device on which an operation can run, such as `{"CPU", "GPU"}`.
 
     Args:
-        operation: its name as registered, such as `"MatMul"`.
+        operation: its registered name, such as `"MatMul"`.
 
     Example:
         >>> "CPU" in devices_of("MatMul")
@@ -45,7 +45,7 @@ def devices_of(operation: str) -> frozenset[str]:
 
 
 def is_left_to_host(operation: tf.Operation) -> bool:
-    """Whether a GPU leaves an operation of a graph to the host: no kernel has these dtypes, or one in host memory.
+    """Whether a GPU leaves an operation to the host: no GPU kernel has these dtypes, or its kernel uses host memory.
 
     TensorFlow's CUDA build registers the kernels of GPUs on every machine.
     """
@@ -65,13 +65,13 @@ def _dtypes(value) -> set[int]:
 
 
 def is_stateful(operation: str) -> bool:
-    """Whether an operation is registered as one with a state or an effect; False for a call of a function."""
+    """Whether an operation is registered as stateful; False for function calls."""
     found = op_def_registry.get(operation)
     return found is not None and found.is_stateful
 
 
 def is_compiled_by_xla(graph: tf.Graph) -> bool:
-    """Whether XLA compiles a graph, or one that holds it."""
+    """Whether XLA compiles a graph, or one that contains it."""
     return control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
@@ -83,8 +83,8 @@ def asks_for_xla(function: Function) -> bool:
 def python_function_of(function: Function) -> Callable:
     """The Python function of a tf.function, ready to be called in the graph that is being traced.
 
-    Autograph converts it where the tf.function asks for that. A method comes back bound to its object, where TensorFlow
-    has bound it to a stand-in for a weak reference.
+    Autograph converts it if the tf.function asks for that. A method is returned bound to its object, not to
+    TensorFlow's weak-reference wrapper.
     """
     found = function._python_function
     _, method = tf_decorator.unwrap(found)
@@ -95,12 +95,12 @@ def python_function_of(function: Function) -> Callable:
 
 
 def with_autograph(function: Callable) -> Callable:
-    """A function that autograph converts when it is called, whatever the caller is."""
+    """A function that autograph converts when it is called, whoever calls it."""
     return autograph.tf_convert(function, ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED))
 
 
 def with_autograph_of_caller(function: Callable) -> Callable:
-    """A function that autograph converts where it converts the caller, as `strategy.run` converts what it runs."""
+    """A function that autograph converts if it converts the caller, as `strategy.run` does."""
     return autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
 
 
@@ -132,11 +132,11 @@ def let_graph_own_gradient(operation: tf.Operation) -> None:
 def surround_gradients(
     around_operation: Callable[..., AbstractContextManager], around_sum: Callable[..., AbstractContextManager]
 ) -> None:
-    """Makes gradient tapes compute in contexts of the caller's, in this process from now on.
+    """Makes gradient tapes compute inside the given contexts, in this process from now on.
 
     Args:
         around_operation: the context for the gradient of an operation. Takes the operation's type, its inputs and
-            outputs (None in the place of those that the tape does not keep), and the gradients of the outputs.
+            outputs (None for those that the tape does not keep), and the gradients of the outputs.
         around_sum: the context in which the gradients of one tensor are added; takes them.
     """
     stock, space = backprop._gradient_function, backprop._default_vspace
@@ -154,7 +154,7 @@ def surround_gradients(
 
 
 def add_control_inputs(operation: tf.Operation, sources: list[tf.Operation]) -> None:
-    """Lets an operation of a graph wait for others."""
+    """Makes an operation of a graph wait for others."""
     operation._add_control_inputs(sources)
 
 
@@ -164,12 +164,12 @@ def sources_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 
 def functions_of(dataset: tf.data.Dataset) -> list:
-    """The functions that a dataset calls for its elements."""
+    """The functions that a dataset calls to produce its elements."""
     return dataset._functions()
 
 
 def python_function_of_stage(dataset: tf.data.Dataset) -> Callable | None:
-    """The Python function that a dataset such as `Dataset.map` was given; None for others."""
+    """The Python function that was passed to a stage such as `Dataset.map`; None for others."""
     return getattr(getattr(dataset, "_map_func", None), "_func", None)
 
 
@@ -184,7 +184,7 @@ def is_cache(dataset: tf.data.Dataset) -> bool:
 
 
 def control_inputs(graph: tf.Graph) -> list[tf.Operation]:
-    """What every operation that is traced now waits for, by `tf.control_dependencies`."""
+    """What newly traced operations wait for, by `tf.control_dependencies`."""
     return list(graph._current_control_dependencies())
 
 
@@ -195,17 +195,17 @@ def operations_of(graph: tf.Graph) -> set[str]:
 
 
 def iterator_resource(iterator: object) -> tf.Tensor | None:
-    """What TensorFlow knows an iterator of one dataset by; None for other objects."""
+    """The resource handle of a single dataset's iterator; None for other objects."""
     return getattr(iterator, "_iterator_resource", None)
 
 
 def iterator_resources(iterator: object) -> list[tf.Tensor]:
-    """What TensorFlow knows an iterator by, those first that take from others; nothing for what is not tf.data's."""
+    """The resource handles of an iterator, consumers first; empty for objects that are not tf.data iterators."""
     own = iterator_resource(iterator)
     if own is not None:
         return [own]
     found = []
-    for worker in getattr(iterator, "_iterators", ()):  # of a strategy's distributed data
+    for worker in getattr(iterator, "_iterators", ()):  # an iterator of a strategy's distributed data
         of_devices = getattr(worker, "_iterator", None)
         for each in getattr(of_devices, "_device_iterators", ()):
             found += iterator_resources(each)
@@ -215,12 +215,12 @@ def iterator_resources(iterator: object) -> list[tf.Tensor]:
 
 
 def distributed_from(data: object) -> list:
-    """The datasets that a strategy's distributed dataset was made of; `[None]` where it does not tell."""
+    """The datasets from which a strategy's distributed dataset was made; `[None]` if unknown."""
     if hasattr(data, "_original_dataset"):
         return [data._original_dataset]
     return list(getattr(data, "_datasets", None) or [None])  # of `distribute_datasets_from_function`
 
 
 def eager_random() -> object | None:
-    """The generator that gives TensorFlow's eager operations their seeds, or None while nothing has asked for it."""
+    """The generator of seeds for TensorFlow's eager operations, or None if it does not exist yet."""
     return getattr(eager_context.context(), "_rng", None)

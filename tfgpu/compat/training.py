@@ -14,43 +14,43 @@ from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, EpochIterator, Me
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
     """The strategy in whose scope a model was made, or None outside any scope.
 
-    `model.distribute_strategy` gives the current strategy in place of None.
+    `model.distribute_strategy` returns the current strategy instead of None.
     """
     return model._distribute_strategy
 
 
 def set_strategy(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Makes a model one of a strategy's, as if it were made in its scope."""
+    """Assigns a model to a strategy, as if it were made in its scope."""
     model._distribute_strategy = strategy
 
 
 def compiled_parts(model: keras.Model) -> list:
-    """A model's layers, its compiled metrics and loss, and its optimizer; None for what there is not."""
+    """A model's layers, its compiled metrics and loss, and its optimizer; None for missing ones."""
     return [*model._flatten_layers(), model._compile_metrics, model._compile_loss, getattr(model, "optimizer", None)]
 
 
 def build_symbolically(model: keras.Model, batch: object) -> None:
-    """Makes all variables that a step on a batch of this structure would make.
+    """Creates all variables that a step on a batch of this structure would create.
 
     Args:
-        batch: tensors or specs, in the structure that `fit` gives to `train_step`.
+        batch: tensors or specs, in the structure that `fit` passes to `train_step`.
     """
     model._symbolic_build(data_batch=batch)
 
 
 def without_optionals(model: keras.Model, step):
-    """A step that takes what an iterator of `tf.experimental.Optional` gives."""
+    """Wraps a step to take what an iterator of `tf.experimental.Optional` yields."""
     convert = getattr(model, "_autoconvert_optionals", None)
     return step if convert is None else convert(step)
 
 
 def resume_from(model: keras.Model, epoch: int | None) -> None:
-    """Lets the next `fit` begin at an epoch; None lets it begin at its own `initial_epoch`."""
+    """Makes the next `fit` begin at an epoch; None means its own `initial_epoch`."""
     model._initial_epoch = epoch
 
 
 def dataset_of(iterator: EpochIterator) -> object:
-    """The distributed dataset, or the dataset, that an epoch iterator reads."""
+    """The (possibly distributed) dataset that an epoch iterator reads."""
     return iterator._distributed_dataset
 
 
@@ -65,27 +65,27 @@ def set_iterator_strategy(iterator: EpochIterator, strategy: tf.distribute.Strat
 
 
 def batches_known(iterator: EpochIterator) -> int | None:
-    """The number of batches of an epoch, where the data tells."""
+    """The number of batches per epoch; None if unknown."""
     return iterator._num_batches
 
 
 def batches_seen(iterator: EpochIterator) -> int:
-    """The batches that an epoch iterator has given so far, in all epochs."""
+    """The number of batches that an epoch iterator has yielded so far, in all epochs."""
     return iterator._steps_seen
 
 
 def rows_of(adapter: ArrayDataAdapter) -> int:
-    """The number of rows of the arrays given to `fit`."""
+    """The number of rows of the arrays passed to `fit`."""
     return adapter._num_samples
 
 
 def batch_size_of(adapter: ArrayDataAdapter) -> int:
-    """The batch size given to `fit`."""
+    """The batch size passed to `fit`."""
     return adapter._batch_size
 
 
 def arrays_of(adapter: ArrayDataAdapter) -> object:
-    """The arrays given to `fit`."""
+    """The arrays passed to `fit`."""
     return adapter._inputs
 
 
@@ -95,7 +95,7 @@ def shuffles(adapter: ArrayDataAdapter) -> bool | str:
 
 
 def concatenate(batches: list):
-    """The results of several batches as one: tensors, ragged and sparse ones along their first axis."""
+    """Concatenates the results of several batches along their first axis, ragged and sparse tensors included."""
     from keras.src.backend.tensorflow import trainer
 
     return trainer.concat(batches)
@@ -109,24 +109,24 @@ def trainer_source() -> str:
 
 
 def wait_for_callbacks(callbacks: CallbackList) -> None:
-    """Waits until callbacks that run in a thread of their own have finished."""
+    """Waits until callbacks that run in their own thread have finished."""
     if hasattr(callbacks, "_flush_futures"):
         callbacks._flush_futures()
 
 
 def supports_jit(model: keras.Model) -> bool:
-    """Whether XLA can compile a model's step, as far as its layers tell."""
+    """Whether XLA can compile a model's step, judging by its layers."""
     return model_supports_jit(model)
 
 
 def metric_function(metric: MeanMetricWrapper) -> tuple[Callable, dict]:
-    """The function of labels and outputs whose mean a metric takes, and its further arguments."""
+    """The function of labels and outputs whose mean a metric computes, and its further arguments."""
     return metric._fn, metric._fn_kwargs
 
 
 @contextmanager
 def without_strategy(model: keras.Model) -> Iterator[None]:
-    """For the length of the block a model was made under no strategy, as far as Keras can tell."""
+    """Inside the block, a model looks to Keras as if it were made under no strategy."""
     strategy, model._distribute_strategy = model._distribute_strategy, None
     try:
         yield
@@ -136,7 +136,7 @@ def without_strategy(model: keras.Model) -> Iterator[None]:
 
 @contextmanager
 def metric_values(metric: MeanMetricWrapper, values: tf.Tensor) -> Iterator[None]:
-    """For the length of the block the function of a metric returns these values."""
+    """Inside the block, the function of a metric returns these values."""
     function = metric._fn
     metric._fn = lambda *_, **__: values
     try:

@@ -11,7 +11,7 @@ from keras.src import backend
 def held(variable: keras.Variable) -> tf.Variable | None:
     """The TensorFlow variable (or the replicas' copies of it) of a Keras variable; None while it is not initialized.
 
-    `variable.value` may be a cast copy of it, and is never a variable that can be assigned.
+    `variable.value` may be a cast copy of it, and can never be assigned.
 
     Example:
         >>> held(keras.Variable(1.0)).numpy()
@@ -40,7 +40,7 @@ def read_by(op: tf.Operation) -> tf.Variable | None:
     """The variable (a replica's copy) that a `ReadVariableOp` in a function's graph reads; None if unknown."""
     handle, graph = op.inputs[0], op.graph
     known = {id(variable.handle): variable for variable in getattr(graph, "_watched_variables", ())}
-    while hasattr(handle, "graph"):  # a graph within a graph captures the outer graph's placeholder
+    while hasattr(handle, "graph"):  # a nested graph captures the outer graph's placeholder
         captures = {id(inner): outer for outer, inner in getattr(handle.graph, "captures", ())}
         if id(handle) not in captures:
             return None
@@ -49,12 +49,12 @@ def read_by(op: tf.Operation) -> tf.Variable | None:
 
 
 def initialize(variable: keras.Variable, value: object) -> None:
-    """Makes the TensorFlow variable of a Keras variable anew, where the current scope and device say."""
+    """Creates the TensorFlow variable of a Keras variable again, in the current scope and on the current device."""
     variable._initialize(value)
 
 
 def trainable_flag(variable: keras.Variable) -> bool:
-    """Whether a Keras variable is trained, past what a subclass says."""
+    """Whether a Keras variable is trained, ignoring overrides in a subclass."""
     return variable._trainable
 
 
@@ -74,22 +74,22 @@ def autocasts(variable: keras.Variable) -> bool:
 
 
 def rename(variable: keras.Variable, path: str) -> None:
-    """Sets a variable's path, by which optimizers and files know it."""
+    """Sets a variable's path, by which optimizers and files identify it."""
     variable._path = path
 
 
 CHECKPOINT_KEY = "VARIABLE_VALUE"
-"""The key under which `tf.train.Checkpoint` keeps a variable's value."""
+"""The key under which `tf.train.Checkpoint` stores a variable's value."""
 
 
 class VirtualVariable(backend.Variable):
-    """A Keras variable that holds no value itself; a subclass says in three methods where the value is.
+    """A Keras variable without a value of its own; a subclass defines in three methods where the value is.
 
     An existing variable becomes one by `variable.__class__ = Subclass`.
     """
 
     def read(self) -> tf.Tensor:
-        """The value, in the dtype in which it is kept."""
+        """The value, in its storage dtype."""
         raise NotImplementedError
 
     def write(self, value: np.ndarray) -> None:
@@ -97,7 +97,7 @@ class VirtualVariable(backend.Variable):
         raise NotImplementedError
 
     def shared_name(self) -> str:
-        """The name under which TensorFlow knows the resource that is saved in its place."""
+        """TensorFlow's name of the resource that is saved in its place."""
         raise NotImplementedError
 
     @property
@@ -119,12 +119,12 @@ class VirtualVariable(backend.Variable):
 
 
 def shared_name(variable: keras.Variable) -> str:
-    """The name under which TensorFlow knows a variable's resource."""
+    """TensorFlow's name of a variable's resource."""
     return variable.value._shared_name
 
 
 def set_aggregation(variable: keras.Variable, aggregation: tf.VariableAggregation) -> None:
-    """Sets how TensorFlow aggregates what the replicas assign to a variable that exists."""
+    """Sets how TensorFlow aggregates what replicas assign to an existing variable."""
     variable._value._aggregation = aggregation
 
 
@@ -134,5 +134,5 @@ def set_cross_replica_read(value: tf.Variable, read: Callable[[], tf.Tensor]) ->
 
 
 def cross_replica_value(value: tf.Variable) -> tf.Tensor:
-    """What a distributed variable reads outside the replicas, whatever `set_cross_replica_read` has set."""
+    """What a distributed variable reads outside the replicas by default, ignoring `set_cross_replica_read`."""
     return type(value)._get_cross_replica(value)

@@ -20,8 +20,8 @@ class Support:
         title: its name in sentences.
         package: its name for pip and import.
         oldest: the oldest minor version that works.
-        newest: the newest minor version that was tried.
-        recommended: the version to install where another one does not fit.
+        newest: the newest tested minor version.
+        recommended: the version to install if another one does not fit.
         others: its builds under other names.
     """
 
@@ -34,7 +34,7 @@ class Support:
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for, as in `setup.cfg`.
+        """The requirement for pip, as in `setup.cfg`.
 
         Example:
             >>> KERAS.requirement
@@ -95,7 +95,7 @@ def check() -> None:
         MachineError: TensorFlow or Keras is too old.
     """
     for support in SUPPORTED.values():
-        version = str(installed(support.package) or support.recommended)  # what is not installed fails on import
+        version = str(installed(support.package) or support.recommended)  # a missing library fails on import
         how = support.compare(version)
         if how == "older":
             raise MachineError(f"{support.describe(version)} Run `{INSTALL}`.")
@@ -131,7 +131,7 @@ def tried() -> str:
 
 
 def pin(library: str) -> str:
-    """What pip must install instead: one exact version, since a range may be satisfied already.
+    """The requirement that pip must install instead: one exact version, since a range may already be satisfied.
 
     Example:
         >>> pin("keras")

@@ -1,7 +1,7 @@
 """TensorFlow's multi-worker strategy on several logical CPU devices of each worker.
 
-TensorFlow gives a worker all its GPUs but one CPU, and has no public way to change it. Several CPU replicas a worker
-show on any machine what several GPUs a worker would learn.
+TensorFlow gives a worker all its GPUs but only one CPU, and has no public way to change that. With several CPU replicas
+per worker, any machine can run what workers with several GPUs would.
 """
 
 import threading
@@ -19,15 +19,15 @@ _one_at_a_time = threading.Lock()
 
 
 def have_started() -> bool:
-    """Whether TensorFlow has started this process's devices; from then on it joins no other cluster."""
+    """Whether TensorFlow has initialized this process's devices; after that it joins no other cluster."""
     return bool(getattr(context.context(), "_initialized", False))
 
 
 @contextmanager
 def worker_devices(names: Sequence[str]) -> Iterator[None]:
-    """Lets a `MultiWorkerMirroredStrategy` that is made inside use these devices in this worker.
+    """Makes a `MultiWorkerMirroredStrategy` that is created inside use these devices in this worker.
 
-    Every worker must use equally many. The strategy that was made keeps them; TensorFlow is left as it was.
+    Every worker must use the same number. The strategy keeps its devices; TensorFlow is left unchanged.
 
     Args:
         names: logical devices of one kind, such as `["CPU:0", "CPU:1"]`. They must exist.
@@ -42,8 +42,8 @@ def worker_devices(names: Sequence[str]) -> Iterator[None]:
     stock = getattr(CollectiveAllReduceExtended, _SEAM, None)
     if stock is None:
         raise MachineError(
-            f"TensorFlow {tf.__version__} has no `CollectiveAllReduceExtended.{_SEAM}`, which several CPU devices a "
-            "worker need. Install `tensorflow~=2.21`, or use one CPU device a worker."
+            f"TensorFlow {tf.__version__} has no `CollectiveAllReduceExtended.{_SEAM}`, which several CPU devices per "
+            "worker require. Install `tensorflow~=2.21`, or use one CPU device per worker."
         )
     kind = names[0].partition(":")[0]
 

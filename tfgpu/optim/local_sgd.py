@@ -218,7 +218,7 @@ class Averager:
             self._settle()
         except tf.errors.DeadlineExceededError:
             raise MachineError(
-                f"The workers have trained independently since the last averaging, but the others did not come within "
+                f"The workers have trained independently since the last averaging, but the others did not join within "
                 f"{READ_TIMEOUT_S} s. Let every worker read or save the model, or do it at the end of an epoch."
             ) from None
         self.since = 0

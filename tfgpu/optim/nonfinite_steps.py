@@ -73,7 +73,7 @@ def begin(model) -> Guard:
     )
     if not is_together or not hasattr(model.train_function, "loops"):
         raise InputError(
-            "SkipNaN needs replicas that train in step: one device, `mirrored` or `multi_worker`. Use StopOnNaN here."
+            "SkipNaN needs synchronous training: one device, `mirrored` or `multi_worker`. Use StopOnNaN here."
         )
     for name, optimizer in training_state.other_optimizers(model).items():
         if not optimizer.built:

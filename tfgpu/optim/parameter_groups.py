@@ -38,7 +38,7 @@ class ParameterGroups:
             self.factors = {**self.factors, **dict(zip(paths, saved.values(), strict=True))}
         elif saved and not saved.keys() >= set(paths):
             raise InputError(
-                f"The optimizer has learning rates for {len(saved)} weights, but is built on {len(paths)} other ones. "
+                f"The optimizer has learning rates for {len(saved)} weights, but is built on {len(paths)} others. "
                 "Create it with `incremental.discriminative` for this model."
             )
         self._factor_at = tuple(float(self.factors.get(path, 1.0)) for path in paths)
@@ -133,7 +133,7 @@ def with_factors(optimizer, factors: Mapping[str, float]):
         factors: what the learning rate is multiplied by, by the variables' paths.
 
     Raises:
-        InputError: it distributes the variables to several optimizers already.
+        InputError: it already distributes the variables over several optimizers.
     """
     if isinstance(optimizer, LossScaleOptimizer):
         inner = with_factors(optimizer.inner_optimizer, factors)
@@ -156,7 +156,7 @@ def with_factors(optimizer, factors: Mapping[str, float]):
 
 
 def inner_of(optimizer):
-    """The optimizer within a `LossScaleOptimizer`; any other itself."""
+    """The optimizer inside a `LossScaleOptimizer`, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 

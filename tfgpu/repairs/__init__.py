@@ -1,9 +1,10 @@
 """Repairs of Keras 3 under `tf.distribute`: one per fault, each wrapped around the smallest function at fault.
 
-The strategy factories call `repair_keras()`. With a `tf.distribute` strategy of your own call `tfgpu.repair_keras()`
-first. With no strategy, Keras computes what it always did. `TFGPU_REPAIR=0` in the environment leaves Keras alone.
+The strategy factories call `repair_keras()`. Before using a `tf.distribute` strategy of your own, call
+`tfgpu.repair_keras()`. Without a strategy, Keras computes the same as before. `TFGPU_REPAIR=0` in the environment
+leaves Keras unchanged.
 
-Each module that repairs something has a tuple `REPAIRS`; features have theirs in a module `repairs` of their own.
+Each module with repairs has a tuple `REPAIRS`; features have theirs in their own module `repairs`.
 """
 
 import importlib
@@ -44,14 +45,14 @@ MODULES = (
     "tfgpu.parameter_server.repairs",
     "tfgpu.repairs.variables",
 )
-"""In the order in which their repairs are applied; imported when they are, so that features can stand here."""
+"""In the order in which their repairs are applied; imported only then, so that features can be listed here."""
 
 _lock = threading.Lock()
 _in_force: list[str] = []
 
 
 def is_enabled() -> bool:
-    """Whether repairs are wanted: `TFGPU_REPAIR=0` in the environment leaves Keras alone."""
+    """Whether repairs are enabled: `TFGPU_REPAIR=0` in the environment disables them."""
     return os.environ.get("TFGPU_REPAIR", "1") != "0"
 
 
@@ -65,11 +66,11 @@ def all_repairs() -> tuple[Repair, ...]:
 def repair_keras() -> tuple[str, ...]:
     """Applies every repair, once per process.
 
-    A function that this version has changed is repaired only if the repair's probe still finds the fault. A probe runs
-    in a process of its own, which takes some seconds.
+    If this version has changed a function, it is repaired only if the repair's probe still finds the fault. A probe
+    runs in its own process, which takes some seconds.
 
     Returns:
-        The names of the repairs in force; empty under `TFGPU_REPAIR=0`.
+        The names of the active repairs; empty under `TFGPU_REPAIR=0`.
 
     Raises:
         MachineError: this version of Keras or TensorFlow lacks a function that a repair wraps.
@@ -87,7 +88,7 @@ def repair_keras() -> tuple[str, ...]:
 
 
 def _apply(repair: Repair) -> bool:
-    """Applies one repair; whether it is in force then."""
+    """Applies one repair; returns whether it is active."""
     from tfgpu.compat import patch
     from tfgpu.repairs import probing
 
@@ -95,7 +96,7 @@ def _apply(repair: Repair) -> bool:
 
     def is_needed() -> bool:
         answers.append(probing.ask_apart(repair.name))
-        return answers[-1] is not False  # with no answer, assume that the fault is there
+        return answers[-1] is not False  # without an answer, assume that the fault exists
 
     with patch.applying(is_needed):
         repair.apply()

@@ -9,7 +9,7 @@ from tfgpu.repairs.repair import Repair
 
 
 def flatten_labels_on_device() -> None:
-    """Flattens sequences before stock Keras makes their labels int32; the result is the same."""
+    """Flattens sequences before stock Keras casts their labels to int32; the result is the same."""
 
     @wrap("accuracy_metrics.sparse_top_k_categorical_accuracy")
     def sparse_accuracy(stock, y_true, y_pred, *args, **kwargs):

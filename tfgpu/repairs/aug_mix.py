@@ -12,24 +12,24 @@ from tfgpu.repairs.repair import Repair
 
 
 def pick_alike() -> None:
-    """AugMix picks the same operations on all replicas.
+    """Makes AugMix pick the same operations on all replicas.
 
-    Stock Keras picks with Python's `random` as it traces, so each replica's graph has operations of its own. Workers
-    agree where the script seeds Python's `random` on each, as `keras.utils.set_random_seed` does, or no seed at all.
+    Stock Keras picks with Python's `random` while tracing, so each replica's graph has other operations. Workers agree
+    if the script seeds Python's `random` on all of them, as `keras.utils.set_random_seed` does, or on none.
     """
 
     replace("aug_mix.py_random", _Random(), by=__name__)
 
 
 class _Random:
-    """What AugMix uses of the module `random`."""
+    """The part of the module `random` that AugMix uses."""
 
     def choice(self, options: list):
         return trace_choices.choose(lambda: (data_order.agreed_random() or random).choice(options))
 
 
 def picks_differ() -> bool:
-    """Whether two replicas pick other operations for the same pictures."""
+    """Whether two replicas pick different operations for the same images."""
     augment = keras.layers.AugMix(num_chains=4, chain_depth=4)
     pictures = tf.ones([1, 2, 2, 3])
     picked = []
@@ -45,7 +45,7 @@ def picks_differ() -> bool:
 REPAIRS = (
     Repair(
         name="same-picks",
-        fault="AugMix picks other operations on each replica",
+        fault="AugMix picks different operations on each replica",
         issue="",
         probe=picks_differ,
         apply=pick_alike,

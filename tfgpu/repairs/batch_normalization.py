@@ -1,4 +1,4 @@
-"""BatchNormalization takes its moments over the global batch, or over each replica's rows where that is asked for."""
+"""BatchNormalization's moments over the global batch or, on request, over each replica's rows."""
 
 import logging
 
@@ -28,10 +28,10 @@ def choose_moments(strategy: tf.distribute.Strategy, scope: str) -> tf.distribut
         strategy: a strategy of replicas.
         scope: `"global"`, the whole batch's, as on one device; or `"replica"`, each replica's own, with no collective
             in the step. Moving moments are then averaged over the replicas after each block of steps. A layer with
-            `synchronized=True` takes the whole batch's all the same.
+            `synchronized=True` still takes the whole batch's.
 
     Raises:
-        InputError: another scope.
+        InputError: the scope is unknown.
     """
     if scope not in SCOPES:
         raise unknown("batch_norm", scope, SCOPES)
@@ -51,11 +51,11 @@ def has_replica_moments(strategy: tf.distribute.Strategy) -> bool:
 
 
 def normalize_by_global_batch() -> None:
-    """BatchNormalization takes mean and variance over the global batch, masks included, as one device does.
+    """Makes BatchNormalization take mean and variance over the global batch, with masks, as one device does.
 
-    Stock Keras takes them over each replica's rows unless `synchronized=True`, ignores that flag where a mask is
-    given, and then computes the variance as E[x^2] - E[x]^2, which cancels where the mean is large. Here one collective
-    brings every replica's count, mean and variance together (Chan, Golub and LeVeque, 1979).
+    Stock Keras takes them over each replica's rows unless `synchronized=True`, ignores that flag if there is a mask,
+    and then computes the variance as E[x^2] - E[x]^2, which cancels if the mean is large. Here one collective combines
+    every replica's count, mean and variance (Chan, Golub and LeVeque, 1979).
     """
 
     @wrap("nn.compute_moments_sync")
@@ -69,7 +69,7 @@ def normalize_by_global_batch() -> None:
         if replication.replica_context() is None:
             return stock(self, inputs, mask)
         if _takes_own_moments(self):
-            for variable in layers.own_non_trainable(self):  # an average of moving averages is that of the averages
+            for variable in layers.own_non_trainable(self):  # averaging moving averages equals averaging their inputs
                 layer_state.move_own(variable)
             return stock(self, inputs, mask)
         axes = layers.reduction_axes(self)
@@ -84,7 +84,7 @@ def normalize_by_global_batch() -> None:
             return stock(self, *args, **kwargs)
         before = [(variable, tf.identity(variable.value)) for variable in layers.own_non_trainable(self)]
         outputs = stock(self, *args, **kwargs)
-        for variable, value in before:  # rows that stand in for none move nothing
+        for variable, value in before:  # stand-in rows change nothing
             layer_state.put(variable, tf.where(step_context.has_rows(), variable.value, value))
         return outputs
 
@@ -107,7 +107,7 @@ def _moments(x: tf.Tensor, axes, mask: tf.Tensor | None = None) -> list[tf.Tenso
 
 
 def _local_moments(x: tf.Tensor, axes, mask: tf.Tensor | None) -> tuple[int | tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Count, mean and variance of this replica's rows; mean and variance are 0 where it has none."""
+    """Count, mean and variance of this replica's rows; mean and variance are 0 if it has none."""
     if mask is None:
         count = _size(x, axes)
         mean, variance = tf.nn.moments(x, axes, keepdims=True)
@@ -126,7 +126,7 @@ def _local_moments(x: tf.Tensor, axes, mask: tf.Tensor | None) -> tuple[int | tf
 
 
 def _size(x: tf.Tensor, axes) -> int | tf.Tensor:
-    """The product of some dimensions: a number where all are known, else an int32 scalar."""
+    """The product of some dimensions: an int if all are known, else an int32 scalar."""
     size = 1
     for axis in axes:
         size *= tf.shape(x)[axis] if x.shape[axis] is None else x.shape[axis]
@@ -138,7 +138,7 @@ def _squeezed(values: list[tf.Tensor], axes, keepdims: bool) -> tuple[tf.Tensor,
 
 
 def _from_all_replicas(values: list[tf.Tensor]) -> tf.Tensor:
-    """The values of all replicas, [replicas, values, ...], by one all-reduce, through which gradients flow."""
+    """The values of all replicas, [replicas, values, ...], by one differentiable all-reduce."""
     return row_sums.over_replicas([travel.at_own_place(tf.stack(values))])[0]
 
 

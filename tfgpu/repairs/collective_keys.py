@@ -1,4 +1,4 @@
-"""TensorFlow's collectives: each strategy of a process gets keys of its own."""
+"""Collective keys: each strategy of a process gets its own."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
 KEYS_A_STRATEGY = 100_000
-"""TensorFlow's own tests leave this many keys between two strategies."""
+"""The distance between two strategies' keys in TensorFlow's own tests."""
 
 
 def give_each_strategy_its_own_keys() -> None:
@@ -30,7 +30,7 @@ def give_each_strategy_its_own_keys() -> None:
 
 
 def second_strategy_reuses_keys() -> bool:
-    """Whether two strategies of one process number their collectives alike."""
+    """Whether two strategies of one process use the same collective keys."""
     first, second = probing.mirrored(), probing.mirrored()
     return distribute.first_group_key(first) == distribute.first_group_key(second)
 

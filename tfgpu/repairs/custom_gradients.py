@@ -15,7 +15,7 @@ from tfgpu.repairs.repair import Repair
 
 
 def free_with_their_graphs() -> None:
-    """Lets the graph own its custom gradients, so that they go together."""
+    """Makes a graph own its custom gradients, so that they are freed together."""
 
     @wrap("custom_gradient.graph_mode_decorator")
     def add_to_graph(stock, function, arguments, keywords):
@@ -46,7 +46,7 @@ def graph_stays() -> bool:
 REPAIRS = (
     Repair(
         name="custom-gradients",
-        fault="a custom gradient keeps its graph, and with it the model, in memory forever: some megabytes each `fit`",
+        fault="a custom gradient keeps its graph, and with it the model, in memory forever: some megabytes per `fit`",
         issue="",
         probe=graph_stays,
         apply=free_with_their_graphs,

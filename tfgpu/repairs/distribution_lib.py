@@ -10,7 +10,7 @@ from tfgpu.repairs.repair import Repair
 
 
 def warn_of_no_distribution() -> None:
-    """Says that a distribution has no effect, and what has; Keras's TensorFlow backend leaves its hooks empty."""
+    """Warns that a distribution has no effect: Keras's TensorFlow backend leaves its hooks empty."""
     for owner in ("keras.distribution", "distribution_lib"):
 
         @wrap(f"{owner}.set_distribution")
@@ -18,18 +18,18 @@ def warn_of_no_distribution() -> None:
             if value is not None:
                 warnings.warn(
                     f"keras.distribution does nothing on TensorFlow: with {type(value).__name__} the model stays on "
-                    "one device. Make the model under `with tfgpu.strategy().scope():` instead.",
+                    "one device. Create the model under `with tfgpu.strategy().scope():` instead.",
                     stacklevel=3,
                 )
             return stock(value)
 
 
 def distribution_is_silent() -> bool:
-    """Whether a distribution over two devices leaves a variable on one, without a word."""
+    """Whether a distribution over two devices silently leaves a variable on one."""
     before = keras.distribution.distribution()
     try:
         parallel = keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"])
-    except AttributeError:  # up to Keras 3.13 it cannot be made on TensorFlow, which is an error and no silence
+    except AttributeError:  # up to Keras 3.13 it cannot be created on TensorFlow, which is an error and not silent
         return False
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -42,7 +42,7 @@ def distribution_is_silent() -> bool:
 REPAIRS = (
     Repair(
         name="no-distribution",
-        fault="keras.distribution does nothing on TensorFlow, and says nothing",
+        fault="keras.distribution silently does nothing on TensorFlow",
         issue="",
         probe=distribution_is_silent,
         apply=warn_of_no_distribution,

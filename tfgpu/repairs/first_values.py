@@ -1,4 +1,4 @@
-"""The first values of variables on several workers: TensorFlow broadcasts the chief's."""
+"""Initial values of variables on several workers: TensorFlow broadcasts the chief's."""
 
 import tensorflow as tf
 
@@ -8,10 +8,10 @@ from tfgpu.repairs.repair import Repair
 
 
 def broadcast_any_numbers() -> None:
-    """Lets variables of all dtypes be made on several workers.
+    """Allows variables of all dtypes on several workers.
 
     TensorFlow's broadcast takes bool, float16, float32, float64, int32 and int64, and so refuses a variable of
-    bfloat16, float8 or int8. Other numbers are sent in a wider dtype, which holds them exactly.
+    bfloat16, float8 or int8. Other dtypes are sent in a wider one, which holds them exactly.
     """
 
     @wrap("collective_ops.broadcast_send")
@@ -46,7 +46,7 @@ def bfloat16_is_refused() -> bool:
 REPAIRS = (
     Repair(
         name="first-values",
-        fault="a variable of bfloat16 or 8 bits cannot be made on several workers",
+        fault="a variable of bfloat16 or 8 bits cannot be created on several workers",
         issue="",
         probe=bfloat16_is_refused,
         apply=broadcast_any_numbers,

@@ -8,7 +8,7 @@ from tfgpu.repairs.repair import Repair
 
 
 def function_cannot_meet() -> bool:
-    """Whether a tf.function that a replica calls fails where replicas are to meet."""
+    """Whether a tf.function that a replica calls fails where replicas communicate."""
 
     @tf.function
     def meet():
@@ -25,7 +25,7 @@ def function_cannot_meet() -> bool:
 REPAIRS = (
     Repair(
         name="functions-within",
-        fault="a tf.function inside a step gets a graph of its own, in which replicas cannot run collectives",
+        fault="a tf.function inside a step gets its own graph, in which replicas cannot run collectives",
         issue="",
         probe=function_cannot_meet,
         apply=nested_functions.trace_functions_within_the_step,

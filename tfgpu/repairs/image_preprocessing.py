@@ -1,4 +1,4 @@
-"""Layers that mix the pictures of a batch, or draw for it in a way of their own: each replica sees the whole batch."""
+"""Layers that mix a batch's images, or draw random numbers for the batch: each replica sees the whole batch."""
 
 import keras
 import tensorflow as tf
@@ -12,11 +12,11 @@ from tfgpu.repairs.repair import Repair
 
 
 def mix_the_whole_batch() -> None:
-    """MixUp and CutMix pair the images of the whole batch; elastic transforms and equalization see all of it.
+    """Makes MixUp, CutMix, elastic transforms and equalization see the whole batch.
 
-    Stock Keras pairs the images of one replica, and deforms the first image of every replica alike. Here the rows of
-    all replicas come together in one collective, each replica does the work of the whole batch and keeps its own
-    rows: of the images, and of what comes with them in a dictionary (labels, masks, boxes). Equalization, which
+    Stock Keras pairs the images of one replica, and deforms the first image of every replica alike. Here one collective
+    gathers the rows of all replicas; each replica computes the whole batch and keeps its own rows, of the images and of
+    what comes with them in a dictionary (labels, masks, boxes). Equalization, which
     RandAugment and AugMix use too, counts how often each brightness occurs in the whole batch.
     """
     for name in ("MixUp", "CutMix", "RandomElasticTransform"):
@@ -45,7 +45,7 @@ def _whole(rows) -> tf.Tensor:
     rows = tf.convert_to_tensor(rows)
     table = row_sums.all_rows(rows)
     if rows.shape[0] is not None and table.shape[0] is None:
-        # With an unknown batch size the elastic transform deforms every image like the first.
+        # If the batch size is unknown, the elastic transform deforms every image like the first.
         table = tf.ensure_shape(
             table, [rows.shape[0] * replication.replica_context().num_replicas_in_sync, *rows.shape[1:]]
         )
@@ -57,7 +57,7 @@ def _own(table: tf.Tensor, pictures: tf.Tensor) -> tf.Tensor:
 
 
 def pictures_stay_on_their_replica() -> bool:
-    """Whether the only picture of a replica is mixed with itself."""
+    """Whether the only image of a replica is mixed with itself."""
     mix = keras.layers.MixUp(seed=1)
     pictures = iter([tf.zeros([1, 2, 2, 1]), tf.ones([1, 2, 2, 1])])
     first, second = probing.mirrored().run(lambda: mix(next(pictures), training=True)).values
@@ -67,7 +67,7 @@ def pictures_stay_on_their_replica() -> bool:
 REPAIRS = (
     Repair(
         name="mixed-batches",
-        fault="MixUp and CutMix pair the pictures of one replica only",
+        fault="MixUp and CutMix pair the images of one replica only",
         issue="",
         probe=pictures_stay_on_their_replica,
         apply=mix_the_whole_batch,

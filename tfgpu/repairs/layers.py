@@ -1,4 +1,4 @@
-"""Layers' state and attributes under replicas, and variables that are first made inside a replica."""
+"""Layers' state and attributes under replicas, and variables that are first created inside a replica."""
 
 import keras
 import tensorflow as tf
@@ -11,7 +11,7 @@ from tfgpu.repairs.repair import Repair
 
 
 def make_variables_once() -> None:
-    """Makes a variable outside the replicas, for all at once, where a model is built by its first call inside one."""
+    """Creates a variable once, outside the replicas, if a model is built by its first call inside a replica."""
 
     @wrap("Variable.initialize")
     def initialize(stock, self, value):
@@ -20,14 +20,14 @@ def make_variables_once() -> None:
         if ctx is None or isinstance(value, tf.Variable) or (eager and step_context.step() is None):
             return stock(self, value)
         if tf.is_tensor(value) and (known := tf.get_static_value(value)) is not None:
-            value = known  # Keras made a tensor of a plain number, in a graph that does not exist outside
+            value = known  # Keras has made a tensor of a Python number, in a graph that does not exist outside
         replication.run_cross_replica(ctx.strategy, lambda: stock(self, value))
 
 
 def stand_in_where_no_rows_are() -> None:
-    """In a hand-written loop, pools and convolves a placeholder row where a replica has no rows, and drops the result.
+    """In a hand-written loop, pools and convolves a stand-in row if a replica has no rows, and drops the result.
 
-    A batch with fewer rows than replicas leaves some of them with none.
+    A batch with fewer rows than replicas leaves some replicas without rows.
     """
     for name in ("max_pool", "average_pool", "adaptive_max_pool", "conv", "depthwise_conv", "conv_transpose"):
 
@@ -40,7 +40,7 @@ def stand_in_where_no_rows_are() -> None:
 
 
 def attributes_are_shared() -> bool:
-    """Whether a replica finds another one's tensor in a layer's attribute after they have met."""
+    """Whether a replica finds another one's tensor in a layer's attribute after a collective."""
     strategy, layer = probing.mirrored(), keras.layers.Layer()
 
     def step():
@@ -72,7 +72,7 @@ def lazy_model_fails() -> bool:
 
 
 def convolution_of_nothing_fails() -> bool:
-    """Whether a layer cannot bear a batch without rows. (Pooling ends the process, so it is not tried here.)"""
+    """Whether a layer fails on an empty batch. (Pooling ends the process, so it is not tested here.)"""
     layer = keras.layers.Conv1D(2, 2)
     layer.build((None, 4, 1))
 
@@ -91,7 +91,7 @@ def convolution_of_nothing_fails() -> bool:
 
 
 def own_state_differs() -> bool:
-    """Whether a running mean that a layer keeps is one replica's."""
+    """Whether a running mean that a layer keeps comes from one replica."""
 
     class Center(keras.layers.Layer):
         def build(self, shape):
@@ -114,21 +114,21 @@ REPAIRS = (
     ),
     Repair(
         name="variables-once",
-        fault="a model built inside the first step makes its variables inside one replica",
+        fault="a model built inside the first step creates its variables inside one replica",
         issue="",
         probe=lazy_model_fails,
         apply=make_variables_once,
     ),
     Repair(
         name="no-rows",
-        fault="a replica without rows dies in the gradient of pooling (SIGABRT), or fails in Conv1D",
+        fault="a replica without rows crashes in the gradient of pooling (SIGABRT), or fails in Conv1D",
         issue="",
         probe=convolution_of_nothing_fails,
         apply=stand_in_where_no_rows_are,
     ),
     Repair(
         name="layer-state",
-        fault="what a layer assigns to its own variables is made of one replica's rows",
+        fault="what a layer assigns to its own variables comes from one replica's rows",
         issue="",
         probe=own_state_differs,
         apply=layer_state.assign_for_all,

@@ -1,7 +1,7 @@
-"""Losses under replicas: each stays the mean over the replica's own rows, as written for one device.
+"""Losses under replicas: each stays the mean over the replica's own rows, as on one device.
 
 The step then averages the gradients by each replica's share of the batch; a hand-written loop sums them, so there the
-loss takes its share itself. Only divisors other than the row count need a repair as well: the valid positions of a
+loss itself is multiplied by the share. Divisors other than the row count need a repair too: the valid positions of a
 mask, the sum of weights, and sums without a divisor.
 """
 
@@ -17,10 +17,11 @@ from tfgpu.repairs.repair import Repair
 
 
 def keep_losses_local() -> None:
-    """Weighs a loss by its replica's share of the batch; stock Keras divides it by the number of replicas.
+    """Multiplies a loss by its replica's share of the batch; stock Keras divides it by the number of replicas.
 
-    Stock Keras divides by the local rows and then by the replica count, which is right only where every replica has
-    equally many rows: https://github.com/keras-team/keras/issues/19246, https://github.com/tensorflow/tensorflow/issues/36224
+    Stock Keras divides by the local rows and then by the replica count, which is right only if every replica has
+    the same number of rows:
+    https://github.com/keras-team/keras/issues/19246, https://github.com/tensorflow/tensorflow/issues/36224
     """
     ways = {
         "scale_loss_for_distribution": tf.math.multiply_no_nan,
@@ -37,8 +38,9 @@ def keep_losses_local() -> None:
 
 
 def keep_own_means_local() -> None:
-    """TensorFlow's helpers for hand-written loops count the replicas in, because such a loop's gradients are summed; in
-    a `train_step`, whose gradients are averaged, they mean what they mean on one device.
+    """Makes TensorFlow's helpers for hand-written loops act in a `train_step` as on one device.
+
+    They divide by the number of replicas, because a hand-written loop sums gradients; a `train_step` averages them.
     """
 
     @wrap("tf.nn.compute_average_loss")
@@ -72,7 +74,7 @@ def make_divisors_global() -> None:
         loss = stock(values, sample_weight, reduction)
         if replication.replica_context() is None or reduction in (None, "none"):
             return loss
-        if tuple(values.shape) == (0,):  # stock returns an empty vector; the other replicas have a scalar
+        if tuple(values.shape) == (0,):  # stock Keras returns an empty vector; the other replicas have a scalar
             loss = tf.reduce_sum(values)
             if reduction != "sum":
                 loss = targets.owner("loss_module").scale_loss_for_distribution(
@@ -88,7 +90,7 @@ def make_divisors_global() -> None:
 
 
 def compare_classes_on_device() -> None:
-    """Lets the circle loss compare labels as int64: TensorFlow's GPU kernels for int32 work in host memory."""
+    """Makes the circle loss compare labels as int64: TensorFlow's GPU kernels for int32 work in host memory."""
 
     @wrap("losses.build_pos_neg_masks")
     def build_pos_neg_masks(stock, query_labels, key_labels, *args, **kwargs):
@@ -100,7 +102,7 @@ def compare_classes_on_device() -> None:
 
 
 def weigh_scalar_metrics() -> None:
-    """Lets a scalar of the batch, such as a loss under a `Mean` or `Sum`, count once and not once a replica."""
+    """Makes a scalar of the batch, such as a loss under a `Mean` or `Sum`, count once and not once per replica."""
 
     for name in ("Mean", "Sum"):
 
@@ -126,7 +128,7 @@ def _is_constant(weight) -> bool:
 
 
 def _as_local_part(divisor: tf.Tensor) -> tf.Tensor:
-    """The factor that turns a mean over this replica's `divisor` into its part of the mean over everybody's."""
+    """The factor that turns a mean over this replica's `divisor` into its part of the global mean."""
     if step_context.has_local_forward():
         return tf.ones([], divisor.dtype)
     share = tf.cast(batch_rows.known_share(), divisor.dtype)
@@ -136,7 +138,7 @@ def _as_local_part(divisor: tf.Tensor) -> tf.Tensor:
 
 
 def uneven_batch_differs() -> bool:
-    """Whether three rows on two replicas teach something else than on one device."""
+    """Whether three rows on two replicas give other weights than on one device."""
     return probing.differs()
 
 
@@ -148,13 +150,13 @@ def average_loss_counts_replicas() -> bool:
 
 
 def weighted_mean_differs() -> bool:
-    """Whether a mean by sample weight is taken on each replica alone."""
+    """Whether a mean weighted by sample weights is computed on each replica separately."""
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     return probing.differs(rows=2, loss=loss, weights=np.array([1.0, 5.0], "float32"))
 
 
 def host_flattens_classes() -> bool:
-    """Whether the host has a part in the circle loss."""
+    """Whether the host computes a part of the circle loss."""
     specs = [tf.TensorSpec([64], tf.int64), tf.TensorSpec([64, 8])]
     return "Reshape" in probing.left_to_host(keras.losses.Circle(), *specs)
 
@@ -162,14 +164,14 @@ def host_flattens_classes() -> bool:
 REPAIRS = (
     Repair(
         name="local-losses",
-        fault="an uneven batch is averaged as if every replica had equally many rows",
+        fault="an uneven batch is averaged as if every replica had the same number of rows",
         issue="https://github.com/tensorflow/tensorflow/issues/36224",
         probe=uneven_batch_differs,
         apply=keep_losses_local,
     ),
     Repair(
         name="own-means",
-        fault="tf.nn.compute_average_loss in a train_step divides by the replicas, which the step does too",
+        fault="tf.nn.compute_average_loss in a train_step divides by the number of replicas, as the step does too",
         issue="",
         probe=average_loss_counts_replicas,
         apply=keep_own_means_local,
@@ -183,7 +185,7 @@ REPAIRS = (
     ),
     Repair(
         name="scalar-metrics",
-        fault="the mean of a batch's scalar counts once a replica",
+        fault="the mean of a batch's scalar counts once per replica",
         issue="",
         probe=uneven_batch_differs,
         apply=weigh_scalar_metrics,

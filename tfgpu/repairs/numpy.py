@@ -11,8 +11,8 @@ from tfgpu.repairs.repair import Repair
 def find_signs_on_device() -> None:
     """Reads a sign from unsigned bits, which a GPU compares itself; stock Keras compares int32.
 
-    `keras.ops.argmax` and `argmin` ask for the sign of every value, so each accuracy copies all logits of a step to the
-    host, and waits for them there. The result is the same.
+    `keras.ops.argmax` and `argmin` read the sign of every value, so each accuracy copies all logits of a step to the
+    host and waits for them. The result is the same.
     """
 
     @wrap("numpy.signbit")
@@ -25,7 +25,7 @@ def find_signs_on_device() -> None:
 
 
 def find_largest_integers_on_device() -> None:
-    """Finds the class of one-hot labels that are integers by top-k; argmax has no GPU kernel for integers.
+    """Finds the class of integer one-hot labels by top-k; argmax has no GPU kernel for integers.
 
     Both take the first of equal values.
     """
@@ -36,14 +36,14 @@ def find_largest_integers_on_device() -> None:
         if not x.dtype.is_integer or not x.shape.rank or axis not in (-1, x.shape.rank - 1):
             return stock(x, axis, keepdims)
         found = tf.math.top_k(x, 1).indices
-        # In int64, as the squeezing of int32 works in host memory.
+        # In int64, because squeezing int32 works in host memory.
         return found if keepdims else tf.cast(tf.squeeze(tf.cast(found, tf.int64), -1), tf.int32)
 
 
 def compare_on_device() -> None:
     """Compares int32 tensors as int64: labels, predicted classes and token ids, in Keras's code and in users' own.
 
-    Scalars stay as they are: they are sizes, which the host needs.
+    Scalars are unchanged: they are sizes, which the host needs.
     """
     for name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"):
 
@@ -57,7 +57,7 @@ def compare_on_device() -> None:
 
 
 def look_up_on_device() -> None:
-    """Looks rows of a table up by int64 numbers; stock Keras compares, adds and flattens those of int32."""
+    """Looks up rows of a table by int64 indices; stock Keras compares, adds and flattens int32 ones."""
 
     @wrap("numpy.take")
     def take(stock, x, indices, axis=None):
@@ -90,7 +90,7 @@ def comparison_copies_to_host() -> bool:
 
 
 def lookup_copies_to_host() -> bool:
-    """Whether the host has a part in looking up rows."""
+    """Whether the host computes a part of a lookup."""
 
     def lookup(numbers):
         return keras.ops.take(tf.ones([50, 4]), numbers, axis=0)
@@ -108,21 +108,21 @@ REPAIRS = (
     ),
     Repair(
         name="integers-on-device",
-        fault="on a GPU, one-hot labels of integers are copied to the host for an accuracy",
+        fault="on a GPU, integer one-hot labels are copied to the host for an accuracy",
         issue="",
         probe=integer_argmax_copies_to_host,
         apply=find_largest_integers_on_device,
     ),
     Repair(
         name="comparisons-on-device",
-        fault="on a GPU, predicted classes and labels of int32 are copied to the host to be compared",
+        fault="on a GPU, int32 predicted classes and labels are copied to the host for comparison",
         issue="",
         probe=comparison_copies_to_host,
         apply=compare_on_device,
     ),
     Repair(
         name="lookups-on-device",
-        fault="on a GPU, token numbers of int32 are copied to the host for an embedding",
+        fault="on a GPU, int32 token IDs are copied to the host for an embedding",
         issue="",
         probe=lookup_copies_to_host,
         apply=look_up_on_device,

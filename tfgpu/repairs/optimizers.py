@@ -11,7 +11,7 @@ def clipping_differs() -> bool:
 
 
 def accumulation_fails() -> bool:
-    """Whether gradient accumulation crashes or learns something else."""
+    """Whether gradient accumulation crashes or gives other weights."""
     return probing.differs(rows=2, optimizer={"gradient_accumulation_steps": 2})
 
 

@@ -1,4 +1,4 @@
-"""`predict` under replicas: each predicts its own rows, and none an empty batch."""
+"""`predict` under replicas: each predicts its own rows, and none predicts an empty batch."""
 
 import keras
 import tensorflow as tf
@@ -12,9 +12,9 @@ from tfgpu.repairs.repair import Repair
 
 
 def split_batches_to_predict() -> None:
-    """`predict_on_batch` splits its batch over the replicas; stock Keras predicts the whole batch on each of them.
+    """Makes `predict_on_batch` split its batch over the replicas; stock Keras predicts the whole batch on each.
 
-    A replica without rows predicts one that stands in, and gives nothing: oneDNN has no empty convolution.
+    A replica without rows predicts a stand-in row and drops the result: oneDNN has no empty convolution.
     """
 
     @wrap("TensorFlowTrainer.predict_on_batch")
@@ -34,7 +34,7 @@ def split_batches_to_predict() -> None:
 
 
 def _stand_in_to_predict(cls: type) -> None:
-    """Gives the class's `predict_step` a row that stands in where a replica has none, and drops what comes of it."""
+    """Gives the class's `predict_step` a stand-in row if a replica has none, and drops its result."""
     if slots.get(cls, "predicts_stand_ins"):
         return
     slots.of(cls).predicts_stand_ins = True
@@ -57,7 +57,7 @@ def _stand_in_to_predict(cls: type) -> None:
 
 
 def predict_on_batch_repeats() -> bool:
-    """Whether three rows come back as six."""
+    """Whether three rows give six predictions."""
     with probing.mirrored().scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     return len(model.predict_on_batch(probing.X)) != 3

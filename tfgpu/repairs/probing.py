@@ -1,8 +1,8 @@
-"""Asks which faults this version of Keras and TensorFlow has: `python -m tfgpu.repairs.probing [NAME ...]`.
+"""Tests which faults this version of Keras and TensorFlow has: `python -m tfgpu.repairs.probing [NAME ...]`.
 
-Prints one JSON object, `{"name of the repair": true, ...}`; null where a probe gave no answer. Each probe runs stock
-Keras in a process of its own, where no repair is in force: some faults end the process, and an iterator of tf.data may
-hang where it ends.
+Prints one JSON object, `{"name of the repair": true, ...}`; null if a probe gave no answer. Each probe runs stock
+Keras in its own process, without active repairs: some faults end the process, and a tf.data iterator may hang at its
+end.
 """
 
 import json
@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfgpu.compat import tensorflow as private
 
 TIMEOUT_S = 60.0
-"""Within which a probe answers; most take a second."""
+"""Seconds within which a probe must answer; most take one."""
 
 X = np.array([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0]], "float32")
 Y = np.array([[1.0], [0.0], [2.0]], "float32")
@@ -33,12 +33,12 @@ def ask(
     """Runs probes, each in a fork of this process, which must not have used a device yet.
 
     Args:
-        names: of repairs; None takes all.
+        names: names of repairs; None takes all.
         timeout_s: for each probe, in seconds.
-        at_once: how many run side by side.
+        at_once: how many run in parallel.
 
     Returns:
-        Whether each fault is there; None where its probe died or took too long.
+        Whether each fault exists; None if its probe died or took too long.
     """
     from tfgpu import repairs
 
@@ -74,7 +74,7 @@ def _answer(probe, there: Connection) -> None:
 
 
 def ask_apart(name: str) -> bool | None:
-    """Runs one probe in a process of its own, wherever this one stands; None where there is no answer."""
+    """Runs one probe in a new process, whatever the state of this one; None if there is no answer."""
     environment = {**os.environ, "TFGPU_REPAIR": "0", "CUDA_VISIBLE_DEVICES": "-1"}
     environment.pop("TF_CONFIG", None)
     command = [sys.executable, "-m", "tfgpu.repairs.probing", name]

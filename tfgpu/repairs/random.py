@@ -1,4 +1,4 @@
-"""Draws of `keras.random` and of layers."""
+"""Random draws of `keras.random` and of layers."""
 
 import keras
 import tensorflow as tf

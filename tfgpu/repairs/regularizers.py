@@ -9,7 +9,7 @@ from tfgpu.repairs.repair import Repair
 
 
 def keep_activity_losses_sums() -> None:
-    """Lets each replica's sum over its rows count in full: a step takes what a layer adds for a mean over rows.
+    """Makes each replica's sum over its rows count in full: a step treats what a layer adds as a mean over rows.
 
     Keras changed the sum to a mean in 3.14: https://github.com/keras-team/keras/pull/22021
     """

@@ -1,4 +1,4 @@
-"""One repair: a fault of Keras or TensorFlow under replicas, how to see it, and how it is repaired."""
+"""One repair: a fault of Keras or TensorFlow under replicas, its probe, and its fix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ class Repair:
     Attributes:
         name: short name, shown by `tfgpu doctor`.
         fault: what stock Keras does, in one line.
-        issue: the upstream issue's address, or `""` where none was reported.
+        issue: the upstream issue's URL, or `""` if none was reported.
         probe: tells whether this Keras has the fault. Takes about a second on a CPU with four logical devices, and runs
             in a process without repairs.
-        apply: wraps the functions at fault by `compat.patch.wrap`. Called once a process.
-        until: the last minor version of Keras that has the fault; None while no version is known to be without it.
+        apply: wraps the functions at fault by `compat.patch.wrap`. Called once per process.
+        until: the last minor version of Keras that has the fault; None if no version is known to be without it.
     """
 
     name: str

@@ -8,12 +8,12 @@ from tfgpu.repairs.repair import Repair
 
 
 def dice_differs() -> bool:
-    """Whether a loss that mixes rows is computed on each replica alone."""
+    """Whether a loss that mixes rows is computed on each replica separately."""
     return probing.differs(rows=2, loss="dice")
 
 
 def own_dice_differs() -> bool:
-    """Whether a loss written by hand, which is no mean over rows, is computed on each replica alone."""
+    """Whether a custom loss that is not a mean over rows is computed on each replica separately."""
     return probing.differs(rows=2, loss=lambda y, p: 1 - tf.reduce_sum(y * p) / tf.reduce_sum(y + p))
 
 

@@ -1,9 +1,9 @@
-"""Files of a training: only the chief writes them, and a reader finds the old content or the new one, complete.
+"""Files of a training: only the chief writes them, and a reader finds either the old or the new content, complete.
 
-On the other workers a save reads what the chief's save reads, in the same order, and keeps nothing: to read a variable
-that is summed over replicas is a collective, in which every worker takes part. Nobody waits: a script may also say
-`if chief: model.save(path)`, as long as no such variable is in the model. So the file is there when `save` returns on
-the chief, and not yet when it returns elsewhere: workers that load it must wait for it by a step of their own.
+On the other workers, a save reads what the chief's save reads, in the same order, and discards it: reading a variable
+that is summed over replicas is a collective, in which every worker takes part. Nobody waits, so a script may also run
+`if chief: model.save(path)`, unless the model has such a variable. The file exists when `save` returns on the chief,
+but perhaps not yet when it returns elsewhere: workers that load it must wait for it themselves.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from tfgpu.repairs.repair import Repair
 
 
 def writes(model) -> bool:
-    """Whether this process writes the model's files: all do, but the workers of a cluster which are not its chief."""
+    """Whether this process writes the model's files; in a cluster, only the chief does."""
     strategy = getattr(model, "distribute_strategy", None) or tf.distribute.get_strategy()
     return not replication.spans_processes(strategy) or strategy.extended.should_checkpoint
 
@@ -35,7 +35,7 @@ def writes(model) -> bool:
 def beside(path):
     """Yields a path in the same folder with the same suffix; at the end, the file there replaces `path`.
 
-    An error, or the death of the process, leaves what was there before. Folders and remote files are left to Keras.
+    After an error or the death of the process, the old file remains. Folders and remote files are left to Keras.
     """
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
@@ -47,7 +47,7 @@ def beside(path):
 
 
 def write_whole_files() -> None:
-    """Saves a file beside its place and renames it; stock Keras empties the old file first."""
+    """Saves to a temporary file and renames it; stock Keras empties the old file first."""
 
     @wrap("saving_lib.save_model")
     def save_model(stock, model, filepath, *args, **kwargs):  # what follows differs between versions
@@ -75,7 +75,7 @@ def write_whole_files() -> None:
 
 
 def let_only_the_chief_write() -> None:
-    """On workers other than the chief, saves and callbacks write no files."""
+    """Makes saves and callbacks write no files on workers other than the chief."""
     _save_on_chief_only()
     _log_on_chief_only()
 
@@ -127,7 +127,7 @@ def _log_on_chief_only() -> None:
         if writes(model):
             return stock(self, model)
         theirs, nowhere = self.log_dir, tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        slots.of(self).nowhere, self.log_dir = nowhere, nowhere.name  # Keras takes the writers' folders from it
+        slots.of(self).nowhere, self.log_dir = nowhere, nowhere.name  # Keras derives the writers' folders from it
         try:
             stock(self, model)
         finally:
@@ -141,7 +141,7 @@ def _log_on_chief_only() -> None:
 
 
 def failed_save_destroys() -> bool:
-    """Whether a save that fails half-way takes the file with it that was there."""
+    """Whether a save that fails halfway destroys the existing file."""
 
     class Fails(keras.layers.Layer):
         def save_own_variables(self, store):
@@ -159,7 +159,7 @@ def failed_save_destroys() -> bool:
 
 
 def every_worker_writes() -> bool:
-    """Whether a worker that is not the chief leaves a file."""
+    """Whether a worker that is not the chief writes a file."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     distribute.be_no_chief(strategy)
     with strategy.scope():

@@ -1,4 +1,4 @@
-"""The state of Keras's seed generators: one for all replicas, in step, wherever the generator was made."""
+"""The state of Keras's seed generators: one for all replicas, in step, wherever the generator was created."""
 
 import threading
 
@@ -14,12 +14,11 @@ from tfgpu.repairs.repair import Repair
 
 
 def share_seed_state() -> None:
-    """All replicas read and advance one seed generator's state in step, wherever the generator was made.
+    """Makes all replicas read and advance one seed generator's state in step, wherever it was created.
 
-    A generator made outside the strategy's scope has one plain variable, which every replica would advance in
-    turn; it becomes a mirrored one. The global generator (`seed=None`) is kept by Keras for each thread, and
-    each replica is a thread, so every replica would make its own with another seed; they use the one of the
-    thread that runs the step.
+    A generator created outside the strategy's scope has one plain variable, which every replica would advance in turn;
+    it is replaced by a mirrored one. Keras keeps the global generator (`seed=None`) per thread, and each replica is a
+    thread, so every replica would create its own with another seed; they use that of the thread that runs the step.
     """
 
     @wrap("SeedGenerator.next")
@@ -56,12 +55,12 @@ def _mirror(variable: keras.Variable) -> None:
 
 
 def global_seeds_differ() -> bool:
-    """Whether each replica makes a global seed generator of its own, with another seed."""
+    """Whether each replica creates its own global seed generator, with another seed."""
     keras.utils.set_random_seed(0)
     strategy = probing.mirrored()
     try:
         first, second = tf.function(lambda: strategy.run(lambda: keras.random.uniform([4])))().values
-    except ValueError:  # the second replica makes its generator inside the first one's graph
+    except ValueError:  # the second replica creates its generator inside the first one's graph
         return True
     return not bool(tf.reduce_all(first == second))
 
@@ -69,7 +68,7 @@ def global_seeds_differ() -> bool:
 REPAIRS = (
     Repair(
         name="shared-seeds",
-        fault="every replica makes a global seed generator of its own",
+        fault="every replica creates its own global seed generator",
         issue="",
         probe=global_seeds_differ,
         apply=share_seed_state,

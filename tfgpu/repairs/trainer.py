@@ -24,17 +24,17 @@ _log = logging.getLogger(__name__)
 
 
 def compile_in_scope() -> None:
-    """Compiles a model under the strategy that it was made in, so that the optimizer belongs to the same one.
+    """Compiles a model under the strategy in which it was created, so that the optimizer belongs to the same one.
 
     Raises:
-        InputError: by `compile`, where the model or the optimizer was made outside the strategy's scope.
+        InputError: raised by `compile` if the model or optimizer was created outside the strategy's scope.
     """
 
     @wrap("Trainer.compile")
     def compile_model(stock, self, *args, **kwargs):
         own, here = training.strategy_of(self), tf.distribute.get_strategy()
         if own is None and replication.is_replicated(here):
-            raise InputError("The model was made outside `strategy.scope()`. Make it inside, where you compile it.")
+            raise InputError("The model was created outside `strategy.scope()`. Create and compile it inside.")
         with _scope_of(self):
             stock(self, *args, **kwargs)
         inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
@@ -43,7 +43,7 @@ def compile_in_scope() -> None:
 
 
 def compile_one_device_by_xla() -> None:
-    """Applies Keras's rule for one GPU under a strategy of one device too: XLA compiles what its layers allow."""
+    """Applies Keras's rule for one GPU under a one-device strategy too: XLA compiles what the layers allow."""
 
     @wrap("Trainer.resolve_auto_jit_compile")
     def resolve_auto_jit_compile(stock, self):
@@ -58,7 +58,7 @@ def compile_one_device_by_xla() -> None:
 
 
 def build_from_spec() -> None:
-    """Builds a model from the data's `element_spec`, where stock Keras draws a batch and averages it over replicas."""
+    """Builds a model from the data's `element_spec`; stock Keras draws a batch and averages it over replicas."""
 
     @wrap("TensorFlowTrainer.maybe_symbolic_build")
     def maybe_symbolic_build(stock, self, iterator=None, data_batch=None):
@@ -72,12 +72,12 @@ def build_from_spec() -> None:
         except Exception as error:  # a user's model may raise anything
             if iterator is None or type(self).train_step is TensorFlowTrainer.train_step:
                 raise
-            # The data may be meant for the model's own `train_step`, which builds the rest in its first run.
+            # The data may suit only the model's own `train_step`, which builds the rest in its first run.
             _log.debug("The model was not built from the data's spec: %s", error)
 
 
 def build_now(model, iterator) -> None:
-    """Makes the variables that the first step on this data would make: layers', metrics', the loss's."""
+    """Creates the variables that the first step on this data would create: layers', metrics' and the loss's."""
     if not _is_built(model):
         with _scope_of(model):
             training.build_symbolically(model, _batch_of(iterator))
@@ -90,13 +90,13 @@ def _batch_of(iterator):
 
 
 def _scope_of(model):
-    """The scope of the model's own strategy, where it is not the current one."""
+    """The scope of the model's own strategy, if it is not the current one."""
     own = training.strategy_of(model)
     return contextlib.nullcontext() if own is None or own is tf.distribute.get_strategy() else own.scope()
 
 
 def _is_built(model) -> bool:
-    """Whether there is nothing left of the model that data would have to build."""
+    """Whether nothing is left of the model that needs data to be built."""
     return all(part is None or part.built for part in training.compiled_parts(model))
 
 
@@ -105,7 +105,7 @@ def _one_replica(spec):
 
 
 def compiled_outside_fails() -> bool:
-    """Whether training fails where a model was made inside the scope and compiled by name outside it."""
+    """Whether training fails if a model was created inside the scope and compiled by name outside it."""
     with probing.mirrored().scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("adam", "mse")
@@ -122,7 +122,7 @@ def many_steps_fail() -> bool:
 
 
 def fit_calls_for_every_batch() -> bool:
-    """Whether `fit` calls callbacks after every batch of an epoch where none of them looks at batches."""
+    """Whether `fit` calls callbacks after every batch even if none has per-batch hooks."""
 
     class Calls(keras.callbacks.Callback):
         every_batch, made = False, 0
@@ -137,7 +137,7 @@ def fit_calls_for_every_batch() -> bool:
 
 
 def results_are_read_again() -> bool:
-    """Whether `fit` reads a metric once more, outside its steps, when the epoch has ended."""
+    """Whether `fit` reads a metric again, outside its steps, at the end of an epoch."""
 
     class Mean(keras.metrics.MeanMetricWrapper):
         read = 0
@@ -153,12 +153,12 @@ def results_are_read_again() -> bool:
 
 
 def uneven_first_batch_fails() -> bool:
-    """Whether an unbuilt model cannot be built from a first batch that replicas hold unequal parts of."""
+    """Whether an unbuilt model cannot be built from a first batch that is split unevenly."""
     return probing.differs(is_built=False)
 
 
 def one_gpu_has_no_xla() -> bool:
-    """Whether Keras turns XLA off under a strategy of one GPU; a made-up entry in the list of devices stands for it."""
+    """Whether Keras turns XLA off under a strategy of one GPU, which a fake entry in the list of devices represents."""
     listed = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
     tf.config.list_physical_devices = lambda kind=None: listed
 
@@ -181,7 +181,7 @@ REPAIRS = (
     ),
     Repair(
         name="compiled-in-scope",
-        fault="a model compiled outside the scope that it was made in gets an optimizer that cannot train it",
+        fault="a model compiled outside its scope gets an optimizer that cannot train it",
         issue="",
         probe=compiled_outside_fails,
         apply=compile_in_scope,
@@ -195,14 +195,14 @@ REPAIRS = (
     ),
     Repair(
         name="blocks-of-steps",
-        fault="fit goes back to Python after every batch, whether a callback looks at it or not",
+        fault="fit returns to Python after every batch, even if no callback has per-batch hooks",
         issue="",
         probe=fit_calls_for_every_batch,
         apply=step_blocks.run_in_blocks,
     ),
     Repair(
         name="results-once",
-        fault="at the epoch's end every metric that the logs hold is reduced over replicas again",
+        fault="at the end of an epoch, every metric in the logs is reduced over replicas again",
         issue="",
         probe=results_are_read_again,
         apply=metric_logs.read_results_once,

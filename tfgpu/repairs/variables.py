@@ -1,4 +1,4 @@
-"""Python numbers of variables that lie on several devices: `float(model.optimizer.learning_rate)`, as callbacks ask."""
+"""Python numbers of variables on several devices: `float(model.optimizer.learning_rate)`, as callbacks use it."""
 
 import keras
 
@@ -8,10 +8,10 @@ from tfgpu.repairs.repair import Repair
 
 
 def read_numbers_of_replicated_variables() -> None:
-    """Lets `float` and `int` read a Keras variable under any strategy, as they do on one device.
+    """Makes `float` and `int` read a Keras variable under any strategy, as on one device.
 
-    Keras hands on to the variable within, and TensorFlow's distributed ones have no `__float__` and no `__int__`; both
-    have `numpy`. In a graph, where no variable has a value yet, TensorFlow's own error stays.
+    Keras delegates to the inner variable, and TensorFlow's distributed ones have no `__float__` or `__int__`; both have
+    `numpy`. In a graph, where no variable has a value yet, TensorFlow's own error remains.
     """
 
     @wrap("KerasVariable.__float__")
@@ -24,7 +24,7 @@ def read_numbers_of_replicated_variables() -> None:
 
 
 def learning_rate_is_no_number() -> bool:
-    """Whether Python cannot read a variable that lies on several devices."""
+    """Whether Python cannot read a variable on several devices."""
     with probing.mirrored().scope():
         optimizer = keras.optimizers.SGD(0.5)
     try:
@@ -36,7 +36,7 @@ def learning_rate_is_no_number() -> bool:
 REPAIRS = (
     Repair(
         name="python-numbers",
-        fault="`float(model.optimizer.learning_rate)`, as callbacks ask, raises under replicas",
+        fault="`float(model.optimizer.learning_rate)`, which callbacks use, raises under replicas",
         issue="",
         probe=learning_rate_is_no_number,
         apply=read_numbers_of_replicated_variables,
