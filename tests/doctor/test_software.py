@@ -6,6 +6,7 @@ import sys
 import keras
 import pytest
 
+import tfgpu
 from tfgpu import doctor
 from tfgpu.compat.versions import INSTALL
 from tfgpu.doctor import Check
@@ -195,6 +196,25 @@ def test_tensor_core_advice_for_a_model_and_for_a_name():
     assert doctor.tensor_cores("transformer").status == "ok"
     with pytest.raises(InputError, match="Did you mean 'resnet'"):
         doctor.tensor_cores("resnt")
+
+
+@pytest.mark.parametrize(("scope", "status"), [("global", "ok"), ("replica", "warning")])
+def test_batch_normalization_by_replicas_is_named(scope, status):
+    with tfgpu.strategy("mirrored", devices=2, batch_norm=scope).scope():
+        layers = [keras.layers.BatchNormalization(), keras.layers.BatchNormalization(synchronized=True)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+    (check,) = doctor.batch_norm(model)
+    assert (check.name, check.status) == ("BatchNormalization", status)
+    found = {
+        "ok": "2 layers normalize by the whole batch: on several replicas 4 collectives a step",
+        "warning": "1 layer normalizes by each replica's own rows: the result depends on the number of replicas",
+    }
+    assert check.found == found[status] and ("synchronized=True" in check.fix) == (status == "warning")
+
+
+def test_a_model_without_batch_normalization_has_no_such_check():
+    assert doctor.batch_norm("mlp") == []
+    assert [check.name for check in doctor.advise("resnet")] == ["Tensor Cores", "BatchNormalization"]
 
 
 def test_the_doctor_itself_starts_no_tensorflow():

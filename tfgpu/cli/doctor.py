@@ -36,7 +36,7 @@ class Options:
         typer.Option(
             "--model",
             metavar="NAME",
-            help="Also advise on the layer sizes of this model.",
+            help="Also advise on the layers of this model.",
             autocompletion=completion.completing(completion.models),
         ),
     ] = None
