@@ -108,6 +108,7 @@ TARGETS: tuple[str, ...] = (
     "LossFunctionWrapper.call",
     "LossScaleOptimizer._tf_apply",
     "LossScaleOptimizer.apply",
+    "LossScaleOptimizer.check_finite",
     "LossScaleOptimizer.scale_loss",
     "Mean.update_state",
     "MeanMetricWrapper.update_state",
