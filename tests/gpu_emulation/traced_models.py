@@ -39,7 +39,7 @@ def embeddings():
     def data(n):
         return {"user": labels(n, 50), "item": labels(n, 30)}, image(n, 1)
 
-    return keras.Model([users, items], outputs), {"loss": "mse"}, data
+    return keras.Model([users, items], outputs), {"loss": keras.losses.MeanSquaredError()}, data
 
 
 def two_outputs():

@@ -1,5 +1,6 @@
 """The rows of the table: which step each traces, and what it says of it."""
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,6 +16,12 @@ from traced_models import MODELS, ROWS
 import tfgpu
 
 REPLICAS = {"one": 1, "mirrored-2": 2, "mirrored-8": 8, "workers-2x4": 8}
+_PAIR = ["CPU:1", "CPU:2"]
+SPREAD = {
+    "tensor": lambda model: tfgpu.parallel.tensor(model, devices=_PAIR),
+    "pipeline": lambda model: tfgpu.parallel.pipeline(model, 2, 2, devices=_PAIR),
+}
+"""Options that spread a model of no strategy over two GPUs."""
 BATCHES = 4
 
 
@@ -28,7 +35,7 @@ class Row:
         path: `fit`, `loop` (a hand-written one), `evaluate` or `predict`.
         precision: a dtype policy of Keras.
         rows: `even`: static batches that divide evenly; `rest`: batches of any size.
-        option: `accumulation`, `xla`, `zero-2`, `zero-3`, `recompute`, `bfloat16-gradients` or "".
+        option: `accumulation`, `xla`, `zero-1` to `zero-3`, `recompute`, `bfloat16-gradients`, one of `SPREAD` or "".
         fast: in `make test`.
     """
 
@@ -64,6 +71,24 @@ _ALL += [
 _ALL += [Row("cnn", "mirrored-2", option="xla"), Row("cnn", "mirrored-2", option="recompute")]
 _ALL += [Row("cnn", "one", option="xla"), Row("embeddings", "mirrored-2", option="accumulation")]
 _ALL += [Row("cnn", "workers-2x4", precision="mixed_bfloat16", option="zero-3")]
+_ALL += [Row(model, strategy) for strategy in ("mirrored-8", "workers-2x4") for model in ("two_outputs",)]
+_ALL += [Row(model, "mirrored-8") for model in ("own_loss", "gan")]
+_ALL += [Row("embeddings", "mirrored-2", path) for path in ("loop", "evaluate", "predict")]
+_ALL += [Row(model, "mirrored-2", path) for model in ("two_outputs", "own_loss") for path in ("evaluate", "predict")]
+_ALL += [Row("gan", "mirrored-2", "predict")]
+_ALL += [Row("cnn", "one", path) for path in ("loop", "evaluate", "predict")] + [Row("cnn", "workers-2x4", "predict")]
+_ALL += [
+    Row(model, "mirrored-2", precision=name)
+    for name in ("mixed_float16", "mixed_bfloat16")
+    for model in ("language", "embeddings", "two_outputs", "own_loss")
+    if (model, name) != ("language", "mixed_float16")
+]
+_ALL += [Row("cnn", "one", precision=name) for name in ("mixed_float16", "mixed_bfloat16")]
+_ALL += [Row("embeddings", "workers-2x4", precision="mixed_float16")]
+_ALL += [Row("language", "mirrored-2", option=option) for option in ("accumulation", "xla", "zero-3", "recompute")]
+_ALL += [Row("cnn", strategy, option="zero-1") for strategy in ("mirrored-2", "workers-2x4")]
+_ALL += [Row("cnn", "workers-2x4", option=option) for option in ("xla", "recompute")]
+_ALL += [Row("language", "one", option=option) for option in SPREAD]
 _FAST = {
     "fit cnn one float32 even",
     "fit cnn mirrored-2 float32 even",
@@ -84,7 +109,7 @@ def measure(row: Row) -> dict:
     keras.config.set_dtype_policy(row.precision)
     model, failed = None, None
     try:
-        with gpu_way.gpu_way(local):
+        with gpu_way.gpu_way(len(_PAIR) if row.option in SPREAD else local):
             strategy = strategy_of(row, local)
             with tracer.recording() as calls:
                 try:
@@ -97,8 +122,16 @@ def measure(row: Row) -> dict:
     if failed is not None:
         found["error on CPUs"] = failed
     elif row.path == "fit":
-        found["steps in a call"] = "one" if model.train_function.loops.has_varying_shapes else "many"
+        found["steps in a call"] = steps_in_a_call(model.train_function.loops)
     return found
+
+
+def steps_in_a_call(loops) -> str:
+    """Whether many steps of `fit` can run in a call."""
+    if not loops.has_varying_shapes:
+        return "many"
+    are_full = any(kind.rows is not None and not varies for kind, varies in loops.varying.items())
+    return "many while batches are full" if are_full else "one"
 
 
 def strategy_of(row: Row, local: int) -> tf.distribute.Strategy:
@@ -113,17 +146,18 @@ def strategy_of(row: Row, local: int) -> tf.distribute.Strategy:
 
 def run(row: Row, strategy: tf.distribute.Strategy, replicas: int) -> keras.Model:
     """Builds the row's model and takes the row's path."""
-    with strategy.scope():
+    is_spread = row.option in SPREAD
+    with contextlib.nullcontext() if is_spread else strategy.scope():
         model, compiling, data = MODELS[row.model]()
         if row.option.startswith("zero"):
             model = tfgpu.parallel.shard(model, int(row.option[-1]))
+    if row.option == "recompute" or is_spread:
+        model = SPREAD.get(row.option, tfgpu.parallel.recompute)(model)
+    with (model.distribute_strategy or strategy).scope():
         optimizer = optimizer_of(row)
-    if row.option == "recompute":
-        model = tfgpu.parallel.recompute(model)
-    if row.path != "loop":
-        with strategy.scope():
+        if row.path != "loop":
             model.compile(optimizer, jit_compile=row.option == "xla", **compiling)
-    rows = replicas * ROWS
+    rows = ROWS * (2 if row.option == "pipeline" else replicas)  # a pipeline has two micro-batches
     whole = data(rows * BATCHES - (0 if row.rows == "even" else 3))
     source = tf.data.Dataset.from_tensor_slices(whole if row.path != "predict" else whole[:1])
     source = source.batch(rows, drop_remainder=row.rows == "even")

@@ -163,7 +163,7 @@ def split_embedding(
         return tf.cast(tf.where(is_here[..., None], found, 0), layer.compute_dtype)
 
     def call(inputs):
-        ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
+        ids = tf.cast(inputs, tf.int64)  # GPUs compute with int32 in the host's memory
         terms = []
         for at, (placement, copy) in enumerate(zip(placements, collectives.copy_to_all(ids, placements), strict=True)):
             with device_placement.scope(placement):
