@@ -117,6 +117,22 @@ def test_blocks_grow_until_they_take_long_enough():
     assert pace.steps == 16
 
 
+def test_blocks_with_collectives_grow_until_their_records_are_small():
+    """41 collectives of 1,600 bytes are less than 1,024 bytes a step in 65 steps."""
+    pace, steps = step_blocks.Pace(), []
+    for _ in range(9):
+        steps.append(pace.steps)
+        pace.note(pace.steps, 0.01 * pace.steps, collectives=41)
+    assert steps == [1, 2, 4, 8, 16, 32, 64, 128, 128]
+
+
+def test_blocks_with_collectives_take_four_seconds_at_most():
+    pace = step_blocks.Pace()
+    for _ in range(9):
+        pace.note(pace.steps, 0.3 * pace.steps, collectives=110)
+    assert pace.steps == 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["auto", 1])
 def test_a_callback_that_looks_at_batches_is_called_after_each(asked):

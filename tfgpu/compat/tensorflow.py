@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.data.ops import cache_op
+from tensorflow.python.data.ops import batch_op, cache_op, dataset_ops, prefetch_op
 from tensorflow.python.eager import backprop, record
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager.polymorphic_function import tf_method_target
@@ -181,6 +181,18 @@ def writes_cache(dataset: tf.data.Dataset) -> bool:
 def is_cache(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset is `Dataset.cache`."""
     return isinstance(dataset, cache_op.CacheDataset)
+
+
+def passes_elements_on(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset gives what it reads, unchanged: `cache`, `prefetch` and `with_options`."""
+    return isinstance(dataset, (cache_op.CacheDataset, prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset))
+
+
+def rows_of_batches(dataset: tf.data.Dataset) -> int | None:
+    """The batch size of a dataset that is `Dataset.batch`; None for others."""
+    if not isinstance(dataset, (batch_op._BatchDataset, batch_op._ParallelBatchDataset)):
+        return None
+    return int(dataset._batch_size)
 
 
 def control_inputs(graph: tf.Graph) -> list[tf.Operation]:

@@ -83,9 +83,19 @@ def replica_batch(batch, at, count: int, *, stand_in: bool = True) -> ReplicaBat
     return ReplicaBatch(data, rows, offset, tf.convert_to_tensor(total))
 
 
-def shard(strategy: tf.distribute.Strategy, batch, *, gives_row_ranges: bool = True):
-    """Splits a whole batch into a distributed value: per replica of this process a `ReplicaBatch`, or only its rows."""
+def shard(strategy: tf.distribute.Strategy, batch, *, gives_row_ranges: bool = True, rows: int | None = None):
+    """Splits a whole batch into a distributed value: per replica of this process a `ReplicaBatch`, or only its rows.
+
+    Args:
+        strategy: of replicas.
+        batch: any structure of tensors.
+        gives_row_ranges: whether a replica is told which rows it gets.
+        rows: of the batch, if known although the shapes of its tensors do not say it.
+    """
     batch = tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
+    if rows is not None:
+        with on_host():
+            batch = tf.nest.map_structure(lambda v: _with_rows(v, rows), batch)
 
     def of_replica(context):
         at = replication.shard_index(strategy, context.replica_id_in_sync_group)
@@ -293,6 +303,13 @@ def _common_rows(values: list) -> int | tf.Tensor:
     checks = [tf.debugging.assert_equal(_rows(v), total, _UNEQUAL) for v in values[1:]]
     with tf.control_dependencies([check for check in checks if check is not None]):
         return tf.identity(total)
+
+
+def _with_rows(value, rows: int):
+    """A tensor whose shape says how many rows it has; other values are passed on."""
+    if not isinstance(value, tf.Tensor) or value.shape.rank in (0, None):
+        return value
+    return tf.ensure_shape(value, [rows, *value.shape[1:]])
 
 
 def _rows(value) -> int | tf.Tensor:

@@ -27,6 +27,9 @@ from tfgpu.core import (
 from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.randomness import trace_choices
 
+STEPS_AT_ONCE = 2
+"""One step computes while the batch of the next is read, sharded and copied; more would only hold more batches."""
+
 
 @dataclass(frozen=True)
 class LoopKind:
@@ -39,6 +42,7 @@ class LoopKind:
             data is already sharded.
         local_updates: each replica updates its own weights.
         is_wrapped: a step wrapper runs each step.
+        rows: of each whole batch, for a loop that is traced for that number; None if it takes any.
     """
 
     jit: bool = False
@@ -46,6 +50,7 @@ class LoopKind:
     gives_row_ranges: bool | None = None
     local_updates: bool = False
     is_wrapped: bool = False
+    rows: int | None = None
 
 
 class LoopBuilder:
@@ -59,8 +64,8 @@ class LoopBuilder:
         meter: counts what the steps hand to collectives.
 
     Attributes:
-        has_varying_shapes: a collective's shape varies between steps. TensorFlow fixes a collective's shape for the
-            length of a call, so only one step can run per call.
+        varying: for each kind of loop traced so far, whether a collective's shape varies between steps.
+        collectives: per replica, in the step that was traced last.
         step_wrapper: runs the steps of wrapped kinds (`step_blocks.StepWrapper`).
     """
 
@@ -73,7 +78,8 @@ class LoopBuilder:
         self._log_reader, self._averager, self._meter = log_reader, averager, meter
         self._choices: list = []
         self._own_variables: dict[int, keras.Variable] = {}
-        self.has_varying_shapes = False
+        self.varying: dict[LoopKind, bool] = {}
+        self.collectives = 0.0
         self.step_wrapper = None
         self.loop = functools.cache(lambda kind: self._compile(functools.partial(self._run_many, kind=kind)))
         self.single = functools.cache(lambda kind: self._compile(functools.partial(self._run_one, kind=kind)))
@@ -81,6 +87,18 @@ class LoopBuilder:
         self.xla_step = functools.cache(
             lambda: tf.function(functools.partial(self._step), jit_compile=True, reduce_retracing=True)
         )
+
+    @property
+    def has_varying_shapes(self) -> bool:
+        """Whether any loop that was traced has collectives of varying shapes."""
+        return any(self.varying.values())
+
+    def can_run_many(self, kind: LoopKind) -> bool:
+        """Whether many steps of a kind can run in a call. TensorFlow fixes the shapes of collectives for a call.
+
+        A kind that was not traced yet is taken to be like the others.
+        """
+        return not self.varying.get(kind, self.has_varying_shapes)
 
     def begin_trace(self) -> None:
         """Begins a new trace, which makes its own choices."""
@@ -110,7 +128,9 @@ class LoopBuilder:
 
         def run(batch, since, last):
             if kind.gives_row_ranges is not None:
-                batch = batch_sharding.shard(self._strategy, batch, gives_row_ranges=kind.gives_row_ranges)
+                batch = batch_sharding.shard(
+                    self._strategy, batch, gives_row_ranges=kind.gives_row_ranges, rows=kind.rows
+                )
             values, since = self._run(batch, since, kind)
             return since, self.to_optional(values, last)
 
@@ -130,7 +150,9 @@ class LoopBuilder:
             )
 
         nothing = self._strategy.run(tf.raw_ops.OptionalNone)
-        done, *_, last = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))
+        done, *_, last = tf.while_loop(
+            lambda done, left, *_: left > 0, another, (0, count, since, nothing), parallel_iterations=STEPS_AT_ONCE
+        )
         return done, *self._finish(self._strategy.run(self.from_optional, args=(last,)), ballot)
 
     def _run(self, data, since: tf.Tensor, kind: LoopKind):
@@ -140,6 +162,9 @@ class LoopBuilder:
         if kind.local_updates:
             self._averager.begin(since)
         values = self._strategy.run(self._run_on_replica, args=(data, kind))
+        if not tf.executing_eagerly():
+            found = traffic.collectives_of(tf.compat.v1.get_default_graph())
+            self.collectives = found / len(self._strategy.extended.worker_devices)
         return values, self._averager.follow(since) if kind.local_updates else since
 
     def run_on_one_device(self, data, jit: bool, is_wrapped: bool = False) -> list[tf.Tensor]:
@@ -170,7 +195,7 @@ class LoopBuilder:
         ):
             step = self._step if step_context.surely_has_rows() else self._step_on_stand_in
             logs = self.step_wrapper.run(step, data) if kind.is_wrapped else step(data)
-            self.has_varying_shapes |= facts.has_varying_shapes
+            self.varying[kind] = self.varying.get(kind, False) or facts.has_varying_shapes
             self._own_variables |= facts.own_variables
             if kind.local_updates:
                 self._averager.note(facts)

@@ -3,7 +3,8 @@
 Keras returns to Python after every batch unless `steps_per_execution` says otherwise, which on a small model takes
 several times as long as the step. Only callbacks can observe how long a block is. So unless a callback needs per-batch
 hooks or `steps_per_execution` is above 1, blocks grow to 0.1 or 0.2 seconds: long enough for speed, short enough for
-progress bars and Ctrl-C. Batches and steps, and so the result, stay the same.
+progress bars and Ctrl-C. Where replicas meet in many collectives they grow on, to 2 or 4 seconds at most: TensorFlow
+keeps a record of each for each call, and never frees it. Batches and steps, and so the result, stay the same.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import Protocol
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import tensorflow as private
 from tfgpu.compat import training
 from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, TFDatasetAdapter
 from tfgpu.compat.patch import wrap
@@ -24,19 +26,28 @@ from tfgpu.errors import InputError
 
 MOST_STEPS = 4096
 BLOCK_S = 0.2
+LONG_BLOCK_S = 4.0
+RECORD_BYTES = 1600
+"""Of TensorFlow's record of a collective in one call; `python -m benchmarks.memory_slope` measures it."""
+STEP_BYTES = 1024
+"""Of records that a step may leave: about 100 MiB in 100,000 steps. Blocks up to `LONG_BLOCK_S` grow until it holds."""
 CALLBACKS = "callbacks: "
 """Prefix of `Run.set_by` if callbacks need per-batch hooks; their classes follow."""
 
 
 class Pace:
-    """How many steps the next block has: 1, doubled until a block takes half of `BLOCK_S`."""
+    """How many steps the next block has: 1, doubled until a block takes half of its limit.
+
+    The limit is `BLOCK_S`; `LONG_BLOCK_S` while the records of collectives are more than `STEP_BYTES` a step.
+    """
 
     def __init__(self):
         self.steps = 1
 
-    def note(self, done: int, seconds: float) -> None:
-        """Records how long a block of `done` steps took."""
-        if done == self.steps and seconds < BLOCK_S / 2:
+    def note(self, done: int, seconds: float, collectives: float = 0) -> None:
+        """Records how long a block of `done` steps took, and how many collectives its function has."""
+        longest = LONG_BLOCK_S if collectives * RECORD_BYTES > done * STEP_BYTES else BLOCK_S
+        if done == self.steps and seconds < longest / 2:
             self.steps = min(2 * self.steps, MOST_STEPS)
 
     def of(self, left: float) -> int:
@@ -53,6 +64,8 @@ class Block:
         count: number of steps.
         is_sure: the data is known to have that many batches.
         begin: index of the first step in the epoch.
+        rows: of each of the first `full` batches; None if unknown.
+        full: how many of the first batches have that many rows.
         done: how many steps ran, once the block has run.
     """
 
@@ -60,6 +73,8 @@ class Block:
     count: int
     is_sure: bool = False
     begin: int = 0
+    rows: int | None = None
+    full: float = 0
     done: int | None = None
 
     @property
@@ -69,7 +84,8 @@ class Block:
 
     def skip(self, steps: int) -> "Block":
         """The block without its first batches."""
-        return Block(self.iterator, self.count - steps, self.is_sure, self.begin + steps)
+        rest = self.count - steps, self.is_sure, self.begin + steps, self.rows, max(0, self.full - steps)
+        return Block(self.iterator, *rest)
 
 
 class StopRequest(Protocol):
@@ -276,13 +292,14 @@ def _hand_out_blocks() -> None:
         if run is None or run.wanted() is None:
             yield from steps
             return
-        is_sure = _has_known_length(self)
+        is_sure, (rows, full) = _has_known_length(self), _full_batches(self.data_adapter)
         for begin, _, iterator in steps:
             left = _left(self, begin)
             count = min(run.wanted(left), left)
+            full_left = max(0, full - training.batches_seen(self) + 1)
             for _ in range(count - 1):
                 next(steps)
-            block = run.block = Block(iterator, count, is_sure, begin)
+            block = run.block = Block(iterator, count, is_sure, begin, rows, full_left)
             yield begin, block.end, block
 
 
@@ -299,6 +316,28 @@ def _has_known_length(data) -> bool:
         return True
     source = data.data_adapter.get_tf_dataset() if isinstance(data.data_adapter, TFDatasetAdapter) else None
     return isinstance(source, tf.data.Dataset) and int(source.cardinality()) != tf.data.UNKNOWN_CARDINALITY
+
+
+def _full_batches(adapter: object) -> tuple[int | None, float]:
+    """The rows of a full batch, and how many full batches a pass over the data begins with; None where it hides them.
+
+    Data that was batched without `drop_remainder` names no number of rows, because its last batch may have fewer. Known
+    are arrays, and datasets that end with `batch`, before `prefetch`, `cache` and `with_options`.
+    """
+    if isinstance(adapter, ArrayDataAdapter):
+        rows = training.batch_size_of(adapter)
+        return rows, training.rows_of(adapter) // rows
+    dataset = adapter.get_tf_dataset() if isinstance(adapter, TFDatasetAdapter) else None
+    while private.passes_elements_on(dataset):
+        (dataset,) = private.sources_of(dataset)
+    rows = private.rows_of_batches(dataset)
+    if rows is None:
+        return None, 0
+    (source,) = private.sources_of(dataset)
+    length = int(source.cardinality())
+    if length == tf.data.INFINITE_CARDINALITY:
+        return rows, float("inf")
+    return (None, 0) if length < 0 else (rows, length // rows)
 
 
 def _number_last_steps() -> None:

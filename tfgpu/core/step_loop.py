@@ -112,10 +112,6 @@ class StepRunner:
         self.averager = local.averager(model) if local is not None and self._kind == "train" else None
         self.loops = LoopBuilder(model, step_function, self.log_reader, self.averager, self.traffic)
 
-    def _can_run_many(self) -> bool:
-        """Whether many steps can run in one call; known after the first step."""
-        return self.log_reader.is_traced and not self.loops.has_varying_shapes
-
     def __call__(self, batches: Any) -> dict:
         """Runs steps.
 
@@ -150,9 +146,9 @@ class StepRunner:
         jit, began, block.done = self._chosen_jit(block), time.perf_counter(), 0
         result = None
         while block.done < block.count:
-            count = block.count - block.done if self._can_run_many() else 1
-            count = count if self.averager is None else min(count, self.averager.left())
-            done, logs, result = self._call_loop(block, count, jit)
+            iterator, kind = self._loop_of(block, jit)
+            count = self._steps_of(block, kind)
+            done, logs, result = self._call_loop(iterator, kind, count)
             block.done += done
             if done:
                 self.logs = logs
@@ -165,8 +161,14 @@ class StepRunner:
         self._note_time(_Timed(jit, block.done, time.perf_counter() - began), result)
         return self.logs
 
-    def _call_loop(self, block: Block, count: int, jit: bool) -> tuple[int, dict, tf.Tensor]:
-        iterator, kind = self._loop_of(block, jit)
+    def _steps_of(self, block: Block, kind: LoopKind) -> int:
+        """How many steps of a block the next call runs: one, until a first step has told whether it can be more."""
+        if not (self.log_reader.is_traced and self.loops.can_run_many(kind)):
+            return 1
+        left = (block.full if kind.rows is not None else block.count) - block.done
+        return int(min(left, block.count - block.done, float("inf") if self.averager is None else self.averager.left()))
+
+    def _call_loop(self, iterator: Any, kind: LoopKind, count: int) -> tuple[int, dict, tf.Tensor]:
         with self._around_call(kind, count):
             ballot = worker_vote.ballot(self._last.seconds)
             done, logs, result = self.loops.loop(kind)(iterator, tf.constant(count), ballot, self._since())
@@ -178,7 +180,18 @@ class StepRunner:
         """The block's iterator as the compiled loop takes it, and the kind of loop."""
         iterator, gives_row_ranges = batch_sharding.source_of(block.iterator)
         is_sure = block.is_sure and isinstance(iterator, tf.data.Iterator)
-        return iterator, LoopKind(jit, is_sure, gives_row_ranges, self._has_local_updates(), _is_wrapped())
+        rows = None if gives_row_ranges is None else self._rows_of(block)
+        return iterator, LoopKind(jit, is_sure, gives_row_ranges, self._has_local_updates(), _is_wrapped(), rows)
+
+    def _rows_of(self, block: Block) -> int | None:
+        """The rows of the block's next batch, if the loop must know them to run many steps, and replicas share evenly.
+
+        Another trace costs as much as the first. So only those steps get one whose collectives have varying shapes.
+        """
+        is_full = block.rows is not None and (block.done or 0) < block.full
+        if not (is_full and self.loops.has_varying_shapes) or block.rows % self._strategy.num_replicas_in_sync:
+            return None
+        return block.rows
 
     def _chosen_jit(self, block: Block) -> bool:
         """Whether XLA compiles the block's steps."""
@@ -200,7 +213,8 @@ class StepRunner:
         seconds = worker_vote.accept(self._strategy, result)
         if replication.spans_processes(self._strategy):
             block = _Timed(before.jit, before.steps, seconds)
-        self.pace.note(block.steps, block.seconds)
+        in_a_call = self.loops.collectives and self.loops.collectives + 1  # metrics meet at a call's end
+        self.pace.note(block.steps, block.seconds, in_a_call)
         if self._is_trying():
             self.trial.note(block.jit, block.steps, block.seconds)
 

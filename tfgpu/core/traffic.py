@@ -44,6 +44,12 @@ def note(values: list, *, part: float = 1.0) -> None:
         sent.bytes += part * (size or 0) * value.dtype.size
 
 
+def collectives_of(graph: tf.Graph) -> int:
+    """Collectives in the graph of a step, of all replicas in this process."""
+    kinds = ("CollectiveReduce", "CollectiveGather", "CollectiveAllToAll", "CollectiveBcast")
+    return sum(operation.type.startswith(kinds) for operation in graph.get_operations())
+
+
 class Meter:
     """Counts the bytes of all steps of a model, from what their traces pass to collectives.
 
