@@ -67,7 +67,7 @@ def main(
             continue
         left = until - time.monotonic()
         if left < _LEAST_S:
-            typer.echo(f"no time left for {name} and what comes after; run again to go on", err=True)
+            typer.echo(f"no time left for {name} and what comes after; run again to continue", err=True)
             break
         row = measure(cell, seconds=seconds, repeats=repeats, timeout_s=min(cell_timeout, left), tiny=tiny)
         facts = row.pop("facts", None)

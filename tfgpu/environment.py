@@ -200,7 +200,7 @@ def set_logical_devices(count: int, kind: str = "CPU", *, memory_bytes: int | No
     (kind,) = _kinds(kind)
     _whole("count", count, least=1)
     if kind == "CPU" and memory_bytes is not None:
-        raise InputError("`memory_bytes` applies to GPUs; TensorFlow cannot limit a CPU's memory. Leave it out.")
+        raise InputError("`memory_bytes` applies to GPUs; TensorFlow cannot limit a CPU's memory. Remove it.")
     if kind == "GPU" and count > 1 and memory_bytes is None:
         raise InputError("Several logical devices on one GPU need `memory_bytes`, the memory of each. Give it.")
     limit = None if memory_bytes is None else _mebibytes(memory_bytes)
@@ -314,7 +314,7 @@ def _visible_gpus(setter: str) -> list[tf.config.PhysicalDevice]:
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
         raise MachineError(
-            f"{setter} found no GPU that TensorFlow can use. Leave it out on a CPU, or run `tfgpu doctor` to see why."
+            f"{setter} found no GPU that TensorFlow can use. Remove it on a CPU, or run `tfgpu doctor` to see why."
         )
     return gpus
 

@@ -152,7 +152,7 @@ def stays_locked(lock, code: str, folder: Path, cut, expected, result, **options
         fails(run, "Writing ", code, "give write access")
         steps = len(run.progress())
         again = cut(**options)
-        fails(again, "Checkpoints cannot be written to", code, "Give write access")
+        fails(again, "Checkpoints cannot be written to", code, "Grant write access")
         assert len(again.progress()) == steps
         for path in storage.found(folder):
             storage.read(path)
@@ -187,5 +187,5 @@ def test_a_bit_of_the_newest_flips(workers, file, tmp_path, cut, whole, result):
     (newest / file).write_bytes(content)
     again = cut(workers)
     goes_on(again, workers, expected, result)
-    assert f"{newest.name} is damaged" in again.said() and "the one before it is used" in again.said()
+    assert f"{newest.name} is damaged" in again.said() and "using the previous one" in again.said()
     print(f"\n{workers} workers, {file} of {newest.name}: it went on from {before.name}")

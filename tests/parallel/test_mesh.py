@@ -69,7 +69,7 @@ def test_names_are_made_alike():
         (lambda: Mesh(data=2, devices=names(2)).device(data=2), "has data from 0 to 1. Received: data=2"),
         (lambda: Mesh(data=2, devices=names(2)).device(tensor=-1), "has tensor from 0 to 0"),
         (lambda: Mesh(devices=names(1)).along("tensors"), "tensor"),
-        (lambda: Mesh(devices=names(1)).on(["GPU:1"]), "has its devices already: GPU:0"),
+        (lambda: Mesh(devices=names(1)).on(["GPU:1"]), "already has devices: GPU:0"),
     ],
 )
 def test_bad_input(make, message):

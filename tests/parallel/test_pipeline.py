@@ -137,7 +137,7 @@ class Own(keras.Model):
         (mlp, dict(stages=2, microbatches=2.0), "`microbatches` must be"),
         (mlp, dict(stages=2, microbatches=2, schedule="1f2b"), "1f1b"),
         (mlp, dict(stages=2, microbatches=2, recompute=False), "runs each forward pass again"),
-        (mlp, dict(stages=9, microbatches=2, devices=4), "needs several stages a device"),
+        (mlp, dict(stages=9, microbatches=2, devices=4), "needs several stages per device"),
         (fixed, dict(stages=2, microbatches=2, devices=2), "Make it without `batch_size`"),
         (mlp, dict(stages=5, microbatches=2), "devices"),
         (mlp, dict(stages=2, microbatches=2, cuts=["thrid"]), "No layer is called 'thrid'. A stage can begin at: drop"),

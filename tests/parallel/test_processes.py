@@ -135,7 +135,7 @@ def test_bad_use(monkeypatch):
     with pytest.raises(tfgpu.InputError, match="remove `--ps`"):
         connect(servers)
     monkeypatch.setenv("TF_CONFIG", cluster.tf_config())
-    with pytest.raises(tfgpu.InputError, match="one of 2 processes, and each would train a model of its own"):
+    with pytest.raises(tfgpu.InputError, match="one of 2 processes, and each would train its own model"):
         pipeline(PARTS["make"](), 2, 3, cuts=["third"])
 
 

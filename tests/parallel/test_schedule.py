@@ -60,7 +60,7 @@ def test_by_hand():
     ("arguments", "message"),
     [
         (("1f2b", 2, 2), "1f1b"),
-        (("1f1b", 4, 4, 2), "`interleaved` needs several stages a device"),
+        (("1f1b", 4, 4, 2), "`interleaved` needs several stages per device"),
         (("interleaved", 4, 3, 2), "Use 4 micro-batches"),
         (("interleaved", 3, 4, 2), "multiples of 2, the number of devices"),
         (("interleaved", 2, 2, 2), "`interleaved` needs several stages"),

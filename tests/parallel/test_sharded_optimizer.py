@@ -440,7 +440,7 @@ def test_what_cannot_be_sharded_is_refused():
     with pytest.raises(tfgpu.InputError, match="this model has none"):
         shard(mlp("float32"))
     model = made(replicas=2, how={"stage": 1})
-    with pytest.raises(tfgpu.InputError, match="is sharded already"):
+    with pytest.raises(tfgpu.InputError, match="is already sharded"):
         shard(model)
     with pytest.raises(tfgpu.InputError, match="`stage` is 1"):
         shard(model, stage=4)

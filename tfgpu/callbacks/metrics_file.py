@@ -64,7 +64,7 @@ class MetricsFile(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._last_end = time.perf_counter()
         steps = batch - self._first + 1
-        # One entry a step, so that a block of 50 steps weighs as much as 50 single ones.
+        # One entry per step, so that a block of 50 steps weighs as much as 50 single ones.
         self._step_times.extend([(self._last_end - self._begun) / steps] * steps)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

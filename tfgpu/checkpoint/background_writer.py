@@ -1,4 +1,4 @@
-"""The background writer: writes files in one thread, in order, and loses no error."""
+"""The background writer: writes files in order in one thread, and reports every error."""
 
 import logging
 import threading
@@ -27,7 +27,7 @@ class Writer:
         most: how many writes may be pending.
 
     Raises:
-        InputError: `most` is not a whole number from 1.
+        InputError: `most` is not an integer of at least 1.
 
     Example:
         >>> with Writer() as writer:
@@ -102,7 +102,7 @@ class Writer:
                 self._changed.notify_all()
             try:
                 write()
-            except BaseException as error:  # whatever it is, the next write must run
+            except BaseException as error:  # the next write must run after any error
                 _log.error("Writing %s failed: %s: %s", what, type(error).__name__, error)
                 with self._changed:
                     self._failed.append((what, error))
@@ -114,5 +114,5 @@ def _raise_first(failed: list[tuple[str, BaseException]]) -> None:
         more = f" So did {len(failed) - 1} more." if len(failed) > 1 else ""
         raise MachineError(
             f"Writing {what} failed: {type(error).__name__}: {error}.{more} "
-            "Make room or give write access there, or choose another directory."
+            "Free space or grant write access there, or choose another directory."
         ) from error

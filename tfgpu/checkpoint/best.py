@@ -22,7 +22,7 @@ class Best:
             precision, recall, IoU or R2, else `"min"`.
 
     Raises:
-        InputError: the mode is none of these.
+        InputError: the mode is unknown.
 
     Example:
         >>> Best("val_accuracy").place([{"val_accuracy": 0.5}, {"val_accuracy": 0.9}, {"loss": 1.0}])

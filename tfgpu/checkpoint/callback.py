@@ -1,4 +1,4 @@
-"""`Checkpoint`: a training that is stopped and started again ends as one that never stopped."""
+"""`Checkpoint`: a training that is interrupted and resumed ends like one that was never interrupted."""
 
 import logging
 import signal
@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 class Checkpoint(keras.callbacks.Callback):
     """Saves everything that training changes, and resumes from the newest intact checkpoint when `fit` begins.
 
-    Started again, the same script resumes at the step of the newest checkpoint, and ends with the weights and the
-    history of a run that never stopped, bit for bit on the same devices. A complete run trains no further until its
+    When started again, the same script resumes at the step of the newest checkpoint, and ends with the weights and the
+    history of an uninterrupted run, bit for bit on the same devices. A complete run trains no further until its
     `epochs` increase. On SIGTERM it saves after the running block of steps and ends the process with exit code 75.
 
     A checkpoint holds the weights, the optimizer (with its loss scale, averages and accumulated gradients), the metrics
@@ -42,7 +42,7 @@ class Checkpoint(keras.callbacks.Callback):
     Args:
         directory: where the checkpoints go; one directory per `fit`.
         keep: how many of the newest checkpoints to keep (default 3).
-        every_steps: also save every so many steps; None saves at the end of each epoch only. Blocks of steps end there.
+        every_steps: also save after this many steps; None saves only at the end of each epoch. Blocks end there.
         best: the entry of the logs whose best epoch is kept in addition, if the logs have it; None keeps none.
         mode: `"min"`, `"max"`, or `"auto"`: `"max"` for accuracies and similar metrics.
         resume: whether to resume from the newest checkpoint when `fit` begins.
@@ -50,7 +50,7 @@ class Checkpoint(keras.callbacks.Callback):
         data: an object with `seek(epoch)`, called at the beginning of each epoch. A `tfgpu.data` dataset that is given
             to `fit` unchanged needs none.
         is_chief: whether this worker writes; None asks the strategy.
-        writer: writes the files; others may share it. Default: one of its own.
+        writer: writes the files; may be shared. By default the callback creates one.
         remember: further state, by name: objects with `state()`, which returns copies of plain values and arrays, and
             `put(state, model)`, such as `Replay` and `ElasticWeights`. For several `fit`s in a row, see
             `tfgpu.callbacks.Tasks`.
@@ -75,7 +75,7 @@ class Checkpoint(keras.callbacks.Callback):
     every_batch = False
     on_all_workers = True
     has_memory = False
-    go_on = "Start the same command again to go on."
+    go_on = "Start the same command again to resume."
     """How to resume, for the message on preemption."""
     warns_when_over = True
     """Whether a `fit` that has nothing left to train logs a warning."""
@@ -108,7 +108,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._writer = writer or Writer(most=1)
         self._preemption: Preemption | None = None
         self._progress = RunProgress()
-        self._read: Snapshot | None = None  # what this `fit` resumes from, until it has arrived there
+        self._read: Snapshot | None = None  # what this `fit` resumes from, until it has reached that position
         self._saved: str | None = None
 
     # Restoring
@@ -125,7 +125,7 @@ class Checkpoint(keras.callbacks.Callback):
             best: whether to restore the checkpoint of the best epoch.
 
         Returns:
-            The position of the checkpoint, or None if there is none.
+            The position of the checkpoint, or None if no checkpoint exists.
 
         Raises:
             InputError: the checkpoint belongs to another model or optimizer, or all checkpoints are damaged.
@@ -218,7 +218,7 @@ class Checkpoint(keras.callbacks.Callback):
     # Saving
 
     def after_train_batch(self, callbacks: keras.callbacks.CallbackList, batch: int) -> None:
-        """Saves if it is time to, once all callbacks have seen the batch."""
+        """Saves if due, once all callbacks have seen the batch."""
         before = self._progress.step
         self._progress.done = min(batch + 1, self.params.get("steps") or batch + 1)
         if self._preemption.is_due:

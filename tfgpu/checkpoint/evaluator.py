@@ -43,8 +43,8 @@ def evaluate_checkpoints(
         data: what `model.evaluate` takes as `x`.
         directory: the directory of the checkpoints.
         last_epoch: stop once this epoch (counted from 1) is evaluated; None stops after `patience_s` only.
-        poll_s: seconds between two looks at the directory.
-        patience_s: stop after so many seconds without a new checkpoint.
+        poll_s: seconds between two checks of the directory.
+        patience_s: stop after this many seconds without a new checkpoint.
         on_result: called with the epoch's number and its results.
 
     Returns:
@@ -75,7 +75,7 @@ def evaluate_checkpoints(
 
 
 def _unseen(folder: Path, last_epoch: int | None, poll_s: float, patience_s: float) -> Iterator[Snapshot]:
-    """Yields each new checkpoint that has no result yet; ends with the training."""
+    """Yields each new checkpoint without a result; ends with the training."""
     since, damaged = time.monotonic(), set()
     while time.monotonic() - since < patience_s:
         done = _evaluated(folder)
@@ -116,7 +116,7 @@ def _identity(path: Path) -> tuple | None:
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
-    """Appends one line; what a killed process left of its last line stays a line of its own."""
+    """Appends one line; what a killed process left of its last line stays on a separate line."""
     with open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)

@@ -21,7 +21,7 @@ class ExtraState:
         objects: by name; each with `state()` and `put(state, model)`.
 
     Raises:
-        InputError: it is no mapping of names to such objects.
+        InputError: it is not a mapping of names to such objects.
     """
 
     def __init__(self, objects: Mapping[str, Any] | None):
@@ -30,7 +30,7 @@ class ExtraState:
         for name, one in (objects or {}).items():
             if not callable(getattr(one, "state", None)) or not callable(getattr(one, "put", None)):
                 raise InputError(
-                    f"What is to be remembered must have `state()` and `put(state, model)`, as Replay and "
+                    f"Objects in `remember` must have `state()` and `put(state, model)`, as Replay and "
                     f"ElasticWeights have. Received: {name}={one!r}."
                 )
         self._objects = dict(objects or {})

@@ -1,4 +1,4 @@
-"""What workers do together about checkpoints: one reads and all get it; what fails on one fails on all."""
+"""Checkpoints on several workers: one reads for all, and a failure on one fails all."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +68,7 @@ def fail_together(strategy: tf.distribute.Strategy, act: Callable[[], _Result], 
     Args:
         strategy: of the model that is trained.
         act: what this worker does.
-        what: names it, for the error on the workers that did not fail themselves.
+        what: its name, for the error on the workers that did not fail themselves.
 
     Raises:
         MachineError: it failed on another worker. A worker where it failed raises its own error.
@@ -94,8 +94,8 @@ def _look(directory: Path, best: Best | None, prepare: bool) -> Snapshot | None:
             storage.check_writable(directory)
         except OSError as error:
             raise MachineError(
-                f"Checkpoints cannot be written to {directory}: {error}. Give write access there, make room, or choose "
-                "another directory."
+                f"Checkpoints cannot be written to {directory}: {error}. Grant write access there, free space, or "
+                "choose another directory."
             ) from error
         storage.sweep(directory)
     try:

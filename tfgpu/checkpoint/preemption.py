@@ -30,7 +30,7 @@ class Preemption:
         is_left: the run ends with `Preempted`.
     """
 
-    def __init__(self, *, spans: bool, go_on: str = "Start the same command again to go on."):
+    def __init__(self, *, spans: bool, go_on: str = "Start the same command again to resume."):
         self._spans, self._go_on = spans, go_on
         self.is_requested = self.is_agreed = self.is_left = False
         self.name = "another worker's signal"

@@ -5,8 +5,8 @@
         state.safetensors           the arrays; the format cannot hold code
         facts.json                  the position of the run, the hash of the arrays, and a hash of these facts
 
-A folder is written beside its place, flushed to the disk, and renamed. The order comes from the
-names, not from file times, so a clock that jumps does no harm.
+A folder is written under a temporary name, flushed to the disk, and renamed. The order comes from
+the names, not from file times, so a clock that jumps does no harm.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 STATE, FACTS = "state.safetensors", "facts.json"
 ASIDE = ".aside"
-"""What the names of folders end in that are out of the way."""
+"""Suffix of folders that were moved out of the way."""
 _GONE = ".gone"
 _FORMAT = 2
 _NAME = re.compile(r"epoch-(\d{4,})(?:-step-(\d{7,}))?")
@@ -207,10 +207,10 @@ def newest(directory: Path) -> Snapshot | None:
         try:
             return read(candidate)
         except Damaged as error:
-            _log.warning("Checkpoint %s is damaged (%s): the one before it is used.", candidate, error)
+            _log.warning("Checkpoint %s is damaged (%s); using the previous one.", candidate, error)
     if candidates:
         raise Damaged(
-            f"All checkpoints in {directory} are damaged. Choose another directory, or empty this one to begin anew."
+            f"All checkpoints in {directory} are damaged. Choose another directory, or empty this one to start over."
         )
     return None
 

@@ -55,7 +55,7 @@ def sum_largest(update: gradients.Update, parts: list) -> list:
     if inner.gradient_accumulation_steps:
         raise InputError(
             f"`top_k` does not apply with gradient_accumulation_steps={inner.gradient_accumulation_steps}: its "
-            "residual accumulates already. Leave one of them out, or use `reduce_dtype`."
+            "residual already accumulates. Remove one of them, or use `reduce_dtype`."
         )
     places = [at for at, gradient in enumerate(parts) if tf.is_tensor(gradient) and gradient.dtype.is_floating]
     found = collectives.all_reduce([None if at in places else gradient for at, gradient in enumerate(parts)])

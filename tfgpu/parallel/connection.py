@@ -71,12 +71,12 @@ def check() -> None:
     """Refuses to spread a model where several processes would each train their own.
 
     Raises:
-        InputError: as said.
+        InputError: as described.
     """
     cluster = Cluster.from_environment()
     if cluster.is_multi_worker and remote_devices.connection() is None:
         raise InputError(
-            f"This is one of {cluster.size} processes, and each would train a model of its own. Call "
+            f"This is one of {cluster.size} processes, and each would train its own model. Call "
             "`tfgpu.parallel.connect()` at the top of the script to spread one model over all of them, or set "
             "TF_CONFIG='{}' to make the processes independent."
         )

@@ -47,7 +47,7 @@ def apply(
         mesh: its sizes along `data`, `pipeline` and `tensor`. A mesh without devices uses the GPUs, or the logical CPU
             devices.
         stages: of the pipeline; None takes the size along `pipeline`, or twice that for the schedule `"interleaved"`.
-        microbatches: of the pipeline; None takes 4 a stage.
+        microbatches: of the pipeline; None takes 4 per stage.
         schedule, recompute, cuts, batch: of the pipeline; see `pipeline`.
         plan: which layers are split along `tensor`; see `tensor`.
         zero: 1, 2 or 3 shards the optimizer's state, the gradients and the parameters along `data`; see `shard`. 0

@@ -32,7 +32,7 @@ class Mesh:
             (`"1/GPU:0"`); None takes the available devices when the mesh is used.
 
     Raises:
-        InputError: a size is not a whole number from 1, the sizes do not multiply to the number of devices, or a name
+        InputError: a size is not an integer above 0, the sizes do not multiply to the number of devices, or a name
             is not a device's or is listed twice.
 
     Example:
@@ -65,7 +65,7 @@ class Mesh:
         """Refuses a number of devices that the sizes do not multiply to, and suggests sizes that would fit.
 
         Raises:
-            InputError: as said.
+            InputError: as described.
 
         Example:
             >>> Mesh(data=3, pipeline=2).check(8)
@@ -83,7 +83,7 @@ class Mesh:
         """
         found = Mesh(self.data, self.pipeline, self.tensor, tuple(devices))
         if self.devices not in (None, found.devices):
-            raise InputError(f"This mesh has its devices already: {', '.join(self.devices)}.")
+            raise InputError(f"This mesh already has devices: {', '.join(self.devices)}.")
         return found
 
     def device(self, data: int = 0, pipeline: int = 0, tensor: int = 0) -> str:

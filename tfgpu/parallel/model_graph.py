@@ -126,7 +126,7 @@ def check_patterns(model: keras.Model, patterns: Iterable[str]) -> None:
     """Refuses a pattern that matches the path of no layer.
 
     Raises:
-        InputError: as said; names layers with similar paths.
+        InputError: as described; names layers with similar paths.
     """
     paths = list(layers_within(model))
     for pattern in patterns:

@@ -192,7 +192,7 @@ def check_can_place(model: keras.Model) -> None:
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
-        raise InputError("The model's optimizer is built already. Place the model before `compile`.")
+        raise InputError("The model's optimizer is already built. Place the model before `compile`.")
     if getattr(model, "compiled", False) and not replication.is_replicated(model.distribute_strategy):
         raise InputError("The model was compiled outside any strategy. Place it before `compile`.")
     if (

@@ -19,7 +19,7 @@ _factors = step_context.Slot("shard_clipping.factors")
 
 
 def install() -> None:
-    """Makes optimizers clip in this way; called once a process, by `shard_patches`."""
+    """Makes optimizers clip in this way; called once per process, by `shard_patches`."""
 
     @wrap("BaseOptimizer.backend_apply_gradients")
     def apply_gradients(stock, self, grads, trainable_variables):

@@ -54,7 +54,7 @@ def check_optimizer(optimizer) -> None:
     """Refuses an optimizer whose update of a number depends on other numbers of the variable.
 
     Raises:
-        InputError: as said.
+        InputError: as described.
     """
     if isinstance(optimizer, _NOT_ELEMENTWISE):
         raise InputError(

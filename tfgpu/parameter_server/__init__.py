@@ -1,1 +1,1 @@
-"""`fit` under parameter servers: a coordinator deals batches, workers run closures of steps."""
+"""`fit` under parameter servers: a coordinator sends batches, workers run closures of steps."""

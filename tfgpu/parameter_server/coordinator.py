@@ -145,10 +145,10 @@ def _refuse(model, jit_compile) -> None:
     optimizer = model.optimizer
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if model.run_eagerly:
-        raise InputError("`run_eagerly=True`: with parameter servers, workers run compiled steps only. Leave it out.")
+        raise InputError("`run_eagerly=True`: with parameter servers, workers run compiled steps only. Remove it.")
     if jit_compile is True:
         raise InputError(
-            "`jit_compile=True`: XLA cannot reach variables on a parameter server. Leave it out, or use `multi_worker`."
+            "`jit_compile=True`: XLA cannot reach variables on a parameter server. Remove it, or use `multi_worker`."
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise InputError(
@@ -159,7 +159,7 @@ def _refuse(model, jit_compile) -> None:
         if getattr(inner, name, None):
             raise InputError(
                 f"`{name}={getattr(inner, name)}` does not work with parameter servers: asynchronous workers have no "
-                "step in common. Leave it out (a larger batch replaces accumulation), or use `multi_worker`."
+                "step in common. Remove it (a larger batch replaces accumulation), or use `multi_worker`."
             )
     if model.distribute_strategy.num_replicas_in_sync > 1:
         raise InputError(

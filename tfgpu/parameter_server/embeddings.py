@@ -92,7 +92,7 @@ def _count_shards(layer) -> int:
     for name in [name for name, is_there in refused.items() if is_there]:
         raise InputError(
             f"`{name}` of the table {layer.name!r} needs the whole table, but the partitioner splits it into {count} "
-            "shards. Leave one of the two out."
+            "shards. Remove one of them."
         )
     return count
 

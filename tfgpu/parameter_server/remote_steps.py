@@ -20,7 +20,7 @@ from tfgpu.parameter_server.worker_data import WorkerIterator
 _log = logging.getLogger(__name__)
 
 CLOSURES_PER_WORKER = 2
-"""Unfinished closures per worker: one runs while the batches of the next one travel."""
+"""Unfinished closures per worker: one runs while the batches of the next one are sent."""
 CLOSURE_BYTES = 1 << 25
 """The largest size of a closure's batches, unless a single batch is larger."""
 

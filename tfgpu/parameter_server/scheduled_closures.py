@@ -33,7 +33,7 @@ class ScheduledClosures:
         check: raises an error that ends the training, such as a parameter server that is gone.
 
     Attributes:
-        parts: what the latest finished closure returned beside the metrics.
+        parts: what the latest finished closure returned besides the metrics.
         shown: the logs that were last shown.
     """
 
@@ -78,7 +78,7 @@ class ScheduledClosures:
     def _add(self, number: int, remote, count: int, pace: step_blocks.Pace, began: float) -> None:
         try:
             state, parts, seconds = self._fetch(remote)
-        except BaseException as error:  # raised by whoever waits
+        except BaseException as error:  # raised in the waiting thread
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()

@@ -17,10 +17,10 @@ def on_workers(make: Make, *, batches: int) -> tf.data.Dataset:
     epoch ends after `batches` of all workers together. So the number of steps in an epoch is exact, but a fast worker
     reads more of its own data than a slow one, and a closure that runs again after a worker died takes other batches. A
     worker that comes back starts its data from the beginning. To see each example once per epoch, give `fit` a plain
-    data set.
+    dataset.
 
     Args:
-        make: from a worker's index (int64 scalar tensor) and the number of workers to its data set of batches, such as
+        make: from a worker's index (int64 scalar tensor) and the number of workers to its dataset of batches, such as
             `lambda index, count: files.shard(count, index)...batch(32)`. Workers must be able to read the files. The
             chief calls it too, with index 0, for the shapes.
         batches: steps in an epoch.
@@ -29,7 +29,7 @@ def on_workers(make: Make, *, batches: int) -> tf.data.Dataset:
         What to give `fit` as `x`, unchanged. Under other strategies it is the data of one worker of one.
 
     Raises:
-        InputError: `batches` is not a whole number of at least 1, or `make` returns no data set.
+        InputError: `batches` is not a whole number of at least 1, or `make` does not return a dataset.
 
     Example:
         >>> def make(index, count):

@@ -56,7 +56,7 @@ def choose_implementation(
 
 
 def can_use_nccl(chosen: tuple[Device, ...]) -> bool:
-    """Whether NCCL can connect these replicas of a process: each is a physical GPU of its own, and whole.
+    """Whether NCCL can connect these replicas of a process: each is a separate, undivided physical GPU.
 
     Example:
         >>> can_use_nccl((Device("GPU:0", "GPU", "GPU:0"), Device("GPU:1", "GPU", "GPU:1")))
@@ -69,7 +69,7 @@ def can_use_nccl(chosen: tuple[Device, ...]) -> bool:
 
 
 def facts(chosen: tuple[Device, ...], implementation, **options: object) -> dict[str, str]:
-    """What all workers must choose alike, or their collectives would wait for each other.
+    """What all workers must choose identically, or their collectives would wait for each other.
 
     Args:
         chosen: the devices of this worker.
@@ -108,7 +108,7 @@ def check_bytes_per_pack(bytes_per_pack: int | None, all_reduce: str) -> None:
     if all_reduce in ("hierarchical_copy", "reduction_to_one_device"):
         raise InputError(
             f"`bytes_per_pack` does not apply with all_reduce={all_reduce!r}, which makes no packs. Received: "
-            f"{bytes_per_pack}. Leave it out, or use all_reduce='auto'."
+            f"{bytes_per_pack}. Remove it, or use all_reduce='auto'."
         )
 
 
@@ -117,7 +117,7 @@ def check_nccl_dtype(reduce_dtype: str | None) -> None:
     if reduce_dtype == "bfloat16":
         raise InputError(
             "reduce_dtype='bfloat16' saves no bytes between GPUs: TensorFlow's NCCL has no bfloat16. Use "
-            "reduce_dtype='float16', with keras.optimizers.LossScaleOptimizer against overflow, or leave it out."
+            "reduce_dtype='float16', with keras.optimizers.LossScaleOptimizer against overflow, or remove it."
         )
 
 

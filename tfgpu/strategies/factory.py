@@ -52,7 +52,7 @@ def strategy(
     """Makes the strategy of a name; `"auto"` chooses by the cluster and the devices.
 
     `auto` is `parameter_server` if the cluster has parameter servers, `multi_worker` if it has several workers, else
-    `mirrored` for several devices and `one_device` for one. An evaluator process gets the strategy of its own devices.
+    `mirrored` for several devices and `one_device` for one. An evaluator process gets a strategy of its own devices.
     `auto` uses several logical CPU devices only if `devices` asks for them.
 
     Args:
@@ -135,4 +135,4 @@ def _choose(devices: Devices, cluster: Cluster) -> str:
 
 def _does_not_apply(kind: str, name: str, value: object) -> str:
     others = " or ".join(f"`{other}`" for other, (_, applicable) in _FACTORIES.items() if name in applicable)
-    return f"`{name}` does not apply to `{kind}`. Received: {value!r}. Leave it out, or use {others}."
+    return f"`{name}` does not apply to `{kind}`. Received: {value!r}. Remove it, or use {others}."

@@ -37,7 +37,7 @@ def multi_worker(
             devices if there is no GPU), by number or name.
         all_reduce: `"auto"` (NCCL between physical GPUs, else the ring over gRPC), `"ring"` (which workers that share a
             GPU need), `"nccl"` (GPUs only), or `"hierarchical"`: each worker sums on its first device, and only those
-            devices communicate, for workers of several devices on a slow network. All workers must choose alike.
+            devices communicate, for workers of several devices on a slow network. All workers must choose the same.
         bytes_per_pack, reduce_dtype, top_k, batch_norm, unproven: as for `strategy`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 

@@ -29,7 +29,7 @@ def pipeline(
     mesh: Mesh | None = None,
     batch: Any = None,
 ) -> keras.Model:
-    """Splits a model into pipeline stages, each on a device of its own. Call it before `compile`.
+    """Splits a model into pipeline stages, each on its own device. Call it before `compile`.
 
     Args:
         model: functional or Sequential, built. Build a model that is too large for the first device under
@@ -37,13 +37,13 @@ def pipeline(
         stages: how many. A layer is in one stage, even if it is called several times.
         microbatches: how many parts each replica's batch is split into; their rows differ by one at most. More
             micro-batches leave the devices less idle, and each with less to compute at once.
-        schedule: `"1f1b"`, `"gpipe"` or `"interleaved"` (several stages a device): see `schedule.training`.
+        schedule: `"1f1b"`, `"gpipe"` or `"interleaved"` (several stages per device): see `schedule.training`.
         recompute: keep only what the stages exchange, and run the forward pass again for the gradient. False, which
             only `"gpipe"` supports, keeps all activations of all micro-batches and runs the forward pass once.
         cuts: names of the layers that begin the second and later stages; None measures the layers, and makes the most
             expensive stage as cheap as possible.
-        devices: how many, or their names. None uses the first GPUs, or logical CPU devices: one a stage, or half as
-            many as stages for `"interleaved"`.
+        devices: how many, or their names. None uses the first GPUs, or logical CPU devices: one per stage, or
+            half as many as stages for `"interleaved"`.
         mesh: devices with an axis `data` as well: several copies of the pipeline, each on its rows of the batch.
         batch: inputs to measure with, as the model takes them; None uses 8 rows of zeros.
 
@@ -71,7 +71,7 @@ def pipeline(
 
 def _mesh_of(mesh: Mesh | None, devices, stages: int, schedule: str) -> Mesh:
     if mesh is not None and devices is not None:
-        raise InputError("Give `devices` or `mesh`, not both: a mesh has devices of its own.")
+        raise InputError("Give `devices` or `mesh`, not both: a mesh already has devices.")
     wanted = -(-stages // 2) if schedule == "interleaved" else stages
     if mesh is None:
         chosen = connection.select(wanted if devices is None else devices)

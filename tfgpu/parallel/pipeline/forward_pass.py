@@ -96,9 +96,9 @@ class ForwardPass(SectionPass):
                 layer_state.put(variable, self._combined(variable, values, before.get(key)))
 
     def _combined(self, variable, values: list, before):
-        """One value of a variable, the same on all replicas, from one value a micro-batch.
+        """One value of a variable, the same on all replicas, from one value per micro-batch.
 
-        Where all micro-batches agree it is that value; else it follows the rule of `core.state.layer_state`.
+        If all micro-batches agree, it is that value; otherwise the rule of `core.state.layer_state` applies.
         """
         if variable.aggregation == "sum" and before is not None:  # the other replicas' are in what was added already
             added = [value - before for value in values]

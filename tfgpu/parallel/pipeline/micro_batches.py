@@ -38,7 +38,7 @@ class MicroBatches:
         return value[begin : begin + length]
 
     def concat(self, pieces: list) -> tf.Tensor:
-        """The whole batch, from one tensor a micro-batch."""
+        """The whole batch, from one tensor per micro-batch."""
         return tf.concat([piece[: self.bounds(micro)[1]] for micro, piece in enumerate(pieces)], 0)
 
     def slice_gradient(self, value, micro: int):

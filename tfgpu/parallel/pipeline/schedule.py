@@ -56,7 +56,7 @@ def training(kind: str, stages: int, microbatches: int, devices: int | None = No
             has several stages, every `devices`-th, so that it waits less.
         stages: how many.
         microbatches: how many.
-        devices: how many; None is one a stage.
+        devices: how many; None is one per stage.
 
     Raises:
         InputError: there is no such schedule, the devices do not divide the stages, or a device has several stages
@@ -67,7 +67,7 @@ def training(kind: str, stages: int, microbatches: int, devices: int | None = No
     devices = devices or stages
     if (stages != devices) != (kind == "interleaved") and not (kind == "interleaved" and devices == 1):
         raise InputError(
-            f"`interleaved` needs several stages a device, other schedules need one. Received: schedule={kind!r}, "
+            f"`interleaved` needs several stages per device, other schedules need one. Received: schedule={kind!r}, "
             f"{stages} stages, {devices} devices."
         )
     if kind == "gpipe":

@@ -92,7 +92,7 @@ class SectionPass:
         self._last_results[device] = results or self._last_results.get(device, [])
 
     def record(self, cell: Cell, scope: StatelessScope, known: dict) -> None:
-        """Runs a cell's calls on a gradient tape of its own, and keeps the tape.
+        """Runs a cell's calls on its own gradient tape, and keeps the tape.
 
         Args:
             cell: what runs.

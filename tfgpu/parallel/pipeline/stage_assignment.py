@@ -79,7 +79,7 @@ def check_schedule(schedule: str, recompute: bool, stages: int, microbatches: in
     """Refuses a schedule that does not exist, or does not fit the other settings.
 
     Raises:
-        InputError: as said.
+        InputError: as described.
     """
     if schedule not in schedules.SCHEDULES:
         raise unknown("schedule", schedule, schedules.SCHEDULES)
@@ -92,10 +92,10 @@ def check_schedule(schedule: str, recompute: bool, stages: int, microbatches: in
 
 
 def check_counts(**counts: int) -> None:
-    """Refuses numbers that are not whole numbers from 1.
+    """Refuses numbers that are not integers of at least 1.
 
     Raises:
-        InputError: as said.
+        InputError: as described.
     """
     for name, value in counts.items():
         whole_number(name, value)
@@ -134,7 +134,7 @@ def _balanced(model: keras.Model, calls, stages: int, batch) -> list[int]:
     if stages - 1 > len(free):
         raise InputError(
             f"{model.name!r} can be cut at {len(free)} places, into {len(free) + 1} stages at most. Received: "
-            f"stages={stages}. Use fewer stages, or give each call of a shared layer a layer of its own."
+            f"stages={stages}. Use fewer stages, or give each call of a shared layer its own layer."
         )
     return balance.cut([cost.seconds for cost in costs.measure(model, batch)], stages, free)
 

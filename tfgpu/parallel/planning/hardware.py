@@ -18,7 +18,7 @@ class Device:
         name: such as `"a100-80"`.
         memory_bytes: its memory.
         flops: peak operations per second in dense 16-bit products.
-        flops_tf32: the same with TF32, or in float32 where there is no TF32.
+        flops_tf32: the same with TF32, or in float32 if it has no TF32.
         flops_float32: the same in float32.
         bandwidth: bytes per second, one way, to a device of the same host.
         host_bandwidth: the same to a device of another host.
@@ -56,7 +56,7 @@ def _device(name: str, memory_gib: int, tera: tuple, link: tuple[str, float], ho
 _PCIE_3, _PCIE_4, _PCIE_5 = ("PCIe", 16), ("PCIe", 32), ("PCIe", 64)  # 16 lanes, one way, as in the data sheets
 _NVLINK_1, _NVLINK_2, _NVLINK_3 = ("NVLink", 80), ("NVLink", 150), ("NVLink", 300)
 _NVLINK_4, _NVLINK_5 = ("NVLink", 450), ("NVLink", 900)
-_ALONE = "25 Gb/s a host assumed"
+_ALONE = "25 Gb/s per host assumed"
 _V100, _A100, _H100 = (125, 15.7, 15.7), (312, 156, 19.5), (989, 494, 67)
 _NVL = (835, 417, 60)
 
@@ -94,7 +94,7 @@ DEVICES = MappingProxyType(
             _device("h100-80", 80, _H100, _NVLINK_4, 50, "NVIDIA H100 SXM data sheet; DGX H100: 8 x 400 Gb/s"),
             _device("h200-nvl", 141, _NVL, _PCIE_5, 3.1, f"NVIDIA H200 NVL data sheet; {_ALONE}"),
             _device("h200", 141, _H100, _NVLINK_4, 50, "NVIDIA H200 SXM data sheet; DGX H200: 8 x 400 Gb/s"),
-            _device("gh200", 96, _H100, _NVLINK_4, 50, "NVIDIA GH200 data sheet; 400 Gb/s a host assumed"),
+            _device("gh200", 96, _H100, _NVLINK_4, 50, "NVIDIA GH200 data sheet; 400 Gb/s per host assumed"),
             _device("rtx-5090", 32, (209.5, 104.8, 104.8), _PCIE_5, 3.1, f"NVIDIA RTX Blackwell white paper; {_ALONE}"),
             _device("b200", 180, (2250, 1100, 75), _NVLINK_5, 50, "NVIDIA HGX B200 data sheet; DGX B200: 8 x 400 Gb/s"),
         )

@@ -87,7 +87,7 @@ def _check(model: keras.Model, where, memory, rows, batch) -> None:
     if rows is not None and batch is not None:
         raise InputError("Give `rows` or `batch`, not both: a batch has its own number of rows.")
     if getattr(model, "compiled", False):
-        raise InputError("The model is compiled already. Call `recompute` before `compile`.")
+        raise InputError("The model is already compiled. Call `recompute` before `compile`.")
     if not model.built:
         raise InputError(f"{model.name!r} is not built. Call it on a batch first, or begin it with keras.Input.")
     recomputed_layers.check_not_spread(model)

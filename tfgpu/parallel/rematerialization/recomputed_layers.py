@@ -90,7 +90,7 @@ def check_not_spread(model: keras.Model) -> None:
     """Refuses a model that a pipeline runs, or that recomputes something already.
 
     Raises:
-        InputError: as said.
+        InputError: as described.
     """
     layers = [model, *model_graph.layers_within(model).values()]
     if any(model_graph.is_functional(layer) and model_graph.override_name(layer) == "pipeline" for layer in layers):
@@ -105,7 +105,7 @@ def check_not_recomputed(model: keras.Model) -> None:
     """Refuses a model that recomputes something already.
 
     Raises:
-        InputError: as said.
+        InputError: as described.
     """
     if any(is_recomputed(layer) for layer in [model, *model_graph.layers_within(model).values()]):
         raise InputError(

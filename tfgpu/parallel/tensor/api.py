@@ -50,7 +50,7 @@ def tensor(
     if axis != "tensor":
         raise InputError(f"The axis of a mesh along which layers are split is called 'tensor'. Received: {axis!r}.")
     if mesh is not None and devices is not None:
-        raise InputError("Give `devices` or `mesh`, not both: a mesh has devices of its own.")
+        raise InputError("Give `devices` or `mesh`, not both: a mesh already has devices.")
     if mesh is None:
         chosen = connection.select(devices)
         mesh = Mesh(tensor=len(chosen), devices=tuple(device.name for device in chosen))

@@ -14,7 +14,7 @@ Placements = Sequence[device_placement.DevicePlacement]
 
 
 def sum_terms(terms: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The sum of one term a device, on the device that is current."""
+    """The sum of one term per device, on the current device."""
     return tf.add_n(list(terms), name=SUM)
 
 

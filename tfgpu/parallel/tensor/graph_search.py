@@ -126,7 +126,7 @@ class GraphSearch:
                 self._note(layer, "row", "its input is scattered")
 
     def _producers(self, last: Call, layer: keras.layers.Layer) -> set[int] | None:
-        """The calls that can compute the input of a row-parallel layer in parts, by `id`; None where there are none."""
+        """The calls that can compute a row-parallel layer's input in parts, by `id`; None if there are none."""
         members: set[int] = set()
         axis = axes.axis_of(layer, "row")
         if len(last.inputs) != 1 or not self._is_made_in_parts(last.inputs[0], axis, members):

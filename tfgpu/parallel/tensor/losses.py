@@ -13,7 +13,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.parallel import device_placement
 
 CROSS_ENTROPY_SUM = "cross_entropy_sum"
-"""The name in a graph of its sums over devices, each of one number a row."""
+"""The name in a graph of its sums over devices, each of one number per row."""
 
 
 Placements = Sequence[device_placement.DevicePlacement]
@@ -26,7 +26,7 @@ def remember_shards(joined: tf.Tensor, logits: Sequence[tf.Tensor], placements: 
 
 @functools.cache
 def install() -> None:
-    """Computes the cross-entropy of split logits from the shards: a few numbers a row are sent, and no logits."""
+    """Computes the cross-entropy of split logits from the shards: a few numbers per row are sent, and no logits."""
 
     @wrap("nn.sparse_categorical_crossentropy")
     def sparse(stock, target, output, from_logits=False, axis=-1):

@@ -114,7 +114,7 @@ class Segment:
         return found
 
     def _joined(self, results: list[tf.Tensor]) -> tf.Tensor:
-        """The whole output, of one result a device."""
+        """The whole output, from one result per device."""
         with device_placement.scope(self.placements[0]):
             joined = collectives.sum_terms(results) if self.kind == "sum" else tf.concat(results, self.axis)
         mask = get_mask(results[0])
@@ -130,7 +130,7 @@ class Segment:
 
 
 def _take_input_in_parts(layer: keras.layers.Layer, placements: tuple[device_placement.DevicePlacement, ...]) -> None:
-    """Makes a row-parallel layer accept a list with one part of its input a device."""
+    """Makes a row-parallel layer accept a list with one part of its input per device."""
     stock = layer.call
 
     @functools.wraps(stock)

@@ -1,7 +1,7 @@
 """Reduce-scatter and all-gather among replicas.
 
 In one process, a replica reads what the others have computed, on its own device. On several workers, TensorFlow's
-collectives are used. It has a reduce-scatter for NCCL alone, and an all-to-all that is right for all but NCCL; without
+collectives are used. It has a reduce-scatter only for NCCL, and an all-to-all that is right for all but NCCL; without
 NCCL the sum is an all-to-all and a local sum, which sends as much.
 
 TensorFlow ranks the replicas of a group by the names of their tasks, as text ("task:10" before "task:2"), and within a

@@ -125,10 +125,10 @@ def _check(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     if not model.built or not model.trainable_variables:
         raise InputError(f"{model.name!r} has no trainable variables yet. Build it first: model.build(input_shape).")
     if any(map(sharding.is_sharded, model.trainable_variables)):
-        raise InputError(f"{model.name!r} is sharded already. Build a new model.")
+        raise InputError(f"{model.name!r} is already sharded. Build a new model.")
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
-        raise InputError("The model's optimizer is built already. Shard the model before `compile`.")
+        raise InputError("The model's optimizer is already built. Shard the model before `compile`.")
     for variable in model.trainable_variables:
         if strategy is model.distribute_strategy:
             replication.check_is_replicated(variable)

@@ -31,7 +31,7 @@ from tfgpu.parallel import device_placement, shard_patches
 
 @dataclass(frozen=True)
 class FlatSharding:
-    """A variable's numbers in a row, cut into one piece a replica; the last piece is padded with zeros.
+    """A variable's numbers in a row, cut into one piece per replica; the last piece is padded with zeros.
 
     Attributes:
         sizes: the shape of the variable.

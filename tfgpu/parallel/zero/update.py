@@ -44,8 +44,8 @@ def sharded_update(optimizer, inner, pieces: list, variables: Sequence) -> Itera
 
     Args:
         optimizer: the one that is called.
-        inner: the optimizer within loss scaling; the same one where there is none.
-        pieces: of the gradients, from `reduce_gradients`; None where there is no gradient.
+        inner: the optimizer inside loss scaling; without loss scaling, the same.
+        pieces: pieces of the gradients, from `reduce_gradients`; None without a gradient.
         variables: sharded, one for each piece.
     """
     if not inner.built:

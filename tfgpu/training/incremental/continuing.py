@@ -24,7 +24,7 @@ def warm_start(source: Any, model: keras.Model | None = None, *, optimizer: str)
         model: for a checkpoint: the compiled model, created as for the run that wrote it. A `.keras` file has its own,
             and is loaded under the current strategy scope.
         optimizer: `"keep"` keeps its slots, iterations and rate (a schedule continues too, see `rewarm`); `"reset"`
-            creates it anew from its configuration.
+            recreates it from its configuration.
 
     Returns:
         The compiled model.
