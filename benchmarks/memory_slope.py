@@ -74,7 +74,7 @@ def train(model: str, block: int) -> Callable[[int], int]:
     data = data.batch(BATCH, drop_remainder=True).cache().repeat()
 
     def fit(steps: int) -> int:
-        with step_blocks.steps_a_call(block or None):
+        with step_blocks.fixed_steps_per_call(block or None):
             made.fit(data, steps_per_epoch=steps, verbose=0)
         return block or made.train_function.pace.steps
 

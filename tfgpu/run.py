@@ -102,12 +102,12 @@ def _meet_at_strategies(cluster: Cluster) -> None:
     import tensorflow as tf
 
     from tfgpu.compat.patch import wrap
-    from tfgpu.compat.worker_devices import have_started
+    from tfgpu.compat.worker_devices import devices_initialized
     from tfgpu.core.randomness import data_order
 
     @wrap(tf.distribute.MultiWorkerMirroredStrategy, "__init__")
     def init(stock, self, *args, **kwargs):
-        if not (args or "cluster_resolver" in kwargs or have_started()):
+        if not (args or "cluster_resolver" in kwargs or devices_initialized()):
             rendezvous.join(cluster, again=True, facts=data_order.facts())
         stock(self, *args, **kwargs)
 

@@ -45,7 +45,7 @@ class Ends:
 
     def __init__(self, monkeypatch):
         self.iterators, self._held, self._seen, self._depth = [], [], [], 0
-        resources, let_go = iterator_end.resources, iterator_end._let_go
+        resources, let_go = iterator_end.resources, iterator_end._release
 
         def listed(iterator):
             self._depth += 1
@@ -62,7 +62,7 @@ class Ends:
             self._seen.append((held, before, len(held), threading.current_thread() is threading.main_thread()))
 
         monkeypatch.setattr(iterator_end, "resources", listed)
-        monkeypatch.setattr(iterator_end, "_let_go", watched)
+        monkeypatch.setattr(iterator_end, "_release", watched)
 
     def all(self):
         """Of each iterator what its threads had before and after, and whether one was the main thread."""

@@ -84,7 +84,7 @@ def test_data_that_fails_leaves_the_state_of_the_last_whole_step(strategy):
             noisy = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5, seed=1), model])
             noisy.compile(model.optimizer, model.loss, metrics=["accuracy"])
         failing = pytest.raises(tf.errors.InvalidArgumentError, match="broken")
-        with failing if batches == 7 else contextlib.nullcontext(), step_blocks.steps_a_call(7):
+        with failing if batches == 7 else contextlib.nullcontext(), step_blocks.fixed_steps_per_call(7):
             noisy.fit(batch_list, verbose=0)
         seed = next(layer for layer in noisy.layers if isinstance(layer, keras.layers.Dropout)).seed_generator
         found.append([int(noisy.optimizer.iterations.numpy()), *map(np.array, [seed.state, *noisy.get_weights()])])

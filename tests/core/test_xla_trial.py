@@ -42,7 +42,7 @@ def steps_of(strategy, layers, **options):
         model = keras.Sequential([keras.Input((4,)), *layers(), keras.layers.Dense(1)])
         model.compile("sgd", "mse", **options)
     x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
-    with step_blocks.steps_a_call(1):
+    with step_blocks.fixed_steps_per_call(1):
         model.fit(tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4).repeat(10), verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 30
     return model.get_weights(), model.train_function

@@ -40,7 +40,7 @@ def resume_within_the_epoch() -> None:
     _save_position()
     _restore_position()
     data_position.skip_trained_batches()
-    callback_hooks.call_after_all()
+    callback_hooks.add_after_hooks()
 
 
 def _save_position() -> None:

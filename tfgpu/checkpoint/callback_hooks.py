@@ -18,7 +18,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core import step_blocks
 
 
-def call_after_all() -> None:
+def add_after_hooks() -> None:
     """Makes Keras call the methods above."""
 
     @wrap("CallbackList.on_train_begin")

@@ -30,7 +30,7 @@ def is_multi_worker(strategy: tf.distribute.Strategy) -> bool:
     return strategy.extended._in_multi_worker_mode()
 
 
-def adds_by_default(strategy: tf.distribute.MirroredStrategy) -> bool:
+def uses_default_reduction(strategy: tf.distribute.MirroredStrategy) -> bool:
     """Whether the replicas sum in the default way: no `cross_device_ops` were given."""
     return strategy.extended._cross_device_ops is strategy.extended._collective_ops
 
@@ -247,6 +247,6 @@ def replica_spec(spec: tf.TypeSpec) -> tf.TypeSpec:
     return spec._value_specs[0] if hasattr(spec, "_value_specs") else spec
 
 
-def be_no_chief(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
+def act_as_non_chief(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
     """Makes a one-process strategy act as a worker that is not the chief, as a probe needs."""
     strategy.extended._is_chief = False

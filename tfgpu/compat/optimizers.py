@@ -65,7 +65,7 @@ def show_to_checkpoints(optimizer: keras.optimizers.Optimizer, variables: list[k
     optimizer._track_trackable(tracked, "_trainable_variables", overwrite=True)
 
 
-def apply_in_common(optimizer: keras.optimizers.Optimizer, grads: list, variables: list | None):
+def apply_without_overflow_check(optimizer: keras.optimizers.Optimizer, grads: list, variables: list | None):
     """`apply` of an optimizer that scales its loss, without the check for overflow."""
     return optimizer._common_apply(grads, variables)
 

@@ -18,7 +18,7 @@ _SEAM = "_initialize_local_devices"
 _one_at_a_time = threading.Lock()
 
 
-def have_started() -> bool:
+def devices_initialized() -> bool:
     """Whether TensorFlow has initialized this process's devices; after that it joins no other cluster."""
     return bool(getattr(context.context(), "_initialized", False))
 

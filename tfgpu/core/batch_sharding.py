@@ -36,7 +36,7 @@ class ReplicaBatch(NamedTuple):
     total: tf.Tensor
 
 
-def cut_evenly() -> None:
+def shard_batches() -> None:
     """Gives each replica its shard of every batch, equal but for one row, and tells it which rows those are.
 
     Every worker makes the whole batch, as one device does, and keeps its shards. If the data asks for another way of

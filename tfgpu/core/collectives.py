@@ -138,7 +138,7 @@ def _shares_memory() -> bool:
     A sum then needs no collective, which would copy everything into a pack and back.
     """
     strategy = replica_context().strategy
-    if not isinstance(strategy, tf.distribute.MirroredStrategy) or not distribute.adds_by_default(strategy):
+    if not isinstance(strategy, tf.distribute.MirroredStrategy) or not distribute.uses_default_reduction(strategy):
         return False
     if private.is_compiled_by_xla(tf.compat.v1.get_default_graph()):
         return False

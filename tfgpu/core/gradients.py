@@ -247,7 +247,7 @@ def apply_on_every_replica() -> None:
     @wrap("LossScaleOptimizer.tf_apply")
     def tf_apply(stock, self, grads, trainable_variables=None):
         if step_context.gradients_are_summed():
-            return optimizers.apply_in_common(self, grads, trainable_variables)
+            return optimizers.apply_without_overflow_check(self, grads, trainable_variables)
         return stock(self, grads, trainable_variables)
 
 

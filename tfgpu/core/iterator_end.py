@@ -38,7 +38,7 @@ _CONTAINED = re.compile(
 """Operations that TensorFlow calls stateful, but that change only the iterator's own state."""
 
 
-def end_data_elsewhere() -> None:
+def destroy_iterators_in_background() -> None:
     """Destroys the iterators of `fit`, `evaluate` and `predict` in a thread."""
 
     @wrap("TFEpochIterator.get_iterator")
@@ -149,9 +149,9 @@ class _Waiting:
         while True:
             watch = self._gone.get()
             try:
-                threading.Thread(target=_let_go, args=(watch.held,), name=NAME).start()
+                threading.Thread(target=_release, args=(watch.held,), name=NAME).start()
             except RuntimeError:  # no more threads
-                _let_go(watch.held)
+                _release(watch.held)
             del self._watched[id(watch)], watch
 
 
@@ -182,7 +182,7 @@ def wait(seconds: float = 60.0) -> bool:
     return True
 
 
-def _let_go(held: list[tf.Tensor]) -> None:
+def _release(held: list[tf.Tensor]) -> None:
     for _ in range(_POLLS):  # The iterator itself soon drops them.
         time.sleep(_POLL_S)
         if all(sys.getrefcount(each) <= _ALONE for each in held):

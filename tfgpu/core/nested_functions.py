@@ -10,7 +10,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
 
 
-def trace_functions_within_the_step() -> None:
+def inline_functions() -> None:
     """Traces a `@tf.function` (a layer's `call`, a `train_step`) into the step that calls it.
 
     TensorFlow makes a separate graph for it, in which `merge_call` fails: a BatchNormalization or an optimizer in it

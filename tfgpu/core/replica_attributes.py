@@ -16,7 +16,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
 
 
-def keep_attributes_apart() -> None:
+def isolate_replica_attributes() -> None:
     """Restores a replica's attributes of its layers after each collective."""
 
     @wrap("tf.distribute.ReplicaContext.merge_call")

@@ -172,8 +172,8 @@ class Run:
 def run_in_blocks() -> None:
     """Lets the epoch iterator yield blocks of steps instead of single steps."""
     _accept_auto()
-    _remember_what_runs()
-    _hand_out_blocks()
+    _track_runs()
+    _yield_blocks()
     _number_last_steps()
 
 
@@ -188,7 +188,7 @@ def set_by(model, kind: str) -> str:
     return f"{kind}_on_batch" if run is None or run.model is not model else run.set_by
 
 
-def steps_a_call(count: int | None):
+def fixed_steps_per_call(count: int | None):
     """Inside the block, every `fit` and `evaluate` runs `count` steps per call; None lets their blocks grow."""
     return step_context.scope(steps_per_call=count)
 
@@ -234,7 +234,7 @@ def _accept_auto() -> None:
         return stock(self, **arguments)
 
 
-def _remember_what_runs() -> None:
+def _track_runs() -> None:
     for name, kind in (("fit", "train"), ("evaluate", "test"), ("predict", None)):
 
         @wrap(f"TensorFlowTrainer.{name}")
@@ -285,7 +285,7 @@ def _asked(model, callbacks) -> tuple[dict[str, bool], dict[str, tuple[str, ...]
     return {kind: bool(found) for kind, found in per_batch.items()}, per_batch
 
 
-def _hand_out_blocks() -> None:
+def _yield_blocks() -> None:
     @wrap("TFEpochIterator.enumerate_iterator")
     def enumerate_iterator(stock, self):
         run, steps = current(), stock(self)

@@ -124,13 +124,13 @@ class StepRunner:
         if isinstance(batches, Block):
             return self._run_block(batches)
         count = self._model.steps_per_execution
-        if _is_of_data_set(batches) and not self._model.run_eagerly:
+        if _is_dataset_iterator(batches) and not self._model.run_eagerly:
             return self._run_block(Block(batches, count))
         return self._run_one_by_one(batches, count)
 
     def _run_one_by_one(self, batches: Any, count: int) -> dict:
         """Up to `count` steps, one per call, on batches from Python."""
-        logs, is_sharded = None, _is_of_data_set(batches) or not self._is_replicated
+        logs, is_sharded = None, _is_dataset_iterator(batches) or not self._is_replicated
         for _, data in zip(range(count), batches, strict=False):
             kind = LoopKind(self._jit, local_updates=self._has_local_updates(), is_wrapped=_is_wrapped())
             data = data if is_sharded else batch_sharding.shard(self._strategy, data)
@@ -239,10 +239,10 @@ class StepRunner:
             self.averager.count(steps)
 
 
-def run_many_steps_in_one_call() -> None:
+def use_step_runner() -> None:
     """Gives models on one device, or on replicas, a `StepRunner` as their train and test functions."""
-    xla_trial.measure_jit()
-    iterator_end.end_data_elsewhere()
+    xla_trial.enable_auto_jit()
+    iterator_end.destroy_iterators_in_background()
 
     @wrap("TensorFlowTrainer.make_function")
     def make_function(stock, self, step_function):
@@ -253,7 +253,7 @@ def run_many_steps_in_one_call() -> None:
         return stock(self, step_function)
 
 
-def _is_of_data_set(batches: Any) -> bool:
+def _is_dataset_iterator(batches: Any) -> bool:
     kinds = batch_sharding.ShardedIterator, tf.distribute.DistributedIterator, tf.data.Iterator
     return isinstance(batches, kinds)
 

@@ -25,7 +25,7 @@ _PATIENCE = 12  # blocks to wait until they are long
 _log = logging.getLogger(__name__)
 
 
-def measure_jit() -> None:
+def enable_auto_jit() -> None:
     """Makes `compile(jit_compile="auto")` start a trial; the default stays Keras's own rule."""
 
     @wrap("Trainer.compile")

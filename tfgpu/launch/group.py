@@ -120,7 +120,7 @@ class Group:
             for key, _ in self._selector.select(0.5):
                 key.data()
             self._judge()
-            self._tend()
+            self._check_timeouts()
 
     # Messages
 
@@ -206,7 +206,7 @@ class Group:
         if self._code is not None:
             return
         if self._signals.first is not None:
-            self._heed(self._signals.first)
+            self._handle_signal(self._signals.first)
         elif self._news and not self._replace():
             # Of simultaneous failures, a kill is the cause and a peer's error its consequence.
             self._blame(*min(self._news, key=lambda news: news[1] > 0))
@@ -246,7 +246,7 @@ class Group:
             task["environment"] = {**task["environment"], "TFGPU_REJOIN": "1"}
             self._links[self._members[id].node].send("start", tasks=[task])
 
-    def _heed(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         self._code, self._may_save = 128 + number, number != signal.SIGINT
         if number == signal.SIGINT:
             words = "Interrupted: the processes have been asked to stop. Press Ctrl-C again to kill them."
@@ -293,7 +293,7 @@ class Group:
         for link in self._links:
             link.send("end", grace_s=grace_s, number=number)
 
-    def _tend(self) -> None:
+    def _check_timeouts(self) -> None:
         now = time.monotonic()
         if self._code is None:
             self._return()

@@ -237,10 +237,10 @@ class Node:
         self._waker = waker
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._hear)
+            signal.signal(number, self._on_signal)
         self._selector.register(woken, selectors.EVENT_READ, functools.partial(_empty, woken))
 
-    def _hear(self, number: int, _) -> None:
+    def _on_signal(self, number: int, _) -> None:
         self._heard = number
 
     def _finish(self) -> None:

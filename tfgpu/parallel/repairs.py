@@ -7,7 +7,7 @@ from tfgpu.parallel.rematerialization import remat
 from tfgpu.repairs.repair import Repair
 
 
-def second_run_draws_anew() -> bool:
+def second_run_draws_differently() -> bool:
     """Whether a recomputed dropout drops other numbers in the backward pass."""
     x = tf.ones((64,))
     with tf.GradientTape() as tape:
@@ -21,7 +21,7 @@ REPAIRS = (
         name="second-run",
         fault=("keras.remat draws other dropout masks and counts a batch twice; keras.RematScope crashes in fit"),
         issue="",
-        probe=second_run_draws_anew,
+        probe=second_run_draws_differently,
         apply=remat.repair_remat,
     ),
 )

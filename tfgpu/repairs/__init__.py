@@ -95,7 +95,7 @@ def _apply(repair: Repair) -> bool:
     answers: list[bool | None] = []
 
     def is_needed() -> bool:
-        answers.append(probing.ask_apart(repair.name))
+        answers.append(probing.ask_in_new_process(repair.name))
         return answers[-1] is not False  # without an answer, assume that the fault exists
 
     with patch.applying(is_needed):

@@ -11,7 +11,7 @@ from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
 
-def pick_alike() -> None:
+def pick_same_operations() -> None:
     """Makes AugMix pick the same operations on all replicas.
 
     Stock Keras picks with Python's `random` while tracing, so each replica's graph has other operations. Workers agree
@@ -48,6 +48,6 @@ REPAIRS = (
         fault="AugMix picks different operations on each replica",
         issue="",
         probe=picks_differ,
-        apply=pick_alike,
+        apply=pick_same_operations,
     ),
 )

@@ -13,7 +13,7 @@ KEYS_A_STRATEGY = 100_000
 """The distance between two strategies' keys in TensorFlow's own tests."""
 
 
-def give_each_strategy_its_own_keys() -> None:
+def separate_collective_keys() -> None:
     """Gives each strategy of a process its own range of collective keys.
 
     TensorFlow names a collective by a group key and an instance key, and never forgets one. Every new strategy starts
@@ -41,6 +41,6 @@ REPAIRS = (
         fault="a second MirroredStrategy in one process reuses the first one's collective keys",
         issue="https://github.com/tensorflow/tensorflow/issues/62790",
         probe=second_strategy_reuses_keys,
-        apply=give_each_strategy_its_own_keys,
+        apply=separate_collective_keys,
     ),
 )

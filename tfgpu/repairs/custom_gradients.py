@@ -14,7 +14,7 @@ from tfgpu.compat.tensorflow import let_graph_own_gradient
 from tfgpu.repairs.repair import Repair
 
 
-def free_with_their_graphs() -> None:
+def free_gradients_with_graphs() -> None:
     """Makes a graph own its custom gradients, so that they are freed together."""
 
     @wrap("custom_gradient.graph_mode_decorator")
@@ -49,6 +49,6 @@ REPAIRS = (
         fault="a custom gradient keeps its graph, and with it the model, in memory forever: some megabytes per `fit`",
         issue="",
         probe=graph_stays,
-        apply=free_with_their_graphs,
+        apply=free_gradients_with_graphs,
     ),
 )

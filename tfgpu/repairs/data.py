@@ -7,7 +7,7 @@ from tfgpu.core.randomness import data_order
 from tfgpu.repairs.repair import Repair
 
 
-def short_batch_is_dealt_unevenly() -> bool:
+def short_batch_is_split_unevenly() -> bool:
     """Whether 5 rows on four replicas are split into 2, 2, 1 and 0."""
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     (batch,) = strategy.experimental_distribute_dataset(tf.data.Dataset.range(5).batch(5))
@@ -26,14 +26,14 @@ REPAIRS = (
         name="even-pieces",
         fault=("a short batch goes to the first replicas only; workers get files, so a batch holds other rows"),
         issue="https://github.com/tensorflow/tensorflow/issues/36846",
-        probe=short_batch_is_dealt_unevenly,
-        apply=batch_sharding.cut_evenly,
+        probe=short_batch_is_split_unevenly,
+        apply=batch_sharding.shard_batches,
     ),
     Repair(
         name="one-order",
         fault="without a seed each worker shuffles differently, so examples are read twice or never",
         issue="",
         probe=order_depends_on_the_process,
-        apply=data_order.agree_on_orders,
+        apply=data_order.agree_on_data_order,
     ),
 )

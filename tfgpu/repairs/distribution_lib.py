@@ -9,7 +9,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.repairs.repair import Repair
 
 
-def warn_of_no_distribution() -> None:
+def warn_about_distribution() -> None:
     """Warns that a distribution has no effect: Keras's TensorFlow backend leaves its hooks empty."""
     for owner in ("keras.distribution", "distribution_lib"):
 
@@ -45,6 +45,6 @@ REPAIRS = (
         fault="keras.distribution silently does nothing on TensorFlow",
         issue="",
         probe=distribution_is_silent,
-        apply=warn_of_no_distribution,
+        apply=warn_about_distribution,
     ),
 )

@@ -7,7 +7,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.repairs.repair import Repair
 
 
-def broadcast_any_numbers() -> None:
+def broadcast_all_dtypes() -> None:
     """Allows variables of all dtypes on several workers.
 
     TensorFlow's broadcast takes bool, float16, float32, float64, int32 and int64, and so refuses a variable of
@@ -49,6 +49,6 @@ REPAIRS = (
         fault="a variable of bfloat16 or 8 bits cannot be created on several workers",
         issue="",
         probe=bfloat16_is_refused,
-        apply=broadcast_any_numbers,
+        apply=broadcast_all_dtypes,
     ),
 )

@@ -7,7 +7,7 @@ from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
 
-def function_cannot_meet() -> bool:
+def function_cannot_communicate() -> bool:
     """Whether a tf.function that a replica calls fails where replicas communicate."""
 
     @tf.function
@@ -27,7 +27,7 @@ REPAIRS = (
         name="functions-within",
         fault="a tf.function inside a step gets its own graph, in which replicas cannot run collectives",
         issue="",
-        probe=function_cannot_meet,
-        apply=nested_functions.trace_functions_within_the_step,
+        probe=function_cannot_communicate,
+        apply=nested_functions.inline_functions,
     ),
 )

@@ -11,7 +11,7 @@ from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
 
-def mix_the_whole_batch() -> None:
+def mix_whole_batch() -> None:
     """Makes MixUp, CutMix, elastic transforms and equalization see the whole batch.
 
     Stock Keras pairs the images of one replica, and deforms the first image of every replica alike. Here one collective
@@ -56,7 +56,7 @@ def _own(table: tf.Tensor, pictures: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(row_sums.own_rows(table, pictures), [pictures.shape[0], *table.shape[1:]])
 
 
-def pictures_stay_on_their_replica() -> bool:
+def images_are_mixed_per_replica() -> bool:
     """Whether the only image of a replica is mixed with itself."""
     mix = keras.layers.MixUp(seed=1)
     pictures = iter([tf.zeros([1, 2, 2, 1]), tf.ones([1, 2, 2, 1])])
@@ -69,7 +69,7 @@ REPAIRS = (
         name="mixed-batches",
         fault="MixUp and CutMix pair the images of one replica only",
         issue="",
-        probe=pictures_stay_on_their_replica,
-        apply=mix_the_whole_batch,
+        probe=images_are_mixed_per_replica,
+        apply=mix_whole_batch,
     ),
 )

@@ -10,7 +10,7 @@ from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
 
-def make_variables_once() -> None:
+def create_variables_outside_replicas() -> None:
     """Creates a variable once, outside the replicas, if a model is built by its first call inside a replica."""
 
     @wrap("Variable.initialize")
@@ -24,7 +24,7 @@ def make_variables_once() -> None:
         replication.run_cross_replica(ctx.strategy, lambda: stock(self, value))
 
 
-def stand_in_where_no_rows_are() -> None:
+def compute_on_stand_in_rows() -> None:
     """In a hand-written loop, pools and convolves a stand-in row if a replica has no rows, and drops the result.
 
     A batch with fewer rows than replicas leaves some replicas without rows.
@@ -71,7 +71,7 @@ def lazy_model_fails() -> bool:
     return False
 
 
-def convolution_of_nothing_fails() -> bool:
+def empty_batch_fails() -> bool:
     """Whether a layer fails on an empty batch. (Pooling ends the process, so it is not tested here.)"""
     layer = keras.layers.Conv1D(2, 2)
     layer.build((None, 4, 1))
@@ -110,21 +110,21 @@ REPAIRS = (
         fault="a tensor that a layer keeps, and `Layer.losses`, are another replica's after any collective",
         issue="",
         probe=attributes_are_shared,
-        apply=replica_attributes.keep_attributes_apart,
+        apply=replica_attributes.isolate_replica_attributes,
     ),
     Repair(
         name="variables-once",
         fault="a model built inside the first step creates its variables inside one replica",
         issue="",
         probe=lazy_model_fails,
-        apply=make_variables_once,
+        apply=create_variables_outside_replicas,
     ),
     Repair(
         name="no-rows",
         fault="a replica without rows crashes in the gradient of pooling (SIGABRT), or fails in Conv1D",
         issue="",
-        probe=convolution_of_nothing_fails,
-        apply=stand_in_where_no_rows_are,
+        probe=empty_batch_fails,
+        apply=compute_on_stand_in_rows,
     ),
     Repair(
         name="layer-state",

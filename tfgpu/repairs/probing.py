@@ -73,7 +73,7 @@ def _answer(probe, there: Connection) -> None:
     there.close()
 
 
-def ask_apart(name: str) -> bool | None:
+def ask_in_new_process(name: str) -> bool | None:
     """Runs one probe in a new process, whatever the state of this one; None if there is no answer."""
     environment = {**os.environ, "TFGPU_REPAIR": "0", "CUDA_VISIBLE_DEVICES": "-1"}
     environment.pop("TF_CONFIG", None)

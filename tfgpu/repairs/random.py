@@ -21,6 +21,6 @@ REPAIRS = (
         fault="every replica draws the same dropout masks and noise",
         issue="",
         probe=dropout_masks_repeat,
-        apply=rng.draw_by_example,
+        apply=rng.wrap_random_functions,
     ),
 )

@@ -8,7 +8,7 @@ from tfgpu.core import step_context
 from tfgpu.repairs.repair import Repair
 
 
-def keep_activity_losses_sums() -> None:
+def keep_activity_losses_as_sums() -> None:
     """Makes each replica's sum over its rows count in full: a step treats what a layer adds as a mean over rows.
 
     Keras changed the sum to a mean in 3.14: https://github.com/keras-team/keras/pull/22021
@@ -40,7 +40,7 @@ REPAIRS = (
         fault="an activity regularizer's loss, which is a sum over rows, is averaged over replicas",
         issue="https://github.com/keras-team/keras/issues/22018",
         probe=activity_loss_is_a_sum,
-        apply=keep_activity_losses_sums,
+        apply=keep_activity_losses_as_sums,
         until="3.13",
     ),
 )

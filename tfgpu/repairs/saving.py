@@ -74,7 +74,7 @@ def write_whole_files() -> None:
             return stock(model, path, overwrite, include_optimizer)
 
 
-def let_only_the_chief_write() -> None:
+def write_on_chief_only() -> None:
     """Makes saves and callbacks write no files on workers other than the chief."""
     _save_on_chief_only()
     _log_on_chief_only()
@@ -161,7 +161,7 @@ def failed_save_destroys() -> bool:
 def every_worker_writes() -> bool:
     """Whether a worker that is not the chief writes a file."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    distribute.be_no_chief(strategy)
+    distribute.act_as_non_chief(strategy)
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     with tempfile.TemporaryDirectory() as folder:
@@ -182,6 +182,6 @@ REPAIRS = (
         fault="every worker writes the same files",
         issue="https://github.com/tensorflow/tensorflow/issues/38635",
         probe=every_worker_writes,
-        apply=let_only_the_chief_write,
+        apply=write_on_chief_only,
     ),
 )

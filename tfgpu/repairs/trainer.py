@@ -191,7 +191,7 @@ REPAIRS = (
         fault="steps_per_execution above 1 crashes under replicas",
         issue="https://github.com/keras-team/keras/issues/20861",
         probe=many_steps_fail,
-        apply=step_loop.run_many_steps_in_one_call,
+        apply=step_loop.use_step_runner,
     ),
     Repair(
         name="blocks-of-steps",

@@ -23,7 +23,7 @@ def read_numbers_of_replicated_variables() -> None:
         return stock(self) if self.ndim > 0 or hasattr(type(self.value), "__int__") else int(self.value.numpy())
 
 
-def learning_rate_is_no_number() -> bool:
+def learning_rate_is_unreadable() -> bool:
     """Whether Python cannot read a variable on several devices."""
     with probing.mirrored().scope():
         optimizer = keras.optimizers.SGD(0.5)
@@ -38,7 +38,7 @@ REPAIRS = (
         name="python-numbers",
         fault="`float(model.optimizer.learning_rate)`, which callbacks use, raises under replicas",
         issue="",
-        probe=learning_rate_is_no_number,
+        probe=learning_rate_is_unreadable,
         apply=read_numbers_of_replicated_variables,
     ),
 )

@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from tfgpu import environment, rendezvous, repairs
 from tfgpu.cluster import Cluster
-from tfgpu.compat.worker_devices import have_started, worker_devices
+from tfgpu.compat.worker_devices import devices_initialized, worker_devices
 from tfgpu.core import collectives
 from tfgpu.core.randomness import data_order
 from tfgpu.core.row_mixing import choices
@@ -62,7 +62,7 @@ def multi_worker(
         communication.check_nccl_dtype(reduce_dtype)
     jobs = {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
     found = make_resolver(cluster, jobs, gpus=len(gpus))
-    if not have_started():  # Otherwise it has joined this cluster before, or TensorFlow refuses below.
+    if not devices_initialized():  # Otherwise it has joined this cluster before, or TensorFlow refuses below.
         # `tfgpu run` has met the others once, at the start. Meet again here: TensorFlow would wait for a worker whose
         # script has not come this far for an hour, silently, while it keeps Python from running.
         told = communication.facts(

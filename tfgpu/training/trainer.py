@@ -50,12 +50,12 @@ class Trainer:
 
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Trains; takes the arguments of `keras.Model.fit` and returns its `History`."""
-        with step_blocks.steps_a_call(self._steps_per_call):
+        with step_blocks.fixed_steps_per_call(self._steps_per_call):
             return self._compiled("fit").fit(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates; takes the arguments of `keras.Model.evaluate` and returns what it returns."""
-        with step_blocks.steps_a_call(self._steps_per_call):
+        with step_blocks.fixed_steps_per_call(self._steps_per_call):
             return self._compiled("evaluate").evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

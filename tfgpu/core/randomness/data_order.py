@@ -34,7 +34,7 @@ class AgreedSeed:
     random: random.Random
 
 
-def agree_on_orders() -> None:
+def agree_on_data_order() -> None:
     """Gives all workers one seed when they join, unless the script has set one.
 
     `Dataset.shuffle` and Keras's own shuffling of arrays use it. Python's and NumPy's generators are seeded with it too

@@ -35,7 +35,7 @@ from tfgpu.core.randomness.tensor_origin import CONSTANTS, WEIGHTS, origin_of
 from tfgpu.core.row_mixing import row_sums
 
 
-def draw_by_example() -> None:
+def wrap_random_functions() -> None:
     """Wraps the backend's ten random functions, and makes `strategy.run` tell each replica which rows it holds."""
     _wrap_run()
     _wrap_counted()
