@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tfgpu.errors import MachineError
-from tfgpu.launch.spark.channel import GONE, Desk, SparkLink, connected, relay
+from tfgpu.launch.spark.channel import GONE, SparkLink, TaskListener, connected, relay
 
 
 class Worker:
@@ -56,7 +56,7 @@ def served(link):
 
 def test_messages_arrive_at_the_link_of_their_rank(links):
     worker = Worker([({"event": "hello"}, b"")], [({"event": "output"}, b"x"), ({"event": "exit"}, b"")], None)
-    with Desk("localhost", links) as desk, connected(desk.address, desk.key, 1) as line:
+    with TaskListener("localhost", links) as listener, connected(listener.address, listener.key, 1) as line:
         relay(line, worker)
         assert links[1].receive() == [({"event": "hello"}, b"")]
         assert [data for _, data in links[1].receive()] == [b"x", b""]
@@ -66,9 +66,9 @@ def test_messages_arrive_at_the_link_of_their_rank(links):
 
 def test_what_is_sent_reaches_the_task_even_before_it_connects(links):
     worker = Worker()
-    with Desk("localhost", links) as desk:
+    with TaskListener("localhost", links) as listener:
         links[0].send("reserve", count=1)
-        with connected(desk.address, desk.key, 0) as line:
+        with connected(listener.address, listener.key, 0) as line:
             thread = threading.Thread(target=relay, args=(line, worker))
             thread.start()
             served(links[0])
@@ -79,41 +79,41 @@ def test_what_is_sent_reaches_the_task_even_before_it_connects(links):
 
 def test_a_program_that_is_gone_ends_the_worker(links):
     worker = Worker()
-    with Desk("localhost", links) as desk:
-        line = connected(desk.address, desk.key, 0)
+    with TaskListener("localhost", links) as listener:
+        line = connected(listener.address, listener.key, 0)
         served(links[0])
     relay(line, worker)
     assert worker.closed.is_set()
 
 
 def test_a_desk_waits_until_its_tasks_are_gone(links):
-    with Desk("localhost", links) as desk:
-        with connected(desk.address, desk.key, 0):
+    with TaskListener("localhost", links) as listener:
+        with connected(listener.address, listener.key, 0):
             served(links[0])
             began = time.monotonic()
-            desk.wait(0.5)
+            listener.wait(0.5)
             assert time.monotonic() - began >= 0.5 and links[0].is_served
-        desk.wait(300)
+        listener.wait(300)
         assert not links[0].is_served
 
 
 def test_strangers_are_not_heard_and_keep_nobody_waiting(links):
-    with Desk("localhost", links) as desk, socket.create_connection(("localhost", desk.address[1])):
+    with TaskListener("localhost", links) as listener, socket.create_connection(("localhost", listener.address[1])):
         with pytest.raises(Exception, match="digest"):
-            connected(desk.address, b"another key", 0)
+            connected(listener.address, b"another key", 0)
         assert not links[0].is_served
-        with connected(desk.address, desk.key, 2) as line:
+        with connected(listener.address, listener.key, 2) as line:
             line.send([({"event": "hello"}, b"")])
             assert links[2].receive() == [({"event": "hello"}, b"")]
 
 
 def test_a_desk_that_cannot_be_reached(links):
-    with Desk("localhost", links) as desk:
-        address = desk.address
+    with TaskListener("localhost", links) as listener:
+        address = listener.address
     with pytest.raises(MachineError, match="Worker 4 cannot reach the Spark driver.*driver_port"):
-        connected(address, desk.key, 4)
+        connected(address, listener.key, 4)
 
 
 def test_a_port_that_is_taken(links):
     with socket.create_server(("", 0)) as taken, pytest.raises(MachineError, match="Give another `driver_port`"):
-        Desk("localhost", links, taken.getsockname()[1])
+        TaskListener("localhost", links, taken.getsockname()[1])

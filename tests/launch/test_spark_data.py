@@ -8,24 +8,29 @@ import tensorflow as tf
 
 from tfgpu.errors import InputError
 from tfgpu.launch.spark.data import SparkData, arrays_of, planned, spool, to_array
-from tfgpu.launch.spark.dealing import Deal
 from tfgpu.launch.spark.predict import to_arrow
+from tfgpu.launch.spark.row_assignment import RowAssignment
 
 arrow = pytest.importorskip("pyarrow")
 
 
-def share(folder, deal: Deal, rank: int, sizes: list[int], **columns) -> SparkData:
+def share(folder, assignment: RowAssignment, rank: int, sizes: list[int], **columns) -> SparkData:
     """A worker's share of `columns`, which come in record batches of `sizes` rows."""
     table = {name: arrow.array(values) for name, values in columns.items()}
-    mine = [row for batch in range(deal.batches) for at in deal.pieces_of(rank) for row in rows(*deal.piece(batch, at))]
+    mine = [
+        row
+        for batch in range(assignment.batches)
+        for at in assignment.pieces_of(rank)
+        for row in rows(*assignment.piece(batch, at))
+    ]
     whole, batches, first = arrow.table(table).take(arrow.array(mine, arrow.int64())), [], 0
     for size in [*sizes, len(mine) - sum(sizes)]:
         batches += whole.slice(first, size).combine_chunks().to_batches()
         first += size
     folder.mkdir(exist_ok=True)
     path, count = spool(iter(batches), folder)
-    assert count == deal.rows_of(rank) == len(mine)
-    return SparkData(deal, rank, str(path))
+    assert count == assignment.rows_of(rank) == len(mine)
+    return SparkData(assignment, rank, str(path))
 
 
 def rows(first, count):
@@ -33,7 +38,7 @@ def rows(first, count):
 
 
 def test_batches_of_one_worker_are_the_rows_in_their_order(tmp_path):
-    data = share(tmp_path, Deal(10, 4, 1), 0, [3, 5], a=[float(i) for i in range(10)], b=list(range(10)))
+    data = share(tmp_path, RowAssignment(10, 4, 1), 0, [3, 5], a=[float(i) for i in range(10)], b=list(range(10)))
     batches = list(data.batches(["a", "b"], "b"))
     assert [x.shape.as_list() for x, _ in batches] == [[4, 2], [4, 2], [2, 2]]
     assert np.concatenate([y for _, y in batches]).tolist() == list(range(10))
@@ -42,7 +47,7 @@ def test_batches_of_one_worker_are_the_rows_in_their_order(tmp_path):
 
 
 def test_a_seed_shuffles_the_batches_anew_in_each_epoch(tmp_path):
-    data = share(tmp_path, Deal(40, 4, 1), 0, [], a=list(range(40)))
+    data = share(tmp_path, RowAssignment(40, 4, 1), 0, [], a=list(range(40)))
     batches = data.batches("a", seed=3)
     first, second = ([x.numpy()[0] for (x,) in batches] for _ in range(2))
     assert first != second and sorted(first) == sorted(second) == list(range(0, 40, 4))
@@ -53,7 +58,7 @@ def test_a_seed_shuffles_the_batches_anew_in_each_epoch(tmp_path):
 def test_columns_by_input_weights_and_a_function(tmp_path):
     texts = ["a", "bb", "ccc"]
     numbers = {"n": [[1, 2], [3, 4], [5, 6]], "y": [0.0, 1.0, 2.0], "w": [1.0, 0.5, 2.0]}
-    data = share(tmp_path, Deal(3, 2, 1), 0, [], t=texts, **numbers)
+    data = share(tmp_path, RowAssignment(3, 2, 1), 0, [], t=texts, **numbers)
 
     def lengths(x, y, weight):
         return {**x, "text": tf.strings.length(x["text"])}, y, weight
@@ -65,7 +70,7 @@ def test_columns_by_input_weights_and_a_function(tmp_path):
 
 
 def test_several_workers_need_the_strategy(tmp_path):
-    data = share(tmp_path, Deal(4, 2, 2), 0, [], a=[1.0, 2, 3, 4])
+    data = share(tmp_path, RowAssignment(4, 2, 2), 0, [], a=[1.0, 2, 3, 4])
     with pytest.raises(InputError, match="pass the model's strategy to `batches`"):
         data.batches("a")
 
@@ -129,7 +134,7 @@ import json, os, sys
 import numpy as np
 import keras, tensorflow as tf, tfgpu
 from tfgpu.cluster import Cluster
-from tfgpu.launch.spark.dealing import Deal
+from tfgpu.launch.spark.row_assignment import RowAssignment
 from tfgpu.launch.spark.data import SparkData
 
 keras.config.set_floatx("float64")  # In float32, Adam makes 6e-5 of the last bits of gradients near 0.
@@ -143,7 +148,7 @@ with strategy.scope():
 TRAIN = (
     MODEL
     + """
-data = SparkData(Deal(21, 5, 2), Cluster.from_environment().rank, sys.argv[1])
+data = SparkData(RowAssignment(21, 5, 2), Cluster.from_environment().rank, sys.argv[1])
 batches = data.batches(["a", "b"], "y", weight="w", strategy=strategy, seed=int(sys.argv[2]) or None)
 history = model.fit(batches, epochs=3, verbose=0).history
 print(json.dumps([history, [w.tolist() for w in model.get_weights()]]))
@@ -152,7 +157,7 @@ print(json.dumps([history, [w.tolist() for w in model.get_weights()]]))
 ALONE = (
     MODEL
     + """
-data = SparkData(Deal(21, 5, 1), 0, sys.argv[1])
+data = SparkData(RowAssignment(21, 5, 1), 0, sys.argv[1])
 batches = data.batches(["a", "b"], "y", weight="w", seed=int(sys.argv[2]) or None)
 history = model.fit(batches, epochs=3, verbose=0).history
 print(json.dumps([history, [w.tolist() for w in model.get_weights()]]))
@@ -168,8 +173,8 @@ def test_two_workers_with_shares_train_as_one_device_with_all_rows(together, tmp
     draw = np.random.default_rng(0)
     columns = {name: draw.normal(size=21).tolist() for name in ("a", "b", "y")} | {"w": draw.uniform(size=21).tolist()}
     for rank in range(2):
-        share(tmp_path / f"worker{rank}", Deal(21, 5, 2), rank, [4], **columns)
-    share(tmp_path / "alone", Deal(21, 5, 1), 0, [4], **columns)
+        share(tmp_path / f"worker{rank}", RowAssignment(21, 5, 2), rank, [4], **columns)
+    share(tmp_path / "alone", RowAssignment(21, 5, 1), 0, [4], **columns)
     found = together(TRAIN, {"worker": 2}, str(tmp_path / "{task}" / "rows.arrow"), seed, timeout=600)
     expected = run_alone(ALONE, tmp_path / "alone" / "rows.arrow", seed)
     for history, weights in found.values():

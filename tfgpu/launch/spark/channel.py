@@ -57,7 +57,7 @@ class SparkLink(EngineLink):
                 self._line.send((do, facts))
 
 
-class Desk:
+class TaskListener:
     """Where the tasks connect to the launching program.
 
     Args:
@@ -79,7 +79,7 @@ class Desk:
             ) from error
         self.address = (host, self._listener.getsockname()[1])
         self._links, self._callers = links, []
-        threading.Thread(target=self._accept, name="tfgpu-desk", daemon=True).start()
+        threading.Thread(target=self._accept, name="tfgpu-listener", daemon=True).start()
 
     def __enter__(self):
         return self
@@ -100,7 +100,7 @@ class Desk:
             time.sleep(_LOOK_S)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the desk is closed
+        with contextlib.suppress(OSError):  # the listener is closed
             while True:
                 caller = self._listener.accept()[0]
                 self._callers.append(caller)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfgpu.errors import InputError, MachineError, unknown
-from tfgpu.launch.spark.dealing import Deal
+from tfgpu.launch.spark.row_assignment import RowAssignment
 
 Columns = str | Sequence[str] | Mapping[str, object]
 
@@ -20,24 +20,24 @@ class SparkData:
     """The first argument of the function that `spark_job` runs.
 
     Attributes:
-        deal: which rows each worker gets.
+        assignment: which rows each worker gets.
         rank: this worker's number.
         path: the Arrow file with this worker's rows, in their order.
     """
 
-    deal: Deal
+    assignment: RowAssignment
     rank: int
     path: str
 
     @property
     def rows(self) -> int:
         """Rows of the whole data frame."""
-        return self.deal.rows
+        return self.assignment.rows
 
     @property
     def steps(self) -> int:
         """Batches of an epoch, the same for all workers."""
-        return self.deal.batches
+        return self.assignment.batches
 
     def batches(
         self,
@@ -82,21 +82,21 @@ class SparkData:
         if seed is not None:
             numbers = numbers.shuffle(self.steps, seed=seed, reshuffle_each_iteration=True)
         if strategy is None or not replication.spans_processes(strategy):
-            if self.deal.workers > 1:
+            if self.assignment.workers > 1:
                 raise InputError(
-                    f"This job has {self.deal.workers} workers: pass the model's strategy to `batches`. It must be a "
-                    f"multi-worker strategy. Received: strategy={strategy!r}."
+                    f"This job has {self.assignment.workers} workers: pass the model's strategy to `batches`. It must "
+                    f"be a multi-worker strategy. Received: strategy={strategy!r}."
                 )
             return numbers.map(reader.whole(prepare), tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
         devices = len(strategy.extended.worker_devices)
-        if devices != self.deal.devices:
+        if devices != self.assignment.devices:
             raise InputError(
-                f"The strategy uses {devices} devices of each worker; the rows were split for {self.deal.devices}. "
-                f"Give `spark_job` gpus_per_worker={devices}."
+                f"The strategy uses {devices} devices of each worker; the rows were split for "
+                f"{self.assignment.devices}. Give `spark_job` gpus_per_worker={devices}."
             )
 
         def of_worker(_):
-            own = tf.data.Dataset.from_tensor_slices([int(at) for at in self.deal.pieces_of(self.rank)])
+            own = tf.data.Dataset.from_tensor_slices([int(at) for at in self.assignment.pieces_of(self.rank)])
             pairs = numbers.flat_map(lambda batch: own.map(lambda at: (batch, tf.cast(at, tf.int64))))
             pieces = pairs.map(reader.piece(prepare), tf.data.AUTOTUNE, deterministic=True)
             if devices == 1:  # Keras takes it for the number of steps, but it counts one per device
@@ -110,7 +110,7 @@ class _Reader:
     """Reads rows of the Arrow file by position, as tensors."""
 
     def __init__(self, data: SparkData, parts: tuple):
-        self._deal, self._rank = data.deal, data.rank
+        self._assignment, self._rank = data.assignment, data.rank
         self._table = _Table(data.path)
         self._parts = tuple(planned(part, self._table.names) for part in parts if part is not None)
         self._like = self._arrays(0, 1)
@@ -155,7 +155,7 @@ class _Reader:
         return tf.nest.pack_sequence_as(self._like, found)
 
     def _batch(self, number: int):
-        first, count = number * self._deal.global_batch, self._deal.size(number)
+        first, count = number * self._assignment.global_batch, self._assignment.size(number)
         return self._arrays(first, count)
 
     def _piece(self, batch: int, at: int):
@@ -166,15 +166,15 @@ class _Reader:
     def _place(self, batch, at):
         import numpy as np
 
-        first, count = self._deal.piece(int(batch), int(at))
-        offset = first - int(batch) * self._deal.global_batch if count else 0
-        return tuple(np.array(v, np.int32) for v in (count, offset, self._deal.size(int(batch))))
+        first, count = self._assignment.piece(int(batch), int(at))
+        offset = first - int(batch) * self._assignment.global_batch if count else 0
+        return tuple(np.array(v, np.int32) for v in (count, offset, self._assignment.size(int(batch))))
 
     def _local(self, batch: int, at: int) -> tuple[int, int]:
         """First row of a piece, counted in this worker's file, and its number of rows."""
-        before = [p for p in self._deal.pieces_of(self._rank) if p < at]
-        first = self._deal.rows_of(self._rank, batch) + sum(self._deal.piece(batch, p)[1] for p in before)
-        return first, self._deal.piece(batch, at)[1]
+        before = [p for p in self._assignment.pieces_of(self._rank) if p < at]
+        first = self._assignment.rows_of(self._rank, batch) + sum(self._assignment.piece(batch, p)[1] for p in before)
+        return first, self._assignment.piece(batch, at)[1]
 
     def _arrays(self, first: int, count: int) -> tuple:
         columns = self._table.rows(first, count)

@@ -3,7 +3,7 @@
 import contextlib
 
 from tfgpu.errors import InputError
-from tfgpu.launch.spark.dealing import Deal
+from tfgpu.launch.spark.row_assignment import RowAssignment
 
 _AT, _PART, _START, _ROW, _WORKER = (f"__tfgpu_{name}" for name in ("at", "part", "start", "row", "worker"))
 _BITS = 33
@@ -56,15 +56,15 @@ def ordered(frame, seed: int | None):
         rows.unpersist()
 
 
-def dealt(rows, counts: dict[int, int], deal: Deal):
+def repartitioned(rows, counts: dict[int, int], assignment: RowAssignment):
     """Puts each worker's rows into the partition with the worker's number, in order.
 
     Args:
         rows, counts: what `ordered` yields.
-        deal: which rows each worker gets.
+        assignment: which rows each worker gets.
 
     Returns:
-        A DataFrame of `deal.workers` partitions, with the user's columns.
+        A DataFrame of `assignment.workers` partitions, with the user's columns.
     """
     from pyspark.sql import functions as F
 
@@ -76,23 +76,23 @@ def dealt(rows, counts: dict[int, int], deal: Deal):
     starts = spark.createDataFrame(starts, f"{_PART} bigint, {_START} bigint")
     rows = rows.withColumn(_PART, F.shiftright(_AT, _BITS)).join(F.broadcast(starts), _PART)
     row = F.col(_START) + F.col(_AT).bitwiseAND((1 << _BITS) - 1)
-    rows = rows.withColumn(_ROW, row).withColumn(_WORKER, _key_of_row(spark, deal))
-    rows = rows.repartition(deal.workers, _WORKER).sortWithinPartitions(_ROW)
+    rows = rows.withColumn(_ROW, row).withColumn(_WORKER, _key_of_row(spark, assignment))
+    rows = rows.repartition(assignment.workers, _WORKER).sortWithinPartitions(_ROW)
     return rows.drop(_AT, _PART, _START, _ROW, _WORKER)
 
 
-def _key_of_row(spark, deal: Deal):
+def _key_of_row(spark, assignment: RowAssignment):
     """For each row, the key of its worker: a number that Spark's hash sends to the partition of the worker's number."""
     from pyspark.sql import functions as F
 
-    full = deal.rows // deal.global_batch * deal.global_batch
+    full = assignment.rows // assignment.global_batch * assignment.global_batch
     last = F.col(_ROW) >= full
-    within = F.col(_ROW) % deal.global_batch
-    piece = F.when(last, _piece(F, within, deal.rows - full, deal.replicas))
-    piece = piece.otherwise(_piece(F, within, deal.global_batch, deal.replicas))
-    keys = _keys(spark, deal.workers)
+    within = F.col(_ROW) % assignment.global_batch
+    piece = F.when(last, _piece(F, within, assignment.rows - full, assignment.replicas))
+    piece = piece.otherwise(_piece(F, within, assignment.global_batch, assignment.replicas))
+    keys = _keys(spark, assignment.workers)
     keys = F.array(*(F.lit(key).cast("bigint") for key in keys))  # the hash depends on the type
-    return F.element_at(keys, (piece % deal.workers + 1).cast("int"))
+    return F.element_at(keys, (piece % assignment.workers + 1).cast("int"))
 
 
 def _piece(F, within, size: int, replicas: int):

@@ -19,8 +19,8 @@ from tfgpu.launch.functions.group import Progress, run_until_done, work_of
 from tfgpu.launch.functions.relay import Relay, Work
 from tfgpu.launch.spark import channel
 from tfgpu.launch.spark import data as spark_data
-from tfgpu.launch.spark.dealing import Deal
-from tfgpu.launch.spark.frame import dealt, ordered, to_frame
+from tfgpu.launch.spark.frame import ordered, repartitioned, to_frame
+from tfgpu.launch.spark.row_assignment import RowAssignment
 
 _LOOK_S = 0.2
 _LINES = 20
@@ -28,19 +28,19 @@ _LINES = 20
 
 
 @dataclass(frozen=True)
-class Errand:
+class TaskSpec:
     """What is sent to each task.
 
     Args:
         work: what the worker's process runs.
-        deal: which rows each worker gets.
-        desk: host and port of the driver's `Desk`.
+        assignment: which rows each worker gets.
+        listener: host and port of the driver's `TaskListener`.
         key: lets the task connect there.
     """
 
     work: Work
-    deal: Deal
-    desk: tuple[str, int]
+    assignment: RowAssignment
+    listener: tuple[str, int]
     key: bytes = field(repr=False)
 
 
@@ -119,10 +119,12 @@ def spark_job(
     frame = to_frame(sql, data)
     _wait_for_slots(frame.sparkSession, workers, startup_timeout_s)
     with ordered(frame, shuffle_seed) as (rows, counts):
-        deal = Deal(sum(counts.values()), global_batch, workers, max(gpus_per_worker, 1))
-        _check(deal)
-        shares = dealt(rows, counts, deal)
-        return run_until_done(work, lambda attempt: _connected(shares, work, deal, driver_port, attempt), on_progress)
+        assignment = RowAssignment(sum(counts.values()), global_batch, workers, max(gpus_per_worker, 1))
+        _check(assignment)
+        shares = repartitioned(rows, counts, assignment)
+        return run_until_done(
+            work, lambda attempt: _connected(shares, work, assignment, driver_port, attempt), on_progress
+        )
 
 
 def pyspark_sql():
@@ -139,11 +141,11 @@ def pyspark_sql():
     return pyspark.sql
 
 
-def _check(deal: Deal) -> None:
-    for name, count in (("rows", deal.rows), ("global_batch", deal.global_batch)):
-        if count < deal.replicas:
+def _check(assignment: RowAssignment) -> None:
+    for name, count in (("rows", assignment.rows), ("global_batch", assignment.global_batch)):
+        if count < assignment.replicas:
             raise InputError(
-                f"Each of the {deal.replicas} replicas needs a row of the first batch. Received: {name}={count}. "
+                f"Each of the {assignment.replicas} replicas needs a row of the first batch. Received: {name}={count}. "
                 "Use fewer workers."
             )
 
@@ -163,35 +165,37 @@ def _wait_for_slots(spark, workers: int, timeout_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _connected(shares, work: Work, deal: Deal, port: int, attempt: int) -> Iterator[list[channel.SparkLink]]:
+def _connected(
+    shares, work: Work, assignment: RowAssignment, port: int, attempt: int
+) -> Iterator[list[channel.SparkLink]]:
     """Runs the barrier stage, whose tasks connect, and ends it."""
     spark = shares.sparkSession
     if attempt > 1:
-        _wait_for_slots(spark, deal.workers, work.job.startup_timeout_s)
-    links = [channel.SparkLink(rank) for rank in range(deal.workers)]
-    with channel.Desk(spark.conf.get("spark.driver.host", "localhost"), links, port) as desk:
-        stage = _Stage(shares, Errand(work, deal, desk.address, desk.key), links)
+        _wait_for_slots(spark, assignment.workers, work.job.startup_timeout_s)
+    links = [channel.SparkLink(rank) for rank in range(assignment.workers)]
+    with channel.TaskListener(spark.conf.get("spark.driver.host", "localhost"), links, port) as listener:
+        stage = _Stage(shares, TaskSpec(work, assignment, listener.address, listener.key), links)
         try:
             yield links
         finally:
             stage.end(work.grace_s)
-            desk.wait(work.grace_s + 5)  # Spark reports a stage as done while its tasks are still being ended.
+            listener.wait(work.grace_s + 5)  # Spark reports a stage as done while its tasks are still being ended.
         _check_python(stage.error)
 
 
 class _Stage:
     """The barrier stage, which a thread of the driver waits for."""
 
-    def __init__(self, shares, errand: Errand, links: Sequence[channel.SparkLink]):
+    def __init__(self, shares, spec: TaskSpec, links: Sequence[channel.SparkLink]):
         from pyspark import InheritableThread
 
         self._context = shares.sparkSession.sparkContext
         self._group = f"tfgpu-{uuid.uuid4()}"
         self.error: Exception | None = None
-        tasks = shares.mapInArrow(lambda batches: run_task(errand, batches), "rank int", barrier=True)
+        tasks = shares.mapInArrow(lambda batches: run_task(spec, batches), "rank int", barrier=True)
 
         def run():
-            self._context.setJobGroup(self._group, f"tfgpu: {errand.work.job.script}", interruptOnCancel=True)
+            self._context.setJobGroup(self._group, f"tfgpu: {spec.work.job.script}", interruptOnCancel=True)
             try:
                 tasks.collect()
             except Exception as error:  # of any class, by py4j
@@ -228,30 +232,30 @@ def _check_python(error: Exception | None) -> None:
         ) from error
 
 
-def run_task(errand: Errand, batches: Iterator) -> Iterator:
+def run_task(spec: TaskSpec, batches: Iterator) -> Iterator:
     """The task of one worker: stores its rows, and runs its supervisor until it ends.
 
     Args:
-        errand: what to run.
+        spec: what to run.
         batches: `pyarrow.RecordBatch` objects with this worker's rows, in order.
     """
     from pyspark import BarrierTaskContext
 
-    context, deal = BarrierTaskContext.get(), errand.deal
+    context, assignment = BarrierTaskContext.get(), spec.assignment
     rank = context.partitionId()
     folder = Path(tempfile.mkdtemp(prefix="tfgpu-rows-", dir=_local_folder()))
     try:
         path, rows = spark_data.spool(batches, folder)
-        if rows != deal.rows_of(rank):
+        if rows != assignment.rows_of(rank):
             raise MachineError(
-                f"Spark gave worker {rank} {rows} rows, {deal.rows_of(rank)} were counted before: the data changes "
-                "each time that it is read. Write it to a table first, or take `DataFrame.checkpoint()`."
+                f"Spark gave worker {rank} {rows} rows, {assignment.rows_of(rank)} were counted before: the data "
+                "changes each time it is read. Write it to a table first, or use `DataFrame.checkpoint()`."
             )
         host = context.getTaskInfos()[rank].address.rpartition(":")[0] or context.getTaskInfos()[rank].address
-        with channel.connected(errand.desk, errand.key, rank) as line:
-            share = spark_data.SparkData(deal, rank, str(path))
+        with channel.connected(spec.listener, spec.key, rank) as line:
+            share = spark_data.SparkData(assignment, rank, str(path))
             channel.relay(
-                line, Relay(errand.work, rank, host, data=share, environment=_devices(context), folders=[folder])
+                line, Relay(spec.work, rank, host, data=share, environment=_devices(context), folders=[folder])
             )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -21,7 +21,7 @@ NUMBERS = {"float": "float32", "double": "float64", "int": "int32", "bigint": "i
 
 
 @dataclass(frozen=True)
-class Errand:
+class TaskSpec:
     """What is sent to each task.
 
     Args:
@@ -85,29 +85,29 @@ def spark_predict(
         raise InputError(f"The data already has a column {output!r}. Give `output` another name.")
     _depth(output_type)
     name = _sent(frame.sparkSession.sparkContext, path)
-    errand = Errand(name, planned(columns, frame.columns), output, output_type, batch_rows)
+    spec = TaskSpec(name, planned(columns, frame.columns), output, output_type, batch_rows)
     from pyspark.sql.types import StructType
 
     new = StructType.fromDDL(f"`{output}` {output_type}")
     schema = StructType([*frame.schema.fields, *new.fields])
-    return frame.mapInArrow(lambda batches: predicted(batches, errand), schema)
+    return frame.mapInArrow(lambda batches: predicted(batches, spec), schema)
 
 
-def predicted(batches: Iterator, errand: Errand) -> Iterator:
+def predicted(batches: Iterator, spec: TaskSpec) -> Iterator:
     """The task: adds the predictions as a column to each Arrow batch.
 
     Args:
         batches: `pyarrow.RecordBatch` objects.
-        errand: what to run.
+        spec: what to run.
     """
     arrow = pyarrow()
     for batch in batches:
         if batch.num_rows == 0:
             continue
-        given = arrays_of(errand.plan, arrow.Table.from_batches([batch]))
-        found = _model(errand.name).predict(given, errand.batch_rows, verbose=0)
-        columns = [*batch.columns, to_arrow(found, errand.output_type)]
-        yield arrow.RecordBatch.from_arrays(columns, [*batch.schema.names, errand.output])
+        given = arrays_of(spec.plan, arrow.Table.from_batches([batch]))
+        found = _model(spec.name).predict(given, spec.batch_rows, verbose=0)
+        columns = [*batch.columns, to_arrow(found, spec.output_type)]
+        yield arrow.RecordBatch.from_arrays(columns, [*batch.schema.names, spec.output])
 
 
 def to_arrow(found, output_type: str):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Deal:
+class RowAssignment:
     """How rows are divided among workers.
 
     Args:
@@ -19,8 +19,8 @@ class Deal:
         devices: number of devices per worker.
 
     Example:
-        >>> deal = Deal(rows=10, global_batch=5, workers=2)
-        >>> [deal.piece(1, at) for at in range(2)], deal.rows_of(0)
+        >>> assignment = RowAssignment(rows=10, global_batch=5, workers=2)
+        >>> [assignment.piece(1, at) for at in range(2)], assignment.rows_of(0)
         ([(5, 3), (8, 2)], 6)
     """
 
