@@ -87,7 +87,7 @@ def test_another_file_is_named(tmp_path, memory):
         Replay.from_file(other)
 
 
-def test_a_memory_goes_on_from_its_file_alone(tmp_path, memory):
+def test_a_memory_continues_from_its_file_alone(tmp_path, memory):
     x, y = {"a": np.eye(6, dtype="float32")}, np.arange(6)
     memory.save(tmp_path / "memory")
     whole = Replay(4, seed=1, balance=True).add(x, y).add(x, y)

@@ -133,7 +133,7 @@ def at_the_deadline(begin, *, lacking: int = 1) -> list[dict]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_who_is_missing_is_named_by_every_process_that_waits(addresses, missing):
+def test_missing_processes_are_named_by_every_waiting_process(addresses, missing):
     jobs = workers(addresses, 4)
     there = [index for index in range(4) if index != missing]
     found = at_the_deadline(
@@ -221,7 +221,7 @@ def pester(address: str, until: threading.Event) -> None:
 
 
 @pytest.mark.processes
-def test_strangers_neither_break_nor_hold_up_the_meeting(addresses):
+def test_strangers_neither_break_nor_delay_the_rendezvous(addresses):
     jobs = workers(addresses, 3)
     until = threading.Event()
     threads = [threading.Thread(target=pester, args=(address, until)) for address in jobs["worker"]]
@@ -309,7 +309,7 @@ server.join()
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_late_comer_hears_that_tensorflow_runs_and_a_worker_of_parameter_servers_may_come_back(addresses):
+def test_a_late_process_learns_that_tensorflow_runs_and_a_parameter_server_worker_may_rejoin(addresses):
     names = addresses(3)
     together = {"chief": names[:1], "worker": names[1:2]}
     servers = {"chief": names[:1], "worker": names[1:2], "ps": names[2:]}
@@ -361,7 +361,7 @@ def test_inside_an_event_loop_too(monkeypatch, addresses):
         asyncio.run(cell())
 
 
-def test_a_name_that_does_not_resolve_is_said(monkeypatch, addresses):
+def test_an_unresolvable_name_is_named(monkeypatch, addresses):
     monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "3")
     with pytest.raises(
         MachineError, match=r"worker 1 \(nowhere\.invalid:5\) did not answer.*\(.*(name|resolution|no answer)"

@@ -184,7 +184,7 @@ def test_long_arguments_and_settings_that_differ_at_their_ends_still_differ():
     assert one != other and len(one) < 300
 
 
-def test_no_argument_is_told_too():
+def test_a_missing_argument_is_reported_too():
     found = facts.advice({"worker 0": {"arguments": ""}, "worker 1": {"arguments": "--fast"}})
     text = "arguments differ: none on worker 0; --fast on worker 1. Use the same everywhere, unless intended."
     assert found == [text]

@@ -169,7 +169,7 @@ def test_exit_codes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sign_of_life_where_it_is_asked_for(tmp_path):
+def test_a_heartbeat_is_sent_on_request(tmp_path):
     (tmp_path / "report.py").write_text(REPORT)
     done = command("-m", "tfgpu.run", str(tmp_path / "report.py"), TFGPU_HEARTBEAT=str(tmp_path / "heart"))
     assert done.returncode == 0 and (tmp_path / "heart").exists()

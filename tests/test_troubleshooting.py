@@ -107,7 +107,7 @@ def test_a_mean_of_nothing_is_no_longer_nan(answers):
 
 
 @pytest.mark.parametrize(("case", "message", "own", "error", "words"), EXPLAINED, ids=[case[0] for case in EXPLAINED])
-def test_what_cannot_be_mended_is_explained(answers, case, message, own, error, words):
+def test_what_cannot_be_fixed_is_explained(answers, case, message, own, error, words):
     assert message in answers["stock"][case]["message"]
     explained = answers["tfgpu"][own]
     assert explained["raised"] == error and words in explained["message"]

@@ -36,13 +36,13 @@ def test_a_ratio_is_taken_within_a_round():
     assert faster == pytest.approx({"hand": 1.1, "torch-compiled": 1.1 / 0.75})
 
 
-def test_who_is_faster_in_some_rounds_only_is_not_faster():
+def test_faster_in_only_some_rounds_is_not_faster():
     found = Cell(cell({"hand": row([1, 1, 1, 1]), "tfgpu-fit": row([1.2, 1.2, 0.9, 0.9])}))
     assert found.ratio("tfgpu-fit") == Spread(pytest.approx(1.05), pytest.approx(0.9), pytest.approx(1.2))
     assert found.faster() == {}
 
 
-def test_the_network_takes_what_training_alone_does_not():
+def test_network_time_is_the_difference_to_training_alone():
     facts = {"hand": row([4, 8], network_bytes=[2048 * 50, 2048 * 70]), "no-network": {"seconds": [3, 4]}}
     found = Cell(cell(facts, "workers-2"))
     assert found.network_share("hand") == pytest.approx((0.25 + 0.5) / 2)
@@ -60,7 +60,7 @@ def test_peers_with_another_loss_or_another_model_are_not_compared():
     assert Cell(cell(peers)).ratio("jax-fit") is None
 
 
-def test_the_page_says_who_is_faster_and_who_is_missing():
+def test_the_page_names_faster_and_missing_peers():
     peers = {"hand": row(HAND), "tfgpu-fit": row(FIT, peak_rss_bytes=[3 << 20]), "torch-compiled": row(TORCH)}
     peers |= {"jax-fit": {"status": "not installed", "message": "jax"}}
     peers |= {"stock-many": {"status": "failed", "message": "ValueError: a | b"}}
@@ -73,7 +73,7 @@ def test_the_page_says_who_is_faster_and_who_is_missing():
     assert "Some CPU" in page and "ValueError: a / b" in page and "## Two workers" not in page
 
 
-def test_the_page_and_the_plots_stand_for_a_run_that_has_hardly_begun(tmp_path):
+def test_the_page_and_plots_work_for_a_run_that_has_just_begun(tmp_path):
     assert "Nothing has been measured yet" in report.document({})
     assert "No figure comes from a GPU" in report.document({})
     assert plots.draw({}, tmp_path) == []
@@ -94,7 +94,7 @@ def test_the_gpu_table_compares_with_what_is_published():
     assert text.index("| hand |") < text.index("| fit |")
 
 
-def test_each_worker_has_cores_of_its_own():
+def test_each_worker_has_its_own_cores():
     machine = Machine((2, 3, 5, 7))
     assert [machine.part(TOPOLOGIES["workers-2"], rank) for rank in (0, 1)] == [(2, 3), (5, 7)]
     assert machine.part(TOPOLOGIES["one"], 0) == (2, 3, 5, 7)
@@ -125,7 +125,7 @@ class Cut:
         pass
 
 
-def test_a_run_that_was_cut_off_goes_on_with_its_rounds(tmp_path, monkeypatch):
+def test_an_interrupted_run_continues_with_its_rounds(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "Training", Cut)
     plan = runner.Plan(Machine((0,)), tmp_path, rounds=3, warmup=0, only=("hand", "tfgpu-fit"))
     Cut.rounds_left = 5  # two rounds of both peers, and half a round
@@ -142,7 +142,7 @@ def test_a_run_that_was_cut_off_goes_on_with_its_rounds(tmp_path, monkeypatch):
     assert runner.measure("mlp", "one", plan) == whole  # starts nothing
 
 
-def test_a_peer_that_dies_leaves_the_others(tmp_path, monkeypatch):
+def test_a_crashed_peer_does_not_stop_the_others(tmp_path, monkeypatch):
     class Dies(Cut):
         def __init__(self, peer, *_, **__):
             self.peer = peer

@@ -40,7 +40,7 @@ def test_one_check_and_no_gpu(tmp_path):
     assert list(json.loads(path.read_text())["checks"]) == ["products"]
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
+def test_a_missing_gpu_is_reported(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(gpu_first, "_gpus", lambda: 0)
     with pytest.raises(gpu_first.typer.Exit) as left:
         gpu_first.main(results=tmp_path / "found.json")

@@ -70,7 +70,7 @@ def test_the_slowest_of_drawn_times(tail):
     assert slowest_s(1.0, 0.3, 64, tail=tail) == pytest.approx(statistics.fmean(steps), rel=0.01)
 
 
-def test_one_worker_waits_for_nobody():
+def test_one_worker_does_not_wait():
     assert slowest_s(1.0, 0.3, 1, tail="lognormal") == pytest.approx(1.0, rel=1e-4)
     assert slowest_s(1.0, 0.0, 10_000) == pytest.approx(1.0)
 

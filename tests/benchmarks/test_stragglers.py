@@ -28,7 +28,7 @@ ONE = waits(9.0, 1.5, 1.0, 0.5, starts=(0, 10, 12, 15))
 OTHER = waits(1.0, 0.5, 2.5, 0.5, starts=(0, 10, 12, 15))
 
 
-def test_a_step_is_held_against_the_longest_wait():
+def test_a_step_is_compared_with_the_longest_wait():
     assert stragglers.summary([ONE, OTHER], 1) == {"step_s": 2.5, "longest_s": 2.0, "steps": 2}
 
 

@@ -119,7 +119,7 @@ def test_two_replicas_end_as_one_device(averaged):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-def test_the_training_itself_is_left_alone(averaged):
+def test_training_itself_is_unchanged(averaged):
     model, weights = make(), Weights()
     assert fit(model, weights) == averaged[1][2]
     for a, b in zip(weights.seen, averaged[1][1], strict=True):
@@ -147,7 +147,7 @@ def test_batch_normalization_needs_the_data():
         fit(make(), StochasticWeightAverage(1), epochs=1)
 
 
-def test_a_training_that_ends_too_early_says_so(caplog):
+def test_a_training_that_ends_too_early_warns(caplog):
     fit(make(), StochasticWeightAverage(3, data=batches()), epochs=1)
     assert "The training ended before epoch 4: no weights were averaged." in caplog.text
 
@@ -217,7 +217,7 @@ def test_averages_by_hand(moving):
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stop_in_the_validation_leaves_the_averages_out_of_the_training(tmp_path, moving, replicas):
+def test_a_stop_during_validation_keeps_averages_out_of_training(tmp_path, moving, replicas):
     build = (lambda: [EvaluateAverages()], {**EMA, "replicas": replicas})
     model, history = stopped_and_resumed(tmp_path, build, epoch=2, in_validation=True)
     tolerance = 0 if replicas == 1 else 1e-6

@@ -14,7 +14,7 @@ from tfgpu.callbacks.progress import line
 from tfgpu.core.step_blocks import needs_every_batch
 
 
-def test_the_peak_covers_what_was_held_and_let_go():
+def test_the_peak_includes_freed_memory():
     held = np.ones(2**24)
     resident = psutil.Process().memory_info().rss
     del held
@@ -22,7 +22,7 @@ def test_the_peak_covers_what_was_held_and_let_go():
 
 
 @pytest.mark.slow
-def test_a_small_process_of_a_large_one_counts_its_own():
+def test_a_small_child_of_a_large_process_counts_only_itself():
     held = np.ones(2**27)  # 1 GiB
     script = "from tfgpu.callbacks.memory import peaks; print(peaks()['host_peak_bytes'])"
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
@@ -40,7 +40,7 @@ def test_every_epoch_has_it_in_the_logs_and_the_table(tmp_path):
     assert not needs_every_batch(Memory())
 
 
-def test_a_person_reads_it_in_gib():
+def test_it_is_shown_in_gib():
     assert line({"loss": 0.5, "host_peak_bytes": 3 * 2**29, "gpu1_peak_bytes": 2**28}) == (
         "loss 0.5000  host 1.50 GiB  gpu1 0.25 GiB"
     )

@@ -18,7 +18,7 @@ def fit(callbacks, **settings):
     return model.fit(np.zeros((8, 2)), np.zeros(8), batch_size=2, verbose=0, callbacks=callbacks, **settings)
 
 
-def test_one_row_an_epoch_with_stable_columns(tmp_path):
+def test_one_row_per_epoch_with_stable_columns(tmp_path):
     path = tmp_path / "metrics.csv"
     history = fit([MetricsFile(path)], epochs=3, validation_split=0.25)
     rows = read(path)
@@ -30,7 +30,7 @@ def test_one_row_an_epoch_with_stable_columns(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-def test_a_resumed_run_goes_on_after_the_earlier_rows(tmp_path):
+def test_a_resumed_run_appends_to_the_earlier_rows(tmp_path):
     path = tmp_path / "metrics.csv"
     earlier = [{"loss": 2.0, "learning_rate": 0.5, "step_time_s": 0.1, "epoch_time_s": 1.0}]
     fit([MetricsFile(path, rows=earlier)], epochs=3, initial_epoch=1)

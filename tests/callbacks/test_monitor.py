@@ -161,7 +161,7 @@ def test_nothing_is_written_before_the_first_step(tmp_path):
     assert not (tmp_path / "run").exists() and not alive()
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning_and_training_goes_on(tmp_path, caplog):
+def test_an_unwritable_folder_is_one_warning_and_training_continues(tmp_path, caplog):
     (tmp_path / "file").write_text("mine")
     with caplog.at_level(logging.WARNING):
         monitor = Monitor(tmp_path / "file", tensorboard=tmp_path / "file", prometheus=True, every_s=0.02)
@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_training_goes_on(tmp
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_fault_of_its_own_stops_no_training(caplog, monkeypatch):
+def test_an_error_in_the_monitor_does_not_stop_training(caplog, monkeypatch):
     from tfgpu.callbacks import watcher
 
     monkeypatch.setattr(watcher.Sampler, "read", lambda self: 1 / 0)
@@ -232,7 +232,7 @@ def test_prometheus_reads_a_file_and_a_port(tmp_path):
         {"worker": "1"},
     ],
 )
-def test_settings_that_cannot_work(settings):
+def test_invalid_settings(settings):
     with pytest.raises(InputError, match="Received"):
         Monitor(**settings)
 
@@ -304,7 +304,7 @@ model.fit(np.ones((60, 8)), np.ones((60, 1)), epochs=4, verbose=0, callbacks=cal
 
 
 @pytest.mark.parametrize("weighed", [False, True])
-def test_a_step_of_ones_own_that_counts_steps_has_no_examples(weighed):
+def test_a_custom_step_that_counts_steps_has_no_examples(weighed):
     class Own(keras.Model):
         def __init__(self):
             super().__init__()
@@ -364,7 +364,7 @@ def test_blocks_of_keras_have_as_many_steps_as_there_were():
     assert [(row["steps"], row["examples"]) for row in monitor.epochs] == [(8, 54)] * 2
 
 
-def test_the_same_one_twice_in_a_fit_is_refused():
+def test_the_same_monitor_twice_in_a_fit_is_refused():
     monitor = Monitor()
     with pytest.raises(InputError, match="Pass it once"):
         fit(monitor, callbacks=[monitor])
@@ -374,7 +374,7 @@ def test_the_same_one_twice_in_a_fit_is_refused():
     assert len(monitor.epochs) == 2
 
 
-def test_a_fit_that_has_ended_is_let_go():
+def test_a_finished_fit_is_released():
     held = []
 
     class Note(keras.callbacks.Callback):
@@ -410,7 +410,7 @@ def test_two_fits_at_once_are_refused_and_a_copy_is_not():
 
 
 @pytest.mark.slow
-def test_gpus_that_are_lost_under_way(tmp_path, nvml):
+def test_gpus_lost_during_training(tmp_path, nvml):
     environ = {**os.environ, "LD_LIBRARY_PATH": str(nvml), "CUDA_VISIBLE_DEVICES": "0,1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
         [sys.executable, "-c", GPUS, tmp_path], env=environ, capture_output=True, text=True, timeout=300
@@ -501,7 +501,7 @@ def test_the_cost_is_counted():
     assert 0 < monitor.cost_s < 5
 
 
-def test_a_sample_that_costs_much_is_taken_less_often(monkeypatch, tmp_path):
+def test_expensive_samples_are_taken_less_often(monkeypatch, tmp_path):
     from tfgpu.callbacks import watcher
 
     read = watcher.Sampler.read

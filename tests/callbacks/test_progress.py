@@ -29,7 +29,7 @@ def fit(model, screen, **settings):
     return screen.file.getvalue()
 
 
-def test_a_log_file_gets_one_line_an_epoch(model):
+def test_a_log_file_gets_one_line_per_epoch(model):
     lines = fit(model, console(False), epochs=10, validation_split=0.1).splitlines()
     assert len(lines) == 10
     assert re.fullmatch(
@@ -40,7 +40,7 @@ def test_a_log_file_gets_one_line_an_epoch(model):
     assert "\x1b" not in "".join(lines)
 
 
-def test_a_terminal_gets_a_bar_that_goes_away(model):
+def test_a_terminal_gets_a_transient_bar(model):
     text = fit(model, console(True), epochs=2)
     assert "0/10" in text and "━" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # The cursor is hidden and given back.

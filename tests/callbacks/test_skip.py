@@ -65,7 +65,7 @@ def assert_equal(a, b) -> None:
         pytest.param(2, "mixed_float16", {}, marks=pytest.mark.slow),
     ],
 )
-def test_ends_as_if_the_batches_were_not_there(devices, policy, options, caplog):
+def test_the_result_is_as_without_the_bad_batches(devices, policy, options, caplog):
     with_bad, without = make(devices, policy, **options), make(devices, policy, **options)
     skip = SkipNaN(limit=6)
     with caplog.at_level(logging.WARNING):
@@ -88,7 +88,7 @@ def test_one_more_than_the_limit_ends_it_and_keeps_what_was_learned(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_epoch_of_nothing_but_bad_steps_has_no_loss():
+def test_an_epoch_of_only_bad_steps_has_no_loss():
     model = make(2)
     x, y = np.full((8, 4), np.nan, np.float32), np.zeros((8, 1), np.float32)
     with pytest.raises(tfgpu.InputError, match="All 2 steps of epoch 1 had NaN"):
@@ -103,7 +103,7 @@ def test_a_fit_without_it_is_not_guarded():
     assert np.isnan(model.layers[0].kernel.numpy()).any()
 
 
-def test_refuses_what_it_cannot_undo_and_bad_limits():
+def test_refuses_steps_it_cannot_undo_and_invalid_limits():
     with tfgpu.strategy("averaging", devices=2, every=4).scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -146,7 +146,7 @@ print(json.dumps({"equal": found[:2] == without[:2], "skipped": found[2]}))
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_workers_leave_the_same_steps_out(together):
+def test_two_workers_skip_the_same_steps(together):
     answers = together(WORKER, {"worker": 2})
     assert answers == {f"worker{at}": {"equal": True, "skipped": 4} for at in range(2)}
 
@@ -171,6 +171,6 @@ except tfgpu.InputError as error:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_workers_with_one_callback_each_but_not_the_same_are_told(together, tmp_path):
+def test_workers_with_different_callbacks_are_reported(together, tmp_path):
     answers = together(DIFFERENT.replace("FOLDER", repr(str(tmp_path))), {"worker": 2})
     assert "This one has SkipNaN." in answers["worker0"] and "This one has Checkpoint." in answers["worker1"]

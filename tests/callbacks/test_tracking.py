@@ -70,20 +70,20 @@ def test_each_epoch_is_sent_once_however_many_replicas(server):
     assert server.closed == ["finished"]
 
 
-def test_what_was_not_taken_comes_later_in_its_order(server, caplog):
+def test_rejected_messages_are_resent_in_order(server, caplog):
     server.fails = 2
     fit(3, callbacks.Track("json"))
     assert [step for step, _ in server.rows] == [1, 2, 3] and server.closed == ["finished"]
     assert "json did not accept 1 messages: gone. Will retry." in caplog.text
 
 
-def test_a_tracker_that_is_gone_for_good_does_not_end_the_training(server, caplog):
+def test_a_permanently_lost_tracker_does_not_end_training(server, caplog):
     server.fails = 100
     assert len(fit(2, callbacks.Track("json"))["loss"]) == 2
     assert not server.rows and "did not receive all values; the local files have them" in caplog.text
 
 
-def test_a_tracker_that_is_not_there_at_the_begin_is_an_error(monkeypatch):
+def test_a_tracker_missing_at_the_start_is_an_error(monkeypatch):
     def refuse(*_):
         raise ConnectionError("port 5000 refused")
 
@@ -109,7 +109,7 @@ def test_a_run_that_ends_by_an_error_is_marked_so(server, error, status):
     assert server.closed == [status] and [step for step, _ in server.rows] == [1, 2]
 
 
-def test_a_training_that_goes_on_does_so_in_the_same_run(server, tmp_path):
+def test_a_resumed_training_continues_the_same_run(server, tmp_path):
     kept = tmp_path / "tracker.json"
     fit(1, callbacks.Track("json", remember=kept))
     fit(1, callbacks.Track("json", remember=kept))
@@ -122,7 +122,7 @@ def test_a_training_that_goes_on_does_so_in_the_same_run(server, tmp_path):
         fit(1, callbacks.Track("json", remember=kept))
 
 
-def test_kept_open_it_takes_what_comes_after_fit(server, tmp_path):
+def test_kept_open_it_accepts_logs_after_fit(server, tmp_path):
     (tmp_path / "report.html").write_text("")
     with callbacks.Track("json") as track:
         fit(1, track)

@@ -58,7 +58,7 @@ def test_an_error_is_raised_once_and_the_rest_is_written(tmp_path, caplog):
     assert "gone/a failed" in caplog.text
 
 
-def test_what_failed_while_the_block_failed_is_a_note():
+def test_a_write_that_fails_with_the_block_is_a_note():
     with pytest.raises(ZeroDivisionError) as caught, Writer() as writer:
         writer.put("nowhere", lambda: open("/nowhere/at/all"))
         raise ZeroDivisionError
@@ -134,7 +134,7 @@ def test_a_checkpoint_is_of_its_own_epoch_however_late_it_is_written(tmp_path):
         (tmp_path / "one").rename(tmp_path / f"seen{number}")
 
 
-def test_a_failed_training_loses_nothing_that_was_saved(tmp_path):
+def test_a_failed_training_keeps_everything_saved(tmp_path):
     class Fails(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 2:
@@ -183,7 +183,7 @@ model.fit(x, y, batch_size=4, verbose=0, callbacks=[Checkpoint(sys.argv[1])], ep
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_kill_while_writing_leaves_the_older_checkpoints_whole(tmp_path):
+def test_a_kill_while_writing_keeps_older_checkpoints_intact(tmp_path):
     running = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, env={**os.environ}
     )

@@ -102,7 +102,7 @@ FAST = [("arrays", 1, False), ("arrays", 2, False)]
     ("feed", "devices", "by_trainer"),
     [pytest.param(*way, marks=[] if way in FAST else pytest.mark.slow) for way in WAYS],
 )
-def test_goes_on_in_the_second_epoch(tmp_path, feed, devices, by_trainer):
+def test_resumes_in_the_second_epoch(tmp_path, feed, devices, by_trainer):
     strategy, feed = strategy_of(devices), FEEDS[feed]
     whole = run(strategy, feed, by_trainer=by_trainer)
 

@@ -59,7 +59,7 @@ def test_a_resumed_run_ends_where_one_that_never_stopped_does(tmp_path, policy):
 
 
 @pytest.mark.slow  # test_resume.py has it in the middle of an epoch
-def test_another_number_of_replicas_goes_on_with_the_same_result(tmp_path):
+def test_another_number_of_replicas_resumes_with_the_same_result(tmp_path):
     straight = build(4)
     train(straight, 0, 4)
     train(build(4), 0, 2, Checkpoint(tmp_path))
@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, harm
     assert "epoch-0002 is damaged" in caplog.text
 
 
-def test_nothing_to_restore_and_nothing_usable(tmp_path):
+def test_no_checkpoint_and_no_usable_checkpoint(tmp_path):
     assert Checkpoint(tmp_path / "none").restore(build()) is None
     (tmp_path / "epoch-0001").mkdir()
     with pytest.raises(tfgpu.InputError, match="All checkpoints .* damaged"):
@@ -113,7 +113,7 @@ def test_a_worker_that_is_not_the_chief_writes_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_failing_save_leaves_the_ones_before(tmp_path, monkeypatch):
+def test_a_failing_save_keeps_earlier_checkpoints(tmp_path, monkeypatch):
     model = build()
     train(model, 0, 1, Checkpoint(tmp_path))
     (tmp_path / "epoch-0002").mkdir()  # rubbish in the way is replaced, not merged

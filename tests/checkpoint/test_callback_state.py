@@ -61,7 +61,7 @@ def test_a_callback_that_is_gone_is_named(caplog):
     assert "the state of a callback Mine/0" in caplog.text
 
 
-def test_kinds_of_values():
+def test_types_of_values():
     array = np.arange(3)
     copy = plain([array, tf.constant(2.0)])
     array[0] = 9

@@ -141,7 +141,7 @@ def same(model, history, whole, whole_history):
         for case in [*((feed, 1, 10) for feed in FEEDS if feed != "arrays"), ("arrays", 2, 5), ("arrays", 1, 7)]
     ],
 )
-def test_goes_on_at_its_step(tmp_path, feed, devices, step):
+def test_resumes_at_its_step(tmp_path, feed, devices, step):
     whole = make(devices, accumulate=2)
     expected = train(whole, feed)
     dies(tmp_path, make(devices, accumulate=2), feed, At(step=step))
@@ -152,7 +152,7 @@ def test_goes_on_at_its_step(tmp_path, feed, devices, step):
     assert rest.steps == (15 if feed == "one stream" else 21) - int(newest[-7:])
 
 
-def test_a_fit_that_fails_has_written_when_it_ends(tmp_path, monkeypatch):
+def test_a_failing_fit_has_written_when_it_ends(tmp_path, monkeypatch):
     """Another `fit` in the same process would read while the first one still writes."""
     flush = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.3), flush(file)))
@@ -182,7 +182,7 @@ def remembering():
 
 
 @pytest.mark.slow
-def test_what_callbacks_remember_and_a_run_that_is_over(tmp_path, caplog):
+def test_callback_state_and_a_completed_run(tmp_path, caplog):
     whole = make()
     expected = train(whole, "arrays", *remembering(), epochs=9, validation=VALIDATION)
     assert 3 <= len(expected["loss"]) < 9 and expected["learning_rate"][-1] < 0.01
@@ -256,7 +256,7 @@ def test_another_number_of_replicas_in_the_middle_of_an_epoch(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_one_is_passed_over_and_put_out_of_the_way(tmp_path, caplog):
+def test_a_damaged_checkpoint_is_skipped_and_moved_aside(tmp_path, caplog):
     whole = make()
     expected = train(whole, "arrays")
     dies(tmp_path, make(), "arrays", At(step=10))

@@ -7,7 +7,7 @@ from tfgpu.checkpoint.run_progress import DataSeeker, RunProgress
 from tfgpu.checkpoint.storage import Position
 
 
-def test_steps_and_history_go_on_from_a_checkpoint():
+def test_steps_and_history_continue_from_a_checkpoint():
     progress = RunProgress()
     progress.restore(Position(2, history=({"loss": 3.0}, {"loss": 2.0}), step=25, done=5, first=0))
     progress.first = 0  # resumed: the interrupted epoch does not begin again

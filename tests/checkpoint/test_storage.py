@@ -60,7 +60,7 @@ def test_arrays_and_numbers_of_numpy_keep_their_kind():
 
 @given(data=st.data())
 @settings(max_examples=200)
-def test_no_flipped_bit_goes_unseen(data):
+def test_every_flipped_bit_is_detected(data):
     files = [bytearray(part) for part in storage.encode(POSITION, ARRAYS, {"wait": 2})]
     part = files[data.draw(st.integers(0, 1))]
     part[data.draw(st.integers(0, len(part) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -74,7 +74,7 @@ def test_no_flipped_bit_goes_unseen(data):
 
 
 @given(length=st.integers(0, 400))
-def test_no_half_written_file_goes_unseen(length):
+def test_every_truncated_file_is_detected(length):
     content, text = storage.encode(POSITION, ARRAYS, None)
     for cut in ((content[: min(length, len(content) - 1)], text), (content, text[: min(length, len(text) - 2)])):
         with pytest.raises(Damaged):
@@ -92,7 +92,7 @@ def test_the_names_give_the_order_and_the_clock_does_not(tmp_path):
     assert [path.name for path in found(tmp_path)] == ["epoch-0010", "epoch-0002-step-0000020", "epoch-0002"]
 
 
-def test_all_damaged_is_an_error_and_none_is_none(tmp_path):
+def test_all_damaged_is_an_error_and_no_checkpoint_is_none(tmp_path):
     assert storage.newest(tmp_path / "none") is None
     (write(tmp_path) / FACTS).write_text("{}")
     with pytest.raises(Damaged, match="All checkpoints in .* are damaged"):
@@ -115,7 +115,7 @@ def test_what_a_killed_process_was_about_to_replace_is_put_back(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
-def test_what_cannot_be_replaced_stays(tmp_path, monkeypatch):
+def test_an_irreplaceable_checkpoint_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic, "_exchange", lambda *_: False)  # as on a file system that cannot
     path, rename = write(tmp_path, memory="first"), os.rename
 

@@ -99,7 +99,7 @@ def test_what_is_compressed_expands_to_itself(hosts):
 
 
 @given(st.text(alphabet="n0129[],- ab(", max_size=12))
-def test_whatever_stands_there_it_is_read_or_refused(text):
+def test_any_value_is_read_or_refused(text):
     try:
         assert all(expand(text))
     except InputError as error:

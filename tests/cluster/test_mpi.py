@@ -121,7 +121,7 @@ def test_the_gpus_of_a_process(visible, gpus):
         ),
     ],
 )
-def test_what_is_missing_or_malformed_is_said(environ, words):
+def test_missing_and_malformed_values_are_named(environ, words):
     with pytest.raises(InputError, match=words) as caught:
         Cluster.from_environment(environ)
     assert "\n" not in str(caught.value)

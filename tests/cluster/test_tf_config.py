@@ -239,7 +239,7 @@ anything = st.recursive(
 
 
 @given(st.text() | anything.map(json.dumps))
-def test_whatever_stands_there_it_is_read_or_refused_in_one_line(text):
+def test_any_value_is_read_or_refused_in_one_line(text):
     try:
         assert read(text).size >= 1
     except InputError as error:

@@ -55,7 +55,7 @@ def test_a_fault_that_is_gone_is_not_repaired(listed, monkeypatch):
     assert listed._double(4) == 8 and patch.installed() == ()
 
 
-def test_the_probe_is_not_asked_where_nothing_changed(listed, monkeypatch):
+def test_the_probe_is_not_run_if_nothing_changed(listed, monkeypatch):
     know(monkeypatch, targets.fingerprint(listed._double))
     with patch.applying(lambda: pytest.fail("asked")):
         add_one()
@@ -80,7 +80,7 @@ def test_a_target_that_is_gone_names_versions_and_a_cure():
         patch.wrap("tf.data.gone")
 
 
-def test_a_name_that_nobody_has_listed_is_an_error_of_ours():
+def test_an_unlisted_name_is_an_internal_error():
     with pytest.raises(ValueError, match="neither in TARGETS"):
         patch.wrap("somewhere.else")
 

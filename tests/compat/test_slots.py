@@ -24,7 +24,7 @@ def test_a_subclass_does_not_inherit_it():
     assert slots.get(Below, "seen") and slots.get(Lower, "seen") is None and slots.get(Below(), "seen") is None
 
 
-def test_asking_makes_nothing():
+def test_reading_creates_nothing():
     thing = keras.layers.Dense(1)
     assert slots.get(thing, "nothing", 5) == 5 and "_tfgpu" not in vars(thing)
 

@@ -7,7 +7,7 @@ from tfgpu.compat import worker_devices
 from tfgpu.errors import MachineError
 
 
-def test_tensorflow_is_as_it_was_afterwards():
+def test_tensorflow_is_restored():
     stock = CollectiveAllReduceExtended._initialize_local_devices
     with pytest.raises(KeyError), worker_devices.worker_devices(["CPU:0", "CPU:1"]):
         inside = CollectiveAllReduceExtended._initialize_local_devices(None, None, "/job:worker/task:1")

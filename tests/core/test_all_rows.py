@@ -139,7 +139,7 @@ def test_two_and_four_replicas_are_one_device(loss):
 
 
 @pytest.mark.slow
-def test_stock_keras_learns_something_else(monkeypatch):
+def test_stock_keras_learns_other_weights(monkeypatch):
     """What the repair is for: without it each replica's loss is that of its own rows."""
     monkeypatch.setattr("tfgpu.core.row_mixing.all_rows._may_meet", lambda: False)
     with pytest.raises(AssertionError):
@@ -200,7 +200,7 @@ def own_step(self, data):
 
 
 @pytest.mark.slow
-def test_in_a_step_of_ones_own():
+def test_in_a_custom_step():
     for loss in (dice, from_center, total):
         check(lambda loss=loss: loss, step=own_step)
 
@@ -263,7 +263,7 @@ def test_a_function_that_gathers_by_itself_is_left_alone(caplog):
     assert counts.tries == 1 and counts.rows == {4} and not caplog.records
 
 
-def test_one_device_tries_nothing():
+def test_one_device_runs_no_trial():
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
     model.compile("sgd", counts := Counts(dice))
     repairs.repair_keras()
@@ -271,7 +271,7 @@ def test_one_device_tries_nothing():
     assert not counts.tries
 
 
-def test_says_what_it_does(caplog):
+def test_the_trial_is_logged(caplog):
     with tfgpu.strategy("mirrored", devices=2).scope():
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, "sigmoid")])
         model.compile("sgd", dice, metrics=[recall])
@@ -284,7 +284,7 @@ def test_says_what_it_does(caplog):
     assert said[1].startswith("The metric 'recall' is not a mean")
 
 
-def test_what_cannot_be_tried_is_named(caplog):
+def test_a_failed_trial_is_named(caplog):
     def fussy(y, p):
         if tf.executing_eagerly():
             raise ValueError("not with these numbers")

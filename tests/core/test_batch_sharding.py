@@ -87,7 +87,7 @@ print(json.dumps({"said": said, "loss": loss}))
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_workers_with_data_of_different_lengths_are_told(together):
+def test_workers_with_data_of_different_lengths_are_reported(together):
     found = together(OTHER_LENGTHS_SCRIPT, {"worker": 2})
     for rank, batches in ((0, 2), (1, 3)):
         assert f"this one's has {batches} batches" in found[f"worker{rank}"]["said"]

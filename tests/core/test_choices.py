@@ -39,7 +39,7 @@ def test_a_mark_is_found_through_what_calls_the_function():
     assert choices.of(lambda y, p: y - p) is None and choices.of(max) is None and choices.of(OwnLoss.call) is None
 
 
-def test_a_class_speaks_for_subclasses_and_an_instance_for_itself():
+def test_a_class_applies_to_subclasses_and_an_instance_to_itself():
     class Marked(Own):
         pass
 

@@ -40,7 +40,7 @@ def test_a_table_of_the_replicas_values_takes_no_product(shape):
     assert not types & PRODUCTS
 
 
-def test_one_replicas_nan_is_its_own():
+def test_a_nan_stays_on_its_replica():
     def step():
         return collectives.all_reduce([travel.at_own_place(tf.where(number() == 1.0, np.nan, number()))])
 
@@ -117,7 +117,7 @@ def test_one_replica_sends_nothing():
     assert (dense[0].tolist(), rows[0].tolist(), small) == ([1.0] * 4, [[1.0] * 3] * 2, [1.0])
 
 
-def test_gradients_meet_in_packs_that_wait_for_nothing_else():
+def test_gradient_packs_wait_for_nothing_else():
     """The last layers' gradients are ready first: their pack does not wait for those of the first layers."""
     with gpu_way.gpu_way():
         strategy = tfgpu.strategy("mirrored", ["CPU:1", "CPU:2"], bytes_per_pack=399)

@@ -10,7 +10,7 @@ from tfgpu.callbacks import Checkpoint
 
 
 @pytest.mark.slow
-def test_a_step_that_is_too_large_says_what_it_asked_for(tmp_path):
+def test_an_oversized_step_names_its_allocation(tmp_path):
     count = 1 << 22  # a matrix of count x count numbers for each row: more than a process can address
 
     with tfgpu.strategy("mirrored", devices=2).scope():

@@ -76,7 +76,7 @@ def test_the_first_extension_that_sums_decides(registered):
     assert trained() == pytest.approx(0.75)
 
 
-def test_an_error_is_explained_by_who_has_registered(monkeypatch):
+def test_an_error_is_explained_by_a_registered_function(monkeypatch):
     from tfgpu.core.error_messages import explained
 
     registry = extensions.Registry()

@@ -150,7 +150,7 @@ def test_a_generator_of_python_does_not_run_once_a_method_has_returned(kind, met
 
 
 @pytest.mark.parametrize("kind", ["one_device", "mirrored"])
-def test_a_file_of_a_cache_can_be_written_anew_at_once(kind, tmp_path):
+def test_a_cache_file_can_be_rewritten_at_once(kind, tmp_path):
     model = build(tfgpu.strategy(kind, devices=2 if kind == "mirrored" else None))
     x = features()
     source = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).cache(str(tmp_path / "cache")).batch(1)
@@ -199,19 +199,19 @@ CONTAINED = {
 
 
 @pytest.mark.parametrize("what", REACHING)
-def test_data_that_reaches_out_of_itself(what):
+def test_data_with_side_effects(what):
     assert iterator_end.reaches_out(REACHING[what]())
 
 
 @pytest.mark.parametrize("what", CONTAINED)
-def test_data_that_keeps_to_itself(what):
+def test_data_without_side_effects(what):
     assert not iterator_end.reaches_out(CONTAINED[what]())
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("distribute", ["dataset", "function"])
 @pytest.mark.parametrize("reaches", [False, True], ids=["contained", "reaching"])
-def test_distributed_data_is_what_it_is_made_of(distribute, reaches, ends):
+def test_distributed_data_is_judged_by_its_datasets(distribute, reaches, ends):
     strategy = tfgpu.strategy("mirrored", devices=2)
     source = (_generated() if reaches else tf.data.Dataset.range(3)).batch(2)
     if distribute == "dataset":
@@ -222,7 +222,7 @@ def test_distributed_data_is_what_it_is_made_of(distribute, reaches, ends):
     assert bool(ends.all()) is not reaches
 
 
-def test_nothing_of_python_runs_where_an_iterator_goes():
+def test_no_python_runs_when_an_iterator_is_destroyed():
     """What an interrupt raised there would be lost: Ctrl-C would do nothing."""
     iterator = iter(iterator_end.Data(data()))
     next(iterator)
@@ -236,7 +236,7 @@ def test_nothing_of_python_runs_where_an_iterator_goes():
     _wait()
 
 
-def test_a_machine_without_another_thread_still_ends_data(ends, monkeypatch):
+def test_data_ends_even_if_no_thread_can_start(ends, monkeypatch):
     iterator_end._waiting()
     start = threading.Thread.start
 

@@ -70,7 +70,7 @@ elif sys.argv[2] == "xla":
         pytest.param("averaging", "loops", marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_traced_again_and_again(tmp_path, strategy, what):
+def test_nothing_is_retraced(tmp_path, strategy, what):
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TF_CPP_MIN_LOG_LEVEL": "2"}
     command = [sys.executable, "-c", SCRIPT, strategy, what]
     ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
@@ -78,7 +78,7 @@ def test_nothing_is_traced_again_and_again(tmp_path, strategy, what):
     assert "triggered tf.function retracing" not in ran.stderr
 
 
-def test_data_of_several_shapes_is_dealt_under_one_strategy():
+def test_data_of_several_shapes_is_sharded_under_one_strategy():
     """The function that deals batches is the strategy's; it must not become one for tensors of no rank."""
     strategy = tfgpu.strategy("mirrored", devices=2)
     for wanted in ((4,), (5,), (2, 2, 2), (2, 3), (4,)):

@@ -156,7 +156,7 @@ def test_xla_draws_what_one_device_with_xla_draws(name, dtype):
     same(got, alone(draw(reference), rows(6, 3), jit=True))
 
 
-def test_a_generator_with_state_moves_on_once_a_step():
+def test_a_generator_with_state_advances_once_per_step():
     with mirrored(2).scope():
         inside = keras.random.SeedGenerator(5)
     reference = keras.random.SeedGenerator(5)
@@ -168,7 +168,7 @@ def test_a_generator_with_state_moves_on_once_a_step():
     assert [c.numpy().tolist() for c in inside.state.value.values] == [[5, 3], [5, 3]]
 
 
-def test_a_generator_made_outside_the_scope_moves_on_once_a_step():
+def test_a_generator_made_outside_the_scope_advances_once_per_step():
     outside, reference = keras.random.SeedGenerator(5), keras.random.SeedGenerator(5)
 
     def draw(generator):
@@ -248,7 +248,7 @@ def test_initial_values_are_the_same_on_all_replicas():
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def test_without_a_step_keras_is_as_it_was():
+def test_outside_a_step_keras_is_unchanged():
     strategy = mirrored(2)
     masks = strategy.run(lambda: keras.random.dropout(tf.ones([4, 8]), 0.5, seed=1))
     first, second = strategy.experimental_local_results(masks)

@@ -72,6 +72,6 @@ def trained(strategy, *, batch, is_static):
 
 @pytest.mark.parametrize("is_static", [True, False])
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_an_unreduced_loss_of_one_row_a_replica_is_a_sum(replicas, is_static):
+def test_an_unreduced_loss_of_one_row_per_replica_is_a_sum(replicas, is_static):
     alone = trained(strategies.one_device("CPU:0"), batch=replicas, is_static=is_static)
     assert trained(strategies.mirrored(replicas), batch=replicas, is_static=is_static) == pytest.approx(alone, abs=1e-6)

@@ -135,7 +135,7 @@ def test_blocks_with_collectives_take_four_seconds_at_most():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["auto", 1])
-def test_a_callback_that_looks_at_batches_is_called_after_each(asked):
+def test_a_callback_with_batch_hooks_is_called_after_each_batch(asked):
     seen = []
     each = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
     model = build(tf.distribute.get_strategy(), steps_per_execution=asked)
@@ -144,7 +144,7 @@ def test_a_callback_that_looks_at_batches_is_called_after_each(asked):
     assert seen == list(range(7))
 
 
-def test_which_stock_callbacks_look_at_batches(tmp_path):
+def test_which_stock_callbacks_have_batch_hooks(tmp_path):
     c = keras.callbacks
     path = str(tmp_path / "m.keras")
     epochs_only = [
@@ -188,7 +188,7 @@ def test_validation_runs_in_blocks_too(strategy):
     assert seen == list(range(6))
 
 
-def test_a_step_of_one_s_own_with_logs_of_any_shape(strategy):
+def test_a_custom_step_with_logs_of_any_shape(strategy):
     class Own(keras.Sequential):
         def train_step(self, data):
             logs = super().train_step(data)
@@ -236,7 +236,7 @@ def test_fitting_again_traces_nothing(strategy):
     assert len(traces) == before
 
 
-def test_a_dataset_of_one_s_own_hears_of_the_same_epochs():
+def test_a_custom_dataset_is_told_the_same_epochs():
     class Told(keras.utils.PyDataset):
         def __init__(self):
             super().__init__()
@@ -278,7 +278,7 @@ def test_a_wrong_number_of_steps_is_one_clear_error(wrong):
         build(tf.distribute.get_strategy(), steps_per_execution=wrong)
 
 
-def test_a_number_of_numpy_s_is_a_number():
+def test_a_numpy_number_is_accepted():
     assert build(tf.distribute.get_strategy(), steps_per_execution=np.int64(2)).steps_per_execution == 2
 
 
@@ -321,7 +321,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_a_callback_on_the_chief_alone_hangs_nobody(together):
+def test_a_callback_only_on_the_chief_does_not_hang(together):
     found = together(WORKER, {"worker": 2}, timeout=150)
     assert found["worker0"]["seen"] == 2 * list(range(6)) and found["worker1"]["seen"] == []
     assert {facts["iterations"] for facts in found.values()} == {36}

@@ -51,7 +51,7 @@ def test_weights_and_constants(weights):
     assert ask(lambda x: tf.constant([1.0, 2.0])) == "constants"
 
 
-def test_inside_branches_what_was_captured_counts(weights):
+def test_captured_values_count_inside_branches(weights):
     found = []
 
     @tf.function
@@ -66,5 +66,5 @@ def test_inside_branches_what_was_captured_counts(weights):
     assert found == [("data", "weights")]
 
 
-def test_eager_tensors_tell_nothing(weights):
+def test_eager_tensors_have_no_known_origin(weights):
     assert origin_of(weights.read_value()) == "data"

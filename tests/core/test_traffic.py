@@ -19,7 +19,7 @@ def test_bytes_are_those_of_the_traced_steps_and_of_each_call():
     assert meter.bytes == 92 + 4
 
 
-def test_an_unknown_shape_is_told():
+def test_an_unknown_shape_is_reported():
     meter = traffic.Meter()
     with meter.tracing("plain"):
         traffic.note([tf.TensorSpec([None, 2])])

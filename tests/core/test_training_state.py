@@ -67,7 +67,7 @@ def test_arrays_of_a_feature_that_is_not_there_are_ignored(counted, monkeypatch)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_training_goes_on_from_its_copy(replicas):
+def test_a_training_continues_from_its_copy(replicas):
     with strategies.mirrored(replicas).scope():
         model = line(keras.layers.Dropout(0.5, seed=1))
     model.fit(X, X[:, :1], batch_size=3, epochs=2, shuffle=False, verbose=0)

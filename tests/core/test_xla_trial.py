@@ -74,7 +74,7 @@ def as_text():
     ("layers", "why"),
     [(lambda: [keras.layers.Dropout(0.5)], "draws random numbers"), (as_text, "cannot compile the step")],
 )
-def test_what_xla_would_change_or_cannot_compile_is_left_alone(layers, why, caplog):
+def test_steps_that_xla_changes_or_cannot_compile_run_without_it(layers, why, caplog):
     one = tf.distribute.OneDeviceStrategy("CPU:0")
     expected, _ = steps_of(one, layers, jit_compile=False)
     with caplog.at_level("INFO", logger="tfgpu"):
@@ -85,11 +85,11 @@ def test_what_xla_would_change_or_cannot_compile_is_left_alone(layers, why, capl
         np.testing.assert_array_equal(weight, value)
 
 
-def test_keras_own_rule_stays_where_nothing_was_asked():
+def test_keras_own_rule_stays_the_default():
     _, steps = steps_of(tf.distribute.OneDeviceStrategy("CPU:0"), dense)
     assert steps.trial is None
 
 
-def test_another_word_is_an_error():
+def test_an_unknown_value_is_an_error():
     with pytest.raises(tfgpu.InputError, match="`jit_compile` must be True, False or \"auto\". Received: 'always'"):
         keras.Sequential([keras.layers.Dense(1)]).compile(jit_compile="always")

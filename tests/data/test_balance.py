@@ -29,7 +29,7 @@ def drawn(data):
     seed=st.integers(0, 2**62),
     epoch=st.integers(0, 2**40),
 )
-def test_every_class_alike_and_every_example_about_alike(labels, choice, seed, epoch):
+def test_every_class_equally_often_and_every_example_about_equally_often(labels, choice, seed, epoch):
     labels, indices = np.array(labels), np.arange(len(labels)) * 3
     count, order = balance.resample(indices, labels, choice=choice, seed=seed)
     got = order(tf.constant(epoch, tf.int64)).numpy()
@@ -90,7 +90,7 @@ def test_only_training_is_balanced():
         ({"balance": "undersample", "global_batch": 4}, "3 training examples"),
     ],
 )
-def test_a_choice_that_cannot_work_names_the_fix(options, message):
+def test_an_impossible_choice_names_the_fix(options, message):
     with pytest.raises(InputError, match=message):
         pipeline(FEW, **{"global_batch": 2, "validation": 0, "test": 0, **options})
 

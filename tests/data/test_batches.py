@@ -164,7 +164,7 @@ def test_empty_parts_are_none():
         ({"global_batch": 1, "cluster": Cluster(("a:1", "b:1"), 0, "worker", 0)}, "number of workers"),
     ],
 )
-def test_a_setting_that_cannot_work_names_the_fix(options, message):
+def test_an_invalid_setting_names_the_fix(options, message):
     with pytest.raises(InputError, match=message) as caught:
         pipeline(numbered(20), **options)
     assert "\n" not in str(caught.value)

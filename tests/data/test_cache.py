@@ -143,7 +143,7 @@ def test_skipped_examples_are_remembered(photos, tmp_path):
         assert len(skipped) == 1 and "002.png" in skipped[0]
 
 
-def test_two_that_want_one_cache_at_once_write_it_once(photos, tmp_path, monkeypatch):
+def test_two_processes_write_one_cache_once(photos, tmp_path, monkeypatch):
     writes = []
     renamed = os.rename
     monkeypatch.setattr(os, "rename", lambda a, b: (writes.append(b.suffix), renamed(a, b)))
@@ -152,7 +152,7 @@ def test_two_that_want_one_cache_at_once_write_it_once(photos, tmp_path, monkeyp
     assert np.array_equal(one, two) and sorted(writes) == [".examples", ".npz", ".verified"]
 
 
-def test_no_room_is_said_before_anything_is_written(photos, tmp_path, monkeypatch, caplog):
+def test_too_little_space_is_reported_before_anything_is_written(photos, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10}))
     with pytest.raises(MachineError, match="no room .* Use another"):
         pipeline(photos, global_batch=2, cache="disk", cache_directory=tmp_path / "c")
@@ -171,7 +171,7 @@ def test_no_room_is_said_before_anything_is_written(photos, tmp_path, monkeypatc
         ({"cache": "disk", "cache_directory": "/proc/none"}, "Cannot create cache_directory"),
     ],
 )
-def test_a_cache_that_cannot_be_says_why(photos, settings, message):
+def test_an_impossible_cache_says_why(photos, settings, message):
     with pytest.raises(InputError, match=message):
         pipeline(photos, global_batch=2, **settings)
 
@@ -187,7 +187,7 @@ def test_memory_that_is_enough_is_used_whatever_the_size_of_the_files(photos):
     assert open_source(str(photos), Reading(examine_bytes=0, memory_bytes=14 * 6 * 7 * 3 - 1)).cache == "none"
 
 
-def test_a_cached_set_is_dealt_to_replicas(photos, tmp_path):
+def test_a_cached_dataset_is_sharded_over_replicas(photos, tmp_path):
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     data = pipeline(Path(photos), global_batch=4, cache="disk", cache_directory=tmp_path, validation=0, test=0)
     expected = [x.numpy() for x, _ in data.train]

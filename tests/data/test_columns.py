@@ -114,7 +114,7 @@ def test_columns_that_cannot_be_used_are_named(features, rows, message):
     assert "\n" not in str(caught.value)
 
 
-def test_real_data_sets(tmp_path):
+def test_real_datasets(tmp_path):
     datasets = pytest.importorskip("datasets", reason="needs datasets: pip install 'tfgpu[hf]'")
     kinds = datasets.ClassLabel(names=["cat", "dog"])
     paths = [tmp_path / f"{i}.png" for i in range(20)]

@@ -93,7 +93,7 @@ def test_the_settings_reach_tf_data():
         ({"deterministic": False, "cluster": Cluster(("a:1", "b:1"), 0, "worker", 0)}, "one order.*2 workers"),
     ],
 )
-def test_a_setting_that_cannot_work_names_the_fix(settings, message):
+def test_an_invalid_setting_names_the_fix(settings, message):
     with pytest.raises(InputError, match=message):
         pipeline(numbered(30), global_batch=7, **settings)
 

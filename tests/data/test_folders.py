@@ -133,7 +133,7 @@ def test_all_corrupt_is_an_error_even_when_skipping(photos):
         pipeline(str(photos), global_batch=2, skip_corrupt=True)
 
 
-def test_folders_that_hold_no_data_set_are_named(tmp_path):
+def test_folders_without_a_dataset_are_named(tmp_path):
     with pytest.raises(InputError, match="No images in"):
         open_source(str(tmp_path))
     put(tmp_path / "1.png", image(0))

@@ -44,7 +44,7 @@ def squares(tmp_path_factory):
         file_utils.clear_registered_data_dirs()
 
 
-def test_a_prepared_set_is_read_with_its_own_parts(squares):
+def test_a_prepared_dataset_is_read_with_its_own_parts(squares):
     data = pipeline(f"tfds:{squares}", global_batch=4, validation=0.25)
     info = data.info
     assert (info.train_examples, info.validation_examples, info.test_examples) == (15, 5, 6)

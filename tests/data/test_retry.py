@@ -51,7 +51,7 @@ def test_training_on_a_drive_that_fails_ends_as_on_one_that_does_not():
 
 
 @pytest.mark.slow
-def test_a_drive_that_keeps_failing_is_told_and_saved_checkpoints_stay(tmp_path):
+def test_a_drive_that_keeps_failing_is_reported_and_checkpoints_stay(tmp_path):
     bad = Drive({4: 100})
     with pytest.raises(
         Exception, match=r"The data failed 3 times in a row after 4 elements: .*stale file handle"
@@ -87,7 +87,7 @@ def test_each_try_waits_twice_as_long(monkeypatch):
     assert waited == [0.5, 1.0, 2.0]
 
 
-def test_what_lasts_is_not_tried_again():
+def test_permanent_errors_are_not_retried():
     bad = tf.data.Dataset.range(3).map(lambda n: tf.reshape(n, [tf.cast(n, tf.int32)]))  # 0 is no shape of one number
     with pytest.raises(
         tf.errors.InvalidArgumentError, match="The data cannot be read beyond 0 elements: .*shape"
@@ -162,7 +162,7 @@ print(json.dumps([model.get_weights()[0].tolist(), history["loss"], left["fails"
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_two_workers_read_files_on_of_which_one_fails(together, tmp_path):
+def test_two_workers_continue_reading_after_one_file_fails(together, tmp_path):
     for at in range(3):
         (tmp_path / f"{at}.txt").write_text("".join(f"{row / 10}\n" for row in range(at * 4, at * 4 + 4)))
     files = sorted(map(str, tmp_path.glob("*.txt")))

@@ -148,6 +148,6 @@ def test_packed_sequences_do_not_see_one_another():
         (lambda: bucket([[1, 2]], [[1]], global_batch=1), "as long"),
     ],
 )
-def test_what_cannot_work_names_the_fix(call, message):
+def test_invalid_input_names_the_fix(call, message):
     with pytest.raises(InputError, match=message):
         call()

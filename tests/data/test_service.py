@@ -141,7 +141,7 @@ def test_whatever_error_ends_the_fetching_the_rest_is_made_here_at_once(caplog):
     assert "ValueError" in caplog.text and "No batch from" not in caplog.text
 
 
-def test_nobody_answers(photos):
+def test_no_service_answers(photos):
     with pytest.raises(InputError, match="No tf.data service answers at localhost:1 .*tfgpu data serve"):
         data(photos, service="localhost:1")
     with pytest.raises(InputError, match="must look like 'grpc://HOST:PORT'"):
@@ -149,12 +149,12 @@ def test_nobody_answers(photos):
 
 
 @pytest.mark.slow
-def test_what_is_in_memory_needs_no_service(shared):
+def test_data_in_memory_needs_no_service(shared):
     with pytest.raises(InputError, match="decoded examples in memory"):
         pipeline("digits", global_batch=8, service=shared[0])
 
 
-def test_what_cannot_be_served():
+def test_data_that_cannot_be_served():
     with pytest.raises(InputError, match="1 or more"):
         service.serve(0)
     with pytest.raises(InputError, match="`host` must be a name .*'no such host'"):

@@ -95,7 +95,7 @@ def test_each_example_is_read_once_an_epoch(tmp_path, caplog, count, memory_byte
     assert len({data.info.steps_per_epoch for data in made}) == 1
 
 
-def test_random_numbers_of_workers_do_not_meet(tmp_path):
+def test_random_numbers_of_workers_do_not_overlap(tmp_path):
     x = np.zeros([12, 4, 4, 1], np.uint8)
     write_shards((x, np.arange(12) % 2), tmp_path / "out", shards=4)
     options = {"global_batch": 12, "validation": 0, "test": 0, "augment": ["noise"], "sharding": "file"}
@@ -129,6 +129,6 @@ def test_auto_says_why(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("sharding", "message"), [("fil", "Did you mean 'file'"), ("file", "cannot be sharded by file: it is not read")]
 )
-def test_what_cannot_be_shared_out_is_named(sharding, message):
+def test_data_that_cannot_be_sharded_is_named(sharding, message):
     with pytest.raises(InputError, match=message):
         pipeline(images(10), global_batch=4, sharding=sharding, cluster=workers(2)[0])

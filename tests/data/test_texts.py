@@ -93,7 +93,7 @@ def test_a_corpus_through_the_pipeline(tmp_path):
         ("digits", {"length": 8}, "`length` applies to text: and corpus: only"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, monkeypatch, source, options, message):
+def test_invalid_input_is_reported(tmp_path, monkeypatch, source, options, message):
     pytest.importorskip("pyarrow")
     write(tmp_path, {"one/good/a.txt": "hello", "photos/cat/1.md": ""})
     write(tmp_path, {"bare.csv": "a,b,label\nx,y,1\n", "holes.csv": "text,label\nx,1\n,0\n"})

@@ -67,7 +67,7 @@ def test_the_next_token_is_a_label():
     assert weight[0].numpy().sum() == 0
 
 
-def test_columns_that_are_no_numbers_are_left_out(caplog):
+def test_non_numeric_columns_are_skipped(caplog):
     with caplog.at_level(logging.INFO):
         data = tokenized(made(text=["a"] * 30, score=[0.5] * 30, token_type_ids=made()["input_ids"]), global_batch=30)
     x = data.peek()  # no labels

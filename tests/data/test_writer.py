@@ -208,7 +208,7 @@ def test_a_damaged_index_is_named(out, change, message):
         open_source(str(out))
 
 
-def test_another_program_s_index_is_none_of_ours(tmp_path):
+def test_another_programs_index_is_ignored(tmp_path):
     records.write(tmp_path / "a.tfrecord", zip(*numbered(4), strict=True))
     (tmp_path / manifest.FILE).write_text(json.dumps({"shards": []}))
     assert len(open_source(str(tmp_path)).labels) == 4
@@ -216,7 +216,7 @@ def test_another_program_s_index_is_none_of_ours(tmp_path):
         check_shards(tmp_path)
 
 
-def test_a_folder_that_is_in_use_is_safe(tmp_path, out):
+def test_a_folder_in_use_is_not_changed(tmp_path, out):
     write_shards(numbered(6), out, shards=2)
     before = sorted(out.iterdir())
     with pytest.raises(InputError, match="already has shards. Replace them with --overwrite"):
@@ -245,7 +245,7 @@ def test_of_two_writers_the_first_wins(tmp_path, out):
 
 
 @pytest.mark.parametrize("moment", ["in a shard", "before the index", "between the renames"])
-def test_an_interrupted_write_leaves_what_was_there(tmp_path, out, monkeypatch, moment):
+def test_an_interrupted_write_keeps_the_old_data(tmp_path, out, monkeypatch, moment):
     write_shards(numbered(6), out, shards=2)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
@@ -280,7 +280,7 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path, out, monkeypatch, 
         ({"image_size": 5}, "image files"),
     ],
 )
-def test_settings_that_cannot_work_name_the_fix(out, options, message):
+def test_invalid_settings_name_the_fix(out, options, message):
     with pytest.raises(InputError, match=message):
         write_shards(numbered(6), out, **options)
     assert not out.exists()

@@ -91,7 +91,7 @@ def test_doctors_of_processes_that_differ(addresses, clean, judged):
     assert "TFGPU_SEED differs: 1 on worker 0; 2 on worker 1" in named["Other workers"].found
 
 
-def test_alone_nothing_is_asked(clean, facts, by_name):
+def test_a_single_process_asks_nothing(clean, facts, by_name):
     environ = asking.with_tfgpu(clean())
     assert asking.ask(MODULE, ["cluster"], environ=environ, seconds=60)["cluster"] == {}
     facts["cluster"] = {}
@@ -118,7 +118,7 @@ def test_an_address_of_another_machine_and_a_name_that_nobody_knows(addresses, a
     assert judged(found, KUBERNETES_SERVICE_HOST="10.0.0.1")["Own address"].status == "ok"
 
 
-def test_a_training_that_waits_does_not_take_the_doctor_for_its_worker(addresses, clean, ask):
+def test_a_waiting_training_does_not_mistake_the_doctor_for_a_worker(addresses, clean, ask):
     workers = addresses(2)
     code = "from tfgpu import rendezvous; rendezvous.join()"
     environ = asking.with_tfgpu(clean(TF_CONFIG=config(workers, 1), TFGPU_STARTUP_TIMEOUT="60"))

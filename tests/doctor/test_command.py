@@ -27,7 +27,7 @@ def tfgpu(*words: str, environ: dict, cwd) -> subprocess.CompletedProcess:
         (["--bundle", "--run", "nowhere"], "There is no folder 'nowhere'"),
     ],
 )
-def test_wrong_input_is_said_at_once(words, error, clean, tmp_path):
+def test_invalid_input_is_reported_at_once(words, error, clean, tmp_path):
     done = tfgpu("doctor", *words, environ=clean(), cwd=tmp_path)
     assert done.returncode == 2 and error in " ".join(done.stderr.split()), done.stderr
 

@@ -293,6 +293,6 @@ def test_a_gpu_that_is_lost_hides_no_other(by_name, with_gpus, a_gpu):
         ({"NVIDIA_VISIBLE_DEVICES": "all"}, None),
     ],
 )
-def test_gpus_that_a_scheduler_has_promised(variables, status, by_name, with_gpus, a_gpu):
+def test_gpus_promised_by_a_scheduler(variables, status, by_name, with_gpus, a_gpu):
     check = by_name(with_gpus(a_gpu()), **variables).get("GPUs allocated")
     assert (check and check.status) == status

@@ -77,7 +77,7 @@ def titles(stream, last: str) -> list[str]:
 @pytest.mark.sample(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("words", [(), ("--json",), ("--fix",)])
-def test_each_part_is_told_before_the_next_begins(started, tmp_path, words):
+def test_each_part_is_reported_before_the_next_begins(started, tmp_path, words):
     process = started("--train", *words)
     stream = process.stderr if words else process.stdout
     if not words:
@@ -97,7 +97,7 @@ def test_each_part_is_told_before_the_next_begins(started, tmp_path, words):
 @pytest.mark.sample(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("words", [(), ("--json", "--bundle", "--output", "it.zip")])
-def test_an_interrupt_leaves_what_is_known(started, tmp_path, words):
+def test_an_interrupt_keeps_known_results(started, tmp_path, words):
     process = started("--train", *words)
     for name in ("multiply", "sums"):
         (tmp_path / name).touch()

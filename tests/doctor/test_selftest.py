@@ -141,7 +141,7 @@ def test_the_network_between_two_processes(addresses, clean):
     assert abs(ahead_s) <= within_s + 0.1
 
 
-def test_a_worker_that_does_not_start_is_told_by_the_launcher(clean):
+def test_a_worker_that_does_not_start_is_reported_by_the_launcher(clean):
     environ = asking.with_tfgpu(clean(TFGPU_REPAIR="0", PYTHONHASHSEED="oops"))
     found = selftest.launched(
         "multi_worker", ["-n", "2"], ["localhost"] * 2, environ=environ, gpus=0, ssh=None, seconds=60

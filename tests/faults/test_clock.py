@@ -42,7 +42,7 @@ def jumps(times: Path) -> list[int]:
     return [day for day in days if day]
 
 
-def test_a_fit_whose_clock_jumps_and_that_is_killed_goes_on_equal(tmp_path, group, result, clock):
+def test_a_killed_fit_whose_clock_jumps_resumes_with_equal_results(tmp_path, group, result, clock):
     variables, put = clock
     under = ("env", *(f"{name}={value}" for name, value in variables.items()))
     whole = group(tmp_path / "whole", "fit", **OPTIONS)

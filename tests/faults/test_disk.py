@@ -163,7 +163,7 @@ def test_a_folder_that_gets_read_only(checkpoints, cut, whole, result):
     stays_locked(mounted_read_only, os.strerror(errno.EROFS), checkpoints, cut, whole(1), result)
 
 
-def test_a_folder_that_nobody_may_change_any_more(tmp_path, cut, whole, result):
+def test_a_folder_that_becomes_immutable(tmp_path, cut, whole, result):
     folder = tmp_path / "cut" / "checkpoints"
     stays_locked(immutable, os.strerror(errno.EPERM), folder, cut, whole(1), result)
 

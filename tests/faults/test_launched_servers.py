@@ -128,7 +128,7 @@ def test_a_worker_that_dies_before_it_has_met_the_others_is_started_again_alone(
 
 
 @pytest.mark.parametrize(("victim", "words"), [("ps0", "ps 0: killed by SIGKILL"), ("chief0", "chief: killed by")])
-def test_a_killed_server_or_chief_starts_all_again_which_go_on_from_the_checkpoint(victim, words, served):
+def test_a_killed_server_or_chief_restarts_all_from_the_checkpoint(victim, words, served):
     group = served("fit", "--max-restarts", "1", epochs=4, slow=True)
     group.event("middle", 1, "chief0")
     while not (group.folder / "saved" / "epoch-0001" / "facts.json").is_file():

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(3600)
 
 
 @pytest.mark.parametrize(("variant", "workers"), [("fit", 1), ("workers", 2)])
-def test_sigterm_to_one_process_ends_all_and_the_next_start_goes_on(variant, workers, tmp_path, group, result):
+def test_sigterm_to_one_process_ends_all_and_the_next_start_resumes(variant, workers, tmp_path, group, result):
     options, rng = {"every_steps": None, "pause": 0.05}, random.Random(variant)
     whole = group(tmp_path / "whole", variant, workers=workers, **options)
     assert whole.wait() == [0] * workers, whole.said()

@@ -19,7 +19,7 @@ if os.environ.get("TFGPU_ATTEMPT") == "1" and json.loads(os.environ["TF_CONFIG"]
 
 
 @pytest.mark.parametrize("how", ["hangs", "sleeps", "leaves", "stock"])
-def test_who_never_starts_is_named_and_the_result_is_the_same(how, tmp_path, launched, whole, same_bytes):
+def test_a_process_that_never_starts_is_named_and_the_result_is_the_same(how, tmp_path, launched, whole, same_bytes):
     """`stock`: the script makes TensorFlow's own strategy."""
     environ = {}
     if how == "hangs":

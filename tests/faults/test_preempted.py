@@ -38,7 +38,7 @@ def test_sigterm_to_one_worker_restarts_all_at_their_step_and_spends_nothing(tmp
     assert run.events("start", attempt=3) == []
 
 
-def test_sigterm_to_the_launcher_ends_it_with_75_and_the_same_command_goes_on(tmp_path, launched, whole, same_bytes):
+def test_sigterm_to_the_launcher_ends_it_with_75_and_the_same_command_resumes(tmp_path, launched, whole, same_bytes):
     run = launched(tmp_path / "launcher", "slow", "--max-restarts", "3")
     run.event("middle", rank=0)
     run.process.send_signal(signal.SIGTERM)

@@ -11,7 +11,7 @@ from tfgpu.checkpoint import storage
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def test_another_number_of_workers_goes_on_with_the_same_result(tmp_path, launched, whole):
+def test_another_number_of_workers_resumes_with_the_same_result(tmp_path, launched, whole):
     launched(tmp_path / "two", epochs=2).finish()
     for workers in (3, 1):
         folder = tmp_path / f"then {workers}"

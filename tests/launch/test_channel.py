@@ -86,7 +86,7 @@ def test_a_program_that_is_gone_ends_the_worker(links):
     assert worker.closed.is_set()
 
 
-def test_a_desk_waits_until_its_tasks_are_gone(links):
+def test_a_listener_waits_until_its_tasks_are_gone(links):
     with TaskListener("localhost", links) as listener:
         with connected(listener.address, listener.key, 0):
             served(links[0])
@@ -97,7 +97,7 @@ def test_a_desk_waits_until_its_tasks_are_gone(links):
         assert not links[0].is_served
 
 
-def test_strangers_are_not_heard_and_keep_nobody_waiting(links):
+def test_strangers_are_ignored_and_block_nobody(links):
     with TaskListener("localhost", links) as listener, socket.create_connection(("localhost", listener.address[1])):
         with pytest.raises(Exception, match="digest"):
             connected(listener.address, b"another key", 0)
@@ -107,7 +107,7 @@ def test_strangers_are_not_heard_and_keep_nobody_waiting(links):
             assert links[2].receive() == [({"event": "hello"}, b"")]
 
 
-def test_a_desk_that_cannot_be_reached(links):
+def test_an_unreachable_listener(links):
     with TaskListener("localhost", links) as listener:
         address = listener.address
     with pytest.raises(MachineError, match="Worker 4 cannot reach the Spark driver.*driver_port"):

@@ -26,7 +26,7 @@ def touched(file: Path) -> int:
 
 
 @pytest.mark.processes
-def test_a_stopped_process_gives_no_sign_of_life_and_a_woken_one_does(tmp_path):
+def test_a_stopped_process_sends_no_heartbeat_and_a_resumed_one_does(tmp_path):
     file = tmp_path / "heart"
     code = "import time; from tfgpu.launch import heartbeat; heartbeat.beat(); time.sleep(120)"
     environ = {**os.environ, "TFGPU_HEARTBEAT": str(file)}
@@ -47,7 +47,7 @@ def test_a_stopped_process_gives_no_sign_of_life_and_a_woken_one_does(tmp_path):
         process.wait()
 
 
-def test_it_goes_on_while_python_computes(tmp_path):
+def test_the_heartbeat_continues_while_python_computes(tmp_path):
     file = tmp_path / "heart"
     end = heartbeat.beat(file, period_s=0.05)
     first = touched(file)
@@ -63,7 +63,7 @@ def test_without_a_file_it_does_nothing(monkeypatch):
     assert heartbeat.beat() is None
 
 
-def test_a_folder_that_is_gone_is_said_once_and_ends_nothing(tmp_path, caplog):
+def test_a_missing_folder_is_reported_once_and_ends_nothing(tmp_path, caplog):
     folder = tmp_path / "later"
     heart = folder / "heart"
     end = heartbeat.beat(heart, period_s=0.02)
@@ -116,7 +116,7 @@ def test_without_a_timeout_no_heartbeat_is_late(tmp_path, monkeypatch):
     assert not clock.look(watch, 1000) and watch.quiet_s == 999.5
 
 
-def test_a_supervisor_that_was_suspended_blames_nobody(tmp_path, monkeypatch):
+def test_a_suspended_supervisor_blames_no_process(tmp_path, monkeypatch):
     clock, file = Clock(monkeypatch), tmp_path / "heart"
     watch = heartbeat.Watch(file, 60.0)
     at(file, 1000)

@@ -339,11 +339,11 @@ def test_the_command_reaches_the_script_word_for_word(tmp_path):
     assert json.loads(done.stdout.splitlines()[-1]) == [odd, "$(ODD) $$", str(tmp_path)]
 
 
-def test_who_waits_for_ever_has_no_probe():
+def test_a_process_that_may_wait_forever_has_no_probe():
     assert "livenessProbe" not in container(manifests(job(silence_s=0), facts()))
 
 
-def test_the_probe_tells_a_silent_process(tmp_path):
+def test_the_probe_detects_a_silent_process(tmp_path):
     probe = container(manifests(job(), facts()))["livenessProbe"]
     assert probe["exec"]["command"][1:] == ["-c", PROBE, HEARTBEAT, "60"]
     heart = tmp_path / "heart"

@@ -29,7 +29,7 @@ def test_neighbors_stay_together_and_the_first_nodes_get_one_more(nodes, workers
     assert sum(found, []) == [f"worker {index}" for index in range(workers)]
 
 
-def test_parameter_servers_bring_a_chief_and_are_dealt_out():
+def test_parameter_servers_bring_a_chief_and_are_spread_over_nodes():
     assert spread(2, workers=2, parameter_servers=3) == [
         ["chief", "worker 0", "ps 0", "ps 2"],
         ["worker 1", "ps 1"],
@@ -46,7 +46,7 @@ def test_a_node_may_have_a_parameter_server_alone():
     assert [found[name]["CUDA_VISIBLE_DEVICES"] for name in ("worker 0", "ps 0")] == ["0,1", ""]
 
 
-def test_an_evaluator_has_a_place_in_no_cluster():
+def test_an_evaluator_is_outside_the_cluster():
     found = shares(Job("train.py", workers=2, evaluator=True), Place("", "h", 8, ("0", "1")))
     cluster = Cluster.from_environment(found["evaluator"])
     assert (cluster.task_type, cluster.rank, cluster.size) == ("evaluator", -1, 2)

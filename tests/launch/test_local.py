@@ -21,7 +21,7 @@ def seconds_to_end(launch) -> float:
 # What a process gets, and what it says
 
 
-def test_each_process_gets_its_place_its_share_and_its_arguments(launch):
+def test_each_process_gets_its_role_its_share_and_its_arguments(launch):
     script = "print(json.dumps([sys.argv[1:], config, {k: os.environ[k] for k in os.environ if 'T' in k}]))"
     code, out, _ = launch.run(script, workers=2, arguments=["--epochs", "3", "-n"], startup_timeout_s=7)
     assert code == 0
@@ -54,7 +54,7 @@ def test_streams_stay_apart_on_the_screen_and_together_in_the_file(launch):
 
 
 @pytest.mark.slow
-def test_colors_are_for_terminals_and_for_who_asks(launch):
+def test_colors_are_for_terminals_and_force_color(launch):
     _, out, _ = launch.run("print('hello')", workers=1, environ={"FORCE_COLOR": "1"})
     assert re.fullmatch(r"\033\[\d+mworker 0\|\033\[0m hello\n", out)
     _, out, _ = launch.run("print('hello')", workers=1, environ={"FORCE_COLOR": "1", "NO_COLOR": "1"})
@@ -71,7 +71,7 @@ def test_much_output_arrives_whole(launch):
 
 
 @pytest.mark.slow
-def test_a_reader_that_has_enough_ends_the_launch(launch):
+def test_a_closed_output_pipe_ends_the_launch(launch):
     launch.start("up()\nwhile True: print('x'); time.sleep(0.01)\n")
     launch.wait_for(2)
     launch.process.stdout.close()
@@ -113,13 +113,13 @@ def test_a_killed_worker_ends_the_group_before_the_grace_although_another_ignore
 
 
 @pytest.mark.slow
-def test_who_ended_before_is_named(launch):
+def test_processes_that_ended_earlier_are_named(launch):
     _, _, err = launch.run("if me == 'worker0': sys.exit(0)\ntime.sleep(1)\nsys.exit(5)\n")
     assert "Before that, worker 0 had ended with exit code 0." in err
 
 
 @pytest.mark.slow
-def test_what_the_script_started_and_left_is_ended_and_said(launch):
+def test_leftover_processes_of_the_script_are_killed_and_reported(launch):
     code, _, err = launch.run(launch.FAMILY)
     assert code == 0
     assert "Killed 6 process(es) that the script had left running on this machine." in err
@@ -190,7 +190,7 @@ DEAF = "for number in (2, 15): signal.signal(number, signal.SIG_IGN)\nup()\ntime
 
 
 @pytest.mark.slow
-def test_the_grace_has_an_end(launch):
+def test_the_grace_period_ends(launch):
     launch.start(DEAF, options={"grace_s": 1.0})
     launch.wait_for(2)
     launch.process.terminate()
@@ -228,12 +228,12 @@ def test_a_stopped_process_is_named_and_the_group_ends(launch):
 
 
 @pytest.mark.slow
-def test_who_never_gave_a_sign_of_life_is_not_missed(launch):
+def test_a_process_without_any_heartbeat_is_not_late(launch):
     assert launch.run("time.sleep(3)", silence_s=1.0)[0] == 0
 
 
 @pytest.mark.slow
-def test_a_clock_that_was_set_is_no_silence(launch):
+def test_a_changed_clock_is_no_timeout(launch):
     script = BEATING + "for i in range(30):\n    os.utime(beat() or os.environ['TFGPU_HEARTBEAT'], (i, i))\n    "
     assert launch.run(script + "time.sleep(0.1)\n", silence_s=1.0)[0] == 0
 
@@ -254,13 +254,13 @@ def test_the_whole_group_starts_again_on_fresh_ports(launch):
 
 
 @pytest.mark.slow
-def test_the_budget_has_an_end(launch):
+def test_restarts_run_out(launch):
     code, out, err = launch.run(ONCE + "sys.exit(3)", workers=2, max_restarts=1)
     assert code == 3 and "All restarts are used (1)." in err
     assert {line.split()[0] for line in launch.shown(out, "worker 0")} <= {"1", "2"}
 
 
-def test_a_preemption_spends_nothing_and_wrong_input_is_final(launch):
+def test_a_preemption_uses_no_restart_and_wrong_input_is_final(launch):
     script = ONCE + "if attempt == '1': sys.exit(75)\nsys.exit(2)\n"
     code, _, err = launch.run(script, max_restarts=1)
     assert code == 2

@@ -206,7 +206,7 @@ def test_descendants_are_found_and_zombies_are_not():
     process.communicate()
 
 
-def test_ends_in_words():
+def test_ends_are_described():
     assert [processes.described(code) for code in (0, 3, -15, -64)] == [
         "exit code 0",
         "exit code 3",
@@ -220,7 +220,7 @@ def test_ends_in_words():
 
 
 @pytest.mark.processes
-def test_a_supervisor_that_hears_nothing_for_too_long_ends_its_processes(tmp_path):
+def test_a_supervisor_without_messages_ends_its_processes(tmp_path):
     (tmp_path / "given").mkdir()
     command = [sys.executable, "-m", "tfgpu.launch.remote", "--grace=0", tmp_path / "given"]
     node = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

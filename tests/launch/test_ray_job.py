@@ -142,7 +142,7 @@ def test_a_killed_actor_restarts_the_group_which_ends_with_the_same_weights(clus
     check_nothing_is_left(cluster)
 
 
-def test_a_worker_that_is_asked_to_leave_saves_at_its_step_and_no_step_is_lost(cluster, unbroken, tmp_path):
+def test_a_worker_that_is_asked_to_stop_saves_at_its_step_and_no_step_is_lost(cluster, unbroken, tmp_path):
     seen = []
 
     def ask(report):
@@ -206,7 +206,7 @@ def test_wrong_input_is_not_tried_again(cluster, tmp_path):
     assert (tmp_path / "starts").read_text() == "x"
 
 
-def test_a_preemption_spends_no_restart(cluster, tmp_path):
+def test_a_preemption_uses_no_restart(cluster, tmp_path):
     def leave_once(path):
         import os
         import sys
@@ -241,7 +241,7 @@ def test_a_script_runs_with_its_arguments(cluster, tmp_path):
     assert len(list(tmp_path.glob("out*"))) == 1 and next(tmp_path.glob("out*")).read_text() == "red"
 
 
-def test_resources_that_are_not_there_are_named(cluster):
+def test_missing_resources_are_named(cluster):
     with pytest.raises(MachineError, match=r"Asked for: 3 workers with 2 CPU each.*machines have: 4 CPU"):
         tfgpu.launch.ray_job(train, 3, cpus_per_worker=2, startup_timeout_s=2)
     check_nothing_is_left(cluster)

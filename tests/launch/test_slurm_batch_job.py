@@ -55,7 +55,7 @@ def test_with_parameter_servers_the_chief_decides():
     assert ending([Record(3, 10.0), *servers[1:]], 3, chief_ends=True).code == 3
 
 
-def test_a_record_that_is_not_whole_is_none(tmp_path):
+def test_an_incomplete_record_is_none(tmp_path):
     record = tmp_path / "0.json"
     assert task.read(record) is None
     for text in ("", '{"code": 3', "[]", '{"code": 3, "other": 1}'):
@@ -87,7 +87,7 @@ def test_a_record_that_is_not_whole_is_none(tmp_path):
         ("", "RUNNING", None, False),  # A controller that is away ends no job.
     ],
 )
-def test_what_the_controller_says(tmp_path, monkeypatch, answer, state, requeues, preempted):
+def test_the_controllers_answers(tmp_path, monkeypatch, answer, state, requeues, preempted):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f"#!/bin/sh\necho 'JobId=7 Requeue=1 {answer} EligibleTime=2026-11-22T10:15:57'\n")
     scontrol.chmod(0o755)

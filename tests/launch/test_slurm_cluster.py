@@ -89,7 +89,7 @@ def test_a_task_that_is_killed_or_stopped_costs_a_restart(cluster, tmp_path, fau
     assert not run.left_over()
 
 
-def test_asked_to_leave_and_saved_is_requeued_and_goes_on(cluster, tmp_path):
+def test_a_task_that_saved_when_asked_to_stop_is_requeued_and_resumes(cluster, tmp_path):
     run = Run(tmp_path, tmp_path, 80)
     run.until_counting()
     time.sleep(1)
@@ -102,7 +102,7 @@ def test_asked_to_leave_and_saved_is_requeued_and_goes_on(cluster, tmp_path):
     print(f"asked to leave until it counts again: {run.times('from', 0)[1] - asked:.1f} s")
 
 
-def test_to_leave_without_saving_spends_a_restart(cluster, tmp_path):
+def test_stopping_without_saving_uses_a_restart(cluster, tmp_path):
     script = "import time; print('from at', time.time(), flush=True); time.sleep(1000)"
     run = Run(tmp_path, script=script, job={"max_restarts": 1})
     for start in (1, 2):
@@ -134,7 +134,7 @@ def test_an_administrators_requeue(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("partition", ["main", "hasty"])
-def test_preemption_saves_gives_way_and_goes_on(cluster, tmp_path, partition):
+def test_preemption_saves_yields_and_resumes(cluster, tmp_path, partition):
     run = Run(tmp_path, tmp_path, 80, partition=partition, options=("--exclusive",))
     run.until_counting()
     time.sleep(1)
@@ -160,7 +160,7 @@ def test_preemption_saves_gives_way_and_goes_on(cluster, tmp_path, partition):
     assert re.findall(r"from (\d+)", run.task(0))[1] != "0"
 
 
-def test_preemption_of_a_script_that_saves_nothing_begins_anew(cluster, tmp_path):
+def test_preemption_of_a_script_that_saves_nothing_starts_over(cluster, tmp_path):
     script = "import time; print('from at', time.time(), flush=True); time.sleep(8); print('counted')"
     run = Run(tmp_path, script=script, options=("--exclusive",))
     run.until_counting()
@@ -172,7 +172,7 @@ def test_preemption_of_a_script_that_saves_nothing_begins_anew(cluster, tmp_path
     assert [run.task(rank).count("counted") for rank in range(2)] == [1, 1]
 
 
-def test_the_time_limit_saves_and_goes_on(cluster, tmp_path):
+def test_the_time_limit_saves_and_resumes(cluster, tmp_path):
     run = Run(tmp_path, tmp_path, 1100, time="2", grace_s=30)
     assert run.wait(400) == 0
     assert run.facts()["JobState"] == "COMPLETED"
@@ -180,7 +180,7 @@ def test_the_time_limit_saves_and_goes_on(cluster, tmp_path):
     assert "TIMEOUT" not in run.log() and "DUE TO TIME LIMIT" not in run.log()
 
 
-def test_one_that_does_not_leave_is_killed_after_its_grace(cluster, tmp_path):
+def test_a_task_that_does_not_exit_is_killed_after_its_grace_period(cluster, tmp_path):
     run = Run(tmp_path, tmp_path, 1000, 1, 3, "deaf", grace_s=3, job={"silence_s": 0})
     run.until(lambda: run.task(1).count("now") == 1)
     subprocess.run(["scancel", "--signal=TERM", run.id], check=True)

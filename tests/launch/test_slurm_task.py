@@ -60,7 +60,7 @@ def finish(process) -> int:
         ("import os; os.kill(os.getpid(), 11)", 139),
     ],
 )
-def test_the_scripts_end_is_the_tasks_and_is_written_down(tmp_path, script, code):
+def test_the_scripts_exit_code_is_the_tasks_and_is_recorded(tmp_path, script, code):
     before = time.time()
     assert finish(start(tmp_path, script)) == code
     record = read(tmp_path / "record")
@@ -70,7 +70,7 @@ def test_the_scripts_end_is_the_tasks_and_is_written_down(tmp_path, script, code
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("answer", "code"), [("save", 75), ("none", 143), ("deaf", 137)])
-def test_a_task_that_was_asked_to_leave_answers_0_and_writes_the_truth(tmp_path, answer, code):
+def test_a_task_that_was_asked_to_stop_returns_0_and_records_the_code(tmp_path, answer, code):
     process = start(tmp_path, WAIT, answer, grace=1 if answer == "deaf" else 30)
     assert process.stdout.readline() == "ready\n"
     before = time.time()
@@ -90,6 +90,6 @@ def test_a_silent_script_is_killed_and_counts_as_124(tmp_path):
 
 
 @pytest.mark.processes
-def test_one_that_never_beat_is_not_silent(tmp_path):
+def test_a_process_without_a_first_heartbeat_is_not_silent(tmp_path):
     process = start(tmp_path, "import time; time.sleep(3)", silence=1)
     assert finish(process) == 0

@@ -96,7 +96,7 @@ def test_two_tasks_train_and_a_death_changes_nothing(cluster, undisturbed, tmp_p
 
 
 @pytest.mark.parametrize("command", [["scontrol", "requeue"], ["scancel", "--signal=TERM"]])
-def test_a_training_that_is_requeued_goes_on_at_its_step(cluster, undisturbed, tmp_path, command):
+def test_a_requeued_training_resumes_at_its_step(cluster, undisturbed, tmp_path, command):
     run = train(tmp_path, "slow")
     run.until(lambda: "step 6\n" in run.task(0), 300)
     subprocess.run([*command, run.id], check=True)

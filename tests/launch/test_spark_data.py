@@ -46,7 +46,7 @@ def test_batches_of_one_worker_are_the_rows_in_their_order(tmp_path):
     assert batches[0][0].dtype == tf.float32 and batches[0][1].dtype == tf.int64
 
 
-def test_a_seed_shuffles_the_batches_anew_in_each_epoch(tmp_path):
+def test_a_seed_reshuffles_the_batches_in_each_epoch(tmp_path):
     data = share(tmp_path, RowAssignment(40, 4, 1), 0, [], a=list(range(40)))
     batches = data.batches("a", seed=3)
     first, second = ([x.numpy()[0] for (x,) in batches] for _ in range(2))
@@ -83,7 +83,7 @@ def test_several_workers_need_the_strategy(tmp_path):
         ([{"a": 1}], "has the type struct"),
     ],
 )
-def test_columns_that_are_no_arrays(values, message):
+def test_columns_that_are_not_arrays(values, message):
     with pytest.raises(InputError, match=message):
         to_array(arrow.array(values), "c")
 
@@ -101,7 +101,7 @@ def test_part_of_a_larger_array_keeps_its_rows():
     assert to_array(arrow.array([[1, 2], [3, 4], [5, 6]]).slice(1, 2), "c").tolist() == [[3, 4], [5, 6]]
 
 
-def test_texts_do_not_stand_beside_numbers():
+def test_strings_cannot_be_combined_with_numbers():
     table = arrow.table({"t": ["a"], "n": [1]})
     with pytest.raises(InputError, match="'t' holds strings"):
         arrays_of(planned(["n", "t"], table.column_names), table)

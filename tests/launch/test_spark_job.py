@@ -42,7 +42,7 @@ def test_two_workers_train_as_one_device_does(local, tmp_path):
     check_nothing_is_left()
 
 
-def test_shuffled_rows_of_an_rdd_are_dealt_once_to_any_number_of_workers(local):
+def test_shuffled_rows_of_an_rdd_are_assigned_once_to_any_number_of_workers(local):
     def read(data):
         import pyarrow
 
@@ -81,7 +81,7 @@ def test_a_failure_and_a_preemption_start_the_group_again(local, tmp_path):
     assert found == (ROWS, "3")
 
 
-def test_a_worker_that_is_asked_to_leave_saves_and_the_next_start_goes_on(local, tmp_path):
+def test_a_worker_that_is_asked_to_stop_saves_and_the_next_start_resumes(local, tmp_path):
     seen = []
 
     def ask(report):
@@ -106,7 +106,7 @@ def test_ctrl_c_leaves_nothing_behind(local, tmp_path):
     assert frame(local).count() == ROWS
 
 
-def test_what_cannot_be_had_is_told(local):
+def test_missing_resources_are_reported(local):
     rows = frame(local)
     with pytest.raises(MachineError, match="Spark has 2 task slots after startup_timeout_s=1; 3 workers"):
         tfgpu.launch.spark_job(train, rows, 3, global_batch=16, startup_timeout_s=1)
@@ -134,7 +134,7 @@ def test_predictions_are_the_models(local, tmp_path):
     assert {row.n for row in found} == {7, None}  # pandas would have made 7.0 of it
 
 
-def test_predictions_that_cannot_be_had_are_told(local, tmp_path):
+def test_impossible_predictions_are_reported(local, tmp_path):
     (tmp_path / "model.keras").touch()
     rows, model = frame(local), tmp_path / "model.keras"
     with pytest.raises(InputError, match="must be a .keras file"):

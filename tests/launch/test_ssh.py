@@ -90,7 +90,7 @@ def test_a_node_whose_connection_is_lost_is_named_and_all_end(launch, options):
         ({"python": "/no/such/python"}, "/no/such/python"),
     ],
 )
-def test_what_keeps_a_node_away_is_named(launch, options, changes, words):
+def test_the_reason_for_an_unreachable_node_is_named(launch, options, changes, words):
     code, _, err = launch.run("up()", options={**options, **changes})
     assert code == 1 and "No supervisor could be started on " in err and words in err
     assert not list(launch.folder.glob("up-*"))

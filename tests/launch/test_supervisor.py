@@ -48,7 +48,7 @@ def test_a_preemption_uses_no_restart_and_waits_only_where_it_comes_at_once(monk
     assert (engine.waits, restarts.made) == ([0.0, 1.0], 0)
 
 
-def test_the_policy_ends_it_and_the_engine_hears_so(monkeypatch):
+def test_the_policy_ends_it_and_tells_the_engine(monkeypatch):
     engine = Engine(monkeypatch, (1, 3), (9, 3))
     assert supervise(engine, Restarts(most=1)) == Ending(9)
     assert engine.waits == [1.0, None]

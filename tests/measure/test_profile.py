@@ -134,7 +134,7 @@ def test_whole_batches_for_all_replicas_are_found(tmp_path):
     assert "experimental_distribute_dataset" in found.knob
 
 
-def test_rows_that_are_dealt_are_no_fault(tmp_path):
+def test_sharded_rows_are_no_fault(tmp_path):
     strategy = tfgpu.strategy("mirrored", devices=2)
     batches = tf.data.Dataset.from_tensors(np.ones((32, 64), "float32")).repeat(40)
 
@@ -153,7 +153,7 @@ def test_an_eager_step_is_found(tmp_path):
     assert "eager_step" in [finding.name for finding in report.findings] and report.window.marked_by == "batches"
 
 
-def test_nothing_is_left_in_force_afterwards(tmp_path):
+def test_nothing_stays_patched(tmp_path):
     call, gradient = type(tf.function(lambda: None)).__call__, tf.GradientTape.gradient
     with pytest.raises(ZeroDivisionError), profile(tmp_path):
         assert tf.GradientTape.gradient is not gradient

@@ -203,7 +203,7 @@ def test_retracing_names_the_function_and_the_argument(change, text, knob):
     assert names(judged(host(python=healthy, pool=work(300)))) == []
 
 
-def test_functions_that_are_made_anew_are_told_apart():
+def test_recreated_functions_are_distinguished():
     (found,) = judged(host(python=[call(at, True, 1) for at in (0, 100, 200)])).findings
     assert "a new tf.function of that name" in found.seen and "once, before the loop" in found.knob
 
@@ -299,7 +299,7 @@ def test_a_generator_works_only_where_it_is_pythons(operation, kinds):
     assert [stage.kind for stage in found] == kinds
 
 
-def test_an_input_without_a_stage_that_stands_out_is_slow_all_the_same():
+def test_an_input_without_an_outstanding_stage_is_still_slow():
     wait = [("IteratorGetNextOp::DoCompute", at, at + 80, {"id": 1}) for at in range(0, 1000, 100)]
     planes = host(python=[*steps((0, 1000), count=10), *wait], feed=[iterator("Map", 0, 5, 2, 99)])
     (found,) = judged(planes).findings
@@ -402,7 +402,7 @@ def test_a_callback_that_looks_at_single_batches_is_named():
         ("callbacks: Watch", "`every_batch = False`", "`every_batch = False`"),
     ],
 )
-def test_the_knob_is_one_that_what_sets_the_steps_of_a_call_does_not_undo(by, launching, between):
+def test_the_fix_does_not_conflict_with_what_sets_the_steps(by, launching, between):
     window = blocks_of_one(20, by).window
     assert (window.set_by, window.steps) == (by, 10)
     assert launching in knobs.launches(window) and between in knobs.python(window)
@@ -410,7 +410,7 @@ def test_the_knob_is_one_that_what_sets_the_steps_of_a_call_does_not_undo(by, la
         assert ("steps_per_execution" in knob) == (by == "steps_per_execution")
 
 
-def test_xla_is_no_knob_where_it_is_in_force():
+def test_xla_is_no_fix_if_it_is_already_used():
     pace, number = (judged(host(python=steps((0, 1000), set_by=by, jit=1))) for by in ("pace", "steps_per_execution"))
     assert names(pace) == ["launching"] and pace.findings[0].knob.startswith("If other processes")
     assert 'compile(..., steps_per_execution="auto").' in number.findings[0].knob
@@ -418,7 +418,7 @@ def test_xla_is_no_knob_where_it_is_in_force():
     assert 'jit_compile="auto"' in without.findings[0].knob
 
 
-def test_launching_tiny_batches_has_the_knob_of_what_launches_them():
+def test_tiny_batches_get_the_fix_for_their_caller():
     assert [names(blocks_of_one(20, by)) for by in ("train_on_batch", "pace")] == [["tiny_batch"]] * 2
     (found,) = blocks_of_one(20, "train_on_batch").findings
     assert "model.fit(dataset)" in found.knob and ".batch(256)" in found.knob
@@ -426,7 +426,7 @@ def test_launching_tiny_batches_has_the_knob_of_what_launches_them():
     assert names(report) == ["launching"] and "model.fit(dataset)" in report.findings[0].knob
 
 
-def test_an_eager_fit_is_pythons_as_a_loop_is():
+def test_an_eager_fit_is_python_bound_like_a_loop():
     marks, events = [(0, 400), (500, 900)], []
     for begin, _ in marks:  # 20 operations of 10 µs, of which 4 compute; then a read of 50 µs, and Python's own lines
         for at in range(begin, begin + 200, 10):
@@ -461,7 +461,7 @@ def one_block(*events, kernels=()):
         ([("IteratorGetNextOp::DoCompute", 100, 900, {})], "input-bound", "prefetch"),
     ],
 )
-def test_no_verdict_stands_without_a_knob(events, bound, knob):
+def test_every_verdict_has_a_fix(events, bound, knob):
     kernels = [("long_kernel", 0, 100, {})]
     report = one_block(*events, kernels=kernels)
     assert report.verdict == bound
@@ -470,7 +470,7 @@ def test_no_verdict_stands_without_a_knob(events, bound, knob):
     assert found.name in writing.text(report)
 
 
-def test_small_collectives_that_bound_the_steps_all_the_same_have_a_knob():
+def test_small_collectives_that_still_bound_the_steps_have_a_fix():
     kernels = [("long_kernel", 0, 600, {}), ("ncclDevKernel_AllReduce", 600, 740, {})]
     report = one_block(("IteratorGetNextOp::DoCompute", 740, 870, {}), kernels=kernels)
     assert report.shares["communication"] == pytest.approx(0.14) and findings.WORTH > 0.14

@@ -10,7 +10,7 @@ def test_the_median_and_the_spread_by_hand():
     assert rate.facts() == {"median": 10.0, "lowest": 8.0, "highest": 12.0, "repeats": 3}
 
 
-def test_rounds_go_to_and_fro():
+def test_rounds_alternate_direction():
     order = []
     runs = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
     rates = alternate(runs, repeats=3)
@@ -19,6 +19,6 @@ def test_rounds_go_to_and_fro():
 
 
 @pytest.mark.parametrize("seconds, repeats", [(0, 3), (-1, 3), (float("nan"), 3), (float("inf"), 3), (1, 0)])
-def test_nothing_to_measure_is_refused(seconds, repeats):
+def test_an_empty_measurement_is_refused(seconds, repeats):
     with pytest.raises(InputError, match="above 0|`repeats` must be"):
         check(seconds, repeats)

@@ -45,7 +45,7 @@ def test_a_callback_that_looks_at_single_batches_is_named():
     assert "steps_per_execution" not in fault.knob
 
 
-def test_train_on_batch_has_another_knob_than_fit():
+def test_train_on_batch_has_another_fix_than_fit():
     assert JUDGED["train_on_batch"].window.set_by == "train_on_batch"
     knob = found("train_on_batch")["tiny_batch"].knob
     assert "model.fit(dataset)" in knob and "steps_per_execution" not in knob

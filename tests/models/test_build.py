@@ -86,7 +86,7 @@ def test_an_unknown_model_names_the_closest(wrong, right):
 
 
 @pytest.mark.parametrize("name", ["", None, 3])
-def test_a_name_that_is_no_text(name):
+def test_a_name_that_is_not_a_string(name):
     with pytest.raises(InputError, match="must be a string"):
         models.build(name, input_shape=(8, 8, 1), classes=10)
 
@@ -126,7 +126,7 @@ def test_an_application_refuses_small_images_in_one_line():
 
 
 @pytest.mark.parametrize("option", ["weights", "classifier_activation", "include_top", "pooling"])
-def test_an_application_keeps_its_head(option):
+def test_an_application_keeps_its_top_layers(option):
     with pytest.raises(InputError, match=f"Unknown option of model MobileNetV2 '{option}'"):
         models.build("MobileNetV2", input_shape=(32, 32, 3), classes=10, options={option: None})
 

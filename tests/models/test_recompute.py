@@ -123,7 +123,7 @@ def test_it_saves_loads_and_exports(tmp_path):
     assert np.allclose(exported.serve(tf.constant(tokens, tf.int32)), model(tokens), atol=1e-6)
 
 
-def test_a_checkpoint_goes_on_with_or_without(tmp_path):
+def test_a_checkpoint_resumes_with_or_without_recomputation(tmp_path):
     plain, recomputed = build(False), build(True)
     plain.fit(X, Y, batch_size=8, verbose=0, callbacks=[tfgpu.callbacks.Checkpoint(tmp_path)])
     assert tfgpu.callbacks.Checkpoint(tmp_path).restore(recomputed).epoch == 1
@@ -163,7 +163,7 @@ def test_in_a_hand_written_loop():
     assert np.any(found[0][0] != 0)
 
 
-def test_what_is_no_truth_value_is_refused():
+def test_non_boolean_values_are_refused():
     with pytest.raises(InputError, match="`recompute` must be true or false. Received: recompute='yes'"):
         models.resnet((8, 8, 3), 10, depth=8, recompute="yes")
     with pytest.raises(InputError, match="'MobileNetV2' has no blocks to recompute. .* `tfgpu.models.Recompute`"):

@@ -41,7 +41,7 @@ def test_two_batches_make_one_update_and_the_third_waits(strategy):
     assert int(model.optimizer.iterations) == 1  # Keras counts updates
 
 
-def test_what_waits_is_saved_and_loaded_on_another_number_of_replicas(strategy, tmp_path):
+def test_pending_gradients_are_saved_and_loaded_on_another_number_of_replicas(strategy, tmp_path):
     model = line(strategy)
     model.fit(X, Y, batch_size=2, shuffle=False, verbose=0)
     model.save(tmp_path / "model.keras")
@@ -54,7 +54,7 @@ def test_what_waits_is_saved_and_loaded_on_another_number_of_replicas(strategy, 
         assert each.get_weights()[0].item() == pytest.approx(0.85 - 0.01 * (42.5 + 4.25) / 2, abs=1e-5)
 
 
-def test_gradients_meet_only_where_the_update_is(strategy):
+def test_gradients_are_reduced_only_at_the_update(strategy):
     model = line(strategy)
     with strategy.scope():
         model.optimizer.build(model.trainable_variables)
@@ -115,6 +115,6 @@ print(json.dumps({"waiting": float(waiting.numpy().astype("float32")[0, 0]), "dt
 @pytest.mark.processes
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_waits_is_read_on_all_workers(together, dtype):
+def test_pending_gradients_are_read_on_all_workers(together, dtype):
     for answer in together(WORKERS, {"worker": 2}, dtype).values():
         assert answer == {"waiting": 15.0, "dtype": dtype}

@@ -34,12 +34,12 @@ ROWS = [[8, 2, 0, 0], [0, 2, 6, 0]]
         (3, [-12, 0, -9, 0]),  # 3 and 3 wait: a tie at the second replica goes to the first place
     ],
 )
-def test_each_sends_its_largest_and_keeps_the_rest(steps, weights):
+def test_each_replica_sends_its_largest_and_keeps_the_rest(steps, weights):
     found, _ = trained([[8, 2, 0, 0], [0, 1, 6, 0]], steps, 0.25)
     assert found == weights
 
 
-def test_what_waits_is_sent_when_it_is_the_largest():
+def test_a_residual_is_sent_when_it_is_the_largest():
     # The second number grows by 1 a step while 1.5 is sent: after 1.5 | 2 (sends the second: 2) ...
     found, _ = trained([[3, 2, 0, 0], [3, 2, 0, 0]], 4, 0.25)
     # Parts 1.5 and 1 a step: sends 1.5 first; then 2 of the second; then 3 of the first; then 2 of the second.

@@ -55,7 +55,7 @@ def test_the_weights_are_averaged_by_rows():
     assert copies(model.variables[0]) == pytest.approx([20 - (3 * 3 + 2 * 10) / 5] * 2, abs=1e-5)
 
 
-def test_between_two_averagings_replicas_have_weights_of_their_own():
+def test_between_two_averagings_replicas_have_their_own_weights():
     strategy, seen = tfgpu.strategy("averaging", 2, every=3), []
     model = line(strategy, lambda: keras.optimizers.SGD(1.0), weight=20.0)
     look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: seen.append(copies(model.variables[0])))
@@ -172,7 +172,7 @@ def test_rounds_and_bytes():
     assert calls == int(calls) and 2 <= calls <= 10
 
 
-def test_synchronous_training_tells_its_bytes_too():
+def test_synchronous_training_counts_its_bytes_too():
     model = line(strategies.mirrored(2), lambda: keras.optimizers.SGD(1.0))
     with pytest.raises(InputError, match="not been trained"):
         averaging.traffic(model)
@@ -183,7 +183,7 @@ def test_synchronous_training_tells_its_bytes_too():
     assert (found.steps, found.rounds) == (4, 0) and found.bytes in (4 * 4 + 2 * 8, 4 * 4 + 3 * 8)
 
 
-def test_whoever_reads_reads_the_average(tmp_path, caplog):
+def test_every_read_returns_the_average(tmp_path, caplog):
     strategy = tfgpu.strategy("averaging", 2, every=100)
     model = line(strategy, lambda: keras.optimizers.SGD(1.0), weight=20.0)
     x = np.array([[1], [4]], "float32")
@@ -268,7 +268,7 @@ def test_masks_and_own_statistics_wait_for_the_averaging():
     assert seen == [[1, 4], pytest.approx([(3 * 2 + 2 * 8) / 5] * 2)]
 
 
-def test_a_loop_of_one_s_own_is_refused():
+def test_a_custom_loop_is_refused():
     strategy = tfgpu.strategy("averaging", 2)
     model = line(strategy, lambda: keras.optimizers.SGD(1.0))
     model.optimizer.build(model.trainable_variables)

@@ -38,7 +38,7 @@ def test_each_axis_parts_all_devices(data, pipeline, tensor):
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 40))
-def test_what_is_said_to_fit_fits(data, pipeline, tensor, count):
+def test_suggested_sizes_fit(data, pipeline, tensor, count):
     mesh = Mesh(data, pipeline, tensor)
     if mesh.size == count:
         mesh.check(count)
@@ -51,7 +51,7 @@ def test_what_is_said_to_fit_fits(data, pipeline, tensor, count):
         assert math.prod(sizes.values()) == count
 
 
-def test_names_are_made_alike():
+def test_names_are_normalized():
     assert Mesh(data=3, devices=["gpu:0", "1/gpu:00", "CPU:2"]).devices == ("GPU:0", "1/GPU:0", "CPU:2")
 
 

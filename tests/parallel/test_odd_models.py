@@ -142,7 +142,7 @@ class Refuses(layers.Layer):
         return x
 
 
-def test_rows_that_cannot_be_tried_are_told(caplog):
+def test_rows_that_cannot_be_tried_are_reported(caplog):
     pipeline(in_a_row(Refuses()), 2, 3, cuts=["third"])
     assert "Could not try" in caplog.text and "not these" in caplog.text and "`batch`" in caplog.text
 
@@ -256,6 +256,6 @@ def trained_around():
         ),
     ],
 )
-def test_what_cannot_be_is_told(make, message, tmp_path):
+def test_invalid_settings_are_reported(make, message, tmp_path):
     with pytest.raises(tfgpu.InputError, match=message):
         make(tmp_path)

@@ -156,7 +156,7 @@ def test_bad_input(make, settings, message):
         pipeline(make(), **settings)
 
 
-def test_what_comes_too_late_is_told():
+def test_late_calls_are_reported():
     model = pipeline(made(mlp), 2, 2, cuts=["third"])
     with pytest.raises(tfgpu.InputError, match="placed before"):
         pipeline(model, 2, 2, cuts=["third"])

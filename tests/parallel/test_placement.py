@@ -216,7 +216,7 @@ def test_bad_input(where, message):
         place(model, where)
 
 
-def test_what_comes_too_late_or_cannot_be_is_told():
+def test_late_and_invalid_calls_are_reported():
     model = make()
     model.compile("adam", "mse")
     with pytest.raises(tfgpu.InputError, match="Place it before `compile`"):

@@ -279,12 +279,12 @@ def test_the_planner_finds_a_layout_for_gpt3():
         (dict(per_host=0), "`per_host` must be"),
     ],
 )
-def test_what_has_no_meaning_is_refused(how, words):
+def test_meaningless_settings_are_refused(how, words):
     with pytest.raises(InputError, match=words):
         plan(SMALL, **({"devices": 8, "batch": 8} | how))
 
 
-def test_layouts_and_sizes_that_cannot_be_are_refused():
+def test_impossible_layouts_and_sizes_are_refused():
     with pytest.raises(InputError, match="Use hidden=64"):
         Transformer(layers=2, hidden=66, heads=8, sequence=8, vocabulary=8)
     with pytest.raises(InputError, match="`layers` must be"):
@@ -301,7 +301,7 @@ def test_layouts_and_sizes_that_cannot_be_are_refused():
         predict(SMALL, Layout(pipeline=9), batch=9)
 
 
-def test_what_is_given_goes_before_the_table():
+def test_arguments_override_the_table():
     slow = plan(SMALL, 8, batch=8, flops=1e6)[0]
     assert slow.step_time_s > 100 * plan(SMALL, 8, batch=8)[0].step_time_s
     narrow = planner.predict(SMALL, Layout(data=8), batch=8)
@@ -338,7 +338,7 @@ def test_the_command_prints_the_best_first(columns, tmp_path):
     assert len(rows) == 10
 
 
-def test_the_command_says_what_is_lacking():
+def test_the_command_reports_missing_memory():
     done = tfgpu("plan", *SIZES, "--devices", 2, "--memory", "1MB", "--batch", 4)
     assert done.returncode == 1
     assert "layouts do not fit. The nearest, " in done.stdout and "too much: parameters" in done.stdout
@@ -388,7 +388,7 @@ def test_the_page_shows_what_the_commands_print(capsys):
         ([*SIZES, "--layers", 10**8], "`layers` must be at most 10,000"),
     ],
 )
-def test_wrong_words_are_one_line(words, expected):
+def test_wrong_arguments_are_one_line(words, expected):
     done = tfgpu("plan", "--devices", 8, *words)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and expected in done.stderr

@@ -119,7 +119,7 @@ def test_in_one_process_the_same_script_runs():
     model.fit(np.ones((8, 8), "float32"), np.ones((8, 4), "float32"), verbose=0)
 
 
-def test_a_process_that_is_not_there_is_told():
+def test_a_missing_process_is_reported():
     with pytest.raises(tfgpu.InputError, match=r"no process 1 for the device '1/CPU:0'. Found: one. .*launch -n 2"):
         pipeline(PARTS["make"](), 2, 3, cuts=["third"], devices=["0/CPU:0", "1/CPU:0"])
 
@@ -217,7 +217,7 @@ class TestLaunched:
         assert ended(served, folder, within_s) == 0
         print(json.dumps({signal.Signals(number).name: round(time.monotonic() - at, 1)}))
 
-    def test_who_is_asked_to_leave_stays_until_the_first_one_has_saved(self, by_hand):
+    def test_a_process_that_is_asked_to_stop_stays_until_the_first_one_has_saved(self, by_hand):
         (chief, served), folder = by_hand("goes", EPOCHS="100000")
         wait_for("ended epoch 3", chief, folder)
         send(folder, 1, signal.SIGTERM)

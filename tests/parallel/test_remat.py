@@ -222,7 +222,7 @@ def test_only_the_inputs_of_blocks_are_kept():
 
 
 @pytest.mark.slow
-def test_xla_computes_it_anew_too():
+def test_xla_recomputes_too():
     found = []
     for recompute in (False, True):
         step = train_step(recompute, lambda: keras.layers.Dropout(0.5), keras.layers.BatchNormalization, blocks=2)

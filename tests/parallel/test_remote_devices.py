@@ -36,7 +36,7 @@ def test_all_connections_to_the_address_are_shut_down(server):
 
 
 @pytest.mark.parametrize("kind", ["socket", "file"])
-def test_a_number_that_something_else_has_by_now_is_left_alone(server, kind, monkeypatch, tmp_path):
+def test_a_reused_file_descriptor_is_left_alone(server, kind, monkeypatch, tmp_path):
     address, connect = server
     number = connect()[0].detach()
     listed = psutil.Process().net_connections("tcp")

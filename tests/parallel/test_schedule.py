@@ -71,6 +71,6 @@ def test_bad_input(arguments, message):
         training(*arguments)
 
 
-def test_rows_that_wait_for_each_other_are_told():
+def test_rows_that_wait_for_each_other_are_reported():
     with pytest.raises(InputError, match="wait for each other"):
         timed([[Cell(0, 0), Cell(0, 0, True)], [Cell(1, 0, True), Cell(1, 0)]])

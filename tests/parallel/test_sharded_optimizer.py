@@ -264,7 +264,7 @@ def test_tensorflows_checkpoint_is_one_devices(stage, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_anybody_assigns_counts(stage):
+def test_assignments_count(stage):
     one, model = made(), made(replicas=3, how={"stage": stage})
     for each in (one, model):
         fit(each, epochs=1)
@@ -275,7 +275,7 @@ def test_what_anybody_assigns_counts(stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("by", "stage"), [("name", 1), ("variable", 1), ("variable", 3)])
-def test_weight_decay_leaves_out_what_it_shall(by, stage):
+def test_weight_decay_respects_exclusions(by, stage):
     models = made(weight_decay=0.5), made(replicas=2, how={"stage": stage}, weight_decay=0.5)
     for model in models:
         if by == "name":
@@ -395,7 +395,7 @@ class NormedTogether(keras.optimizers.SGD):
 
 
 @pytest.mark.slow
-def test_an_optimizer_of_ones_own_is_tried():
+def test_a_custom_optimizer_is_tried():
     for kind, fits in ((Halving, True), (Normed, False), (NormedTogether, False)):
         models = [made(), made(replicas=2, how={"stage": 2})]
         for model in models:

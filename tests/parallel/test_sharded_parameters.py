@@ -290,7 +290,7 @@ def _ancestors(op):
 
 
 @pytest.mark.slow
-def test_at_no_time_all_parameters_are_there():
+def test_all_parameters_never_exist_at_once():
     def peak(stage):
         model = dict(name="mlp", input_shape=(1024,), classes=10, options=dict(widths=(1024,) * 12))
         asked = dict(model=model, batch=8, optimizer="adam", policy="float32", pipeline=None, shard=stage)

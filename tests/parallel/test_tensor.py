@@ -198,7 +198,7 @@ def test_a_layer_of_two_graphs_stays_whole():
         tensor(model, devices=2, plan={"shared": "column"})
 
 
-def test_a_label_outside_of_all_parts_is_no_number():
+def test_a_label_outside_all_shards_gives_nan():
     model = tensor(gated(), devices=2)
     with model.distribute_strategy.scope():
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
@@ -234,7 +234,7 @@ def test_a_layout_resumes_in_another_and_opens_anywhere(tmp_path):
 
 
 @pytest.mark.slow
-def test_gradients_that_wait_are_at_home_and_whole_in_files(tmp_path):
+def test_pending_gradients_are_on_their_devices_and_whole_in_files(tmp_path):
     """Of replicas whose layers lie in parts, in the middle of an update."""
     rows, labels = np.random.default_rng(0).normal(size=(8, 5, 8)).astype("float32"), np.ones((8, 5))
     by_eight = dict(batch_size=8, shuffle=False, verbose=0)
@@ -304,7 +304,7 @@ class Subclassed(keras.Model):
         (lambda: apply(small(), mesh(tensor=2), zero=1), "`zero` shards along `data`"),
     ],
 )
-def test_what_cannot_be_cut_is_said(call, words):
+def test_unsplittable_layers_are_reported(call, words):
     with pytest.raises(tfgpu.InputError, match=words):
         call()
 

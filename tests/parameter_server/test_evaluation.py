@@ -52,13 +52,13 @@ def test_the_newest_checkpoint_is_evaluated_as_the_training_evaluated_it(tmp_pat
     assert [line["epoch"] for line in lines] == [3]
 
 
-def test_one_that_is_started_again_evaluates_nothing_twice(tmp_path):
+def test_a_restarted_evaluator_evaluates_nothing_twice(tmp_path):
     train(tmp_path, epochs=1)
     assert len(evaluate_checkpoints(build(), batches(), tmp_path, last_epoch=1)) == 1
     assert evaluate_checkpoints(build(), batches(), tmp_path, last_epoch=1) == []
 
 
-def test_it_follows_a_training_that_goes_on(tmp_path):
+def test_it_follows_a_running_training(tmp_path):
     rows = []
     follower = threading.Thread(
         target=lambda: rows.extend(
@@ -128,7 +128,7 @@ def test_without_new_checkpoints_it_ends_after_its_patience(tmp_path):
 
 
 @pytest.mark.parametrize("argument", ["poll_s", "patience_s"])
-def test_a_time_of_nothing_is_refused(argument, tmp_path):
+def test_a_time_of_zero_is_refused(argument, tmp_path):
     with pytest.raises(tfgpu.InputError, match=f"`{argument}` must be above 0. Received: 0"):
         evaluate_checkpoints(build(), batches(), tmp_path, **{argument: 0})
 

@@ -21,7 +21,7 @@ CHIEF = Cluster(**PS, rank=0, task_type="chief")
         ({"cluster": Cluster(**PS, rank=-1, task_type="evaluator")}, "evaluate_checkpoints"),
     ],
 )
-def test_what_cannot_be_is_refused(options, words):
+def test_invalid_settings_are_refused(options, words):
     with pytest.raises(InputError, match=words):
         strategies.parameter_server(**{"cluster": CHIEF, **options})
 
@@ -159,7 +159,7 @@ say(loss=history["loss"], expected=expected["loss"])
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_deterministic_operations_have_no_clock_and_train_all_the_same(group):
+def test_deterministic_operations_train_without_a_clock(group):
     # TensorFlow refuses `tf.timestamp`, by which closures of steps are timed.
     processes = group(DETERMINISTIC, chief=1, worker=1, ps=1)
     processes.start_all()
@@ -401,7 +401,7 @@ def test_a_killed_worker_s_steps_are_run_again_and_it_may_come_back(group, tmp_p
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_server_ends_the_chief_and_the_checkpoint_goes_on(group, tmp_path):
+def test_a_killed_server_ends_the_chief_and_the_checkpoint_resumes(group, tmp_path):
     processes = group(DEATHS, chief=1, worker=2, ps=2)
     processes.start_all(tmp_path / "run")
     processes.wait_for("chief0", "begins epoch 1")

@@ -26,7 +26,7 @@ def test_a_peer_that_does_not_answer_is_named(monkeypatch):
         strategies.parameter_server(cluster=CHIEF)
 
 
-def test_a_timeout_that_is_no_number_is_named(monkeypatch):
+def test_a_non_numeric_timeout_is_named(monkeypatch):
     monkeypatch.setenv("TFGPU_STARTUP_TIMEOUT", "soon")
     with pytest.raises(InputError, match="TFGPU_STARTUP_TIMEOUT must be a number of seconds.*Received: 'soon'"):
         strategies.parameter_server(cluster=CHIEF)
@@ -84,7 +84,7 @@ def test_a_server_has_the_devices_that_tf_config_shows(group):
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_server_leaves_when_it_is_asked_to_and_was_watched(group, tmp_path):
+def test_a_watched_server_exits_when_asked_to(group, tmp_path):
     script = "import sys, tfgpu\ntfgpu.strategy('parameter_server', watch=sys.argv[1])"
     processes = group(script, chief=1, worker=1, ps=1, startup_timeout=0)
     processes.start("ps0", tmp_path)
@@ -115,7 +115,7 @@ def standing_for(address):
 
 
 @pytest.mark.processes
-def test_a_port_where_nobody_listens_does_not_answer_itself(addresses, monkeypatch):
+def test_a_port_without_a_listener_does_not_answer_itself(addresses, monkeypatch):
     """TCP can connect a socket with itself, where Linux chooses for its near end the very port that is called."""
     address = addresses(1)[0]
     host, _, port = address.rpartition(":")

@@ -132,7 +132,7 @@ def test_no_gradient_is_older_than_the_bound(bound, workers, trained):
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_without_a_bound_the_others_run_on(trained):
+def test_without_a_bound_the_others_continue(trained):
     old = ages(trained(None, 2)["one"])
     assert old[SLOW] > 4, old  # more than a bound of 2 lets through
 
@@ -141,7 +141,7 @@ PS = dict(workers=("localhost:1", "localhost:2"), parameter_servers=("localhost:
 
 
 @pytest.mark.parametrize("value", [-1, 1.0, True, "1", np.int64(1)])
-def test_what_is_no_whole_number_is_refused(value):
+def test_non_integers_are_refused(value):
     words = rf"`max_staleness` must be a whole number from 0, or None for no bound. Received: {value!r}"
     with pytest.raises(InputError) as caught:
         strategies.parameter_server(max_staleness=value, cluster=Cluster(**PS, rank=0, task_type="chief"))

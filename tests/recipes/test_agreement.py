@@ -36,7 +36,7 @@ from tfgpu.training.optimizers import LARS
         ({"length": 1}, "`length` should be greater than or equal to 2"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(settings, expected):
+def test_contradicting_settings_are_one_line(settings, expected):
     with pytest.raises(InputError) as caught:
         make(settings)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
@@ -127,7 +127,7 @@ OWN_AVERAGE = {"epochs": 2, "optimizer_options": {"use_ema": True}}
         ({"epochs": 2, "weight_average": "swa"}, None),
     ],
 )
-def test_an_average_that_is_still_the_beginning_is_told(settings, expected):
+def test_an_average_that_is_still_the_initial_value_is_reported(settings, expected):
     recipe = make(settings)
     said = endings.about_average(recipe, compiling.optimizer(recipe, learning_rate=0.1), steps_per_epoch=40)
     if expected is None:
@@ -148,7 +148,7 @@ def test_the_share_of_the_beginning_is_what_keras_keeps_of_it():
     assert f"a share of {float(weight):.1%}" in said and "91.4%" in said  # 0.99 ** 9
 
 
-def test_what_it_advises_is_enough():
+def test_the_suggested_value_suffices():
     few = make(AVERAGED)
     said = endings.about_average(few, compiling.optimizer(few, learning_rate=0.1), steps_per_epoch=7)
     momentum, epochs = re.search(r"momentum=([\d.]+)\), train for at least (\d+)", said).groups()

@@ -49,7 +49,7 @@ def test_the_best_of_a_column_is_bold(made):
     assert re.findall(r'class="best">([^<]+)<', second) == ["75.00%", "0.5", "10", "3,200"]
 
 
-def test_damaged_runs_are_said(made):
+def test_damaged_runs_are_reported(made):
     cut = made("cut", rows=["1,2.0,0.5,1.5,0.1,0.01,2.0", "2,1.0,x"])
     running = made("running", facts={"versions": {}}, rows=None)
     broken = made("broken")
@@ -68,7 +68,7 @@ def test_names_are_as_long_as_they_must_be(made):
     assert names == ["x/run", "y/run", "y/other"]
 
 
-def test_names_that_would_be_shown_alike_are_numbered(made):
+def test_names_that_look_the_same_are_numbered(made):
     names = [run.name for run in compare([made("a\x1b/run"), made("a\x07/run")]).runs]
     assert [name[-4:] for name in names] == [" (1)", " (2)"]
 
@@ -107,7 +107,7 @@ def test_one_run_and_the_same_one_twice(made):
     assert "1 run, side by side" in render(compare([folder]))
 
 
-def test_thirty_runs_have_lines_of_their_own(made):
+def test_thirty_runs_have_separate_lines(made):
     page = render(compare([made(f"run{at:02d}", learning_rate=at) for at in range(30)]))
     looks = re.findall(r'<i class="d(\d)" style="border-top-color: ([^"]+)">', page)[:30]
     assert len(set(looks)) == 30
@@ -115,7 +115,7 @@ def test_thirty_runs_have_lines_of_their_own(made):
     assert "#fe0000" not in page
 
 
-def test_a_strangers_text_is_text(made):
+def test_untrusted_text_is_escaped(made):
     page = render(compare([made("<script>alert(1)<", model="<img src=x>", note={"<b>": ["<i>"]})]))
     assert "<script>alert" not in page and "<img src=x>" not in page and "<b>" not in page
 
@@ -133,7 +133,7 @@ def test_wrong_paths(tmp_path, made):
         compare([])
 
 
-def test_only_a_page_of_its_own_is_replaced(made, tmp_path):
+def test_only_our_own_page_is_replaced(made, tmp_path):
     found, page = compare([made("a")]), tmp_path / "page.html"
     write(found, page)
     before = page.read_text()

@@ -88,7 +88,7 @@ def test_what_a_recipe_says_of_its_examples(settings, shape):
     assert dry.shape_of(recipe.make(settings)) == (shape and dry.Shape(*shape))
 
 
-def test_data_that_says_nothing_of_its_shape_is_opened(tmp_path, monkeypatch):
+def test_data_without_a_known_shape_is_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="No such data folder or file: 'nothing/'"):
         dry.run(recipe.make({"data": "nothing/"}))
@@ -98,7 +98,7 @@ def test_data_that_says_nothing_of_its_shape_is_opened(tmp_path, monkeypatch):
     ("name", "message"),
     [("imagnet", "Did you mean 'imagenet'"), ("no/such", "No such recipe"), ("no.yaml", "Cannot read the config file")],
 )
-def test_a_recipe_that_is_not_there(name, message):
+def test_a_missing_recipe(name, message):
     with pytest.raises(InputError, match=message):
         ready.read(name)
 

@@ -83,7 +83,7 @@ def test_the_page_is_whole_and_shows_the_numbers():
         assert expected in text, expected
 
 
-def test_nothing_is_loaded_from_elsewhere():
+def test_nothing_is_loaded_from_other_hosts():
     tags = Tags(page())
     loaded = [value for name, value in tags.attributes if name in ("src", "href", "xlink:href", "srcset")]
     assert all(value.startswith("#") for value in loaded)

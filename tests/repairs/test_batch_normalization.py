@@ -197,7 +197,7 @@ def test_moments_of_64_bits_are_averaged_in_64_bits():
     np.testing.assert_allclose(model.layers[0].moving_mean.numpy(), expected, rtol=1e-13)
 
 
-def test_synchronized_layers_see_all_rows_all_the_same():
+def test_synchronized_layers_still_see_all_rows():
     norm = lambda: keras.layers.BatchNormalization(synchronized=True)  # noqa: E731
     one = trained(tfgpu.strategy("one_device"), norm)
     ours = trained(tfgpu.strategy("mirrored", devices=2, batch_norm="replica"), norm)

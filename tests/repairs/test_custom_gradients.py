@@ -82,7 +82,7 @@ def test_variables_and_nested_results():
     assert [float(value) for value in step()] == [3, 7]
 
 
-def test_a_graph_that_is_gone_leaves_no_gradient():
+def test_a_freed_graph_leaves_no_gradient():
     graphs = []
 
     @tf.function
@@ -134,7 +134,7 @@ def fit_anew(way: str) -> None:
 
 @pytest.mark.sample("BatchNormalization", "recomputed")
 @pytest.mark.parametrize("way", WAYS)
-def test_models_that_are_gone_leave_no_graph(way):
+def test_freed_models_leave_no_graph(way):
     fit_anew(way)
     before = live_graphs()
     for _ in range(2):

@@ -53,7 +53,7 @@ def alone(layer, values):
 @pytest.mark.sample("MixUp-split2", "CutMix-split0")
 @pytest.mark.parametrize("split", [(2, 1, 1, 1), (2, 2, 1, 0), (0, 5, 0, 0)])
 @pytest.mark.parametrize("layer", [L.MixUp, L.CutMix])
-def test_pictures_and_labels_are_paired_over_the_whole_batch(layer, split):
+def test_images_and_labels_are_paired_over_the_whole_batch(layer, split):
     values = {"images": PICTURES, "labels": LABELS}
     expected, found = alone(layer(seed=3), values), spread(layer(seed=3), values, split)
     for name in values:
@@ -63,7 +63,7 @@ def test_pictures_and_labels_are_paired_over_the_whole_batch(layer, split):
 
 
 @pytest.mark.slow
-def test_pictures_are_bent_as_on_one_device():
+def test_images_are_deformed_as_on_one_device():
     values = PICTURES[:4, :, :, :1]
     make = functools.partial(L.RandomElasticTransform, seed=3)
     np.testing.assert_allclose(spread(make(), values, (1, 1, 1, 1)), alone(make(), values), rtol=1e-5, atol=1e-3)

@@ -69,7 +69,7 @@ def test_dice_of_three_rows_is_one_dice(strategy, loss, by_hand):
     assert weight == pytest.approx(1 - 0.1 * SLOPE, abs=1e-6)
 
 
-def test_a_dice_inside_an_own_loss(strategy):
+def test_a_dice_inside_a_custom_loss(strategy):
     weight, logged = trained(strategy, lambda y, p: 2 * keras.losses.dice(y, p))
     assert (weight, logged) == (pytest.approx(1 - 0.2 * SLOPE, abs=1e-6), pytest.approx(2 * DICE, abs=1e-6))
 
@@ -99,7 +99,7 @@ def test_circle_compares_every_row_with_every_other(strategy):
 
 
 @pytest.mark.slow
-def test_circle_of_several_rows_an_example(strategy):
+def test_circle_with_several_rows_per_example(strategy):
     def loss(y, p):
         return keras.losses.circle(tf.repeat(y, 2), tf.reshape(tf.stack([p, -p], 1), [-1, 1]), gamma=2)
 
@@ -195,7 +195,7 @@ def test_equal_values_stay_as_they_are_to_the_bit(strategy):
     assert layer.odd.numpy().tolist() == np.array([0.1, 1 / 3, 16777215.0], "float32").tolist()
 
 
-def test_what_needs_no_collective_makes_none(monkeypatch):
+def test_no_needless_collectives(monkeypatch):
     from tfgpu.core import collectives
 
     tfgpu.repair_keras()
@@ -272,7 +272,7 @@ def test_a_hand_written_loop_counts_what_no_mask_hides(strategy):
 
 
 @pytest.mark.parametrize("form", ["cond", "function"])
-def test_a_loss_where_replicas_cannot_meet_is_no_error(strategy, form):
+def test_a_loss_where_replicas_cannot_communicate_is_no_error(strategy, form):
     def wrap(call):
         if form == "function":
             return tf.function(call)

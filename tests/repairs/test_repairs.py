@@ -31,7 +31,7 @@ def test_installing_twice_wraps_once():
     assert keras.optimizers.Optimizer.apply is wrapped
 
 
-def test_a_switch_leaves_keras_alone():
+def test_a_switch_leaves_keras_unchanged():
     code = (
         "import keras, tfgpu; before = keras.optimizers.Optimizer.apply; "
         "assert tfgpu.repair_keras() == (); tfgpu.strategy('one_device', devices=['CPU:0']); "
@@ -41,7 +41,7 @@ def test_a_switch_leaves_keras_alone():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_distribution_of_keras_s_own_is_warned_of():
+def test_a_keras_distribution_gives_a_warning():
     import keras
 
     repairs.repair_keras()

@@ -47,7 +47,7 @@ def test_a_callback_reads_the_rate_that_a_schedule_or_another_callback_has_set(s
     assert seen == [(0.5, 2), (0.25, 4)]  # the schedule's boundary is step 2 itself
 
 
-def test_what_has_no_number_is_an_error_as_on_one_device(strategy):
+def test_non_scalars_are_an_error_as_on_one_device(strategy):
     model = compiled(strategy)
     for kind in (float, int):
         with pytest.raises(TypeError, match="Only scalar arrays can be converted to Python scalars"):

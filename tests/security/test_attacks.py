@@ -72,7 +72,7 @@ def test_a_recipe_s_functions_are_not_called(line, tmp_path):
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_run_of_a_stranger_is_not_gone_on_with(tmp_path):
+def test_a_foreign_run_is_not_resumed(tmp_path):
     (tmp_path / "evil.py").write_text(EVIL)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("model: evil:run\nrun: {versions: {tfgpu: 0.1.0}}")
@@ -81,7 +81,7 @@ def test_a_run_of_a_stranger_is_not_gone_on_with(tmp_path):
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_search_of_a_stranger_calls_nothing(tmp_path):
+def test_a_foreign_search_calls_nothing(tmp_path):
     (tmp_path / "space.yaml").write_text("model: [mlp, 'os:system']")
     done = tfgpu("tune", "--space", "space.yaml", "--output", "study", cwd=tmp_path)
     assert done.returncode == 2 and "space.yaml names code to run: model: os:system" in done.stderr
@@ -90,7 +90,7 @@ def test_a_search_of_a_stranger_calls_nothing(tmp_path):
         trust.refuse_code_searched({"data": "digits, evil:run"}, "a")
 
 
-def test_the_user_s_own_word_counts(tmp_path):
+def test_the_users_own_setting_counts(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("model: mine:build\nepochs: 3")
     assert recipe.load(path, allow_code=True).model == "mine:build"
@@ -129,7 +129,7 @@ def test_a_model_file_with_code_in_it_is_not_loaded(tmp_path, monkeypatch):
     "facts",
     [b"", b"[", b"[" * 100_000, b"{}", b'{"facts": {}, "sha256": "x"}', b'{"facts": [], "sha256": []}', b"\xff\0"],
 )
-def test_a_checkpoint_that_is_none_is_damaged(facts, tmp_path):
+def test_a_file_that_is_no_checkpoint_is_damaged(facts, tmp_path):
     (tmp_path / storage.FACTS).write_bytes(facts)
     (tmp_path / storage.STATE).write_bytes((2**60).to_bytes(8, "little") + b"{}")  # a header of an exabyte
     with pytest.raises(storage.Damaged):
@@ -199,7 +199,7 @@ def test_what_was_pickled_is_not_unpickled(tmp_path):
         {"checksums": np.array([0])},
     ],
 )
-def test_a_cache_that_is_none_is_made_anew(change, tmp_path):
+def test_a_file_that_is_no_cache_is_rebuilt(change, tmp_path):
     where = cache.Place("a", tmp_path, "a")
     kept = {"dtype": "float32", "shape": [2], "labels": np.zeros(2, int), "class_names": np.array(["a", "b"])}
     kept |= {"skipped": np.zeros(0, str), "checksums": np.array([zlib.crc32(bytes(16))])}
@@ -210,7 +210,7 @@ def test_a_cache_that_is_none_is_made_anew(change, tmp_path):
     assert cache.find(where) is None
 
 
-def test_a_cache_of_another_format_is_made_anew(tmp_path):
+def test_a_cache_of_another_format_is_rebuilt(tmp_path):
     where = cache.Place("a", tmp_path, "a")
     head = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<i8', 'fortran_order': False, 'shape': (1" + b"0" * 12 + b",), }"
     with zipfile.ZipFile(where.facts, "w") as file:
@@ -242,17 +242,17 @@ def test_a_model_file_writes_nothing_beside_its_place(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("data", ["tfds:huggingface:mnist", "tfds:mlds:a/b", "tfds:../mnist", "tfds:a/b/c"])
-def test_data_sets_whose_code_would_be_fetched_are_refused(data):
+def test_datasets_whose_code_would_be_downloaded_are_refused(data):
     with pytest.raises(InputError, match="tensorflow-datasets dataset"):
         parse_source(data)
 
 
 @pytest.mark.parametrize("data", ["mnist", "mnist:3.0.1", "glue/sst2", "a/b-c.d:1.*.*", "mnist:*.*.*"])
-def test_data_sets_of_its_own_are_not(data):
+def test_its_own_datasets_are_not(data):
     assert parse_source(f"tfds:{data}").value == data
 
 
-def test_names_that_are_no_text_are_refused_before_training(tmp_path):
+def test_non_string_names_are_refused_before_training(tmp_path):
     for kind, suffix in (("", "png"), ("text:", "txt")):
         for name in (b"cat", b"bad\xff"):
             folder = os.fsencode(tmp_path / suffix) + b"/" + name
@@ -264,7 +264,7 @@ def test_names_that_are_no_text_are_refused_before_training(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "recipe: 3", "recipe: {}", "recipe: {model: 'os:system'}\nsearch: [model]"])
-def test_a_study_that_is_none_is_damaged(text, tmp_path):
+def test_a_file_that_is_no_study_is_damaged(text, tmp_path):
     (tmp_path / "study.yaml").write_text(text)
     with pytest.raises(InputError, match="is damaged: `"):
         plan.settled(tmp_path, None, None, {}, resume=True)

@@ -46,7 +46,7 @@ def test_gpus_and_processors_add_up():
     assert (row["energy_j"], row["energy_per_example_j"], row["gpu0_energy_j"]) == (40.0, 10.0, 30.0)
 
 
-def test_what_nobody_told_is_none():
+def test_unreported_values_are_none():
     epochs = Epochs()
     epochs.end(Epoch(1, 0.0, 0.5, steps=0, train_s=0.0, timed_steps=0))
     (row,) = epochs.add(sample(1, cpu_share=None, gpu_energy_j=None))

@@ -41,7 +41,7 @@ def ask(nvml):
     return run
 
 
-def test_what_a_new_gpu_tells(ask):
+def test_what_a_new_gpu_reports(ask):
     told = ask((0.0, {}), (2.0, {"ENERGY_MJ": "900000", "NVLINK_KIB": "4096"}))
     first, second = told["found"][0]["gpus"][0], told["found"][1]["gpus"][0]
     assert second == {
@@ -70,7 +70,7 @@ def test_what_a_new_gpu_tells(ask):
     assert told["found"][1]["gpus"][1]["utilization"] == 0.4
 
 
-def test_what_an_old_gpu_does_not_tell_is_none_and_energy_is_power_over_time(ask):
+def test_what_an_old_gpu_does_not_report_is_none_and_energy_is_power_over_time(ask):
     old = {"OLD": "1", "POWER_MW": "100000"}
     found = ask((0.0, old), (2.0, old), (3.0, {**old, "POWER_MW": "300000"}))["found"]
     assert [each["gpus"][0]["energy_j"] for each in found] == [0.0, 200.0, 400.0]  # 2 s of 100 W; 1 s from 100 to 300 W

@@ -24,13 +24,13 @@ def test_rows_are_there_as_soon_as_they_are_appended(path):
     assert os.listdir(path.parent) == ["table.csv"]
 
 
-def test_a_table_that_is_there_is_gone_on_with(path):
+def test_an_existing_table_is_continued(path):
     Table(path).append({"a": 1, "b": 2})
     Table(path).append({"b": 3, "a": 4})
     assert read(path) == [{"a": 1.0, "b": 2.0}, {"a": 4.0, "b": 3.0}]
 
 
-def test_half_a_row_of_a_killed_process_is_taken_away(path):
+def test_half_a_row_of_a_killed_process_is_removed(path):
     Table(path).append({"a": 1, "b": 2})
     with path.open("a") as file:
         file.write("7,8")
@@ -81,7 +81,7 @@ def test_a_write_that_fails_in_its_middle_spoils_nothing(path):
     assert done.stdout.splitlines() == ["No space left on device", "[1.0, 2.0, 4.0]"], done.stderr
 
 
-def test_no_table_is_an_error_of_the_system(tmp_path):
+def test_a_missing_table_is_an_os_error(tmp_path):
     for function in (read, lambda path: last(path, 1)):
         with pytest.raises(FileNotFoundError):
             function(tmp_path / "none.csv")
@@ -103,7 +103,7 @@ def test_numbers_come_back_to_six_digits(tmp_path_factory, numbers):
     assert [row["value"] for row in read(path)] == pytest.approx(numbers, rel=1e-5)
 
 
-def test_a_table_that_is_taken_away_begins_anew(tmp_path):
+def test_a_removed_table_starts_over(tmp_path):
     table = Table(tmp_path / "folder/table.csv")
     table.append({"a": 1})
     shutil.rmtree(tmp_path / "folder")
@@ -112,7 +112,7 @@ def test_a_table_that_is_taken_away_begins_anew(tmp_path):
     assert read(tmp_path / "folder/table.csv") == [{"a": 2.0, "b": None}, {"a": 3.0, "b": 4.0}]
 
 
-def test_what_is_no_file_is_not_read(tmp_path):
+def test_only_regular_files_are_read(tmp_path):
     os.symlink("/dev/zero", tmp_path / "table.csv")  # has no end
     with pytest.raises(OSError, match="not a regular file"):
         Table(tmp_path / "table.csv").append({"a": 1})

@@ -137,6 +137,6 @@ def test_a_file_and_a_checkpoint_bring_it_back(tmp_path):
         ({"exclude": "bias"}, r"Write \['bias'\]"),
     ],
 )
-def test_what_is_wrong_is_said(options, message):
+def test_invalid_input_is_reported(options, message):
     with pytest.raises(InputError, match=message):
         LARS(**options)

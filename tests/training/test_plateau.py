@@ -88,7 +88,7 @@ def test_a_compiled_step_sees_the_lower_rate():
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("at", [3, 10, 14, 18])  # in the warm-up, before the first fall, between the falls, behind them
-def test_a_run_that_stopped_goes_on_with_the_same_rates(tmp_path, at, devices):
+def test_an_interrupted_run_resumes_with_the_same_rates(tmp_path, at, devices):
     schedule = built()
     with pytest.raises(InterruptedError):
         fit(model_of(schedule, devices=devices), schedule, Says(stop=at), Checkpoint(tmp_path / "run", every_steps=1))
@@ -101,7 +101,7 @@ def test_a_run_that_stopped_goes_on_with_the_same_rates(tmp_path, at, devices):
     np.testing.assert_allclose(history["learning_rate"], LOGGED, rtol=1e-6)
 
 
-def test_a_model_that_was_trained_before_is_traced_anew_and_files_keep_the_rate(tmp_path):
+def test_a_trained_model_is_retraced_and_files_keep_the_rate(tmp_path):
     schedule = built()
     model = model_of(schedule)
     x = np.ones((2, 1), "float32")
@@ -112,7 +112,7 @@ def test_a_model_that_was_trained_before_is_traced_anew_and_files_keep_the_rate(
     assert float(keras.optimizers.deserialize(config)._learning_rate(24)) == pytest.approx(0.0875)
 
 
-def test_an_optimizer_made_anew_is_lowered_too():
+def test_a_recreated_optimizer_is_lowered_too():
     schedule = built()
     model = model_of(schedule)
     model.compile(incremental.discriminative(model.optimizer, model, {"*": 2.0}), loss=lambda y, p: p)

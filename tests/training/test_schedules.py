@@ -227,6 +227,6 @@ def test_plateau_lowers_the_rate_of_a_real_run():
         ),
     ],
 )
-def test_what_is_wrong_is_said(name, settings, message):
+def test_invalid_input_is_reported(name, settings, message):
     with pytest.raises(InputError, match=message):
         schedules.build(name, **{"learning_rate": 0.1, "total_steps": 10, **settings})

@@ -91,7 +91,7 @@ def test_a_pass_of_unknown_length_and_steps_per_epoch(steps_per_call):
 
 
 @pytest.mark.slow
-def test_evaluate_and_predict_are_keras_s():
+def test_evaluate_and_predict_are_kerass():
     model = build(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
     trainer = tfgpu.Trainer(model)
     expected = model.evaluate(X, Y, batch_size=16, return_dict=True, verbose=0)
@@ -133,7 +133,7 @@ def test_wrong_input_is_one_clear_error():
 
 
 @pytest.mark.slow
-def test_a_loop_of_one_s_own_learns_the_same():
+def test_a_custom_loop_learns_the_same():
     """The documented hand-written loop: strategy.run inside a tf.function, the loss divided by the global batch."""
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     model, alone = build(strategy), build(tf.distribute.get_strategy())

@@ -186,7 +186,7 @@ def test_wrong_input_starts_nothing(arguments, expected):
     assert expected in str(caught.value)
 
 
-def test_a_file_of_a_stranger_and_a_cluster_are_refused(tmp_path, monkeypatch):
+def test_foreign_files_and_clusters_are_refused(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text("model: os:system\n")
     with pytest.raises(InputError, match="names code to run"):
         tune.batch_size(tmp_path / "recipe.yaml")

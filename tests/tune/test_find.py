@@ -48,7 +48,7 @@ def tfgpu(*words, cwd, timeout=300):
         (["batchsize"], "No such command 'batchsize'"),
     ],
 )
-def test_wrong_words_are_refused_at_once(words, expected, tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_are_refused_at_once(words, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "full").mkdir()

@@ -35,7 +35,7 @@ def drawn(journal):
     return [settings_of(trial, SPACE) for trial in journal.trials]
 
 
-def test_a_study_that_goes_on_draws_as_one_that_never_stopped(tmp_path):
+def test_a_resumed_study_draws_like_an_uninterrupted_one(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()
     whole = opened(tmp_path / "one")
@@ -48,7 +48,7 @@ def test_a_study_that_goes_on_draws_as_one_that_never_stopped(tmp_path):
     assert len({settings["learning_rate"] for settings in drawn(whole)}) == 16
 
 
-def test_another_seed_draws_otherwise(tmp_path):
+def test_another_seed_draws_differently(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "other").mkdir()
     one, other = opened(tmp_path / "one"), opened(tmp_path / "other", seed=4)
@@ -57,7 +57,7 @@ def test_another_seed_draws_otherwise(tmp_path):
     assert drawn(one) != drawn(other)
 
 
-def test_a_trial_of_a_dead_process_goes_on_under_its_number_and_settings(tmp_path):
+def test_a_trial_of_a_dead_process_resumes_with_its_number_and_settings(tmp_path):
     journal = opened(tmp_path)
     go(journal, 2)
     lost = journal.ask()
@@ -75,7 +75,7 @@ def test_a_trial_of_a_dead_process_goes_on_under_its_number_and_settings(tmp_pat
     assert told.user_attrs == {"val_loss": 0.2, "status": "complete", "time_s": 1.5}
 
 
-def test_a_torn_line_and_a_lock_of_a_killed_process_are_taken_back(tmp_path):
+def test_a_torn_line_and_a_lock_of_a_killed_process_are_removed(tmp_path):
     go(opened(tmp_path), 3)
     file = tmp_path / FILE
     whole = file.read_bytes()
@@ -98,7 +98,7 @@ def test_a_damaged_journal_is_refused(tmp_path):
             opened(tmp_path)
 
 
-def test_own_settings_come_first_and_once(tmp_path):
+def test_given_settings_come_first_and_once(tmp_path):
     own = {"learning_rate": 0.003, "global_batch": 32, "optimizer": "adam", "model_options.widths": [16]}
     journal = opened(tmp_path)
     journal.enqueue(own)

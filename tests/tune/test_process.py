@@ -15,7 +15,7 @@ from tfgpu.tune import process
 from tfgpu.tune.trial import last_of, value_of
 
 
-def test_the_end_of_a_process_that_says_nothing(tmp_path):
+def test_the_end_of_a_silent_process(tmp_path):
     log = tmp_path / "log"
     log.write_text("one\nModuleNotFoundError: No module named 'nets'\n\n")
     assert process.describe(1, str(log)).endswith("code 1: ModuleNotFoundError: No module named 'nets'")

@@ -62,7 +62,7 @@ def test_a_space_survives_its_yaml_file(values):
 
 
 @given(st.text())
-def test_whatever_is_written_is_read_or_refused_in_one_line(text):
+def test_any_text_is_read_or_refused_in_one_line(text):
     try:
         parse_search([text])
         parse_search([f"learning_rate={text}"])

@@ -100,7 +100,7 @@ def test_a_study_leaves_a_recipe_that_repeats_its_best_trial(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_study_that_is_killed_goes_on_and_equals_one_that_never_stopped(tmp_path):
+def test_a_killed_study_resumes_and_equals_an_uninterrupted_one(tmp_path):
     words = ["--trials", 4, "--search", "learning_rate=1e-4..1e-1:log", "--epochs", 6, "--model", "mlp"]
     words += ["--model-option", "widths=[16]", "--global-batch", 64, "--pruner", "none"]
     killed = subprocess.Popen(
@@ -136,7 +136,7 @@ def test_a_study_that_is_killed_goes_on_and_equals_one_that_never_stopped(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_study_goes_on_without_the_folders_of_its_trials(tmp_path):
+def test_a_study_resumes_without_the_folders_of_its_trials(tmp_path):
     """Removes one trial's folder, then all, then the test accuracy, which earlier versions did not record."""
     folder = tmp_path / "study"
     first = tune.study(recipes.make({**SMALL, "epochs": 1}), folder, trials=2, search=SEARCH, seed=1)

@@ -25,7 +25,7 @@ def run(monkeypatch, request):
         sys.modules.pop(name, None)
 
 
-def test_a_corner_in_which_all_is_well(run):
+def test_a_corner_without_problems(run):
     assert run.faults(FOUND) == []
     (corner,) = [each for each in run.CORNERS if each.name == "colab"]
     assert run.row(corner, FOUND) == (
@@ -34,7 +34,7 @@ def test_a_corner_in_which_all_is_well(run):
     assert "In what ran, nothing differs." in run.page({"colab": FOUND})
 
 
-def test_what_is_wrong_is_named(run):
+def test_invalid_input_is_named(run):
     wrong = {
         **FOUND,
         "changed": ["nn.conv"],
@@ -61,7 +61,7 @@ def test_lines_on_corners_that_were_not_tried_are_kept(run):
     assert run.page({"newest": FOUND}, after) == run.page({name: FOUND for name in ("oldest", "colab", "newest")})
 
 
-def test_a_corner_that_does_not_come_up(run):
+def test_a_corner_that_fails_to_start(run):
     failed = {"error": "pip install: ERROR\nNo matching distribution"}
     assert run.faults(failed) == [failed["error"]]
     (corner,) = [each for each in run.CORNERS if each.name == "colab"]

@@ -30,7 +30,7 @@ def first(tmp_path_factory):
 
 @pytest.mark.parametrize("choice", ["keep", "reset"])
 @pytest.mark.parametrize("kind", ["file", "checkpoint"])
-def test_the_optimizer_is_kept_or_begins_anew(first, kind, choice):
+def test_the_optimizer_is_kept_or_reset(first, kind, choice):
     model, folder = first
     if kind == "file":
         taken = incremental.warm_start(folder / "model.keras", optimizer=choice)

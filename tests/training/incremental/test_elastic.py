@@ -119,7 +119,7 @@ def test_a_model_that_has_trained_already_sees_it():
     assert float(elastic.penalty(model)) == pytest.approx(expected, rel=1e-3)
 
 
-def test_what_is_wrong_is_named():
+def test_invalid_input_is_named():
     for settings in ({"strength": -1}, {"strength": 1, "decay": 2}, {"strength": 1, "labels": "exact"}):
         with pytest.raises(tfgpu.InputError):
             incremental.ElasticWeights(**settings)

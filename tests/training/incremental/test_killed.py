@@ -117,7 +117,7 @@ def same(one, other):
 
 
 @pytest.mark.slow
-def test_goes_on_with_the_task_that_was_running(tmp_path):
+def test_resumes_the_task_that_was_running(tmp_path):
     whole, again = model_of(), model_of()
     _, replay, elastic = train(tmp_path / "whole", whole, tasks=2, penalized=True)
     with pytest.raises(InterruptedError):
@@ -133,7 +133,7 @@ def test_goes_on_with_the_task_that_was_running(tmp_path):
     assert same(whole, later) and len(later.losses) == 4
 
 
-def test_a_damaged_beginning_gives_way_to_the_one_before(tmp_path, caplog):
+def test_a_damaged_start_falls_back_to_the_previous_one(tmp_path, caplog):
     train(tmp_path / "run", whole := model_of())
     newest = found(tmp_path / "run" / "begun")[0]
     content = bytearray((newest / STATE).read_bytes())
@@ -201,7 +201,7 @@ def test_anything_with_a_state_is_remembered(tmp_path):
     assert other.value == 5
 
 
-def test_what_is_wrong_is_named(tmp_path, caplog):
+def test_invalid_input_is_named(tmp_path, caplog):
     for wrong in ([Counter()], {"a": 3}, {1: Counter()}):
         with pytest.raises(tfgpu.InputError, match="rememb"):
             Tasks(tmp_path / "a", remember=wrong)

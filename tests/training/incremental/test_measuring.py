@@ -21,7 +21,7 @@ def test_a_matrix_by_hand():
         Accuracies(np.zeros((2, 3)))
 
 
-def test_who_knows_the_task_chooses_among_its_classes():
+def test_a_known_task_restricts_the_classes():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Identity()])
     x = np.array([[0.1, 0.2, 0.9, 0.0], [0.3, 0.2, 0.9, 0.0]])
     tasks = [(x, [1, 0]), (x, [2, 2])]

@@ -82,7 +82,7 @@ def test_by_depth_is_ulmfit_s():
     assert incremental.by_depth(model) == pytest.approx({"body": 1 / 2.6, "head": 1})
 
 
-def test_what_is_wrong_is_named():
+def test_invalid_input_is_named():
     model = two_layers()
     with pytest.raises(tfgpu.InputError, match="No layer matches 'tail'.*body, head"):
         incremental.discriminative("adam", model, {"tail": 0.1})

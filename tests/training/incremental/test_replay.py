@@ -127,7 +127,7 @@ def test_the_same_seed_draws_the_same():
 
 @pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize("spilled", [False, True])
-def test_goes_on_from_a_file(tmp_path, balance, spilled):
+def test_continues_from_a_file(tmp_path, balance, spilled):
     def folder(name):
         return tmp_path / name if spilled else None
 
@@ -159,7 +159,7 @@ def test_bytes_and_structures():
     assert one_hot.arrays[1].sum(0).tolist() == [2, 2]
 
 
-def test_takes_a_data_set_of_batches():
+def test_accepts_a_dataset_of_batches():
     replay = Replay(5).add(batches(20, weights=True))
     assert replay.seen == 20 and len(replay.arrays) == 3
 
@@ -179,6 +179,6 @@ def test_takes_a_data_set_of_batches():
         (lambda: Replay(3).add(np.array([["a"]]), np.array([1])), "must be numeric"),
     ],
 )
-def test_what_is_wrong_is_named(wrong, message):
+def test_invalid_input_is_named(wrong, message):
     with pytest.raises(tfgpu.InputError, match=message):
         wrong()

@@ -75,7 +75,7 @@ def test_one_at_a_time_two_workers_are_one_device(served, tmp_path, how):
 
 
 @pytest.mark.parametrize("how", ["tasks", "stream"])
-def test_two_workers_that_wait_for_nobody_see_all_rows_and_learn(served, tmp_path, how):
+def test_two_asynchronous_workers_see_all_rows_and_learn(served, tmp_path, how):
     whole, found = one_device(tmp_path / "one", how), served(tmp_path / "many", how, "none")
     assert all(np.isfinite(np.array(weight)).all() for weight in found["weights"])
     assert rows_of(found["logs"]) == rows_of(whole["logs"])  # each row once, replayed ones too

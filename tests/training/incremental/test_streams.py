@@ -39,7 +39,7 @@ def stream(batches=7):
         yield draw.normal(size=(5, 2)).astype("float32"), draw.integers(0, 3, 5)
 
 
-def test_a_run_that_stopped_goes_on_as_if_it_had_not(tmp_path):
+def test_an_interrupted_run_resumes_as_if_uninterrupted(tmp_path):
     settings = {"window": 10, "global_batch": 4, "epochs": 2, "verbose": 0}
     whole, replay = model_of(), incremental.Replay(8, seed=1)
     logs = incremental.fit_stream(whole, stream(), replay=replay, **settings)
@@ -61,7 +61,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(whole.get_weights(), again.get_weights(), strict=True))
 
 
-def test_what_is_wrong_is_named():
+def test_invalid_input_is_named():
     with pytest.raises(tfgpu.InputError, match="`rows`"):
         incremental.windows(stream(), 0)
     with pytest.raises(tfgpu.InputError, match="batch_size"):
