@@ -5,7 +5,7 @@
     python -m benchmarks.all --tiny               # does everything run? A page of figures that mean nothing
     python -m benchmarks.all --report             # the page again, from the JSON
 
-Each cell (a work on a topology) lies in a file of its own under build/bench/cells; a run that was cut off goes on.
+Each cell (a work on a topology) lies in a file of its own under build/bench/cells; an interrupted run continues.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What trying batches comes to for the ready recipe of the digits: the table of tries.
+"""The batch-size search on the built-in digits recipe: the table of tries.
 
 python -m benchmarks.batch_size --searches 3
 

@@ -5,7 +5,7 @@
     python parts/carry_wheels.py unpack parts --venv venv           # without: checks, joins, installs
 
 Both machines need the same Python, operating system and processor. `pack` copies this file beside the parts; it needs
-Python alone. Both commands go on where an earlier call stopped.
+Python alone. Both commands continue where an earlier call stopped.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The processes of one peer: started together, told together to run a round, ended together."""
+"""The processes of one peer: they start together, run rounds together, and end together."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ class Machine:
 
     Attributes:
         cores: which may be used.
-        peers_python: the interpreter of the environment with the other frameworks; None where there is none.
+        peers_python: the interpreter of the environment with the other frameworks; None without one.
     """
 
     cores: tuple[int, ...]
@@ -44,7 +44,7 @@ class Training:
     """The processes of a peer on one work and topology.
 
     Args:
-        peer: who trains.
+        peer: the peer that trains.
         work: the work's name.
         topology: what it is spread over.
         machine: where.

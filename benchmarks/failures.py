@@ -1,4 +1,4 @@
-"""A training that is killed again and again, beside what `lost_fraction` says of it.
+"""A training that is killed repeatedly, compared with the prediction of `lost_fraction`.
 
 python -m benchmarks.failures
 
@@ -27,7 +27,7 @@ ENDLESS = 1_000_000
 
 
 def train(folder: Path, every: int, step_s: float) -> None:
-    """Trains for ever in one worker; the chief notes when each step has ended, and its number."""
+    """Trains forever in one worker; the chief notes when each step has ended, and its number."""
     import keras
 
     import tfgpu
@@ -132,7 +132,7 @@ def measure(every: int, kills: int, mtbf_s: float, step_s: float, seed: int) -> 
             while len(found) <= kills:
                 run.wait(time.monotonic() + draw.expovariate(1 / mtbf_s))
                 at = run.kill(draw)
-                if at is not None:  # While nothing lives nothing can die; the next time is drawn anew.
+                if at is not None:  # With no process alive none can die; another time is drawn.
                     found.append(at)
                     load.append(launched.load())
             run.wait_for_step(found[-1] + 1.0)  # Half a second later both workers of the last kill are gone.

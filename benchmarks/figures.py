@@ -1,4 +1,4 @@
-"""What the numbers of the cells say: medians, quartiles, ratios round by round, and who is faster."""
+"""Evaluates the cells' numbers: medians, quartiles, ratios round by round, and which peer is faster."""
 
 import json
 import statistics

@@ -1,10 +1,10 @@
 """ResNet-50 on one GPU: precisions, XLA, CUDA graphs, synthetic and JPEG input, beside a CPU and published figures.
 
     python -m benchmarks.gpu                       # as much as eight minutes allow, the most telling first
-    python -m benchmarks.gpu --minutes 30          # goes on with the rest
+    python -m benchmarks.gpu --minutes 30          # continues with the rest
     python -m benchmarks.gpu --tiny                # does everything run? Also without a GPU
 
-Each cell runs in a process of its own and is written as soon as it is measured; a run that was cut off goes on.
+Each cell runs in a process of its own and is written as soon as it is measured; an interrupted run continues.
 """
 
 import json
@@ -52,7 +52,7 @@ def main(
     cell_timeout: Annotated[float, typer.Option(help="Seconds that a cell may take in all.")] = 180,
     results: Annotated[Path | None, typer.Option("--json", help="Where to write.")] = None,
     cells: Annotated[str, typer.Option(help="Only cells with this in their name.")] = "",
-    again: Annotated[bool, typer.Option(help="Measure anew what the file holds.")] = False,
+    again: Annotated[bool, typer.Option(help="Measure again what the file holds.")] = False,
     tiny: Annotated[bool, typer.Option(help="A small model, on the CPU if need be; writes to build/bench.")] = False,
 ) -> None:
     """Measures the cells that the file lacks, as far as the time goes, and prints the table."""

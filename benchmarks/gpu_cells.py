@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures: ResNet-50 on 224x224 pictures, one setting a cell, the most telling first."""
+"""What benchmarks/gpu.py measures: ResNet-50 on 224x224 images, one setting per cell, the most informative first."""
 
 from dataclasses import dataclass
 

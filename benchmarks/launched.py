@@ -93,7 +93,7 @@ class Endless:
         self.folder, self.log, self._launcher, self._words = folder, folder / "log", None, words
 
     def look(self) -> None:
-        """Starts the launcher where there is none."""
+        """Starts the launcher if it is not running."""
         if self._launcher is None or self._launcher.poll() is not None:
             self._launcher = launch(2, *self._words, restarts=RESTARTS, log=self.log)
 

@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""The machine and versions on which a figure was measured."""
 
 import datetime
 import hashlib

@@ -1,4 +1,4 @@
-"""Pictures of a run: the time of a step beside the hand-written loop's, and scaling. The same SVG for the same JSON."""
+"""Plots of a run: the time of a step beside the hand-written loop's, and scaling. The same SVG for the same JSON."""
 
 from pathlib import Path
 

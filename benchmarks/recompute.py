@@ -91,7 +91,7 @@ def main(
 ) -> None:
     """Prints JSON: medians, least and most, and the ratios."""
     if work not in WORKS:
-        raise typer.BadParameter(f"{work!r} is none of {', '.join(WORKS)}")
+        raise typer.BadParameter(f"{work!r} is not one of {', '.join(WORKS)}")
     if only:
         print(json.dumps(measure(work, only == "recompute", jit, steps)))
         return

@@ -1,7 +1,7 @@
 """Which files a step passes through: those of tfgpu on the stack from `model.fit` to the optimizer's `update_step`.
 
-Those are the files that somebody who follows a step reads. The files that were entered on the way are more: code that
-has returned, and extensions that had nothing to do.
+These are the files that a reader who follows a step needs. More files are entered on the way: code that has returned,
+and extensions that had nothing to do.
 
 python -m benchmarks.route
 """

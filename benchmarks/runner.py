@@ -1,7 +1,7 @@
 """One cell: all peers of a work on a topology, side by side, each in a process of its own, in turn round by round.
 
 A machine that slows down slows all of them, and each round's ratios stand by themselves. The cell's file is written
-after each round; a run that was cut off goes on where it stood, as long as the code is the same.
+after each round; an interrupted run continues where it stopped, if the code is the same.
 """
 
 import json
@@ -30,7 +30,7 @@ class Plan:
         folder: of the cells' files and the logs.
         rounds: that count.
         warmup: rounds of each process that do not count.
-        code: what stands for the code that is measured; a cell of other code is measured anew.
+        code: identifies the measured code; a cell of other code is measured again.
         only: names of peers, or nothing for all.
         tiny: next to no work.
         timeout_s: for each answer of a peer.
@@ -188,6 +188,6 @@ def _turns(cell: dict, trainings: dict[str, Training], plan: Plan, save: Callabl
 
 
 def _loopback_bytes() -> int:
-    """Bytes that went over the loopback interface since it exists; 0 where nobody counts them."""
+    """Bytes that went over the loopback interface since it exists; 0 if they are not counted."""
     counters = psutil.net_io_counters(pernic=True).get("lo")
     return counters.bytes_sent if counters else 0

@@ -217,7 +217,7 @@ def filled(page: str, tables: dict[str, list[str]]) -> str:
 
 
 def page(results: dict, run: Run, text: str) -> str:
-    """Returns the page with its tables made anew."""
+    """Returns the page with new tables."""
     rows = measured(results)
     points = [point(run, workers) for workers in WORKERS]
     slow = link(rows)

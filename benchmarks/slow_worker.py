@@ -28,7 +28,7 @@ TRAINER = {"multi_worker": "worker0", "parameter_server": "chief0"}
 
 
 def waiting(batch: tuple, seconds):
-    """A data set of the same batch for ever, each after `seconds` (float, or a scalar tensor)."""
+    """A dataset that repeats one batch forever, each after `seconds` (float, or a scalar tensor)."""
     import tensorflow as tf
 
     data = tf.data.Dataset.from_tensors(batch).repeat()

@@ -47,7 +47,7 @@ def summary(waits: list[list[list[float]]], warmup: int) -> dict[str, float]:
 
     Args:
         waits: for each worker, for each step: what was drawn, when the wait began and when it ended.
-        warmup: steps at the beginning that do not count; nor does the last one, whose end nobody notes.
+        warmup: steps at the beginning that do not count; nor does the last one, whose end is not recorded.
     """
     steps = list(zip(*waits, strict=True))[warmup:]
     for before, after in zip(steps, steps[1:], strict=False):

@@ -1,4 +1,4 @@
-"""Every test process gets four logical CPU devices, before TensorFlow starts: they stand for four GPUs."""
+"""Every test process gets four logical CPU devices, before TensorFlow starts: they stand in for four GPUs."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""The examples in docstrings say what happens. Those that need a process of their own stand in the modules' tests."""
+"""The examples in docstrings are correct. Those that need a separate process are in the modules' tests."""
 
 import doctest
 import importlib

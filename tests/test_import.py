@@ -1,4 +1,4 @@
-"""The order of the house: who may import whom, what starts TensorFlow, where Keras's private names may stand."""
+"""The layering: which module may import which, what starts TensorFlow, where Keras's private names may appear."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom; none is left out. The site shows what they print (`make docs`)."""
+"""Every notebook runs from top to bottom; none is skipped. The site shows what they print (`make docs`)."""
 
 import ast
 import configparser

@@ -1,4 +1,4 @@
-"""The wheel holds all that the package needs, outside of this tree."""
+"""The wheel contains everything that the package needs outside this tree."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Values and arrays in one file: what comes out is what went in, and damage of any byte is found."""
+"""Values and arrays in one file: reading returns what was written, and damage to any byte is detected."""
 
 import ml_dtypes
 import numpy as np

@@ -95,7 +95,7 @@ def everyone(jobs, **environ) -> list[subprocess.Popen]:
 @pytest.mark.processes
 def test_all_meet_and_their_ports_are_free_at_once(addresses):
     jobs = dict(zip(("chief", "worker", "ps"), ([a] for a in addresses(3)), strict=True))
-    jobs["evaluator"] = addresses(1)  # It talks to nobody, and nobody waits for it.
+    jobs["evaluator"] = addresses(1)  # It contacts no one, and no one waits for it.
     found = answers(everyone({name: jobs[name] for name in ("chief", "worker", "ps")}))
     assert [each["kind"] for each in found] == ["met"] * 3, found
     assert not any(each["tf"] for each in found)
@@ -231,7 +231,7 @@ def test_strangers_neither_break_nor_delay_the_rendezvous(addresses):
         waiting = [start(jobs, ("worker", index)) for index in (0, 1)]
         for address in jobs["worker"][:2]:
             wait_until_it_listens(address)
-        time.sleep(1)  # The strangers go on.
+        time.sleep(1)  # The strangers keep sending.
         found = answers([*waiting, start(jobs, ("worker", 2))])
     finally:
         until.set()

@@ -1,4 +1,4 @@
-"""What docs/troubleshooting.md says of each message: stock Keras gives it, and what becomes of it under tfgpu."""
+"""What docs/troubleshooting.md says of each message: stock Keras raises it, and what happens under tfgpu."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What `.ci/run` takes: what a change touches first, then a share of the rest that moves on with each commit."""
+"""What `.ci/run` selects: tests of what a change touches, then a share of the rest that rotates with each commit."""
 
 import json
 import subprocess

@@ -15,7 +15,7 @@ import tfgpu
 
 ROOT = Path(__file__).parents[1]
 INNER = ("tfgpu.training.incremental", "tfgpu.training.schedules")
-# No annotation, or a bare `dict`. TensorFlow has no types of its own for a data set's elements: nothing to annotate.
+# No annotation, or a bare `dict`. TensorFlow has no types for a dataset's elements: nothing to annotate.
 LACKING = re.compile(r'nnotation|Type argument \d+ for class "(?!Dataset)')
 BASEDPYRIGHT = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]
 # An editable install is found by an import hook, which a type checker does not run.

@@ -1,4 +1,4 @@
-"""The loop that a TensorFlow user writes by hand for speed: many steps in one tf.function, metrics read once a call."""
+"""The loop that a TensorFlow user writes by hand for speed: many steps per tf.function, metrics read once per call."""
 
 import contextlib
 

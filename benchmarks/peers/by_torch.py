@@ -1,4 +1,4 @@
-"""The loop that a PyTorch user writes: batches that lie in memory, Adam in one kernel, metrics read once an epoch."""
+"""The loop that a PyTorch user writes: batches in memory, Adam in one kernel, metrics read once per epoch."""
 
 import torch
 from torch import distributed

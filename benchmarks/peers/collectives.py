@@ -1,4 +1,4 @@
-"""How often a worker meets the others in a step, read off the graphs that TensorFlow ran."""
+"""How many collectives a worker runs per step, read from the graphs that TensorFlow ran."""
 
 import re
 import tempfile

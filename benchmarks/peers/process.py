@@ -1,4 +1,4 @@
-"""One peer in a process of its own: trains, tells what it found, then runs a round whenever it is told to.
+"""One peer in a process of its own: trains, reports its results, then runs a round on request.
 
 The runner starts `python -m benchmarks.peers.process JSON` with the fields of `Task`; "go" on standard input asks for a
 round, the end of the input for the last word. Answers are lines of JSON on standard output; what libraries print goes

@@ -1,4 +1,4 @@
-"""The models in PyTorch, as one writes them there, with the weights of works.py turned round."""
+"""The models in idiomatic PyTorch, with the weights of works.py transposed."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""The report from known numbers, a cell that is taken up again, and one real cell of TensorFlow's peers."""
+"""The report from known numbers, a resumed cell, and one real cell of TensorFlow's peers."""
 
 import importlib.util
 import json

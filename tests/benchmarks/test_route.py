@@ -1,4 +1,4 @@
-"""Somebody who follows a step from `fit` to the weight update reads at most a dozen files, and none twice."""
+"""From `fit` to the weight update a step passes through at most a dozen files, in one direction."""
 
 import itertools
 
@@ -8,7 +8,7 @@ import tfgpu
 from benchmarks import route
 
 PASSES_ON = {"compat/patch.py", "core/randomness/rng.py"}
-"""`wrap` itself, and the wrapper of `Strategy.run`, which tells a replica its rows and runs what it was given."""
+"""`wrap` itself, and the wrapper of `Strategy.run`, which tells a replica its rows and calls the given function."""
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,7 @@ def test_the_thread_ends_with_a_fit_that_fails(tmp_path, error):
     with pytest.raises(type(error)):
         fit(monitor, callbacks=[Fails(error)])
     assert not alive()
-    assert len(table.read(tmp_path / "monitor-worker0.csv")) >= 1  # the last sample is there all the same
+    assert len(table.read(tmp_path / "monitor-worker0.csv")) >= 1  # the last sample is still there
 
 
 def test_nothing_is_written_before_the_first_step(tmp_path):

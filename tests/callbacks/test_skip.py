@@ -82,7 +82,7 @@ def test_one_more_than_the_limit_ends_it_and_keeps_what_was_learned(tmp_path):
         fit(model, Checkpoint(tmp_path), skip, poisoned=True)
     assert all(np.isfinite(v.numpy()).all() for v in model.weights)
     again = make(2)
-    with pytest.raises(tfgpu.InputError, match="3 steps had"):  # the count goes on where it was saved
+    with pytest.raises(tfgpu.InputError, match="3 steps had"):  # the count continues where it was saved
         fit(again, Checkpoint(tmp_path), skip := SkipNaN(limit=2), poisoned=True)
     assert skip.skipped == 3
 

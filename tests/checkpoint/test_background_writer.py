@@ -1,4 +1,4 @@
-"""Writes beside the training: in order, all of them, and no error is lost. Real files, real failures, a real kill."""
+"""Writes in the background: in order, complete, and no error is lost. Real files, real failures, a real kill."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A run that stopped anywhere and was started again ends as one that never stopped: weights, metrics, draws."""
+"""A run that is interrupted anywhere and resumed ends like an uninterrupted one: weights, metrics, draws."""
 
 import json
 
@@ -16,7 +16,7 @@ STEPS = 5  # of 4 rows
 
 
 class Reads(keras.utils.PyDataset):
-    """Rows that are shuffled anew at each epoch's end, by a seed."""
+    """Rows that are reshuffled at each epoch's end, with a seed."""
 
     def __init__(self):
         super().__init__()

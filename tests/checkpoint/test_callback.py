@@ -1,4 +1,4 @@
-"""Checkpoints: whole, checked, and enough to end where a run that never stopped ends."""
+"""Checkpoints are complete and verified, and a resumed run ends like an uninterrupted one."""
 
 import keras
 import numpy as np

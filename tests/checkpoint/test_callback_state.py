@@ -1,4 +1,4 @@
-"""What callbacks remember: what has changed, and nothing that the script has set."""
+"""The state of callbacks: what has changed, and nothing that the script sets."""
 
 import keras
 import numpy as np

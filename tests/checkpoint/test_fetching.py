@@ -1,4 +1,4 @@
-"""What fails on one worker while a checkpoint is made fails on all: nobody is left waiting in a collective."""
+"""If a checkpoint fails on one worker, it fails on all: none is left waiting in a collective."""
 
 import pytest
 

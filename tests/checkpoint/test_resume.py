@@ -1,4 +1,4 @@
-"""A `fit` that stops anywhere goes on from its checkpoint, and ends with the bytes and history of one that did not."""
+"""A `fit` that is interrupted anywhere resumes, and ends with the bytes and history of an uninterrupted one."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ EPOCHS = 3  # of 7 steps, the last of 2 rows
 
 
 class Reads(keras.utils.PyDataset):
-    """Rows that are shuffled anew at each epoch's end, by NumPy's global generator."""
+    """Rows that are reshuffled at each epoch's end, by NumPy's global generator."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +205,7 @@ def test_callback_state_and_a_completed_run(tmp_path, caplog):
 
 @pytest.fixture
 def sigterm():
-    """A process that was asked to leave ignores further signals; this one goes on."""
+    """A process that was asked to stop ignores further signals; this one continues."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)

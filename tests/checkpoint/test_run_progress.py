@@ -1,4 +1,4 @@
-"""The steps of a run are counted over interruptions and several `fit`s, and data that counts epochs is sought."""
+"""A run's steps are counted over interruptions and several `fit`s, and data that counts epochs is positioned."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: what is read is what was written, or damaged; and what stays when there is no room."""
+"""Checkpoints on disk: reading returns what was written or reports damage; a full disk loses nothing."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""`wrap` names what is missing, notices what has changed, and lists what is in force."""
+"""`wrap` names missing targets, detects changed ones, and lists active patches."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Private names of Keras and TensorFlow stand in `compat/` and nowhere else: read from the syntax tree."""
+"""Private names of Keras and TensorFlow appear only in `compat/`: read from the syntax tree."""
 
 import ast
 from functools import cache

@@ -1,4 +1,4 @@
-"""State on foreign objects stands in one namespace, past what Keras tracks."""
+"""State on foreign objects is in one namespace, which Keras does not track."""
 
 import keras
 import tensorflow as tf

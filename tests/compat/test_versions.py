@@ -1,4 +1,4 @@
-"""Which versions are supported: told in one place, to pip, to who imports, and to the doctor."""
+"""The supported versions are defined in one place, for pip, for imports and for the doctor."""
 
 import configparser
 import subprocess

@@ -1,4 +1,4 @@
-"""Several CPU devices a worker: inside the context only. tests/test_strategies.py trains on them."""
+"""Several CPU devices per worker: inside the context only. tests/test_strategies.py trains on them."""
 
 import pytest
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended

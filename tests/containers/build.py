@@ -1,4 +1,4 @@
-"""Carries out a Dockerfile without Docker or a registry: this machine stands in for the base images.
+"""Executes a Dockerfile without Docker or a registry: this machine stands in for the base images.
 
 Each stage is an overlay over this machine's own files, which stay as they are, and starts with its base's changes.
 RUN lines run in it word for word, by `chroot`; the other instructions mean what they mean to Docker.

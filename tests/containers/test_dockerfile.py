@@ -1,4 +1,4 @@
-"""The Dockerfile: linted, and its CPU variant carried out on this machine."""
+"""The Dockerfile: linted, and its CPU variant executed on this machine."""
 
 import json
 import os

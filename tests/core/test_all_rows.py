@@ -1,4 +1,4 @@
-"""Losses and metrics written by hand that need all rows of a batch: two and four replicas are one device."""
+"""Custom losses and metrics that need all rows of a batch: two and four replicas equal one device."""
 
 import functools
 import logging

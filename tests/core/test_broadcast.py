@@ -1,4 +1,4 @@
-"""Bytes as whole numbers, which a sum over workers leaves as they are."""
+"""Bytes as integers, which a sum over workers leaves unchanged."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the user says of code that looks at rows, and rows gathered by hand."""
+"""What the user declares about code that reads rows, and manually gathered rows."""
 
 import functools
 

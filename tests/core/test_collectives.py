@@ -1,4 +1,4 @@
-"""What replicas tell each other: in which operations of TensorFlow."""
+"""What replicas exchange, and with which TensorFlow operations."""
 
 import gpu_way
 import keras

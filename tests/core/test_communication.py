@@ -1,4 +1,4 @@
-"""How gradients travel between replicas: in a narrower dtype, in several packs."""
+"""How replicas exchange gradients: in a narrower dtype, in several packs."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Workers that shuffle without a seed read every example once in an epoch, in an order that changes."""
+"""Workers that shuffle without a seed read every example once per epoch, in a changing order."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where memory runs out, the error has the sizes and what makes them smaller."""
+"""When memory runs out, the error has the sizes and how to reduce them."""
 
 import keras
 import numpy as np

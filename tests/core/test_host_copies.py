@@ -1,4 +1,4 @@
-"""Variables in host memory: one call reads them all, and what was read stays as it was."""
+"""Copies in host memory: one call reads all variables, and later steps do not change the copies."""
 
 import keras
 import ml_dtypes

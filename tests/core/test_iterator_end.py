@@ -1,4 +1,4 @@
-"""The ends of iterators: a thread waits for each, none is forgotten, and the weights are those without it.
+"""Destroying iterators: a thread waits for each, none is forgotten, and the weights do not change.
 
 Data that reaches out of itself ends where it does in stock Keras.
 """
@@ -154,7 +154,7 @@ def test_a_cache_file_can_be_rewritten_at_once(kind, tmp_path):
     model = build(tfgpu.strategy(kind, devices=2 if kind == "mirrored" else None))
     x = features()
     source = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).cache(str(tmp_path / "cache")).batch(1)
-    found = [model.evaluate(source, steps=3, verbose=0) for _ in range(3)]  # nobody reads the whole: none is kept
+    found = [model.evaluate(source, steps=3, verbose=0) for _ in range(3)]  # no one reads all of it: none is kept
     assert len(set(found)) == 1
     model.evaluate(source, verbose=0)
 
@@ -184,7 +184,7 @@ REACHING = {
     "print": lambda: tf.data.Dataset.range(3).map(lambda n: (tf.print(n), n)[1]),
     "file": lambda: tf.data.Dataset.range(3).cache("never-written").batch(2),
     "snapshot": lambda: tf.data.Dataset.range(3).snapshot("never-written"),
-    "no data set": lambda: [1, 2],
+    "no dataset": lambda: [1, 2],
 }
 CONTAINED = {
     "arrays": data,

@@ -1,4 +1,4 @@
-"""What a layer assigns from variables that differ between replicas: the replicas agree on it all the same."""
+"""What a layer assigns from variables that differ between replicas: the replicas still agree on it."""
 
 import keras
 import numpy as np

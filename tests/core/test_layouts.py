@@ -1,4 +1,4 @@
-"""Data, metrics and loops laid out in ways that Keras or TensorFlow allow and that are easily forgotten."""
+"""Data, metrics and loops in forms that Keras or TensorFlow allow and that are easily forgotten."""
 
 import collections
 

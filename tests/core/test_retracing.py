@@ -1,4 +1,4 @@
-"""TensorFlow warns of functions that are traced again and again: ordinary use of Keras must give it no reason."""
+"""TensorFlow warns about repeated retracing: ordinary use of Keras must not cause it."""
 
 import os
 import subprocess

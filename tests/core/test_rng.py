@@ -1,4 +1,4 @@
-"""The numbers that replicas draw, put together, are those of one device, bit for bit."""
+"""The concatenated draws of the replicas equal one device's, bit for bit."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Sparse gradients on their way between replicas: how many collectives, and what comes back."""
+"""Exchanging sparse gradients: how many collectives, and their results."""
 
 import gpu_way
 import keras

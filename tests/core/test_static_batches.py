@@ -1,4 +1,4 @@
-"""A batch whose size is known while the step is traced: draws and losses of one row a replica are one device's."""
+"""A batch whose size is known while the step is traced: draws and losses of one row per replica equal one device's."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""`fit` in blocks of steps: what callbacks see of them, and that nothing else does."""
+"""`fit` in blocks of steps: callbacks see the blocks, and nothing else changes."""
 
 import contextlib
 import os
@@ -67,7 +67,7 @@ def test_the_last_block_ends_with_the_data(strategy, is_known):
 
 
 def _fails_at(broken: int) -> tf.data.Dataset:
-    """Seven batches, as the data set itself says; one of them cannot be read."""
+    """A dataset that announces seven batches, of which one cannot be read."""
 
     def check(at, batch):
         with tf.control_dependencies([tf.debugging.assert_none_equal(at, np.int64(broken), message="broken")]):

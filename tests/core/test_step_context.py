@@ -1,4 +1,4 @@
-"""What a thread knows of its step: set for a block, put back afterward, and no other thread's."""
+"""A thread's step context: set for a block, restored afterward, and separate for each thread."""
 
 import threading
 

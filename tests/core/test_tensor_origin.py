@@ -1,4 +1,4 @@
-"""What comes of a step's data, and what of weights and constants alone."""
+"""Which tensors depend on a step's data, and which only on weights or constants."""
 
 import pytest
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""Choices of Python code are made in the first trace of a step, and taken in all others."""
+"""Choices of Python code are made in the first trace of a step, and reused in all others."""
 
 import itertools
 

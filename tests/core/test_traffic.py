@@ -1,4 +1,4 @@
-"""What the steps of a model have handed to collectives, by what their traces have handed over."""
+"""The bytes that a model's steps pass to collectives, counted from their traces."""
 
 import tensorflow as tf
 
@@ -12,7 +12,7 @@ def test_bytes_are_those_of_the_traced_steps_and_of_each_call():
         traffic.note([tf.zeros([8])], part=0.25)
     with meter.tracing(None):
         traffic.note([tf.zeros([1])])
-    traffic.note([tf.zeros([100])])  # by nobody's step
+    traffic.note([tf.zeros([100])])  # outside any step
     meter.count(2, "plain")
     assert meter.bytes == 2 * (12 + 16 + 8 + 8) + 4 and meter.is_whole
     meter.count(3, "of another kind")

@@ -1,4 +1,4 @@
-"""The state of a training: a feature's provider takes part in it, and what was copied is restored."""
+"""The state of a training: a feature's provider takes part, and copies are restored."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""`jit_compile="auto"`: which way a trial chooses, and that training goes on as ever while it runs."""
+"""`jit_compile="auto"`: which way a trial chooses, and that training continues unchanged meanwhile."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A `fit` that fails again and again in one process, and goes on from its checkpoint.
+"""A `fit` that fails repeatedly in one process, and resumes from its checkpoint.
 
 `soak.py FOLDER TIMES DEVICES EPOCHS` prints after each failure what the process holds, and writes the weights at the
 end into `FOLDER.npz`.

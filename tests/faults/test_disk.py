@@ -1,4 +1,4 @@
-"""The disk fails under a `fit`: one error says what to do, what was saved is whole, and the same command goes on."""
+"""The disk fails under a `fit`: one error says what to do, checkpoints stay complete, and the command resumes."""
 
 import contextlib
 import errno
@@ -85,7 +85,7 @@ def names_of_whole_ones(folder: Path) -> list[str]:
 
 
 def goes_on(run, workers: int, whole, result) -> None:
-    """Waits for the end, which is that of a training that nothing disturbed."""
+    """Waits for the end, and compares it with an undisturbed training."""
     assert run.wait() == [0] * workers, run.said()
     (arrays, history), (found, found_history) = whole, result(run.folder)
     assert [a.tobytes() for a in arrays] == [a.tobytes() for a in found] and history == found_history
@@ -145,7 +145,7 @@ def immutable(folder: Path):
 
 
 def stays_locked(lock, code: str, folder: Path, cut, expected, result, **options) -> None:
-    """Locks the folder under a training; starts another one, which must not train; unlocks it, and goes on."""
+    """Locks the folder under a training; starts another one, which must not train; unlocks it, and resumes."""
     run = cut(**options)
     run.wait_for_checkpoint("epoch-0001-step-*")
     with lock(folder):

@@ -62,7 +62,7 @@ def kill_again_and_again(variant: str, kinds: list[str], folder, group, result, 
     starts = [int(step) for step in (folder / "cut" / "began0").read_text().split()]
     print(f"begun at the steps {starts} of {len(reads) * reads.shape[1]}")
     assert set(found_in) == set(kinds) and all(found_in.count(kind) >= kinds.count(kind) - 1 for kind in kinds)
-    assert starts == sorted(starts) and starts[-1] > 0  # it went on, and did not begin anew
+    assert starts == sorted(starts) and starts[-1] > 0  # it resumed, and did not start over
     assert differences == 0 and found_history == history and len(history["loss"]) == options["epochs"]
     assert each_once
     assert reads.tobytes() == np.load(folder / "whole" / "reads.npy").tobytes()

@@ -134,7 +134,7 @@ def test_a_lost_network_ends_the_others_and_all_start_again(lost, tmp_path, netw
     seconds = {"lost": f"rank {rank}", "the other left": left_at - lost_at, "the attempt ended": ended_at - lost_at}
     seconds |= {"the lost one had left": gone_at - lost_at, "link up": up_at - lost_at, "trains": trains_at - lost_at}
     print(json.dumps({name: round(each, 1) if isinstance(each, float) else each for name, each in seconds.items()}))
-    # The worker that was left says who is gone; the launcher, which machine.
+    # The remaining worker names the lost one; the launcher, its machine.
     assert f"worker {rank} ({NET}.{rank + 1}:" in said and "no longer answers" in said
     assert f"The connection to the supervisor on host{lost} was lost" in said
     assert f"No supervisor could be started on host{lost}" in cut.said

@@ -1,4 +1,4 @@
-"""A training goes on with another number of workers, or on one device: same global batch, same result."""
+"""A training resumes with another number of workers, or on one device: same global batch, same result."""
 
 import json
 import shutil

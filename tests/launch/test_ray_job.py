@@ -38,7 +38,7 @@ def start(ray, tries=6):
 
 
 def train(folder, epochs=4, pause_s=0.0):
-    """Trains in whatever the environment calls for; goes on from `folder`. With a pause it reports every step."""
+    """Trains under the environment's strategy; resumes from `folder`. With a pause it reports every step."""
     import time
 
     import keras
@@ -77,7 +77,7 @@ def train(folder, epochs=4, pause_s=0.0):
 
 @pytest.fixture(scope="module")
 def unbroken(cluster, tmp_path_factory):
-    """What two workers make that nobody disturbs, and what they reported."""
+    """What two undisturbed workers return and report."""
     reports = []
     folder = tmp_path_factory.mktemp("unbroken")
     found = tfgpu.launch.ray_job(

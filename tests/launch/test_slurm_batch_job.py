@@ -30,7 +30,7 @@ GOOD = Record(0, 20.0)
         ([Record(143, 10.2, asked=10.0), Record(75, 11.0, asked=10.0)], 0, 75, 1, True),
         ([Record(143, 10.2, asked=10.0), Record(137, 70.0, asked=10.0)], 0, 143, 0, True),
         ([Record(75, 10.2, asked=10.0), None], 0, 75, 0, True),
-        # Asked while the last lines ran: it is done all the same.
+        # Asked to stop while the last lines ran: it still counts as done.
         ([Record(0, 10.2, asked=10.0), GOOD], 0, 0, None, False),
         # One node was asked alone; the other task failed for want of its peer.
         ([Record(75, 10.2, asked=10.0), Record(1, 12.0)], 1, 75, 0, True),

@@ -72,7 +72,7 @@ def check_same(one: list[np.ndarray], other: list[np.ndarray]) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster, tmp_path_factory):
-    """The weights of two tasks that nobody disturbs."""
+    """The weights of two undisturbed tasks."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run = train(folder)
     assert run.wait(500) == 0, (run.log(), run.task(0), run.task(1))

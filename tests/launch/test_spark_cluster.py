@@ -70,7 +70,7 @@ def test_a_lost_executor_restarts_the_group_which_ends_with_the_same_weights(pys
         check_nothing_is_left()
     assert {report["start"] for report in seen} == {0, 1}
     again = [report["epoch"] for report in seen if report["start"] == 1 and "epoch" in report]
-    assert again and again[0] > 0  # it went on, and did not begin anew
+    assert again and again[0] > 0  # it resumed, and did not start over
     check(found)
 
 

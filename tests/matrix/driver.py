@@ -117,7 +117,7 @@ class Place:
         return model.predict(**self.feed(case, targets=False), verbose=0)
 
     def on_chief(self, write):
-        """Writes once, by the chief; the others go on when it is done."""
+        """The chief writes once; the others continue when it is done."""
         if self.rank == 0:
             write()
         done = self.shared / "written"
@@ -288,7 +288,7 @@ def wait_for(condition, seconds=120):
 
 
 def meet(folder, name, rank, status, count):
-    """Workers tell each other how a case ended; going on is safe only after the same end on all."""
+    """Workers tell each other how a case ended; continuing is safe only after the same end on all."""
     (folder / f"{name}.{rank}.tmp").write_text(status)
     (folder / f"{name}.{rank}.tmp").rename(folder / f"{name}.{rank}.status")
     others = [folder / f"{name}.{r}.status" for r in range(count)]

@@ -113,7 +113,7 @@ def half_empty(rows):
 
 
 def spelled(rows):
-    """Words of two or three letters, 0 where there is none: targets of CTC."""
+    """Words of two or three letters, padded with 0: targets of CTC."""
     y = np.random.default_rng(4).integers(1, 3, (rows, 3))
     return tokens(rows)[0], np.where(np.arange(3) < 2 + np.arange(rows)[:, None] % 2, y, 0)
 
@@ -212,7 +212,7 @@ def deep(make):
 
 
 def mixed(make):
-    """A layer on pictures and their labels; what it makes of both goes on."""
+    """A layer on images and their labels; both of its outputs are used."""
 
     def build():
         given = {"images": keras.Input((8, 8, 3), name="images"), "labels": keras.Input((3,), name="labels")}

@@ -5,7 +5,7 @@
     python tests/matrix/run.py --topologies mirrored-4 --paths fit --cases even clipnorm
 
 Each (path, variant, topology) has processes of its own, which run one case after another. Where one dies
-or hangs, that is the case's result, and a fresh process goes on with the rest. A cell is `equal`,
+or hangs, that is the case's result, and a new process continues with the rest. A cell is `equal`,
 `differs`, `crashes`, `dies` or `hangs`; where parameters are in pieces, also `refused`: by an error of tfgpu's.
 """
 

@@ -61,7 +61,7 @@ def prepared(case, at):
 
 
 def two_fits(case, at):
-    """fit called twice, compiled again between with another rate; the metrics and functions are made anew."""
+    """fit called twice, compiled again between with another rate; the metrics and functions are recreated."""
     model = at.build(case)
     first = at.fit(model, case, epochs=1).history
     with at.strategy.scope():

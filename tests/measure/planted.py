@@ -1,6 +1,6 @@
 """Trainings with planted faults, and healthy ones; their profiler traces are in `recorded/`.
 
-    python tests/measure/planted.py             # records all of them anew, on a machine that does nothing else
+    python tests/measure/planted.py             # records all of them again, on an idle machine
     python tests/measure/planted.py eager_step  # one
 
 The tests judge the recordings, which are the same on a busy machine.

@@ -1,4 +1,4 @@
-"""Gradient accumulation: each replica adds up its own gradients, and they meet once an update."""
+"""Gradient accumulation: each replica adds up its own gradients, and they are reduced once per update."""
 
 import keras
 import numpy as np

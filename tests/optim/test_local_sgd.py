@@ -1,4 +1,4 @@
-"""Replicas that train apart: against hand-computed numbers, one device, and what they say they sent."""
+"""Replicas that train independently: against hand-computed numbers, one device, and reported traffic."""
 
 import logging
 import warnings
@@ -35,7 +35,7 @@ def copies(variable) -> list[float]:
 
 
 def batches(*rows):
-    """A data set whose batches are these lists of numbers."""
+    """A dataset whose batches are these lists of numbers."""
 
     def make():
         for numbers in rows:

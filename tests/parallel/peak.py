@@ -1,4 +1,4 @@
-"""Trains a model in this process, and prints how many bytes a few steps take beside what lay there before them.
+"""Trains a model in this process, and prints how many bytes a few steps take on top of earlier memory.
 
 Its caller sets `MALLOC_MMAP_THRESHOLD_`: otherwise freed memory stays with the process, and counts.
 """
@@ -36,7 +36,7 @@ def main(model: dict, batch: int, optimizer: str, policy: str, pipeline: dict | 
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)  # of any number of rows: no constants are made of it
     made.fit(data, shuffle=False, verbose=0)
     with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")  # the peak begins anew
+        refs.write("5")  # resets the peak
     before = psutil.Process().memory_info().rss
     made.fit(data, shuffle=False, verbose=0)
     lines = open("/proc/self/status").read().splitlines()

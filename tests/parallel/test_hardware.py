@@ -1,4 +1,4 @@
-"""The makers' figures: which driver's name is which GPU, and that the rates are dense."""
+"""The makers' figures: GPUs by driver name, and dense rates."""
 
 import pytest
 from hypothesis import given

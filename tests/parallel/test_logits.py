@@ -1,4 +1,4 @@
-"""A model that ends in a softmax or a sigmoid: Keras's losses look for the logits behind it, in every layout."""
+"""A model that ends in a softmax or a sigmoid: Keras's losses find the logits behind it in every layout."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Sizes and places of a mesh, without any device."""
+"""Sizes and positions of a mesh, without any device."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""Models that seldom come up: in a layout each learns what it learns on one device, or is refused."""
+"""Unusual models: in every layout each learns what it learns on one device, or is refused."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A picture of a pipeline shows what ran when, and changes nothing."""
+"""A picture of a pipeline shows what ran when, and leaves the model unchanged."""
 
 import json
 import os

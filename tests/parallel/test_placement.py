@@ -1,4 +1,4 @@
-"""Layers on devices of their own: each tensor is where it was put, and the training is one device's."""
+"""Layers on chosen devices: each tensor is where it was placed, and training equals one device's."""
 
 import keras
 import numpy as np
@@ -166,7 +166,7 @@ def test_auto_spreads_bytes_and_prints_what_it_did(capsys):
 
 
 class Own(keras.Model):
-    """A model whose graph nobody knows, with a layer in a layer; its variables are made by the data."""
+    """A model without a known graph, with a nested layer; its variables are created from the data."""
 
     def __init__(self):
         super().__init__()

@@ -193,7 +193,7 @@ class TestLaunched:
         send(broken, 1, signal.SIGKILL)
         assert ended(again, broken) == 0, said(broken)[-5000:]
         assert "worker 1: killed by SIGKILL" in said(broken) and "Attempt 2 starts" in said(broken)
-        assert said(broken).count("ended epoch 0\n") == 1  # it has gone on, and not begun anew
+        assert said(broken).count("ended epoch 0\n") == 1  # it resumed, and did not start over
         with np.load(folder / "end.npz") as one, np.load(broken / "end.npz") as other:
             assert one.files == other.files
             for name in one.files:

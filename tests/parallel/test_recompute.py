@@ -1,4 +1,4 @@
-"""A model that computes activations anew learns what it learns without, and keeps less."""
+"""A model with recomputed activations learns the same weights and keeps less memory."""
 
 import contextlib
 import itertools

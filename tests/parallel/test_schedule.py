@@ -1,4 +1,4 @@
-"""Schedules: complete, possible, as idle as the bound says, and with as little kept as they promise."""
+"""Schedules: complete, feasible, as idle as the bound, and with as little memory as promised."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Parameters in pieces (stage 3): what any model learns, what lies on a device, and what travels."""
+"""Sharded parameters (stage 3): what any model learns, what a device holds, and what is sent."""
 
 import json
 import os
@@ -33,7 +33,7 @@ class Reading(layers.Layer):
 
 
 class Subclassed(keras.Model):
-    """Has a graph for nobody, a variable of its own, and one that nothing reads."""
+    """Has no graph, a variable of its own, and a variable that nothing reads."""
 
     def __init__(self):
         super().__init__()

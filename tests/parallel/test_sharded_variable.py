@@ -1,4 +1,4 @@
-"""Variables in parts: one variable to the outside, and to what an optimizer does with its norm."""
+"""Sharded variables: they act as one variable, also in an optimizer's norms."""
 
 import keras
 import numpy as np

@@ -45,7 +45,7 @@ for name, case in cases.items():
     one, folder = make(tf.distribute.get_strategy(), 0, **case), f"{path}/{name}"
     expected = fit(one, 5)
     fit(make(strategy, stage, **case), 3, tfgpu.callbacks.Checkpoint(folder))
-    many = make(strategy, stage, **case)  # goes on from the checkpoint
+    many = make(strategy, stage, **case)  # resumes from the checkpoint
     losses = fit(many, 5, tfgpu.callbacks.Checkpoint(folder))
     file = f"{path}/{name}.keras" if strategy.extended.should_checkpoint else f"{tempfile.mkdtemp()}/{name}.keras"
     many.save(file)

@@ -1,4 +1,4 @@
-"""A model whose layers lie in parts learns what it learns on one device."""
+"""A model with split layers learns what it learns on one device."""
 
 import os
 import subprocess

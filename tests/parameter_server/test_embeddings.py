@@ -1,4 +1,4 @@
-"""Cut embedding tables, in one process: rows by number, one gradient a shard, one variable to the outside."""
+"""Sharded embedding tables, in one process: rows by index, one gradient per shard, one variable outside."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Metrics counted in a closure leave their variables alone; what they counted can be added up in any order."""
+"""Metrics counted in a closure do not touch their variables; the counts can be added in any order."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Workers and servers wait for their chief, the chief for them; and they leave when they are asked to."""
+"""Workers and servers wait for their chief, and the chief for them; they exit when asked to."""
 
 import contextlib
 import signal

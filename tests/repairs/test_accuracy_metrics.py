@@ -1,4 +1,4 @@
-"""Top-k accuracies of sequences: the numbers of stock Keras. `test_numpy.py` asks where they are computed."""
+"""Top-k accuracies of sequences: the numbers of stock Keras. `test_numpy.py` checks where they are computed."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""BatchNormalization's moments: over the whole batch as on one device, or over each replica's rows where asked for."""
+"""BatchNormalization's moments: over the whole batch as on one device, or, on request, over each replica's rows."""
 
 import inspect
 

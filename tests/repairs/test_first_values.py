@@ -1,4 +1,4 @@
-"""The first values of variables on several workers are the chief's, in any dtype."""
+"""Initial values of variables on several workers are the chief's, in any dtype."""
 
 import pytest
 import tensorflow as tf

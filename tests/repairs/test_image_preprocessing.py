@@ -1,4 +1,4 @@
-"""Layers that mix the pictures of a batch, or pick as they are traced, do on replicas what one device does.
+"""Layers that mix a batch's images, or choose while being traced, compute on replicas what one device does.
 
 The matrix trains with them (`tests/matrix/cases.py`); here `strategy.run` calls them by hand.
 """

@@ -1,4 +1,4 @@
-"""Probes run in processes of their own: one that dies or hangs is no answer, and the others still answer."""
+"""Probes run in separate processes: one that dies or hangs gives no answer, and the others still do."""
 
 import os
 import subprocess

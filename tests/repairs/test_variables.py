@@ -1,4 +1,4 @@
-"""Python reads numbers of variables that lie on several devices, as callbacks do."""
+"""Python reads numbers from variables on several devices, as callbacks do."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Files of strangers that would run code if they could; each would leave a mark."""
+"""Untrusted files that try to run code; each would leave a mark."""
 
 import base64
 import json
@@ -145,7 +145,7 @@ def test_a_checkpoint_whose_hashes_are_right_and_whose_facts_are_not(tmp_path):
 
 
 class Trap:
-    """What leaves a mark when somebody unpickles it."""
+    """Leaves a mark when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark

@@ -1,4 +1,4 @@
-"""Parsers of texts from strangers read them, or raise an `InputError`: no other error, and no text takes long."""
+"""Parsers of untrusted text read it or raise an `InputError`: no other error, and no text takes long."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""What others may read holds no secret: batch files, manifests, messages between processes, pages."""
+"""Nothing that others may read holds a secret: batch files, manifests, messages between processes, pages."""
 
 import json
 import os

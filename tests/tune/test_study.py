@@ -233,7 +233,7 @@ def test_halving_ends_all_but_the_best_third_at_each_rung(tmp_path):
         search={"learning_rate": rates},
     )
     assert [trial.settings["learning_rate"] for trial in found.trials] == [0.1, 0.2, 1e-6, 2e-6]
-    # Optuna's rungs are after 1, 3 and 9 epochs; who is not among the best third there of those that came ends.
+    # Optuna's rungs are after 1, 3 and 9 epochs; a trial that is not among the best third there ends.
     best_at: dict[int, list[float]] = {1: [], 3: [], 9: []}
     for trial in found.trials:
         ended = None

@@ -113,7 +113,7 @@ def compare(stock, repaired):
 
 
 def report(stock, repaired):
-    """The text of a comparison: totals, what fails both ways by its reason, what only the repairs break or mend."""
+    """The text of a comparison: totals, what fails both ways by its reason, what only the repairs break or fix."""
     lines = []
     for name, column in (("stock", stock), ("repaired", repaired)):
         counts = Counter(outcome for outcome, _ in column.values())

@@ -20,7 +20,7 @@ class Corner:
 
     Attributes:
         name: its name in `--corners` and of its folder.
-        title: who has these versions.
+        title: where these versions are used.
         python: the minor version of Python.
         packages: what pip installs first, with versions.
         nightly: Keras's nightly build takes the place of Keras. Its distribution has another name, so that pip takes
