@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import keras
 import material as kit
 import own_code
+import own_steps
 import scripts
 from keras import layers as L
 from keras import losses as S
@@ -846,9 +847,44 @@ def of_own():
     )
 
 
+def of_own_steps():
+    silent = {"metrics": lambda: None, "judged": False, "rows": 37}
+
+    def by(**methods):
+        return {"model": kit.wired(**methods), **silent}
+
+    return group(
+        "steps of one's own that mix rows",
+        Case("own-divisor", **by(compute_loss=own_steps.divided_loss)),
+        Case("clipped-by-hand", **by(train_step=own_steps.clipped_step)),
+        Case("clipped-by-hand-even", **{**by(train_step=own_steps.clipped_step), "rows": 32}),
+        Case(
+            "clipped-by-hand-accumulate",
+            optimizer=lambda: O.SGD(0.2, gradient_accumulation_steps=2),
+            **{**by(train_step=own_steps.clipped_step), "rows": 32},
+        ),
+        Case("pairs-of-rows", **by(train_step=own_steps.pairs_step)),
+        Case("moved-inputs", **by(train_step=own_steps.moved_step)),
+        Case("mixed-rows", **by(train_step=own_steps.mixed_step)),
+        Case("pairs-of-rows-eager", compile={"run_eagerly": True}, **by(train_step=own_steps.pairs_step)),
+    )
+
+
 def table():
     """All cases, with the default model and data filled in."""
-    groups = (batches, losses, gradients, optimizers, building, layers, execution, precision, files, of_own)
+    groups = (
+        batches,
+        losses,
+        gradients,
+        optimizers,
+        building,
+        layers,
+        execution,
+        precision,
+        files,
+        of_own,
+        of_own_steps,
+    )
     cases = [replace(c, model=c.model or kit.dense(), data=c.data or kit.numbers) for make in groups for c in make()]
     assert len({c.name for c in cases}) == len(cases), "two cases have one name"
     return {case.name: case for case in cases}

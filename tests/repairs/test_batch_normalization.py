@@ -51,6 +51,35 @@ def test_moments_are_those_of_one_device(rows, axis, is_masked):
         np.testing.assert_allclose(ours, one, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("rows", [8, 7])
+def test_a_gradient_of_a_gradient_is_one_device_s(rows):
+    class Smooth(keras.Model):
+        """Learns small slopes: its loss is a gradient through the moments."""
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                with tf.GradientTape() as inner:
+                    inner.watch(data)
+                    outputs = self(data, training=True) ** 2
+                slopes = inner.gradient(outputs, data)
+                loss = tf.reduce_mean(tf.reduce_sum(slopes**2, [1, 2]))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"slopes": loss}
+
+    def weights(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            norm, inputs = keras.layers.BatchNormalization(), keras.Input((6, 4))
+            model = Smooth(inputs, keras.layers.Dense(2)(norm(keras.layers.Dense(3, activation="tanh")(inputs))))
+            model.compile(keras.optimizers.SGD(0.0005))
+        model.fit(ROWS[:rows] / 4, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    one, ours = weights(tfgpu.strategy("one_device")), weights(tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"]))
+    for here, there in zip(ours, one, strict=True):
+        np.testing.assert_allclose(here, there, rtol=2e-5, atol=2e-6)
+
+
 def test_moments_cost_two_collectives_a_layer():
     facts = _facts(tfgpu.strategy("mirrored", devices=["CPU:1", "CPU:2"]))
     assert [each.bytes for each in facts.collectives["GPU:0"]][:2] == [2 * 2 * 4 * 4] * 2  # replicas, moments, channels

@@ -28,12 +28,14 @@ class ReplicaBatch(NamedTuple):
         local: how many rows are its own, int32 scalar.
         offset: rows of the batch before its own, int32 scalar; 0 where it has none.
         total: rows of the whole batch, int32 scalar.
+        whole: the whole batch, in host memory, for a step that sees all rows; else None.
     """
 
     data: object
     local: tf.Tensor
     offset: tf.Tensor
     total: tf.Tensor
+    whole: object = None
 
 
 def shard_batches() -> None:
@@ -73,23 +75,29 @@ def replica_batch(batch, at, count: int, *, stand_in: bool = True) -> ReplicaBat
     if isinstance(total, int) and total % count == 0:
         # All shards have one static shape, so the step needs no special case for empty ones.
         rows = total // count
-        data = tf.nest.map_structure(lambda v: _sliced(v, at * rows, rows), batch)
+        data = tf.nest.map_structure(lambda v: sliced(v, at * rows, rows), batch)
         return ReplicaBatch(data, tf.constant(rows), at * rows, tf.constant(total))
-    rows, left = total // count, total % count
-    start, rows = at * rows + tf.minimum(at, left), rows + tf.cast(at < left, tf.int32)
-    offset = tf.where(rows > 0, start, 0)
-    held = tf.minimum(tf.maximum(rows, 1), total) if stand_in else rows
-    data = tf.nest.map_structure(lambda v: _sliced(v, offset if stand_in else start, held), batch)
+    rows, start, offset, held = _uneven_range(total, at, count)
+    held = held if stand_in else rows
+    data = tf.nest.map_structure(lambda v: sliced(v, offset if stand_in else start, held), batch)
     return ReplicaBatch(data, rows, offset, tf.convert_to_tensor(total))
 
 
-def shard(strategy: tf.distribute.Strategy, batch, *, gives_row_ranges: bool = True, rows: int | None = None):
+def shard(
+    strategy: tf.distribute.Strategy,
+    batch,
+    *,
+    gives_row_ranges: bool = True,
+    gives_whole: bool = False,
+    rows: int | None = None,
+):
     """Splits a whole batch into a distributed value: per replica of this process a `ReplicaBatch`, or only its rows.
 
     Args:
         strategy: of replicas.
         batch: any structure of tensors.
         gives_row_ranges: whether a replica is told which rows it gets.
+        gives_whole: whether a `ReplicaBatch` holds the whole batch too; a device copies only what its step uses of it.
         rows: of the batch, if known although the shapes of its tensors do not say it.
     """
     batch = tf.nest.map_structure(lambda v: v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v), batch)
@@ -100,6 +108,8 @@ def shard(strategy: tf.distribute.Strategy, batch, *, gives_row_ranges: bool = T
     def of_replica(context):
         at = replication.shard_index(strategy, context.replica_id_in_sync_group)
         found = replica_batch(batch, at, context.num_replicas_in_sync, stand_in=gives_row_ranges)
+        if gives_row_ranges and gives_whole:
+            return found._replace(whole=batch)
         return found if gives_row_ranges else found.data
 
     with on_host():
@@ -126,7 +136,7 @@ def num_rows(data) -> tf.Tensor:
     """Rows of a replica's data: the first dimension of its first tensor, or 1 if that is a scalar."""
     for value in tf.nest.flatten(data):
         if value is not None and value.shape.rank != 0:
-            return tf.convert_to_tensor(_rows(value))
+            return tf.convert_to_tensor(rows_in(value))
     return tf.constant(1)
 
 
@@ -231,6 +241,15 @@ def source_of(iterator: object) -> tuple[Any, bool | None]:
     return iterator, None
 
 
+def spec_of(data: object) -> object:
+    """The specs of a batch: of one in Python, or of those (or one replica's part of those) that an iterator gives."""
+    iterator, _ = source_of(data)
+    if not hasattr(iterator, "element_spec"):
+        return tf.nest.map_structure(lambda v: None if v is None else tf.type_spec_from_value(v), data)
+    spec = iterator.element_spec
+    return tf.nest.map_structure(distribute.replica_spec, spec.data if isinstance(spec, ReplicaBatch) else spec)
+
+
 def next_batch(iterator: tf.data.Iterator | tf.distribute.DistributedIterator) -> tuple[tf.Tensor, Callable]:
     """Whether an iterator has another batch (bool scalar), and a function that returns it, to call only if it has."""
     if isinstance(iterator, tf.distribute.DistributedIterator):
@@ -288,6 +307,24 @@ def _cut(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_r
     return cut
 
 
+def row_range(total: int | tf.Tensor, at, count: int) -> tuple:
+    """Which of `total` rows are shard number `at` of `count`: how many, rows before them, `total`, and rows held.
+
+    A shard without rows holds one that stands in, the first. All are numbers or int32 scalars.
+    """
+    at = tf.cast(at, tf.int32)
+    if isinstance(total, int) and total % count == 0:
+        return total // count, at * (total // count), total, total // count
+    local, _, offset, held = _uneven_range(total, at, count)
+    return local, offset, total, held
+
+
+def _uneven_range(total: int | tf.Tensor, at: tf.Tensor, count: int) -> tuple[tf.Tensor, ...]:
+    rows, left = total // count, total % count
+    start, rows = at * rows + tf.minimum(at, left), rows + tf.cast(at < left, tf.int32)
+    return rows, start, tf.where(rows > 0, start, 0), tf.minimum(tf.maximum(rows, 1), total)
+
+
 def _common_rows(values: list) -> int | tf.Tensor:
     """The number of rows of a batch's tensors: an int if all are known, else an int32 scalar that checks them.
 
@@ -297,10 +334,10 @@ def _common_rows(values: list) -> int | tf.Tensor:
     static = {v.shape[0] for v in values} - {None}
     if len(static) > 1:
         raise ValueError(f"{_UNEQUAL} Received: {sorted(static)} rows.")
-    total = static.pop() if static and all(v.shape[0] for v in values) else _rows(values[0])
+    total = static.pop() if static and all(v.shape[0] for v in values) else rows_in(values[0])
     if isinstance(total, int):
         return total
-    checks = [tf.debugging.assert_equal(_rows(v), total, _UNEQUAL) for v in values[1:]]
+    checks = [tf.debugging.assert_equal(rows_in(v), total, _UNEQUAL) for v in values[1:]]
     with tf.control_dependencies([check for check in checks if check is not None]):
         return tf.identity(total)
 
@@ -312,7 +349,7 @@ def _with_rows(value, rows: int):
     return tf.ensure_shape(value, [rows, *value.shape[1:]])
 
 
-def _rows(value) -> int | tf.Tensor:
+def rows_in(value) -> int | tf.Tensor:
     """Rows of a tensor: an int if known, else an int32 scalar."""
     if isinstance(value, tf.RaggedTensor):
         return tf.cast(value.nrows(), tf.int32)
@@ -321,7 +358,7 @@ def _rows(value) -> int | tf.Tensor:
     return tf.shape(value)[0] if value.shape[0] is None else value.shape[0]
 
 
-def _sliced(value, start, rows):
+def sliced(value, start, rows):
     """`rows` rows of a tensor from `start` on; a scalar stays whole."""
     if value is None or value.shape.rank == 0:
         return value

@@ -17,7 +17,7 @@ from tfgpu.compat import optimizers, slots, training, variables
 from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, extensions, gradient_weights, replication, step_context
-from tfgpu.core.row_mixing import row_sums
+from tfgpu.core.row_mixing import row_sums, whole_batch
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _weigh_losses() -> None:
     @wrap("BaseOptimizer.scale_loss")
     def scale_loss(stock, self, loss):
         facts = step_context.step()
-        if facts is not None and _is_sum(facts, loss):
+        if facts is not None and facts.whole is None and _is_sum(facts, loss):
             facts.loss_is_sum = True
         elif facts is not None and facts.loss_is_weighed:
             loss = step_context.times_share(loss)
@@ -112,7 +112,7 @@ def _weigh_losses() -> None:
     @wrap("LossScaleOptimizer.scale_loss")
     def scale_loss_in_float16(stock, self, loss):
         facts = step_context.step()
-        if facts is None:
+        if facts is None or facts.whole is not None:
             return stock(self, loss)
         if _is_sum(facts, loss):
             facts.loss_is_sum = True
@@ -126,6 +126,8 @@ def _weigh_losses() -> None:
 
     @wrap("tf.GradientTape.gradient")
     def gradient(stock, self, target, sources, *args, **kwargs):
+        if (recorder := step_context.current().recorder) is not None:
+            recorder.note_target(target, sources)
         facts = step_context.step()
         is_vector = facts is not None and tf.is_tensor(target) and _is_sum(facts, target)
         if is_vector and any(isinstance(source, private.Variable) for source in tf.nest.flatten(sources)):
@@ -148,6 +150,8 @@ def _sum_before(owner: type) -> None:
 
         @wrap(owner, "apply")
         def apply(stock, self, grads, trainable_variables=None):
+            if (recorder := step_context.current().recorder) is not None:
+                return recorder.note_update(list(grads))
             if replication.replica_context() is None or step_context.gradients_are_summed():
                 return stock(self, grads, trainable_variables)
             with _summed(self, list(grads), trainable_variables) as (sums, variables):
@@ -157,6 +161,8 @@ def _sum_before(owner: type) -> None:
 
         @wrap(owner, "apply_gradients")
         def apply_gradients(stock, self, grads_and_vars, *args, **kwargs):
+            if (recorder := step_context.current().recorder) is not None:
+                return recorder.note_update([gradient for gradient, _ in grads_and_vars])
             if replication.replica_context() is None or step_context.gradients_are_summed():
                 return stock(self, grads_and_vars, *args, **kwargs)
             grads, variables = map(list, zip(*grads_and_vars, strict=True))
@@ -190,6 +196,8 @@ def _sum(update: Update) -> list:
         replication.check_is_replicated(variable)
     count_on_every_replica(update.optimizer)
     count_on_every_replica(update.inner)
+    if whole_batch.sees_whole_batch():
+        return _sum_of_whole(update)
     overwriting = _overwriting(update)
     parts = _parts([None if at in overwriting else gradient for at, gradient in enumerate(update.gradients)], update)
     found = (extension.sum(update, parts) for extension in extensions.gradient_extensions)
@@ -199,6 +207,13 @@ def _sum(update: Update) -> list:
     for at, largest in zip(overwriting, row_sums.most([update.gradients[at] for at in overwriting]), strict=True):
         sums[at] = largest
     return sums
+
+
+def _sum_of_whole(update: Update) -> list:
+    """Gradients that are sums already, as a feature that sums in a way of its own makes them of equal parts."""
+    parts = whole_batch.part_of(update.gradients)
+    found = (extension.sum(update, parts) for extension in extensions.gradient_extensions)
+    return next((sums for sums in found if sums is not None), list(update.gradients))
 
 
 def _parts(gradients: list, update: Update) -> list:

@@ -26,6 +26,7 @@ from tfgpu.core import (
 )
 from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.randomness import trace_choices
+from tfgpu.core.row_mixing import whole_batch
 
 STEPS_AT_ONCE = 2
 """One step computes while the batch of the next is read, sharded and copied; more would only hold more batches."""
@@ -66,6 +67,7 @@ class LoopBuilder:
     Attributes:
         varying: for each kind of loop traced so far, whether a collective's shape varies between steps.
         collectives: per replica, in the step that was traced last.
+        sees_whole_batch: the user's step mixes rows and sees the whole batch (`row_mixing.whole_batch`).
         step_wrapper: runs the steps of wrapped kinds (`step_blocks.StepWrapper`).
     """
 
@@ -80,6 +82,7 @@ class LoopBuilder:
         self._own_variables: dict[int, keras.Variable] = {}
         self.varying: dict[LoopKind, bool] = {}
         self.collectives = 0.0
+        self.sees_whole_batch = False
         self.step_wrapper = None
         self.loop = functools.cache(lambda kind: self._compile(functools.partial(self._run_many, kind=kind)))
         self.single = functools.cache(lambda kind: self._compile(functools.partial(self._run_one, kind=kind)))
@@ -129,7 +132,11 @@ class LoopBuilder:
         def run(batch, since, last):
             if kind.gives_row_ranges is not None:
                 batch = batch_sharding.shard(
-                    self._strategy, batch, gives_row_ranges=kind.gives_row_ranges, rows=kind.rows
+                    self._strategy,
+                    batch,
+                    gives_row_ranges=kind.gives_row_ranges,
+                    gives_whole=self.sees_whole_batch,
+                    rows=kind.rows,
                 )
             values, since = self._run(batch, since, kind)
             return since, self.to_optional(values, last)
@@ -177,7 +184,8 @@ class LoopBuilder:
 
     def _run_on_replica(self, data, kind: LoopKind) -> list[tf.Tensor]:
         """One step on this replica's rows."""
-        data, local, place = batch_sharding.rows_and_range(data)
+        given = data
+        data, local, place = batch_sharding.rows_and_range(given)
         facts = batch_rows.begin_step(
             local,
             place,
@@ -194,6 +202,8 @@ class LoopBuilder:
             self._log_reader.recording() as results,
         ):
             step = self._step if step_context.surely_has_rows() else self._step_on_stand_in
+            if self.sees_whole_batch and not kind.local_updates:
+                step, data = functools.partial(whole_batch.run, self._step), given
             logs = self.step_wrapper.run(step, data) if kind.is_wrapped else step(data)
             self.varying[kind] = self.varying.get(kind, False) or facts.has_varying_shapes
             self._own_variables |= facts.own_variables

@@ -19,7 +19,9 @@ def inline_functions() -> None:
 
     @wrap("Function.__call__")
     def call(stock, self, *args, **kwargs):
-        if step_context.step() is None or tf.executing_eagerly() or private.asks_for_xla(self):
+        is_tried = step_context.current().recorder is not None  # eagerly, and its numbers are looked at
+        in_step = step_context.step() is not None and not tf.executing_eagerly()
+        if not (is_tried or in_step) or private.asks_for_xla(self):
             return stock(self, *args, **kwargs)
         return private.python_function_of(self)(*args, **kwargs)
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tfgpu.core.batch_rows import GivenRows
     from tfgpu.core.randomness.row_draws import DrawShard
     from tfgpu.core.randomness.trace_choices import Choices
+    from tfgpu.core.row_mixing.step_trial import Recorder
+    from tfgpu.core.row_mixing.whole_batch import WholeBatch
     from tfgpu.core.step_blocks import Run
     from tfgpu.core.traffic import Sent
 
@@ -64,6 +66,8 @@ class Step:
         assigned_variables: Keras variables that were assigned in a step of local updates, by `id`.
         own_variables: Keras variables of which each replica changes its own copy, by `id`; they are averaged over the
             replicas after each block of steps.
+        whole: set while user code sees the whole batch: what it takes to call layers by rows.
+        is_within_whole: this is a layer's call by rows within such a step.
     """
 
     rows: RowRange
@@ -78,6 +82,8 @@ class Step:
     applied_optimizers: dict = field(default_factory=dict)
     assigned_variables: dict = field(default_factory=dict)
     own_variables: dict = field(default_factory=dict)
+    whole: "WholeBatch | None" = None
+    is_within_whole: bool = False
 
 
 @dataclass
@@ -101,7 +107,9 @@ class StepContext:
         draws_alike: random draws are the same on all replicas.
         draws_follow_input: random draws have the shape of a layer's input.
         draw_shard: the part of a draw that this device computes.
-        is_trying: a loss or metric is tested on random rows; replicas must not communicate.
+        is_trying: a piece of code is tested on random rows; replicas must not communicate.
+        trial_rows: which of the random rows the code is tested on; random draws go by row.
+        recorder: records what a step does that is tested on random rows.
         extensions: values of `Slot`s.
     """
 
@@ -122,6 +130,8 @@ class StepContext:
     draws_follow_input: bool = False
     draw_shard: "DrawShard | None" = None
     is_trying: bool = False
+    trial_rows: RowRange | None = None
+    recorder: "Recorder | None" = None
     extensions: dict[str, Any] = field(default_factory=dict)
 
 

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from tfgpu.core import (
     xla_trial,
 )
 from tfgpu.core.loop_builder import LoopBuilder, LoopKind
-from tfgpu.core.metric_logs import LogReader, function_of
+from tfgpu.core.metric_logs import LogReader
+from tfgpu.core.row_mixing import step_trial
 from tfgpu.core.step_blocks import Block
 
 
@@ -103,7 +105,7 @@ class StepRunner:
     def __init__(self, model: keras.Model, step_function: Callable):
         self._model, self._strategy = model, model.distribute_strategy
         self._is_replicated = replication.is_replicated(self._strategy)
-        self._kind = "train" if function_of(step_function) is function_of(model.train_step) else "test"
+        self._kind = "train" if step_function == model.train_step else "test"
         self._jit = bool(model.jit_compile) and not model.run_eagerly
         self._last = _Timed()
         self.pace, self.logs, self.done = step_blocks.Pace(), None, 0
@@ -111,6 +113,8 @@ class StepRunner:
         local = replication.local_training_of(self._strategy) if self._is_replicated else None
         self.averager = local.averager(model) if local is not None and self._kind == "train" else None
         self.loops = LoopBuilder(model, step_function, self.log_reader, self.averager, self.traffic)
+        self._needs_whole_batch = functools.partial(step_trial.needs_whole_batch, model, step_function)
+        self._is_tried = not self._is_replicated or self._strategy.num_replicas_in_sync == 1 or local is not None
 
     def __call__(self, batches: Any) -> dict:
         """Runs steps.
@@ -133,6 +137,7 @@ class StepRunner:
         logs, is_sharded = None, _is_dataset_iterator(batches) or not self._is_replicated
         for _, data in zip(range(count), batches, strict=False):
             kind = LoopKind(self._jit, local_updates=self._has_local_updates(), is_wrapped=_is_wrapped())
+            self._try_step(batches if is_sharded else data)
             data = data if is_sharded else batch_sharding.shard(self._strategy, data)
             with self._around_call(kind, 1):
                 logs, result = self.loops.single(kind)(data, worker_vote.ballot(0.0), self._since())
@@ -143,6 +148,7 @@ class StepRunner:
         return logs
 
     def _run_block(self, block: Block) -> dict:
+        self._try_step(block.iterator)
         jit, began, block.done = self._chosen_jit(block), time.perf_counter(), 0
         result = None
         while block.done < block.count:
@@ -175,6 +181,12 @@ class StepRunner:
         done = count if kind.is_sure else int(done)
         self._count(done, kind)
         return done, logs, result
+
+    def _try_step(self, data: object) -> None:
+        """Finds out, once, whether a step of the user's own must see the whole batch; `data` is one, or an iterator."""
+        if not self._is_tried:
+            spec = batch_sharding.spec_of(data)
+            self._is_tried, self.loops.sees_whole_batch = True, self._needs_whole_batch(spec)
 
     def _loop_of(self, block: Block, jit: bool) -> tuple[Any, LoopKind]:
         """The block's iterator as the compiled loop takes it, and the kind of loop."""

@@ -79,7 +79,12 @@ def normalize_by_global_batch() -> None:
         return _squeezed(_moments(inputs, axes, mask), axes, keepdims=False)
 
     @wrap("keras.layers.BatchNormalization.call")
-    def call(stock, self, *args, **kwargs):
+    def call(stock, self, inputs, training=None, *args, **kwargs):
+        if step_context.current().is_trying:  # is known, and must not make code around it look as if it mixed rows
+            return stock(self, inputs, False, *args, **kwargs)
+        return call_with_moments(stock, self, inputs, training, *args, **kwargs)
+
+    def call_with_moments(stock, self, *args, **kwargs):
         if not _takes_own_moments(self) or step_context.surely_has_rows():
             return stock(self, *args, **kwargs)
         before = [(variable, tf.identity(variable.value)) for variable in layers.own_non_trainable(self)]
@@ -97,13 +102,23 @@ def _moments(x: tf.Tensor, axes, mask: tf.Tensor | None = None) -> list[tf.Tenso
     if mask is None and step_context.rows_are_even() and isinstance(count, int):
         means, variances = tf.unstack(_from_all_replicas([mean, variance]), axis=1)
         mean = tf.reduce_mean(means, 0)
-        return [mean, tf.reduce_mean(variances + tf.square(means - mean), 0)]
+        return [mean, tf.reduce_mean(variances + _squares(means, mean), 0)]
     count = tf.cast(count, mean.dtype) * step_context.has_rows(mean.dtype) * tf.ones_like(mean)
     counts, means, variances = tf.unstack(_from_all_replicas([count, mean, variance]), axis=1)
     total = tf.reduce_sum(counts, 0)
     mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)
-    squares = tf.reduce_sum(counts * (variances + tf.square(means - mean)), 0)
+    squares = tf.reduce_sum(counts * (variances + _squares(means, mean)), 0)
     return [mean, tf.math.divide_no_nan(squares, total)]
+
+
+def _squares(means: tf.Tensor, mean: tf.Tensor) -> tf.Tensor:
+    """Squared distances of the replicas' means from the mean of all rows.
+
+    `tf.nn.moments` stops the gradient at its mean, which changes second derivatives (a gradient penalty's). Here, too,
+    the distances are constants of the gradient, so that those of all orders are one device's.
+    """
+    distances = tf.stop_gradient(means - mean)
+    return distances * (distances + 2 * (means - tf.stop_gradient(means)))
 
 
 def _local_moments(x: tf.Tensor, axes, mask: tf.Tensor | None) -> tuple[int | tf.Tensor, tf.Tensor, tf.Tensor]:

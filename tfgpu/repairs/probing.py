@@ -91,7 +91,15 @@ def mirrored() -> tf.distribute.Strategy:
 
 
 def differs(
-    *, rows=3, loss="mse", weights=None, layer=None, optimizer=None, compile_options=None, is_built=True
+    *,
+    rows=3,
+    loss="mse",
+    weights=None,
+    layer=None,
+    optimizer=None,
+    compile_options=None,
+    is_built=True,
+    model_class=None,
 ) -> bool:
     """Whether two replicas learn other weights than one device in an epoch of one batch, or crash."""
 
@@ -99,7 +107,8 @@ def differs(
         keras.utils.set_random_seed(0)
         with strategy.scope():
             layers = [keras.layers.Dense(2)] + ([layer()] if layer else []) + [keras.layers.Dense(1)]
-            model = keras.Sequential(([keras.Input((2,))] if is_built else []) + layers)
+            layers = ([keras.Input((2,))] if is_built else []) + layers
+            model = keras.Sequential(layers) if model_class is None else model_class()
             model.compile(keras.optimizers.SGD(0.1, **(optimizer or {})), loss, **(compile_options or {}))
         data = [a[:rows] for a in (X, Y)]
         model.fit(*data, sample_weight=weights, batch_size=rows, epochs=2, shuffle=False, verbose=0)

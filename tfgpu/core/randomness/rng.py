@@ -132,7 +132,7 @@ def _wrap_dropout() -> None:
     @wrap("random.dropout")
     def dropout(stock, inputs, rate, noise_shape=None, seed=None):
         shard = step_context.current().draw_shard
-        if rate in (0.0, 1.0) or (batch_rows.known_rows() is None and shard is None):
+        if rate in (0.0, 1.0) or (row_draws.held_rows() is None and shard is None):
             return stock(inputs, rate, noise_shape, seed)
         inputs = tf.convert_to_tensor(inputs)
         shape = private.noise_shape(inputs, noise_shape)

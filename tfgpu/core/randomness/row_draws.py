@@ -69,6 +69,11 @@ class DrawShard:
         return tf.ensure_shape(tf.split(drawn, self.count, self.axis)[self.at], static)
 
 
+def held_rows() -> step_context.RowRange | None:
+    """Which rows random draws are for: this replica's, or those that a piece of code is tried on."""
+    return step_context.current().trial_rows or batch_rows.known_rows()
+
+
 def of_shape(shape, *, follows_input: bool = False) -> RowDraw | None:
     """Which rows of the global batch's draw are this replica's, or None if all replicas draw the same.
 
@@ -76,7 +81,7 @@ def of_shape(shape, *, follows_input: bool = False) -> RowDraw | None:
         shape: shape of the replica's own draw: numbers, tensors or both, or one tensor.
         follows_input: the shape is that of a layer's input, so any multiple of the rows is per example.
     """
-    rows = batch_rows.known_rows()
+    rows = held_rows()
     if rows is None or step_context.current().draws_alike:
         return None
     shape, static = _as_shape(shape)

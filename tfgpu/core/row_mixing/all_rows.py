@@ -231,7 +231,7 @@ class _Trial:
         """None: nothing could be told."""
         try:
             unchanged = self._captured.preserving_variables()
-            with step_context.scope(is_trying=True), tf.init_scope(), _kept_draws(), unchanged:
+            with step_context.scope(is_trying=True), tf.init_scope(), kept_draws(), unchanged:
                 with tf.device("CPU:0"):  # the same on every worker
                     found = self._judged_all()
                 return found or self._judged_all()  # not every function runs on a CPU
@@ -341,12 +341,12 @@ class _Trial:
 
 
 @contextlib.contextmanager
-def _kept_draws() -> Iterator[None]:
+def kept_draws(seed: int = 0) -> Iterator[None]:
     """What draws random numbers within leaves those that come afterwards as they would be."""
     python, numpy, tensorflow = random.getstate(), np.random.get_state(), private_tf.eager_random()
     before = tensorflow.getstate() if tensorflow is not None else None
     if tensorflow is not None:
-        tensorflow.seed(_SEED)  # TensorFlow goes on where an operation has the seed of an earlier one
+        tensorflow.seed(_SEED + seed)  # TensorFlow goes on where an operation has the seed of an earlier one
     try:
         yield
     finally:

@@ -1,5 +1,7 @@
 """Sums over replicas, and all replicas' rows in one tensor, with the gradients that one device has."""
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from tfgpu.core import batch_rows, collectives, step_context, travel
@@ -20,17 +22,24 @@ def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
     facts = step_context.step()
     weigh_at_end = facts is not None and not facts.loss_is_weighed
 
+    def add(values: list) -> list:
+        return collectives.all_reduce(values)
+
+    def add_weighed(values: list) -> list:
+        sums = collectives.all_reduce([step_context.times_share(value) for value in values])
+        return [tf.math.divide_no_nan(total, tf.cast(facts.share, total.dtype)) for total in sums]
+
+    return _linear(add, add_weighed if weigh_at_end else add)(*values)
+
+
+def _linear(forward: Callable[[list], list], backward: Callable[[list], list]) -> Callable:
+    """A linear function with its gradient, whose own gradient is the function: derivatives of any order are right."""
+
     @tf.custom_gradient
-    def add(*values):
-        def gradient(*upstream):
-            if not weigh_at_end:
-                return collectives.all_reduce(list(upstream))
-            parts = collectives.all_reduce([step_context.times_share(part) for part in upstream])
-            return [tf.math.divide_no_nan(part, tf.cast(facts.share, part.dtype)) for part in parts]
+    def apply(*values):
+        return forward(list(values)), lambda *upstream: _linear(backward, forward)(*upstream)
 
-        return collectives.all_reduce(list(values)), gradient
-
-    return add(*values)
+    return apply
 
 
 def of_batch(value: tf.Tensor) -> tf.Tensor:
@@ -77,6 +86,8 @@ def all_rows(rows: tf.Tensor) -> tf.Tensor:
     Takes numbers of any dtype, and booleans. A stand-in row, of a replica without rows, is left out. A replica that
     communicates with no other gets its own rows.
     """
+    if step_context.current().is_trying and step_context.step() is None:
+        raise Meets("it brings all replicas' rows together")
     if step_context.has_local_forward():
         return rows
     sent = tf.cast(rows, tf.float32) if rows.dtype == tf.float16 else travel.to_sum(rows)

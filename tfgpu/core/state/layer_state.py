@@ -54,7 +54,7 @@ def assign_for_all() -> None:
             return variables.held(self).assign(value, read_value=False)
         if step_context.current().assigns_alike:
             replication.check_is_replicated(self)
-            return _assign_here(self, value)
+            return _assign_here(self, _once(self, value))
         if not _is_shared():
             return stock(self, value)
         replication.check_is_replicated(self)
@@ -187,6 +187,15 @@ def _first(value: tf.Tensor) -> tf.Tensor:
     is_first = replication.replica_context().replica_id_in_sync_group == 0
     (part,) = collectives.all_reduce([tf.where(is_first, tf.cast(value, wide), tf.zeros_like(value, wide))])
     return tf.cast(part, value.dtype)
+
+
+def _once(variable, value: tf.Tensor) -> tf.Tensor:
+    """Of a value that all replicas assign, and whose sum over them is read: that of the first, else what it was."""
+    facts, is_summed = step_context.step(), variable.synchronization == "on_read" and variable.aggregation == "sum"
+    if not is_summed or facts is None or facts.whole is None or step_context.gradients_are_summed():
+        return value
+    kept = tf.cast(own(variable), value.dtype)
+    return tf.where(replication.replica_context().replica_id_in_sync_group == 0, value, kept)
 
 
 def _kept_without_rows(variable, value: tf.Tensor) -> tf.Tensor:
