@@ -36,7 +36,7 @@ class Device:
         physical: the physical device that it is a part of, such as `"GPU:0"`.
         description: the maker's name, such as `"NVIDIA H100"`; `""` where TensorFlow does not know it.
         compute_capability: of an NVIDIA GPU, such as `(9, 0)`; `None` otherwise.
-        memory_limit_bytes: the limit that was set for it; `None` where there is none.
+        memory_limit_bytes: the limit that was set for it; `None` without a limit.
     """
 
     name: str
@@ -62,7 +62,7 @@ def devices(kind: str | None = None) -> tuple[Device, ...]:
 
 
 def accelerators() -> tuple[Device, ...]:
-    """Lists what trains here: the GPUs, or the logical CPU devices where there is no GPU."""
+    """Lists the devices that train here: the GPUs, or the logical CPU devices without a GPU."""
     return devices("GPU") or devices("CPU")
 
 

@@ -111,10 +111,10 @@ def unknown(kind: str, name: object, choices: Iterable[str]) -> InputError:
 
 
 def no_script(script: str) -> InputError:
-    """Makes the error for a script that is not there, or is an option of nobody's.
+    """Makes the error for a missing script, or for an unknown option in its position.
 
     Args:
-        script: what stands in its place.
+        script: what was given as the script.
 
     Returns:
         An `InputError`, to be raised by the caller.

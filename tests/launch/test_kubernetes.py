@@ -387,9 +387,9 @@ def test_a_name_leaves_room_for_the_pods(kind, longest):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"name": "My_Run"}, "Received: 'My_Run'. Use 'my-run', say"),
-        ({"name": "2nd"}, "start with a letter. Received: '2nd'. Use 'run-2nd', say"),
-        ({"name": "-"}, "Use 'run', say"),
+        ({"name": "My_Run"}, "Received: 'My_Run'. Use 'my-run', for example"),
+        ({"name": "2nd"}, "start with a letter. Received: '2nd'. Use 'run-2nd', for example"),
+        ({"name": "-"}, "Use 'run', for example"),
         ({"name": "a" * 64}, "at most 63"),
         ({"image": "my image"}, "Received: 'my image'"),
         ({"image": ""}, "`image` must name an image"),

@@ -13,12 +13,12 @@ _log = logging.getLogger(__name__)
 
 
 class Writer:
-    """Writes files in a background thread, in the order in which they were handed over.
+    """Writes files in a background thread, in the order of the `put` calls.
 
     Hand over data that no longer changes, such as copied arrays. An error is logged immediately and raised by the next
     `put` or `wait`; later files are still written. If too many writes are pending, `put` waits, so a slow disk slows
     the training down instead of filling the memory. The thread exists only while there is something to write, and
-    Python does not exit before it ends: a training that fails loses nothing that it has handed over.
+    Python does not exit before it ends: a training that fails loses nothing that it has put.
 
     As a context manager it waits at the end and raises the error of a failed write. If the block itself failed, that
     error is raised, with a note about the failed write.

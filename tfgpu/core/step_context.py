@@ -150,7 +150,7 @@ def current() -> StepContext:
 
 @contextlib.contextmanager
 def scope(**fields: Any) -> Iterator[None]:
-    """Sets fields of this thread's context for the length of the block.
+    """Sets fields of this thread's context inside the block.
 
     Example:
         >>> with scope(draws_alike=True):
@@ -187,7 +187,7 @@ class Slot:
 
     @contextlib.contextmanager
     def set_to(self, value: Any) -> Iterator[None]:
-        """Sets the value for the length of the block."""
+        """Sets the value inside the block."""
         extensions = current().extensions
         before = extensions.get(self._name)
         extensions[self._name] = value

@@ -75,7 +75,7 @@ class _Pass(keras.Model):
 
 @contextlib.contextmanager
 def _set_to(settings: list[tuple]):
-    """Sets attributes of layers, given as (layer, name, value), for the length of the block."""
+    """Inside the block, sets attributes of layers, given as (layer, name, value)."""
     before = [(layer, name, getattr(layer, name)) for layer, name, _ in settings]
     try:
         for layer, name, value in settings:

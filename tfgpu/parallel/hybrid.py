@@ -67,7 +67,7 @@ def apply(
     """
     _check_zero(zero, mesh)
     mesh = _with_devices(mesh)
-    model_graph.functional(model)  # raises where there is no graph
+    model_graph.functional(model)  # raises if there is no graph
     recomputed_layers.check_not_recomputed(model)
     strategy = _strategy(model, mesh)
     partitioned = _partition(model, mesh, plan)

@@ -119,10 +119,10 @@ def _check_name(name: object) -> None:
     # A Service's name must begin with a letter (RFC 1035); those of other objects may begin with a digit (RFC 1123).
     if _is_label(name) and name[0].isalpha():
         return
-    mended = re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")[:LABEL_LENGTH].strip("-")
-    mended = mended if mended[:1].isalpha() else f"run-{mended}".strip("-")
+    suggested = re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-")[:LABEL_LENGTH].strip("-")
+    suggested = suggested if suggested[:1].isalpha() else f"run-{suggested}".strip("-")
     raise InputError(
-        f"`name` must be {_label_words()}, and start with a letter. Received: {name!r}. Use {mended!r}, say."
+        f"`name` must be {_label_words()}, and start with a letter. Received: {name!r}. Use {suggested!r}, for example."
     )
 
 

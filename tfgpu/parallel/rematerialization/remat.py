@@ -102,7 +102,7 @@ class RecordingScope(StatelessScope):
     """The first run: records what it reads and assigns, for the second run and for the assignments at the end.
 
     Args:
-        given: values in the place of variables, by the variables' ids.
+        given: values to use in place of variables, by the variables' ids.
 
     Attributes:
         found: pairs of a variable that is not trainable and the value that was read.
@@ -156,7 +156,7 @@ class ReplayScope(StatelessScope):
 
     Args:
         first: the scope of the first run.
-        given: values in the place of variables, by the variables' ids.
+        given: values to use in place of variables, by the variables' ids.
     """
 
     def __init__(self, first: RecordingScope, given: dict[int, tf.Tensor]):

@@ -69,7 +69,7 @@ class GraphSearch:
         return found
 
     def calls_with_segments(self) -> list:
-        """The graph's calls, with each segment in the place of its last call."""
+        """The graph's calls, with each segment at the position of its last call."""
         last = {id(segment.inner[-1]): segment for segment in self._segment_of.values()}
         kept = [call for call in self._calls if id(call) not in self._segment_of or id(call) in last]
         return [last.get(id(call), call) for call in kept]

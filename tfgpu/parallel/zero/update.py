@@ -119,7 +119,7 @@ def _gather(shards: Sequence) -> None:
 
 
 def _gather_if_updated(optimizer, shards: Sequence) -> None:
-    """Gathers only in the batch that completes an update: collectives may stand in a condition across replicas."""
+    """Gathers only in the batch that completes an update: across replicas, a condition may contain collectives."""
 
     def across(strategy):
         def gather():

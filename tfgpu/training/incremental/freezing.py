@@ -39,7 +39,7 @@ def freeze(model: keras.Model, *patterns: str) -> list[str]:
 def unfreeze(model: keras.Model, *patterns: str) -> list[str]:
     """Unfreezes layers; without patterns, all.
 
-    If the optimizer does not know their weights, it is created anew, with its state of all other weights.
+    If the optimizer does not know their weights, it is recreated, with its state of all other weights.
 
     Args:
         model: a built model.
@@ -104,7 +104,7 @@ def _matching(pattern: str, layers: Mapping[str, keras.layers.Layer]) -> list[st
 
 
 def _fit_optimizer(model: keras.Model) -> None:
-    """Creates the optimizer anew if it does not know some trainable weights.
+    """Recreates the optimizer if it does not know some trainable weights.
 
     One that keeps averages must not know any others: at the end of `fit`, Keras assigns the averages to the trainable
     weights in order, whichever weights the optimizer knows.
