@@ -133,6 +133,12 @@ def test_blocks_with_collectives_take_four_seconds_at_most():
     assert pace.steps == 8
 
 
+def test_a_block_without_its_first_batches_has_fewer_full_ones():
+    block = step_blocks.Block(None, 8, True, begin=3, rows=26, full=6)
+    assert block.skip(2) == step_blocks.Block(None, 6, True, begin=5, rows=26, full=4)
+    assert block.skip(7) == step_blocks.Block(None, 1, True, begin=10, rows=26, full=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["auto", 1])
 def test_a_callback_with_batch_hooks_is_called_after_each_batch(asked):
@@ -274,7 +280,7 @@ def test_stopping_between_blocks():
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "many"])
 def test_a_wrong_number_of_steps_is_one_clear_error(wrong):
-    with pytest.raises(tfgpu.InputError, match='whole number from 1, or "auto"'):
+    with pytest.raises(tfgpu.InputError, match='integer of at least 1, or "auto"'):
         build(tf.distribute.get_strategy(), steps_per_execution=wrong)
 
 

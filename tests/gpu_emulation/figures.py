@@ -2,6 +2,7 @@
 
     python tests/gpu_emulation/figures.py            # prints the table
     python tests/gpu_emulation/figures.py --write    # writes it into docs/gpu.md
+    python tests/gpu_emulation/figures.py --chain    # prints how many collectives of ResNet-50 wait for each other
 """
 
 import argparse
@@ -39,6 +40,12 @@ def transformer():
 
 def facts_of(make, devices: int, **options):
     """The facts of a training step on so many replicas, and the bytes of the model's weights."""
+    calls, model = traced(make, devices, **options)
+    return calls.step(rows=ROWS), 4 * sum(variable.shape.num_elements() for variable in _shapes(model))
+
+
+def traced(make, devices: int, **options):
+    """The functions of a `fit` on so many replicas, and the model."""
     import gpu_way
     import keras
     import numpy as np
@@ -58,7 +65,20 @@ def facts_of(make, devices: int, **options):
         arrays = np.zeros((rows, *shape), dtype), np.zeros((rows, *of_labels), "int32")
         with tracer.recording() as calls:
             model.fit(tf.data.Dataset.from_tensor_slices(arrays).batch(rows, drop_remainder=True), verbose=0)
-    return calls.step(rows=ROWS), 4 * sum(variable.shape.num_elements() for variable in _shapes(model))
+    return calls, model
+
+
+def chain(nodes: list) -> tuple[int, int]:
+    """The collectives of the first GPU in a flat graph, and those on the longest path on which each needs the last.
+
+    Those beside the path could share one with a collective on it.
+    """
+    on_first = {node for node in nodes if node.type.startswith("CollectiveReduce") and "CPU:1" in node.device}
+    depths: dict = {}
+    for node in nodes:
+        before = (depths.get(source, 0) for source, output in node.inputs if source.outputs[output][0] != "resource")
+        depths[node] = max(before, default=0) + (node in on_first)
+    return len(on_first), max(depths[node] for node in on_first)
 
 
 def _shapes(model):
@@ -98,6 +118,7 @@ def _mib(count: float) -> str:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--write", action="store_true", help="write the table into docs/gpu.md")
+    options.add_argument("--chain", action="store_true", help="count the collectives of ResNet-50 that could be one")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
     import tensorflow as tf
@@ -106,6 +127,12 @@ def main() -> None:
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 3
     )
+    if given.chain:
+        from flat_graph import flatten
+
+        count, longest = chain(flatten(traced(resnet, 2)[0].largest.function.graph))
+        print(f"ResNet-50, 2 replicas: {count} collectives, {longest} on the longest path")
+        return
     found = table()
     if not given.write:
         print(found)

@@ -191,9 +191,8 @@ class ShardedDataset:
     """A dataset whose batches the compiled step shards on the host.
 
     One plain tf.data iterator yields whole batches. The step slices them in host memory, which costs a tenth of a `map`
-    in tf.data, and each device copies its own shard. A loop of steps does so for the next batch while the devices
-    compute. TensorFlow's own iterator asks all workers at every step whether they have data, copies each batch from a
-    GPU to the host and back, and loses the batch's size.
+    in tf.data, and each device copies its own shard. TensorFlow's own iterator asks all workers at every step whether
+    they have data, copies each batch from a GPU to the host and back, and loses the batch's size.
 
     Args:
         strategy: the strategy whose replicas get the shards.

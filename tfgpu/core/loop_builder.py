@@ -28,9 +28,6 @@ from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.randomness import trace_choices
 from tfgpu.core.row_mixing import whole_batch
 
-STEPS_AT_ONCE = 2
-"""One step computes while the batch of the next is read, sharded and copied; more would only hold more batches."""
-
 
 @dataclass(frozen=True)
 class LoopKind:
@@ -157,9 +154,7 @@ class LoopBuilder:
             )
 
         nothing = self._strategy.run(tf.raw_ops.OptionalNone)
-        done, *_, last = tf.while_loop(
-            lambda done, left, *_: left > 0, another, (0, count, since, nothing), parallel_iterations=STEPS_AT_ONCE
-        )
+        done, *_, last = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))
         return done, *self._finish(self._strategy.run(self.from_optional, args=(last,)), ballot)
 
     def _run(self, data, since: tf.Tensor, kind: LoopKind):
