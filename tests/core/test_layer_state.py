@@ -9,6 +9,7 @@ import tfgpu
 X = np.array([[0.1], [0.3], [0.6], [0.4]], "float32")
 
 
+@tfgpu.by_rows
 class FromOnRead(keras.layers.Layer):
     """Copies a variable of which each replica has its own part."""
 
@@ -22,6 +23,7 @@ class FromOnRead(keras.layers.Layer):
         return x
 
 
+@tfgpu.by_rows
 class FromStates(keras.layers.Layer):
     """Keeps the mean of a stateful layer's states, which belong to single rows."""
 

@@ -842,6 +842,10 @@ def of_own():
         Case("loss-that-sums", rows=37, **{**of_all, "loss": lambda: own_code.total, "optimizer": lambda: O.SGD(0.02)}),
         Case("loss-by-row-of-all-rows", rows=37, **{**of_all, "loss": lambda: own_code.apart}),
         Case("loss-class-of-all-rows", rows=37, **{**of_all, "loss": own_code.Correlation}),
+        *ragged(Case("penalty-of-all-rows", model=kit.dense(own_code.Experts))),
+        *ragged(Case("queue-and-count", model=kit.dense(own_code.Remembers))),
+        Case("loss-that-reduces", rows=37, **{**of_all, "loss": own_code.Supervised}),
+        Case("metric-that-is-no-sum", rows=37, **{**of_all, "metrics": lambda: [own_code.Largest()]}),
         Case("float8", model=own_code.float8, rows=37),
         Case("float8-accumulate", model=own_code.float8, optimizer=lambda: O.SGD(0.2, **accumulate), rows=32),
     )

@@ -4,6 +4,7 @@ Code uses Keras's public names where they exist; names here are private, or diff
 Attributes of objects are in `variables.py`, `optimizers.py`, `layers.py` and `training.py`.
 """
 
+import copy
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -208,6 +209,20 @@ GLOBAL_SEED_GENERATOR = seed_generator.GLOBAL_SEED_GENERATOR
 """The name of the global seed generator in Keras's global state."""
 
 
+def copied_thread_state() -> dict[str, object]:
+    """Keras's global state of this thread for another one: policies and seeds, the layer being called, no scopes."""
+    scopes = "stateless_scope", "symbolic_scope", "autocast_scope", "name_scope_stack", "remat_scope_stack"
+    held = {name: value for name, value in thread_state().items() if name not in scopes}
+    copied = "current_call_ctx", "object_name_uids"
+    return held | {name: copy.copy(held[name]) for name in copied if held.get(name) is not None}
+
+
 def thread_state() -> dict[str, object]:
     """Keras's global state of this thread, as a mutable object."""
     return vars(global_state.GLOBAL_STATE_TRACKER)
+
+
+def is_training() -> bool | None:
+    """What the outermost layer that is being called in this thread was told of `training`; None outside a call."""
+    context = call_context()
+    return None if context is None else context.get_value("training")

@@ -14,6 +14,11 @@ def layers_within(layer: keras.layers.Layer, include_self: bool = True, recursiv
     return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
 
 
+def clear_losses(layer: keras.layers.Layer) -> None:
+    """Forgets the losses that a layer's calls have added, and those of layers within."""
+    layer._clear_losses()
+
+
 def own_trainable(layer: keras.layers.Layer) -> list[keras.Variable]:
     """The variables that a layer itself created as trainable, frozen or not; without its sublayers'."""
     return layer._trainable_variables

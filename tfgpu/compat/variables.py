@@ -36,6 +36,17 @@ def local_copy(variable: keras.Variable) -> tf.Variable:
     return value._get_on_device_or_primary() if isinstance(value, tf.distribute.DistributedValues) else value
 
 
+def own_copy(variable: tf.Variable) -> tf.Variable:
+    """This replica's copy of a TensorFlow variable; the variable itself where there is one only."""
+    is_spread = isinstance(variable, tf.distribute.DistributedValues)
+    return variable._get_on_device_or_primary() if is_spread else variable
+
+
+def local_value(variable: tf.Variable) -> tf.Tensor:
+    """The value of this replica's copy of a TensorFlow variable, which later assignments do not change."""
+    return tf.identity(own_copy(variable).read_value())
+
+
 def read_by(op: tf.Operation) -> tf.Variable | None:
     """The variable (a replica's copy) that a `ReadVariableOp` in a function's graph reads; None if unknown."""
     handle, graph = op.inputs[0], op.graph

@@ -5,6 +5,7 @@
 - `error_explanations`: `explain(error, model)` returns the error to raise in place of TensorFlow's, or None.
 - `state_providers`: what a feature adds to the state of a training (`training_state.StateProvider`).
 - `xla_obstacles`: `prevents(model)` says that XLA cannot compile the model's step.
+- `spread_layers`: `is_spread(layer)` says that a layer is on several devices, where it cannot be computed on all rows.
 """
 
 from collections.abc import Iterator
@@ -40,3 +41,4 @@ gradient_extensions: Registry = Registry()
 error_explanations: Registry = Registry()
 state_providers: Registry = Registry()
 xla_obstacles: Registry = Registry()
+spread_layers: Registry = Registry()

@@ -19,7 +19,7 @@ def inline_functions() -> None:
 
     @wrap("Function.__call__")
     def call(stock, self, *args, **kwargs):
-        is_tried = step_context.current().recorder is not None  # eagerly, and its numbers are looked at
+        is_tried = step_context.current().is_trying and tf.executing_eagerly()  # its numbers are looked at
         in_step = step_context.step() is not None and not tf.executing_eagerly()
         if not (is_tried or in_step) or private.asks_for_xla(self):
             return stock(self, *args, **kwargs)

@@ -64,7 +64,7 @@ def make_divisors_global() -> None:
     @wrap("loss_module.apply_mask")
     def apply_mask(stock, sample_weight, mask, dtype, reduction):
         weight = stock(sample_weight, mask, dtype, reduction)
-        if mask is None or not batch_rows.can_communicate() or reduction not in ("mean", "sum_over_batch_size"):
+        if mask is None or not _is_of_batch() or reduction not in ("mean", "sum_over_batch_size"):
             return weight
         valid = tf.reduce_sum(tf.cast(mask, dtype))
         return weight * _as_local_part(valid)
@@ -72,7 +72,8 @@ def make_divisors_global() -> None:
     @wrap("loss_module.reduce_values")
     def reduce_values(stock, values, sample_weight=None, reduction="sum_over_batch_size"):
         loss = stock(values, sample_weight, reduction)
-        if replication.replica_context() is None or reduction in (None, "none"):
+        is_alone = replication.replica_context() is None or step_context.current().losses_are_plain
+        if is_alone or reduction in (None, "none"):
             return loss
         if tuple(values.shape) == (0,):  # stock Keras returns an empty vector; the other replicas have a scalar
             loss = tf.reduce_sum(values)
@@ -87,6 +88,11 @@ def make_divisors_global() -> None:
         if reduction == "sum" and step_context.step() is not None:
             return tf.math.divide_no_nan(loss, tf.cast(step_context.share(), loss.dtype))
         return loss
+
+
+def _is_of_batch() -> bool:
+    """Whether a loss is one of the whole batch, and replicas can tell each other its divisor here."""
+    return batch_rows.can_communicate() and not step_context.current().losses_are_plain
 
 
 def compare_classes_on_device() -> None:

@@ -1,9 +1,9 @@
-"""Losses and metrics that look at several rows of a batch."""
+"""Losses, metrics and layers that look at several rows of a batch."""
 
 import keras
 import tensorflow as tf
 
-from tfgpu.core.row_mixing import all_rows, coupled_losses, whole_batch
+from tfgpu.core.row_mixing import all_rows, coupled_losses, own_layers, own_metrics, whole_batch
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -35,6 +35,37 @@ def own_step_differs() -> bool:
     return probing.differs(rows=2, model_class=Model)
 
 
+def own_layer_differs() -> bool:
+    """Whether a layer that looks at several rows is computed on each replica alone."""
+
+    class Centered(keras.layers.Layer):
+        def call(self, x):
+            return x - tf.reduce_mean(x, 0)
+
+    return probing.differs(rows=2, layer=Centered)
+
+
+def own_metric_differs() -> bool:
+    """Whether a metric that keeps a maximum is the sum of the replicas' maxima."""
+
+    class Most(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.most = self.add_variable((), "zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_true)))
+
+        def result(self):
+            return self.most
+
+    strategy = probing.mirrored()
+    with strategy.scope():
+        metric = Most()
+    strategy.run(lambda: metric.update_state(tf.ones(1), tf.ones(1)))
+    return float(metric.result()) != 1.0
+
+
 REPAIRS = (
     Repair(
         name="coupled-losses",
@@ -56,5 +87,19 @@ REPAIRS = (
         issue="",
         probe=own_step_differs,
         apply=whole_batch.show_whole_batch,
+    ),
+    Repair(
+        name="own-layers",
+        fault="a hand-written layer that looks at several rows sees one replica's rows",
+        issue="",
+        probe=own_layer_differs,
+        apply=own_layers.give_own_layers_all_rows,
+    ),
+    Repair(
+        name="own-metrics",
+        fault="a hand-written metric whose state is no sum over rows is summed over replicas",
+        issue="",
+        probe=own_metric_differs,
+        apply=own_metrics.give_own_metrics_all_rows,
     ),
 )

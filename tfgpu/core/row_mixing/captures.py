@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import variables
+
 _LIBRARIES = ("keras", "tensorflow", "tfgpu", "numpy", "builtins", "functools")
 _NUMBERS, _THINGS = 12, 200
 
@@ -29,6 +31,7 @@ class Captures:
 
     numbers: list[float] = field(default_factory=list)
     variables: list[tf.Variable] = field(default_factory=list)
+    _before: list = field(default_factory=list)
 
     def largest(self, most: int) -> int:
         """The largest whole number up to `most`, or 0."""
@@ -37,12 +40,16 @@ class Captures:
     @contextlib.contextmanager
     def preserving_variables(self) -> Iterator[None]:
         """Restores the variables' values after the block."""
-        before = [(each, each.numpy()) for each in self.variables]
+        self._before = [(each, variables.local_value(each)) for each in self.variables]
         try:
             yield
         finally:
-            for variable, value in before:
-                variable.assign(value)
+            self.restore()
+
+    def restore(self) -> None:
+        """Gives the variables the values that they had at the block's begin."""
+        for variable, value in self._before:
+            variables.own_copy(variable).assign(value)
 
 
 def of(thing: object) -> Captures:

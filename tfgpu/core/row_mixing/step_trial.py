@@ -20,7 +20,7 @@ from tfgpu.compat.keras import StatelessScope
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import batch_sharding, step_context
 from tfgpu.core.metric_logs import LogReader, function_of
-from tfgpu.core.row_mixing import all_rows, captures, choices
+from tfgpu.core.row_mixing import captures, choices, isolation
 from tfgpu.core.step_context import RowRange
 from tfgpu.errors import InputError
 
@@ -228,7 +228,7 @@ class _Trial:
         found, scope = Recorder((stop - start) / _ROWS), _Apart()
         numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, _ROWS))
         with (
-            all_rows.kept_draws(seed),
+            isolation.kept_draws(seed),
             self._captured.preserving_variables(),
             step_context.scope(is_trying=True, recorder=found, trial_rows=RowRange(*numbers)),
             tf.device("CPU:0"),

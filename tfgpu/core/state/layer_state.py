@@ -31,7 +31,9 @@ A statistic that is no mean and no sum cannot be told from one. The running sum 
 the sum from all replicas first: `sums.of_batch(sum(rows))`.
 """
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -40,6 +42,8 @@ from tfgpu.compat import slots, variables
 from tfgpu.compat.keras import in_stateless_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, replication, step_context
+
+_sums = step_context.Slot("layer_state.sums")
 
 
 def assign_for_all() -> None:
@@ -104,6 +108,8 @@ def put(variable, value: tf.Tensor) -> None:
 def _sum_what_is_added(name: str, sign: int) -> None:
     @wrap(f"Variable.{name}")
     def assign_more(stock, self, value):
+        if (noted := _sums.get()) is not None:
+            noted.add(id(self))
         if not _is_shared() or self.aggregation != "sum" or self.synchronization == "on_read":
             return stock(self, value)
         total = self.value + sign * _sum(tf.cast(tf.convert_to_tensor(value), self.value.dtype))
@@ -116,6 +122,13 @@ def _keep_own(target: str) -> None:
     def call(stock, self, *args, **kwargs):
         with step_context.scope(keeps_own_state=True):
             return stock(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def noting_sums() -> Iterator[set[int]]:
+    """Within the block, the variables to which something is added, by `id`."""
+    with _sums.set_to(set()):
+        yield _sums.get()
 
 
 def assigning_alike():

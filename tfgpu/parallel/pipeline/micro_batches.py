@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfgpu.compat.keras import get_mask, set_mask
 from tfgpu.core import batch_rows, step_context
+from tfgpu.core.row_mixing import own_layers
 
 
 class MicroBatches:
@@ -65,7 +66,7 @@ class MicroBatches:
         offset, total = (rows.offset, rows.total) if rows is not None else (0, self._rows)
         own = step_context.RowRange(_scalar(length), _scalar(offset + begin), _scalar(total))
         facts = step_context.Step(own, tf.constant(1.0)) if facts is None else replace(facts, rows=own)
-        with step_context.scope(step=facts):
+        with step_context.scope(step=facts), own_layers.as_they_are():  # `row_mixing` has tried them
             yield
 
 

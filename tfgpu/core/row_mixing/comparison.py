@@ -1,0 +1,74 @@
+"""Whether parts of a batch say what the whole says: outputs by rows, sums, and state by the rule for layers."""
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.core.row_mixing.isolation import Part
+
+
+def agrees(variable, start, whole, parts: list, shares: list[float], *, added: bool, close: float) -> bool:
+    """Whether the rule for a layer's state (`layer_state`) makes of the parts what one device has."""
+    if whole.dtype.kind not in "fiub":
+        return True
+    if variable.aggregation == "sum":
+        is_sum = added or variable.synchronization == "on_read"
+        total = start + sum(each - start for each in parts) if is_sum else sum(parts)
+        return is_close(whole, total, close, *parts)
+    if all(is_close(whole, each, close) for each in parts):
+        return True
+    if variable.synchronization == "on_read" or variable.aggregation == "only_first_replica":
+        return False
+    return whole.dtype.kind == "f" and is_close(whole, weighed(parts, shares), close, *parts)
+
+
+def has_rows(whole: np.ndarray, rows: int) -> bool:
+    return bool(whole.ndim) and whole.shape[0] > 0 and whole.shape[0] % rows == 0
+
+
+def weighed(values: list[np.ndarray], shares: list[float]) -> np.ndarray:
+    return sum(value * share for value, share in zip(values, shares, strict=True))
+
+
+def largest(values: list[np.ndarray | None]) -> np.ndarray:
+    return np.array(max((np.abs(each).max(initial=0.0) for each in values if each is not None), default=0.0))
+
+
+def are_rows(
+    whole: np.ndarray, parts: list[np.ndarray], places: list[Part], close: float, *besides: np.ndarray
+) -> bool:
+    """Whether the parts' rows are the whole's, or all of them are the whole, which then has no rows."""
+    counts = [part.count for part in places]
+    if not whole.ndim or any(not part.ndim for part in parts):
+        return all(is_close(whole, part, close, *besides) for part in parts)
+    each, rest = divmod(whole.shape[0], places[0].total)
+    if each and not rest and all(part.shape[0] == each * count for part, count in zip(parts, counts, strict=True)):
+        together = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        if is_close(whole, together, close, *besides):
+            return True
+        by_block = [part.reshape(each, count, *part.shape[1:]) for part, count in zip(parts, counts, strict=True)]
+        return each > 1 and is_close(whole, np.concatenate(by_block, 1).reshape(whole.shape), close, *besides)
+    return all(is_close(whole, part, close, *besides) for part in parts)
+
+
+def is_close(one: np.ndarray, other: np.ndarray, by: float, *besides: np.ndarray) -> bool:
+    """Whether both are as good as equal; `besides` are numbers that they come from."""
+    if one.shape != other.shape:
+        return False
+    if one.dtype.kind not in "fc":
+        return bool(np.all(one == other))
+    one, other = one.astype("float64"), np.asarray(other, "float64")
+    size = max((np.abs(each[np.isfinite(each)]).max(initial=0.0) for each in (one, other, *besides)), default=0.0)
+    with np.errstate(invalid="ignore"):
+        is_near = np.abs(one - other) <= by * size + 1e-9
+    return bool(np.all(is_near | (one == other) | (np.isnan(one) & np.isnan(other))))
+
+
+def is_finite(value: np.ndarray) -> bool:
+    """Whether all numbers are finite."""
+    return value.dtype.kind != "f" or bool(np.isfinite(value).all())
+
+
+def array(tensor: tf.Tensor) -> np.ndarray:
+    if tensor.dtype in (tf.bfloat16, tf.float16):
+        tensor = tf.cast(tensor, tf.float32)
+    return np.asarray(tf.convert_to_tensor(tensor).numpy())

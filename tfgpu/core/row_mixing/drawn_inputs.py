@@ -1,0 +1,159 @@
+"""Drawn rows that look like a step's own: the same structure and dtypes, with a few rows in place of the batch's."""
+
+import math
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import keras as private
+from tfgpu.core import step_context
+from tfgpu.core.row_mixing.isolation import Part
+
+_UNKNOWN, _SHORT = 8, 8  # the length of an axis that is not known, and of a long one that is cut
+_SMALL, _LARGEST = 1 << 18, 1 << 24  # numbers of all rows, up to which no axis is cut, and up to which there is a trial
+_WORDS = ("a", "b c", "the", "")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is drawn for one tensor.
+
+    Attributes:
+        dtype: its name.
+        shape: without the axis of rows, where it has one; None is unknown.
+        rows_each: rows of the tensor for each row of the batch; None where it has no rows.
+        has_mask: Keras has given it a mask.
+    """
+
+    dtype: str
+    shape: tuple[int | None, ...]
+    rows_each: int | None
+    has_mask: bool
+
+
+def spec_of(tensor: tf.Tensor) -> Spec:
+    """The spec of one of a step's tensors."""
+    shape, each = tuple(tensor.shape), rows_each(tensor)
+    has_mask = private.get_mask(tensor) is not None
+    return Spec(tensor.dtype.name, shape if each is None else shape[1:], each, has_mask)
+
+
+def rows_each(tensor: tf.Tensor) -> int | None:
+    """How many of a tensor's rows belong to each row of this replica's batch; None where it has no rows.
+
+    Of a tensor with an unknown number of rows it is 1.
+    """
+    if tensor.shape.rank in (0, None):
+        return None
+    leading, held = tensor.shape[0], tf.get_static_value(step_context.rows().local)
+    if leading is None:
+        return 1
+    if held is None:
+        return None
+    held = max(int(held), 1)
+    return leading // held if leading and leading % held == 0 else None
+
+
+class DrawnInputs:
+    """Draws arguments in the place of a step's own.
+
+    Args:
+        structure: arguments in which tensors are replaced; everything else stays.
+        numbers: whole numbers that may stand for something special, such as a label that is not to be learned.
+    """
+
+    def __init__(self, structure: object, numbers: list[float]):
+        self._structure, self._numbers = structure, numbers
+        leaves = keras.tree.flatten(structure)
+        self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)]
+        self.specs = [spec_of(leaves[at]) for at in self._at]
+        self._leaves = leaves
+        self._are_given = all(hasattr(leaves[at], "numpy") for at in self._at) and step_context.current().is_trying
+
+    @property
+    def kinds(self) -> list[str]:
+        """Ways of drawing, best first: a function may not bear all of them. "given" are the very tensors of a trial."""
+        has_whole = any(tf.as_dtype(spec.dtype).is_integer for spec in self.specs)
+        whole = ["special", "many", "two"] if has_whole else ["many"]
+        return ["given"] * self._are_given + [*whole, "positive"]
+
+    def draw(self, rows: int, kind: str, *, is_cut: bool) -> list[tf.Tensor | np.ndarray] | None:
+        """Tensors for `arguments`; None where there would be too many numbers, or nothing to cut.
+
+        Args:
+            rows: of the batch.
+            kind: one of `kinds`.
+            is_cut: long axes that all tensors with rows share are cut.
+        """
+        if kind == "given":
+            return self._given(rows) if not is_cut else None
+        shapes = self._shapes(rows)
+        if is_cut:
+            shapes = self._cut(shapes)
+        if shapes is None or max(map(math.prod, shapes), default=0) > _LARGEST:
+            return None
+        source = np.random.default_rng(0)
+        return [self._drawn(source, spec, shape, kind) for spec, shape in zip(self.specs, shapes, strict=True)]
+
+    def arguments(self, tensors: list[tf.Tensor], part: Part) -> tuple[object, list[tf.Tensor]]:
+        """The arguments that a replica with these rows gets, and their tensors.
+
+        Args:
+            tensors: from `draw`, or recorded ones of the whole.
+            part: which rows.
+        """
+        leaves, given = list(self._leaves), []
+        for at, spec, tensor in zip(self._at, self.specs, tensors, strict=True):
+            mask = private.get_mask(tensor)
+            cut = tf.identity(tensor if spec.rows_each is None else part.of(tensor))
+            if mask is not None:
+                private.set_mask(cut, mask if spec.rows_each is None else part.of(mask))
+            leaves[at] = cut
+            given.append(cut)
+        return keras.tree.pack_sequence_as(self._structure, leaves), given
+
+    def _given(self, rows: int) -> list[tf.Tensor] | None:
+        tensors = [self._leaves[at] for at in self._at]
+        pairs = zip(self.specs, tensors, strict=True)
+        fits = [spec.rows_each is None or len(tensor) == rows * spec.rows_each for spec, tensor in pairs]
+        return tensors if all(fits) else None
+
+    def _shapes(self, rows: int) -> list[tuple[int, ...]]:
+        known = [tuple(size if size is not None else _UNKNOWN for size in spec.shape) for spec in self.specs]
+        return [
+            shape if spec.rows_each is None else (rows * spec.rows_each, *shape)
+            for spec, shape in zip(self.specs, known, strict=True)
+        ]
+
+    def _cut(self, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
+        """Axes that all tensors with rows share, cut; None where there is no need."""
+        if max(map(math.prod, shapes), default=0) <= _SMALL:
+            return None
+        with_rows = [at for at, spec in enumerate(self.specs) if spec.rows_each is not None]
+        found = [list(shape) for shape in shapes]
+        for axis, sizes in enumerate(zip(*(shapes[at][1:] for at in with_rows), strict=False), start=1):
+            if len(set(sizes)) == 1:
+                for at in with_rows:
+                    found[at][axis] = min(found[at][axis], _SHORT)
+        return [tuple(shape) for shape in found]
+
+    def _drawn(self, source: np.random.Generator, spec: Spec, shape: tuple[int, ...], kind: str) -> tf.Tensor:
+        dtype = tf.as_dtype(spec.dtype)
+        if dtype == tf.string:
+            return tf.constant(source.choice(_WORDS, shape))
+        if dtype.is_bool:
+            values = source.random(shape) < 0.7
+        elif dtype.is_integer:
+            values = source.integers(0, 2 if kind in ("two", "positive") else _UNKNOWN, shape)
+            for number in self._numbers if kind == "special" else ():
+                values = np.where(source.random(shape) < 0.2, number, values)
+        else:
+            values = source.uniform(0.05, 0.95, shape) if kind == "positive" else source.normal(size=shape)
+        tensor = tf.cast(tf.convert_to_tensor(values), dtype)
+        if spec.has_mask:  # of a sequence: its first places count
+            length = shape[1] if len(shape) > 1 else 1
+            until = source.integers(1, length + 1, (shape[0], 1))
+            private.set_mask(tensor, tf.constant(np.arange(length)[None] < until))
+        return tensor

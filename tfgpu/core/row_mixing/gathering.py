@@ -1,0 +1,122 @@
+"""Arguments with the rows of all replicas, results cut back to a replica's own, and state that counts once."""
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+
+import keras
+import tensorflow as tf
+
+from tfgpu.compat import keras as private
+from tfgpu.core import collectives, replication, step_context
+from tfgpu.core.row_mixing import row_sums
+from tfgpu.core.row_mixing.drawn_inputs import rows_each
+from tfgpu.core.state import layer_state
+from tfgpu.errors import InputError
+
+
+def may_meet() -> bool:
+    """Whether this is a replica of several in a step, and sees its own rows."""
+    context = replication.replica_context()
+    is_one_of_several = context is not None and context.num_replicas_in_sync > 1
+    return is_one_of_several and step_context.step() is not None and not step_context.has_local_forward()
+
+
+def check_can_meet(named: str) -> None:
+    """Refuses to gather in a condition, a loop or a tf.function of its own.
+
+    Args:
+        named: what needs all rows, as the begin of a sentence.
+
+    Raises:
+        InputError: replicas cannot meet here.
+    """
+    graph = getattr(threading.current_thread(), "graph", None)
+    if not tf.executing_eagerly() and graph is not tf.compat.v1.get_default_graph():
+        raise InputError(
+            f"{named} needs all rows of a batch, and is called in a tf.cond, a loop or a tf.function, where replicas "
+            "cannot meet. Call it outside, or mark its class with `tfgpu.by_rows` if it may see one replica's rows."
+        )
+
+
+def with_rows(arguments: object) -> list[tf.Tensor]:
+    """The tensors of a structure that have rows of the batch."""
+    leaves = keras.tree.flatten(arguments)
+    found = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor) and rows_each(leaf) is not None]
+    return list({id(leaf): leaf for leaf in found}.values())
+
+
+def of_all_replicas(arguments: object, named: str) -> object:
+    """The same structure, of the whole batch: every tensor with rows has those of all replicas, masks included.
+
+    Args:
+        arguments: a structure.
+        named: what needs them, as the begin of a sentence.
+
+    Raises:
+        InputError: replicas cannot meet here, or the rows are texts.
+    """
+    check_can_meet(named)
+    rows = with_rows(arguments)
+    if any(leaf.dtype == tf.string for leaf in rows):
+        raise InputError(
+            f"{named} needs all rows of a batch, and its inputs are texts, which do not travel between replicas. Turn "
+            "them into numbers first, or mark its class with `tfgpu.by_rows` if each row has its own result."
+        )
+    found = {id(leaf): _with_mask(leaf) for leaf in rows}
+    return keras.tree.map_structure(lambda leaf: found.get(id(leaf), leaf), arguments)
+
+
+def _with_mask(rows: tf.Tensor) -> tf.Tensor:
+    found, mask = row_sums.all_rows(rows), private.get_mask(rows)
+    if mask is not None:
+        private.set_mask(found, row_sums.all_rows(mask))
+    return found
+
+
+def own_rows(leaf: object, has_rows: bool | None = None) -> object:
+    """This replica's rows of a result of the whole batch, and of its mask.
+
+    Args:
+        leaf: a tensor; anything else is returned as it is.
+        has_rows: whether it has rows; None says so by its shape.
+    """
+    if not tf.is_tensor(leaf) or isinstance(leaf, tf.Variable) or not leaf.shape.rank:
+        return leaf
+    facts = step_context.rows()
+    total, local = tf.get_static_value(facts.total), tf.get_static_value(facts.local)
+    leading = leaf.shape[0]
+    if has_rows is None:
+        has_rows = leading is None or (total is not None and bool(leading) and leading % int(total) == 0)
+    if not has_rows:
+        return leaf
+    each = tf.shape(leaf)[0] // facts.total
+    first = facts.offset * each
+    found = leaf[first : first + tf.maximum(facts.local, 1) * each]
+    if None not in (leading, total, local):
+        found = tf.ensure_shape(found, [max(int(local), 1) * (leading // int(total)), *leaf.shape[1:]])
+    mask = private.get_mask(leaf)
+    if mask is not None:
+        private.set_mask(found, own_rows(mask, True))
+    return found
+
+
+@contextlib.contextmanager
+def as_whole_batch(variables: Iterable[keras.Variable]) -> Iterator[None]:
+    """Within the block this replica computes what one device does, from all rows.
+
+    Args:
+        variables: what may be assigned within. Those that the replicas sum up when they are read (a metric's) count
+            once.
+    """
+    summed = [each for each in variables if each.synchronization == "on_read" and each.aggregation == "sum"]
+    held = collectives.all_reduce([tf.identity(layer_state.own(each)) for each in summed]) if summed else []
+    for variable, value in zip(summed, held, strict=True):
+        layer_state.put_own(variable, value)
+    facts = step_context.rows()
+    with step_context.as_one_device(facts.total), layer_state.assigning_alike():
+        yield
+    is_first = tf.logical_and(facts.local > 0, facts.offset == 0)
+    for variable in summed:
+        value = tf.identity(layer_state.own(variable))
+        layer_state.put_own(variable, tf.where(is_first, value, tf.zeros_like(value)))

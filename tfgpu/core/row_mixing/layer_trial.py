@@ -1,0 +1,356 @@
+"""Whether a layer gives each row its own number: it is run on drawn rows, whole and in two parts."""
+
+import copy
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import keras as private
+from tfgpu.compat import layers as private_layers
+from tfgpu.compat import variables
+from tfgpu.core import step_context
+from tfgpu.core.row_mixing import captures, choices, comparison, isolation
+from tfgpu.core.row_mixing.drawn_inputs import DrawnInputs
+from tfgpu.core.row_mixing.isolation import Part
+from tfgpu.core.row_mixing.row_sums import Meets
+from tfgpu.core.state import layer_state
+
+_ROWS = (7, 8)  # the second for a layer that takes an even number
+_CLOSE = {"float16": 4e-3, "bfloat16": 3e-2}
+_MOST = 1 << 20  # numbers of a variable up to which its values are looked at
+
+
+class Needs(enum.Enum):
+    """What a layer needs."""
+
+    ITS_ROWS = "each replica's own rows"
+    ITS_PARTS = "each replica's own rows, where layers within that mix rows get all"
+    ALL = "all rows"
+    UNKNOWN = "it could not be tried"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found: what the layer needs, and why, as the end of a sentence that begins with the layer."""
+
+    needs: Needs
+    why: str = ""
+    have_rows: tuple[bool, ...] = ()  # of each output; empty where that is not known
+
+
+@dataclass
+class Outcome:
+    """What one run of a layer gives and does.
+
+    Attributes:
+        structure: of the outputs.
+        outputs: how many there are.
+        values: outputs, and tensors that it has left in attributes.
+        losses: that it has added.
+        state: Keras variables that it has assigned, with their values, by `id`.
+        added: those by `assign_add` or `assign_sub` alone.
+        plain: values of TensorFlow's own variables.
+        of_inputs: gradients with respect to the inputs.
+        of_weights: gradients with respect to the weights.
+    """
+
+    structure: object
+    outputs: int
+    values: list[np.ndarray]
+    losses: list[np.ndarray]
+    state: dict[int, np.ndarray]
+    added: set[int]
+    plain: list[np.ndarray]
+    of_inputs: list[np.ndarray | None] = field(default_factory=list)
+    of_weights: list[np.ndarray | None] = field(default_factory=list)
+
+
+@dataclass
+class Call:
+    """A layer's call within the whole run, of which the parts get the rows."""
+
+    layer: keras.layers.Layer
+    arguments: tuple
+    outputs: object
+    losses: list
+    state: dict
+    context: object
+    needs: Needs | None = None
+
+
+@dataclass
+class Recorder:
+    """The calls of layers of the user's own within a trial: recorded in the whole run, replaced in the parts.
+
+    Attributes:
+        calls: by layer and its how-many-th call.
+        part: the rows of the run; None while calls are recorded.
+        scope: the stateless scope of the run.
+        counts: how many calls of each layer there were in the run.
+    """
+
+    calls: dict[tuple[int, int], Call] = field(default_factory=dict)
+    part: Part | None = None
+    scope: keras.StatelessScope | None = None
+    counts: dict[int, int] = field(default_factory=dict)
+    is_on: bool = True
+
+
+recorder = step_context.Slot("own_layers.recorder")
+
+
+def within_trial(stock: Callable, layer: keras.layers.Layer, args: tuple, kwargs: dict) -> object:
+    """A layer of the user's own is called by one that is tried."""
+    kept: Recorder = recorder.get()
+    if kept is None or not kept.is_on:
+        return stock(layer, *args, **kwargs)
+    number = kept.counts.get(id(layer), 0)
+    kept.counts[id(layer)] = number + 1
+    if kept.part is None:
+        context = copy.copy(private.call_context())
+        before, losses = dict(kept.scope.state_mapping), len(kept.scope.losses)
+        outputs = stock(layer, *args, **kwargs)
+        state = {key: value for key, value in kept.scope.state_mapping.items() if before.get(key) is not value}
+        kept.calls[id(layer), number] = Call(layer, (args, kwargs), outputs, kept.scope.losses[losses:], state, context)
+        return outputs
+    call = kept.calls.get((id(layer), number))
+    if call is None or call.needs is not Needs.ALL:
+        return stock(layer, *args, **kwargs)
+    kept.scope.state_mapping.update(call.state)
+    kept.scope.losses.extend(call.losses)
+    return keras.tree.map_structure(lambda leaf: _rows_of(leaf, kept.part), call.outputs)
+
+
+def _rows_of(leaf: object, part: Part) -> object:
+    has_rows = tf.is_tensor(leaf) and leaf.shape.rank and leaf.shape[0] and leaf.shape[0] % part.total == 0
+    return part.of(leaf) if has_rows else leaf
+
+
+class LayerTrial:
+    """Runs one layer on drawn rows.
+
+    Args:
+        layer: built, of the user's own.
+        args, kwargs: what a step calls it with.
+        verdict_of: what is known of a layer within, by the same arguments.
+    """
+
+    def __init__(self, layer: keras.layers.Layer, args: tuple, kwargs: dict, verdict_of: Callable[..., Verdict]):
+        self._layer, self._verdict_of = layer, verdict_of
+        self._captured = captures.of(layer)
+        self._inputs = DrawnInputs((args, kwargs), self._captured.numbers)
+        self._within = private_layers.layers_within(layer)
+        self._weights = list({id(each): each for each in layer.variables}.values())
+        dtypes = {getattr(each, "compute_dtype", None) for each in self._within}
+        self._close = max((_CLOSE.get(dtype, 2e-5) for dtype in dtypes), default=2e-5)
+        self._recorder = Recorder()
+        self._values: list[tf.Tensor] = []
+
+    def run(self) -> Verdict:
+        """Tries the layer."""
+        return isolation.run(self._tried)
+
+    def _tried(self) -> Verdict:
+        failed: Exception | str = "too many numbers for a trial"
+        self._values = [_stand_in(variable) for variable in self._weights]
+        with self._captured.preserving_variables(), isolation.kept_attributes(self._within):
+            for is_cut in (True, False):
+                for rows in _ROWS:
+                    for kind in self._inputs.kinds:
+                        drawn = self._inputs.draw(rows, kind, is_cut=is_cut)
+                        if drawn is None:
+                            continue
+                        try:
+                            verdict = self._judged(drawn, rows, is_cut=is_cut)
+                        except Meets:
+                            return Verdict(Needs.ITS_ROWS, "it brings the replicas' rows together by itself")
+                        except Exception as error:  # of the user's code, on numbers that are none of its own
+                            failed = error
+                            continue
+                        if verdict is not None:
+                            return verdict
+                        failed = "it gives no finite number for drawn ones"
+        kind = "" if isinstance(failed, str) else f"{type(failed).__name__}: "
+        return Verdict(Needs.UNKNOWN, kind + " ".join(str(failed).split())[:200])
+
+    def _judged(self, drawn: list, rows: int, *, is_cut: bool) -> Verdict | None:
+        whole_part, *halves = isolation.parts_of(rows)
+        self._recorder = Recorder()
+        whole = self._outcome(drawn, whole_part)
+        if not all(np.isfinite(each).all() for each in (*whole.values, *whole.losses) if each.dtype.kind == "f"):
+            return None
+        difference = self._difference(drawn, whole, halves, is_cut=is_cut)
+        if difference is None:
+            is_marked = any(choices.of(each) == choices.ON_ALL_ROWS for each in self._within)
+            return Verdict(Needs.ITS_PARTS if is_marked else Needs.ITS_ROWS)
+        self._recorder.is_on = False
+        again = self._outcome(drawn, whole_part)
+        if self._differing(whole, [again], [whole_part]) is not None:
+            return Verdict(Needs.ITS_ROWS, "random")
+        self._recorder.is_on = True
+        if (
+            self._judge_calls(whole_part)
+            and self._difference(drawn, whole, halves, is_cut=is_cut, has_gradients=False) is None
+        ):
+            return Verdict(Needs.ITS_PARTS)
+        return Verdict(
+            Needs.ALL, difference, tuple(comparison.has_rows(value, rows) for value in whole.values[: whole.outputs])
+        )
+
+    def _judge_calls(self, whole: Part) -> bool:
+        """Tries the layers within on what they were called with; whether one mixes rows."""
+        for call in self._recorder.calls.values():
+            if call.layer is not self._layer:
+                context = private.replaced_attributes({"current_call_ctx": call.context})
+                with whole.held(), recorder.set_to(None), context:
+                    call.needs = self._verdict_of(call.layer, *call.arguments).needs
+        return any(call.needs is Needs.ALL for call in self._recorder.calls.values())
+
+    def _difference(
+        self, drawn: list, whole: Outcome, halves: list[Part], *, is_cut: bool, has_gradients: bool = True
+    ) -> str | None:
+        try:
+            parts = [self._outcome(drawn, part, has_gradients=has_gradients) for part in halves]
+        except Meets:
+            raise
+        except Exception as error:
+            if is_cut:
+                raise
+            return f"it takes all rows, but not some of them ({type(error).__name__})"
+        return self._differing(whole, parts, halves)
+
+    def _outcome(self, drawn: list, part: Part, *, has_gradients: bool = True) -> Outcome:
+        is_whole = part.count == part.total
+        self._recorder.part, self._recorder.counts = None if is_whole else part, {}
+        (args, kwargs), inputs = self._inputs.arguments(drawn, part)
+        self._captured.restore()
+        floats = [each for each in (*inputs, *self._values) if each.dtype.is_floating]
+        mapping = list(zip(self._weights, self._values, strict=True))
+        scope = keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False)
+        self._recorder.scope, before = scope, isolation.tensors_in(self._within)
+        start = dict(scope.state_mapping)
+        with part.held(), recorder.set_to(self._recorder), layer_state.noting_sums() as added:
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(floats)
+                with scope:
+                    outputs = self._layer(*args, **kwargs)
+                left = isolation.tensors_in(self._within)
+                kept = [value for key, value in left.items() if before.get(key) is not value]
+                found = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(outputs) if leaf is not None]
+                tensors = [*found, *(each for each in kept if hasattr(each, "numpy"))]
+                target = _target(tensors, scope.losses, part) if has_gradients else None
+        gradients = [] if not has_gradients else _gradients(tape, target, floats)
+        count = sum(each.dtype.is_floating for each in inputs)
+        state = {key: value for key, value in scope.state_mapping.items() if start.get(key) is not value}
+        return Outcome(
+            keras.tree.map_structure(lambda leaf: 0, outputs),
+            len(found),
+            [comparison.array(each) for each in tensors],
+            [comparison.array(each) for each in scope.losses],
+            {key: comparison.array(value) for key, value in state.items()},
+            set(added),
+            [comparison.array(variables.local_value(each)) for each in self._captured.variables],
+            gradients[:count],
+            gradients[count:],
+        )
+
+    def _differing(self, whole: Outcome, parts: list[Outcome], places: list[Part]) -> str | None:
+        """In what the parts are not the whole, or None."""
+        shares = [part.share for part in places]
+        if any(part.structure != whole.structure or len(part.values) != len(whole.values) for part in parts):
+            return "its outputs are others for other numbers of rows"
+        if (named := self._differing_state(whole, parts, shares)) is not None:
+            return named
+        if any(len(part.losses) != len(whole.losses) for part in parts):
+            return "it adds other losses for other numbers of rows"
+        for at, value in enumerate(whole.losses):
+            if not comparison.is_close(
+                value, comparison.weighed([part.losses[at] for part in parts], shares), self._close
+            ):
+                return "what it gives to `add_loss` is no mean over rows"
+        for at, value in enumerate(whole.values):
+            if not comparison.are_rows(value, [part.values[at] for part in parts], places, self._close):
+                return "a row of its outputs depends on other rows"
+        return self._differing_gradients(whole, parts, places) if parts[0].of_inputs or parts[0].of_weights else None
+
+    def _differing_gradients(self, whole: Outcome, parts: list[Outcome], places: list[Part]) -> str | None:
+        floats = [spec for spec in self._inputs.specs if tf.as_dtype(spec.dtype).is_floating]
+        close = 10 * self._close
+        # What is 0 but for rounding, as the gradient of a key's bias, is as good as another such number.
+        of_inputs, of_weights = (comparison.largest(each) for each in (whole.of_inputs, whole.of_weights))
+        for at, (spec, value) in enumerate(zip(floats, whole.of_inputs, strict=True)):
+            found = [part.of_inputs[at] for part in parts]
+            if value is None and all(each is None for each in found):
+                continue
+            if value is None or any(each is None for each in found):
+                return "the gradient of a row depends on other rows"
+            is_sum = spec.rows_each is None
+            if not (
+                comparison.is_close(value, sum(found), close, of_inputs)
+                if is_sum
+                else comparison.are_rows(value, found, places, close, of_inputs)
+            ):
+                return "the gradient of a row depends on other rows"
+        for at, value in enumerate(whole.of_weights):
+            found = [each for part in parts if (each := part.of_weights[at]) is not None]
+            if value is not None and found and not comparison.is_close(value, sum(found), close, of_weights):
+                return "its gradient is no sum over rows"
+        return None
+
+    def _differing_state(self, whole: Outcome, parts: list[Outcome], shares: list[float]) -> str | None:
+        known = dict(zip(map(id, self._weights), zip(self._weights, self._values, strict=True), strict=True))
+        for key in {key for each in (whole, *parts) for key in each.state}:
+            if key not in known:
+                continue  # a metric's, or a generator's, which is not the layer's
+            variable, value = known[key]
+            start = comparison.array(value)
+            one, several = whole.state.get(key, start), [part.state.get(key, start) for part in parts]
+            if not comparison.agrees(
+                variable, start, one, several, shares, added=key in whole.added, close=self._close
+            ):
+                return f"what it keeps in {variable.name!r} is no mean over rows"
+        for one, *several in zip(whole.plain, *(part.plain for part in parts), strict=True):
+            if not all(comparison.is_close(one, each, self._close) for each in several):
+                return "what it keeps in a tf.Variable depends on how many rows it sees"
+        return None
+
+
+def _target(tensors: list[tf.Tensor], losses: list[tf.Tensor], part: Part) -> tf.Tensor | None:
+    """A number of the part of which the whole's is the sum: what is drawn for each row times its outputs."""
+    found = [tf.reduce_sum(tf.cast(loss, tf.float32)) * part.share for loss in losses]
+    for at, tensor in enumerate(tensors):
+        if not tensor.dtype.is_floating or tensor.shape.rank is None:
+            continue
+        source = np.random.default_rng(at)
+        rows = tensor.shape[0] if tensor.shape.rank else None
+        if rows is not None and part.count and rows == part.count:
+            upstream = part.of(source.normal(size=(part.total, *tensor.shape[1:])))
+        elif rows is None or rows % part.count:
+            upstream = source.normal(size=tuple(tensor.shape)) * part.share
+        else:
+            continue  # several for each row, in an order that is not known
+        found.append(tf.reduce_sum(tf.cast(tensor, tf.float32) * tf.constant(upstream, tf.float32)))
+    return tf.add_n(found) if found else None
+
+
+def _gradients(tape: tf.GradientTape, target: tf.Tensor | None, sources: list[tf.Tensor]) -> list[np.ndarray | None]:
+    found = [None] * len(sources) if target is None else tape.gradient(target, sources)
+    return [None if each is None else comparison.array(tf.convert_to_tensor(each)) for each in found]
+
+
+def _stand_in(variable: keras.Variable) -> tf.Tensor:
+    """A variable's value; one whose numbers are all alike, which may hide what depends on it, is moved."""
+    value = tf.convert_to_tensor(variables.local_value(variables.held(variable)))
+    size = math.prod(value.shape)
+    if not value.dtype.is_floating or size > _MOST or not size:
+        return tf.identity(value)
+    found = comparison.array(value)
+    if found.min() != found.max():
+        return tf.identity(value)
+    noise = np.random.default_rng(size).uniform(0.1, 0.6, found.shape)
+    return tf.cast(tf.constant(found + noise), value.dtype)

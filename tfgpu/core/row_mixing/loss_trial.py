@@ -1,0 +1,200 @@
+"""Whether a loss or metric function is a mean over rows: it is run on drawn rows, whole and in two parts."""
+
+import enum
+import math
+import random
+from collections.abc import Callable, Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import variables
+from tfgpu.core import step_context
+from tfgpu.core.row_mixing import captures, isolation
+from tfgpu.core.row_mixing.row_sums import Meets
+
+_ROWS = 6  # in parts of a third and two
+_UNKNOWN, _SHORT = 8, 8
+_LARGEST = 1 << 24  # numbers that are drawn for one tensor
+_SMALL = 1 << 18  # up to which no axis is cut
+_MANY, _MOST = 64, 2048  # rows of the try with many, which has up to `_SMALL` numbers
+_CLOSE = 2e-5
+_NOT_CLASSES = (-1, -100, 255, math.nan)  # labels that stand for "none"
+
+
+class Needs(enum.Enum):
+    """What a function of labels and outputs needs, and gives."""
+
+    ITS_ROWS = "each replica's own rows; it gives a number a row"
+    ITS_MEAN = "each replica's own rows; it gives a mean over them"
+    ALL_GIVES_ROWS = "all rows; it gives a number a row"
+    ALL = "all rows; it gives something of the whole batch"
+    ALL_BY_SHAPE = "all rows; what it gives is told by its shape"
+
+
+class _Apart(keras.StatelessScope):
+    """Nothing that a function assigns stays, and a single number that waits at 0, as a weight that grows, is 0.5."""
+
+    def get_current_value(self, variable):
+        found = super().get_current_value(variable)
+        if found is None and variable.shape == () and tf.as_dtype(variable.dtype).is_floating:
+            held = variables.held(variable)
+            if held is not None and float(tf.convert_to_tensor(held)) == 0.0:
+                return tf.constant(0.5, variable.dtype)
+        return found
+
+
+class LossTrial:
+    """A function is run on drawn rows, all at once and in two parts, outside the step that is traced."""
+
+    def __init__(self, function: Callable, rows: tuple, captured: captures.Captures):
+        self._function, self._captured = function, captured
+        self._structure, self._tensors = rows, keras.tree.flatten(rows)
+        self._count_true = len(keras.tree.flatten(rows[0]))
+        self._why: Exception | str | None = None
+        self._gives_one_number = True
+
+    def run(self) -> Needs | None:
+        """What the function needs; None where that could not be told, and `why` says why."""
+        found = self._found()
+        if found is None and (self._why is None or not self._gives_one_number):
+            return Needs.ITS_MEAN if self._gives_one_number else Needs.ITS_ROWS
+        return found
+
+    @property
+    def why(self) -> str:
+        """Why it could not be tried."""
+        kind = "" if isinstance(self._why, str) else f"{type(self._why).__name__}: "
+        return kind + " ".join(str(self._why).split())[:200]
+
+    def _found(self) -> Needs | None:
+        """None: nothing could be told."""
+        try:
+            unchanged = self._captured.preserving_variables()
+            with step_context.scope(is_trying=True), tf.init_scope(), isolation.kept_draws(), unchanged:
+                with tf.device("CPU:0"):  # the same on every worker
+                    found = self._judged_all()
+                return found or self._judged_all()  # not every function runs on a CPU
+        except Meets:
+            return Needs.ITS_ROWS
+
+    def _judged_all(self) -> Needs | None:
+        whole, cut = self._sizes(shorter=False), self._sizes(shorter=True)
+        found = self._judged_by(self._draws(cut, _ROWS), is_cut=cut != whole)
+        if found is None and cut != whole:
+            found = self._judged_by(self._draws(whole, _ROWS, outputs=1))  # a function may ask for the very sizes
+        if found not in (Needs.ITS_ROWS, Needs.ITS_MEAN):
+            return found
+        # One that takes the worst so many, or that sees long axes: with many rows of the very sizes.
+        numbers = max(1, *(math.prod(each) for each in whole))
+        rows = max(_ROWS, min(max(_MANY, 2 * self._captured.largest(_MOST // 2)), _SMALL // numbers))
+        if rows > _ROWS or cut != whole:
+            return self._judged_by(self._draws(whole, rows, outputs=1, labels=1)) or found
+        return found
+
+    def _judged_by(self, draws: Iterator[list[tf.Tensor]], *, is_cut: bool = False) -> Needs | None:
+        found = None
+        for rows in draws:
+            judged = self._judged(rows, is_cut=is_cut)
+            if judged in (Needs.ALL, Needs.ALL_GIVES_ROWS):
+                return judged
+            found = found or judged
+        return found
+
+    def _computed(self, rows: list[tf.Tensor]) -> np.ndarray:
+        count = int(rows[0].shape[0])
+        random.seed(0)
+        np.random.seed(0)
+        with step_context.as_one_device(count), _Apart():
+            values = self._function(*keras.tree.pack_sequence_as(self._structure, rows))
+            return np.asarray(keras.ops.convert_to_numpy(values), "float64")  # truths are numbers, too
+
+    def _judged(self, rows: list[tf.Tensor], *, is_cut: bool) -> Needs | None:
+        count = int(rows[0].shape[0])
+        part = count // 3
+        try:
+            whole, again = self._computed(rows), self._computed(rows)
+        except Meets:
+            raise
+        except Exception as error:  # of the user's code, on numbers that are none of its own
+            self._why = self._why or error
+            return None
+        self._gives_one_number = whole.ndim == 0
+        if not np.isfinite(whole).all():
+            self._why = self._why or "it gives no finite number for drawn ones"
+            return None
+        try:
+            first, second = (self._computed(each) for each in _parts(rows, part))
+        except Meets:
+            raise
+        except Exception as error:
+            self._why = self._why or error
+            return None if is_cut else Needs.ALL_GIVES_ROWS if whole.shape[:1] == (count,) else Needs.ALL
+        if whole.shape[:1] == (count,) and first.shape[:1] == (part,):
+            if not _close(whole, again):  # drawn anew, for each row
+                return Needs.ITS_ROWS
+            is_alike = first.shape[1:] == second.shape[1:]  # not of each row with each other one
+            its_rows = is_alike and _close(whole, np.concatenate([first, second]))
+            return Needs.ITS_ROWS if its_rows else Needs.ALL_GIVES_ROWS
+        if whole.shape == first.shape == second.shape and _close(whole, again):
+            mean = (first * part + second * (count - part)) / count
+            return Needs.ITS_MEAN if _close(whole, mean, first, second) else Needs.ALL
+        return Needs.ALL
+
+    def _draws(
+        self, sizes: list[tuple[int, ...]], rows: int, *, labels: int | None = None, outputs: int = 2
+    ) -> Iterator[list[tf.Tensor]]:
+        """Labels of several kinds with probabilities and with logits, where all are small enough."""
+        shapes = [(rows, *each) for each in sizes]
+        if max(map(math.prod, shapes)) > _LARGEST:
+            return
+        draw = np.random.default_rng(0)
+        width = self._tensors[-1].shape[-1] if self._tensors[-1].shape.rank > 1 else None
+        classes = max(2, min(width or _UNKNOWN, _UNKNOWN))
+        kinds = [
+            lambda shape: draw.integers(0, 2, shape),
+            lambda shape: draw.integers(0, classes, shape),
+            lambda shape: draw.normal(size=shape),
+        ]
+        nones = [*_NOT_CLASSES, *(each for each in self._captured.numbers if each not in _NOT_CLASSES)]
+        kinds += [
+            lambda shape, none=none: np.where(draw.random(shape) < 0.3, none, draw.integers(0, 2, shape))
+            for none in nones
+        ]
+        found = [lambda shape: draw.uniform(0.05, 0.95, shape), lambda shape: 2 * draw.normal(size=shape)]
+        for label in kinds[:labels]:
+            for output in found[:outputs]:
+                drawn = [(label if at < self._count_true else output)(shape) for at, shape in enumerate(shapes)]
+                if all(_fits(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)):
+                    yield [_cast(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)]
+
+    def _sizes(self, *, shorter: bool) -> list[tuple[int, ...]]:
+        """Of a row of each tensor; long axes that all share are cut, where there are many numbers."""
+        known = [each.shape[1:].as_list() for each in self._tensors]
+        numbers = max(math.prod(size or _UNKNOWN for size in each) for each in known)
+        if shorter and _ROWS * numbers > _SMALL:
+            for at, sizes in enumerate(zip(*known, strict=False)):
+                if len(set(sizes)) == 1:
+                    for each in known:
+                        each[at] = min(each[at] or _UNKNOWN, _SHORT)
+        return [tuple(size or _UNKNOWN for size in each) for each in known]
+
+
+def _parts(rows: list[tf.Tensor], part: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    return [each[:part] for each in rows], [each[part:] for each in rows]
+
+
+def _fits(values: np.ndarray, dtype: tf.DType) -> bool:
+    """Whether a label that stands for "none" is one in that dtype."""
+    return dtype.is_floating or not np.isnan(values).any()
+
+
+def _cast(values: np.ndarray, dtype: tf.DType) -> tf.Tensor:
+    return tf.cast(tf.convert_to_tensor(values), dtype)
+
+
+def _close(one: np.ndarray, other: np.ndarray, *besides: np.ndarray) -> bool:
+    """Whether both are numbers, and as good as equal; `besides` are numbers that they come from."""
+    size = max(np.abs(each).max(initial=0.0) for each in (one, other, *besides))
+    return one.shape == other.shape and bool(np.all(np.abs(one - other) <= _CLOSE * size)) and math.isfinite(size)

@@ -1,0 +1,224 @@
+"""Layers of the user's own: each gives every row its own number, or is computed on all rows.
+
+The first time that a step meets such a layer it is tried (`layer_trial`). A replica computes one that gives each row
+its own number from its rows. One that looks at several rows gets those of all replicas and computes what one device
+does, state and added losses included; the replica goes on with its rows of the outputs. What was found is kept by the
+layer's class, settings and inputs, so equal blocks are tried once. All workers find the same: nothing in a trial
+depends on time or on the data.
+"""
+
+import contextlib
+import logging
+
+import keras
+import tensorflow as tf
+
+from tfgpu.compat import layers as private_layers
+from tfgpu.compat import slots, variables
+from tfgpu.compat.patch import wrap
+from tfgpu.core import extensions, step_context
+from tfgpu.core.row_mixing import choices, fingerprints, gathering, isolation, layer_trial
+from tfgpu.core.row_mixing.layer_trial import LayerTrial, Needs, Verdict
+from tfgpu.core.state import layer_state
+from tfgpu.errors import InputError
+
+_log = logging.getLogger(__name__)
+_is_proven = step_context.Slot("own_layers.is_proven")  # the layer that calls is right on this replica's rows
+_BY_ELEMENT = frozenset({"Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Cast", "Negative", "Sqrt", "Exp"})
+_CALLABLES = ("function", "activation", "activity_regularizer", "cell", "layer", "forward_layer")
+
+
+def give_own_layers_all_rows() -> None:
+    """Tries layers of the user's own, and computes on all rows those that need them.
+
+    Stock Keras, like `tf.distribute`, computes each from one replica's rows.
+    """
+
+    @wrap("keras.layers.Layer.__call__")
+    def call(stock, self, *args, **kwargs):
+        if step_context.current().step is None or _is_proven.get():
+            return stock(self, *args, **kwargs)
+        if step_context.current().is_trying:
+            return layer_trial.within_trial(stock, self, args, kwargs) if is_own(self) else stock(self, *args, **kwargs)
+        if not gathering.may_meet() or not is_own(self) or not _is_of_replica(args, kwargs):
+            return stock(self, *args, **kwargs)
+        verdict = _needed(self, args, kwargs)
+        if verdict.needs is Needs.ALL:
+            return _on_all_rows(stock, self, args, kwargs, verdict)
+        with contextlib.nullcontext() if verdict.needs is Needs.ITS_PARTS else _is_proven.set_to(True):
+            return stock(self, *args, **kwargs)
+
+
+def is_own(layer: keras.layers.Layer) -> bool:
+    """Whether a layer's call is code of the user's: its class, or a function that it was given.
+
+    A functional model counts where operations on tensors stand between its layers.
+    """
+    cls = type(layer)
+    if isinstance(layer, keras.Model):
+        if _root(cls.call) not in ("keras", "tfgpu"):
+            return True
+        graph = private_layers.graph_of(layer)
+        return graph is not None and any(_is_own_operation(each) for each in graph.operations)
+    if _root(cls) not in ("keras", "tfgpu"):
+        return True
+    for name in _CALLABLES:
+        value = vars(layer).get(name)
+        if isinstance(value, keras.layers.Layer):
+            if is_own(value):
+                return True
+        elif callable(value) and _root(value) not in ("keras", "tfgpu", "functools"):
+            return True
+    return False
+
+
+def _is_own_operation(operation: keras.Operation) -> bool:
+    return not isinstance(operation, keras.layers.Layer) and type(operation).__name__ not in _BY_ELEMENT
+
+
+def _root(thing: object) -> str:
+    module = getattr(thing, "__module__", None) or type(thing).__module__
+    return module.split(".")[0]
+
+
+def _is_of_replica(args: tuple, kwargs: dict) -> bool:
+    """Whether these are tensors of a step, and not what Keras builds a model with."""
+    leaves = keras.tree.flatten((args, kwargs))
+    return not any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
+
+
+def _needed(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
+    """What a layer of a step needs, never `UNKNOWN`."""
+    if any(isinstance(variable, variables.VirtualVariable) for variable in layer.variables):
+        return Verdict(Needs.ITS_PARTS)
+    _build(layer, args, kwargs)
+    verdict = _verdict(layer, args, kwargs)
+    is_spread = any(spread(layer) for spread in extensions.spread_layers)
+    told = vars(slots.of(layer)).setdefault("rows_told", [])
+    if verdict.why and verdict.why not in told:
+        told.append(verdict.why)
+        (_tell_spread if is_spread else _tell)(layer, verdict, args, kwargs)
+    if is_spread:
+        return Verdict(Needs.ITS_ROWS)
+    return _of_unproven(layer, verdict) if verdict.needs is Needs.UNKNOWN else verdict
+
+
+def _build(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> None:
+    """Makes the variables that the layer's first call makes: a trial makes none. The call's graph is dropped."""
+    if slots.get(layer, "rows_built") or all(each.built for each in private_layers.layers_within(layer)):
+        return
+    slots.of(layer).rows_built = True
+
+    def call():
+        with step_context.as_one_device(step_context.rows().local), layer_state.assigning_alike():
+            layer(*args, **kwargs)
+
+    tf.function(call, autograph=False).get_concrete_function()
+    private_layers.clear_losses(layer)
+
+
+def _verdict(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
+    """What a layer needs, tried where it is not known."""
+    choice = choices.of(layer)
+    if choice is not None:
+        return Verdict(Needs.ITS_ROWS if choice == choices.BY_ROWS else Needs.ALL)
+    known = vars(slots.of(type(layer))).setdefault("verdicts", {})
+    key = fingerprints.of_call(layer, args, kwargs)
+    if key not in known:
+        known[key] = LayerTrial(layer, args, kwargs, _verdict).run()
+    return known[key]
+
+
+def _of_unproven(layer: keras.layers.Layer, verdict: Verdict) -> Verdict:
+    """What becomes of a layer that could not be tried, by the strategy's `unproven`."""
+    way = choices.unproven()
+    if way == "refuse":
+        raise InputError(
+            f"{_named(layer)} could not be tried ({verdict.why}): does it give each row of a batch its own number? The "
+            "strategy's `unproven` is 'refuse'. Mark its class with `tfgpu.by_rows` or `tfgpu.on_all_rows`, or use "
+            "`unproven='gather'`."
+        )
+    return Verdict(Needs.ITS_ROWS if way == "warn" else Needs.ALL)
+
+
+def _tell(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict) -> None:
+    """One line for a layer that is not simply right on each replica's rows."""
+    named = _named(layer)
+    if verdict.needs is Needs.ITS_ROWS and verdict.why == "random":
+        _log.warning(
+            "%s draws random numbers by row that are not Keras's, so each replica draws others than one device. Use "
+            "`keras.random` with a `keras.random.SeedGenerator` for one device's.",
+            named,
+        )
+    if verdict.needs is Needs.UNKNOWN:
+        way = choices.unproven()
+        what = "each replica computes it from its own rows" if way == "warn" else "it is computed on all rows"
+        _log.warning(
+            "%s could not be tried (%s). Does it give each row of a batch its own number? Without knowing, %s. Mark "
+            "its class with `tfgpu.by_rows` or `tfgpu.on_all_rows`.",
+            named,
+            verdict.why,
+            what,
+        )
+    if verdict.needs is Needs.ALL:
+        _log.warning(
+            "%s looks at several rows of a batch: %s. So that it is what one device computes, each replica computes it "
+            "on all rows, and its inputs travel in every step (%s). %s",
+            named,
+            verdict.why,
+            _size(args, kwargs),
+            _advice(verdict.why),
+        )
+
+
+def _tell_spread(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict) -> None:
+    if verdict.needs in (Needs.ALL, Needs.UNKNOWN):
+        _log.warning(
+            "%s may look at several rows of a batch: %s. It is on several devices (`tfgpu.parallel`), where each "
+            "replica computes it from its own rows: the result may not be one device's.",
+            _named(layer),
+            verdict.why,
+        )
+
+
+def as_they_are():
+    """For the length of the block layers are called on the rows that they get, and not tried."""
+    return _is_proven.set_to(True)
+
+
+def _advice(why: str) -> str:
+    if "keeps" in why:
+        return 'A count or a sum can be kept by rows: `add_weight(..., aggregation="sum")` and `assign_add`.'
+    if "add_loss" in why:
+        return "A penalty that is a mean over rows needs nothing to travel."
+    return "If you know that it needs its own rows only, mark its class with `tfgpu.by_rows`."
+
+
+def _size(args: tuple, kwargs: dict) -> str:
+    """How many bytes of each row travel."""
+    sizes = [(leaf.shape[1:].num_elements(), leaf.dtype.size) for leaf in gathering.with_rows((args, kwargs))]
+    if any(count is None for count, _ in sizes):
+        return "of a size that is not known before"
+    return f"{sum(count * size for count, size in sizes):,} bytes a row"
+
+
+def _named(layer: keras.layers.Layer) -> str:
+    return f"The layer {layer.name!r} ({type(layer).__name__})"
+
+
+def _on_all_rows(stock, layer: keras.layers.Layer, args: tuple, kwargs: dict, verdict: Verdict):
+    """Calls a layer on the rows of all replicas, as one device does; gives this replica's rows of the outputs."""
+    if not gathering.with_rows((args, kwargs)):
+        return stock(layer, *args, **kwargs)
+    args, kwargs = gathering.of_all_replicas((args, kwargs), _named(layer))
+    within = private_layers.layers_within(layer)
+    before = isolation.tensors_in(within)
+    with gathering.as_whole_batch(layer.variables):
+        outputs = stock(layer, *args, **kwargs)
+    for (at, name), value in isolation.tensors_in(within).items():
+        if before.get((at, name)) is not value:
+            vars(within[at])[name] = gathering.own_rows(value)
+    leaves = keras.tree.flatten(outputs)
+    have_rows = verdict.have_rows if len(verdict.have_rows) == len(leaves) else [None] * len(leaves)
+    cut = [gathering.own_rows(leaf, has) for leaf, has in zip(leaves, have_rows, strict=True)]
+    return keras.tree.pack_sequence_as(outputs, cut)

@@ -1,0 +1,209 @@
+"""Metrics of the user's own: their state is a sum over replicas, or they are computed on all rows.
+
+What a metric keeps is summed over replicas when it is read. That is one device's state where each batch adds to it what
+its rows add, as counts and sums do. A metric class that keeps something else (a running maximum, a ratio, a loss's
+mean) is found by a trial, as layers are; its `update_state` then gets all rows on every replica, and counts once.
+"""
+
+import logging
+
+import keras
+import tensorflow as tf
+
+from tfgpu.compat import slots, variables
+from tfgpu.compat.patch import wrap
+from tfgpu.core import step_context
+from tfgpu.core.row_mixing import captures, choices, comparison, fingerprints, gathering, isolation
+from tfgpu.core.row_mixing.drawn_inputs import DrawnInputs
+from tfgpu.core.row_mixing.isolation import Part
+from tfgpu.core.row_mixing.row_sums import Meets
+from tfgpu.errors import InputError
+
+_log = logging.getLogger(__name__)
+_ROWS = (7, 8)
+_CLOSE = 2e-5
+_LIBRARIES = ("keras", "tfgpu", "builtins")
+
+
+def give_own_metrics_all_rows() -> None:
+    """Tries metric classes of the user's own, and gives all rows to those that need them.
+
+    Stock Keras, like `tf.distribute`, sums what each replica has kept.
+    """
+
+    @wrap("keras.metrics.Metric.__init__")
+    def initialize(stock, self, *args, **kwargs):
+        _take_hold_of(type(self))
+        stock(self, *args, **kwargs)
+
+    @wrap("Trainer.compile")
+    def compile_model(stock, self, *args, **kwargs):
+        given = [kwargs.get("metrics"), kwargs.get("weighted_metrics"), *args]
+        for each in keras.tree.flatten(given):
+            if isinstance(each, keras.metrics.Metric):
+                _take_hold_of(type(each))  # it may be older than this repair
+        stock(self, *args, **kwargs)
+
+
+def _take_hold_of(cls: type) -> None:
+    for each in cls.__mro__:
+        if each.__module__.split(".")[0] in _LIBRARIES:
+            return
+        update = each.__dict__.get("update_state")
+        if update is not None and not slots.get(update, "gets_all_rows"):
+
+            @wrap(each, "update_state")
+            def update_state(stock, self, *args, **kwargs):
+                return _updated(stock, self, args, kwargs)
+
+            slots.of(each.__dict__["update_state"]).gets_all_rows = True
+
+
+def _updated(stock, metric: keras.metrics.Metric, args: tuple, kwargs: dict):
+    if step_context.current().is_trying or not gathering.may_meet():
+        return stock(metric, *args, **kwargs)
+    args, kwargs = keras.tree.map_structure(_as_tensor, (args, kwargs))
+    if not gathering.with_rows((args, kwargs)) or not _needs_all(stock, metric, args, kwargs):
+        with step_context.scope(losses_are_plain=True):
+            return stock(metric, *args, **kwargs)
+    args, kwargs = gathering.of_all_replicas((args, kwargs), _named(metric))
+    with gathering.as_whole_batch(metric.variables):
+        return stock(metric, *args, **kwargs)
+
+
+def _as_tensor(leaf: object) -> object:
+    is_array = hasattr(leaf, "shape") and not tf.is_tensor(leaf) and not isinstance(leaf, keras.Variable)
+    return tf.convert_to_tensor(leaf) if is_array else leaf
+
+
+def _named(metric: keras.metrics.Metric) -> str:
+    return f"The metric {metric.name!r} ({type(metric).__name__})"
+
+
+def _needs_all(stock, metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> bool:
+    choice = choices.of(metric)
+    if choice is not None:
+        return choice == choices.ON_ALL_ROWS
+    known = vars(slots.of(metric)).setdefault("needs_all", {})
+    key = fingerprints.of_arguments(args, kwargs)
+    if key not in known:
+        known[key] = _found(MetricTrial(stock, metric, args, kwargs), metric)
+    return known[key]
+
+
+def _found(trial: "MetricTrial", metric: keras.metrics.Metric) -> bool:
+    found = trial.run()
+    if found is None:
+        return _of_unproven(metric, trial.why)
+    if found:
+        _log.warning(
+            "%s keeps something else than a sum over rows. So that it is what one device computes, its update gets the "
+            "rows of all replicas, which travel in every step. A metric that keeps sums and counts, and divides in "
+            "`result`, sends none.",
+            _named(metric),
+        )
+    return found
+
+
+def _of_unproven(metric: keras.metrics.Metric, why: str) -> bool:
+    """Whether a metric that could not be tried gets all rows, by the strategy's `unproven`."""
+    way = choices.unproven()
+    if way == "refuse":
+        raise InputError(
+            f"{_named(metric)} could not be tried ({why}): does it keep sums over rows? The strategy's `unproven` is "
+            "'refuse'. Mark its class with `tfgpu.by_rows` if it does, else with `tfgpu.on_all_rows`."
+        )
+    _log.warning(
+        "%s could not be tried (%s). Does it keep sums over rows? Without knowing, its update gets %s. Mark its class "
+        "with `tfgpu.by_rows` if it does, else with `tfgpu.on_all_rows`.",
+        _named(metric),
+        why,
+        "each replica's own rows" if way == "warn" else "the rows of all replicas",
+    )
+    return way != "warn"
+
+
+class MetricTrial:
+    """Updates one metric with drawn rows, at once and in two parts.
+
+    Args:
+        update: the class's own `update_state`.
+        metric: whose variables are left as they are.
+        args, kwargs: what a step updates it with.
+
+    Attributes:
+        why: it could not be tried.
+    """
+
+    def __init__(self, update, metric: keras.metrics.Metric, args: tuple, kwargs: dict):
+        self._update, self._metric, self.why = update, metric, ""
+        self._captured = captures.of(metric)
+        self._inputs = DrawnInputs((args, kwargs), self._captured.numbers)
+
+    def run(self) -> bool | None:
+        """Whether the metric needs all rows; None where it could not be tried."""
+        return isolation.run(self._tried)
+
+    def _tried(self) -> bool | None:
+        failed: Exception | str = "too many numbers for a trial"
+        with self._captured.preserving_variables(), isolation.kept_attributes([self._metric]):
+            for is_cut in (True, False):
+                for rows in _ROWS:
+                    for kind in ("positive", *self._inputs.kinds):
+                        drawn = self._inputs.draw(rows, kind, is_cut=is_cut)
+                        if drawn is None:
+                            continue
+                        try:
+                            found = self._judged(drawn, rows)
+                        except Meets:
+                            return False
+                        except Exception as error:  # of the user's code, on numbers that are none of its own
+                            failed = error
+                            continue
+                        if found is not None:
+                            return found
+                        failed = "it keeps no finite number of drawn ones"
+        kind = "" if isinstance(failed, str) else f"{type(failed).__name__}: "
+        self.why = kind + " ".join(str(failed).split())[:200]
+        return None
+
+    def _judged(self, drawn: list, rows: int) -> bool | None:
+        whole_part, *halves = isolation.parts_of(rows)
+        # From what the metric keeps after a batch: each replica goes on from a part of what one device has.
+        start = self._state_after(drawn, whole_part, None)
+        whole = self._state_after(drawn, whole_part, start)
+        if not all(comparison.is_finite(value) for value in whole):
+            return None
+        try:
+            first = self._state_after(drawn, halves[0], start)
+            second = self._state_after(drawn, halves[1], None)
+        except Meets:
+            raise
+        except Exception:
+            return True
+        initial = [comparison.array(variables.local_value(variables.held(each))) for each in self._metric.variables]
+        parts = zip(self._metric.variables, start, whole, first, second, initial, strict=True)
+        return not all(_is_sum(*each) for each in parts)
+
+    def _state_after(self, drawn: list, part: Part, start: list | None) -> list:
+        (args, kwargs), _ = self._inputs.arguments(drawn, part)
+        self._captured.restore()
+        held = self._metric.variables
+        values = [variables.local_value(variables.held(each)) for each in held] if start is None else start
+        scope = keras.StatelessScope(list(zip(held, values, strict=True)), initialize_variables=False)
+        with part.held(), step_context.scope(losses_are_plain=True), scope:
+            self._update(self._metric, *args, **kwargs)
+            return [comparison.array(tf.convert_to_tensor(each.value)) for each in held]
+
+
+def _is_sum(variable: keras.Variable, start, whole, first, second, initial) -> bool:
+    """Whether what replicas have kept, put together as the variable says, is what one device keeps."""
+    if whole.dtype.kind not in "fiub":
+        return True
+    if variable.aggregation == "sum":
+        return comparison.is_close(whole, first + (second - initial), _CLOSE, first, second)
+    if variable.aggregation == "mean":
+        return all(comparison.is_close(whole, each, _CLOSE) for each in (first,)) and comparison.is_close(
+            first - start, second - initial, _CLOSE, first, second
+        )
+    return comparison.is_close(whole, first, _CLOSE)
