@@ -163,9 +163,11 @@ def _marked(thing: Thing, choice: str) -> Thing:
             f"`tfgpu.{choice}` takes a function, or a class or an instance of a layer, loss, metric or model. "
             f"Received: {thing!r}. Give it the function itself."
         )
+    if isinstance(thing, types.MethodType):  # what it holds is its function's, of all objects
+        thing = _as_function(thing)
     try:
         slots.of(thing).rows_choice = choice
-    except (AttributeError, TypeError):  # a bound method, or one of Python's own
+    except (AttributeError, TypeError):  # one of Python's own
         thing = _as_function(thing)
         slots.of(thing).rows_choice = choice
     return thing
