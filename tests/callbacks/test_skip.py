@@ -82,7 +82,7 @@ def test_one_more_than_the_limit_ends_it_and_keeps_what_was_learned(tmp_path):
         fit(model, Checkpoint(tmp_path), skip, poisoned=True)
     assert all(np.isfinite(v.numpy()).all() for v in model.weights)
     again = make(2)
-    with pytest.raises(tfgpu.InputError, match="3 steps had"):  # the count continues where it was saved
+    with pytest.raises(tfgpu.InputError, match="3 steps produced"):  # the count continues where it was saved
         fit(again, Checkpoint(tmp_path), skip := SkipNaN(limit=2), poisoned=True)
     assert skip.skipped == 3
 
@@ -91,7 +91,7 @@ def test_one_more_than_the_limit_ends_it_and_keeps_what_was_learned(tmp_path):
 def test_an_epoch_of_only_bad_steps_has_no_loss():
     model = make(2)
     x, y = np.full((8, 4), np.nan, np.float32), np.zeros((8, 1), np.float32)
-    with pytest.raises(tfgpu.InputError, match="All 2 steps of epoch 1 had NaN"):
+    with pytest.raises(tfgpu.InputError, match="All 2 steps of epoch 1 produced NaN"):
         model.fit(x, y, batch_size=4, verbose=0, callbacks=[SkipNaN(limit=10)])
 
 

@@ -193,7 +193,7 @@ def run_out_of_room(folder: Path, *limit: str) -> str:
 @pytest.mark.slow
 def test_a_file_that_must_not_grow_loses_nothing(tmp_path):
     said = run_out_of_room(tmp_path, "limited")
-    assert "MachineError: Writing" in said and "File too large" in said and "Make room" in said
+    assert "MachineError: Writing" in said and "File too large" in said and "Free space" in said
     assert [path.name for path in tmp_path.iterdir()] == ["epoch-0001"]
     assert storage.newest(tmp_path).position.epoch == 1
 

@@ -100,11 +100,11 @@ def test_a_disk_that_gets_full(workers, checkpoints, cut, whole, result):
     with contextlib.suppress(OSError), open(checkpoints / "ballast", "wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    fails(run, "Writing ", os.strerror(errno.ENOSPC), "Make room")
+    fails(run, "Writing ", os.strerror(errno.ENOSPC), "Free space")
     saved = names_of_whole_ones(checkpoints)
     assert saved
     again = cut(workers)  # the room for a folder is there, or is not
-    fails(again, os.strerror(errno.ENOSPC), "ake room")
+    fails(again, os.strerror(errno.ENOSPC), "ree space")
     assert names_of_whole_ones(checkpoints)[0] >= saved[0]
     (checkpoints / "ballast").unlink()
     goes_on(cut(workers), workers, expected, result)
@@ -115,7 +115,7 @@ def test_files_that_must_not_grow(tmp_path, cut, whole, result):
     run = cut()
     run.wait_for_checkpoint("epoch-0001-step-*")
     resource.prlimit(run.processes[0].pid, resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
-    fails(run, "Writing ", os.strerror(errno.EFBIG), "Make room")
+    fails(run, "Writing ", os.strerror(errno.EFBIG), "Free space")
     assert names_of_whole_ones(tmp_path / "cut" / "checkpoints")
     goes_on(cut(), 1, expected, result)
 
@@ -149,7 +149,7 @@ def stays_locked(lock, code: str, folder: Path, cut, expected, result, **options
     run = cut(**options)
     run.wait_for_checkpoint("epoch-0001-step-*")
     with lock(folder):
-        fails(run, "Writing ", code, "give write access")
+        fails(run, "Writing ", code, "grant write access")
         steps = len(run.progress())
         again = cut(**options)
         fails(again, "Checkpoints cannot be written to", code, "Grant write access")

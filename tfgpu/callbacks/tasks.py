@@ -181,7 +181,7 @@ class Tasks:
                 self._write(Position(at, tuple(self._rows)), arrays, memory)
             except OSError as error:
                 raise MachineError(
-                    f"{self._begun} cannot be written: {error}. Make room, give write access, or choose another "
+                    f"{self._begun} cannot be written: {error}. Free space, grant write access, or choose another "
                     "directory. Restart the script to resume from the last saved state."
                 ) from error
 

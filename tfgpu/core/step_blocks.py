@@ -229,7 +229,7 @@ def _accept_auto() -> None:
         if steps == "auto":
             arguments["steps_per_execution"] = 1  # what stock Keras can read in a saved model too
         elif isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
-            raise InputError(f'`steps_per_execution` must be an integer of at least 1, or "auto". Received: {steps!r}.')
+            raise InputError(f'`steps_per_execution` must be a whole number from 1, or "auto". Received: {steps!r}.')
         arguments.pop("self")
         return stock(self, **arguments)
 
