@@ -117,8 +117,14 @@ def no_scope_is_left():
         tf.compat.v1.reset_default_graph()
 
 
+def pytest_collection():
+    """Collects the tests without a search for garbage, which the imports hardly make: it takes seconds."""
+    gc.disable()
+
+
 def pytest_collection_finish():
     """Leaves what the imports have made out of each later search for garbage: half a second each."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

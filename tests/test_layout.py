@@ -30,12 +30,12 @@ def test_a_long_function_is_found_without_its_docstring(lines, found):
     assert list(long_functions("\n".join(["def f():", *body]))) == found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_has_one_idea(path):
-    source, name = path.read_text(), str(path.relative_to(PACKAGE))
-    assert source.count("\n") <= MOST_LINES
-    found = list(long_functions(source))
-    assert not found, f"{name}: split {', '.join(found)}"
+def test_a_file_has_one_idea():
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in FILES}
+    assert not {name: lines for name, source in sources.items() if (lines := source.count("\n")) > MOST_LINES}
+    assert not {name: found for name, source in sources.items() if (found := list(long_functions(source)))}, (
+        "split them"
+    )
 
 
 def test_a_room_has_few_files():

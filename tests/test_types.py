@@ -42,6 +42,7 @@ def symbols():
     return json.loads(ran.stdout)["typeCompleteness"]["symbols"]
 
 
+@pytest.mark.slow
 def test_every_public_name_and_argument_has_its_type(symbols):
     places = public()
     ours = [s for s in symbols if any(s["name"] == place or s["name"].startswith(f"{place}.") for place in places)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 _COLLECTIVE = re.compile(r"Collective(Reduce|Gather|Bcast|AllToAll|ReduceScatter)")
 
@@ -33,6 +34,7 @@ def graphs(run: Callable[[], object]) -> list[tf.compat.v1.GraphDef]:
         with writer.as_default():
             tf.summary.trace_export("graphs", step=0)
         writer.close()
+        context.context().disable_graph_collection()  # else each later graph stays in memory, whatever TensorFlow says
         return [graph for path in Path(folder).glob("*tfevents*") for graph in _collected(path)]
 
 

@@ -34,6 +34,7 @@ def test_every_check_runs_on_cpu_devices(tmp_path):
     assert all(isinstance(value, float) for value in found["one device"]["seconds a step"].values())
 
 
+@pytest.mark.slow
 def test_one_check_and_no_gpu(tmp_path):
     path = tmp_path / "found.json"
     assert run("--on-cpu", "--json", path, "--checks", "products").returncode == 0

@@ -38,6 +38,7 @@ class FromStates(keras.layers.Layer):
         return x
 
 
+@pytest.mark.sample("part-1", "states-2")
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "expected"), [(FromOnRead, 0.5 * (0.4 + 1.0) / 2), (FromStates, np.tanh(X).mean())], ids=["part", "states"]

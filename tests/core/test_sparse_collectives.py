@@ -16,6 +16,7 @@ def number() -> tf.Tensor:
     return replication.replica_context().replica_id_in_sync_group
 
 
+@pytest.mark.sample("float32", "bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_the_slices_of_all_tables_are_gathered_at_once(dtype):
     def step():
@@ -56,6 +57,7 @@ def wide_model(strategy, rows=12):
     return model, tf.data.Dataset.from_tensor_slices((x, y))
 
 
+@pytest.mark.sample("11")
 @pytest.mark.parametrize("rows", [12, 11])
 def test_a_step_gathers_all_tables_at_once(rows, monkeypatch):
     monkeypatch.setattr(sparse_collectives, "_PACKED_BYTES", 0)

@@ -1,13 +1,13 @@
 """A fast slice of the equivalence matrix: the cases that were hardest to make equal, in real processes."""
 
-import json
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
-RUN = Path(__file__).with_name("run.py")
+HERE = Path(__file__).parent
+NAMES = {path.stem for path in HERE.glob("*.py")}
 CASES = (
     "batchnorm-uneven",
     "accumulate-global_clipnorm",
@@ -21,23 +21,31 @@ CASES = (
 )
 
 
+@pytest.fixture
+def run(monkeypatch):
+    """The module that runs the matrix: imported here, where TensorFlow has started, and not in one more process."""
+    monkeypatch.syspath_prepend(str(HERE))
+    own = {name: sys.modules.pop(name) for name in NAMES & sys.modules.keys()}
+    yield importlib.import_module("run")
+    for name in NAMES & sys.modules.keys():
+        del sys.modules[name]
+    sys.modules.update(own)
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
-    ("topologies", "cases", "way"),
+    ("topologies", "cases", "gpu_way"),
     [
-        (["workers-2x1"], CASES[:2], []),
-        pytest.param(["mirrored-4", "workers-2x1"], CASES, [], marks=pytest.mark.slow),
-        pytest.param(["mirrored-2", "workers-2x1"], CASES, ["--gpu-way"], marks=pytest.mark.slow),
+        (["workers-2x1"], CASES[:2], False),
+        pytest.param(["mirrored-4", "workers-2x1"], CASES, False, marks=pytest.mark.slow),
+        pytest.param(["mirrored-2", "workers-2x1"], CASES, True, marks=pytest.mark.slow),
     ],
     ids=["few", "all", "gpu-way"],
 )
-def test_replicas_and_workers_learn_what_one_device_learns(tmp_path, topologies, cases, way):
-    command = [sys.executable, RUN, "--topologies", *topologies, "--paths", "fit", *way]
-    command += ["--repairs", "tfgpu.repairs", "--cases", *cases, "--json", tmp_path / "cells.json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    columns = json.loads((tmp_path / "cells.json").read_text())["cells"]
+def test_replicas_and_workers_learn_what_one_device_learns(run, tmp_path, topologies, cases, gpu_way):
+    how = dict(names=cases, topologies=topologies, paths=["fit"], repairs=["tfgpu.repairs"], gpu_way=gpu_way)
+    columns, _ = run.measure(**how, folder=tmp_path)
     cells = {(column, name): cell for column, part in columns.items() for name, cell in part.items()}
     assert len(cells) == (1 + len(topologies)) * len(cases)  # the reference is a column too
-    assert not {key: (c["status"], c["message"]) for key, c in cells.items() if c["status"] != "equal"}
+    assert not {key: (cell.status, cell.message) for key, cell in cells.items() if cell.status != "equal"}

@@ -74,6 +74,7 @@ print([device.device_type for device in tf.compat.v1.Session(server.target, conf
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_server_has_the_devices_that_tf_config_shows(group):
     processes = group(DEVICES, chief=1, worker=1, ps=1)
     processes.start("ps0")

@@ -39,6 +39,7 @@ def copies(variable):
     return found
 
 
+@pytest.mark.sample("False--1-26", "True-1-7", "False--1-4", "True--1-4")
 @pytest.mark.parametrize("rows", [26, 7, 4])  # even; uneven; the last batch has fewer rows than replicas
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("is_masked", [False, True])

@@ -31,6 +31,7 @@ def test_installing_twice_wraps_once():
     assert keras.optimizers.Optimizer.apply is wrapped
 
 
+@pytest.mark.slow
 def test_a_switch_leaves_keras_unchanged():
     code = (
         "import keras, tfgpu; before = keras.optimizers.Optimizer.apply; "

@@ -145,7 +145,7 @@ def train(learning_rate, batch, accumulate):
     return np.concatenate([w.ravel() for w in model.get_weights()])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "warmup"), CASES)
 def test_with_accumulation_a_schedule_moves_once_an_update(name, warmup):
     plain, accumulated = (made(name, warmup, total_steps=4, accumulate=k).learning_rate for k in (1, 2))
