@@ -115,8 +115,9 @@ def test_a_module_imports_only_from_the_rows_above():
     files = [path for path in FILES if part(path) not in FREE]
     assert {part(path) for path in files} <= ALLOWED.keys(), "a part has no row in the table of the house"
     always = {"errors", "atomic", "lazy", "redact"}
-    wrong = {str(path): imported(path) - ALLOWED[part(path)] - always - {part(path)} for path in files}
-    assert not {path: names for path, names in wrong.items() if names}, "modules may not import these parts"
+    below = {path: imported(path) - ALLOWED[part(path)] - always - {part(path)} for path in files}
+    wrong = [f"{module_of(path)} may not import {', '.join(sorted(names))}" for path, names in below.items() if names]
+    assert not wrong, "\n".join(wrong)
 
 
 def module_of(path: Path) -> str:
@@ -217,7 +218,9 @@ def private_names(path: Path) -> set[str]:
 
 def test_private_names_of_keras_stand_in_the_engine_alone():
     outside = [path for path in FILES if part(path) not in ENGINE]
-    assert outside and not {str(path): names for path in outside if (names := private_names(path))}
+    wrong = [f"{module_of(path)}: {name}" for path in outside for name in sorted(private_names(path))]
+    assert outside
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.fixture(scope="module")
