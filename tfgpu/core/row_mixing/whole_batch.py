@@ -31,6 +31,12 @@ from tfgpu.core.row_mixing import row_sums
 from tfgpu.core.step_context import RowRange, Step
 
 
+_UNEQUAL = (
+    "A layer was called with tensors of unequal numbers of rows, in a train_step that sees the whole batch. Give what "
+    "has no rows of the batch a first axis of 1, or mark the step with `@tfgpu.by_rows`."
+)
+
+
 @dataclass
 class WholeBatch:
     """What a replica knows while its step sees the whole batch.
@@ -178,6 +184,8 @@ def _call_by_rows(whole: WholeBatch, stock: Callable, layer: keras.layers.Layer,
     args, kwargs = keras.tree.map_structure(
         lambda t: _own(whole, t, rows, held) if _has_rows(t) and t.shape[0] == first else t, (args, kwargs)
     )
+    given = next(t for t in keras.tree.flatten((args, kwargs)) if _has_rows(t))
+    held = held if given.shape[0] is None else given.shape[0]
     facts = _facts_by_rows(whole, rows)
     fields = {"assigns_alike": False, "keeps_own_state": False, "draws_alike": False}
     with step_context.scope(step=facts, **fields):
@@ -213,6 +221,10 @@ def _own(whole: WholeBatch, tensor, rows: RowRange, held):
     kept = whole.own_rows.get(id(tensor))
     if kept is not None:
         return kept[1]
+    if tensor.shape[0] is None:
+        same = tf.debugging.assert_equal(batch_sharding.rows_in(tensor), rows.total, _UNEQUAL)
+        with tf.control_dependencies([same]):
+            tensor = tf.identity(tensor)
     own = batch_sharding.sliced(tensor, rows.offset, held)
     mask = private.get_mask(tensor)
     if mask is not None:
@@ -236,9 +248,9 @@ def _of_batch(whole: WholeBatch, value, held, rows: RowRange):
 
 def _are_rows(value, held) -> bool:
     """Whether the first axis is the batch's: a multiple of the rows held, or unknown as they are."""
-    rows, known = value.shape[0], held if isinstance(held, int) else tf.get_static_value(held)
-    if known is not None:
-        return rows is None or (known > 0 and rows % int(known) == 0)
+    rows = value.shape[0]
+    if isinstance(held, int):
+        return rows is None or (held > 0 and rows % held == 0)
     return rows is None
 
 
