@@ -21,6 +21,7 @@ from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import batch_sharding, step_context
 from tfgpu.core.metric_logs import LogReader, function_of
 from tfgpu.core.row_mixing import captures, choices, isolation
+from tfgpu.core.state.sharded_variable import shard_info
 from tfgpu.core.step_context import RowRange
 from tfgpu.errors import InputError
 
@@ -113,12 +114,31 @@ def needs_whole_batch(model: keras.Model, step_function: Callable, spec: object)
         spec: of a whole batch, as `tf.TensorSpec`s in the structure that the step gets.
 
     Raises:
-        InputError: the step could not be tried, and the strategy asks for an error then.
+        InputError: the step could not be tried, and the strategy asks for an error then; or it must see the whole
+            batch, and each replica holds a part of the weights.
     """
     own = _own_methods(model, step_function)
     if not own:
         return False
-    name = f"{type(model).__name__}.{own[0]}"
+    name = f"`{type(model).__name__}.{own[0]}`"
+    needs = _found(model, step_function, spec, own, name)
+    if needs and _is_over_replicas(model):
+        raise InputError(
+            f"{name} mixes rows and must see the whole batch, which is not possible if each replica holds a part of "
+            "the weights. Use `parallel.shard(model, stage=2)`, or mark the method with "
+            "`@tfgpu.by_rows` if it does not mix rows."
+        )
+    return needs
+
+
+def _is_over_replicas(model: keras.Model) -> bool:
+    """Whether each replica holds a part of the weights (ZeRO, stage 3)."""
+    infos = [shard_info(variable) for variable in model.variables]
+    return any(info is not None and info.sharding.over_replicas for info in infos)
+
+
+def _found(model: keras.Model, step_function: Callable, spec: object, own: list[str], name: str) -> bool:
+    """What the user says of a step of their own, or a trial."""
     chosen = {choices.of(function_of(getattr(model, each))) for each in own} - {None}
     if chosen:
         return choices.ON_ALL_ROWS in chosen
@@ -128,7 +148,7 @@ def needs_whole_batch(model: keras.Model, step_function: Callable, spec: object)
         return _unproven(model, name, str(error))
     if differs:
         _log.warning(
-            "`%s` is not by rows (%s would differ between replicas and one device). So that it is what one device "
+            "%s is not by rows (%s would differ between replicas and one device). So that it is what one device "
             "computes, it sees the whole batch on every replica; the model's layers still compute each replica's rows. "
             "The outputs travel between the replicas in every step. Where this is not needed, mark the method with "
             "`@tfgpu.by_rows`.",
@@ -140,7 +160,8 @@ def needs_whole_batch(model: keras.Model, step_function: Callable, spec: object)
 
 def _unproven(model: keras.Model, name: str, why: str) -> bool:
     way = slots.get(model.distribute_strategy, "unproven", "gather")
-    said = f"Whether `{name}` gives each row its own number could not be tried ({why})."
+    way = "warn" if way == "gather" and _is_over_replicas(model) else way
+    said = f"Whether {name} gives each row its own number could not be tried ({why})."
     if way == "refuse":
         raise InputError(f"{said} Mark the method with `@tfgpu.by_rows` or `@tfgpu.on_all_rows`.")
     becomes = "It sees the whole batch on every replica" if way == "gather" else "It runs on each replica's rows"

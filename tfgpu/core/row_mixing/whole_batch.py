@@ -30,7 +30,6 @@ from tfgpu.core import batch_sharding, collectives, replication, step_context
 from tfgpu.core.row_mixing import row_sums
 from tfgpu.core.step_context import RowRange, Step
 
-
 _UNEQUAL = (
     "A layer was called with tensors of unequal numbers of rows, in a train_step that sees the whole batch. Give what "
     "has no rows of the batch a first axis of 1, or mark the step with `@tfgpu.by_rows`."
