@@ -40,6 +40,10 @@ _METHODS = (
 )
 
 
+class NotBuilt(Exception):
+    """A layer would make its variables in a trial."""
+
+
 @dataclass
 class Recorder:
     """What a step did on some rows.
@@ -65,6 +69,11 @@ class Recorder:
         are_variables = [isinstance(source, (keras.Variable, tf.Variable)) for source in tf.nest.flatten(sources)]
         self._is_sum |= is_vector and any(are_variables)
         self.derives_tensors |= not all(are_variables)
+
+    def note_call(self, layer: keras.layers.Layer) -> None:
+        """A layer is called: one that is to make its variables now cannot be tried."""
+        if not layer.built:
+            raise NotBuilt(f"the layer {layer.name!r} is not built; build the model before `fit`")
 
     def note_update(self, gradients: list) -> None:
         """An optimizer is to apply gradients."""
@@ -202,12 +211,12 @@ class _Trial:
         Raises:
             _CannotTry: the step ran on no drawn rows.
         """
-        if not all(layer.built for layer in layers.layers_within(self._model)):
-            raise _CannotTry("the model is not built; build it before `fit`")
         reasons, tried = [], 0
         for batch in self._draws():
             try:
                 found = self._difference(batch)
+            except NotBuilt as error:
+                raise _CannotTry(str(error)) from None
             except Exception as error:  # of the user's code, on numbers that are none of its own
                 reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
                 continue
