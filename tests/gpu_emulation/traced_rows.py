@@ -19,7 +19,7 @@ REPLICAS = {"one": 1, "mirrored-2": 2, "mirrored-8": 8, "workers-2x4": 8}
 _PAIR = ["CPU:1", "CPU:2"]
 SPREAD = {
     "tensor": lambda model: tfgpu.parallel.tensor(model, devices=_PAIR),
-    "pipeline": lambda model: tfgpu.parallel.pipeline(model, 2, 2, devices=_PAIR),
+    "pipeline": lambda model: tfgpu.parallel.pipeline(model, 2, 2, devices=_PAIR, cuts=["layer_normalization"]),
 }
 """Options that spread a model of no strategy over two GPUs."""
 BATCHES = 4
