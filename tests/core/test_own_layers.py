@@ -391,6 +391,36 @@ def test_what_cannot_be_tried_is_refused_or_warned_about(caplog, gathered):
     assert "each replica computes it from its own rows" in caplog.text and not gathered
 
 
+class FromSparse(layers.Layer):
+    """A dense layer of sparse rows, as people write it."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(5, 4), name="kernel")
+
+    def call(self, x):
+        kernel = tf.convert_to_tensor(self.kernel)
+        return tf.sparse.sparse_dense_matmul(x, kernel) if isinstance(x, tf.SparseTensor) else x @ kernel
+
+
+def test_sparse_rows_are_computed_by_rows_and_warned_about(caplog, monkeypatch):
+    def trained_on(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            inputs = keras.Input((5,), sparse=True)
+            model = keras.Model(inputs, layers.Dense(1)(FromSparse()(inputs)))
+            model.compile(keras.optimizers.SGD(0.05), "mse")
+        model.fit(tf.sparse.from_dense(X), Y, batch_size=8, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    expected = trained_on(tfgpu.strategy("one_device", devices=["CPU:0"]))
+    for a, b in zip(expected, trained_on(tfgpu.strategy("mirrored", devices=2)), strict=True):
+        np.testing.assert_allclose(b, a, atol=3e-6)
+    assert "could not be tried" in caplog.text and "from its own rows" in caplog.text
+    monkeypatch.setattr("tfgpu.core.row_mixing.choices.of", lambda thing: "on_all_rows")
+    with pytest.raises(InputError, match=r"'from_sparse.*texts, ragged or sparse"):
+        trained_on(tfgpu.strategy("mirrored", devices=2))
+
+
 def test_marks_settle_it(gathered, monkeypatch):
     from tfgpu.core.row_mixing.layer_trial import LayerTrial
 

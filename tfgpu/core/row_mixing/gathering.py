@@ -46,6 +46,13 @@ def with_rows(arguments: object) -> list[tf.Tensor]:
     return list({id(leaf): leaf for leaf in found}.values())
 
 
+def can_travel(arguments: object) -> bool:
+    """Whether everything that may have rows can be gathered: no ragged or sparse tensors, and no texts."""
+    leaves = keras.tree.flatten(arguments)
+    has_texts = any(leaf.dtype == tf.string for leaf in with_rows(arguments))
+    return not has_texts and not any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves)
+
+
 def of_all_replicas(arguments: object, named: str) -> object:
     """The same structure, of the whole batch: every tensor with rows has those of all replicas, masks included.
 
@@ -54,15 +61,16 @@ def of_all_replicas(arguments: object, named: str) -> object:
         named: what needs them, as the begin of a sentence.
 
     Raises:
-        InputError: replicas cannot meet here, or the rows are texts.
+        InputError: replicas cannot meet here, or the rows are texts, ragged or sparse.
     """
     check_can_meet(named)
-    rows = with_rows(arguments)
-    if any(leaf.dtype == tf.string for leaf in rows):
+    if not can_travel(arguments):
         raise InputError(
-            f"{named} needs all rows of a batch, and its inputs are texts, which do not travel between replicas. Turn "
-            "them into numbers first, or mark its class with `tfgpu.by_rows` if each row has its own result."
+            f"{named} needs all rows of a batch, and its inputs are texts, ragged or sparse, which do not travel "
+            "between replicas. Turn them into dense numbers first, or mark its class with `tfgpu.by_rows` if each row "
+            "has its own result."
         )
+    rows = with_rows(arguments)
     found = {id(leaf): _with_mask(leaf) for leaf in rows}
     return keras.tree.map_structure(lambda leaf: found.get(id(leaf), leaf), arguments)
 

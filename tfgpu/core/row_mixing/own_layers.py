@@ -100,7 +100,7 @@ def _needed(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
         (_tell_spread if is_spread else _tell)(layer, verdict, args, kwargs)
     if is_spread:
         return Verdict(Needs.ITS_ROWS)
-    return _of_unproven(layer, verdict) if verdict.needs is Needs.UNKNOWN else verdict
+    return _of_unproven(layer, verdict, args, kwargs) if verdict.needs is Needs.UNKNOWN else verdict
 
 
 def _build(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> None:
@@ -129,9 +129,15 @@ def _verdict(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
     return known[key]
 
 
-def _of_unproven(layer: keras.layers.Layer, verdict: Verdict) -> Verdict:
-    """What becomes of a layer that could not be tried, by the strategy's `unproven`."""
+def _way(args: tuple, kwargs: dict) -> str:
+    """The strategy's `unproven`; what cannot travel is computed by rows."""
     way = choices.unproven()
+    return "warn" if way == "gather" and not gathering.can_travel((args, kwargs)) else way
+
+
+def _of_unproven(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict) -> Verdict:
+    """What becomes of a layer that could not be tried."""
+    way = _way(args, kwargs)
     if way == "refuse":
         raise InputError(
             f"{_named(layer)} could not be tried ({verdict.why}): does it give each row of a batch its own number? The "
@@ -151,7 +157,7 @@ def _tell(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict
             named,
         )
     if verdict.needs is Needs.UNKNOWN:
-        way = choices.unproven()
+        way = _way(args, kwargs)
         what = "each replica computes it from its own rows" if way == "warn" else "it is computed on all rows"
         _log.warning(
             "%s could not be tried (%s). Does it give each row of a batch its own number? Without knowing, %s. Mark "
@@ -208,8 +214,8 @@ def _named(layer: keras.layers.Layer) -> str:
 
 def _on_all_rows(stock, layer: keras.layers.Layer, args: tuple, kwargs: dict, verdict: Verdict):
     """Calls a layer on the rows of all replicas, as one device does; gives this replica's rows of the outputs."""
-    if not gathering.with_rows((args, kwargs)):
-        return stock(layer, *args, **kwargs)
+    if not gathering.with_rows((args, kwargs)) and gathering.can_travel((args, kwargs)):
+        return stock(layer, *args, **kwargs)  # of weights alone
     args, kwargs = gathering.of_all_replicas((args, kwargs), _named(layer))
     within = private_layers.layers_within(layer)
     before = isolation.tensors_in(within)

@@ -87,14 +87,14 @@ def _needs_all(stock, metric: keras.metrics.Metric, args: tuple, kwargs: dict) -
     known = vars(slots.of(metric)).setdefault("needs_all", {})
     key = fingerprints.of_arguments(args, kwargs)
     if key not in known:
-        known[key] = _found(MetricTrial(stock, metric, args, kwargs), metric)
+        known[key] = _found(MetricTrial(stock, metric, args, kwargs), metric, gathering.can_travel((args, kwargs)))
     return known[key]
 
 
-def _found(trial: "MetricTrial", metric: keras.metrics.Metric) -> bool:
+def _found(trial: "MetricTrial", metric: keras.metrics.Metric, can_travel: bool) -> bool:
     found = trial.run()
     if found is None:
-        return _of_unproven(metric, trial.why)
+        return _of_unproven(metric, trial.why, can_travel)
     if found:
         _log.warning(
             "%s keeps something else than a sum over rows. So that it is what one device computes, its update gets the "
@@ -105,9 +105,11 @@ def _found(trial: "MetricTrial", metric: keras.metrics.Metric) -> bool:
     return found
 
 
-def _of_unproven(metric: keras.metrics.Metric, why: str) -> bool:
+def _of_unproven(metric: keras.metrics.Metric, why: str, can_travel: bool) -> bool:
     """Whether a metric that could not be tried gets all rows, by the strategy's `unproven`."""
     way = choices.unproven()
+    if way == "gather" and not can_travel:
+        way = "warn"
     if way == "refuse":
         raise InputError(
             f"{_named(metric)} could not be tried ({why}): does it keep sums over rows? The strategy's `unproven` is "
