@@ -237,6 +237,14 @@ class Adversaries(Classifier):
         return self.learn(tape, loss)
 
 
+class Draws(Adversaries):
+    """Draws by `tf.random`, by row."""
+
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((x + tf.random.normal(tf.shape(x), stddev=0.1) * tf.random.uniform((1,)), y))
+
+
 def trained(make, devices, rows=19, batch=8, metrics=None, **compiled):
     """The weights, logs and results of two epochs."""
     keras.utils.set_random_seed(0)
@@ -304,6 +312,13 @@ def test_a_step_by_rows_stays_so(caplog):
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
         assert_alike(alone, trained(Adversaries, ["CPU:0", "CPU:1"]))
     assert not [record for record in caplog.records if "Adversaries" in record.getMessage()]
+
+
+def test_numbers_of_tf_random_do_not_look_like_mixed_rows(caplog):
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        trained(Draws, ["CPU:0", "CPU:1"])
+    (said,) = [record.getMessage() for record in caplog.records if "`Draws" in record.getMessage()]
+    assert "tf.random" in said and SEEN not in said
 
 
 def test_what_the_user_says_is_not_tried(caplog):

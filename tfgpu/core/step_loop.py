@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,7 +112,7 @@ class StepRunner:
         local = replication.local_training_of(self._strategy) if self._is_replicated else None
         self.averager = local.averager(model) if local is not None and self._kind == "train" else None
         self.loops = LoopBuilder(model, step_function, self.log_reader, self.averager, self.traffic)
-        self._needs_whole_batch = functools.partial(step_trial.needs_whole_batch, model, step_function)
+        self._needs_whole_batch = lambda spec: step_trial.needs_whole_batch(model, step_function, spec)
         self._is_tried = not self._is_replicated or self._strategy.num_replicas_in_sync == 1 or local is not None
 
     def __call__(self, batches: Any) -> dict:

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from tfgpu.core.row_mixing import all_rows, coupled_losses, own_layers, own_metrics, whole_batch
+from tfgpu.core.row_mixing import all_rows, coupled_losses, own_layers, own_metrics, step_recorder, whole_batch
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -16,6 +16,12 @@ def dice_differs() -> bool:
 def own_dice_differs() -> bool:
     """Whether a custom loss that is not a mean over rows is computed on each replica separately."""
     return probing.differs(rows=2, loss=lambda y, p: 1 - tf.reduce_sum(y * p) / tf.reduce_sum(y + p))
+
+
+def show_whole_batch() -> None:
+    """Steps of the user's own are tried, and see the whole batch if they mix rows."""
+    step_recorder.draw_by_row_in_trials()
+    whole_batch.show_whole_batch()
 
 
 def own_step_differs() -> bool:
@@ -86,7 +92,7 @@ REPAIRS = (
         fault="a train_step that mixes rows, or works on gradients, sees one replica's",
         issue="",
         probe=own_step_differs,
-        apply=whole_batch.show_whole_batch,
+        apply=show_whole_batch,
     ),
     Repair(
         name="own-layers",

@@ -9,25 +9,25 @@ put together as replicas put them together, are the whole, the step runs by rows
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import layers, slots, training, variables
-from tfgpu.compat.keras import StatelessScope
+from tfgpu.compat import layers, slots, training
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import batch_sharding, step_context
 from tfgpu.core.metric_logs import LogReader, function_of
 from tfgpu.core.row_mixing import captures, choices, isolation
+from tfgpu.core.row_mixing.step_recorder import ROWS, Apart, NotBuilt, Recorder
 from tfgpu.core.state.sharded_variable import shard_info
 from tfgpu.core.step_context import RowRange
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
-_ROWS, _FIRST = 7, 3  # drawn rows, and those of the first part: no fraction of one is one of the other
-_CLOSE, _CLOSE_IN_16_BITS = 2e-5, 2e-2
+_FIRST = 3  # rows of the first part, of 7: no fraction of the one is one of the other
+_CLOSE, _CLOSE_FOR_BIASES, _CLOSE_IN_16_BITS = 2e-5, 1e-2, 2e-2
+_NOISY, _TIMES_NOISE = 1e-3, 8.0  # what rounding may do to two runs; how much more it may do to the parts
 _SMALL = 1e-2  # of the largest gradient: what is smaller is rounding
 _NONES = (-1, -100, 255)  # labels that stand for "none"
 _METHODS = (
@@ -38,76 +38,6 @@ _METHODS = (
     "get_metrics_result",
     "stateless_compute_loss",
 )
-
-
-class NotBuilt(Exception):
-    """A layer would make its variables in a trial."""
-
-
-@dataclass
-class Recorder:
-    """What a step did on some rows.
-
-    Attributes:
-        share: the rows as a fraction of all.
-        updates: for each call of an optimizer, the gradients as replicas would weigh them.
-        logs: numbers of the logs that are no metric results.
-        assigned: Keras variables by `id`, with the value that they would have.
-        derives_tensors: it took gradients with respect to something other than variables.
-    """
-
-    share: float
-    updates: list[list] = field(default_factory=list)
-    logs: list[np.ndarray] = field(default_factory=list)
-    assigned: dict = field(default_factory=dict)
-    derives_tensors: bool = False
-    _is_sum: bool = False
-
-    def note_target(self, target: object, sources: object) -> None:
-        """A tape is asked for a gradient: that of a vector is a sum over rows."""
-        is_vector = tf.is_tensor(target) and bool(target.shape.rank) and target.shape.num_elements() != 1
-        are_variables = [isinstance(source, (keras.Variable, tf.Variable)) for source in tf.nest.flatten(sources)]
-        self._is_sum |= is_vector and any(are_variables)
-        self.derives_tensors |= not all(are_variables)
-
-    def note_call(self, layer: keras.layers.Layer) -> None:
-        """A layer is called: one that is to make its variables now cannot be tried."""
-        if not layer.built:
-            raise NotBuilt(f"the layer {layer.name!r} is not built; build the model before `fit`")
-
-    def note_update(self, gradients: list) -> None:
-        """An optimizer is to apply gradients."""
-        weight = 1.0 if self._is_sum else self.share
-        self._is_sum = False
-        dense = [None if g is None else np.asarray(tf.convert_to_tensor(g), "float64") for g in gradients]
-        self.updates.append([None if g is None else weight * g for g in dense])
-
-
-class _Apart(StatelessScope):
-    """Nothing that a step assigns to Keras's variables stays."""
-
-    def __init__(self):
-        super().__init__(collect_losses=True)
-        self._variables: dict = {}
-
-    def add_update(self, update: tuple) -> None:
-        self._variables[id(update[0])] = update[0]
-        super().add_update(update)
-
-    def assigned(self) -> dict:
-        """Variables by `id`: each with the value that it has, and the one that it was given."""
-        return {
-            key: tuple(
-                [
-                    variable,
-                    *(
-                        np.asarray(tf.convert_to_tensor(v))
-                        for v in (variables.held(variable), self.get_current_value(variable))
-                    ),
-                ]
-            )
-            for key, variable in self._variables.items()
-        }
 
 
 class _CannotTry(Exception):
@@ -150,9 +80,10 @@ def _found(model: keras.Model, step_function: Callable, spec: object, own: list[
     """What the user says of a step of their own, or a trial."""
     chosen = {choices.of(function_of(getattr(model, each))) for each in own} - {None}
     if chosen:
-        return choices.ON_ALL_ROWS in chosen
+        return choices.ON_ALLROWS in chosen
     try:
-        differs = _Trial(model, step_function, spec).differing()
+        trial = _Trial(model, step_function, spec)
+        differs = trial.differing()
     except _CannotTry as error:
         return _unproven(model, name, str(error))
     if differs:
@@ -163,6 +94,12 @@ def _found(model: keras.Model, step_function: Callable, spec: object, own: list[
             "`@tfgpu.by_rows`.",
             name,
             differs,
+        )
+    elif trial.draws:
+        _log.warning(
+            "%s draws random numbers by tf.random: each replica draws its own. With `keras.random` and a "
+            "`keras.random.SeedGenerator` each row gets the numbers that one device draws for it.",
+            name,
         )
     return differs is not None
 
@@ -198,6 +135,7 @@ class _Trial:
         self._captured = captures.of(step_function)
         self._owners = {id(v): at for at, metric in enumerate(model.metrics) for v in metric.variables}
         self._ways: dict = {}
+        self.draws = 0
         # Replicas weigh what passes its moments as a mean over rows. A gradient of something else is no such mean.
         self._normalizes = any(
             isinstance(each, keras.layers.BatchNormalization) for each in layers.layers_within(model)
@@ -231,6 +169,8 @@ class _Trial:
         """Batches of drawn rows: normal and positive numbers, few and many classes, labels that stand for none."""
         draw = np.random.default_rng(0)
         nones = [*_NONES, *(int(n) for n in self._captured.numbers if n == int(n) and n not in _NONES)]
+        has_labels = any(getattr(each, "dtype", tf.string).is_integer for each in tf.nest.flatten(self._spec)[1:])
+        nones = nones if has_labels else []
         kinds = [("normal", 2, None), ("uniform", 8, None), *(("normal", 2, none) for none in nones)]
         for numbers, classes, none in kinds:
             leaves = tf.nest.flatten(self._spec)
@@ -240,23 +180,24 @@ class _Trial:
             yield tf.nest.pack_sequence_as(self._spec, drawn)
 
     def _difference(self, batch) -> str | None:
-        whole = self._recorded(batch, 0, _ROWS)
+        whole = self._recorded(batch, 0, ROWS)
+        self.draws = whole.draws
         if not _is_finite(whole):
             raise ValueError("it gives no finite number for drawn ones")
         if whole.derives_tensors and self._normalizes:
             return "gradients of inputs through BatchNormalization"
-        again = self._recorded(batch, 0, _ROWS, seed=1)
-        if not self._is_same(whole, [again]):
+        again = self._recorded(tf.nest.map_structure(_nudged, batch), 0, ROWS, seed=1)
+        if self._what_differs(whole, [again], again, close=max(_NOISY, self._close)) is not None:
             raise ValueError("it draws random numbers with tf.random; use keras.random")
-        parts = [self._recorded(batch, 0, _FIRST), self._recorded(batch, _FIRST, _ROWS)]
-        return self._what_differs(whole, parts)
+        parts = [self._recorded(batch, 0, _FIRST), self._recorded(batch, _FIRST, ROWS)]
+        return self._what_differs(whole, parts, again, close=self._close)
 
     def _recorded(self, batch, start: int, stop: int, *, seed: int = 0) -> Recorder:
         rows = tf.nest.map_structure(
             lambda v: batch_sharding.sliced(v, start, stop - start) if tf.is_tensor(v) else v, batch
         )
-        found, scope = Recorder((stop - start) / _ROWS), _Apart()
-        numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, _ROWS))
+        found, scope = Recorder((stop - start) / ROWS, start, stop), Apart()
+        numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, ROWS))
         with (
             isolation.kept_draws(seed),
             self._captured.preserving_variables(),
@@ -273,51 +214,70 @@ class _Trial:
         found.assigned = scope.assigned()
         return found
 
-    def _is_same(self, whole: Recorder, others: list[Recorder]) -> bool:
-        return self._what_differs(whole, others, weigh=False) is None
-
-    def _what_differs(self, whole: Recorder, parts: list[Recorder], *, weigh: bool = True) -> str | None:
-        """What of the whole is not the parts', put together."""
-        if any(len(part.updates) != len(whole.updates) or len(part.logs) != len(whole.logs) for part in parts):
+    def _what_differs(self, whole: Recorder, parts: list[Recorder], again: Recorder, *, close: float) -> str | None:
+        """What of the whole is not the parts', put together; `again` is the whole with other rounding."""
+        if any(
+            len(each.updates) != len(whole.updates) or len(each.logs) != len(whole.logs) for each in (*parts, again)
+        ):
             return "the number of updates"
         for at, gradients in enumerate(whole.updates):
             together = [_total([part.updates[at][place] for part in parts]) for place in range(len(gradients))]
-            if not self._are_close(gradients, together):
+            if not _are_close(gradients, together, again.updates[at], close):
                 return "the gradients"
-        shares = [part.share if weigh else 1.0 for part in parts]
+        shares = [part.share for part in parts]
         for at, value in enumerate(whole.logs):
-            if not self._are_close([value], [sum(s * part.logs[at] for s, part in zip(shares, parts, strict=True))]):
+            together = sum(share * part.logs[at] for share, part in zip(shares, parts, strict=True))
+            if not _are_close([value], [together], [again.logs[at]], close):
                 return "a number in the logs"
         for key, (variable, before, after) in whole.assigned.items():
             found = [part.assigned.get(key, (variable, before, before))[2] for part in parts]
-            ways = self._ways_together(variable, before, after, found, shares)
+            noisy = again.assigned.get(key, (variable, before, before))[2]
+            ways = _ways_together(variable, before, after, found, shares)
+            ways = {way for way, value in ways.items() if _are_close([after], [value], [noisy], close)}
             owner = self._owners.get(key, key)  # the variables of a metric go together
-            if weigh:
+            if len(parts) > 1:
                 ways = self._ways[owner] = self._ways.get(owner, ways) & ways
             if not ways:
                 return f"the variable {variable.path!r}"
         return None
 
-    def _ways_together(self, variable, before, after, found: list, shares: list[float]) -> set[str]:
-        """In which ways replicas would make a variable's value of theirs: as a sum, an average or the same value."""
-        ways = {"same": found[0]}
-        if np.issubdtype(after.dtype, np.floating):
-            ways["average"] = sum(s * value for s, value in zip(shares, found, strict=True))
-        if variable.aggregation == "sum":
-            ways["sum"] = before + sum(value - before for value in found)
-        return {way for way, value in ways.items() if self._are_close([after], [value])}
 
-    def _are_close(self, values: list, others: list) -> bool:
-        if any(
-            (a is None) != (b is None) or (a is not None and a.shape != b.shape)
-            for a, b in zip(values, others, strict=True)
-        ):
+def _ways_together(variable, before, after, found: list, shares: list[float]) -> dict[str, np.ndarray]:
+    """What replicas may make of their values of a variable: a sum, an average or the same value."""
+    ways = {"same": found[0]}
+    if np.issubdtype(after.dtype, np.floating):
+        ways["average"] = sum(share * value for share, value in zip(shares, found, strict=True))
+    if variable.aggregation == "sum":
+        ways["sum"] = before + sum(value - before for value in found)
+    return ways
+
+
+def _are_close(values: list, others: list, again: list, close: float) -> bool:
+    """Whether numbers are as good as equal, by the rounding that another run of the whole shows."""
+    if any(
+        (a is None) != (b is None) or (a is not None and a.shape != b.shape)
+        for a, b in zip(values, others, strict=True)
+    ):
+        return False
+    kept = [at for at, value in enumerate(values) if value is not None]
+    # A bias's gradient is a sum over all places of an image, which TensorFlow's CPU kernel adds up one by one. What
+    # mixes rows shows in the kernels' gradients, too.
+    has_kernels = any(values[at].ndim > 1 for at in kept)
+    largest = max((_size(values[at], others[at]) for at in kept), default=0.0)
+    for at in kept:
+        size = max(_size(values[at], others[at]), _SMALL * largest)
+        noise = _size(values[at] - again[at]) if values[at].dtype.kind == "f" else 0.0
+        by = _CLOSE_FOR_BIASES if has_kernels and values[at].ndim < 2 else close
+        if np.any(np.abs(values[at] - others[at]) > max(max(by, close) * size, _TIMES_NOISE * noise)):
             return False
-        pairs = [(a, b) for a, b in zip(values, others, strict=True) if a is not None]
-        largest = max((_size(a, b) for a, b in pairs), default=0.0)
-        return all(
-            bool(np.all(np.abs(a - b) <= self._close * max(_size(a, b), _SMALL * largest))) for a, b in pairs
-        ) and math.isfinite(largest)
+    return math.isfinite(largest)
+
+
+def _nudged(value):
+    """A tensor of floats moved by less than the data's own precision, so that all sums round otherwise."""
+    if not tf.is_tensor(value) or not value.dtype.is_floating or value.dtype.size < 4:
+        return value
+    return value * tf.cast(1 + 2.0**-20, value.dtype)
 
 
 _UNKNOWN = object()
@@ -329,7 +289,7 @@ def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, none: in
         return None
     if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
         return _UNKNOWN
-    shape = [_ROWS, *(8 if size is None else size for size in spec.shape[1:])] if spec.shape.rank else []
+    shape = [ROWS, *(8 if size is None else size for size in spec.shape[1:])] if spec.shape.rank else []
     if spec.dtype.is_floating:
         values = draw.normal(size=shape) if numbers == "normal" else draw.uniform(0.05, 0.95, shape)
     elif spec.dtype.is_integer:

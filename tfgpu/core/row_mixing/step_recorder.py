@@ -1,0 +1,115 @@
+"""Records what a step of the user's own does on random rows; nothing that it does stays."""
+
+from dataclasses import dataclass, field
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import variables
+from tfgpu.compat.keras import StatelessScope
+from tfgpu.compat.patch import wrap
+from tfgpu.core import step_context
+
+ROWS = 7
+"""That are drawn in all."""
+
+
+class NotBuilt(Exception):
+    """A layer would make its variables in a trial."""
+
+
+@dataclass
+class Recorder:
+    """What a step did on some rows.
+
+    Attributes:
+        share: the rows as a fraction of all.
+        start, stop: which rows.
+        updates: for each call of an optimizer, the gradients as replicas would weigh them.
+        logs: numbers of the logs that are no metric results.
+        assigned: Keras variables by `id`, with the value that they would have.
+        derives_tensors: it took gradients with respect to something other than variables.
+        draws: how often it drew numbers by `tf.random`.
+    """
+
+    share: float
+    start: int
+    stop: int
+    updates: list[list] = field(default_factory=list)
+    logs: list[np.ndarray] = field(default_factory=list)
+    assigned: dict = field(default_factory=dict)
+    derives_tensors: bool = False
+    draws: int = 0
+    _is_sum: bool = False
+
+    def note_target(self, target: object, sources: object) -> None:
+        """A tape is asked for a gradient: that of a vector is a sum over rows."""
+        is_vector = tf.is_tensor(target) and bool(target.shape.rank) and target.shape.num_elements() != 1
+        are_variables = [isinstance(source, (keras.Variable, tf.Variable)) for source in tf.nest.flatten(sources)]
+        self._is_sum |= is_vector and any(are_variables)
+        self.derives_tensors |= not all(are_variables)
+
+    def drawn(self, shape, of: str) -> np.ndarray:
+        """What `tf.random` would draw: for the rows of the batch, the numbers of those rows."""
+        shape = [int(size) for size in np.asarray(shape).reshape(-1)]
+        is_by_row = bool(shape) and shape[0] == self.stop - self.start
+        draw = getattr(np.random.default_rng(self.draws), of)
+        self.draws += 1
+        return draw(size=[ROWS, *shape[1:]])[self.start : self.stop] if is_by_row else draw(size=shape)
+
+    def note_call(self, layer: keras.layers.Layer) -> None:
+        """A layer is called: one that is to make its variables now cannot be tried."""
+        if not layer.built:
+            raise NotBuilt(f"the layer {layer.name!r} is not built; build the model before `fit`")
+
+    def note_update(self, gradients: list) -> None:
+        """An optimizer is to apply gradients."""
+        weight = 1.0 if self._is_sum else self.share
+        self._is_sum = False
+        dense = [None if g is None else np.asarray(tf.convert_to_tensor(g), "float64") for g in gradients]
+        self.updates.append([None if g is None else weight * g for g in dense])
+
+
+def draw_by_row_in_trials() -> None:
+    """Lets `tf.random` give the same numbers for the same rows while a step is tried."""
+
+    @wrap("tf.random.normal")
+    def normal(stock, shape, mean=0.0, stddev=1.0, dtype=tf.float32, *args, **kwargs):
+        if (recorder := step_context.current().recorder) is None:
+            return stock(shape, mean, stddev, dtype, *args, **kwargs)
+        return tf.cast(recorder.drawn(shape, "normal"), dtype) * stddev + mean
+
+    @wrap("tf.random.uniform")
+    def uniform(stock, shape, minval=0, maxval=None, dtype=tf.float32, *args, **kwargs):
+        recorder = step_context.current().recorder
+        if recorder is None or not tf.as_dtype(dtype).is_floating:
+            return stock(shape, minval, maxval, dtype, *args, **kwargs)
+        return tf.cast(recorder.drawn(shape, "uniform"), dtype) * ((1 if maxval is None else maxval) - minval) + minval
+
+
+class Apart(StatelessScope):
+    """Nothing that a step assigns to Keras's variables stays."""
+
+    def __init__(self):
+        super().__init__(collect_losses=True)
+        self._variables: dict = {}
+
+    def add_update(self, update: tuple) -> None:
+        self._variables[id(update[0])] = update[0]
+        super().add_update(update)
+
+    def assigned(self) -> dict:
+        """Variables by `id`: each with the value that it has, and the one that it was given."""
+        return {
+            key: tuple(
+                [
+                    variable,
+                    *(
+                        np.asarray(tf.convert_to_tensor(v))
+                        for v in (variables.held(variable), self.get_current_value(variable))
+                    ),
+                ]
+            )
+            for key, variable in self._variables.items()
+        }
