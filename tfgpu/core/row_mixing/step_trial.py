@@ -80,7 +80,7 @@ def _found(model: keras.Model, step_function: Callable, spec: object, own: list[
     """What the user says of a step of their own, or a trial."""
     chosen = {choices.of(function_of(getattr(model, each))) for each in own} - {None}
     if chosen:
-        return choices.ON_ALLROWS in chosen
+        return choices.ON_ALL_ROWS in chosen
     try:
         trial = _Trial(model, step_function, spec)
         differs = trial.differing()
