@@ -237,6 +237,17 @@ class Adversaries(Classifier):
         return self.learn(tape, loss)
 
 
+class Makes(Adversaries):
+    """Makes a layer in each call, and has one that it does not call, which stays unbuilt."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = layers.Dense(2)
+
+    def call(self, x, training=False):
+        return layers.Activation("tanh")(super().call(x, training=training))
+
+
 class Draws(Adversaries):
     """Draws by `tf.random`, by row."""
 
@@ -307,11 +318,12 @@ def test_four_replicas():
     assert_alike(trained(Attacked, None), trained(Attacked, ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]))
 
 
-def test_a_step_by_rows_stays_so(caplog):
-    alone = trained(Adversaries, None)
+@pytest.mark.parametrize("make", [Adversaries, Makes])
+def test_a_step_by_rows_stays_so(make, caplog):
+    alone = trained(make, None)
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
-        assert_alike(alone, trained(Adversaries, ["CPU:0", "CPU:1"]))
-    assert not [record for record in caplog.records if "Adversaries" in record.getMessage()]
+        assert_alike(alone, trained(make, ["CPU:0", "CPU:1"]))
+    assert not [record for record in caplog.records if make.__name__ in record.getMessage()]
 
 
 def test_numbers_of_tf_random_do_not_look_like_mixed_rows(caplog):

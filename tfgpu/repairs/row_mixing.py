@@ -20,7 +20,7 @@ def own_dice_differs() -> bool:
 
 def show_whole_batch() -> None:
     """Steps of the user's own are tried, and see the whole batch if they mix rows."""
-    step_recorder.draw_by_row_in_trials()
+    step_recorder.isolate_trials()
     whole_batch.show_whole_batch()
 
 

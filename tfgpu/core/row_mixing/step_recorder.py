@@ -16,7 +16,7 @@ ROWS = 7
 
 
 class NotBuilt(Exception):
-    """A layer would make its variables in a trial."""
+    """A layer would create its variables in a trial."""
 
 
 @dataclass
@@ -58,11 +58,6 @@ class Recorder:
         self.draws += 1
         return draw(size=[ROWS, *shape[1:]])[self.start : self.stop] if is_by_row else draw(size=shape)
 
-    def note_call(self, layer: keras.layers.Layer) -> None:
-        """A layer is called: one that is to make its variables now cannot be tried."""
-        if not layer.built:
-            raise NotBuilt(f"the layer {layer.name!r} is not built; build the model before `fit`")
-
     def note_update(self, gradients: list) -> None:
         """An optimizer is to apply gradients."""
         weight = 1.0 if self._is_sum else self.share
@@ -71,8 +66,14 @@ class Recorder:
         self.updates.append([None if g is None else weight * g for g in dense])
 
 
-def draw_by_row_in_trials() -> None:
-    """Lets `tf.random` give the same numbers for the same rows while a step is tried."""
+def isolate_trials() -> None:
+    """While a step is tried, layers create no variables, and `tf.random` gives the same numbers for the same rows."""
+
+    @wrap("keras.Layer.add_weight")
+    def add_weight(stock, self, *args, **kwargs):
+        if step_context.current().recorder is not None:
+            raise NotBuilt(f"the layer {self.name!r} is not built; build the model before `fit`")
+        return stock(self, *args, **kwargs)
 
     @wrap("tf.random.normal")
     def normal(stock, shape, mean=0.0, stddev=1.0, dtype=tf.float32, *args, **kwargs):

@@ -59,8 +59,6 @@ def show_whole_batch() -> None:
 
     @wrap("keras.Layer.__call__")
     def call(stock, self, *args, **kwargs):
-        if (recorder := step_context.current().recorder) is not None:
-            recorder.note_call(self)
         whole = _whole()
         if whole is None or _needs_no_rows(self):
             return stock(self, *args, **kwargs)
