@@ -19,6 +19,7 @@ def fresh(code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_setters_take_effect_and_none_of_them_starts_the_devices():
     lines = fresh("""
 print(environment.is_initialized(), [d.name for d in environment.devices()])

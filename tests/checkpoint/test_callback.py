@@ -42,7 +42,7 @@ def state(model):
     return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
 
 
-@pytest.mark.sample("mixed_float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "bfloat16"])
 def test_a_resumed_run_ends_where_one_that_never_stopped_does(tmp_path, policy):
     straight = build(policy=policy)

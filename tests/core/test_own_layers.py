@@ -160,7 +160,7 @@ def check(make, data=X, *, replicas=(2, 4), close=3e-6, **how):
     return model
 
 
-@pytest.mark.sample("Seen", "Balance", "OwnNorm")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", MIXING, ids=lambda kind: kind.__name__)
 def test_replicas_are_one_device(kind):
     check(lambda: functional(kind), replicas=(4,))
@@ -308,7 +308,7 @@ def gathered(monkeypatch):
     return found
 
 
-@pytest.mark.sample("block", "moving", "shared")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(BY_ROWS))
 def test_what_gives_each_row_its_own_number_sends_nothing(name, gathered, caplog):
     check(BY_ROWS[name], replicas=(2,))
@@ -316,6 +316,7 @@ def test_what_gives_each_row_its_own_number_sends_nothing(name, gathered, caplog
     assert not [each for each in caplog.records if each.name.startswith("tfgpu.core.row_mixing")]
 
 
+@pytest.mark.slow
 def test_the_gathered_layer_is_the_one_that_mixes_rows(gathered, caplog):
     """The model around it goes on by rows: four numbers a row travel, and not five."""
     check(lambda: Subclassed(OwnNorm), replicas=(2,))
@@ -331,6 +332,7 @@ def test_inputs_by_name():
     check(lambda: keras.Model(inputs, layers.Dense(1)(Named()(inputs))), data, replicas=(2,))
 
 
+@pytest.mark.slow
 def test_equal_layers_are_tried_once(monkeypatch):
     from tfgpu.core.row_mixing.layer_trial import LayerTrial
 
@@ -402,6 +404,7 @@ class FromSparse(layers.Layer):
         return tf.sparse.sparse_dense_matmul(x, kernel) if isinstance(x, tf.SparseTensor) else x @ kernel
 
 
+@pytest.mark.slow
 def test_sparse_rows_are_computed_by_rows_and_warned_about(caplog, monkeypatch):
     def trained_on(strategy):
         with strategy.scope():
@@ -421,6 +424,7 @@ def test_sparse_rows_are_computed_by_rows_and_warned_about(caplog, monkeypatch):
         trained_on(tfgpu.strategy("mirrored", devices=2))
 
 
+@pytest.mark.slow
 def test_marks_settle_it(gathered, monkeypatch):
     from tfgpu.core.row_mixing.layer_trial import LayerTrial
 
@@ -454,6 +458,7 @@ def test_a_layer_that_mixes_rows_in_a_loop_is_refused():
         trained(tfgpu.strategy("mirrored", devices=2), Looped)
 
 
+@pytest.mark.slow
 def test_operations_between_the_layers_of_a_functional_model():
     def make():
         inputs = keras.Input((5,))
@@ -463,6 +468,7 @@ def test_operations_between_the_layers_of_a_functional_model():
     check(make, replicas=(2,))
 
 
+@pytest.mark.slow
 def test_a_gather_of_ones_own_in_a_layer(gathered):
     class Centered(layers.Layer):
         def call(self, x):

@@ -146,6 +146,7 @@ def test_metrics_that_keep_no_sum():
     check(metrics=(WeightedMean, Largest, LargestOfOne, Latest, Ratio))
 
 
+@pytest.mark.slow
 def test_metrics_that_keep_sums_send_nothing(gathered):
     check(metrics=(Perplexity, Right, OfMean))
     assert not gathered
@@ -183,6 +184,7 @@ def test_metrics_of_a_step_of_ones_own():
     assert found[0] == pytest.approx(found[1], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_metric_that_cannot_be_tried():
     class Fussy(Largest):
         def update_state(self, y_true, y_pred, sample_weight=None):
@@ -209,12 +211,14 @@ def test_a_loss_that_reduces_by_itself_to_a_mean_sends_nothing(gathered):
     assert not gathered
 
 
+@pytest.mark.slow
 def test_a_loss_that_was_made_before_the_repairs(monkeypatch):
     """Its class is held when the model is compiled."""
     loss = Supervised()
     check(loss=lambda: loss, replicas=(2,))
 
 
+@pytest.mark.slow
 def test_marks_settle_it(gathered, monkeypatch):
     from tfgpu.core.row_mixing.loss_trial import LossTrial
     from tfgpu.core.row_mixing.own_metrics import MetricTrial

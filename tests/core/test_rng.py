@@ -87,7 +87,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", DRAWS)
 def test_each_distribution_equals_one_device(name, dtype):
@@ -114,7 +114,7 @@ def test_categorical_equals_one_device(dtype):
     same(spread(draw, rows(7, 3), (3, 0, 2, 2)), alone(draw, rows(7, 3)))
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", ("normal", "dropout"))
 def test_each_split_equals_one_device(name, split):
@@ -142,7 +142,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.sample("dropout-float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("name", COMPILED)
 def test_xla_draws_what_one_device_with_xla_draws(name, dtype):
@@ -284,7 +284,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_layer_equals_one_device(name):
     values = rows(7, 6, 5, 3)

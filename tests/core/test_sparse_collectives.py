@@ -16,7 +16,7 @@ def number() -> tf.Tensor:
     return replication.replica_context().replica_id_in_sync_group
 
 
-@pytest.mark.sample("float32", "bfloat16")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_the_slices_of_all_tables_are_gathered_at_once(dtype):
     def step():

@@ -280,7 +280,7 @@ def assert_alike(one, other):
         np.testing.assert_allclose(values, other[1][name], atol=1e-5, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.sample("Clips", "Attacked", "Judged")
+@pytest.mark.sample("Clips", "Judged")
 @pytest.mark.parametrize(
     "make",
     [Divides, Clips, Pairs, Sharpness, Queue, Kept, Attacked, Penalized, Function, Words, Judged],
@@ -318,6 +318,7 @@ def test_four_replicas():
     assert_alike(trained(Attacked, None), trained(Attacked, ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [Adversaries, Makes])
 def test_a_step_by_rows_stays_so(make, caplog):
     alone = trained(make, None)
@@ -326,6 +327,7 @@ def test_a_step_by_rows_stays_so(make, caplog):
     assert not [record for record in caplog.records if make.__name__ in record.getMessage()]
 
 
+@pytest.mark.slow
 def test_numbers_of_tf_random_do_not_look_like_mixed_rows(caplog):
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
         trained(Draws, ["CPU:0", "CPU:1"])

@@ -176,6 +176,7 @@ def test_a_wrong_epoch_is_refused(epoch):
         pipeline(numbered(20), global_batch=2).seek(epoch)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count, memory_bytes", [(13, 1 << 30), (10, 0)])
 def test_four_replicas_get_the_one_device_batch_in_order(tmp_path, count, memory_bytes):
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])

@@ -49,6 +49,7 @@ def _fitted(strategy, as_data, epochs=4):
     return model, logs, sum(call.times for call in calls.all if len(call.function.graph.get_operations()) > 20)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("as_data", [_arrays, _dataset])
 def test_full_batches_run_many_in_a_call_and_the_uneven_one_by_itself(as_data):
     expected, losses, _ = _fitted(tfgpu.strategy("one_device", devices="CPU:0"), as_data)
@@ -62,6 +63,7 @@ def test_full_batches_run_many_in_a_call_and_the_uneven_one_by_itself(as_data):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_data_that_does_not_tell_its_rows_runs_one_step_in_a_call():
     with gpu_way.gpu_way():
         model, _, _ = _fitted(tfgpu.strategy("mirrored", devices=["CPU:1", "CPU:2"]), _mapped, epochs=1)

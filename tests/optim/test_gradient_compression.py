@@ -26,6 +26,7 @@ def trained(rows, steps, top_k, **options):
 ROWS = [[8, 2, 0, 0], [0, 2, 6, 0]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("steps", "weights"),
     [

@@ -59,7 +59,7 @@ HOWS = {"plain": {}, "accumulation": {"gradient_accumulation_steps": 2}, "float1
 FAST = (2, "plain"), (1, "float16")
 
 
-@pytest.mark.sample("plain on 2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "how"),
     [

@@ -52,6 +52,7 @@ def sent(work, layout, batch):
 # Laws
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(transformers, st.sampled_from([1, 2, 6, 8, 12, 16]), st.sampled_from([16, 48]), st.sampled_from(layouts.LOSSES))
 def test_every_layout_multiplies_to_the_devices_and_divides_the_model(sizes, devices, batch, loss):
@@ -251,6 +252,7 @@ def test_operations_as_published():
         assert ours == pytest.approx(theirs, rel=0.02)  # the logits are recomputed in ours alone
 
 
+@pytest.mark.slow
 def test_the_planner_finds_a_layout_for_gpt3():
     best = plan(GPT3, 1024, batch=1536, loss="microbatch")[0]
     assert best.fits and best.layout.tensor * best.layout.pipeline > 8

@@ -199,6 +199,7 @@ def test_as_many_operations_more_as_were_asked_for(make, where, more):
     assert forward_operations(recompute(make(), where), x) == forward_operations(make(), x) + more
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [mlp, cnn])
 def test_blocks_run_each_of_their_operations_once_more(make):
     tfgpu.repair_keras()

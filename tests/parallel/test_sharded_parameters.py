@@ -208,7 +208,7 @@ def fit(model, epochs=5):
 FAST = ("nested", "a step by hand")
 
 
-@pytest.mark.sample("a step by hand")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in MODELS])
 def test_any_model_learns_what_it_learns_on_one_device(name, tmp_path):

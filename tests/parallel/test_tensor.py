@@ -41,6 +41,7 @@ CASES = {
 FAST = ("mlp",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "how", "settings", "devices"),
     [pytest.param(*case, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, case in CASES.items()],

@@ -52,6 +52,7 @@ def test_moments_are_those_of_one_device(rows, axis, is_masked):
         np.testing.assert_allclose(ours, one, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [8, 7])
 def test_a_gradient_of_a_gradient_is_one_device_s(rows):
     class Smooth(keras.Model):
@@ -153,6 +154,7 @@ def test_a_replica_without_rows_leaves_its_moving_moments(caplog):
 RENORM = "renorm" in inspect.signature(keras.layers.BatchNormalization).parameters
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("renorm", [False, pytest.param(True, marks=pytest.mark.skipif(not RENORM, reason="Keras"))])
 def test_replicas_without_rows_keep_their_moving_moments(renorm):
     """All but one of three replicas have no rows: the average is a third of the way that one device goes."""

@@ -29,6 +29,7 @@ def test_numbers_are_read_inside_the_scope_and_outside(strategy):
     assert within == (0.25, 7, 7.0) and f"{float(optimizer.learning_rate):.1e}" == "2.5e-01"
 
 
+@pytest.mark.sample(1)
 def test_a_callback_reads_the_rate_that_a_schedule_or_another_callback_has_set(strategy):
     seen = []
 

@@ -98,7 +98,7 @@ def trained(replicas, options, policy="float32", epochs=4, callbacks=()):
 SLOW = ("averaged", "float16")  # the equivalence matrix has more
 
 
-@pytest.mark.sample("clipped")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in OPTIONS])
 def test_two_replicas_are_one_device_after_twenty_steps(name):
     policy = "mixed_float16" if name == "float16" else "float32"

@@ -85,7 +85,7 @@ def test_a_compiled_step_sees_the_lower_rate():
     np.testing.assert_allclose(found, RATES, rtol=2e-4)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("at", [3, 10, 14, 18])  # in the warm-up, before the first fall, between the falls, behind them
 def test_an_interrupted_run_resumes_with_the_same_rates(tmp_path, at, devices):
