@@ -104,7 +104,8 @@ def test_the_replicas_of_a_process_get_their_shards_in_order():
     assert [[int(p) for p in batch.offset.values] for batch in batches] == [[0, 2, 4, 5], [0, 2, 3, 4]]
 
 
-def test_a_model_learns_the_same_from_data_that_the_user_has_distributed():
+@pytest.mark.parametrize("has_none", [False, True])
+def test_a_model_learns_the_same_from_data_that_the_user_has_distributed(has_none):
     tfgpu.repair_keras()
     x = np.random.default_rng(0).normal(size=(19, 3)).astype("float32")
     learned = []
@@ -112,6 +113,7 @@ def test_a_model_learns_the_same_from_data_that_the_user_has_distributed():
         keras.utils.set_random_seed(1)
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         data = tf.data.Dataset.from_tensor_slices((x, x[:, :2])).batch(4)
+        data = data.map(lambda x, y: (x, y, None)) if has_none else data
         with strategy.scope():
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
             model.compile("adam", "mse", steps_per_execution=2)

@@ -10,6 +10,7 @@ from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
 from tensorflow.python.distribute.values import DistributedVariable, Mirrored, PerReplica
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework.none_tensor import NoneTensorSpec
 from tensorflow.python.ops import collective_ops
 
 __all__ = ["CollectiveAllReduce", "DistributedVariable", "Mirrored", "PerReplica"]
@@ -199,12 +200,32 @@ def next_batch(iterator: tf.distribute.DistributedIterator) -> tuple[tf.Tensor, 
             optionals.append(local.get_next_as_optional_list())
 
     def get_value():
-        values = input_lib._get_value_or_dummy(workers, optionals, produce_dummy=True)
+        values = []
+        for number, (worker, local) in enumerate(zip(workers.worker_devices, optionals, strict=True)):
+            for device, optional in zip(workers.compute_devices_for_worker(number), local, strict=True):
+                with tf.device(worker), tf.device(device):
+                    values.append(_value_or_placeholder(optional))
         if iterator._replica_order is not None:
             values = iterator._reorder_replicas(values)
         return input_lib._create_per_replica(values, strategy)
 
     return input_lib._calculate_replicas_with_values(strategy, workers, optionals) > 0, get_value
+
+
+def _value_or_placeholder(optional: tf.experimental.Optional) -> object:
+    """A replica's batch, or an empty one if it has none; None stays None, which TensorFlow's own function rejects."""
+    specs = tf.nest.flatten(optional.element_spec)
+    held = [at for at, spec in enumerate(specs) if not isinstance(spec, NoneTensorSpec)]
+
+    def value() -> list:
+        found = tf.nest.flatten(optional.get_value())
+        return [found[at] for at in held]
+
+    def placeholder() -> list:
+        return input_lib._dummy_tensor_fn([specs[at] for at in held])
+
+    found = dict(zip(held, tf.cond(optional.has_value(), value, placeholder), strict=True))
+    return tf.nest.pack_sequence_as(optional.element_spec, [found.get(at) for at in range(len(specs))])
 
 
 def regroup(copies, wrap_class: type = PerReplica):

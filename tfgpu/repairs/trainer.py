@@ -101,7 +101,8 @@ def _is_built(model) -> bool:
 
 
 def _one_replica(spec):
-    return None if isinstance(spec, (tf.OptionalSpec, NoneTensorSpec)) else distribute.replica_spec(spec)
+    found = distribute.replica_spec(spec)
+    return None if isinstance(found, (tf.OptionalSpec, NoneTensorSpec)) else found
 
 
 def compiled_outside_fails() -> bool:
