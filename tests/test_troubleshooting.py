@@ -33,7 +33,7 @@ EXPLAINED = (
         "MachineError",
         "must be made before any other TensorFlow operation",
     ),
-    ("out_of_memory", "OOM when allocating tensor with shape[", "out_of_memory", "OutOfMemory", "What makes it"),
+    ("out_of_memory", "OOM when allocating tensor with shape[", "out_of_memory", "OutOfMemory", "To use less memory"),
 )
 # (case, the message): Keras's own, which tfgpu leaves as it is.
 LEFT = (
