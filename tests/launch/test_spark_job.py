@@ -139,7 +139,7 @@ def test_impossible_predictions_are_reported(local, tmp_path):
     rows, model = frame(local), tmp_path / "model.keras"
     with pytest.raises(InputError, match="must be a .keras file"):
         tfgpu.launch.spark_predict(rows, tmp_path / "other.keras", columns="a")
-    with pytest.raises(InputError, match="has a column 'y' already"):
+    with pytest.raises(InputError, match="already has a column 'y'"):
         tfgpu.launch.spark_predict(rows, model, columns="a", output="y")
     with pytest.raises(InputError, match="Unknown column 'c'"):
         tfgpu.launch.spark_predict(rows, model, columns=["a", "c"])
