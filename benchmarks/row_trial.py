@@ -1,4 +1,4 @@
-"""What the trial of a step of one's own costs: `python -m benchmarks.row_trial`.
+"""What the trial of a custom training step costs: `python -m benchmarks.row_trial`.
 
 Before the first step on replicas, a `train_step` that is not Keras's runs on a few random rows. Each measurement is a
 process of its own: the seconds of the trial, and those from `fit` to the end of the first step, trial included. Printed

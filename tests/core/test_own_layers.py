@@ -300,7 +300,7 @@ BY_ROWS = {
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """Bytes of the tensors whose rows were gathered while steps were traced."""
+    """The bytes gathered from all replicas while steps were traced."""
     from tfgpu.core.row_mixing import row_sums
 
     found, stock = [], row_sums.all_rows

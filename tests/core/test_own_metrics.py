@@ -134,7 +134,7 @@ def check(*, replicas=(2, 4), close=3e-6, **how):
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """The tensors whose rows were gathered while steps were traced."""
+    """The tensors gathered from all replicas while steps were traced."""
     from tfgpu.core.row_mixing import row_sums
 
     found, stock = [], row_sums.all_rows

@@ -858,7 +858,7 @@ def of_own_steps():
         return {"model": kit.wired(**methods), **silent}
 
     return group(
-        "steps of one's own that mix rows",
+        "custom steps that mix rows",
         Case("own-divisor", **by(compute_loss=own_steps.divided_loss)),
         Case("clipped-by-hand", **by(train_step=own_steps.clipped_step)),
         Case("clipped-by-hand-even", **{**by(train_step=own_steps.clipped_step), "rows": 32}),

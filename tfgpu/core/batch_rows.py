@@ -63,7 +63,7 @@ def known_rows() -> RowRange | None:
 
 
 def known_share() -> tf.Tensor | None:
-    """This replica's fraction of the global batch (float32 scalar) from `known_rows`; None if that is None."""
+    """This replica's fraction of the global batch (float32 scalar); None where `known_rows` is None."""
     found = known_rows()
     if step_context.step() is not None or found is None:
         return step_context.share()

@@ -1,4 +1,4 @@
-"""Losses and metric functions of one's own that need all rows of a batch: a Dice written by hand, a masked mean, a sum.
+"""Custom losses and metric functions that need all rows of a batch: a Dice written by hand, a masked mean, a sum.
 
 One that is a mean over rows, or gives a number a row, is right on each replica's rows. Which kind a function is, nobody
 says; so each is tried on a few drawn rows, whole and in two parts, the first time that a step meets it. One whose
@@ -96,7 +96,7 @@ def _hold_loss_classes() -> None:
 
 
 def _take_hold_of(cls: type) -> None:
-    """Wraps the `call` and the `__call__` of a loss class of one's own."""
+    """Wraps the `call` and the `__call__` of a custom loss class."""
     for each in cls.__mro__:
         if each.__module__.split(".")[0] in ("keras", "tfgpu", "builtins"):
             return

@@ -171,7 +171,7 @@ class MetricTrial:
 
     def _judged(self, drawn: list, rows: int) -> bool | None:
         whole_part, *halves = isolation.parts_of(rows)
-        # From what the metric keeps after a batch: each replica goes on from a part of what one device has.
+        # Starts from the state after one batch: in later batches, each replica starts from its part of the state.
         start = self._state_after(drawn, whole_part, None)
         whole = self._state_after(drawn, whole_part, start)
         if not all(comparison.is_finite(value) for value in whole):
