@@ -217,7 +217,7 @@ for kind in "bool int8 uint8 int16 int32 int64 float16 bfloat16 float32 float64 
         from_dlpack(there.T, copy=False)
         raise AssertionError(kind)
     except InputError as error:
-        assert "one behind the other" in str(error)
+        assert "must be contiguous" in str(error)
     part = from_dlpack(there[1:, 1:3])
     assert tf.reduce_all(part == tensor[1:, 1:3]), kind
     assert from_dlpack(torch.zeros([0, 3]).to(there.dtype)).shape == (0, 3)
@@ -229,7 +229,7 @@ for bad in (torch.ones(3, requires_grad=True), torch.ones(3, dtype=torch.complex
         from_dlpack(bad)
         raise AssertionError(bad)
     except InputError as error:
-        assert "cannot be taken" in str(error)
+        assert "cannot be converted" in str(error)
 
 tensor = tf.constant([[1.0, 2.0], [3.0, 4.0]])
 view, copied = torch.from_dlpack(to_dlpack(tensor)), torch.from_dlpack(to_dlpack(tensor, copy=True))
