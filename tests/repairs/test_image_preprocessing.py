@@ -7,12 +7,14 @@ import functools
 import itertools
 import random
 
+import gpu_way
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers as L
 
+import tfgpu
 from tfgpu import repairs
 from tfgpu.compat import slots
 from tfgpu.compat.tensorflow import runtime
@@ -67,6 +69,26 @@ def test_images_are_deformed_as_on_one_device():
     values = PICTURES[:4, :, :, :1]
     make = functools.partial(L.RandomElasticTransform, seed=3)
     np.testing.assert_allclose(spread(make(), values, (1, 1, 1, 1)), alone(make(), values), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_images_whose_number_the_data_does_not_tell_are_deformed_as_on_one_device():
+    """The trace for full batches knows their number; one device's does not, and deforms all images like the first."""
+
+    def trained(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([L.RandomElasticTransform(seed=3), L.Flatten(), L.Dense(1)])
+            model.compile(keras.optimizers.SGD(1e-6), "mse")
+        data = tf.data.Dataset.from_tensor_slices((np.repeat(PICTURES[:4], 4, 0), np.ones((16, 1)))).batch(4)
+        model.fit(data, epochs=2, verbose=0)
+        return model.get_weights()
+
+    expected = trained(tfgpu.strategy("one_device", "CPU:0"))
+    with gpu_way.gpu_way():
+        found = trained(tfgpu.strategy("mirrored", ["CPU:1", "CPU:2"]))
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
 def test_brightness_is_counted_over_the_whole_batch():

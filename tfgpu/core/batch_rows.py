@@ -33,7 +33,7 @@ def begin_step(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = Non
         local: rows of this replica, int32 scalar.
         place: the number of rows of the batch before them, and of the whole batch; None if the data does not tell: the
             replicas then exchange their numbers in a small collective.
-        facts: `jit`, `local_updates` and `local_forward` of `Step`.
+        facts: `jit`, `has_added_shapes`, `local_updates` and `local_forward` of `Step`.
     """
     offset, total = _exchanged_place(local) if place is None else place
     return Step(RowRange(local, offset, total), _share_of(local, total), **facts)

@@ -185,6 +185,7 @@ class LoopBuilder:
             local,
             place,
             jit=kind.jit,
+            has_added_shapes=kind.rows is not None,
             local_updates=kind.local_updates,
             local_forward=kind.local_updates and self._averager.has_local_forward,
         )

@@ -60,6 +60,7 @@ class Step:
         loss_is_sum: the loss is a vector, whose gradient is a sum over rows and needs no share.
         loss_is_divided: the loss under the tape is divided by the number of replicas, so its gradient is multiplied.
         has_varying_shapes: a collective's shape varies between steps.
+        has_added_shapes: the trace knows the number of rows, which the shapes of the user's data do not tell.
         local_updates: gradients are not summed: each replica updates its own weights, which are averaged later.
         local_forward: the forward pass, too, sees this replica's rows only.
         applied_optimizers: those that updated weights in a step of local updates, by `id`.
@@ -77,6 +78,7 @@ class Step:
     loss_is_sum: bool = False
     loss_is_divided: bool = False
     has_varying_shapes: bool = False
+    has_added_shapes: bool = False
     local_updates: bool = False
     local_forward: bool = False
     applied_optimizers: dict = field(default_factory=dict)

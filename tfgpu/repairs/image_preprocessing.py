@@ -44,8 +44,11 @@ def mix_whole_batch() -> None:
 def _whole(rows) -> tf.Tensor:
     rows = tf.convert_to_tensor(rows)
     table = row_sums.all_rows(rows)
+    # If the batch size is unknown, the elastic transform deforms every image like the first.
+    step = step_context.step()
+    if step is not None and step.has_added_shapes:
+        return tf.raw_ops.PlaceholderWithDefault(input=table, shape=[None, *table.shape[1:]])
     if rows.shape[0] is not None and table.shape[0] is None:
-        # If the batch size is unknown, the elastic transform deforms every image like the first.
         table = tf.ensure_shape(
             table, [rows.shape[0] * replication.replica_context().num_replicas_in_sync, *rows.shape[1:]]
         )
