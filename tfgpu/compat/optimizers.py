@@ -39,6 +39,11 @@ def index(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> in
     return optimizer._get_variable_index(variable)
 
 
+def knows(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
+    """Whether an optimizer was built for a variable as it is now: not if its TensorFlow variable was made again."""
+    return optimizer._var_key(variable) in optimizer._trainable_variables_indices
+
+
 def overwrites(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
     """Whether a variable's gradient is its next value (the scales of float8), not a direction."""
     return optimizer._overwrite_variable_with_gradient(variable)
@@ -52,6 +57,16 @@ def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable: keras.Var
 def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
     """The strategy in whose scope an optimizer was made."""
     return optimizer._distribution_strategy
+
+
+def set_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Assigns an optimizer to a strategy, as if it were made in its scope."""
+    optimizer._distribution_strategy = strategy
+
+
+def own_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """An optimizer's variables, without those of an optimizer within it."""
+    return list(optimizer._variables)
 
 
 def track(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:

@@ -73,8 +73,8 @@ def check_is_replicated(variable: keras.Variable | tf.Variable) -> None:
     if isinstance(variable, keras.Variable) and not variables.has_copies(variable):
         raise InputError(
             f"The variable {variable.path!r} was made outside `strategy.scope()`: all replicas would change one copy. "
-            "Create its layer, metric or optimizer in the scope (or, for a layer that should not train, set "
-            "`trainable = False`)."
+            "Create its layer, metric or optimizer in the scope, `with model.distribute_strategy.scope():` (or, for a "
+            "layer that should not train, set `trainable = False`)."
         )
 
 

@@ -29,6 +29,7 @@ from tfgpu.core import (
 from tfgpu.core.loop_builder import LoopBuilder, LoopKind
 from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.row_mixing import step_trial
+from tfgpu.core.state import takeover
 from tfgpu.core.step_blocks import Block
 
 
@@ -259,6 +260,8 @@ def use_step_runner() -> None:
     def make_function(stock, self, step_function):
         strategy = strategy_of(self)
         is_plain = strategy is None or isinstance(strategy, tf.distribute.OneDeviceStrategy)
+        if replication.is_replicated(strategy):
+            takeover.take_over(self, strategy)  # what a `compile` of the user's own has kept
         if is_plain or replication.is_replicated(strategy):
             return StepRunner(self, step_function)
         return stock(self, step_function)

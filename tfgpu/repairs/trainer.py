@@ -11,11 +11,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import distribute, optimizers, training
+from tfgpu.compat import distribute, training
 from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import batch_sharding, extensions, metric_logs, replication, step_blocks, step_loop
+from tfgpu.core.state import takeover
 from tfgpu.errors import InputError
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
@@ -24,10 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 def compile_in_scope() -> None:
-    """Compiles a model under the strategy in which it was created, so that the optimizer belongs to the same one.
+    """Compiles a model under the strategy in which it was created; its optimizers and metrics become the strategy's.
 
     Raises:
-        InputError: raised by `compile` if the model or optimizer was created outside the strategy's scope.
+        InputError: raised by `compile` if the model was created outside the strategy's scope, or an optimizer that has
+            trained.
     """
 
     @wrap("Trainer.compile")
@@ -37,9 +39,11 @@ def compile_in_scope() -> None:
             raise InputError("The model was created outside `strategy.scope()`. Create and compile it inside.")
         with _scope_of(self):
             stock(self, *args, **kwargs)
-        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        if replication.is_replicated(own) and inner is not None:
-            replication.check_is_replicated(optimizers.iterations(inner))
+        if replication.is_replicated(own):
+            takeover.take_over(self, own, keras.tree.flatten((args, kwargs)))
+        run = step_blocks.current()
+        if run is not None and run.model is self and run.kind == "train":  # by a callback; stock `fit` then calls None
+            self.make_train_function()
 
 
 def compile_one_device_by_xla() -> None:

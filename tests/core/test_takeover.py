@@ -1,0 +1,151 @@
+"""Optimizers and metrics that were made outside the scope: the same objects, and one device's training."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfgpu
+from tfgpu.errors import InputError
+
+X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+Y = X[:, :1]
+
+
+class Slowing(keras.optimizers.SGD):
+    """Has a plain variable, and arguments that its configuration does not hold."""
+
+    def __init__(self, first, by):
+        super().__init__(first, momentum=0.5)
+        self.by, self.factor = by, tf.Variable(1.0, trainable=False)
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate * self.factor)
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads, trainable_variables)
+        self.factor.assign(self.factor * self.by)
+
+
+class Adversaries(keras.Model):
+    """Keeps its optimizers where Keras does not look."""
+
+    def compile(self, first, others):
+        super().compile(loss="mse")
+        self.first, self.others = first, others
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        gradients, variables = tape.gradient(loss, self.trainable_variables), self.trainable_variables
+        self.first.apply(gradients[:2], variables[:2])
+        self.others["second"].apply(gradients[2:], variables[2:])
+        return {"loss": loss}
+
+
+def make(kind=keras.Model):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    return kind(inputs, keras.layers.Dense(1)(keras.layers.Dense(3, "tanh")(inputs)))
+
+
+def on_two(kind=keras.Model):
+    tfgpu.repair_keras()
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        return make(kind)
+
+
+def placed():
+    return tfgpu.parallel.place(make(), {"*": ("CPU:0", "CPU:1"), "dense*": ("CPU:2", "CPU:3")})
+
+
+def sharded():
+    return tfgpu.parallel.shard(on_two(), stage=1)
+
+
+def built(model):
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    return optimizer
+
+
+OPTIMIZERS = {
+    "AdamW": lambda _: keras.optimizers.AdamW(0.1, use_ema=True, global_clipnorm=1.0),
+    "float16": lambda _: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1), dynamic_growth_steps=2),
+    "schedule": lambda _: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.5, 8), momentum=0.9),
+    "accumulation": lambda _: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
+    "subclass": lambda _: Slowing(0.5, 0.7),
+    "built": built,
+}
+
+
+def fit(model, **options):
+    return model.fit(X, Y, batch_size=5, shuffle=False, verbose=0, **options).history
+
+
+def trained(model, name):
+    optimizer, metric = OPTIMIZERS[name](model), keras.metrics.MeanAbsoluteError()
+    model.compile(optimizer, "mse", metrics=[metric])
+    assert model.optimizer is optimizer
+    history = fit(model, epochs=2)
+    if name != "schedule":
+        getattr(optimizer, "inner_optimizer", optimizer).learning_rate = 0.01  # the script's own object still counts
+    later = fit(model)
+    return [*history.values(), *later.values(), *model.get_weights()]
+
+
+def check(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
+CASES = [(name, on_two) for name in OPTIMIZERS] + [("AdamW", placed), ("AdamW", sharded), ("float16", sharded)]
+
+
+@pytest.mark.sample("AdamW-on_two")
+@pytest.mark.parametrize(("name", "where"), CASES, ids=[f"{name}-{where.__name__}" for name, where in CASES])
+def test_an_optimizer_and_a_metric_that_were_made_outside_the_scope_train(name, where):
+    check(trained(where(), name), trained(make(), name))
+
+
+def test_one_that_was_built_before_the_variables_moved_is_refused():
+    model = make()
+    optimizer = built(model)
+    model = tfgpu.parallel.place(model, {"*": ("CPU:0", "CPU:1")})
+    with pytest.raises(InputError, match="is built"):
+        model.compile(optimizer, "mse")
+
+
+def test_one_that_has_trained_is_refused():
+    one, two, optimizer = make(), on_two(), keras.optimizers.Adam()
+    one.compile(optimizer, "mse")
+    optimizer.apply([tf.ones_like(v) for v in one.trainable_variables], one.trainable_variables)
+    with pytest.raises(InputError, match=r"it has counted 1 steps.*model\.distribute_strategy\.scope"):
+        two.compile(optimizer, "mse")
+
+
+def test_optimizers_that_a_model_keeps_itself():
+    found = []
+    for model in (make(Adversaries), on_two(Adversaries)):
+        model.compile(keras.optimizers.Adam(0.1), {"second": keras.optimizers.SGD(0.1)})
+        found.append([*fit(model, epochs=2).values(), *model.get_weights()])
+    check(*found)
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", pytest.param("on_epoch_end", marks=pytest.mark.slow)])
+def test_a_callback_compiles(hook):
+    class Compiles(keras.callbacks.Callback):
+        def change(self, epoch, logs=None):
+            if epoch == 1:
+                self.model.compile(keras.optimizers.AdamW(0.1), "mse", metrics=["mae"])
+
+    setattr(Compiles, hook, Compiles.change)
+    found = []
+    for model in (make(), on_two()):
+        with model.distribute_strategy.scope():
+            model.compile("sgd", "mse")
+        found.append([*fit(model, epochs=3, callbacks=[Compiles()]).values(), *model.get_weights()])
+    check(*found)
+    assert len(found[0][0]) == 3
