@@ -185,6 +185,25 @@ def test_metrics_of_a_step_of_ones_own():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("make", [keras.metrics.RootMeanSquaredError, keras.metrics.AUC, Largest])
+def test_metrics_that_the_model_does_not_track(make):
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            outside.update_state(data[1], self(data[0]))
+            return logs | {"outside": outside.result()}
+
+    found = []
+    for strategy in (tfgpu.strategy("one_device", devices=["CPU:0"]), tfgpu.strategy("mirrored", devices=4)):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            outside, model = make(), Model([keras.layers.Dense(1, "sigmoid")])
+            model.compile("sgd", "mse")
+        found.append(model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history["outside"])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
+@pytest.mark.slow
 def test_a_metric_that_cannot_be_tried():
     class Fussy(Largest):
         def update_state(self, y_true, y_pred, sample_weight=None):

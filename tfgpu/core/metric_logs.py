@@ -46,8 +46,8 @@ class LogReader:
 
         If the logs hold only results, the step need not read any: they are read after the block.
         """
-        for metric in () if self.are_results else self._model.metrics:
-            _record_results(type(metric))
+        for cls in () if self.are_results else _classes_below(keras.Metric):
+            _record_results(cls)  # a step may use metrics that the model does not track
         results = {}
         with step_context.scope(results=results, unread_model=self._model if self.are_results else None):
             yield results
@@ -146,6 +146,13 @@ def _share(variable: keras.Variable) -> tf.Tensor:
     """What this replica adds to the average of all replicas' copies, in at least 32 bits."""
     dtype = tf.float64 if variable.value.dtype == tf.float64 else tf.float32
     return tf.cast(variable.value, dtype) / step_context.num_replicas(dtype)
+
+
+def _classes_below(cls: type) -> Iterator[type]:
+    """The subclasses of a class, those first that have none."""
+    for below in cls.__subclasses__():
+        yield from _classes_below(below)
+        yield below
 
 
 def _record_results(cls: type) -> None:
