@@ -224,6 +224,17 @@ class Judged(Classifier):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+class Compares(Classifier):
+    """Its `call` gives scores of pairs of rows, as CLIP does: as wide as the batch."""
+
+    def call(self, x, training=False):
+        code = super().call(x, training=training)
+        return ops.matmul(code, ops.transpose(code))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return mean(ops.arange(ops.shape(y_pred)[0]), y_pred) + sum(self.losses)
+
+
 class Adversaries(Classifier):
     """Two updates in a step, each of a mean over rows: by rows, as most generative models are."""
 
@@ -283,7 +294,7 @@ def assert_alike(one, other):
 @pytest.mark.sample("Clips", "Judged")
 @pytest.mark.parametrize(
     "make",
-    [Divides, Clips, Pairs, Sharpness, Queue, Kept, Attacked, Penalized, Function, Words, Judged],
+    [Divides, Clips, Pairs, Sharpness, Queue, Kept, Attacked, Penalized, Function, Words, Judged, Compares],
     ids=lambda make: make.__name__,
 )
 def test_a_step_that_mixes_rows_is_one_device_s(make, caplog):

@@ -10,6 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import keras
 import material as kit
+import others_contrast
+import others_density
+import others_generative
+import others_tables
+import others_text
+import others_training
+import others_vision
 import own_code
 import own_steps
 import scripts
@@ -874,6 +881,22 @@ def of_own_steps():
     )
 
 
+def of_others():
+    """Small models of the kinds that libraries and recipes have, each written as people write it."""
+    usual = {"rows": 37, "metrics": lambda: None, "judged": False}
+    files = (
+        others_contrast,
+        others_density,
+        others_generative,
+        others_tables,
+        others_text,
+        others_training,
+        others_vision,
+    )
+    rows = {name: row for file in files for name, row in file.ROWS.items()}
+    return group("other people's code", *[Case(name, **{**usual, **row}) for name, row in rows.items()])
+
+
 def table():
     """All cases, with the default model and data filled in."""
     groups = (
@@ -888,6 +911,7 @@ def table():
         files,
         of_own,
         of_own_steps,
+        of_others,
     )
     cases = [replace(c, model=c.model or kit.dense(), data=c.data or kit.numbers) for make in groups for c in make()]
     assert len({c.name for c in cases}) == len(cases), "two cases have one name"

@@ -40,8 +40,9 @@ def pytest_configure(config):
 
         assert repairs.repair_keras() == tuple(fix.name for fix in repairs.all_repairs())
     placed = {name: _Placeholder(name) for name in EXTRAS if not _is_there(name.partition(".")[0])}
-    placed["conftest"] = ModuleType("conftest")
-    placed["conftest"].skip_if_backend = _skip_if_backend
+    if not os.environ.get("UPSTREAM_HAS_CONFTEST"):
+        placed["conftest"] = ModuleType("conftest")
+        placed["conftest"].skip_if_backend = _skip_if_backend
     sys.modules.update(placed)
     _placed.extend(placed)
 

@@ -2,6 +2,7 @@
 
     python tests/upstream/run.py            # all that the repairs touch
     python tests/upstream/run.py --set core # distribution, optimizers under a strategy, losses
+    python tests/upstream/run.py --source CLONE/keras_rs/src --files layers losses metrics # of a library on Keras
 
 A test that passes with stock Keras and not with the repairs is a fault of ours: the exit code is then 1. Tests that
 fail both ways lack a package that Keras's own developers have (jax, torch, grain, orbax); they are listed by reason.
@@ -58,20 +59,23 @@ def source():
     return Path(find_spec("keras").origin).parent / "src"
 
 
-def files(chosen):
-    """The test files of a set; a folder stands for all that are in it."""
+def files(chosen, folder=None):
+    """The test files of a set in a folder of code, Keras's own by default; a folder stands for all that are in it."""
     found = []
     for name in chosen:
-        path = source() / name
+        path = (folder or source()) / name
         found += sorted(path.rglob("*_test.py")) if path.is_dir() else [path]
     missing = [str(path) for path in found if not path.is_file()]
     if missing or not found:
-        raise FileNotFoundError(f"this Keras has no {missing or list(chosen)}")
+        raise FileNotFoundError(f"{folder or 'this Keras'} has no {missing or list(chosen)}")
     return found
 
 
-def start(paths, *, repaired, folder):
-    """Starts pytest on Keras's files in a process of its own; its outcomes go to a file."""
+def start(paths, *, repaired, folder, clone=None):
+    """Starts pytest on these files in a process of its own; its outcomes go to a file.
+
+    `clone` is where the files of another library stand: it is imported from there, with its own conftest.py.
+    """
     name = "repaired" if repaired else "stock"
     environ = {
         **os.environ,
@@ -82,13 +86,22 @@ def start(paths, *, repaired, folder):
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TFGPU_REPAIR": "1" if repaired else "0",
         "UPSTREAM_OUTCOMES": str(folder / f"{name}.jsonl"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(map(str, filter(None, [ROOT, HERE, clone, os.environ.get("PYTHONPATH")]))),
+        "UPSTREAM_HAS_CONFTEST": "" if clone is None else "1",
     }
     for variable in ("TF_CONFIG", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
         environ.pop(variable, None)
     # No configuration of ours: Keras's files are run as Keras's.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "outcomes", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["-c", os.devnull, "--rootdir", str(source()), "--continue-on-collection-errors", "--timeout", "300"]
+    command += [
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(clone or source()),
+        "--continue-on-collection-errors",
+        "--timeout",
+        "300",
+    ]
     with open(folder / f"{name}.log", "w") as log:
         return subprocess.Popen([*command, *map(str, paths)], cwd=folder, env=environ, stdout=log, stderr=log)
 
@@ -133,13 +146,13 @@ def report(stock, repaired):
     return "\n".join(lines)
 
 
-def run(paths, folder, timeout):
+def run(paths, folder, timeout, clone=None):
     """Both columns, side by side; returns their outcomes.
 
     Raises:
         RuntimeError: pytest did not run to its end with stock Keras, so that there is nothing to compare with.
     """
-    running = [start(paths, repaired=repaired, folder=folder) for repaired in (False, True)]
+    running = [start(paths, repaired=repaired, folder=folder, clone=clone) for repaired in (False, True)]
     end = time.monotonic() + timeout
     try:
         codes = []
@@ -161,6 +174,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=SETS, default="all", dest="chosen")
     parser.add_argument("--files", nargs="*", help="files or folders under keras/src instead")
+    parser.add_argument("--source", type=Path, help="a library's folder PACKAGE/src instead; --files are in it")
     parser.add_argument("--folder", type=Path, help="keep outcomes and logs there")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for all of it")
     options = parser.parse_args()
@@ -170,7 +184,9 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("*.jsonl"):
             old.unlink()
-        stock, repaired = run(files(options.files or SETS[options.chosen]), folder.resolve(), options.timeout)
+        code = options.source and options.source.resolve()
+        paths = files(options.files or SETS[options.chosen], code)
+        stock, repaired = run(paths, folder.resolve(), options.timeout, code and code.parents[1])
     print(report(stock, repaired))
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"{time.monotonic() - began:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU")

@@ -41,7 +41,8 @@ def are_rows(
     if not whole.ndim or any(not part.ndim for part in parts):
         return all(is_close(whole, part, close, *besides) for part in parts)
     each, rest = divmod(whole.shape[0], places[0].total)
-    if each and not rest and all(part.shape[0] == each * count for part, count in zip(parts, counts, strict=True)):
+    shapes = [(each * count, *whole.shape[1:]) for count in counts]
+    if each and not rest and [part.shape for part in parts] == shapes:
         together = np.concatenate(parts) if len(parts) > 1 else parts[0]
         if is_close(whole, together, close, *besides):
             return True

@@ -189,7 +189,7 @@ def _call_by_rows(whole: WholeBatch, stock: Callable, layer: keras.layers.Layer,
     fields = {"assigns_alike": False, "keeps_own_state": False, "draws_alike": False}
     with step_context.scope(step=facts, **fields):
         with _gathered_attributes(whole, layer, held, rows):
-            outputs = stock(*args, **kwargs)
+            outputs = layer(*args, **kwargs)  # `own_layers` gives it all rows if it mixes them
         outputs = keras.tree.map_structure(lambda out: _of_batch(whole, out, held, rows), outputs)
     step_context.step().has_varying_shapes |= facts.has_varying_shapes
     return outputs
