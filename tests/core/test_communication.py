@@ -153,9 +153,9 @@ import json, sys
 import keras, numpy as np, tensorflow as tf
 from benchmarks.peers import collectives
 import tfgpu
-from tfgpu.core import sparse_collectives
+from tfgpu.core.sparse import exchange
 if sys.argv[1] == "gathered":
-    sparse_collectives._PACKED_BYTES = 0
+    exchange._PACKED_BYTES = 0
 strategy = tfgpu.strategy("auto")
 keras.utils.set_random_seed(1)
 with strategy.scope():

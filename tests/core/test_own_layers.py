@@ -187,10 +187,31 @@ def test_mixed_precision():
         keras.config.set_dtype_policy("float32")
 
 
-@pytest.mark.slow
-def test_rows_that_stand_in():
-    """A batch of three rows on four replicas."""
-    check(lambda: functional(OwnNorm), replicas=(4,), batch=3, rows=7)
+@tfgpu.by_rows
+class Counts(layers.Layer):
+    """Counts and sums by rows, and a running mean: what a row that stands in must not move."""
+
+    def build(self, shape):
+        total = {"initializer": "zeros", "trainable": False, "aggregation": "sum"}
+        self.n, self.total = self.add_weight(shape=(), **total), self.add_weight(shape=(shape[-1],), **total)
+        self.most = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.n.assign_add(ops.cast(ops.shape(x)[0], "float32"))
+            self.total.assign_add(ops.sum(x, 0))
+            self.most.assign(0.9 * self.most + 0.1 * ops.mean(x, 0))
+        return x
+
+
+@pytest.mark.sample("9-8-4-Counts", "1-8-2-Seen")
+@pytest.mark.parametrize("kind", [Counts, Seen, Queue, Largest, PlainVariable, OwnNorm], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("rows", "batch", "replicas"), [(9, 8, 4), (7, 3, 4), (1, 8, 2)])
+def test_rows_that_stand_in(kind, rows, batch, replicas):
+    """Batches of fewer rows than replicas: the others compute a row that stands in, which no state counts."""
+    model = check(lambda: functional(kind), replicas=(replicas,), batch=batch, rows=rows)
+    if kind in (Counts, Seen):
+        assert float(model.layers[1].n) == 2 * rows
 
 
 class Block(layers.Layer):

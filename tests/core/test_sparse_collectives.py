@@ -9,7 +9,8 @@ import tracer
 from replica_steps import NCCL_TAKES, run_on_replicas
 
 import tfgpu
-from tfgpu.core import collectives, replication, sparse_collectives
+from tfgpu.core import collectives, replication
+from tfgpu.core.sparse import exchange
 
 
 def number() -> tf.Tensor:
@@ -60,7 +61,7 @@ def wide_model(strategy, rows=12):
 @pytest.mark.sample("11")
 @pytest.mark.parametrize("rows", [12, 11])
 def test_a_step_gathers_all_tables_at_once(rows, monkeypatch):
-    monkeypatch.setattr(sparse_collectives, "_PACKED_BYTES", 0)
+    monkeypatch.setattr(exchange, "_PACKED_BYTES", 0)
     alone, data = wide_model(tfgpu.strategy("one_device", "CPU:0"), rows)
     alone.fit(data.batch(4), verbose=0)
     with gpu_way.gpu_way():

@@ -353,6 +353,13 @@ def gradients():
             }.items()
         ],
         Case("embedding-uneven", rows=37, **embedding),
+        *[
+            Case(f"embedding-{name}", rows=37, optimizer=lambda: O.Adam(0.02), model=make, data=kit.tokens, loop=True)
+            for name, make in {
+                "by-position": kit.words(own_code.Placed, L.GlobalAveragePooling1D, mask=False),
+                "by-both": kit.sequential((7,), own_code.LooksUpBoth, L.Flatten, lambda: L.Dense(3), dtype="int32"),
+            }.items()
+        ],
         Case("none-gradients", model=kit.unused_layer, optimizer=lambda: O.Adam(0.02)),
         Case(
             "none-gradients-clipped",

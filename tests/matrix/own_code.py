@@ -29,6 +29,28 @@ class Positions(L.Layer):
         return x + self.noise(self.drop(self.table, training=training), training=training)
 
 
+class Placed(L.Layer):
+    """Adds a table that is looked up by position, once for all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = L.Embedding(7, 4)
+
+    def call(self, x):
+        return x + self.places(keras.ops.arange(7))
+
+
+class LooksUpBoth(L.Layer):
+    """Looks one table up by the rows' numbers and by position."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = L.Embedding(20, 4)
+
+    def call(self, x):
+        return self.table(x) + self.table(keras.ops.arange(keras.ops.shape(x)[1])[None])
+
+
 class Traced(L.Layer):
     """A block whose `call` is a tf.function of its own."""
 

@@ -119,8 +119,8 @@ import json, sys
 import keras, numpy as np, tensorflow as tf
 import tfgpu
 from tfgpu.asynchronous import averaging
-from tfgpu.core import sparse_collectives
-sparse_collectives._PACKED_BYTES = int(sys.argv[2])
+from tfgpu.core.sparse import exchange
+exchange._PACKED_BYTES = int(sys.argv[2])
 strategy = tfgpu.strategy("multi_worker", top_k=float(sys.argv[1]))
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])

@@ -236,3 +236,13 @@ def distributed_from(data: object) -> list:
 def eager_random() -> object | None:
     """The generator of seeds for TensorFlow's eager operations, or None if it does not exist yet."""
     return getattr(eager_context.context(), "_rng", None)
+
+
+def graph_of_call(operation: tf.Operation) -> tf.Graph | None:
+    """The graph of the function that an operation of a graph calls; None if only its definition is there."""
+    graph, name = operation.graph, operation.get_attr("f").name
+    while graph is not None:
+        if graph._is_function(name):
+            return getattr(graph._get_function(name), "graph", None)
+        graph = getattr(graph, "outer_graph", None)
+    return None

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfgpu.core import collectives, step_context, travel
 from tfgpu.core.replication import replica_context, replica_number, shard_index
+from tfgpu.core.sparse import index_origin
 from tfgpu.core.step_context import RowRange, Step
 
 
@@ -36,6 +37,7 @@ def begin_step(local: tf.Tensor, place: tuple[tf.Tensor, tf.Tensor] | None = Non
         facts: `jit`, `has_added_shapes`, `local_updates` and `local_forward` of `Step`.
     """
     offset, total = _exchanged_place(local) if place is None else place
+    index_origin.mark((local, offset), alike=False)
     return Step(RowRange(local, offset, total), _share_of(local, total), **facts)
 
 

@@ -8,8 +8,9 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
-from tfgpu.core import replication, sparse_collectives, step_context, traffic, travel
+from tfgpu.core import replication, step_context, traffic, travel
 from tfgpu.core.replication import replica_context, replica_number, spans_processes
+from tfgpu.core.sparse import exchange, index_origin, merging
 from tfgpu.errors import InputError
 
 PACK_BYTES = 32 << 20
@@ -27,13 +28,19 @@ def all_reduce(values: list, options: tf.distribute.experimental.CommunicationOp
     if replica_context().num_replicas_in_sync > 1:
         with step_context.outside_xla():
             present = _sum_on_host(present) if _shares_memory() else _sum_by_collectives(present, options)
+        index_origin.mark(present, alike=True)
     sums = iter(present)
     return [None if value is None else next(sums) for value in values]
 
 
 def sum_gradients(gradients: list) -> list:
-    """Sums gradients (tensors, IndexedSlices or None) over all replicas; each is sent in the strategy's dtype."""
-    return from_reduce_dtype(all_reduce(to_reduce_dtype(gradients)), gradients)
+    """Sums gradients (tensors, IndexedSlices or None) over all replicas; each is sent in the strategy's dtype.
+
+    Slices of one index that one device has merged are merged (`sparse.merging`).
+    """
+    sent = to_reduce_dtype(gradients)
+    is_alone = replica_context().num_replicas_in_sync == 1
+    return from_reduce_dtype(sent if is_alone else merging.sum_merged(sent, all_reduce), gradients)
 
 
 def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -42,7 +49,9 @@ def sum_small(values: list[tf.Tensor]) -> list[tf.Tensor]:
     if spans_processes(replica.strategy) or replica.num_replicas_in_sync == 1:
         return all_reduce(values)
     with step_context.outside_xla():
-        return _sum_on_host(values)
+        found = _sum_on_host(values)
+    index_origin.mark(found, alike=True)
+    return found
 
 
 def sum_over_workers(strategy: tf.distribute.Strategy, numbers) -> np.ndarray:
@@ -166,11 +175,11 @@ def _sum_by_collectives(values: list, options) -> list:
     _note_varying_shapes(values)
     forms = [_form(value) for value in values]
     dense, few, many = ([v for v, form in zip(values, forms, strict=True) if form == each] for each in _FORMS)
-    sums = _sum_by_dtype(dense + [part for each in few for part in sparse_collectives.to_dense(each)], options)
+    sums = _sum_by_dtype(dense + [part for each in few for part in exchange.to_dense(each)], options)
     parts = sums[len(dense) :]
     found = {
         "dense": iter(sums[: len(dense)]),
-        "few rows": map(sparse_collectives.from_dense, parts[::2], parts[1::2], few),
+        "few rows": map(exchange.from_dense, parts[::2], parts[1::2], few),
         "many rows": iter(_sum_slices(many, options)),
     }
     return [next(found[form]) for form in forms]
@@ -180,7 +189,7 @@ def _form(value) -> str:
     """How a value is sent: one of `_FORMS`."""
     if not isinstance(value, tf.IndexedSlices):
         return "dense"
-    return "few rows" if sparse_collectives.can_be_packed(value) else "many rows"
+    return "few rows" if exchange.can_be_packed(value) else "many rows"
 
 
 def _sum_by_dtype(values: list[tf.Tensor], options) -> list[tf.Tensor]:
@@ -202,7 +211,7 @@ def _sum_slices(slices: list[tf.IndexedSlices], options) -> list[tf.IndexedSlice
     if not distribute.can_gather(replica_context().strategy):
         traffic.note(slices)
         return _all_reduce(slices, options)
-    return sparse_collectives.gather(slices, lambda value: all_gather(value, options))
+    return exchange.gather(slices, lambda value: all_gather(value, options))
 
 
 def _all_reduce(values: list, options) -> list:
@@ -225,7 +234,9 @@ def all_gather(value: tf.Tensor, options: tf.distribute.experimental.Communicati
         bits = travel.to_carrier(value)[None]
         found = distribute.all_gather(bits, number, communication_options(replica.strategy, options))
         found = tf.ensure_shape(found, [replica.num_replicas_in_sync, *value.shape])
-        return tf.bitcast(found, value.dtype)
+        found = tf.bitcast(found, value.dtype)
+        index_origin.mark(found, alike=True)
+        return found
 
 
 def _note_varying_shapes(values: list) -> None:

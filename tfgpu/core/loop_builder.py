@@ -27,6 +27,7 @@ from tfgpu.core import (
 from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.randomness import trace_choices
 from tfgpu.core.row_mixing import whole_batch
+from tfgpu.core.sparse import index_origin
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class LoopBuilder:
         """One step on this replica's rows."""
         given = data
         data, local, place = batch_sharding.rows_and_range(given)
+        index_origin.mark(data, alike=False)
         facts = batch_rows.begin_step(
             local,
             place,

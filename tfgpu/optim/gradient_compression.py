@@ -58,7 +58,7 @@ def sum_largest(update: gradients.Update, parts: list) -> list:
             "residual already accumulates. Remove one of them, or use `reduce_dtype`."
         )
     places = [at for at, gradient in enumerate(parts) if tf.is_tensor(gradient) and gradient.dtype.is_floating]
-    found = collectives.all_reduce([None if at in places else gradient for at, gradient in enumerate(parts)])
+    found = collectives.sum_gradients([None if at in places else gradient for at, gradient in enumerate(parts)])
     if not places:
         return found
     dense = [parts[at] for at in places]

@@ -28,6 +28,7 @@ from tfgpu.compat import layers
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_sharding, collectives, replication, step_context
 from tfgpu.core.row_mixing import row_sums
+from tfgpu.core.sparse import index_origin
 from tfgpu.core.step_context import RowRange, Step
 
 _UNEQUAL = (
@@ -124,6 +125,7 @@ def run(step: Callable, data):
     for all_rows, own in zip(tf.nest.flatten(batch), tf.nest.flatten(rows), strict=True):
         if tf.is_tensor(all_rows) and all_rows.shape.rank:
             whole.own_rows[id(all_rows)] = all_rows, own, facts.rows
+    index_origin.mark(batch, alike=True)
     alike = {"assigns_alike": True, "keeps_own_state": True, "draws_alike": True}
     with step_context.as_one_device(facts.rows.total), step_context.scope(**alike):
         inside = dataclasses.replace(step_context.step(), whole=whole, loss_is_weighed=True, loss_is_sum=False)
@@ -212,7 +214,9 @@ def _rows_of(whole: WholeBatch, tensor) -> tuple[RowRange, int | tf.Tensor]:
         _, own, rows = whole.own_rows[id(tensor)]
         return rows, batch_sharding.rows_in(own)
     local, offset, total, held = batch_sharding.row_range(batch_sharding.rows_in(tensor), whole.at, whole.count)
-    return RowRange(*(tf.convert_to_tensor(n, tf.int32) for n in (local, offset, total))), held
+    found = RowRange(*(tf.convert_to_tensor(n, tf.int32) for n in (local, offset, total)))
+    index_origin.mark((found.local, found.offset), alike=False)
+    return found, held
 
 
 def _own(whole: WholeBatch, tensor, rows: RowRange, held):

@@ -2,7 +2,8 @@
 
 import tensorflow as tf
 
-from tfgpu.core import collectives, logits
+from tfgpu.core import logits
+from tfgpu.core.sparse import merging
 from tfgpu.parallel.pipeline import cell_times
 from tfgpu.parallel.pipeline.forward_pass import ForwardPass
 from tfgpu.parallel.pipeline.schedule import Cell
@@ -54,7 +55,11 @@ class BackwardPass(SectionPass):
         inputs = [self._input_gradient(self.section.inputs[at]) for at in positions]
         if not self._variables:
             return cell_times.after(self.stamps, inputs)
-        return inputs, cell_times.after(self.stamps, [_total(gradient) for gradient in self._variable_gradients])
+        return inputs, cell_times.after(self.stamps, [self._total(gradient) for gradient in self._variable_gradients])
+
+    def _total(self, gradient):
+        """A variable's gradient of the whole batch."""
+        return merging.of_parts(*zip(*gradient, strict=True)) if isinstance(gradient, list) else gradient
 
     def _run_forward_again(self, device: int, cell: Cell) -> None:
         first, values, keeps = self._first, self.values[cell.micro], self.program.keeps_boundaries
@@ -97,8 +102,9 @@ class BackwardPass(SectionPass):
             if gradient is not None:
                 gradients[key] = gradients[key] + gradient if key in gradients else tf.convert_to_tensor(gradient)
         changed = [at for at, gradient in enumerate(of_variables) if gradient is not None]
+        rows = self.micro_batches.bounds(cell.micro)[1]
         for at in changed:
-            self._variable_gradients[at] = _plus(self._variable_gradients[at], of_variables[at])
+            self._variable_gradients[at] = _plus(self._variable_gradients[at], of_variables[at], rows)
         sums = [gradients[key] for key in recorded.inputs if key in gradients]
         return sums + [_latest(self._variable_gradients[at]) for at in changed]
 
@@ -113,16 +119,18 @@ class BackwardPass(SectionPass):
         return self.micro_batches.concat(pieces)
 
 
-def _plus(total, gradient):
-    """A running sum, so that the gradients of all micro-batches need not be kept until the last; slices are listed."""
+def _plus(total, gradient, rows):
+    """A running sum, so that the gradients of all micro-batches need not be kept until the last; slices are listed.
+
+    Args:
+        total: the sum so far; or a list of slices, each with the rows of its micro-batch; or None.
+        gradient: of a micro-batch.
+        rows: of that micro-batch.
+    """
     if isinstance(gradient, tf.IndexedSlices):
-        return [*(total or []), gradient]
+        return [*(total or []), (gradient, rows)]
     return gradient if total is None else total + gradient
 
 
 def _latest(total) -> tf.Tensor:
-    return total[-1].values if isinstance(total, list) else total
-
-
-def _total(total):
-    return collectives.added(total) if isinstance(total, list) else total
+    return total[-1][0].values if isinstance(total, list) else total

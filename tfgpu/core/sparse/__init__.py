@@ -1,0 +1,1 @@
+"""Sparse gradients of tables: how replicas exchange them, and what one device has merged."""
