@@ -363,7 +363,7 @@ ROWS = {
     "simclr-stacked": {"model": Stacked, "optimizer": lambda: O.SGD(0.1)},
     "barlow-twins": {"model": Barlow, "optimizer": lambda: O.SGD(0.05)},
     "vicreg": {"model": VicReg, "optimizer": lambda: O.SGD(0.05)},
-    "byol": {"model": Byol},
+    "byol": {"model": Byol, "optimizer": lambda: O.SGD(0.1)},
     "moco": {"model": MoCo, "optimizer": lambda: O.SGD(0.05)},
     "supcon-call": {"model": directions, "loss": Supervised},
     "clip": {"model": Clip, "data": two_kinds, "optimizer": lambda: O.Adam(0.01)},

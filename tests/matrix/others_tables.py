@@ -118,6 +118,24 @@ def visits(rows):
     return x[:, :-1], {"next": x[:, 1:], "other": rng.integers(1, COUNT, (rows, 5))}
 
 
+class Feature(L.Layer):
+    """Each column has a vector, looked up by its number, as tabular transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns, self.values = L.Embedding(6, 8), L.Dense(8)
+
+    def call(self, x):
+        return self.values(x[:, :, None]) + self.columns(ops.arange(6))
+
+
+def tabular():
+    x = given = keras.Input((6,))
+    x = Feature()(x)
+    x = L.LayerNormalization()(x + L.MultiHeadAttention(2, 4, use_bias=False)(x, x))
+    return keras.Model(given, L.Dense(3)(L.Flatten()(x)))
+
+
 def factors():
     """A factorization machine: half of (a square of sums less a sum of squares)."""
     given = users()
@@ -283,6 +301,7 @@ ROWS = {
     "wide-and-deep": {"model": WideAndDeep, **CLICKS, **ADAM, "metrics": lambda: None},
     "factorization-machine": {"model": factors, **CLICKS},
     "next-item": {"model": Next, "data": visits},
+    "tabular-transformer": {"model": tabular, **ADAM, **ACCURACY},
     "graph-convolution": {"model": graph, "data": graphs, **ACCURACY},
     "graph-messages": {"loop": True, "model": messages, "data": edges, **ACCURACY},
     "deep-sets": {"loop": True, "model": deep_sets, "data": sequences, **ACCURACY},

@@ -60,3 +60,11 @@ def test_the_worst_part_of_a_test_counts(tmp_path):
 def test_a_file_that_keras_no_longer_has_is_named():
     with pytest.raises(FileNotFoundError, match="gone_test.py"):
         upstream.files(["gone_test.py"])
+
+
+def test_files_of_another_library_are_looked_for_in_its_clone(tmp_path):
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers" / "cross_test.py").touch()
+    assert upstream.files(["layers"], tmp_path) == [tmp_path / "layers" / "cross_test.py"]
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no .*gone_test.py"):
+        upstream.files(["gone_test.py"], tmp_path)
