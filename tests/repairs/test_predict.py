@@ -1,4 +1,4 @@
-"""`predict` of outputs that have no rows: weights come once a batch, as on one device; the rest is refused."""
+"""`predict` of outputs that have no rows: they come once a batch, as on one device."""
 
 import keras
 import numpy as np
@@ -67,6 +67,15 @@ def test_weights_come_once_a_batch(rows, size):
     ],
     ids=["of-rows", "scalar", "eager", "xla"],
 )
-def test_what_cannot_be_put_together_is_named(make, how):
+def test_other_outputs_without_rows(make, how):
+    expected = predicted(tfgpu.strategy("one_device", "CPU:0"), make, 16, **how)
+    found = predicted(tfgpu.strategy("mirrored", ["CPU:0", "CPU:1"]), make, 16, **how)
+    for name, value in expected.items():
+        assert found[name].shape == value.shape
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_what_cannot_be_put_together_is_named():
+    """A mark says that the model is by rows, and it is not."""
     with pytest.raises(InputError, match=r"Output \d of `predict`, of shape \(.*\), has no rows"):
-        predicted(tfgpu.strategy("mirrored", ["CPU:0", "CPU:1"]), make, 16, **how)
+        predicted(tfgpu.strategy("mirrored", ["CPU:0", "CPU:1"]), lambda: tfgpu.by_rows(Spread((3, 1))), 16)

@@ -244,7 +244,10 @@ def spec_of(data: object) -> object:
     """The specs of a batch: of one in Python, or of those (or one replica's part of those) that an iterator gives."""
     iterator, _ = source_of(data)
     if not hasattr(iterator, "element_spec"):
-        return tf.nest.map_structure(lambda v: None if v is None else tf.type_spec_from_value(v), data)
+        data = data.data if isinstance(data, ReplicaBatch) else data
+        return tf.nest.map_structure(
+            lambda v: None if v is None else distribute.replica_spec(tf.type_spec_from_value(v)), data
+        )
     spec = iterator.element_spec
     return tf.nest.map_structure(distribute.replica_spec, spec.data if isinstance(spec, ReplicaBatch) else spec)
 

@@ -246,9 +246,8 @@ def _track_runs() -> None:
                 run = Run(self, kind, asked, step_context.current().steps_per_call, per_batch=per_batch)
                 _take_over(run, current(), callbacks)
             exits = run.exits if run is not None else contextlib.nullcontext()
-            # Epoch iterators made elsewhere give the rows alone, as in stock Keras. XLA cannot drop a stand-in row.
-            gives_row_ranges = kind is not None or not self.jit_compile
-            scope = step_context.scope(run=run, gives_row_ranges=gives_row_ranges)
+            # Epoch iterators made elsewhere give the rows alone, as in stock Keras; those of `predict` as it says.
+            scope = step_context.scope(run=run, **({} if kind is None else {"gives_row_ranges": True}))
             with scope, error_messages.explained(self), exits:
                 return stock(self, *args, **kwargs)
 

@@ -1,15 +1,16 @@
 """`predict` under replicas: each predicts its own rows, none an empty batch, and what has no rows comes once."""
 
+import functools
+from collections.abc import Callable
+
 import keras
-import tensorflow as tf
 
 from tfgpu.compat import slots
 from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_sharding, replication
-from tfgpu.core.sparse import index_origin, lookups
-from tfgpu.core.sparse.index_origin import Origin
-from tfgpu.errors import InputError
+from tfgpu.core import batch_sharding, replication, step_context
+from tfgpu.core.row_mixing import predictions, step_trial
+from tfgpu.core.row_mixing.step_trial import Predictions
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -17,90 +18,94 @@ from tfgpu.repairs.repair import Repair
 def split_batches_to_predict() -> None:
     """Makes `predict_on_batch` split its batch over the replicas; stock Keras predicts the whole batch on each.
 
-    A replica without rows predicts a stand-in row and drops the result: oneDNN has no empty convolution.
+    Each replica's `predict_step` is a step that knows which rows it holds: what mixes rows is one device's
+    (`core.row_mixing.predictions`). A replica without rows predicts a stand-in row and drops the result: oneDNN has no
+    empty convolution.
     """
 
     @wrap("TensorFlowTrainer.predict_on_batch")
     def predict_on_batch(stock, self, x):
         if not replication.is_replicated(self.distribute_strategy):
             return stock(self, x)
-        return stock(self, batch_sharding.shard(self.distribute_strategy, x, gives_row_ranges=not self.jit_compile))
+        shards = batch_sharding.shard(self.distribute_strategy, x, gives_row_ranges=not predictions.is_in_xla(self))
+        found = stock(self, shards)
+        return predictions.of_one_batch(self, found)
 
-    _stand_in_to_predict(TensorFlowTrainer)
+    @wrap("TensorFlowTrainer.predict")
+    def predict(stock, self, *args, **kwargs):
+        # XLA cannot drop a stand-in row.
+        with step_context.scope(gives_row_ranges=not predictions.is_in_xla(self)):
+            return stock(self, *args, **kwargs)
+
+    _predict_by_rows(TensorFlowTrainer)
 
     @wrap("TensorFlowTrainer.make_predict_function")
     def make_predict_function(stock, self, force=False):
+        if not replication.is_replicated(self.distribute_strategy):
+            return stock(self, force)
         for cls in type(self).__mro__:  # the model may define its own step
             if "predict_step" in vars(cls) and issubclass(cls, TensorFlowTrainer):
-                _stand_in_to_predict(cls)
-        return stock(self, force)
+                _predict_by_rows(cls)
+        before, jit = self.predict_function, self.jit_compile
+        self.jit_compile = predictions.is_in_xla(self)
+        try:
+            found = stock(self, force)
+        finally:
+            self.jit_compile = jit
+        if self.predict_function is not before:
+            self.predict_function = _tried_first(self, self.predict_function)
+        return found
 
 
-def _stand_in_to_predict(cls: type) -> None:
-    """Gives the class's `predict_step` a stand-in row if a replica has none, and drops its result."""
-    if slots.get(cls, "predicts_stand_ins"):
+def _tried_first(model: keras.Model, function: Callable) -> Callable:
+    """A predict function that tries a step of the user's own on its first data."""
+    slots.of(model).predictions = None
+
+    @functools.wraps(function)
+    def predict_function(data):
+        if slots.get(model, "predictions") is None:
+            slots.of(model).predictions = _tried(model, data[0])
+        return function(data)
+
+    return predict_function
+
+
+def _tried(model: keras.Model, data) -> Predictions:
+    strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync == 1 or replication.local_training_of(strategy) is not None:
+        return Predictions()
+    on_batch = _of_predict_on_batch(data)
+    spec = batch_sharding.spec_of(data if on_batch is None else on_batch)
+    return step_trial.predictions(model, spec if on_batch is None else (spec,))
+
+
+def _of_predict_on_batch(data) -> batch_sharding.ReplicaBatch | None:
+    """The rows within the tuple that `predict_on_batch` makes; None for other data."""
+    is_of_one = type(data) is tuple and len(data) == 1 and isinstance(data[0], batch_sharding.ReplicaBatch)
+    return data[0] if is_of_one else None
+
+
+def _predict_by_rows(cls: type) -> None:
+    """Makes the class's `predict_step`, on a replica, a step on that replica's rows."""
+    if slots.get(cls, "predicts_by_rows"):
         return
-    slots.of(cls).predicts_stand_ins = True
+    slots.of(cls).predicts_by_rows = True
 
     @wrap(cls, "predict_step")
     def predict_step(stock, self, data):
-        if type(data) is tuple and len(data) == 1 and isinstance(data[0], batch_sharding.ReplicaBatch):
-            local, data = data[0].local, (data[0].data,)  # of `predict_on_batch`
-        elif isinstance(data, batch_sharding.ReplicaBatch):
-            local, data = data.local, data.data
-        elif replication.replica_context() is None:
+        is_known = step_context.step() is not None  # `super().predict_step`
+        if is_known or replication.replica_context() is None:
             return stock(self, data)
-        elif self.jit_compile:
-            return _without_repeats(stock(self, data), data, tf.constant(1), jit=True)
-        else:
-            local, data = batch_sharding.num_rows(data), tf.nest.map_structure(batch_sharding.with_stand_in_row, data)
-        return _without_repeats(stock(self, data), data, local)
+        if predictions.is_in_xla(self):
+            return predictions.of_xla(stock(self, data), data)
+        step = functools.partial(stock, self)
+        if (rows := _of_predict_on_batch(data)) is not None:
+            data, step = rows, functools.partial(_on_one, step)
+        return predictions.on_replica(self, step, data, slots.get(self, "predictions") or Predictions())
 
 
-def _without_repeats(found, data, local: tf.Tensor, *, jit: bool = False):
-    """This replica's rows of what a step predicts; what has no rows of the batch comes from the first replica alone.
-
-    Raises:
-        InputError: an output without rows depends on the rows, so each replica has another.
-    """
-    replica = replication.replica_context()
-    if replica is None or replica.num_replicas_in_sync == 1:
-        return found
-    held, kept = tf.get_static_value(batch_sharding.num_rows(data)), []
-    for at, value in enumerate(tf.nest.flatten(found)):
-        if not isinstance(value, tf.Tensor) or _has_rows(value, held, at, jit=jit):
-            gives_some = local > 0
-        else:
-            gives_some = tf.equal(replication.replica_number(replica), 0)
-        is_sure = tf.get_static_value(gives_some)
-        kept.append(value if is_sure else value[: tf.where(gives_some, tf.shape(value)[0], 0)])
-    return tf.nest.pack_sequence_as(found, kept)
-
-
-def _has_rows(value: tf.Tensor, rows: int | None, at: int, *, jit: bool) -> bool:
-    """Whether an output has the rows of the batch.
-
-    Args:
-        value: of any shape.
-        rows: how many the step got, one that stands in included; None if that is not known before the step runs.
-        at: the output's position, for an error.
-        jit: XLA compiles the step, which then cannot say how many rows an output has.
-    """
-    first = value.shape[0] if value.shape.rank else None
-    origin = index_origin.origin_of(value)
-    if origin is Origin.ALIKE and value.shape.rank and not jit and (rows is None or first != rows):
-        return False
-    if origin is Origin.ALIKE and first is not None and first == rows:
-        repeated = lookups.is_repeated(value, rows)
-        if repeated is not None and not jit:
-            return repeated
-    elif value.shape.rank and origin is not Origin.ALIKE and (first is None or (rows and first % rows == 0)):
-        return True
-    raise InputError(
-        f"Output {at} of `predict`, of shape {tuple(value.shape)}, has no rows of the batch, so replicas cannot put it "
-        "together. Return a number for each row, compute it from the predictions, or predict on one device. Weights "
-        "alone may be an output without `run_eagerly` and `jit_compile`."
-    )
+def _on_one(step: Callable, rows):
+    return step((rows,))
 
 
 def predict_on_batch_repeats() -> bool:

@@ -9,6 +9,7 @@ depends on time or on the data.
 
 import contextlib
 import logging
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -24,6 +25,7 @@ from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
 _is_proven = step_context.Slot("own_layers.is_proven")  # the layer that calls is right on this replica's rows
+_plain_outputs = step_context.Slot("own_layers.plain_outputs")  # of layers on all rows: those without rows
 _BY_ELEMENT = frozenset({"Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Cast", "Negative", "Sqrt", "Exp"})
 _CALLABLES = ("function", "activation", "activity_regularizer", "cell", "layer", "forward_layer")
 
@@ -70,6 +72,11 @@ def is_own(layer: keras.layers.Layer) -> bool:
         elif callable(value) and _root(value) not in ("keras", "tfgpu", "functools"):
             return True
     return False
+
+
+def has_own(model: keras.Model) -> bool:
+    """Whether a model, or a layer within it, is code of the user's."""
+    return any(map(is_own, private_layers.layers_within(model)))
 
 
 def _is_own_operation(operation: keras.Operation) -> bool:
@@ -192,6 +199,14 @@ def as_they_are():
     return _is_proven.set_to(True)
 
 
+@contextlib.contextmanager
+def noting_plain_outputs() -> Iterator[list]:
+    """Within the block, the outputs without rows of the batch of layers that are computed on all rows."""
+    noted: list = []
+    with _plain_outputs.set_to(noted):
+        yield noted
+
+
 def _advice(why: str) -> str:
     if "keeps" in why:
         return 'A count or a sum can be kept by rows: `add_weight(..., aggregation="sum")` and `assign_add`.'
@@ -227,4 +242,6 @@ def _on_all_rows(stock, layer: keras.layers.Layer, args: tuple, kwargs: dict, ve
     leaves = keras.tree.flatten(outputs)
     have_rows = verdict.have_rows if len(verdict.have_rows) == len(leaves) else [None] * len(leaves)
     cut = [gathering.own_rows(leaf, has) for leaf, has in zip(leaves, have_rows, strict=True)]
+    if (noted := _plain_outputs.get()) is not None:
+        noted += [own for leaf, own in zip(leaves, cut, strict=True) if own is leaf]
     return keras.tree.pack_sequence_as(outputs, cut)

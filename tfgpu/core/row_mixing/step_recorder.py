@@ -28,6 +28,7 @@ class Recorder:
         start, stop: which rows.
         updates: for each call of an optimizer, the gradients as replicas would weigh them.
         logs: numbers of the logs that are no metric results.
+        outputs: what a `predict_step` returned.
         assigned: Keras variables by `id`, with the value that they would have.
         derives_tensors: it took gradients with respect to something other than variables.
         draws: how often it drew numbers by `tf.random`.
@@ -38,6 +39,7 @@ class Recorder:
     stop: int
     updates: list[list] = field(default_factory=list)
     logs: list[np.ndarray] = field(default_factory=list)
+    outputs: list[np.ndarray] = field(default_factory=list)
     assigned: dict = field(default_factory=dict)
     derives_tensors: bool = False
     draws: int = 0

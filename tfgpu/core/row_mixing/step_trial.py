@@ -9,6 +9,7 @@ put together as replicas put them together, are the whole, the step runs by rows
 import logging
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import keras
 import numpy as np
@@ -18,7 +19,7 @@ from tfgpu.compat import layers, slots, training
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import batch_sharding, step_context
 from tfgpu.core.metric_logs import LogReader, function_of
-from tfgpu.core.row_mixing import captures, choices, isolation
+from tfgpu.core.row_mixing import captures, choices, isolation, step_outputs
 from tfgpu.core.row_mixing.step_recorder import ROWS, Apart, NotBuilt, Recorder
 from tfgpu.core.state.sharded_variable import shard_info
 from tfgpu.core.step_context import RowRange
@@ -43,14 +44,45 @@ _METHODS = (
 class _CannotTry(Exception):
     """The step does not run on drawn rows."""
 
+    is_of_outputs = False  # what it returns are no numbers
 
-def needs_whole_batch(model: keras.Model, step_function: Callable, spec: object) -> bool:
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a `predict_step` needs and gives.
+
+    Attributes:
+        need_whole_batch: it must see the whole batch for one device's result.
+        have_rows: of each of its outputs, whether it has rows of the batch; None where that is not known.
+    """
+
+    need_whole_batch: bool = False
+    have_rows: tuple[bool, ...] | None = None
+
+
+def predictions(model: keras.Model, spec: object) -> Predictions:
+    """Tries a `predict_step` of the user's own, as `needs_whole_batch` does.
+
+    Args:
+        model: any.
+        spec: of a batch, or of one replica's rows of it, as `tf.TensorSpec`s in the structure that the step gets.
+
+    Raises:
+        InputError: as `needs_whole_batch`.
+    """
+    have_rows: list = []
+    needs = needs_whole_batch(model, model.predict_step, spec, have_rows)
+    return Predictions(needs, tuple(have_rows) or None)
+
+
+def needs_whole_batch(model: keras.Model, step_function: Callable, spec: object, have_rows: list | None = None) -> bool:
     """Whether a step must see the whole batch for one device's result.
 
     Args:
         model: the compiled and built model.
-        step_function: `model.train_step` or `model.test_step`.
+        step_function: `model.train_step`, `model.test_step` or `model.predict_step`.
         spec: of a whole batch, as `tf.TensorSpec`s in the structure that the step gets.
+        have_rows: is given whether each output of a `predict_step` has rows, where the trial shows it.
 
     Raises:
         InputError: the step could not be tried, and the strategy asks for an error then; or it must see the whole
@@ -60,7 +92,7 @@ def needs_whole_batch(model: keras.Model, step_function: Callable, spec: object)
     if not own:
         return False
     name = f"`{type(model).__name__}.{own[0]}`"
-    needs = _found(model, step_function, spec, own, name)
+    needs = _found(model, step_function, spec, own, name, have_rows)
     if needs and _is_over_replicas(model):
         raise InputError(
             f"{name} mixes rows and must see the whole batch, which is not possible if each replica holds a part of "
@@ -76,7 +108,9 @@ def _is_over_replicas(model: keras.Model) -> bool:
     return any(info is not None and info.sharding.over_replicas for info in infos)
 
 
-def _found(model: keras.Model, step_function: Callable, spec: object, own: list[str], name: str) -> bool:
+def _found(
+    model: keras.Model, step_function: Callable, spec: object, own: list[str], name: str, have_rows: list | None
+) -> bool:
     """What the user says of a step of their own, or a trial."""
     chosen = {choices.of(function_of(getattr(model, each))) for each in own} - {None}
     if chosen:
@@ -84,8 +118,10 @@ def _found(model: keras.Model, step_function: Callable, spec: object, own: list[
     try:
         trial = _Trial(model, step_function, spec)
         differs = trial.differing()
+        if have_rows is not None:
+            have_rows += trial.have_rows
     except _CannotTry as error:
-        return _unproven(model, name, str(error))
+        return _unproven(model, name, error, spec)
     if differs:
         _log.warning(
             "%s is not by rows (%s would differ between replicas and one device). So that it is what one device "
@@ -104,10 +140,11 @@ def _found(model: keras.Model, step_function: Callable, spec: object, own: list[
     return differs is not None
 
 
-def _unproven(model: keras.Model, name: str, why: str) -> bool:
+def _unproven(model: keras.Model, name: str, error: _CannotTry, spec: object) -> bool:
     way = slots.get(model.distribute_strategy, "unproven", "gather")
-    way = "warn" if way == "gather" and _is_over_replicas(model) else way
-    said = f"Whether {name} gives each row its own number could not be tried ({why})."
+    must_stay = name.endswith(".predict_step`") and (error.is_of_outputs or not step_outputs.can_travel(spec))
+    way = "warn" if way == "gather" and (_is_over_replicas(model) or must_stay) else way
+    said = f"Whether {name} gives each row its own number could not be tried ({error})."
     if way == "refuse":
         raise InputError(f"{said} Mark the method with `@tfgpu.by_rows` or `@tfgpu.on_all_rows`.")
     becomes = "It sees the whole batch on every replica" if way == "gather" else "It runs on each replica's rows"
@@ -115,10 +152,18 @@ def _unproven(model: keras.Model, name: str, why: str) -> bool:
     return way == "gather"
 
 
+def has_own_predictions(model: keras.Model) -> bool:
+    """Whether a model's `predict_step` is not Keras's."""
+    return bool(_own_methods(model, model.predict_step))
+
+
 def _own_methods(model: keras.Model, step_function: Callable) -> list[str]:
     """The methods of a step that are not Keras's."""
-    step = "train_step" if step_function == model.train_step else "test_step"
-    names = [each for each in _METHODS if not each.endswith("_step") or each == step]
+    if step_function == model.predict_step:
+        names = ["predict_step"]
+    else:
+        step = "train_step" if step_function == model.train_step else "test_step"
+        names = [each for each in _METHODS if not each.endswith("_step") or each == step]
     return [name for name in names if not _is_of_keras(function_of(getattr(model, name)))]
 
 
@@ -132,10 +177,11 @@ class _Trial:
     def __init__(self, model: keras.Model, step_function: Callable, spec: object):
         self._model, self._spec = model, spec
         self._step = training.without_optionals(model, step_function)
+        self._predicts = step_function == model.predict_step
         self._captured = captures.of(step_function)
         self._owners = {id(v): at for at, metric in enumerate(model.metrics) for v in metric.variables}
         self._ways: dict = {}
-        self.draws = 0
+        self.draws, self.have_rows = 0, []
         # Replicas weigh what passes its moments as a mean over rows. A gradient of something else is no such mean.
         self._normalizes = any(
             isinstance(each, keras.layers.BatchNormalization) for each in layers.layers_within(model)
@@ -153,8 +199,10 @@ class _Trial:
         for batch in self._draws():
             try:
                 found = self._difference(batch)
-            except NotBuilt as error:
-                raise _CannotTry(str(error)) from None
+            except (NotBuilt, step_outputs.NoNumbers) as error:
+                found = _CannotTry(str(error))
+                found.is_of_outputs = isinstance(error, step_outputs.NoNumbers)
+                raise found from None
             except Exception as error:  # of the user's code, on numbers that are none of its own
                 reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
                 continue
@@ -205,14 +253,21 @@ class _Trial:
             tf.device("CPU:0"),
             scope,
         ):
-            reader = LogReader(self._model)
-            with reader.recording() as results:
-                logs = self._step(rows)
-            found.logs = [
-                np.asarray(value, "float64") for value in reader.other_values(logs, results, keras.ops.convert_to_numpy)
-            ]
+            if self._predicts:
+                found.outputs = step_outputs.as_numbers(self._step(rows))
+            else:
+                found.logs = self._logs(rows)
         found.assigned = scope.assigned()
         return found
+
+    def _logs(self, rows) -> list[np.ndarray]:
+        """The numbers in the logs of a step on some rows that are no metric results."""
+        reader = LogReader(self._model)
+        with reader.recording() as results:
+            logs = self._step(rows)
+        return [
+            np.asarray(value, "float64") for value in reader.other_values(logs, results, keras.ops.convert_to_numpy)
+        ]
 
     def _what_differs(self, whole: Recorder, parts: list[Recorder], again: Recorder, *, close: float) -> str | None:
         """What of the whole is not the parts', put together; `again` is the whole with other rounding."""
@@ -224,6 +279,8 @@ class _Trial:
             together = [_total([part.updates[at][place] for part in parts]) for place in range(len(gradients))]
             if not _are_close(gradients, together, again.updates[at], close):
                 return "the gradients"
+        if not self._are_outputs(whole, parts, again, close):
+            return "what it returns"
         shares = [part.share for part in parts]
         for at, value in enumerate(whole.logs):
             together = sum(share * part.logs[at] for share, part in zip(shares, parts, strict=True))
@@ -240,6 +297,20 @@ class _Trial:
             if not ways:
                 return f"the variable {variable.path!r}"
         return None
+
+    def _are_outputs(self, whole: Recorder, parts: list[Recorder], again: Recorder, close: float) -> bool:
+        """Whether the parts' predictions are the whole's: rows one after another, and else the same of each."""
+        if any(len(each.outputs) != len(whole.outputs) for each in (*parts, again)):
+            return False
+        for at, value in enumerate(whole.outputs):
+            found = [part.outputs[at] for part in parts]
+            has_rows = step_outputs.have_rows(value, found, [each.stop - each.start for each in parts])
+            if len(parts) > 1:
+                self.have_rows = [*self.have_rows[:at], has_rows, *self.have_rows[at + 1 :]]
+            together = [np.concatenate(found)] if has_rows else found
+            if not all(_are_close([value], [each], [again.outputs[at]], close) for each in together):
+                return False
+        return True
 
 
 def _ways_together(variable, before, after, found: list, shares: list[float]) -> dict[str, np.ndarray]:
@@ -314,4 +385,4 @@ def _size(*values: np.ndarray) -> float:
 
 def _is_finite(found: Recorder) -> bool:
     gradients = [each for update in found.updates for each in update if each is not None]
-    return all(np.isfinite(each).all() for each in [*gradients, *found.logs])
+    return all(np.isfinite(each).all() for each in [*gradients, *found.logs, *found.outputs])

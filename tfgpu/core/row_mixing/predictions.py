@@ -1,0 +1,150 @@
+"""`predict_step` on each replica's rows, as a step that knows them, and what becomes of its outputs.
+
+Layers of the user's own that mix rows get all rows, as in `fit`, and so does a `predict_step` that does. Keras puts the
+replicas' outputs one after another. So what a replica made of a row that stands in is dropped, and an output without
+rows of the batch, which all replicas have, comes from the first of them alone.
+"""
+
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from tfgpu.compat import slots
+from tfgpu.core import batch_rows, batch_sharding, replica_attributes, replication, step_context
+from tfgpu.core.row_mixing import gathering, own_layers, step_trial, whole_batch
+from tfgpu.core.row_mixing.step_trial import Predictions
+from tfgpu.core.sparse import index_origin, lookups
+from tfgpu.core.sparse.index_origin import Origin
+from tfgpu.errors import InputError
+
+
+def is_in_xla(model: keras.Model) -> bool:
+    """Whether XLA compiles each replica's predictions as a whole, where replicas cannot meet.
+
+    A model with a `predict_step` or layers of the user's own may have to, so it predicts without XLA.
+    """
+    return bool(model.jit_compile) and not step_trial.has_own_predictions(model) and not own_layers.has_own(model)
+
+
+def on_replica(model: keras.Model, step: Callable, data: object, tried: Predictions) -> object:
+    """What one replica predicts for its rows.
+
+    Args:
+        model: whose step it is.
+        step: takes rows in the structure of the data.
+        data: the replica's rows, or a `ReplicaBatch` of them.
+        tried: what is known of the step.
+
+    Returns:
+        The step's outputs, each with this replica's own rows only.
+
+    Raises:
+        InputError: an output without rows depends on rows in a way that is not known.
+    """
+    rows, local, place = batch_sharding.rows_and_range(data)
+    if tf.get_static_value(local) is None:
+        rows = tf.nest.map_structure(_of_unknown_rows, rows)
+    facts = batch_rows.begin_step(local, place)
+    with replica_attributes.of_model(model), step_context.scope(step=facts), own_layers.noting_plain_outputs() as plain:
+        found = whole_batch.run(step, data) if tried.need_whole_batch else step(rows)
+        leaves = keras.tree.flatten(found)
+        known = tried.have_rows or ()
+        have_rows = known if len(known) == len(leaves) else [None] * len(leaves)
+        held, kept = tf.get_static_value(batch_sharding.num_rows(rows)), []
+        for leaf, has_rows in zip(leaves, have_rows, strict=True):
+            if has_rows is None and any(leaf is each for each in plain):
+                has_rows = False
+            elif has_rows is None and tried.need_whole_batch:
+                has_rows = _may_have_rows(leaf, tf.get_static_value(facts.rows.total))
+            elif has_rows is None:
+                has_rows = not isinstance(leaf, tf.Tensor) or _has_rows(leaf, held, len(kept), jit=False)
+            if has_rows and tried.need_whole_batch:
+                leaf = gathering.own_rows(leaf, True)
+            kept.append(_kept(leaf, has_rows))
+    slots.of(model).scalar_predictions = [hasattr(leaf, "shape") and leaf.shape.rank == 0 for leaf in leaves]
+    return keras.tree.pack_sequence_as(found, kept)
+
+
+def of_xla(found: object, rows: object) -> object:
+    """What one replica predicts in a function that XLA compiles: an output without rows is refused.
+
+    Args:
+        found: the step's outputs.
+        rows: that the step got.
+
+    Raises:
+        InputError: an output has no rows.
+    """
+    replica = replication.replica_context()
+    held = tf.get_static_value(batch_sharding.num_rows(rows))
+    if replica.num_replicas_in_sync > 1:
+        for at, leaf in enumerate(keras.tree.flatten(found)):
+            if isinstance(leaf, tf.Tensor):
+                _has_rows(leaf, held, at, jit=True)
+    return found
+
+
+def of_one_batch(model: keras.Model, found: object) -> object:
+    """The predictions for one batch, in which Keras has put the replicas' values together: scalars are scalars."""
+    scalars, leaves = slots.get(model, "scalar_predictions", ()), keras.tree.flatten(found)
+    if len(scalars) != len(leaves) or model.distribute_strategy.num_replicas_in_sync == 1:
+        return found
+    leaves = [leaf.reshape(()) if is_scalar else leaf for leaf, is_scalar in zip(leaves, scalars, strict=True)]
+    return keras.tree.pack_sequence_as(found, leaves)
+
+
+def _of_unknown_rows(value: object) -> object:
+    """A tensor whose shape says no more about its rows than the step knows: how many they are differs by replica."""
+    if not isinstance(value, tf.Tensor) or not value.shape.rank or value.shape[0] is None or tf.executing_eagerly():
+        return value
+    return tf.compat.v1.placeholder_with_default(value, [None, *value.shape[1:]])
+
+
+def _may_have_rows(leaf: object, batch: int | None) -> bool:
+    """Whether a tensor's first axis may be that of a batch of so many rows."""
+    if not hasattr(leaf, "shape") or not leaf.shape.rank:
+        return False
+    rows = leaf.shape[0]
+    return rows is None or (batch is not None and rows % max(int(batch), 1) == 0)
+
+
+def _has_rows(value: tf.Tensor, rows: int | None, at: int, *, jit: bool) -> bool:
+    """Whether an output, of a step that each replica runs on its rows, has the rows of the batch.
+
+    Args:
+        value: of any shape.
+        rows: how many the step got, one that stands in included; None if that is not known before the step runs.
+        at: the output's position, for an error.
+        jit: XLA compiles the step, which then cannot say how many rows an output has.
+    """
+    first = value.shape[0] if value.shape.rank else None
+    origin = index_origin.origin_of(value)
+    if origin is Origin.ALIKE and value.shape.rank and not jit and (rows is None or first != rows):
+        return False
+    if origin is Origin.ALIKE and first is not None and first == rows:
+        repeated = lookups.is_repeated(value, rows)
+        if repeated is not None and not jit:
+            return repeated
+    elif value.shape.rank and origin is not Origin.ALIKE and (first is None or (rows and first % rows == 0)):
+        return True
+    raise InputError(
+        f"Output {at} of `predict`, of shape {tuple(value.shape)}, has no rows of the batch, so replicas cannot put it "
+        "together. Return a number for each row, compute it from the predictions, or predict on one device. Weights "
+        "alone may be an output without `run_eagerly` and `jit_compile`."
+    )
+
+
+def _kept(leaf: object, has_rows: bool) -> object:
+    """What this replica adds to an output of all: its own rows; without rows, the first replica's value."""
+    if has_rows:
+        if step_context.surely_has_rows():
+            return leaf
+        return batch_sharding.sliced(leaf, 0, tf.where(step_context.has_rows(), batch_sharding.rows_in(leaf), 0))
+    context, facts = replication.replica_context(), step_context.rows()
+    if context.num_replicas_in_sync == 1:
+        return leaf
+    leaf = tf.convert_to_tensor(leaf) if not hasattr(leaf, "shape") else leaf
+    leaf = leaf if leaf.shape.rank else tf.reshape(leaf, [1])
+    is_first = tf.logical_and(facts.local > 0, facts.offset == 0)
+    return batch_sharding.sliced(leaf, 0, tf.where(is_first, batch_sharding.rows_in(leaf), 0))
