@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tfgpu"
 
 # The design's table: each part, and those it may import besides `errors`, `lazy` and `redact`; `cli` may import all.
-FEATURES = {"repairs", "optim", "checkpoint", "parallel", "parameter_server"}
+FEATURES = {"repairs", "optim", "checkpoint", "consistency", "parallel", "parameter_server"}
 ENGINE = {"compat", "core", *FEATURES}
 ALLOWED = {
     "errors": set(),
@@ -31,6 +31,7 @@ ALLOWED = {
     "repairs": {"compat", "core"},
     "optim": {"compat", "core", "repairs"},
     "checkpoint": {"compat", "core", "repairs", "packing"},
+    "consistency": {"compat", "core", "repairs"},
     "parallel": {"compat", "core", "repairs", "cluster", "environment", "rendezvous"},
     "parameter_server": {"compat", "core", "repairs", "parallel"},
     "strategies": {"cluster", "environment", "rendezvous", "callbacks", *ENGINE},

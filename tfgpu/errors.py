@@ -17,6 +17,21 @@ class MachineError(RuntimeError):
     """The machine or the process is not in a state to do this; the message names the next action."""
 
 
+class ReplicasDiffer(MachineError):
+    """What must be equal on all replicas and workers is not.
+
+    Args:
+        message: who differs, in what, and what to do.
+        replicas: the numbers of those that differ from the others.
+        variable: the path of the first variable in which they differ.
+        step: steps of this `fit` that were done when it was found.
+    """
+
+    def __init__(self, message: str, *, replicas: Iterable[int] = (), variable: str | None = None, step: int = 0):
+        super().__init__(message)
+        self.replicas, self.variable, self.step = tuple(replicas), variable, step
+
+
 class OutOfMemory(MachineError):
     """A device's or the host's memory is used up.
 

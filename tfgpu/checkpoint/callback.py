@@ -279,6 +279,7 @@ class Checkpoint(keras.callbacks.Callback):
             "callbacks": self._callback_states.take(),
             "random": random or training_state.random_states(),
             "random_at_epoch": self._random,
+            "paths": training_state.paths(self.model),
             **self._extra_state.take(),
         }
         self._writer.put(self._directory / position.name, lambda: self._write(position, arrays, memory))

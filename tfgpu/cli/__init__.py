@@ -14,7 +14,23 @@ from typing import Annotated
 
 import typer
 
-from tfgpu.cli import bench, compare, data, doctor, export, find, kernel, launch, plan, profile, run, top, train, tune
+from tfgpu.cli import (
+    bench,
+    compare,
+    data,
+    doctor,
+    export,
+    find,
+    kernel,
+    launch,
+    plan,
+    profile,
+    run,
+    top,
+    train,
+    tune,
+    verify,
+)
 from tfgpu.cli.start import complain, debugging
 from tfgpu.errors import InputError, MachineError
 
@@ -119,6 +135,7 @@ app.add_typer(tune.app)
 app.add_typer(find.app, name="find")
 app.add_typer(export.app)
 app.add_typer(compare.app)
+app.add_typer(verify.app)
 app.add_typer(kernel.app)
 app.add_typer(top.app)
 

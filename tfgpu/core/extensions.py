@@ -5,6 +5,8 @@
 - `error_explanations`: `explain(error, model)` returns the error to raise in place of TensorFlow's, or None.
 - `state_providers`: what a feature adds to the state of a training (`training_state.StateProvider`).
 - `xla_obstacles`: `prevents(model)` says that XLA cannot compile the model's step.
+- `run_starts`: `start(run)` is called when `fit` or `evaluate` begins, and may add to the run's lists
+  (`step_blocks.Run`).
 - `spread_layers`: `is_spread(layer)` says that a layer is on several devices, where it cannot be computed on all rows.
 """
 
@@ -42,3 +44,4 @@ error_explanations: Registry = Registry()
 state_providers: Registry = Registry()
 xla_obstacles: Registry = Registry()
 spread_layers: Registry = Registry()
+run_starts: Registry = Registry()

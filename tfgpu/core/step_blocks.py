@@ -21,7 +21,7 @@ from tfgpu.compat import tensorflow as private
 from tfgpu.compat import training
 from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, TFDatasetAdapter
 from tfgpu.compat.patch import wrap
-from tfgpu.core import error_messages, step_context
+from tfgpu.core import error_messages, extensions, step_context
 from tfgpu.errors import InputError
 
 MOST_STEPS = 4096
@@ -67,6 +67,7 @@ class Block:
         rows: of each of the first `full` batches; None if unknown.
         full: how many of the first batches have that many rows.
         done: how many steps ran, once the block has run.
+        first: yields the batch of the first step, if that has been read from `iterator` already.
     """
 
     iterator: object
@@ -76,6 +77,7 @@ class Block:
     rows: int | None = None
     full: float = 0
     done: int | None = None
+    first: object | None = None
 
     @property
     def end(self) -> int:
@@ -125,6 +127,12 @@ class Run:
         asides: each makes a context for an `evaluate` that a callback calls between steps.
         logs: the last epoch's logs.
         per_batch: by kind, the classes of this worker's callbacks that need per-batch hooks.
+        arguments: what `fit` or `evaluate` was called with, by name.
+        on_meeting: each is called with the strategy when all workers have come to this run, before anything else that
+            they do together.
+        before_steps: each is called once, with the first block, before its steps.
+        after_block: each is called after a block of steps, with their number and the seconds that they took: all
+            workers get the same numbers, on several workers the seconds of the block before.
     """
 
     model: object
@@ -140,6 +148,10 @@ class Run:
     asides: list[Callable[[], contextlib.AbstractContextManager]] = field(default_factory=list)
     logs: dict | None = None
     per_batch: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    arguments: dict[str, object] = field(default_factory=dict)
+    on_meeting: list[Callable[[tf.distribute.Strategy], None]] = field(default_factory=list)
+    before_steps: list[Callable[[object], None]] = field(default_factory=list)
+    after_block: list[Callable[[int, float], None]] = field(default_factory=list)
 
     def wanted(self, left: float = float("inf")) -> int | None:
         """Steps of the next block; None leaves Keras to run batch by batch.
@@ -241,10 +253,14 @@ def _track_runs() -> None:
         def method(stock, self, *args, kind=kind, **kwargs):
             run = None
             if kind is not None:
-                callbacks = inspect.signature(stock).bind(self, *args, **kwargs).arguments.get("callbacks")
+                arguments = inspect.signature(stock).bind(self, *args, **kwargs).arguments
+                callbacks = arguments.get("callbacks")
                 asked, per_batch = _asked(self, callbacks)
-                run = Run(self, kind, asked, step_context.current().steps_per_call, per_batch=per_batch)
+                steps = step_context.current().steps_per_call
+                run = Run(self, kind, asked, steps, per_batch=per_batch, arguments=dict(arguments))
                 _take_over(run, current(), callbacks)
+                for start in extensions.run_starts:
+                    start(run)
             exits = run.exits if run is not None else contextlib.nullcontext()
             # Epoch iterators made elsewhere give the rows alone, as in stock Keras; those of `predict` as it says.
             scope = step_context.scope(run=run, **({} if kind is None else {"gives_row_ranges": True}))

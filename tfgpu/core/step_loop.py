@@ -134,26 +134,35 @@ class StepRunner:
 
     def _run_one_by_one(self, batches: Any, count: int) -> dict:
         """Up to `count` steps, one per call, on batches from Python."""
+        self._begin(batches)
         logs, is_sharded = None, _is_dataset_iterator(batches) or not self._is_replicated
         for _, data in zip(range(count), batches, strict=False):
+            began = time.perf_counter()
             kind = LoopKind(self._jit, local_updates=self._has_local_updates(), is_wrapped=_is_wrapped())
             self._try_step(batches if is_sharded else data)
             data = data if is_sharded else batch_sharding.shard(self._strategy, data)
             with self._around_call(kind, 1):
-                logs, result = self.loops.single(kind)(data, worker_vote.ballot(0.0), self._since())
+                ballot = worker_vote.ballot(self._last.seconds)
+                logs, result = self.loops.single(kind)(data, ballot, self._since())
             self._count(1, kind)
-            worker_vote.accept(self._strategy, result)
+            self.logs = logs
+            seconds = worker_vote.accept(self._strategy, result)
+            self._last = _Timed(self._jit, 1, time.perf_counter() - began)
+            self._follow(seconds if replication.spans_processes(self._strategy) else self._last.seconds)
         if logs is None:
             raise _end_of_data()
         return logs
 
     def _run_block(self, block: Block) -> dict:
         self._try_step(block.iterator)
+        self._begin(block)
         jit, began, block.done = self._chosen_jit(block), time.perf_counter(), 0
         result = None
         while block.done < block.count:
             iterator, kind = self._loop_of(block, jit)
             count = self._steps_of(block, kind)
+            if block.first is not None:
+                iterator, count, block.first = block.first, 1, None
             done, logs, result = self._call_loop(iterator, kind, count)
             block.done += done
             if done:
@@ -166,6 +175,21 @@ class StepRunner:
             tree.map_structure(lambda value: value.numpy(), self.logs)  # a GPU may still be computing
         self._note_time(_Timed(jit, block.done, time.perf_counter() - began), result)
         return self.logs
+
+    def _run(self) -> step_blocks.Run | None:
+        """The `fit` or `evaluate` whose steps these are."""
+        run = step_blocks.current()
+        return run if run is not None and run.model is self._model and run.kind == self._kind else None
+
+    def _begin(self, batches: Any) -> None:
+        run = self._run()
+        while run is not None and run.before_steps:
+            run.before_steps.pop(0)(batches)
+
+    def _follow(self, seconds: float) -> None:
+        run = self._run()
+        for follow in run.after_block if run is not None else ():
+            follow(self._last.steps, seconds)
 
     def _steps_of(self, block: Block, kind: LoopKind) -> int:
         """How many steps of a block the next call runs: one, until a first step has told whether it can be more."""
@@ -229,6 +253,7 @@ class StepRunner:
         self.pace.note(block.steps, block.seconds, in_a_call)
         if self._is_trying():
             self.trial.note(block.jit, block.steps, block.seconds)
+        self._follow(block.seconds)
 
     @contextlib.contextmanager
     def _around_call(self, kind: LoopKind, count: int):

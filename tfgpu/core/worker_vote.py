@@ -46,6 +46,8 @@ def check_same_run(strategy: tf.distribute.Strategy, length: int, *, same_data: 
             "A Checkpoint must be among the callbacks of every worker (only the chief writes), and so must SkipNaN. "
             f"This one has {', '.join(on_all) or 'none of them'}. Give `fit` the same callbacks on each worker."
         )
+    for meet in run.on_meeting if run is not None else ():
+        meet(strategy)
     if run is not None:
         run.every_batch = {kind: bool(number) for kind, number in zip(run.every_batch, asking, strict=True)}
     if same_data and not same_length:

@@ -19,6 +19,7 @@ Which option applies where:
 | `all_reduce="reduction_to_one_device"` | - | yes | - | - | in one process |
 | `bytes_per_pack` | - | yes | yes | - | yes |
 | `unproven` | yes | yes | yes | - | - |
+| `check_replicas`, `on_difference` | - | yes | yes | - | - |
 | `reduce_dtype`, `top_k` | - | yes | yes | - | - |
 | `max_staleness`, `partitioner`, `watch` | - | - | - | yes | - |
 | `every`, `after`, `outer` | - | - | - | - | yes |

@@ -80,10 +80,16 @@ def facts(chosen: tuple[Device, ...], implementation, **options: object) -> dict
     return {"communication": ", ".join([f"{len(chosen)} {chosen[0].kind}", implementation.value, *told])}
 
 
-def reduce_in_two_levels(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
-    """Makes a strategy sum within each process first, where processes have several devices: `"hierarchical"`."""
-    if replication.spans_processes(strategy) and len(strategy.extended.worker_devices) > 1:
+def set_up(strategy: tf.distribute.MultiWorkerMirroredStrategy, all_reduce: str, bytes_per_pack: int | None) -> None:
+    """Makes the replicas of a strategy sum in these packs.
+
+    With `"hierarchical"` they sum within each process first, where processes have several devices.
+    """
+    is_large = replication.spans_processes(strategy) and len(strategy.extended.worker_devices) > 1
+    if all_reduce == "hierarchical" and is_large:
         distribute.set_cross_device_ops(strategy, TwoLevelAllReduce(strategy))
+    if bytes_per_pack is not None:
+        collectives.set_bytes_per_pack(strategy, bytes_per_pack)
 
 
 def check_compression(reduce_dtype: str | None, top_k: float | None) -> None:

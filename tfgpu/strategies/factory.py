@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfgpu import environment
 from tfgpu.cluster import Cluster
+from tfgpu.consistency import settings
 from tfgpu.errors import InputError, unknown
 from tfgpu.strategies.averaging import Outer, averaging
 from tfgpu.strategies.devices import Devices
@@ -16,7 +17,8 @@ from tfgpu.strategies.multi_worker import multi_worker
 from tfgpu.strategies.one_device import one_device
 from tfgpu.strategies.parameter_server import Partitioner, parameter_server
 
-_COMMUNICATION = frozenset({"all_reduce", "bytes_per_pack", "reduce_dtype", "top_k", "batch_norm", "unproven"})
+_CHECKS = frozenset({"check_replicas", "on_difference"})
+_COMMUNICATION = _CHECKS | {"all_reduce", "bytes_per_pack", "reduce_dtype", "top_k", "batch_norm", "unproven"}
 _FACTORIES: dict[str, tuple[Callable[..., tf.distribute.Strategy], frozenset[str]]] = {
     "one_device": (one_device, frozenset({"devices", "unproven"})),
     "mirrored": (mirrored, _COMMUNICATION | {"devices"}),
@@ -41,6 +43,8 @@ def strategy(
     top_k: float | None = None,
     batch_norm: str = "global",
     unproven: str = "gather",
+    check_replicas: str | int = "auto",
+    on_difference: str = "stop",
     max_staleness: int | None = None,
     partitioner: Partitioner = "auto",
     watch: str | Path | None = None,
@@ -78,6 +82,11 @@ def strategy(
             `"gather"`, it is computed on all rows, as on one device, and they are sent; `"refuse"`, an error that names
             it before the first step; or `"warn"`, each replica computes it from its own rows, and the result may not be
             one device's.
+        check_replicas: how often `fit` compares the weights and optimizer states of all replicas, bit by bit: `"auto"`,
+            as often as takes at most 1 % of the time; a number of steps, such as 1; or `"off"`. A `Checkpoint` is
+            compared before it is written, except with `"off"`. See `docs/checkpoints.md`.
+        on_difference: what becomes of a difference: `"stop"`, an error that names the replica and the variable; or
+            `"chief"`, a warning, and all go on from the chief's values.
         max_staleness, partitioner, watch: as for `tfgpu.strategies.parameter_server`.
         every, after, outer: as for `tfgpu.strategies.averaging`.
         cluster: the facts of the cluster; `None` reads them from the environment.
@@ -109,12 +118,18 @@ def strategy(
     if not is_evaluator:  # it runs the script of the training, and ignores what is meant for the coordinator
         options |= {"max_staleness": max_staleness, "watch": watch}
     given = {name: value for name, value in options.items() if value is not None}
-    if batch_norm != "global":  # also None, which is no scope
-        given["batch_norm"] = batch_norm
-    if unproven != "gather":
-        given["unproven"] = unproven
-    if not is_evaluator and partitioner != "auto":  # None is a choice: do not partition
-        given["partitioner"] = partitioner
+    named = {  # of which None is no default
+        "batch_norm": (batch_norm, "global"),
+        "unproven": (unproven, "gather"),
+        "check_replicas": (check_replicas, settings.DEFAULT),
+        "on_difference": (on_difference, "stop"),
+        "partitioner": ("auto" if is_evaluator else partitioner, "auto"),
+    }
+    given |= {name: value for name, (value, default) in named.items() if value != default}
+    return _make(kind, given, cluster)
+
+
+def _make(kind: str, given: dict[str, object], cluster: Cluster) -> tf.distribute.Strategy:
     make, applicable = _FACTORIES[kind]
     for name in given:
         if name not in applicable:

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from tfgpu import environment
 from tfgpu.compat import distribute
+from tfgpu.consistency import agreement, settings  # noqa: F401 (watches every `fit`)
 from tfgpu.core import collectives
 from tfgpu.core.row_mixing import choices
 from tfgpu.parallel import remote_devices, replicas
@@ -21,6 +22,8 @@ def mirrored(
     top_k: float | None = None,
     batch_norm: str = "global",
     unproven: str = "gather",
+    check_replicas: str | int = "auto",
+    on_difference: str = "stop",
 ) -> tf.distribute.MirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every device of this process.
 
@@ -28,11 +31,13 @@ def mirrored(
         devices: as for `strategy` (and `"1/GPU:0"`), but `None` is all logical CPU devices if there is no GPU.
         all_reduce: `"auto"`, `"nccl"` (physical GPUs only), `"hierarchical_copy"` (an even number of devices;
             designed for eight GPUs linked as in a DGX-1) or `"reduction_to_one_device"`.
-        bytes_per_pack, reduce_dtype, top_k, batch_norm, unproven: as for `strategy`.
+        bytes_per_pack, reduce_dtype, top_k, batch_norm, unproven, check_replicas, on_difference: as for
+            `strategy`.
 
     Raises:
         InputError: more devices than exist, or an all-reduce that does not work on them.
     """
+    checks = settings.check(check_replicas, on_difference)
     communication.check_compression(reduce_dtype, top_k)
     communication.check_bytes_per_pack(bytes_per_pack, all_reduce)
     chosen = environment.accelerators() if devices is None else environment.select(devices, remote_devices.names())
@@ -47,4 +52,4 @@ def mirrored(
     if bytes_per_pack is not None:
         collectives.set_bytes_per_pack(made, bytes_per_pack)
     made = choices.choose_unproven(batch_normalization.choose_moments(made, batch_norm), unproven)
-    return communication.compress(made, reduce_dtype, top_k)
+    return settings.choose(communication.compress(made, reduce_dtype, top_k), checks)

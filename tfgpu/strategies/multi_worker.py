@@ -5,7 +5,7 @@ import tensorflow as tf
 from tfgpu import environment, rendezvous, repairs
 from tfgpu.cluster import Cluster
 from tfgpu.compat.worker_devices import devices_initialized, worker_devices
-from tfgpu.core import collectives
+from tfgpu.consistency import agreement, settings  # noqa: F401 (watches every `fit`)
 from tfgpu.core.randomness import data_order
 from tfgpu.core.row_mixing import choices
 from tfgpu.environment import Device
@@ -25,6 +25,8 @@ def multi_worker(
     top_k: float | None = None,
     batch_norm: str = "global",
     unproven: str = "gather",
+    check_replicas: str | int = "auto",
+    on_difference: str = "stop",
     cluster: Cluster | None = None,
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Makes the strategy that keeps a copy of the model on every GPU of every worker; waits for all workers.
@@ -38,7 +40,8 @@ def multi_worker(
         all_reduce: `"auto"` (NCCL between physical GPUs, else the ring over gRPC), `"ring"` (which workers that share a
             GPU need), `"nccl"` (GPUs only), or `"hierarchical"`: each worker sums on its first device, and only those
             devices communicate, for workers of several devices on a slow network. All workers must choose the same.
-        bytes_per_pack, reduce_dtype, top_k, batch_norm, unproven: as for `strategy`.
+        bytes_per_pack, reduce_dtype, top_k, batch_norm, unproven, check_replicas, on_difference: as for
+            `strategy`.
         cluster: the facts of the cluster; `None` reads them from the environment.
 
     Raises:
@@ -52,16 +55,15 @@ def multi_worker(
             f"`multi_worker` needs this process to be a worker of a cluster. Found: {describe_task(cluster)}. "
             "Set TF_CONFIG in each worker, or use `mirrored` or `one_device`."
         )
+    checks = settings.check(check_replicas, on_difference)
     communication.check_compression(reduce_dtype, top_k)
     communication.check_bytes_per_pack(bytes_per_pack, all_reduce)
     chosen = _worker_devices(devices)
-    gpus = tuple(device for device in chosen if device.kind == "GPU")
     implementation = communication.choose_implementation(all_reduce, chosen)
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
     if implementation == tf.distribute.experimental.CommunicationImplementation.NCCL:
         communication.check_nccl_dtype(reduce_dtype)
-    jobs = {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
-    found = make_resolver(cluster, jobs, gpus=len(gpus))
+    found = make_resolver(cluster, _training_jobs(cluster), gpus=sum(device.kind == "GPU" for device in chosen))
     if not devices_initialized():  # Otherwise it has joined this cluster before, or TensorFlow refuses below.
         # `tfgpu run` has met the others once, at the start. Meet again here: TensorFlow would wait for a worker whose
         # script has not come this far for an hour, silently, while it keeps Python from running.
@@ -74,16 +76,19 @@ def multi_worker(
             top_k=top_k,
             batch_norm=batch_norm,
             unproven=unproven,
+            check_replicas=check_replicas,
+            on_difference=on_difference,
         )
         rendezvous.join(cluster, again=True, facts=data_order.facts() | told)
     repairs.repair_keras()
     made = _make(found, chosen, options)
-    if all_reduce == "hierarchical":
-        communication.reduce_in_two_levels(made)
-    if bytes_per_pack is not None:
-        collectives.set_bytes_per_pack(made, bytes_per_pack)
+    communication.set_up(made, all_reduce, bytes_per_pack)
     made = choices.choose_unproven(batch_normalization.choose_moments(made, batch_norm), unproven)
-    return communication.compress(made, reduce_dtype, top_k)
+    return settings.choose(communication.compress(made, reduce_dtype, top_k), checks)
+
+
+def _training_jobs(cluster: Cluster) -> dict[str, list[str]]:
+    return {name: addresses for name, addresses in cluster.jobs().items() if name in ("chief", "worker")}
 
 
 def _make(

@@ -93,6 +93,11 @@ def variables(model, *, metrics: bool, merge: Callable[[Sequence], list] = shard
     return found | (name_group("metrics", model.metrics_variables) if metrics else {})
 
 
+def paths(model) -> dict[str, str]:
+    """The paths of all variables by their names here, for those who read a checkpoint without the model."""
+    return {name: getattr(variable, "path", name) for name, variable in variables(model, metrics=True).items()}
+
+
 def changed_by_a_step(model) -> list:
     """The variables that a training step may change, without Keras's global seed generator."""
     return [v for name, v in variables(model, metrics=True, merge=list).items() if name != _GLOBAL_DRAWS]
