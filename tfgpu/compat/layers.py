@@ -120,6 +120,11 @@ def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     return layer._reduction_axes
 
 
+def recomputes(layer: keras.layers.Layer) -> bool:
+    """Whether a layer was made in a `keras.RematScope`, so that Keras runs its call again in the backward pass."""
+    return layer._remat_mode is not None
+
+
 def change_activity_regularizers(change: Callable[[Callable], Callable], *, by: str) -> None:
     """Makes every layer call `change(regularizer)` in place of its activity regularizer.
 

@@ -7,10 +7,10 @@ import tensorflow as tf
 from keras import ops
 
 from tfgpu.compat import layers, slots
-from tfgpu.compat.keras import nn
+from tfgpu.compat.keras import nn, tree
 from tfgpu.compat.patch import wrap
-from tfgpu.core import replication, step_context, travel
-from tfgpu.core.row_mixing import row_sums
+from tfgpu.core import replication, step_context
+from tfgpu.core.moments import global_moments, graph_order
 from tfgpu.core.state import layer_state
 from tfgpu.errors import unknown
 from tfgpu.repairs import probing
@@ -55,14 +55,14 @@ def normalize_by_global_batch() -> None:
 
     Stock Keras takes them over each replica's rows unless `synchronized=True`, ignores that flag if there is a mask,
     and then computes the variance as E[x^2] - E[x]^2, which cancels if the mean is large. Here one collective combines
-    every replica's count, mean and variance (Chan, Golub and LeVeque, 1979).
+    every replica's count, mean and variance; layers on parallel branches of a functional model share it.
     """
 
     @wrap("nn.compute_moments_sync")
     def compute_moments_sync(stock, x, axes, keepdims):
         if replication.replica_context() is None:
             return stock(x, axes, keepdims)
-        return _squeezed(_moments(x, axes), axes, keepdims)
+        return _squeezed(global_moments.over_replicas(x, axes), axes, keepdims)
 
     @wrap("BatchNormalization.moments")
     def moments(stock, self, inputs, mask):
@@ -76,7 +76,7 @@ def normalize_by_global_batch() -> None:
         if mask is None:
             return nn.moments(inputs, axes, synchronized=True)
         mask = tf.cast(ops.expand_dims(mask, -1), tf.bool)
-        return _squeezed(_moments(inputs, axes, mask), axes, keepdims=False)
+        return _squeezed(global_moments.over_replicas(inputs, axes, mask), axes, keepdims=False)
 
     @wrap("keras.layers.BatchNormalization.call")
     def call(stock, self, inputs, training=None, *args, **kwargs):
@@ -93,68 +93,18 @@ def normalize_by_global_batch() -> None:
             layer_state.put(variable, tf.where(step_context.has_rows(), variable.value, value))
         return outputs
 
-
-def _moments(x: tf.Tensor, axes, mask: tf.Tensor | None = None) -> list[tf.Tensor]:
-    """Mean and variance over `axes` and all replicas, with those axes kept; the mask says which positions count."""
-    count, mean, variance = _local_moments(x, axes, mask)
-    if step_context.has_local_forward() or replication.replica_context().num_replicas_in_sync == 1:
-        return [mean, variance]
-    if mask is None and step_context.rows_are_even() and isinstance(count, int):
-        means, variances = tf.unstack(_from_all_replicas([mean, variance]), axis=1)
-        mean = tf.reduce_mean(means, 0)
-        return [mean, tf.reduce_mean(variances + _squares(means, mean), 0)]
-    count = tf.cast(count, mean.dtype) * step_context.has_rows(mean.dtype) * tf.ones_like(mean)
-    counts, means, variances = tf.unstack(_from_all_replicas([count, mean, variance]), axis=1)
-    total = tf.reduce_sum(counts, 0)
-    mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)
-    squares = tf.reduce_sum(counts * (variances + _squares(means, mean)), 0)
-    return [mean, tf.math.divide_no_nan(squares, total)]
-
-
-def _squares(means: tf.Tensor, mean: tf.Tensor) -> tf.Tensor:
-    """Squared distances of the replicas' means from the mean of all rows.
-
-    `tf.nn.moments` stops the gradient at its mean, which changes second derivatives (a gradient penalty's). Here, too,
-    the distances are constants of the gradient, so that those of all orders are one device's.
-    """
-    distances = tf.stop_gradient(means - mean)
-    return distances * (distances + 2 * (means - tf.stop_gradient(means)))
-
-
-def _local_moments(x: tf.Tensor, axes, mask: tf.Tensor | None) -> tuple[int | tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Count, mean and variance of this replica's rows; mean and variance are 0 if it has none."""
-    if mask is None:
-        count = _size(x, axes)
-        mean, variance = tf.nn.moments(x, axes, keepdims=True)
-    else:
-
-        def total(values):
-            return tf.reduce_sum(tf.where(mask, values, tf.zeros([], x.dtype)), axes, keepdims=True)
-
-        repeated = _size(x, [axis for axis in axes if mask.shape[axis] == 1])  # a mask has no channels
-        count = tf.reduce_sum(tf.cast(mask, x.dtype), axes, keepdims=True) * tf.cast(repeated, x.dtype)
-        mean = tf.math.divide_no_nan(total(x), count)
-        variance = tf.math.divide_no_nan(total(tf.math.squared_difference(x, tf.stop_gradient(mean))), count)
-    if step_context.surely_has_rows():
-        return count, mean, variance
-    return count, *(tf.where(step_context.has_rows(), value, tf.zeros_like(value)) for value in (mean, variance))
-
-
-def _size(x: tf.Tensor, axes) -> int | tf.Tensor:
-    """The product of some dimensions: an int if all are known, else an int32 scalar."""
-    size = 1
-    for axis in axes:
-        size *= tf.shape(x)[axis] if x.shape[axis] is None else x.shape[axis]
-    return size
+    @wrap("KerasFunction.run_through_graph")
+    def run_through_graph(stock, self, inputs, operation_fn=lambda operation: operation, call_fn=None):
+        is_symbolic = any(isinstance(each, keras.KerasTensor) for each in tree.flatten(inputs))
+        can_share = call_fn is None and not is_symbolic and graph_order.replicas_meet()
+        groups = graph_order.groups_of(self) if can_share else None
+        if groups is None:
+            return stock(self, inputs, operation_fn, call_fn)
+        return graph_order.run(self, groups, inputs, operation_fn)
 
 
 def _squeezed(values: list[tf.Tensor], axes, keepdims: bool) -> tuple[tf.Tensor, ...]:
     return tuple(values if keepdims else (tf.squeeze(value, axes) for value in values))
-
-
-def _from_all_replicas(values: list[tf.Tensor]) -> tf.Tensor:
-    """The values of all replicas, [replicas, values, ...], by one differentiable all-reduce."""
-    return row_sums.over_replicas([travel.at_own_place(tf.stack(values))])[0]
 
 
 def _takes_own_moments(layer: keras.layers.BatchNormalization) -> bool:

@@ -11,13 +11,17 @@ class Meets(Exception):
     """A function that is tried on drawn rows brings the replicas' rows together by itself."""
 
 
-def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
+def over_replicas(values: list[tf.Tensor], *, are_apart: bool = False) -> list[tf.Tensor]:
     """Sums tensors over all replicas, in one differentiable collective.
 
     The step weighs the replicas' gradients by their shares of the batch. In Keras's `train_step` the loss itself is
     weighed, so the gradient of a sum is the sum of the upstream gradients. In a user's own step each replica multiplies
     its gradients by its own share at the end. A gradient of another replica's loss needs that replica's share instead:
     so each upstream gradient is weighed before the sum, and the sum is divided by this replica's share.
+
+    Args:
+        values: of the same shapes on all replicas.
+        are_apart: a value whose sum has no part in the loss has no gradient (None), although other values have one.
     """
     facts = step_context.step()
     weigh_at_end = facts is not None and not facts.loss_is_weighed
@@ -29,7 +33,8 @@ def over_replicas(values: list[tf.Tensor]) -> list[tf.Tensor]:
         sums = collectives.all_reduce([step_context.times_share(value) for value in values])
         return [tf.math.divide_no_nan(total, tf.cast(facts.share, total.dtype)) for total in sums]
 
-    return _linear(add, add_weighed if weigh_at_end else add)(*values)
+    function = _linear_apart if are_apart and len(values) > 1 else _linear
+    return function(add, add_weighed if weigh_at_end else add)(*values)
 
 
 def _linear(forward: Callable[[list], list], backward: Callable[[list], list]) -> Callable:
@@ -40,6 +45,43 @@ def _linear(forward: Callable[[list], list], backward: Callable[[list], list]) -
         return forward(list(values)), lambda *upstream: _linear(backward, forward)(*upstream)
 
     return apply
+
+
+def _linear_apart(forward: Callable[[list], list], backward: Callable[[list], list]) -> Callable:
+    """As `_linear`, where a value whose result has no gradient has none (None).
+
+    TensorFlow hands zeros to a function of several results for those that have no gradient. Zeros would go on to
+    weights that have no part in the loss, which the optimizer leaves alone on one device, and would then decay. So each
+    result notes that its gradient came; that of the function runs after them.
+    """
+
+    def apply(*values):
+        came: set[int] = set()
+
+        @tf.custom_gradient
+        def together(*values):
+            def gradient(*upstream):
+                places = sorted(came)
+                came.clear()  # a persistent tape may ask again, for another loss
+                function = _linear_apart if len(places) > 1 else _linear
+                found = dict(zip(places, function(backward, forward)(*(upstream[at] for at in places)), strict=True))
+                return [found.get(at) for at in range(len(upstream))]
+
+            return forward(list(values)), gradient
+
+        return [_noting(came, at, value) for at, value in enumerate(together(*values))]
+
+    return apply
+
+
+def _noting(came: set[int], at: int, value: tf.Tensor) -> tf.Tensor:
+    """The value; its gradient adds `at` to `came`."""
+
+    def gradient(upstream):
+        came.add(at)
+        return upstream
+
+    return tf.custom_gradient(lambda value: (value, gradient))(value)
 
 
 def of_batch(value: tf.Tensor) -> tf.Tensor:
