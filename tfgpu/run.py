@@ -57,6 +57,9 @@ def run(script: str | Path, arguments: Sequence[str] = (), *, startup_timeout_s:
         runpy.run_path(str(path), run_name="__main__")
     except Exception as error:
         lost.note(error, cluster)
+        from tfgpu.core.workers import watch
+
+        watch.note_error(error)
         raise
 
 

@@ -1,6 +1,7 @@
 """What a model, its data adapters and its epoch iterator hold during `fit`."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -67,6 +68,17 @@ def set_iterator_strategy(iterator: EpochIterator, strategy: tf.distribute.Strat
 def batches_known(iterator: EpochIterator) -> int | None:
     """The number of batches per epoch; None if unknown."""
     return iterator._num_batches
+
+
+def forget_batches(iterator: EpochIterator) -> None:
+    """Makes the number of batches per epoch unknown, until the first epoch has ended."""
+    kind, held = type(iterator), weakref.proxy(iterator)  # a cycle would keep its data until garbage is collected
+
+    def reset():
+        kind.reset(held)
+        held._num_batches = None
+
+    iterator.reset, iterator._num_batches = reset, None
 
 
 def batches_seen(iterator: EpochIterator) -> int:

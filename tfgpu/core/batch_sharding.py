@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute, slots, training
 from tfgpu.compat.patch import wrap
 from tfgpu.core import nested_functions, replication, step_context, worker_vote
+from tfgpu.core.workers import ledger
 
 _UNEQUAL = "All parts of a batch must have the same number of rows."
 
@@ -57,8 +58,14 @@ def shard_batches() -> None:
         distributor = _Distributor(strategy)
         stock(self, distributor, *args, **kwargs)
         training.set_iterator_strategy(self, strategy)
-        if not distributor.was_asked and replication.spans_processes(strategy):  # the user has distributed the data
+        if not replication.spans_processes(strategy):
+            return
+        if not distributor.was_asked:  # the user has distributed the data
             worker_vote.check_same_run(strategy, -1, same_data=False)
+        elif distributor.cuts:
+            ledger.compare("began to read data", {"batches": str(training.batches_known(self))})
+        else:  # Each worker's part may have another length. An epoch lasts until all have ended.
+            training.forget_batches(self)
 
 
 def replica_batch(batch, at, count: int, *, stand_in: bool = True) -> ReplicaBatch:
@@ -162,7 +169,7 @@ class _Distributor:
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = strategy
-        self.was_asked = False
+        self.was_asked, self.cuts = False, True
 
     def experimental_distribute_dataset(self, dataset: tf.data.Dataset):
         self.was_asked = True
@@ -171,6 +178,7 @@ class _Distributor:
         if replication.spans_processes(self._strategy):
             own_cut = policy in (policies.AUTO, policies.DATA)
             worker_vote.check_same_run(self._strategy, int(dataset.cardinality()), same_data=own_cut)
+            self.cuts = own_cut
             if not own_cut:
                 return self._strategy.experimental_distribute_dataset(dataset)
         return _sharded(self._strategy, dataset, step_context.current().gives_row_ranges)

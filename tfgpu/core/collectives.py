@@ -11,6 +11,7 @@ from tfgpu.compat import tensorflow as private
 from tfgpu.core import replication, step_context, traffic, travel
 from tfgpu.core.replication import replica_context, replica_number, spans_processes
 from tfgpu.core.sparse import exchange, index_origin, merging
+from tfgpu.core.workers import ledger
 from tfgpu.errors import InputError
 
 PACK_BYTES = 32 << 20
@@ -71,7 +72,8 @@ def sum_over_workers(strategy: tf.distribute.Strategy, numbers) -> np.ndarray:
     kept = slots.of(strategy)
     if not hasattr(kept, "sum_over_workers"):
         kept.sum_over_workers = tf.function(total, autograph=False, reduce_retracing=True)
-    return kept.sum_over_workers(tf.convert_to_tensor(numbers, tf.int64)).numpy()
+    with ledger.waiting():
+        return kept.sum_over_workers(tf.convert_to_tensor(numbers, tf.int64)).numpy()
 
 
 def added(parts: list) -> tf.Tensor | tf.IndexedSlices:

@@ -28,6 +28,7 @@ from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.randomness import trace_choices
 from tfgpu.core.row_mixing import whole_batch
 from tfgpu.core.sparse import index_origin
+from tfgpu.core.workers.batch_count import BatchCount
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class LoopBuilder:
         collectives: per replica, in the step that was traced last.
         sees_whole_batch: the user's step mixes rows and sees the whole batch (`row_mixing.whole_batch`).
         step_wrapper: runs the steps of wrapped kinds (`step_blocks.StepWrapper`).
+        batch_count: counts the batches where workers make them themselves; else None.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class LoopBuilder:
         self.collectives = 0.0
         self.sees_whole_batch = False
         self.step_wrapper = None
+        self.batch_count = BatchCount() if replication.spans_processes(self._strategy) else None
         self.loop = functools.cache(lambda kind: self._compile(functools.partial(self._run_many, kind=kind)))
         self.single = functools.cache(lambda kind: self._compile(functools.partial(self._run_one, kind=kind)))
         # A partial has no code object, by which TensorFlow would take all models' steps for one function.
@@ -148,11 +151,18 @@ class LoopBuilder:
                 with _state_waits_for(batch):
                     return done + 1, left - 1, *run(batch, since, last)
             has_value, get_value = batch_sharding.next_batch(iterator)
-            return tf.cond(
-                has_value,
-                lambda: (done + 1, left - 1, *run(get_value(), since, last)),
-                lambda: (done, 0, since, last),
-            )
+
+            def step():
+                if self.batch_count is not None:
+                    self.batch_count.note_batch()
+                return done + 1, left - 1, *run(get_value(), since, last)
+
+            def end():
+                if self.batch_count is not None:
+                    self.batch_count.note_end()
+                return done, 0, since, last
+
+            return tf.cond(has_value, step, end)
 
         nothing = self._strategy.run(tf.raw_ops.OptionalNone)
         done, *_, last = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))

@@ -133,6 +133,8 @@ class Run:
         before_steps: each is called once, with the first block, before its steps.
         after_block: each is called after a block of steps, with their number and the seconds that they took: all
             workers get the same numbers, on several workers the seconds of the block before.
+        wants_to_stop: this worker has set `stop_training` within an epoch, and the others are to hear of it.
+        stops: all workers stop after this block.
     """
 
     model: object
@@ -152,6 +154,8 @@ class Run:
     on_meeting: list[Callable[[tf.distribute.Strategy], None]] = field(default_factory=list)
     before_steps: list[Callable[[object], None]] = field(default_factory=list)
     after_block: list[Callable[[int, float], None]] = field(default_factory=list)
+    wants_to_stop: bool = False
+    stops: bool = False
 
     def wanted(self, left: float = float("inf")) -> int | None:
         """Steps of the next block; None leaves Keras to run batch by batch.

@@ -31,6 +31,7 @@ from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.row_mixing import step_trial
 from tfgpu.core.state import takeover
 from tfgpu.core.step_blocks import Block
+from tfgpu.core.workers import ledger
 
 
 class Averager(Protocol):
@@ -259,8 +260,14 @@ class StepRunner:
     def _around_call(self, kind: LoopKind, count: int):
         jit, set_by = self._jit or self.trial is not None, step_blocks.set_by(self._model, self._kind)
         with self.averager.running() if kind.local_updates else contextlib.nullcontext():
-            with profiling_hooks.steps_begin(self.done, count, self._kind, set_by, jit=jit):
+            with profiling_hooks.steps_begin(self.done, count, self._kind, set_by, jit=jit), self._waiting(count):
                 yield
+
+    def _waiting(self, count: int) -> contextlib.AbstractContextManager:
+        batches = self.loops.batch_count
+        if batches is not None:
+            batches.begin()
+        return ledger.waiting(batches, (self.done, count))
 
     def _has_local_updates(self) -> bool:
         return self.averager is not None and self.averager.is_local()

@@ -9,9 +9,13 @@ import zlib
 
 import tensorflow as tf
 
+from tfgpu.compat import distribute
 from tfgpu.core import collectives, replication, step_blocks, step_context
 from tfgpu.core.randomness import data_order
 from tfgpu.errors import InputError
+
+_MOST_WORKERS = 4096
+"""The vote counts two kinds of requests in one float32, this one's digits and those above."""
 
 
 def check_same_run(strategy: tf.distribute.Strategy, length: int, *, same_data: bool) -> None:
@@ -68,8 +72,9 @@ def ballot(seconds: float) -> tf.Tensor:
         seconds: how long its last block took.
     """
     run = step_blocks.current()
-    wants_to_stop = run is not None and run.stop_request is not None and run.stop_request.is_requested
-    return tf.constant([seconds, float(wants_to_stop)], tf.float32)
+    is_asked = run is not None and run.stop_request is not None and run.stop_request.is_requested
+    wants_to_stop = run is not None and run.wants_to_stop
+    return tf.constant([seconds, is_asked + _MOST_WORKERS * wants_to_stop], tf.float32)
 
 
 def share_of_ballot(ballot: tf.Tensor) -> tf.Tensor:
@@ -81,8 +86,10 @@ def accept(strategy: tf.distribute.Strategy, result: tf.Tensor) -> float:
     """Applies the result on every worker; returns the mean time of the last block, in seconds."""
     if not replication.spans_processes(strategy):
         return 0.0
-    seconds, requests = result.numpy()
-    run = step_blocks.current()
-    if requests > 0 and run is not None and run.stop_request is not None:
+    seconds, mean = result.numpy()
+    run, requests = step_blocks.current(), round(float(mean) * distribute.num_workers(strategy))
+    if requests % _MOST_WORKERS and run is not None and run.stop_request is not None:
         run.stop_request.is_agreed = True
+    if requests >= _MOST_WORKERS and run is not None:
+        run.stops = True
     return float(seconds)

@@ -9,6 +9,7 @@ from tfgpu.compat.keras import LossScaleOptimizer, Variable, name_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, extensions, gradient_weights, gradients, replication, step_context, traffic, travel
 from tfgpu.core.state.sharded_variable import set_shard_info, shard_info
+from tfgpu.core.workers import ledger
 from tfgpu.errors import MachineError
 
 SAVE_TIMEOUT_S = 300.0
@@ -66,7 +67,8 @@ def _total(optimizer, accumulator) -> tf.Tensor:
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=SAVE_TIMEOUT_S)
     try:
         own = distribute.regroup(tuple(travel.to_sum(tf.convert_to_tensor(copy)) for copy in accumulator.values))
-        total = strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, own, "/device:CPU:0", options)
+        with ledger.waiting():
+            total = strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, own, "/device:CPU:0", options)
     except tf.errors.DeadlineExceededError:
         raise MachineError(
             "Accumulated gradients are spread over all workers, but the other workers did not save within "

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from tfgpu.compat import distribute
 from tfgpu.compat.patch import wrap
+from tfgpu.core.workers import ledger
 from tfgpu.repairs.repair import Repair
 
 
@@ -17,16 +18,16 @@ def broadcast_all_dtypes() -> None:
     @wrap("collective_ops.broadcast_send")
     def broadcast_send(stock, t, shape, dtype, *args, **kwargs):
         sent = _sent_as(dtype)
-        return (
-            stock(t, shape, dtype, *args, **kwargs)
-            if sent == dtype
-            else tf.cast(stock(tf.cast(t, sent), shape, sent, *args, **kwargs), dtype)
-        )
+        with ledger.waiting():
+            if sent == dtype:
+                return stock(t, shape, dtype, *args, **kwargs)
+            return tf.cast(stock(tf.cast(t, sent), shape, sent, *args, **kwargs), dtype)
 
     @wrap("collective_ops.broadcast_recv")
     def broadcast_recv(stock, shape, dtype, *args, **kwargs):
         sent = _sent_as(dtype)
-        received = stock(shape, sent, *args, **kwargs)
+        with ledger.waiting():
+            received = stock(shape, sent, *args, **kwargs)
         return received if sent == dtype else tf.cast(received, dtype)
 
 

@@ -17,6 +17,7 @@ from tfgpu.compat.patch import wrap
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import batch_sharding, extensions, metric_logs, replication, step_blocks, step_loop
 from tfgpu.core.state import takeover
+from tfgpu.core.workers import calls
 from tfgpu.errors import InputError
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
@@ -59,6 +60,12 @@ def compile_one_device_by_xla() -> None:
             return False
         with training.without_strategy(self):
             return stock(self)
+
+
+def run_in_blocks_together() -> None:
+    """Runs blocks of steps, and makes workers compare the calls that lead to them."""
+    step_blocks.run_in_blocks()
+    calls.call_together()  # outermost, to see the errors as they are explained
 
 
 def build_from_spec() -> None:
@@ -203,7 +210,7 @@ REPAIRS = (
         fault="fit returns to Python after every batch, even if no callback has per-batch hooks",
         issue="",
         probe=fit_calls_for_every_batch,
-        apply=step_blocks.run_in_blocks,
+        apply=run_in_blocks_together,
     ),
     Repair(
         name="results-once",

@@ -1,0 +1,1 @@
+"""What each worker does beside the others: they compare their calls, and name the one that does something else."""
