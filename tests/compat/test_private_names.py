@@ -8,7 +8,18 @@ PACKAGE = Path(__file__).parents[2] / "tfgpu"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "compat")
 MODULES = ("keras.src", "tensorflow.python", "tensorflow.compiler", "tensorflow.core")
 # Underscored, and not of Keras or TensorFlow: Python's own, and Spark's gateway to the Java virtual machine.
-OTHERS = {"_asdict", "_exit", "_fields", "_getframe", "_jsc", "_make", "_replace", "_run_exitfuncs", "_shutdown"}
+OTHERS = {
+    "_asdict",
+    "_current_frames",
+    "_exit",
+    "_fields",
+    "_getframe",
+    "_jsc",
+    "_make",
+    "_replace",
+    "_run_exitfuncs",
+    "_shutdown",
+}
 # Protocol buffers that TensorFlow writes to disk or hands out; their modules are TensorFlow's published format.
 FORMATS = {"tensorflow.core.framework", "tensorflow.core.protobuf", "tensorflow.core.util", "tensorflow.core.profiler"}
 

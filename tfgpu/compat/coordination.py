@@ -3,8 +3,6 @@
 The service runs in the first task of the cluster, on the port that TensorFlow uses anyway.
 """
 
-import inspect
-
 import tensorflow as tf
 from tensorflow.python.eager import context
 
@@ -17,13 +15,9 @@ class Unreachable(Exception):
 
 
 def is_available() -> bool:
-    """Whether this process is in a cluster with a coordination service, and this TensorFlow can wait for a text."""
+    """Whether this process is in a cluster with a coordination service."""
     config = context.context().coordination_service
-    return (
-        config is not None
-        and bool(config.service_type)
-        and "timeout_in_ms" in inspect.signature(context.Context.get_config_key_value).parameters
-    )
+    return config is not None and bool(config.service_type)
 
 
 def put(key: str, text: str) -> bool:

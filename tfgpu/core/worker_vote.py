@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute
 from tfgpu.core import collectives, replication, step_blocks, step_context
 from tfgpu.core.randomness import data_order
+from tfgpu.core.workers import ledger
 from tfgpu.errors import InputError
 
 _MOST_WORKERS = 4096
@@ -86,7 +87,8 @@ def accept(strategy: tf.distribute.Strategy, result: tf.Tensor) -> float:
     """Applies the result on every worker; returns the mean time of the last block, in seconds."""
     if not replication.spans_processes(strategy):
         return 0.0
-    seconds, mean = result.numpy()
+    with ledger.waiting():
+        seconds, mean = result.numpy()
     run, requests = step_blocks.current(), round(float(mean) * distribute.num_workers(strategy))
     if requests % _MOST_WORKERS and run is not None and run.stop_request is not None:
         run.stop_request.is_agreed = True

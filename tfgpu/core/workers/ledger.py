@@ -92,7 +92,7 @@ class Ledger:
             InputError: they do not.
             MachineError: a worker has failed, or no longer answers.
         """
-        with self._while_open():
+        with self._until_closed():
             self._tell(Event(what, user_line.of_thread(), facts or {}, stop))
             text = self._collect() if self.rank == 0 else self._await(self._verdict, [0])
             if (error := sentences.from_text(text)) is not None:
@@ -111,7 +111,7 @@ class Ledger:
             line: as of `Event`.
             is_failure: as of `Event`.
         """
-        with self._while_open():
+        with self._until_closed():
             self._tell(Event(what, line, is_failure=is_failure))
 
     @contextlib.contextmanager
@@ -150,8 +150,10 @@ class Ledger:
         Args:
             step: the last one that ran.
         """
-        with self._while_open():
+        with self._until_closed():
             at = f"stop/{self.count}/{step}"
+            if not self.is_open:
+                return True
             for key, text in ((f"{at}/{self.rank}", "yes"), (f"stop/{self.count}", str(step))):
                 if coordination.put(key, text):
                     self._kept.append(key)
@@ -220,6 +222,8 @@ class Ledger:
         return None if text is None else sentences.from_text(text)
 
     def _tell(self, event: Event) -> None:
+        if not self.is_open:
+            raise coordination.Unreachable
         self.count += 1
         key, text = f"event/{self.count}/{self.rank}", event.as_json()
         coordination.put(key, text)
@@ -302,10 +306,8 @@ class Ledger:
             coordination.delete(key)
 
     @contextlib.contextmanager
-    def _while_open(self) -> Iterator[None]:
+    def _until_closed(self) -> Iterator[None]:
         """Without the service the workers train as TensorFlow lets them, and its errors say who is lost."""
-        if not self.is_open:
-            return
         try:
             yield
         except coordination.Unreachable:
