@@ -76,6 +76,7 @@ class Ledger:
         self.wait: Wait | None = None
         self.failure: Exception | None = None
         self.is_aborted = False
+        self._last: Wait | None = None
         self.ended: tuple[int, Event] | None = None
         self.closing = threading.Event()
         self._kept: list[str] = []
@@ -128,7 +129,7 @@ class Ledger:
         if self.wait is not None:
             yield
             return
-        self.wait = Wait(threading.get_ident(), self.step, batches, plan)
+        self.wait = self._last = Wait(threading.get_ident(), self.step, batches, plan)
         try:
             yield
         except tf.errors.OpError:
@@ -142,6 +143,9 @@ class Ledger:
         """Where the worker waits now; the line is asked for if it is not given."""
         thread = threading.main_thread().ident if self.wait is None else self.wait.thread
         place = f"in {' in '.join(reversed(self.calls))}" if self.calls else "for it"
+        if self.calls and self._last is not None:
+            begin, count = self._last.plan or (0, 0)
+            place += f", in steps {begin + 1} to {begin + count}" if count else ", between steps"
         return Event(f"waited {place}", user_line.of_thread(thread) if line is None else line)
 
     def agrees_to_stop(self, step: int) -> bool:
