@@ -194,6 +194,27 @@ def test_validation_runs_in_blocks_too(strategy):
     assert seen == list(range(6))
 
 
+def normalized(layers):
+    return keras.Sequential([layers[0], keras.layers.BatchNormalization(), *layers[1:]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_known", [True, False])
+def test_functions_that_run_eagerly_train_the_same(strategy, is_known):
+    """`tf.config.run_functions_eagerly` is how TensorFlow's users debug a step."""
+    weights = []
+    for is_eager in (False, True):
+        tf.config.run_functions_eagerly(is_eager)
+        try:
+            model = build(strategy, normalized)
+            model.fit(data(is_known=is_known), epochs=2, verbose=0)
+            weights.append(model.get_weights() + [model.predict(X, verbose=0), model.evaluate(X, Y, verbose=0)])
+        finally:
+            tf.config.run_functions_eagerly(False)
+    for found, expected in zip(*weights, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+
+
 def test_a_custom_step_with_logs_of_any_shape(strategy):
     class Own(keras.Sequential):
         def train_step(self, data):

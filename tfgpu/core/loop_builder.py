@@ -279,6 +279,9 @@ def _state_waits_for(batch) -> Iterator[None]:
     If the data fails, the state is then that of the last whole step. Operations that need the batch wait for it anyway;
     making all others wait too, constants and variable reads included, takes a fifth of a small model's step.
     """
+    if tf.executing_eagerly():  # `tf.config.run_functions_eagerly`: the order is Python's
+        yield
+        return
     graph = tf.compat.v1.get_default_graph()
     tensors = [t for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
     sources = list({tensor.op.name: tensor.op for tensor in tensors}.values())
