@@ -118,7 +118,7 @@ def test_a_group_has_one_collective_forward_and_one_backward():
     assert len(sent) == 5  # and the gradients
 
 
-@pytest.mark.sample("two_branches-8", "shared_layer-7")
+@pytest.mark.sample("shared_layer-7")
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize("make", [two_branches, uneven_branches, shared_layer, masked], ids=lambda make: make.__name__)
 def test_a_training_is_one_device_s(make, rows):

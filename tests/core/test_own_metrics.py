@@ -218,7 +218,8 @@ def test_a_metric_that_cannot_be_tried():
         trained(tfgpu.strategy("mirrored", devices=2, unproven="refuse"), metrics=(Fussy,))
 
 
-@pytest.mark.parametrize("weights", [None, pytest.param("rows", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [None, "rows"])
 def test_a_loss_that_reduces_by_itself(weights):
     rows = np.random.default_rng(3).uniform(0.2, 2.0, len(X)).astype("float32")
     check(loss=Supervised, weights=None if weights is None else rows)

@@ -66,7 +66,7 @@ def differing(found, expected):
     }
 
 
-@pytest.mark.sample("8-None", "9-5")
+@pytest.mark.sample("9-5")
 @pytest.mark.parametrize(
     ("rows", "length"), [(rows, length) for rows in (8, 9, 5) for length in (None, LENGTH)], ids=lambda v: str(v)
 )
@@ -184,6 +184,7 @@ def test_an_eager_step_names_the_table(caplog):
     assert caplog.text.count("A table with rows of 4 is looked up by indices of which it is not known") == 1
 
 
+@pytest.mark.slow
 def test_a_hand_written_loop():
     def run(strategy):
         keras.utils.set_random_seed(1)

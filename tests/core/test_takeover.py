@@ -134,7 +134,8 @@ def test_optimizers_that_a_model_keeps_itself():
     check(*found)
 
 
-@pytest.mark.parametrize("hook", ["on_epoch_begin", pytest.param("on_epoch_end", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end"])
 def test_a_callback_compiles(hook):
     class Compiles(keras.callbacks.Callback):
         def change(self, epoch, logs=None):
