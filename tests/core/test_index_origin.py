@@ -24,6 +24,7 @@ CASES = {
     "captured": (lambda x, table: tf.identity(EAGER), ALIKE),
     "of weights": (lambda x, table: tf.argsort(table[:, 0]), ALIKE),
     "rows": (lambda x, table: tf.cast(x[:, 0], tf.int32), ROWS),
+    "rows of a list": (lambda x, table: tf.TensorArray(tf.float32, 2).unstack(x).stack(), ROWS),
     "as many as rows": (lambda x, table: tf.range(tf.shape(x)[0]), ROWS),
     "shaped like rows": (lambda x, table: tf.broadcast_to(tf.range(3)[None], tf.shape(x)), ROWS),
     "length": (lambda x, table: tf.range(tf.shape(x)[1]), ALIKE),

@@ -110,6 +110,9 @@ MODELS = {
     "own": Own,
     "own step": OwnStep,
     "plain": lambda: functional(keras.Model),
+    "recurrent": lambda: functional(
+        keras.Model, lambda: layers.Reshape((3, 1)), lambda: layers.Bidirectional(layers.LSTM(2))
+    ),
 }
 
 
@@ -137,7 +140,7 @@ def check(make, replicas=2, **options):
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.sample("center", "normed", "own")
+@pytest.mark.sample("center", "own", "recurrent")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_replicas_predict_what_one_device_does(name):
     check(MODELS[name])

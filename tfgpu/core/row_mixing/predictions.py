@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfgpu.compat import slots
 from tfgpu.core import batch_rows, batch_sharding, replica_attributes, replication, step_context
+from tfgpu.core.randomness import tensor_origin
 from tfgpu.core.row_mixing import gathering, own_layers, step_trial, whole_batch
 from tfgpu.core.row_mixing.step_trial import Predictions
 from tfgpu.core.sparse import index_origin, lookups
@@ -120,6 +121,8 @@ def _has_rows(value: tf.Tensor, rows: int | None, at: int, *, jit: bool) -> bool
     """
     first = value.shape[0] if value.shape.rank else None
     origin = index_origin.origin_of(value)
+    if origin is Origin.ALIKE and first is None and tensor_origin.origin_of(value) == tensor_origin.DATA:
+        return True
     if origin is Origin.ALIKE and value.shape.rank and not jit and (rows is None or first != rows):
         return False
     if origin is Origin.ALIKE and first is not None and first == rows:

@@ -113,7 +113,7 @@ def _known(place: _Place) -> Origin | None:
     if (is_alike := slots.get(tensor, "is_alike")) is not None:
         return Origin.ALIKE if is_alike else Origin.ROWS
     op = tensor.op
-    if tensor.dtype in (tf.resource, tf.variant) or op.type == "Const":
+    if tensor.dtype == tf.resource or op.type == "Const":  # but a list of tensors (a variant) may hold rows
         return Origin.ALIKE
     if op.type in _READS_DATA:
         return Origin.ROWS
