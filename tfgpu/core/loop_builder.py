@@ -104,9 +104,9 @@ class LoopBuilder:
         """
         return not self.varying.get(kind, self.has_varying_shapes)
 
-    def begin_trace(self) -> None:
-        """Begins a new trace, which makes its own choices."""
-        self._choices, self._own_variables = [], {}
+    def begin_trace(self, kind: LoopKind = LoopKind()) -> None:
+        """Begins a new trace, which makes its own choices; one for full batches makes those of the trace for any."""
+        self._choices, self._own_variables = [] if kind.rows is None else self._choices, {}
 
     def _compile(self, function: Callable) -> Callable:
         if self._model.run_eagerly:
@@ -115,7 +115,7 @@ class LoopBuilder:
 
     def _run_one(self, data, ballot: tf.Tensor, since: tf.Tensor, *, kind: LoopKind):
         """One step on distributed data: returns the logs, and the result of the workers' vote."""
-        self.begin_trace()
+        self.begin_trace(kind)
         return self._finish(self._run(data, since, kind)[0], ballot)
 
     def _run_many(self, iterator, count: tf.Tensor, ballot: tf.Tensor, since: tf.Tensor, *, kind: LoopKind):
@@ -128,7 +128,7 @@ class LoopBuilder:
             since: steps since replicas that train on their own copies were averaged, int32 scalar.
             kind: what the loop is compiled for.
         """
-        self.begin_trace()
+        self.begin_trace(kind)
 
         def run(batch, since, last):
             if kind.gives_row_ranges is not None:
