@@ -343,7 +343,7 @@ def margin(y, p):
 ENTROPY = {"metrics": lambda: ["accuracy"]}
 ROWS = {
     "vision-transformer": {"loop": True, "model": vit, **ENTROPY, "judged": True},
-    "masked-autoencoder": {"model": Masked, "loss": lambda: "mse", "optimizer": lambda: O.SGD(0.05)},
+    "masked-autoencoder": {"model": Masked, "loss": lambda: "mse", "optimizer": lambda: O.SGD(0.02), "rounding": True},
     "swin-windows": {"model": swin, **ENTROPY},
     "convnext": {"loop": True, "model": convnext, **ENTROPY, "optimizer": lambda: O.AdamW(0.01)},
     "efficient-squeeze": {"loop": True, "model": efficient, **ENTROPY},
