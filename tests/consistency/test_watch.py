@@ -110,7 +110,7 @@ def test_training_goes_on_from_the_chiefs_weights(model_of, caplog):
     model, flipped = model_of(2, every=1, goes_on=True), Flip("weights/0000", 1, 2, step=2)
     with caplog.at_level(logging.WARNING):
         fit(model, flipped, epochs=2)
-    assert "goes on from the chief's weights" in caplog.text and flipped.path in caplog.text
+    assert "continues from the chief's weights" in caplog.text and flipped.path in caplog.text
     assert digests.of_copies(model, list(digests.compared(model).values())).std(axis=0).max() == 0
     assert flipped.done == 16
 

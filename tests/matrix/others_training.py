@@ -16,6 +16,17 @@ def logits(last=3, width=8):
     return keras.Sequential([keras.Input((6,)), L.Dense(width, "tanh"), L.Dense(last)])
 
 
+class Classifier(keras.Model):
+    """Three classes; the kinds below train it in ways of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = logits()
+
+    def call(self, x):
+        return self.net(x)
+
+
 class Distiller(keras.Model):
     """Keras's recipe: a student learns from labels and from a teacher that stays as it is."""
 
@@ -103,15 +114,8 @@ class Cut(keras.Model):
         return update(self, tape, loss)
 
 
-class Attacked(keras.Model):
+class Attacked(Classifier):
     """Learns from inputs and from those moved against it, by the sign of the gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = logits()
-
-    def call(self, x):
-        return self.net(x)
 
     def train_step(self, data):
         x, y = data
@@ -125,15 +129,8 @@ class Attacked(keras.Model):
         return update(self, tape, loss)
 
 
-class Sharpness(keras.Model):
+class Sharpness(Classifier):
     """Sharpness-aware minimization, as in Keras's recipe: it climbs, and descends from there."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = logits()
-
-    def call(self, x):
-        return self.net(x)
 
     def train_step(self, data):
         x, y = data
@@ -154,15 +151,8 @@ class Sharpness(keras.Model):
         return {"loss": loss}
 
 
-class Adaptive(keras.Model):
+class Adaptive(Classifier):
     """Adaptive clipping: each unit's gradient is at most a share of the unit's weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = logits()
-
-    def call(self, x):
-        return self.net(x)
 
     def train_step(self, data):
         x, y = data

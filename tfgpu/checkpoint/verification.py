@@ -39,7 +39,7 @@ class Verdict:
         compared: the names of the checkpoints that both have, in order; empty between two files.
         arrays: compared, up to the first difference.
         only_one: names of checkpoints that only one of the two has.
-        parting: the first difference; None if there is none.
+        parting: the first difference, or None.
     """
 
     compared: tuple[str, ...]

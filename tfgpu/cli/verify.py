@@ -36,7 +36,8 @@ def verify(
         print(json.dumps(asdict(found), indent=2))
     else:
         how = "within the bound" if rtol or atol else "bit by bit"
-        places = f" in {len(found.compared)} checkpoints" if found.compared else ""
+        number = len(found.compared)
+        places = f" in {number} checkpoint{'s' * (number > 1)}" if number else ""
         if found.parting is None:
             print(f"Equal {how}: {found.arrays} arrays{places}.")
         else:

@@ -36,7 +36,7 @@ def put(key: str, text: str) -> bool:
 
 
 def get(key: str, seconds: float = 0.001) -> str | None:
-    """Waits for a text; None if there is none after some seconds. Other Python threads run meanwhile.
+    """Waits up to `seconds` for a text and returns it, or None. Other Python threads run meanwhile.
 
     Raises:
         Unreachable: see there.

@@ -29,7 +29,7 @@ def check(check_replicas: str | int, on_difference: str) -> Checks:
     """Reads the strategy's two options.
 
     Raises:
-        InputError: a value that is none of theirs, or one that needs the repairs.
+        InputError: an unknown value, or one that needs the repairs.
 
     Example:
         >>> check("auto", "stop"), check(1, "chief")

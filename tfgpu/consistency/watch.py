@@ -124,7 +124,7 @@ class Watch:
         for at in difference.variables:
             self._mend(variables[at])
         said = differences.message(difference, paths, devices, self.steps, equal_at)
-        _log.warning("%s Training goes on from the chief's weights.", said)
+        _log.warning("%s Training continues from the chief's weights.", said)
 
     def _mend(self, variable: keras.Variable) -> None:
         """Gives every copy the value of the chief's first one."""

@@ -30,7 +30,7 @@ class BatchCount:
         tf.raw_ops.AssignAddVariableOp(resource=self._count, value=tf.constant(1, tf.int64))
 
     def note_end(self) -> None:
-        """Called in a loop, when there is none."""
+        """Called in a loop, after its last batch."""
         tf.raw_ops.AssignVariableOp(resource=self._has_ended, value=tf.constant(True))
 
     def read(self) -> tuple[int, bool]:

@@ -13,7 +13,7 @@ _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 def of_thread(thread: int | None = None) -> str:
-    """Where a thread is now, as `"train.py:30"`: the innermost line outside installed packages; "" if there is none.
+    """Where a thread is now, as `"train.py:30"`: the innermost line outside installed packages, or "".
 
     Args:
         thread: its `ident`; None is the calling one.
