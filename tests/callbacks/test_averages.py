@@ -99,7 +99,7 @@ def test_the_run_ends_with_the_mean_of_its_last_epochs(averaged, replicas):
         np.testing.assert_allclose(variable.numpy(), (two + four) / 2, atol=1e-6)
 
 
-@pytest.mark.sample("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_running_statistics_are_the_averages_over_the_batches_by_hand(averaged, replicas):
     first, dense, second, _ = averaged[replicas][0].layers

@@ -99,6 +99,7 @@ def test_a_checkpoint_is_written_only_where_all_are_equal(model_of, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["epoch-0000-step-0000004"]
 
 
+@pytest.mark.slow
 def test_of_two_that_differ_none_is_taken_for_right(model_of):
     model = model_of(2, every=1)
     with pytest.raises(ReplicasDiffer, match="replica 0 and replica 1 differ from each other, first in") as raised:

@@ -132,7 +132,7 @@ def own():
         yield pytest.param(loss, id=name, marks=() if loss in (dice, from_center) else pytest.mark.slow)
 
 
-@pytest.mark.sample("dice")
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", list(own()))
 def test_two_and_four_replicas_are_one_device(loss):
     check(lambda: loss)
@@ -146,6 +146,7 @@ def test_stock_keras_learns_other_weights(monkeypatch):
         check(lambda: dice)
 
 
+@pytest.mark.slow
 def test_metrics():
     check(lambda: "mse", (recall, by_column, from_center, right), replicas=(2,))
 
@@ -356,8 +357,9 @@ def square_by_column(y, p):
     return ops.mean(ops.square(y - p), axis=0)
 
 
-@pytest.mark.parametrize("reduction", [pytest.param("sum", marks=pytest.mark.slow), None])
-@pytest.mark.parametrize("function", [square_by_column, pytest.param(by_column, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["sum", None])
+@pytest.mark.parametrize("function", [square_by_column, by_column])
 def test_several_numbers_of_the_batch_are_no_rows_to_add_up(function, reduction):
     labels = np.concatenate([Y, 1 - Y, Y], axis=1)
     check(lambda: Of(function, reduction=reduction), labels=labels, replicas=(2,))

@@ -85,7 +85,7 @@ def similar(x, all_of_them):
     return tf.reduce_sum(tf.tanh(tf.matmul(x, all_of_them, transpose_b=True)))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 7, 1])
 def test_gathered_rows_in_a_loop_have_one_devices_gradient(rows):
     strategy = tfgpu.strategy("mirrored", 2)

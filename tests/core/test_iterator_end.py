@@ -104,7 +104,7 @@ def test_data_that_the_user_has_distributed(ends):
     assert ends.iterators and ends.all() == [[[3, 0, False]]] * len(ends.iterators)
 
 
-@pytest.mark.sample("mirrored")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one_device", "mirrored"])
 def test_the_weights_are_those_without_it(kind, monkeypatch):
     found = []

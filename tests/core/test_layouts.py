@@ -57,6 +57,7 @@ def test_elements_with_none_for_weights(strategy):
     assert same(model.get_weights(), plain_weights())
 
 
+@pytest.mark.slow
 @pytest.mark.sample("four")
 def test_a_metric_whose_result_takes_arguments(strategy):
     class Scaled(keras.metrics.Mean):

@@ -118,7 +118,7 @@ def test_a_group_has_one_collective_forward_and_one_backward():
     assert len(sent) == 5  # and the gradients
 
 
-@pytest.mark.sample("shared_layer-7")
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize("make", [two_branches, uneven_branches, shared_layer, masked], ids=lambda make: make.__name__)
 def test_a_training_is_one_device_s(make, rows):
@@ -137,6 +137,7 @@ def test_a_training_is_one_device_s_eagerly_and_compiled(options):
         np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-4, atol=1e-4, err_msg=found.path)
 
 
+@pytest.mark.slow
 def test_weights_without_a_part_in_the_loss_stay_as_on_one_device():
     """Both heads share a collective; only one has a loss. A gradient of zeros would let the other's weights decay."""
 

@@ -160,7 +160,7 @@ def check(make, data=X, *, replicas=(2, 4), close=3e-6, **how):
     return model
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MIXING, ids=lambda kind: kind.__name__)
 def test_replicas_are_one_device(kind):
     check(lambda: functional(kind), replicas=(4,))
@@ -204,7 +204,7 @@ class Counts(layers.Layer):
         return x
 
 
-@pytest.mark.sample("9-8-4-Counts", "1-8-2-Seen")
+@pytest.mark.sample("1-8-2-Seen")
 @pytest.mark.parametrize("kind", [Counts, Seen, Queue, Largest, PlainVariable, OwnNorm], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(("rows", "batch", "replicas"), [(9, 8, 4), (7, 3, 4), (1, 8, 2)])
 def test_rows_that_stand_in(kind, rows, batch, replicas):
@@ -401,6 +401,7 @@ class NotOnDrawn(layers.Layer):
         return x - ops.mean(x, 0)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_tried_is_gathered(caplog):
     check(lambda: functional(NotOnDrawn), replicas=(2,))
     assert "could not be tried (RuntimeError" in caplog.text

@@ -142,8 +142,10 @@ def gathered(monkeypatch):
     return found
 
 
-def test_metrics_that_keep_no_sum():
-    check(metrics=(WeightedMean, Largest, LargestOfOne, Latest, Ratio))
+@pytest.mark.sample("Ratio")
+@pytest.mark.parametrize("kind", [WeightedMean, Largest, LargestOfOne, Latest, Ratio], ids=lambda kind: kind.__name__)
+def test_metrics_that_keep_no_sum(kind):
+    check(metrics=(kind,))
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ def test_nothing_is_retraced(tmp_path, strategy, what):
     assert "triggered tf.function retracing" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_data_of_several_shapes_is_sharded_under_one_strategy():
     """The function that deals batches is the strategy's; it must not become one for tensors of no rank."""
     strategy = tfgpu.strategy("mirrored", devices=2)

@@ -58,7 +58,7 @@ def wide_model(strategy, rows=12):
     return model, tf.data.Dataset.from_tensor_slices((x, y))
 
 
-@pytest.mark.sample("11")
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [12, 11])
 def test_a_step_gathers_all_tables_at_once(rows, monkeypatch):
     monkeypatch.setattr(exchange, "_PACKED_BYTES", 0)

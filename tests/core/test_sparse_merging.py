@@ -66,7 +66,7 @@ def differing(found, expected):
     }
 
 
-@pytest.mark.sample("9-5")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "length"), [(rows, length) for rows in (8, 9, 5) for length in (None, LENGTH)], ids=lambda v: str(v)
 )

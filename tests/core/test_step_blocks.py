@@ -76,6 +76,7 @@ def _fails_at(broken: int) -> tf.data.Dataset:
     return data().enumerate().map(check).prefetch(1)
 
 
+@pytest.mark.slow
 def test_data_that_fails_leaves_the_state_of_the_last_whole_step(strategy):
     found = []
     for batches, batch_list in ((7, _fails_at(5)), (5, data(batches=5))):
@@ -215,6 +216,7 @@ def test_functions_that_run_eagerly_train_the_same(strategy, is_known):
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_custom_step_with_logs_of_any_shape(strategy):
     class Own(keras.Sequential):
         def train_step(self, data):

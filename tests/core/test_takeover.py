@@ -104,7 +104,7 @@ def check(found, expected):
 CASES = [(name, on_two) for name in OPTIMIZERS] + [("AdamW", placed), ("AdamW", sharded), ("float16", sharded)]
 
 
-@pytest.mark.sample("AdamW-on_two")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "where"), CASES, ids=[f"{name}-{where.__name__}" for name, where in CASES])
 def test_an_optimizer_and_a_metric_that_were_made_outside_the_scope_train(name, where):
     check(trained(where(), name), trained(make(), name))

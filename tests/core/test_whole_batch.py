@@ -291,7 +291,7 @@ def assert_alike(one, other):
         np.testing.assert_allclose(values, other[1][name], atol=1e-5, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.sample("Clips", "Judged")
+@pytest.mark.sample("Clips")
 @pytest.mark.parametrize(
     "make",
     [Divides, Clips, Pairs, Sharpness, Queue, Kept, Attacked, Penalized, Function, Words, Judged, Compares],
@@ -329,7 +329,7 @@ def test_four_replicas():
     assert_alike(trained(Attacked, None), trained(Attacked, ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Adversaries, Makes])
 def test_a_step_by_rows_stays_so(make, caplog):
     alone = trained(make, None)

@@ -44,6 +44,7 @@ def trained(data, *callbacks, epochs=2):
     return [w.tobytes() for w in model.get_weights()], history["loss"]
 
 
+@pytest.mark.slow
 def test_training_on_a_drive_that_fails_ends_as_on_one_that_does_not():
     bad = Drive({0: 1, 3: 2, 5: 1})
     assert trained(retry(bad.data(), limit=2, wait_s=0)) == trained(Drive({}).data())

@@ -11,6 +11,7 @@ import tracer
 import tfgpu
 
 
+@pytest.mark.slow
 def test_a_block_knows_how_many_collectives_its_steps_have():
     """By them it grows until TensorFlow's records of a call are small."""
     keras.utils.clear_session()
@@ -49,7 +50,7 @@ def _fitted(strategy, as_data, epochs=4):
     return model, logs, sum(call.times for call in calls.all if len(call.function.graph.get_operations()) > 20)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("as_data", [_arrays, _dataset])
 def test_full_batches_run_many_in_a_call_and_the_uneven_one_by_itself(as_data):
     expected, losses, _ = _fitted(tfgpu.strategy("one_device", devices="CPU:0"), as_data)

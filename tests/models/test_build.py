@@ -34,7 +34,7 @@ def policy(request):
     keras.config.set_dtype_policy(before)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", models.BUILDERS)
 def test_every_builder_makes_float32_logits_that_survive_saving_and_export(name, policy, tmp_path):
     shape, options = SMALL[name]

@@ -41,6 +41,7 @@ def test_two_batches_make_one_update_and_the_third_waits(strategy):
     assert int(model.optimizer.iterations) == 1  # Keras counts updates
 
 
+@pytest.mark.slow
 def test_pending_gradients_are_saved_and_loaded_on_another_number_of_replicas(strategy, tmp_path):
     model = line(strategy)
     model.fit(X, Y, batch_size=2, shuffle=False, verbose=0)

@@ -132,7 +132,7 @@ def fit_anew(way: str) -> None:
     model.fit(np.ones((8, 4), "float32"), np.ones((8, 4), "float32"), batch_size=8, verbose=0)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_freed_models_leave_no_graph(way):
     fit_anew(way)

@@ -97,6 +97,7 @@ def test_brightness_is_counted_over_the_whole_batch():
     np.testing.assert_array_equal(found[:, 0, 0, 0], [0, 64, 128, 191, 255])  # 255 / 4, 255 / 2 ... rounded
 
 
+@pytest.mark.slow
 def test_operations_are_picked_once():
     random.seed(5)
     expected = alone(L.AugMix(seed=3), PICTURES)

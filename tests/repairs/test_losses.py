@@ -135,7 +135,7 @@ class State(keras.layers.Layer):
         return x
 
 
-@pytest.mark.sample("graph")
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_a_layer_s_own_state_is_one_device_s(strategy, eager):
     with strategy.scope():

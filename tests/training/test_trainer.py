@@ -35,7 +35,7 @@ def difference(a, b):
     return max(float(np.abs(x - y).max()) for x, y in zip(a.get_weights(), b.get_weights(), strict=True))
 
 
-@pytest.mark.sample("two replicas-3")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "steps_per_call"), [("one device", None), ("two replicas", 3)])
 def test_learns_and_logs_what_fit_does(kind, steps_per_call):
     make = strategies()[kind]
