@@ -6,7 +6,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPT = """
 import json, os, sys, tempfile
-import keras, numpy as np, tensorflow as tf
+import keras, numpy as np, safetensors.numpy, tensorflow as tf
 import tfgpu
 from tfgpu.core.state import sharded_variable
 
@@ -52,8 +52,15 @@ for name, case in cases.items():
     wholes = [v.numpy() for v in sharded_variable.merged(many.optimizer.variables)]
     own = [v for v in many.optimizer.variables if "velocity" in v.path]
     weights = many.get_weights()  # in pieces, all workers must ask
+    arrays = {v.path: np.array(v.numpy()) for v in one.weights}
+    own_file = f"{tempfile.mkdtemp()}/own.safetensors"
+    safetensors.numpy.save_file(arrays, own_file)
+    read = make(strategy, stage, **case)
+    paths = [v.path for v in sharded_variable.merged(read.weights)]
+    tfgpu.parallel.load(read, own_file, names=dict(zip(paths, arrays, strict=True)))
     found[name] = {
         "weights": apart(weights, one.get_weights()),
+        "read": apart(read.get_weights(), one.get_weights()),
         "losses": apart(losses, expected),
         "predictions": apart(many.predict(x, verbose=0), one.predict(x, verbose=0)),
         "slots": apart(wholes, [v.numpy() for v in one.optimizer.variables]),

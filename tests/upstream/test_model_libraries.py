@@ -1,6 +1,7 @@
 """Models of KerasHub, KerasRS and bayesflow, where they are installed: two replicas learn what one device learns."""
 
 import importlib
+import json
 
 import keras
 import numpy as np
@@ -18,6 +19,7 @@ TEXT = {"token_ids": IDS * THERE, "padding_mask": THERE}
 PICTURES = DRAW.normal(size=(ROWS, 16, 16, 3)).astype("float32")
 KINDS = DRAW.integers(0, 3, ROWS)
 ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+LAST_NORM = ("ln_f.weight", "ln_f.bias")
 HEADS = {"num_layers": 1, "hidden_dim": 8, "intermediate_dim": 12}
 
 
@@ -282,3 +284,32 @@ def test_a_library_s_model_learns_on_two_replicas_what_it_learns_on_one_device(l
     assert one[1].keys() == other[1].keys()
     for name, values in one[1].items():
         np.testing.assert_allclose(other[1][name], values, atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+def test_weights_of_hugging_face_go_to_shards_as_kerashub_maps_them(tmp_path):
+    """A folder of Hugging Face's GPT-2, two files and their index: what `from_preset` reads, and `load` with ZeRO 3."""
+    pytest.importorskip("keras_hub")
+    safetensors = importlib.import_module("safetensors.numpy")
+    width, words, length = 8, 20, 6
+    facts = {"vocab_size": words, "n_layer": 2, "n_head": 2, "n_embd": width, "resid_pdrop": 0.0, "n_positions": length}
+    (tmp_path / "config.json").write_text(json.dumps(facts | {"model_type": "gpt2"}))
+    shapes = {"wte.weight": (words, width), "wpe.weight": (length, width)} | dict.fromkeys(LAST_NORM, (width,))
+    for at in range(2):
+        inner = {"attn.c_attn": 3 * width, "attn.c_proj": width, "mlp.c_fc": 4 * width, "mlp.c_proj": width}
+        for name, outputs in inner.items():
+            inputs = 4 * width if name == "mlp.c_proj" else width
+            shapes |= {f"h.{at}.{name}.weight": (inputs, outputs), f"h.{at}.{name}.bias": (outputs,)}
+        shapes |= {f"h.{at}.ln_{one}.{kind}": (width,) for one in (1, 2) for kind in ("weight", "bias")}
+    arrays = {name: DRAW.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+    names, weight_map = sorted(arrays), {}
+    for file, part in (("model-1.safetensors", names[:9]), ("model-2.safetensors", names[9:])):
+        safetensors.save_file({name: arrays[name] for name in part}, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    expected = hub().GPT2Backbone.from_preset(str(tmp_path))
+    settings = HEADS | {"num_layers": 2, "intermediate_dim": 4 * width}
+    with tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():
+        model = hub().GPT2Backbone(words, num_heads=2, max_sequence_length=length, **settings)
+    tfgpu.parallel.load(tfgpu.parallel.shard(model, 3), tmp_path)
+    for mine, other, variable in zip(model.get_weights(), expected.get_weights(), expected.weights, strict=True):
+        np.testing.assert_array_equal(mine, other, err_msg=variable.path)

@@ -122,7 +122,7 @@ def _merge_in_files() -> None:
         if len(store.keys()) != len(own):
             raise ValueError(f"Layer {self.name!r} has {len(own)} variables; the file has {len(store.keys())} for it.")
         for at, variable in enumerate(own):
-            variable.assign(np.asarray(store[str(at)]))
+            variable.assign(store[str(at)])
 
     @wrap("BaseOptimizer.save_own_variables")
     def save_optimizer(stock, self, store):
@@ -135,7 +135,7 @@ def _merge_in_files() -> None:
         if not has_shards(self.variables) or len(found) != len(store.keys()):
             return stock(self, store)
         for at, variable in enumerate(found):
-            variable.assign(np.asarray(store[str(at)]))
+            variable.assign(store[str(at)])
 
 
 def _merge_in_checkpoints() -> None:

@@ -1,5 +1,7 @@
 """Reads, assigns and aggregates variables that hold another value on each replica."""
 
+from collections.abc import Callable
+
 import numpy as np
 import tensorflow as tf
 
@@ -31,13 +33,19 @@ def assign(strategy: tf.distribute.Strategy, variable, values: np.ndarray, aggre
         values: what `gather` returned, perhaps on another number of replicas.
         aggregation: as for `aggregate`.
     """
-    own, count = variable.values, strategy.num_replicas_in_sync
-    first = distribute.worker_index(strategy) * len(own) if len(own) < count else 0
+    count = strategy.num_replicas_in_sync
     if len(values) != count:
         whole = aggregate(values, aggregation)
         values = np.stack([whole] + [whole if aggregation == "mean" else np.zeros_like(whole)] * (count - 1))
-    for copy, value in zip(own, values[first : first + len(own)], strict=True):
-        copy.assign(value)
+    assign_each(strategy, variable, lambda replica: values[replica])
+
+
+def assign_each(strategy: tf.distribute.Strategy, variable, value_of: Callable[[int], np.ndarray]) -> None:
+    """Assigns each of this process's replicas what `value_of` returns for its number, one after the other."""
+    own, count = variable.values, strategy.num_replicas_in_sync
+    first = distribute.worker_index(strategy) * len(own) if len(own) < count else 0
+    for at, copy in enumerate(own, first):
+        copy.assign(value_of(at))
 
 
 def aggregate(values: np.ndarray, aggregation: str) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import slots
+from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.errors import InputError
 
 
@@ -29,8 +30,8 @@ class Sharding(Protocol):
     def read(self, shards: Sequence) -> np.ndarray:
         """The current full value, outside replicas."""
 
-    def write(self, shards: Sequence, value: np.ndarray) -> None:
-        """Gives each shard its part of a full value, outside replicas."""
+    def write(self, shards: Sequence, value: np.ndarray | ArraySlices) -> None:
+        """Gives each shard its part of a full value, outside replicas; of slices, it reads that part alone."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,11 @@ class AxisSharding:
     def read(self, shards: Sequence) -> np.ndarray:
         return np.concatenate([shard.numpy() for shard in shards], self.axis)
 
-    def write(self, shards: Sequence, value: np.ndarray) -> None:
-        ends = np.cumsum([shard.shape[self.axis] for shard in shards])
-        for shard, part in zip(shards, np.split(value, ends[:-1], self.axis), strict=True):
-            shard.assign(part)
+    def write(self, shards: Sequence, value: np.ndarray | ArraySlices) -> None:
+        ends = np.cumsum([0, *(shard.shape[self.axis] for shard in shards)])
+        before = (slice(None),) * self.axis
+        for shard, start, stop in zip(shards, ends, ends[1:], strict=False):
+            shard.assign(value[(*before, slice(int(start), int(stop)))])
 
 
 class ShardedVariable:
@@ -116,8 +118,8 @@ class ShardedVariable:
         return self.sharding.read(self.shards)
 
     def assign(self, value) -> None:
-        """Gives each shard its part of `value`."""
-        value = np.asarray(value)
+        """Gives each shard its part of `value`, an array or `ArraySlices`."""
+        value = value if isinstance(value, ArraySlices) else np.asarray(value)
         if tuple(value.shape) != tuple(self.shape):
             raise InputError(f"The variable {self.path} has shape {self.shape}. Received: {tuple(value.shape)}.")
         self.sharding.write(self.shards, value)

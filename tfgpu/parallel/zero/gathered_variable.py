@@ -26,6 +26,7 @@ from tfgpu.compat.keras import get_stateless_scope, in_stateless_scope, in_symbo
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, gradient_weights, replication, step_context
 from tfgpu.core.state import layer_state, sharded_variable
+from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.errors import InputError
 from tfgpu.parallel import device_placement, model_graph
 from tfgpu.parallel.rematerialization import remat
@@ -62,7 +63,7 @@ class GatheredVariable(variables.VirtualVariable):
             return _full_value(sharded_variable.shard_of(self))
         return _all_gather([self], {id(self)})[0]
 
-    def write(self, value: np.ndarray) -> None:
+    def write(self, value: np.ndarray | ArraySlices) -> None:
         sharded_variable.ShardedVariable(self.shards).assign(value)
 
     def shared_name(self) -> str:
@@ -77,7 +78,7 @@ class GatheredVariable(variables.VirtualVariable):
                 f"{self.path!r} is sharded over the replicas, and a layer assigns it in a step. Shard the model with "
                 "stage=2, which leaves variables whole."
             )
-        return super().assign(value)
+        return self.write(value) if isinstance(value, ArraySlices) else super().assign(value)
 
     @property
     def handle(self):

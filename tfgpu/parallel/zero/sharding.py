@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfgpu.compat import slots, variables
 from tfgpu.core.state import replica_values, sharded_variable
+from tfgpu.core.state.array_slices import ArraySlices, flat_part
 from tfgpu.core.state.sharded_variable import full_variable, shard_of
 from tfgpu.parallel import device_placement, shard_patches
 
@@ -50,12 +51,14 @@ class FlatSharding:
         flat = replica_values.from_bits(bits, tf.as_dtype(value.dtype).as_numpy_dtype().dtype).reshape(-1)
         return flat[: int(np.prod(self.sizes))].reshape(self.sizes)
 
-    def write(self, shards: Sequence, value: np.ndarray) -> None:
+    def write(self, shards: Sequence, value: np.ndarray | ArraySlices) -> None:
         variable = variables.held(shards[0])
-        strategy = variable.distribute_strategy
-        rows = np.zeros((strategy.num_replicas_in_sync, *variable.shape), value.dtype)
-        rows.reshape(-1)[: value.size] = value.reshape(-1)
-        replica_values.assign(strategy, variable, rows, "first")
+        count, dtype = int(variable.shape[0]), tf.as_dtype(variable.dtype).as_numpy_dtype
+
+        def piece(replica: int) -> np.ndarray:
+            return flat_part(value, replica * count, count).astype(dtype, copy=False)
+
+        replica_values.assign_each(variable.distribute_strategy, variable, piece)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,69 @@
+"""How KerasHub gives its models the weights of Hugging Face's: parts of it that have no public function."""
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import keras
+import numpy as np
+
+_TRANSFORMERS = "keras_hub.src.utils.transformers"
+
+
+def converter_of(model: keras.Model, config: Path) -> tuple[keras.Model, ModuleType] | None:
+    """The converter for a folder of Hugging Face.
+
+    Args:
+        model: a backbone of KerasHub, or a task with one.
+        config: the folder's `config.json`.
+
+    Returns:
+        The backbone and its converter; None without KerasHub, for any other model, or for a folder that KerasHub does
+        not know or whose models are of another class.
+    """
+    if not type(model).__module__.startswith("keras_hub.") and importlib.util.find_spec("keras_hub") is None:
+        return None
+    hub = importlib.import_module("keras_hub")
+    backbone = model if isinstance(model, hub.models.Backbone) else getattr(model, "backbone", None)
+    if not isinstance(backbone, hub.models.Backbone):
+        return None
+    loader = importlib.import_module(f"{_TRANSFORMERS}.preset_loader").TransformersPresetLoader
+    try:
+        converter = loader(str(config.parent), json.loads(config.read_text())).converter
+    except (ValueError, KeyError):
+        return None
+    return (backbone, converter) if isinstance(backbone, converter.backbone_cls) else None
+
+
+def convert(
+    backbone: keras.Model,
+    converter: ModuleType,
+    config: Path,
+    arrays: Mapping,
+    assign: Callable[[object, object], None],
+) -> None:
+    """Gives a backbone its weights as KerasHub's converter maps them.
+
+    Args:
+        backbone, converter: of `converter_of`.
+        config: the folder's `config.json`.
+        arrays: by their name in the folder's files; each is read when it is converted to a NumPy array.
+        assign: called with a variable and its value, which is one of `arrays` where nothing has to be changed.
+    """
+    stock = importlib.import_module(f"{_TRANSFORMERS}.safetensor_utils").SafetensorLoader
+
+    class Loader(stock):
+        def get_tensor(self, hf_weight_key):
+            return np.asarray(arrays[self.get_prefixed_key(hf_weight_key, arrays)])
+
+        def port_weight(self, keras_variable, hf_weight_key, hook_fn=None):
+            found = arrays[self.get_prefixed_key(hf_weight_key, arrays)]
+            if hook_fn is not None:
+                found = hook_fn(np.asarray(found), list(keras_variable.shape))
+            assign(keras_variable, found)
+
+    with Loader(str(config.parent)) as loader:
+        converter.convert_weights(backbone, loader, json.loads(config.read_text()))
