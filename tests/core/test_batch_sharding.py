@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import tfgpu
 from tfgpu.core import batch_sharding, step_context
+from tfgpu.core.feed import sharded_dataset
 
 
 def all_pieces(batch, count):
@@ -98,7 +99,7 @@ def test_the_replicas_of_a_process_get_their_shards_in_order():
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(4)])
     data = tf.data.Dataset.range(11).batch(6)
     with step_context.scope(gives_row_ranges=True):
-        batches = list(batch_sharding._Distributor(strategy).experimental_distribute_dataset(data))
+        batches = list(sharded_dataset._Distributor(strategy).experimental_distribute_dataset(data))
     rows = [[piece.numpy().tolist() for piece in batch.data.values] for batch in batches]
     assert rows == [[[0, 1], [2, 3], [4], [5]], [[6, 7], [8], [9], [10]]]
     assert [[int(p) for p in batch.offset.values] for batch in batches] == [[0, 2, 4, 5], [0, 2, 3, 4]]
@@ -130,7 +131,7 @@ def test_batches_are_read_and_sharded_in_host_memory():
 
     @tf.function
     def read(iterator):
-        has_value, get_value = batch_sharding.next_batch(iterator)
+        has_value, get_value = sharded_dataset.next_batch(iterator)
         return tf.cond(has_value, lambda: sharded(get_value()), lambda: (tf.zeros([2, 3]),) * 2)
 
     def sharded(batch):

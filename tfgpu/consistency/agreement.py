@@ -42,6 +42,7 @@ def _begin(run: step_blocks.Run) -> None:
     is_compared = run.kind == "train" and checks is not None and checks.every != 0
     if is_compared and replication.spans_processes(strategy) and distribute.num_workers(strategy) > 1:
         run.on_meeting.append(lambda strategy: _meet(strategy, run))
+        run.looks_at_first_batch = True
         run.before_steps.append(lambda block: _before_steps(strategy, run, block))
 
 
@@ -80,6 +81,7 @@ def _before_steps(strategy: tf.distribute.Strategy, run: step_blocks.Run, block:
         ReplicasDiffer: the values of variables differ.
     """
     batch = first_batch.peek(block)
+    run.looks_at_first_batch = False
     mine = {
         "model": facts.of_model(run.model),
         "blocks of steps": facts.of_blocks(run, block),

@@ -6,6 +6,7 @@ The data is read once: a generator, or a shuffle without a seed, would give some
 import tensorflow as tf
 
 from tfgpu.core import batch_sharding, step_blocks
+from tfgpu.core.feed import sharded_dataset
 
 
 def peek(block: object) -> object:
@@ -15,11 +16,14 @@ def peek(block: object) -> object:
         block: the block of steps that comes next.
 
     Returns:
-        The whole batch, in host memory; None if the data has ended, or is not whole on this worker.
+        The whole batch, in host memory; None if the data has ended, or is not whole on this worker. Where a worker
+        makes only its rows of the batches, it makes all rows of the first besides.
     """
     if not isinstance(block, step_blocks.Block):
         return None
-    iterator, gives_row_ranges = batch_sharding.source_of(block.iterator)
+    if sharded_dataset.has_rows(block.iterator):
+        return block.iterator.first_batch()
+    iterator, gives_row_ranges = sharded_dataset.source_of(block.iterator)
     if gives_row_ranges is None or not isinstance(iterator, tf.data.Iterator):
         return None
     with batch_sharding.on_host():

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat import tensorflow as private
-from tfgpu.core import batch_sharding
+from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.step_blocks import Run
 
 _FEWEST = 5
@@ -31,7 +31,7 @@ def computing_s(run: Run) -> float | None:
         this machine's CPU, or has only begun.
     """
     block = run.block
-    iterator, _ = batch_sharding.source_of(block.iterator if block is not None else None)
+    iterator, _ = sharded_dataset.source_of(block.iterator if block is not None else None)
     resource = private.iterator_resource(iterator)
     if resource is None:
         return None

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfgpu.compat import slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.compat.patch import wrap
-from tfgpu.core.batch_sharding import ShardedDataset
+from tfgpu.core.feed.sharded_dataset import ShardedDataset, ShardedIterator
 
 NAME = "tfgpu-end-of-data"
 _ALONE = 3  # references to an otherwise unreferenced object: the list's, the loop's, and getrefcount's own
@@ -66,7 +66,7 @@ class Data:
 
 def resources(iterator: object) -> list[tf.Tensor]:
     """The handles of an iterator and of those that it reads from, in this order; empty unless it is tf.data's."""
-    return private.iterator_resources(getattr(iterator, "source", iterator))  # of a `ShardedIterator`
+    return private.iterator_resources(iterator.unread if isinstance(iterator, ShardedIterator) else iterator)
 
 
 def reaches_out(data: object) -> bool:

@@ -24,6 +24,7 @@ from tfgpu.core import (
     step_context,
     traffic,
 )
+from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.randomness import trace_choices
 from tfgpu.core.row_mixing import whole_batch
@@ -43,6 +44,8 @@ class LoopKind:
         local_updates: each replica updates its own weights.
         is_wrapped: a step wrapper runs each step.
         rows: of each whole batch, for a loop that is traced for that number; None if it takes any.
+        has_own_rows: the data gives this worker's rows of each batch, and how many the whole batch has.
+        batch_rows: of each whole batch of such data, if its shapes say it.
     """
 
     jit: bool = False
@@ -51,6 +54,8 @@ class LoopKind:
     local_updates: bool = False
     is_wrapped: bool = False
     rows: int | None = None
+    has_own_rows: bool = False
+    batch_rows: int | None = None
 
 
 class LoopBuilder:
@@ -132,13 +137,7 @@ class LoopBuilder:
 
         def run(batch, since, last):
             if kind.gives_row_ranges is not None:
-                batch = batch_sharding.shard(
-                    self._strategy,
-                    batch,
-                    gives_row_ranges=kind.gives_row_ranges,
-                    gives_whole=self.sees_whole_batch,
-                    rows=kind.rows,
-                )
+                batch = self._sharded(batch, kind)
             values, since = self._run(batch, since, kind)
             return since, self.to_optional(values, last)
 
@@ -150,7 +149,7 @@ class LoopBuilder:
                     batch = iterator.get_next()
                 with _state_waits_for(batch):
                     return done + 1, left - 1, *run(batch, since, last)
-            has_value, get_value = batch_sharding.next_batch(iterator)
+            has_value, get_value = sharded_dataset.next_batch(iterator)
 
             def step():
                 if self.batch_count is not None:
@@ -167,6 +166,12 @@ class LoopBuilder:
         nothing = self._strategy.run(tf.raw_ops.OptionalNone)
         done, *_, last = tf.while_loop(lambda done, left, *_: left > 0, another, (0, count, since, nothing))
         return done, *self._finish(self._strategy.run(self.from_optional, args=(last,)), ballot)
+
+    def _sharded(self, batch, kind: LoopKind):
+        how = {"gives_row_ranges": kind.gives_row_ranges}
+        if kind.has_own_rows:
+            return batch_sharding.shard_rows(self._strategy, batch, rows=kind.rows or kind.batch_rows, **how)
+        return batch_sharding.shard(self._strategy, batch, gives_whole=self.sees_whole_batch, rows=kind.rows, **how)
 
     def _run(self, data, since: tf.Tensor, kind: LoopKind):
         """One step on every replica: returns the log values that are not metric results, and the new `since`."""

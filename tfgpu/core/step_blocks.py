@@ -135,6 +135,7 @@ class Run:
             workers get the same numbers, on several workers the seconds of the block before.
         wants_to_stop: this worker has set `stop_training` within an epoch, and the others are to hear of it.
         stops: all workers stop after this block.
+        looks_at_first_batch: something in `before_steps` looks at the whole first batch.
     """
 
     model: object
@@ -156,6 +157,7 @@ class Run:
     after_block: list[Callable[[int, float], None]] = field(default_factory=list)
     wants_to_stop: bool = False
     stops: bool = False
+    looks_at_first_batch: bool = False
 
     def wanted(self, left: float = float("inf")) -> int | None:
         """Steps of the next block; None leaves Keras to run batch by batch.

@@ -26,6 +26,7 @@ from tfgpu.core import (
     worker_vote,
     xla_trial,
 )
+from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.loop_builder import LoopBuilder, LoopKind
 from tfgpu.core.metric_logs import LogReader
 from tfgpu.core.row_mixing import step_trial
@@ -133,6 +134,11 @@ class StepRunner:
             return self._run_block(Block(batches, count))
         return self._run_one_by_one(batches, count)
 
+    @property
+    def sees_whole_batch(self) -> bool | None:
+        """Whether the step must see the whole batch; None until it was tried."""
+        return self.loops.sees_whole_batch if self._is_tried else None
+
     def _run_one_by_one(self, batches: Any, count: int) -> dict:
         """Up to `count` steps, one per call, on batches from Python."""
         self._begin(batches)
@@ -210,15 +216,18 @@ class StepRunner:
     def _try_step(self, data: object) -> None:
         """Finds out, once, whether a step of the user's own must see the whole batch; `data` is one, or an iterator."""
         if not self._is_tried:
-            spec = batch_sharding.spec_of(data)
+            spec = sharded_dataset.spec_of(data)
             self._is_tried, self.loops.sees_whole_batch = True, self._needs_whole_batch(spec)
 
     def _loop_of(self, block: Block, jit: bool) -> tuple[Any, LoopKind]:
         """The block's iterator as the compiled loop takes it, and the kind of loop."""
-        iterator, gives_row_ranges = batch_sharding.source_of(block.iterator)
+        iterator, gives_row_ranges = sharded_dataset.source_of(block.iterator)
         is_sure = block.is_sure and isinstance(iterator, tf.data.Iterator)
         rows = None if gives_row_ranges is None else self._rows_of(block)
-        return iterator, LoopKind(jit, is_sure, gives_row_ranges, self._has_local_updates(), _is_wrapped(), rows)
+        has_rows = sharded_dataset.has_rows(block.iterator)
+        known = {"has_own_rows": True, "batch_rows": block.iterator.data.batch_rows} if has_rows else {}
+        kind = LoopKind(jit, is_sure, gives_row_ranges, self._has_local_updates(), _is_wrapped(), rows, **known)
+        return iterator, kind
 
     def _rows_of(self, block: Block) -> int | None:
         """The rows of the block's next batch, if the loop must know them to run many steps, and replicas share evenly.
@@ -300,7 +309,7 @@ def use_step_runner() -> None:
 
 
 def _is_dataset_iterator(batches: Any) -> bool:
-    kinds = batch_sharding.ShardedIterator, tf.distribute.DistributedIterator, tf.data.Iterator
+    kinds = sharded_dataset.ShardedIterator, tf.distribute.DistributedIterator, tf.data.Iterator
     return isinstance(batches, kinds)
 
 

@@ -20,7 +20,8 @@ import tensorflow as tf
 from tfgpu.compat import distribute, training
 from tfgpu.compat.keras import EpochIterator
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_sharding, extensions, nested_functions, step_blocks
+from tfgpu.core import extensions, nested_functions, step_blocks
+from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.state import training_state
 from tfgpu.errors import InputError, MachineError
 from tfgpu.parallel import remote_devices
@@ -49,7 +50,7 @@ def _keep_data_on_coordinator() -> None:
     def init(stock, self, distribute_strategy=None, *args, **kwargs):
         if not is_coordinated(distribute_strategy):
             return stock(self, distribute_strategy, *args, **kwargs)
-        stock(self, batch_sharding.Undistributed(), *args, **kwargs)
+        stock(self, sharded_dataset.Undistributed(), *args, **kwargs)
         training.set_iterator_strategy(self, distribute_strategy)
         given = inspect.signature(EpochIterator.__init__).bind(self, *args, **kwargs).arguments
         data = worker_data.of(given["x"], workers_of(distribute_strategy))

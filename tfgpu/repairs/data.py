@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfgpu.core import batch_sharding
+from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.randomness import data_order
 from tfgpu.repairs.repair import Repair
 
@@ -27,7 +27,7 @@ REPAIRS = (
         fault=("a short batch goes to the first replicas only; workers get files, so a batch holds other rows"),
         issue="https://github.com/tensorflow/tensorflow/issues/36846",
         probe=short_batch_is_split_unevenly,
-        apply=batch_sharding.shard_batches,
+        apply=sharded_dataset.shard_batches,
     ),
     Repair(
         name="one-order",

@@ -9,6 +9,7 @@ from tfgpu.compat import slots
 from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_sharding, replication, step_context
+from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.row_mixing import predictions, step_trial
 from tfgpu.core.row_mixing.step_trial import Predictions
 from tfgpu.repairs import probing
@@ -75,7 +76,7 @@ def _tried(model: keras.Model, data) -> Predictions:
     if strategy.num_replicas_in_sync == 1 or replication.local_training_of(strategy) is not None:
         return Predictions()
     on_batch = _of_predict_on_batch(data)
-    spec = batch_sharding.spec_of(data if on_batch is None else on_batch)
+    spec = sharded_dataset.spec_of(data if on_batch is None else on_batch)
     return step_trial.predictions(model, spec if on_batch is None else (spec,))
 
 

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat import slots
-from tfgpu.core import batch_rows, batch_sharding, replica_attributes, replication, step_context
+from tfgpu.core import batch_rows, batch_sharding, replica_attributes, replication, step_context, worker_rows
 from tfgpu.core.randomness import tensor_origin
 from tfgpu.core.row_mixing import gathering, own_layers, step_trial, whole_batch
 from tfgpu.core.row_mixing.step_trial import Predictions
@@ -143,11 +143,11 @@ def _kept(leaf: object, has_rows: bool) -> object:
     if has_rows:
         if step_context.surely_has_rows():
             return leaf
-        return batch_sharding.sliced(leaf, 0, tf.where(step_context.has_rows(), batch_sharding.rows_in(leaf), 0))
+        return worker_rows.sliced(leaf, 0, tf.where(step_context.has_rows(), worker_rows.rows_in(leaf), 0))
     context, facts = replication.replica_context(), step_context.rows()
     if context.num_replicas_in_sync == 1:
         return leaf
     leaf = tf.convert_to_tensor(leaf) if not hasattr(leaf, "shape") else leaf
     leaf = leaf if leaf.shape.rank else tf.reshape(leaf, [1])
     is_first = tf.logical_and(facts.local > 0, facts.offset == 0)
-    return batch_sharding.sliced(leaf, 0, tf.where(is_first, batch_sharding.rows_in(leaf), 0))
+    return worker_rows.sliced(leaf, 0, tf.where(is_first, worker_rows.rows_in(leaf), 0))

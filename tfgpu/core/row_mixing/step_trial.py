@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfgpu.compat import layers, slots, training
 from tfgpu.compat.tensorflow import NoneTensorSpec
-from tfgpu.core import batch_sharding, step_context
+from tfgpu.core import step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of
 from tfgpu.core.row_mixing import captures, choices, isolation, step_outputs
 from tfgpu.core.row_mixing.step_recorder import ROWS, Apart, NotBuilt, Recorder
@@ -157,6 +157,11 @@ def has_own_predictions(model: keras.Model) -> bool:
     return bool(_own_methods(model, model.predict_step))
 
 
+def has_own_step(model: keras.Model, kind: str) -> bool:
+    """Whether a model's step, "train" or "test", is not wholly Keras's, so that it may have to see the whole batch."""
+    return bool(_own_methods(model, getattr(model, f"{kind}_step")))
+
+
 def _own_methods(model: keras.Model, step_function: Callable) -> list[str]:
     """The methods of a step that are not Keras's."""
     if step_function == model.predict_step:
@@ -242,7 +247,7 @@ class _Trial:
 
     def _recorded(self, batch, start: int, stop: int, *, seed: int = 0) -> Recorder:
         rows = tf.nest.map_structure(
-            lambda v: batch_sharding.sliced(v, start, stop - start) if tf.is_tensor(v) else v, batch
+            lambda v: worker_rows.sliced(v, start, stop - start) if tf.is_tensor(v) else v, batch
         )
         found, scope = Recorder((stop - start) / ROWS, start, stop), Apart()
         numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, ROWS))

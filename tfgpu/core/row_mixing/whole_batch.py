@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.compat import layers
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_sharding, collectives, replication, step_context
+from tfgpu.core import batch_sharding, collectives, replication, step_context, worker_rows
 from tfgpu.core.row_mixing import row_sums
 from tfgpu.core.sparse import index_origin
 from tfgpu.core.step_context import RowRange, Step
@@ -212,8 +212,8 @@ def _rows_of(whole: WholeBatch, tensor) -> tuple[RowRange, int | tf.Tensor]:
     """Which rows of a tensor of all rows are this replica's, and how many it holds: one that stands in included."""
     if id(tensor) in whole.own_rows:
         _, own, rows = whole.own_rows[id(tensor)]
-        return rows, batch_sharding.rows_in(own)
-    local, offset, total, held = batch_sharding.row_range(batch_sharding.rows_in(tensor), whole.at, whole.count)
+        return rows, worker_rows.rows_in(own)
+    local, offset, total, held = worker_rows.row_range(worker_rows.rows_in(tensor), whole.at, whole.count)
     found = RowRange(*(tf.convert_to_tensor(n, tf.int32) for n in (local, offset, total)))
     index_origin.mark((found.local, found.offset), alike=False)
     return found, held
@@ -225,13 +225,13 @@ def _own(whole: WholeBatch, tensor, rows: RowRange, held):
     if kept is not None:
         return kept[1]
     if tensor.shape[0] is None:
-        same = tf.debugging.assert_equal(batch_sharding.rows_in(tensor), rows.total, _UNEQUAL)
+        same = tf.debugging.assert_equal(worker_rows.rows_in(tensor), rows.total, _UNEQUAL)
         with tf.control_dependencies([same]):
             tensor = tf.identity(tensor)
-    own = batch_sharding.sliced(tensor, rows.offset, held)
+    own = worker_rows.sliced(tensor, rows.offset, held)
     mask = private.get_mask(tensor)
     if mask is not None:
-        private.set_mask(own, batch_sharding.sliced(mask, rows.offset, held))
+        private.set_mask(own, worker_rows.sliced(mask, rows.offset, held))
     return own
 
 

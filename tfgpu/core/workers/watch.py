@@ -15,7 +15,8 @@ import tensorflow as tf
 
 from tfgpu.compat import coordination, slots
 from tfgpu.compat.tensorflow import runtime
-from tfgpu.core import batch_sharding, extensions, step_blocks
+from tfgpu.core import extensions, step_blocks
+from tfgpu.core.feed import sharded_dataset
 from tfgpu.core.workers import children, ledger, sentences, user_line
 from tfgpu.core.workers.ledger import SLICE_S, Ledger
 from tfgpu.core.workers.sentences import Event
@@ -182,7 +183,7 @@ def _has_more() -> bool | None:
     """Whether this worker's data has another batch; None if that is unknown."""
     run = step_blocks.current()
     iterator = run.block.iterator if run is not None and run.block is not None else None
-    source, _ = batch_sharding.source_of(iterator)
+    source, _ = sharded_dataset.source_of(iterator)
     if not isinstance(source, tf.data.Iterator):
         return None
     answer: list[bool] = []
