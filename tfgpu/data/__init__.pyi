@@ -5,8 +5,11 @@ from tfgpu.data.batches import Info as Info
 from tfgpu.data.batches import pipeline as pipeline
 from tfgpu.data.feed import Feed as Feed
 from tfgpu.data.manifest import check_shards as check_shards
+from tfgpu.data.mixture import Mixture as Mixture
+from tfgpu.data.mixture import mixture as mixture
 from tfgpu.data.names import parse_source as parse_source
 from tfgpu.data.retry import retry as retry
+from tfgpu.data.storage.remote_files import Remote as Remote
 from tfgpu.data.text.sequences import Sequences as Sequences
 from tfgpu.data.text.sequences import attention_mask as attention_mask
 from tfgpu.data.text.sequences import bucket as bucket

@@ -61,6 +61,7 @@ class Files:
         file_of: int64 [count], the number of each example's file.
         labels: [count], if they are known without reading.
         paths: the files; a cache on disk uses them to detect changes.
+        ahead: indices (int64 [n]) -> a tensor; begins to fetch examples that are far away.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Files:
     file_of: np.ndarray | None = None
     labels: np.ndarray | None = None
     paths: tuple[Path, ...] = ()
+    ahead: Callable[[tf.Tensor], tf.Tensor] | None = None
 
 
 def check_size(image_size) -> tuple[int, int] | None:
@@ -212,6 +214,7 @@ def _examine(files: Files, reading: Reading) -> Examples:
         )
     as_they_are = whole and {s[2] for s in survey.shapes if len(s) == 3} <= {channels}
     load, where = _loader(files, survey.good, shape, 0 if as_they_are else channels, reading)
+    facts["ahead"] = _ahead(files, survey.good)
     return Examples(files.name, load=load, where=None if whole else where, **facts)
 
 
@@ -323,6 +326,15 @@ def _encoded(files: Files, good):
     with tf.device("CPU:0"):
         chosen = tf.constant(good)
     return lambda place: files.encoded(tf.gather(chosen, place))
+
+
+def _ahead(files: Files, good):
+    if files.ahead is None:
+        return None
+    with tf.device("CPU:0"):
+        chosen = tf.constant(good)
+
+    return lambda places: files.ahead(tf.gather(chosen, places))
 
 
 def _loader(files: Files, good, shape, channels: int, reading: Reading):

@@ -41,6 +41,10 @@ def order(examples: Examples, share: shards.Share, settings: Settings) -> tuple[
             f"`balance` needs one class per example. Received: labels of shape {examples.labels.shape} in "
             f"{examples.name}. Remove it."
         )
+    if examples.blend is not None:
+        if balance in ("oversample", "undersample"):
+            raise InputError(f"A mixture has its own order. Received: balance={balance!r}. Use balance='weights'.")
+        return examples.blend.order(indices, seed=seed, shuffle=settings.shuffle)
     if balance in ("oversample", "undersample"):
         if share.by == "file":
             raise InputError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +28,8 @@ class Examples:
         copies: int64 [n]; equal examples share a number. None: unknown, or computed from `array`.
         own: the source's own splits, name to int64 indices; always has `train`.
         skipped: the names of the corrupt examples that were skipped.
+        ahead: indices (int64 [n]) -> a tensor; begins to fetch what `load` will read of examples that are far away.
+        blend: how several sources make an epoch (`tfgpu.data.mixture`).
     """
 
     name: str
@@ -42,6 +45,8 @@ class Examples:
     copies: np.ndarray | None = None
     own: Mapping[str, np.ndarray] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    ahead: Callable[[tf.Tensor], tf.Tensor] | None = None
+    blend: Any = None
 
     @property
     def cache(self) -> str:

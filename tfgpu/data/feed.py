@@ -8,6 +8,8 @@ import tensorflow as tf
 from tfgpu.data.examples import Examples, to_model
 from tfgpu.errors import InputError, unknown, whole_number
 
+_BATCHES_AHEAD = 4
+
 
 @dataclass(frozen=True)
 class Feed:
@@ -112,7 +114,10 @@ def batches(
         places = key[0, 1] if feed.deterministic else key[:, 1]
         return change(key[0, 0], places, to_model(x), tf.gather(labels, key[:, 2]))
 
-    loaded = epochs.map(singles).unbatch().map(load, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
+    keys = epochs.map(singles).unbatch()
+    if examples.ahead is not None:
+        keys = _fetched_ahead(keys, examples.ahead, global_batch)
+    loaded = keys.map(load, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
     if examples.where is None or not feed.deterministic:
         cut = loaded.batch(global_batch)
     else:
@@ -120,6 +125,16 @@ def batches(
     assembled = cut.map(assemble, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
     # Fused with batching, loading would fix each example's position in advance, so none could overtake another.
     return finish(assembled, steps, feed, rewrites=feed.deterministic)
+
+
+def _fetched_ahead(keys: tf.data.Dataset, ahead: Callable, global_batch: int) -> tf.data.Dataset:
+    """Begins to fetch remote examples some batches before they are read."""
+
+    def begin(key):
+        with tf.control_dependencies([ahead(key[:, 2])]):
+            return tf.identity(key)
+
+    return keys.batch(global_batch).map(begin).prefetch(_BATCHES_AHEAD).unbatch()
 
 
 def by_rows(epochs: tf.data.Dataset, rows: Callable, fetch: Callable, steps: int, feed: Feed) -> tf.data.Dataset:

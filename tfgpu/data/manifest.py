@@ -120,18 +120,31 @@ def find(folder: str | Path) -> Manifest | None:
     path = Path(folder) / FILE
     if not path.is_file():
         return None
+    return parse(path.read_bytes(), path)
+
+
+def parse(content: bytes, source: object) -> Manifest | None:
+    """Reads the content of an index file; None if it is not tfgpu's.
+
+    Args:
+        content: of the file.
+        source: where it is from, for errors.
+
+    Raises:
+        InputError: it is damaged or from a newer version.
+    """
     try:
-        facts = json.loads(path.read_text())
+        facts = json.loads(content)
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:
             return None
         is_newer = facts["version"] > VERSION
         found = None if is_newer else _parse(facts)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise InputError(
-            f"{path} is damaged: {' '.join(str(error).split())}. Copy it again, or remove it and read without it."
+            f"{source} is damaged: {' '.join(str(error).split())}. Copy it again, or remove it and read without it."
         ) from error
     if is_newer:
-        raise InputError(f"{path} was written by a newer tfgpu. Upgrade tfgpu, or write the shards again.")
+        raise InputError(f"{source} was written by a newer tfgpu. Upgrade tfgpu, or write the shards again.")
     return found
 
 

@@ -9,12 +9,13 @@ from tfgpu.errors import InputError, unknown
 
 _CHOICES = (
     *("digits", "tfds:NAME", "a folder of images by class", "a .tfrecord, .csv or .parquet file", "module:function"),
-    *("text:PATH", "corpus:PATH"),
+    *("text:PATH", "corpus:PATH", "s3://BUCKET/FOLDER/"),
 )
 _TEXT = ("text", "corpus")
 _TABLE = re.compile(r"(?:(csv|parquet):)?(.+?)(?:#([^#/]+))?")
 _TABLE_ENDS = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet"}
 _TFDS = re.compile(r"\w+(?:/[\w.\-]+)?(?::(?:[\d*]+(?:\.[\d*]+)*|experimental_latest))?")
+_URL = re.compile(r"(?!file:)[a-z][a-z0-9+.\-]*://.")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -23,7 +24,7 @@ class SourceName:
     """A parsed `--data` argument.
 
     Attributes:
-        kind: digits, tfds, function, records, csv, parquet, text, corpus or folder.
+        kind: digits, tfds, function, records, csv, parquet, text, corpus, folder or remote.
         value: the path or the name.
         label: the label column of a table, if given.
     """
@@ -39,8 +40,8 @@ def parse_source(text: str) -> SourceName:
     Args:
         text: `"digits"`, `"tfds:NAME"`, `"text:PATH"` (texts by class), `"corpus:PATH"` (plain text),
             `"module:function"`, a folder of images by class, or a file, glob or folder of `.tfrecord`, `.csv` or
-            `.parquet` files. The prefix `csv:` or `parquet:` sets the format of files with other extensions; the suffix
-            `#COLUMN` names a table's label.
+            `.parquet` files, also a remote one (`"s3://BUCKET/FOLDER/"`). The prefix `csv:` or `parquet:` sets the
+            format of files with other extensions; the suffix `#COLUMN` names a table's label.
 
     Returns:
         The kind and the value: a path, a tfds name, or `module:function`.
@@ -69,6 +70,8 @@ def parse_source(text: str) -> SourceName:
                 f"and no `huggingface:NAME`, which would download code. Received: {text!r}. Try 'tfds:mnist'."
             )
         return SourceName("tfds", name)
+    if _URL.match(text):
+        return SourceName("remote", text)
     kind, _, value = text.partition(":")
     if kind in _TEXT:
         return _text(kind, value, text)

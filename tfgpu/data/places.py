@@ -2,7 +2,7 @@
 
 import copy
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,9 @@ class Index:
         other = copy.copy(self)
         other._put(self.offsets[order], self.file_of[order], self.places[order])
         return other
+
+    ahead: Callable[[tf.Tensor], tf.Tensor] | None = None
+    """For records that are far away: begins to fetch those at some indices, int64 [n]."""
 
     def record(self, i: tf.Tensor) -> tf.Tensor:
         """Reads record `i` as a string tensor and verifies its checksums."""

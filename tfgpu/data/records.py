@@ -90,8 +90,25 @@ def open_records(pattern: str, reading: Reading) -> Examples:
             its index.
     """
     paths = find(pattern)
-    listed = _listed(Path(pattern), paths, reading.skip_corrupt)
-    facts = _found(pattern, paths) if listed is None else _from_manifest(listed, paths)
+    return open_shards(paths, _listed(Path(pattern), paths, reading.skip_corrupt), reading, name=Path(pattern).name)
+
+
+def open_shards(
+    paths: Sequence, listed: manifest.Manifest | None, reading: Reading, *, name: str, index_of: type[Index] = Index
+) -> Examples:
+    """Opens TFRecord files.
+
+    Args:
+        paths: the files: `Path`, or what `index_of` reads.
+        listed: their index file, which matches them; None reads them to find what they hold.
+        reading: size, corrupt records, memory.
+        name: the source's name, if there is no index file.
+        index_of: gives access to records by place.
+
+    Raises:
+        InputError: compressed files, unknown features, or a corrupt record.
+    """
+    facts = _found(name, paths, index_of) if listed is None else _from_manifest(listed, paths, index_of)
     index, features = facts.pop("index"), facts.pop("features")
     files = Files(
         count=len(index.offsets),
@@ -102,6 +119,7 @@ def open_records(pattern: str, reading: Reading) -> Examples:
         encoded=(lambda i: _parse_encoded(index.record(i), features)) if features["kind"] == "bytes_list" else None,
         file_of=index.file_of,
         paths=tuple(paths),
+        ahead=index.ahead,
         **facts,
     )
     return open_files(files, reading)
@@ -126,12 +144,12 @@ def _listed(pattern: Path, paths: list[Path], skip_corrupt: bool) -> manifest.Ma
     return listed
 
 
-def _found(pattern: str, paths: list[Path]) -> dict:
+def _found(name: str, paths: Sequence, index_of: type[Index]) -> dict:
     """Finds the contents of files without an index by reading them."""
-    index = Index(paths)
+    index = index_of(paths)
     features = _features(index, paths)
     return {
-        "name": Path(pattern).name,
+        "name": name,
         "index": index,
         "features": features,
         "label": lambda i: _parse_label(index.record(i), features),
@@ -139,11 +157,11 @@ def _found(pattern: str, paths: list[Path]) -> dict:
     }
 
 
-def _from_manifest(listed: manifest.Manifest, paths: list[Path]) -> dict:
+def _from_manifest(listed: manifest.Manifest, paths: Sequence, index_of: type[Index]) -> dict:
     """Takes the files' contents from the index, in the source's order."""
     path_of = {path.name: path for path in paths}
     shards = sorted((shard for shard in listed.shards if shard.file in path_of), key=lambda s: PARTS.index(s.part))
-    index = Index([path_of[shard.file] for shard in shards], known=[shard.offsets() for shard in shards])
+    index = index_of([path_of[shard.file] for shard in shards], known=[shard.offsets() for shard in shards])
     part_of = np.repeat([PARTS.index(shard.part) for shard in shards], [shard.examples for shard in shards])
     # The source's order: a split's examples were dealt to its shards round-robin.
     order = np.lexsort((index.file_of, index.places, part_of))

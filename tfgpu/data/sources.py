@@ -11,8 +11,11 @@ import tensorflow as tf
 from tfgpu.data import columns, folders, prepared, records, spool, tables
 from tfgpu.data.decoding import Reading, check_unsized
 from tfgpu.data.examples import Examples, from_arrays
+from tfgpu.data.mixture import Mixture, joined
 from tfgpu.data.names import parse_source
 from tfgpu.data.splits import PARTS
+from tfgpu.data.storage import remote_records
+from tfgpu.data.storage.remote_files import Remote, is_url
 from tfgpu.data.text import texts
 from tfgpu.errors import InputError, unknown
 
@@ -41,9 +44,9 @@ def open_source(source, reading: Reading | None = None) -> Examples:
     """Opens any source that `pipeline` accepts.
 
     Args:
-        source: a name (see `names.parse_source`), arrays `(x, y)`, a `tf.data.Dataset` of `(x, y)` examples, a function
-            that yields them, a Hugging Face dataset, or a dict of these with the keys `train`, `validation`, `test`. A
-            stream of examples must end; it is read once.
+        source: a name (see `names.parse_source`), `Remote`, a `Mixture`, arrays `(x, y)`, a `tf.data.Dataset` of
+            `(x, y)` examples, a function that yields them, a Hugging Face dataset, or a dict of these with the keys
+            `train`, `validation`, `test`. A stream of examples must end; it is read once.
         reading: how to read files: image size, corrupt files, how much to keep in memory.
 
     Returns:
@@ -59,6 +62,11 @@ def open_source(source, reading: Reading | None = None) -> Examples:
     reading = reading or Reading()
     if isinstance(source, Path):
         source = str(source)
+    if isinstance(source, Remote) or is_url(source):
+        texts.check_no_length("remote sources", reading)
+        return remote_records.open_remote(source, reading)
+    if isinstance(source, Mixture):
+        return joined(source, [open_source(each, reading) for each in source.sources])
     if not isinstance(source, str):
         texts.check_no_length("arrays and streams", reading)
         return _from_values(source, name=_name(source), reading=reading)

@@ -1,0 +1,287 @@
+"""Remote files by URL, through fsspec: listed, and read by blocks that are cached, retried and fetched ahead."""
+
+import hashlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tfgpu.data.storage.block_cache import BlockCache
+from tfgpu.errors import InputError, MachineError, is_number, whole_number
+
+BLOCK_BYTES = 1 << 20
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, InputError)
+"""Errors that another attempt would only repeat."""
+_PASSING = (408, 425, 429)  # of HTTP: timeout, too early, too many requests
+_MOST_WAIT_S = 30.0
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+
+_log = logging.getLogger(__name__)
+
+
+def is_url(source: object) -> bool:
+    """Whether a source names remote files: `PROTOCOL://...`, other than `file://`."""
+    return isinstance(source, str) and "://" in source.partition("#")[0] and not source.startswith("file://")
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A source in an object store or on a web server, with settings of its own; a URL alone has the defaults.
+
+    Attributes:
+        url: `s3://BUCKET/FOLDER/`, `gs://...`, `https://...`, or another that fsspec knows: a folder of shards with
+            their `index.json`, as `write_shards` makes them; `.tfrecord` files by name or glob; or `.csv` or `.parquet`
+            files, with `#COLUMN` for the label.
+        cache_directory: where fetched blocks are kept, for all processes and later runs; None:
+            `~/.cache/tfgpu/remote`.
+        cache_bytes: what they may take together (16 GiB); the least recently used go.
+        attempts: how often a read is tried before it fails; the wait doubles, up to 30 s.
+        wait_s: seconds before the second attempt.
+        connections: how many blocks are fetched at a time.
+
+    Raises:
+        InputError: a setting is out of range.
+
+    Example:
+        >>> Remote("s3://bucket/shards/", cache_bytes=100 << 30).connections
+        16
+    """
+
+    url: str
+    cache_directory: str | Path | None = None
+    cache_bytes: int = 16 << 30
+    attempts: int = 5
+    wait_s: float = 0.5
+    connections: int = 16
+
+    def __post_init__(self) -> None:
+        if not is_url(self.url):
+            raise InputError(f"A remote source must look like 's3://bucket/folder/'. Received: {self.url!r}.")
+        whole_number("cache_bytes", self.cache_bytes, minimum=4 * BLOCK_BYTES)
+        whole_number("attempts", self.attempts)
+        whole_number("connections", self.connections)
+        if not is_number(self.wait_s) or self.wait_s < 0:
+            raise InputError(f"`wait_s` must be a number of seconds from 0. Received: {self.wait_s!r}.")
+
+
+class Storage:
+    """What a remote source is read through: the file system, the cache, and the threads that fetch.
+
+    Args:
+        remote: the source.
+
+    Raises:
+        MachineError: fsspec, or its part for this protocol, is not installed.
+        InputError: no such protocol.
+    """
+
+    def __init__(self, remote: Remote):
+        self.remote = remote
+        self.system, self.path = _open(remote.url)
+        directory = remote.cache_directory or Path.home() / ".cache" / "tfgpu" / "remote"
+        self.cache = BlockCache(directory, remote.cache_bytes)
+        self.threads = ThreadPoolExecutor(remote.connections, "tfgpu-remote")
+        self.reads = 0  # of the server, for tests and reports
+
+    def files(self, end: str) -> list["RemoteFile"]:
+        """The files at the source's path, glob or folder, sorted; in a folder, those with `end` in their names.
+
+        Raises:
+            InputError: there are none.
+            MachineError: the server does not answer.
+        """
+        if any(mark in self.path for mark in ("*[" if self.path.startswith("http") else "*?[")):
+            names = self.attempt(lambda: self.system.glob(self.path), self.path)
+        elif self.path.endswith("/") or end not in self.path.rpartition("/")[2]:
+            entries = self.attempt(lambda: self.system.ls(self.path, detail=False), self.path)
+            names = [name for name in entries if end in name.rstrip("/").rpartition("/")[2]]
+        else:
+            names = [self.path]
+        names = [name for name in names if not name.rpartition("/")[2].startswith(".")]
+        if not names:
+            raise InputError(f"No {end} files at {self.remote.url!r}. Name a file, a folder or a glob.")
+        return list(self.threads.map(self.file, sorted(names)))
+
+    def file(self, path: str) -> "RemoteFile":
+        """A file by its path, with its size and version.
+
+        Raises:
+            InputError: it is not there, or the server does not say its size.
+            MachineError: the server does not answer.
+        """
+        facts = self.attempt(lambda: self.system.info(path), path)
+        if facts.get("size") is None:
+            raise InputError(f"The server does not say how long {path} is. Copy the files to a disk, or to a store.")
+        version = next((facts[name] for name in ("ETag", "etag", "md5Hash", "crc32c") if facts.get(name)), None)
+        version = version or facts.get("LastModified") or facts.get("mtime")
+        key = hashlib.blake2b(
+            f"{self.system.unstrip_protocol(path)}|{facts['size']}|{version}".encode(), digest_size=12
+        )
+        return RemoteFile(self, path, int(facts["size"]), key.hexdigest())
+
+    def whole(self, path: str) -> bytes | None:
+        """A small file's content; None if it is not there."""
+        try:
+            self.reads += 1
+            return self.attempt(lambda: self.system.cat_file(path), path)
+        except InputError:
+            return None
+
+    def attempt(self, act: Callable[[], Any], what: str) -> Any:
+        """Does something with the server, several times if it fails.
+
+        Raises:
+            InputError: the file is not there or not ours to read.
+            MachineError: the last attempt has failed.
+        """
+        for failed in range(1, self.remote.attempts + 1):
+            try:
+                return act()
+            except Exception as error:  # each file system has errors of its own
+                if isinstance(error, _LASTING) or _is_refusal(error):
+                    raise InputError(f"Cannot read {what}: {type(error).__name__}: {_line(error)}.") from error
+                if failed == self.remote.attempts:
+                    raise MachineError(
+                        f"Reading {what} failed {failed} times in a row: {type(error).__name__}: {_line(error)}. Check "
+                        "the server and the network; training with a Checkpoint resumes from the last save."
+                    ) from error
+                wait = min(self.remote.wait_s * 2 ** (failed - 1), _MOST_WAIT_S) * random.uniform(0.5, 1.0)
+                _log.warning("Reading %s failed (%s); attempt %d in %.1f s.", what, _line(error), failed + 1, wait)
+                time.sleep(wait)
+
+
+@dataclass(eq=False)
+class RemoteFile:
+    """One remote file; it acts as a path where only name, size and version are asked for.
+
+    Attributes:
+        storage: where it is read through.
+        path: its path in the file system.
+        size: bytes.
+        key: names this version of the file in the cache.
+    """
+
+    storage: Storage = field(repr=False)
+    path: str
+    size: int
+    key: str
+    _coming: dict[int, Future] = field(default_factory=dict, repr=False)
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> str:
+        return self.path.rpartition("/")[0]
+
+    def __str__(self) -> str:
+        return self.storage.system.unstrip_protocol(self.path)
+
+    def is_file(self) -> bool:
+        return True
+
+    def resolve(self) -> "RemoteFile":
+        return self
+
+    def stat(self) -> SimpleNamespace:
+        """Size and version, as for a file on disk."""
+        return SimpleNamespace(st_size=self.size, st_mtime_ns=self.key)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Reads bytes, from the cache where they are there.
+
+        Raises:
+            InputError, MachineError: they cannot be fetched.
+        """
+        numbers = self.blocks(offset, length)
+        parts = [self._block(number) for number in numbers]
+        start = offset - numbers.start * BLOCK_BYTES
+        return b"".join(parts)[start : start + length]
+
+    def blocks(self, offset: int, length: int) -> range:
+        """The numbers of the blocks that hold these bytes."""
+        stop = min(offset + length, self.size)
+        return range(offset // BLOCK_BYTES, max(-(-stop // BLOCK_BYTES), offset // BLOCK_BYTES))
+
+    def fetch_ahead(self, numbers: Iterable[int]) -> None:
+        """Begins to fetch blocks that will be read soon; returns at once."""
+        for number in numbers:
+            if not self.storage.cache.has(self.key, number):
+                self._begin(number)
+
+    def forget(self, offset: int, length: int) -> None:
+        """Removes these bytes from the cache, so that they are fetched anew."""
+        for number in self.blocks(offset, length):
+            self.storage.cache.drop(self.key, number)
+
+    def _block(self, number: int) -> bytes:
+        coming = self._coming.get(number)
+        if coming is not None:
+            return coming.result()
+        found = self.storage.cache.get(self.key, number)
+        return found if found is not None else self._begin(number).result()
+
+    def _begin(self, number: int) -> Future:
+        """Fetches a block in a thread, once at a time."""
+        with self._one_at_a_time:
+            if number not in self._coming:
+                self._coming[number] = self.storage.threads.submit(self._fetch, number)
+            return self._coming[number]
+
+    def _fetch(self, number: int) -> bytes:
+        start = number * BLOCK_BYTES
+        length = min(BLOCK_BYTES, self.size - start)
+
+        def ask() -> bytes:
+            self.storage.reads += 1
+            content = self.storage.system.cat_file(self.path, start=start, end=start + length)
+            if len(content) == self.size != length:  # a server without ranges sends all
+                content = content[start : start + length]
+            if len(content) != length:
+                raise OSError(f"{len(content)} bytes came in place of {length}")
+            return content
+
+        try:
+            content = self.storage.attempt(ask, str(self))
+            self.storage.cache.put(self.key, number, content)
+            return content
+        finally:
+            with self._one_at_a_time:
+                self._coming.pop(number, None)
+
+
+def _open(url: str) -> tuple[Any, str]:
+    protocol = url.partition("://")[0]
+    try:
+        import fsspec
+    except ImportError as error:
+        raise MachineError(_missing(protocol)) from error
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise MachineError(f"{_missing(protocol)} ({_line(error)})") from error
+    except ValueError as error:
+        raise InputError(f"fsspec knows no {protocol}:// files: {_line(error)}. Check the URL.") from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a web server has refused the request, and would again."""
+    status = getattr(error, "status", None)
+    return isinstance(status, int) and 400 <= status < 500 and status not in _PASSING
+
+
+def _missing(protocol: str) -> str:
+    extra = _EXTRAS.get(protocol, "remote")
+    return f"{protocol}:// sources need fsspec and its part for them. Run: pip install 'tfgpu[{extra}]'"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,189 @@
+"""TFRecord shards and tables in remote storage, as examples."""
+
+import dataclasses
+import itertools
+import struct
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.data import manifest, records, tables
+from tfgpu.data.decoding import Reading
+from tfgpu.data.examples import Examples
+from tfgpu.data.names import SourceName
+from tfgpu.data.places import Index
+from tfgpu.data.storage.remote_files import Remote, RemoteFile, Storage
+from tfgpu.errors import InputError, MachineError
+
+_HEAD, _FOOT = 12, 4  # bytes around a record: its length with a checksum, and the data's checksum
+_AHEAD = 8  # blocks to fetch ahead while files are scanned
+_TABLES = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet"}
+
+
+def open_remote(source: str | Remote, reading: Reading) -> Examples:
+    """Opens a URL as examples.
+
+    TFRecord shards are read by place, block by block: nothing is fetched that no example of a batch needs, but for the
+    rest of its blocks. Tables are read through once.
+
+    Args:
+        source: the URL, or `Remote` with its settings.
+        reading: how to read files.
+
+    Raises:
+        InputError: no such files, or files that cannot be read so.
+        MachineError: a package is missing, or the server does not answer.
+    """
+    remote = source if isinstance(source, Remote) else Remote(source)
+    plain, _, label = remote.url.partition("#")
+    kind = next((kind for end, kind in _TABLES.items() if plain.lower().endswith(end)), None)
+    storage = Storage(dataclasses.replace(remote, url=plain))
+    if kind is not None:
+        return _tables(storage, kind, label or None, reading)
+    # Examining all records before training, as for files on disk, would fetch them all.
+    reading = dataclasses.replace(reading, examine_bytes=0)
+    files, listed = _shards(storage)
+    name = listed.name if listed is not None else plain.rstrip("/").rpartition("/")[2]
+    return records.open_shards(files, listed, reading, name=name, index_of=RemoteIndex)
+
+
+def _shards(storage: Storage) -> tuple[list[RemoteFile], manifest.Manifest | None]:
+    """The files, and the index of their folder if it lists them all."""
+    folder, _, last = storage.path.rstrip("/").rpartition("/")
+    is_folder = ".tfrecord" not in last
+    folder = f"{folder}/{last}" if is_folder and folder else last if is_folder else folder
+    content = storage.whole(f"{folder}/{manifest.FILE}")
+    listed = None if content is None else manifest.parse(content, f"{folder}/{manifest.FILE}")
+    if is_folder and listed is not None:
+        files = list(storage.threads.map(storage.file, [f"{folder}/{shard.file}" for shard in listed.shards]))
+    else:
+        files = storage.files(".tfrecord")
+    sizes = {} if listed is None else {shard.file: shard.bytes for shard in listed.shards}
+    if not {file.name for file in files} <= sizes.keys():
+        return files, None
+    for file in files:
+        if file.size != sizes[file.name]:
+            raise InputError(
+                f"The shard {file} is damaged: it has {file.size} bytes, not {sizes[file.name]}. Copy it again from "
+                f"the original, or write the shards again. ({manifest.FILE} has the expected values.)"
+            )
+    return files, listed
+
+
+def _tables(storage: Storage, kind: str, label: str | None, reading: Reading) -> Examples:
+    with tempfile.TemporaryDirectory(prefix="tfgpu-") as folder:
+        for file in storage.files(f".{kind}"):
+            with open(Path(folder) / file.name, "wb") as copy:
+                for offset in range(0, file.size, 1 << 20):
+                    file.fetch_ahead(file.blocks(offset, _AHEAD << 20))
+                    copy.write(file.read(offset, 1 << 20))
+        return dataclasses.replace(
+            tables.open_tables(SourceName(kind, folder, label), reading), name=storage.path.rpartition("/")[2]
+        )
+
+
+class RemoteIndex(Index):
+    """Random access to the records of remote files. Each record's checksums are verified.
+
+    Args:
+        paths: the files.
+        known: the offsets of each file's records, if known; otherwise the files are scanned, which fetches them.
+    """
+
+    def __init__(self, paths: list[RemoteFile], *, known=None):
+        self._crc, self._files = _crc32c(), paths
+        if known is None:
+            found = [_scan(file, self._crc) for file in paths]
+            super().__init__(paths, known=[np.array(starts, np.int64) for starts, _ in found])
+            self.lost = tuple(
+                f"record {len(starts)} of {file} and what follows it"
+                for file, (starts, is_broken) in zip(paths, found, strict=True)
+                if is_broken
+            )
+        else:
+            super().__init__(paths, known=known)
+        self._ends = self._ends_in_files()
+
+    def _ends_in_files(self) -> np.ndarray:
+        """Where each record ends: where the next one of its file begins, or the file's end."""
+        ends = np.empty_like(self.offsets)
+        sizes = np.array([file.size for file in self._files], np.int64)
+        order = np.lexsort((self.offsets, self.file_of))
+        ends[order[:-1]] = self.offsets[order[1:]]
+        last = np.append(self.file_of[order[1:]] != self.file_of[order[:-1]], True)
+        ends[order[last]] = sizes[self.file_of[order[last]]]
+        return ends
+
+    def reordered(self, order: np.ndarray) -> "RemoteIndex":
+        other = super().reordered(order)
+        other._ends = self._ends[order]
+        return other
+
+    def record(self, i: tf.Tensor) -> tf.Tensor:
+        # Declared stateless: otherwise tf.data reads nothing in parallel where operations must be deterministic.
+        return tf.ensure_shape(tf.numpy_function(self._read, [i], tf.string, stateful=False), [])
+
+    def ahead(self, indices: tf.Tensor) -> tf.Tensor:
+        """Begins to fetch the records at some indices; returns these."""
+        return tf.ensure_shape(tf.numpy_function(self._begin, [indices], tf.int64, stateful=False), indices.shape)
+
+    def _begin(self, indices: np.ndarray) -> np.ndarray:
+        for i in indices:
+            file, start = self._files[self.file_of[i]], int(self.offsets[i])
+            file.fetch_ahead(file.blocks(start, int(self._ends[i]) - start))
+        return indices
+
+    def _read(self, i: np.int64) -> bytes:
+        file, start = self._files[self.file_of[i]], int(self.offsets[i])
+        length = int(self._ends[i]) - start
+        found = _content(file.read(start, length), self._crc)
+        if found is None:  # damaged on the way, or in the cache's own memory
+            file.forget(start, length)
+            found = _content(file.read(start, length), self._crc)
+        if found is None:
+            raise InputError(f"Corrupt: record {self.places[i]} of {file}. Copy the file again, or write it again.")
+        return found
+
+
+def _content(framed: bytes, crc) -> bytes | None:
+    """A record without its frame; None if a checksum does not match."""
+    length = struct.unpack("<Q", framed[:8])[0]
+    content = framed[_HEAD : _HEAD + length]
+    sums = framed[8:_HEAD] + framed[_HEAD + length : _HEAD + length + _FOOT]
+    if len(content) < length or sums != struct.pack("<II", _masked(crc(framed[:8])), _masked(crc(content))):
+        return None
+    return content
+
+
+def _scan(file: RemoteFile, crc) -> tuple[list[int], bool]:
+    """The offsets of a file's records, and whether it ends in an invalid one."""
+    if file.size and file.read(0, 2) == b"\x1f\x8b":
+        raise InputError(f"{file} is compressed, which prevents random access to its records. Decompress it.")
+    starts, place = [], 0
+    for _ in itertools.count():
+        if place >= file.size:
+            return starts, False
+        file.fetch_ahead(file.blocks(place, _AHEAD << 20))
+        head = file.read(place, _HEAD)
+        if len(head) < _HEAD or struct.unpack("<I", head[8:])[0] != _masked(crc(head[:8])):
+            return starts, True
+        after = place + _HEAD + struct.unpack("<Q", head[:8])[0] + _FOOT
+        if after > file.size:
+            return starts, True
+        starts.append(place)
+        place = after
+
+
+def _masked(checksum: int) -> int:
+    """A CRC-32C, masked as the format of TFRecord files specifies."""
+    return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _crc32c():
+    try:
+        import google_crc32c
+    except ImportError as error:
+        raise MachineError("Remote shards need google-crc32c. Run: pip install 'tfgpu[remote]'") from error
+    return google_crc32c.value
