@@ -1,9 +1,20 @@
 """Whether parts of a batch say what the whole says: outputs by rows, sums, and state by the rule for layers."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import tensorflow as tf
 
 from tfgpu.core.row_mixing.isolation import Part
+
+CLOSE = 2e-5
+"""By how much of the largest number two may differ that are as good as equal."""
+_CLOSE_IN_16_BITS = {"float16": 4e-3, "bfloat16": 3e-2}
+
+
+def close_for(dtypes: Iterable[str | None]) -> float:
+    """`CLOSE` for layers that compute in these dtypes."""
+    return max((_CLOSE_IN_16_BITS.get(dtype, CLOSE) for dtype in dtypes), default=CLOSE)
 
 
 def agrees(variable, start, whole, parts: list, shares: list[float], *, added: bool, close: float) -> bool:

@@ -1,6 +1,7 @@
 """Drawn rows that look like a step's own: the same structure and dtypes, with a few rows in place of the batch's."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import keras
@@ -9,10 +10,10 @@ import tensorflow as tf
 
 from tfgpu.compat import keras as private
 from tfgpu.core import step_context
+from tfgpu.core.row_mixing import draws
 from tfgpu.core.row_mixing.isolation import Part
 
-_UNKNOWN, _SHORT = 8, 8  # the length of an axis that is not known, and of a long one that is cut
-_SMALL, _LARGEST = 1 << 18, 1 << 24  # numbers of all rows, up to which no axis is cut, and up to which there is a trial
+_ROWS = (7, 8)  # the second for what takes an even number
 _WORDS = ("a", "b c", "the", "")
 
 
@@ -56,6 +57,21 @@ def rows_each(tensor: tf.Tensor) -> int | None:
     return leading // held if leading and leading % held == 0 else None
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """One draw.
+
+    Attributes:
+        tensors: for `DrawnInputs.arguments`.
+        rows: of the batch.
+        is_cut: long axes are cut.
+    """
+
+    tensors: list[tf.Tensor]
+    rows: int
+    is_cut: bool
+
+
 class DrawnInputs:
     """Draws arguments in the place of a step's own.
 
@@ -79,6 +95,19 @@ class DrawnInputs:
         whole = ["special", "many", "two"] if has_whole else ["many"]
         return ["given"] * self._are_given + [*whole, "positive"]
 
+    def drawn(self, kinds: list[str]) -> Iterator["Drawn"]:
+        """Draw after draw for a trial: first with long axes cut, then of the very sizes.
+
+        Args:
+            kinds: of `kinds`, best first.
+        """
+        for is_cut in (True, False):
+            for rows in _ROWS:
+                for kind in kinds:
+                    tensors = self.draw(rows, kind, is_cut=is_cut)
+                    if tensors is not None:
+                        yield Drawn(tensors, rows, is_cut)
+
     def draw(self, rows: int, kind: str, *, is_cut: bool) -> list[tf.Tensor | np.ndarray] | None:
         """Tensors for `arguments`; None where there would be too many numbers, or nothing to cut.
 
@@ -92,7 +121,7 @@ class DrawnInputs:
         shapes = self._shapes(rows)
         if is_cut:
             shapes = self._cut(shapes)
-        if shapes is None or max(map(math.prod, shapes), default=0) > _LARGEST:
+        if shapes is None or max(map(math.prod, shapes), default=0) > draws.LARGEST:
             return None
         source = np.random.default_rng(0)
         return [self._drawn(source, spec, shape, kind) for spec, shape in zip(self.specs, shapes, strict=True)]
@@ -121,7 +150,7 @@ class DrawnInputs:
         return tensors if all(fits) else None
 
     def _shapes(self, rows: int) -> list[tuple[int, ...]]:
-        known = [tuple(size if size is not None else _UNKNOWN for size in spec.shape) for spec in self.specs]
+        known = [tuple(size if size is not None else draws.UNKNOWN for size in spec.shape) for spec in self.specs]
         return [
             shape if spec.rows_each is None else (rows * spec.rows_each, *shape)
             for spec, shape in zip(self.specs, known, strict=True)
@@ -129,14 +158,14 @@ class DrawnInputs:
 
     def _cut(self, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
         """Axes that all tensors with rows share, cut; None where there is no need."""
-        if max(map(math.prod, shapes), default=0) <= _SMALL:
+        if max(map(math.prod, shapes), default=0) <= draws.SMALL:
             return None
         with_rows = [at for at, spec in enumerate(self.specs) if spec.rows_each is not None]
         found = [list(shape) for shape in shapes]
         for axis, sizes in enumerate(zip(*(shapes[at][1:] for at in with_rows), strict=False), start=1):
             if len(set(sizes)) == 1:
                 for at in with_rows:
-                    found[at][axis] = min(found[at][axis], _SHORT)
+                    found[at][axis] = min(found[at][axis], draws.SHORT)
         return [tuple(shape) for shape in found]
 
     def _drawn(self, source: np.random.Generator, spec: Spec, shape: tuple[int, ...], kind: str) -> tf.Tensor:
@@ -146,12 +175,12 @@ class DrawnInputs:
         if dtype.is_bool:
             values = source.random(shape) < 0.7
         elif dtype.is_integer:
-            values = source.integers(0, 2 if kind in ("two", "positive") else _UNKNOWN, shape)
+            values = draws.values(source, shape, "whole", below=2 if kind in ("two", "positive") else 8)
             for number in self._numbers if kind == "special" else ():
-                values = np.where(source.random(shape) < 0.2, number, values)
+                values = draws.with_special(source, values, number, 0.2)
         else:
-            values = source.uniform(0.05, 0.95, shape) if kind == "positive" else source.normal(size=shape)
-        tensor = tf.cast(tf.convert_to_tensor(values), dtype)
+            values = draws.values(source, shape, "positive" if kind == "positive" else "normal")
+        tensor = draws.cast(values, dtype)
         if spec.has_mask:  # of a sequence: its first places count
             length = shape[1] if len(shape) > 1 else 1
             until = source.integers(1, length + 1, (shape[0], 1))

@@ -14,14 +14,12 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.compat import variables
 from tfgpu.core import step_context
-from tfgpu.core.row_mixing import captures, choices, comparison, isolation
-from tfgpu.core.row_mixing.drawn_inputs import DrawnInputs
+from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation
+from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
 from tfgpu.core.row_mixing.isolation import Part
 from tfgpu.core.row_mixing.row_sums import Meets
 from tfgpu.core.state import layer_state
 
-_ROWS = (7, 8)  # the second for a layer that takes an even number
-_CLOSE = {"float16": 4e-3, "bfloat16": 3e-2}
 _MOST = 1 << 20  # numbers of a variable up to which its values are looked at
 
 
@@ -146,8 +144,7 @@ class LayerTrial:
         self._inputs = DrawnInputs((args, kwargs), self._captured.numbers)
         self._within = private_layers.layers_within(layer)
         self._weights = list({id(each): each for each in layer.variables}.values())
-        dtypes = {getattr(each, "compute_dtype", None) for each in self._within}
-        self._close = max((_CLOSE.get(dtype, 2e-5) for dtype in dtypes), default=2e-5)
+        self._close = comparison.close_for(getattr(each, "compute_dtype", None) for each in self._within)
         self._recorder = Recorder()
         self._values: list[tf.Tensor] = []
 
@@ -156,29 +153,16 @@ class LayerTrial:
         return isolation.run(self._tried)
 
     def _tried(self) -> Verdict:
-        failed: Exception | str = "too many numbers for a trial"
         self._values = [_stand_in(variable) for variable in self._weights]
         with self._captured.preserving_variables(), isolation.kept_attributes(self._within):
-            for is_cut in (True, False):
-                for rows in _ROWS:
-                    for kind in self._inputs.kinds:
-                        drawn = self._inputs.draw(rows, kind, is_cut=is_cut)
-                        if drawn is None:
-                            continue
-                        try:
-                            verdict = self._judged(drawn, rows, is_cut=is_cut)
-                        except Meets:
-                            return Verdict(Needs.ITS_ROWS, "it brings the replicas' rows together by itself")
-                        except Exception as error:  # of the user's code, on numbers that are none of its own
-                            failed = error
-                            continue
-                        if verdict is not None:
-                            return verdict
-                        failed = "it gives no finite number for drawn ones"
-        kind = "" if isinstance(failed, str) else f"{type(failed).__name__}: "
-        return Verdict(Needs.UNKNOWN, kind + " ".join(str(failed).split())[:200])
+            try:
+                found = draws.judged(self._inputs.drawn(self._inputs.kinds), self._judged)
+            except Meets:
+                return Verdict(Needs.ITS_ROWS, "it brings the replicas' rows together by itself")
+        return found.verdict or Verdict(Needs.UNKNOWN, found.why or draws.TOO_MANY)
 
-    def _judged(self, drawn: list, rows: int, *, is_cut: bool) -> Verdict | None:
+    def _judged(self, draw: Drawn) -> Verdict | None:
+        drawn, rows, is_cut = draw.tensors, draw.rows, draw.is_cut
         whole_part, *halves = isolation.parts_of(rows)
         self._recorder = Recorder()
         whole = self._outcome(drawn, whole_part)

@@ -11,16 +11,12 @@ import tensorflow as tf
 
 from tfgpu.compat import variables
 from tfgpu.core import step_context
-from tfgpu.core.row_mixing import captures, isolation
+from tfgpu.core.row_mixing import captures, comparison, draws, isolation
 from tfgpu.core.row_mixing.row_sums import Meets
 
 _ROWS = 6  # in parts of a third and two
-_UNKNOWN, _SHORT = 8, 8
-_LARGEST = 1 << 24  # numbers that are drawn for one tensor
-_SMALL = 1 << 18  # up to which no axis is cut
-_MANY, _MOST = 64, 2048  # rows of the try with many, which has up to `_SMALL` numbers
-_CLOSE = 2e-5
-_NOT_CLASSES = (-1, -100, 255, math.nan)  # labels that stand for "none"
+_MANY, _MOST = 64, 2048  # rows of the try with many, which has up to `draws.SMALL` numbers
+_NOT_CLASSES = (*draws.NONES, math.nan)
 
 
 class Needs(enum.Enum):
@@ -46,27 +42,25 @@ class _Apart(keras.StatelessScope):
 
 
 class LossTrial:
-    """A function is run on drawn rows, all at once and in two parts, outside the step that is traced."""
+    """A function is run on drawn rows, all at once and in two parts, outside the step that is traced.
+
+    Attributes:
+        why: it could not be tried.
+    """
 
     def __init__(self, function: Callable, rows: tuple, captured: captures.Captures):
         self._function, self._captured = function, captured
         self._structure, self._tensors = rows, keras.tree.flatten(rows)
         self._count_true = len(keras.tree.flatten(rows[0]))
-        self._why: Exception | str | None = None
+        self.why = ""
         self._gives_one_number = True
 
     def run(self) -> Needs | None:
         """What the function needs; None where that could not be told, and `why` says why."""
         found = self._found()
-        if found is None and (self._why is None or not self._gives_one_number):
+        if found is None and (not self.why or not self._gives_one_number):
             return Needs.ITS_MEAN if self._gives_one_number else Needs.ITS_ROWS
         return found
-
-    @property
-    def why(self) -> str:
-        """Why it could not be tried."""
-        kind = "" if isinstance(self._why, str) else f"{type(self._why).__name__}: "
-        return kind + " ".join(str(self._why).split())[:200]
 
     def _found(self) -> Needs | None:
         """None: nothing could be told."""
@@ -88,19 +82,19 @@ class LossTrial:
             return found
         # One that takes the worst so many, or that sees long axes: with many rows of the very sizes.
         numbers = max(1, *(math.prod(each) for each in whole))
-        rows = max(_ROWS, min(max(_MANY, 2 * self._captured.largest(_MOST // 2)), _SMALL // numbers))
+        rows = max(_ROWS, min(max(_MANY, 2 * self._captured.largest(_MOST // 2)), draws.SMALL // numbers))
         if rows > _ROWS or cut != whole:
             return self._judged_by(self._draws(whole, rows, outputs=1, labels=1)) or found
         return found
 
-    def _judged_by(self, draws: Iterator[list[tf.Tensor]], *, is_cut: bool = False) -> Needs | None:
-        found = None
-        for rows in draws:
-            judged = self._judged(rows, is_cut=is_cut)
-            if judged in (Needs.ALL, Needs.ALL_GIVES_ROWS):
-                return judged
-            found = found or judged
-        return found
+    def _judged_by(self, drawn: Iterator[list[tf.Tensor]], *, is_cut: bool = False) -> Needs | None:
+        found = draws.judged(
+            drawn,
+            lambda rows: self._judged(rows, is_cut=is_cut),
+            is_last=lambda needs: needs in (Needs.ALL, Needs.ALL_GIVES_ROWS),
+        )
+        self.why = self.why or found.why or ""
+        return found.verdict
 
     def _computed(self, rows: list[tf.Tensor]) -> np.ndarray:
         count = int(rows[0].shape[0])
@@ -113,24 +107,18 @@ class LossTrial:
     def _judged(self, rows: list[tf.Tensor], *, is_cut: bool) -> Needs | None:
         count = int(rows[0].shape[0])
         part = count // 3
-        try:
-            whole, again = self._computed(rows), self._computed(rows)
-        except Meets:
-            raise
-        except Exception as error:  # of the user's code, on numbers that are none of its own
-            self._why = self._why or error
-            return None
+        whole, again = self._computed(rows), self._computed(rows)
         self._gives_one_number = whole.ndim == 0
         if not np.isfinite(whole).all():
-            self._why = self._why or "it gives no finite number for drawn ones"
             return None
         try:
             first, second = (self._computed(each) for each in _parts(rows, part))
         except Meets:
             raise
-        except Exception as error:
-            self._why = self._why or error
-            return None if is_cut else Needs.ALL_GIVES_ROWS if whole.shape[:1] == (count,) else Needs.ALL
+        except Exception:
+            if is_cut:
+                raise
+            return Needs.ALL_GIVES_ROWS if whole.shape[:1] == (count,) else Needs.ALL
         if whole.shape[:1] == (count,) and first.shape[:1] == (part,):
             if not _close(whole, again):  # drawn anew, for each row
                 return Needs.ITS_ROWS
@@ -147,38 +135,38 @@ class LossTrial:
     ) -> Iterator[list[tf.Tensor]]:
         """Labels of several kinds with probabilities and with logits, where all are small enough."""
         shapes = [(rows, *each) for each in sizes]
-        if max(map(math.prod, shapes)) > _LARGEST:
+        if max(map(math.prod, shapes)) > draws.LARGEST:
             return
         draw = np.random.default_rng(0)
         width = self._tensors[-1].shape[-1] if self._tensors[-1].shape.rank > 1 else None
-        classes = max(2, min(width or _UNKNOWN, _UNKNOWN))
+        classes = max(2, min(width or draws.UNKNOWN, draws.UNKNOWN))
         kinds = [
-            lambda shape: draw.integers(0, 2, shape),
-            lambda shape: draw.integers(0, classes, shape),
-            lambda shape: draw.normal(size=shape),
+            lambda shape: draws.values(draw, shape, "whole"),
+            lambda shape: draws.values(draw, shape, "whole", below=classes),
+            lambda shape: draws.values(draw, shape, "normal"),
         ]
         nones = [*_NOT_CLASSES, *(each for each in self._captured.numbers if each not in _NOT_CLASSES)]
         kinds += [
-            lambda shape, none=none: np.where(draw.random(shape) < 0.3, none, draw.integers(0, 2, shape))
+            lambda shape, none=none: draws.with_special(draw, draws.values(draw, shape, "whole"), none, 0.3)
             for none in nones
         ]
-        found = [lambda shape: draw.uniform(0.05, 0.95, shape), lambda shape: 2 * draw.normal(size=shape)]
+        found = [lambda shape: draws.values(draw, shape, "positive"), lambda shape: draws.values(draw, shape, "wide")]
         for label in kinds[:labels]:
             for output in found[:outputs]:
                 drawn = [(label if at < self._count_true else output)(shape) for at, shape in enumerate(shapes)]
                 if all(_fits(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)):
-                    yield [_cast(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)]
+                    yield [draws.cast(v, t.dtype) for v, t in zip(drawn, self._tensors, strict=True)]
 
     def _sizes(self, *, shorter: bool) -> list[tuple[int, ...]]:
         """Of a row of each tensor; long axes that all share are cut, where there are many numbers."""
         known = [each.shape[1:].as_list() for each in self._tensors]
-        numbers = max(math.prod(size or _UNKNOWN for size in each) for each in known)
-        if shorter and _ROWS * numbers > _SMALL:
+        numbers = max(math.prod(size or draws.UNKNOWN for size in each) for each in known)
+        if shorter and _ROWS * numbers > draws.SMALL:
             for at, sizes in enumerate(zip(*known, strict=False)):
                 if len(set(sizes)) == 1:
                     for each in known:
-                        each[at] = min(each[at] or _UNKNOWN, _SHORT)
-        return [tuple(size or _UNKNOWN for size in each) for each in known]
+                        each[at] = min(each[at] or draws.UNKNOWN, draws.SHORT)
+        return [tuple(size or draws.UNKNOWN for size in each) for each in known]
 
 
 def _parts(rows: list[tf.Tensor], part: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -190,11 +178,11 @@ def _fits(values: np.ndarray, dtype: tf.DType) -> bool:
     return dtype.is_floating or not np.isnan(values).any()
 
 
-def _cast(values: np.ndarray, dtype: tf.DType) -> tf.Tensor:
-    return tf.cast(tf.convert_to_tensor(values), dtype)
-
-
 def _close(one: np.ndarray, other: np.ndarray, *besides: np.ndarray) -> bool:
     """Whether both are numbers, and as good as equal; `besides` are numbers that they come from."""
     size = max(np.abs(each).max(initial=0.0) for each in (one, other, *besides))
-    return one.shape == other.shape and bool(np.all(np.abs(one - other) <= _CLOSE * size)) and math.isfinite(size)
+    return (
+        one.shape == other.shape
+        and bool(np.all(np.abs(one - other) <= comparison.CLOSE * size))
+        and math.isfinite(size)
+    )

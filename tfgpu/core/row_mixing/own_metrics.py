@@ -13,15 +13,13 @@ import tensorflow as tf
 from tfgpu.compat import slots, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
-from tfgpu.core.row_mixing import captures, choices, comparison, fingerprints, gathering, isolation
-from tfgpu.core.row_mixing.drawn_inputs import DrawnInputs
+from tfgpu.core.row_mixing import captures, choices, comparison, draws, fingerprints, gathering, isolation
+from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
 from tfgpu.core.row_mixing.isolation import Part
 from tfgpu.core.row_mixing.row_sums import Meets
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
-_ROWS = (7, 8)
-_CLOSE = 2e-5
 _LIBRARIES = ("keras", "tfgpu", "builtins")
 
 
@@ -147,30 +145,17 @@ class MetricTrial:
         return isolation.run(self._tried)
 
     def _tried(self) -> bool | None:
-        failed: Exception | str = "too many numbers for a trial"
         with self._captured.preserving_variables(), isolation.kept_attributes([self._metric]):
-            for is_cut in (True, False):
-                for rows in _ROWS:
-                    for kind in ("positive", *self._inputs.kinds):
-                        drawn = self._inputs.draw(rows, kind, is_cut=is_cut)
-                        if drawn is None:
-                            continue
-                        try:
-                            found = self._judged(drawn, rows)
-                        except Meets:
-                            return False
-                        except Exception as error:  # of the user's code, on numbers that are none of its own
-                            failed = error
-                            continue
-                        if found is not None:
-                            return found
-                        failed = "it keeps no finite number of drawn ones"
-        kind = "" if isinstance(failed, str) else f"{type(failed).__name__}: "
-        self.why = kind + " ".join(str(failed).split())[:200]
-        return None
+            try:
+                found = draws.judged(self._inputs.drawn(["positive", *self._inputs.kinds]), self._judged)
+            except Meets:
+                return False
+        self.why = found.why or draws.TOO_MANY
+        return found.verdict
 
-    def _judged(self, drawn: list, rows: int) -> bool | None:
-        whole_part, *halves = isolation.parts_of(rows)
+    def _judged(self, draw: Drawn) -> bool | None:
+        drawn = draw.tensors
+        whole_part, *halves = isolation.parts_of(draw.rows)
         # Starts from the state after one batch: in later batches, each replica starts from its part of the state.
         start = self._state_after(drawn, whole_part, None)
         whole = self._state_after(drawn, whole_part, start)
@@ -203,9 +188,9 @@ def _is_sum(variable: keras.Variable, start, whole, first, second, initial) -> b
     if whole.dtype.kind not in "fiub":
         return True
     if variable.aggregation == "sum":
-        return comparison.is_close(whole, first + (second - initial), _CLOSE, first, second)
+        return comparison.is_close(whole, first + (second - initial), comparison.CLOSE, first, second)
     if variable.aggregation == "mean":
-        return all(comparison.is_close(whole, each, _CLOSE) for each in (first,)) and comparison.is_close(
-            first - start, second - initial, _CLOSE, first, second
+        return all(comparison.is_close(whole, each, comparison.CLOSE) for each in (first,)) and comparison.is_close(
+            first - start, second - initial, comparison.CLOSE, first, second
         )
-    return comparison.is_close(whole, first, _CLOSE)
+    return comparison.is_close(whole, first, comparison.CLOSE)

@@ -19,7 +19,7 @@ from tfgpu.compat import layers, slots, training
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of
-from tfgpu.core.row_mixing import captures, choices, isolation, step_outputs
+from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation, step_outputs
 from tfgpu.core.row_mixing.step_recorder import ROWS, Apart, NotBuilt, Recorder
 from tfgpu.core.state.sharded_variable import shard_info
 from tfgpu.core.step_context import RowRange
@@ -27,10 +27,9 @@ from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
 _FIRST = 3  # rows of the first part, of 7: no fraction of the one is one of the other
-_CLOSE, _CLOSE_FOR_BIASES, _CLOSE_IN_16_BITS = 2e-5, 1e-2, 2e-2
+_CLOSE_FOR_BIASES, _CLOSE_IN_16_BITS = 1e-2, 2e-2
 _NOISY, _TIMES_NOISE = 1e-3, 8.0  # what rounding may do to two runs; how much more it may do to the parts
 _SMALL = 1e-2  # of the largest gradient: what is smaller is rounding
-_NONES = (-1, -100, 255)  # labels that stand for "none"
 _METHODS = (
     "train_step",
     "test_step",
@@ -192,7 +191,7 @@ class _Trial:
             isinstance(each, keras.layers.BatchNormalization) for each in layers.layers_within(model)
         )
         is_narrow = tf.as_dtype(model.compute_dtype).size < 4
-        self._close = _CLOSE_IN_16_BITS if is_narrow else _CLOSE
+        self._close = _CLOSE_IN_16_BITS if is_narrow else comparison.CLOSE
 
     def differing(self) -> str | None:
         """What of the whole the parts do not make; None if they make everything.
@@ -200,31 +199,24 @@ class _Trial:
         Raises:
             _CannotTry: the step ran on no drawn rows.
         """
-        reasons, tried = [], 0
-        for batch in self._draws():
-            try:
-                found = self._difference(batch)
-            except (NotBuilt, step_outputs.NoNumbers) as error:
-                found = _CannotTry(str(error))
-                found.is_of_outputs = isinstance(error, step_outputs.NoNumbers)
-                raise found from None
-            except Exception as error:  # of the user's code, on numbers that are none of its own
-                reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-                continue
-            tried += 1
-            if found is not None:
-                return found
-        if not tried:
-            raise _CannotTry(reasons[0] if reasons else "its data cannot be drawn")
-        return None
+        passing = NotBuilt, step_outputs.NoNumbers
+        try:
+            found = draws.judged(self._draws(), self._difference, is_last=bool, passing=(*passing, _CannotTry))
+        except passing as error:
+            refused = _CannotTry(str(error))
+            refused.is_of_outputs = isinstance(error, step_outputs.NoNumbers)
+            raise refused from None
+        if found.verdict is None:
+            raise _CannotTry(found.why or "its data cannot be drawn")
+        return found.verdict or None
 
     def _draws(self) -> Iterator[object]:
         """Batches of drawn rows: normal and positive numbers, few and many classes, labels that stand for none."""
         draw = np.random.default_rng(0)
-        nones = [*_NONES, *(int(n) for n in self._captured.numbers if n == int(n) and n not in _NONES)]
+        nones = [*draws.NONES, *(int(n) for n in self._captured.numbers if n == int(n) and n not in draws.NONES)]
         has_labels = any(getattr(each, "dtype", tf.string).is_integer for each in tf.nest.flatten(self._spec)[1:])
         nones = nones if has_labels else []
-        kinds = [("normal", 2, None), ("uniform", 8, None), *(("normal", 2, none) for none in nones)]
+        kinds = [("normal", 2, None), ("positive", 8, None), *(("normal", 2, none) for none in nones)]
         for numbers, classes, none in kinds:
             leaves = tf.nest.flatten(self._spec)
             drawn = [_drawn(draw, spec, numbers, classes, none if at else None) for at, spec in enumerate(leaves)]
@@ -233,17 +225,18 @@ class _Trial:
             yield tf.nest.pack_sequence_as(self._spec, drawn)
 
     def _difference(self, batch) -> str | None:
+        """What differs, "" for nothing; None where the numbers that came out are not finite."""
         whole = self._recorded(batch, 0, ROWS)
         self.draws = whole.draws
         if not _is_finite(whole):
-            raise ValueError("it gives no finite number for drawn ones")
+            return None
         if whole.derives_tensors and self._normalizes:
             return "gradients of inputs through BatchNormalization"
         again = self._recorded(tf.nest.map_structure(_nudged, batch), 0, ROWS, seed=1)
         if self._what_differs(whole, [again], again, close=max(_NOISY, self._close)) is not None:
             raise ValueError("it draws random numbers with tf.random; use keras.random")
         parts = [self._recorded(batch, 0, _FIRST), self._recorded(batch, _FIRST, ROWS)]
-        return self._what_differs(whole, parts, again, close=self._close)
+        return self._what_differs(whole, parts, again, close=self._close) or ""
 
     def _recorded(self, batch, start: int, stop: int, *, seed: int = 0) -> Recorder:
         rows = tf.nest.map_structure(
@@ -365,18 +358,19 @@ def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, none: in
         return None
     if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
         return _UNKNOWN
-    shape = [ROWS, *(8 if size is None else size for size in spec.shape[1:])] if spec.shape.rank else []
+    known = [draws.UNKNOWN if size is None else size for size in spec.shape[1:]]
+    shape = [ROWS, *known] if spec.shape.rank else []
     if spec.dtype.is_floating:
-        values = draw.normal(size=shape) if numbers == "normal" else draw.uniform(0.05, 0.95, shape)
+        values = draws.values(draw, shape, numbers)
     elif spec.dtype.is_integer:
-        values = draw.integers(0, classes, shape)
+        values = draws.values(draw, shape, "whole", below=classes)
         if none is not None and spec.dtype.min <= none <= spec.dtype.max:
-            values = np.where(draw.random(shape) < 0.3, none, values)
+            values = draws.with_special(draw, values, none, 0.3)
     elif spec.dtype.is_bool:
         values = draw.random(shape) < 0.5
     else:
         return _UNKNOWN
-    return tf.cast(tf.convert_to_tensor(values), spec.dtype)
+    return draws.cast(values, spec.dtype)
 
 
 def _total(gradients: list):

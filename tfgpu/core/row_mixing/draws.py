@@ -1,0 +1,100 @@
+"""Numbers that are drawn in the place of a step's own, and the driver of a trial: one draw after another is judged."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.core.row_mixing.row_sums import Meets
+
+UNKNOWN, SHORT = 8, 8
+"""The length of an axis that is not known, and of a long one that is cut."""
+SMALL, LARGEST = 1 << 18, 1 << 24
+"""Numbers of all rows up to which no axis is cut, and up to which there is a trial."""
+NONES = (-1, -100, 255)
+"""Labels that stand for "none"."""
+NOT_FINITE = "it gives no finite number for drawn ones"
+TOO_MANY = "too many numbers for a trial"
+
+Draw = TypeVar("Draw")
+Verdict = TypeVar("Verdict")
+
+
+@dataclass(frozen=True)
+class Judged(Generic[Verdict]):
+    """What came of a trial.
+
+    Attributes:
+        verdict: None where no draw told anything.
+        why: the first reason for which a draw told nothing; None where all did.
+    """
+
+    verdict: Verdict | None
+    why: str | None
+
+
+def judged(
+    draws: Iterable[Draw],
+    judge: Callable[[Draw], Verdict | None],
+    *,
+    is_last: Callable[[Verdict], bool] = lambda verdict: True,
+    passing: tuple[type[Exception], ...] = (Meets,),
+) -> Judged[Verdict]:
+    """Judges draw after draw; an error is the user's code's, on numbers that are none of its own, and the next follows.
+
+    Args:
+        draws: anything.
+        judge: from a draw to a verdict; None where the numbers that came out are not finite.
+        is_last: whether a verdict ends the trial; else the first one counts if none ends it.
+        passing: errors that are not the user's code's, and are raised.
+
+    Example:
+        >>> judged([0, 2], lambda number: 1 / number)
+        Judged(verdict=0.5, why='ZeroDivisionError: division by zero')
+    """
+    found, why = None, None
+    for draw in draws:
+        try:
+            verdict = judge(draw)
+        except passing:
+            raise
+        except Exception as error:
+            why = why or told(error)
+            continue
+        if verdict is None:
+            why = why or NOT_FINITE
+        elif is_last(verdict):
+            return Judged(verdict, why)
+        found = verdict if found is None else found
+    return Judged(found, why)
+
+
+def told(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def values(source: np.random.Generator, shape: tuple[int, ...], how: str, *, below: int = 2) -> np.ndarray:
+    """Draws an array.
+
+    Args:
+        source: of random numbers.
+        shape: of the array.
+        how: "normal", "wide" (normal, twice as far from 0), "positive" (0.05 to 0.95) or "whole".
+        below: whole numbers are below it.
+    """
+    if how == "whole":
+        return source.integers(0, below, shape)
+    return source.uniform(0.05, 0.95, shape) if how == "positive" else (1 + (how == "wide")) * source.normal(size=shape)
+
+
+def with_special(source: np.random.Generator, drawn: np.ndarray, number: float, rate: float) -> np.ndarray:
+    """The array with a special number at some places."""
+    return np.where(source.random(drawn.shape) < rate, number, drawn)
+
+
+def cast(drawn: np.ndarray, dtype: str | tf.DType) -> tf.Tensor:
+    """A tensor of these numbers."""
+    return tf.cast(tf.convert_to_tensor(drawn), dtype)
