@@ -343,7 +343,7 @@ def test_the_gathered_layer_is_the_one_that_mixes_rows(gathered, caplog):
     check(lambda: Subclassed(OwnNorm), replicas=(2,))
     assert {rows.shape[-1] for rows in gathered} == {4}
     (told,) = [each.getMessage() for each in caplog.records if each.name == "tfgpu.core.row_mixing.own_layers"]
-    assert "'own_norm" in told and "(OwnNorm)" in told and "16 bytes a row" in told
+    assert "'own_norm" in told and "(OwnNorm)" in told and "128 bytes a step" in told
 
 
 @pytest.mark.slow

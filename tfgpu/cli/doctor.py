@@ -27,6 +27,14 @@ _WIDTHS = (len("Training parameter_server"), len("problem"), None)
 class Options:
     """The options of `tfgpu doctor`."""
 
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SCRIPT [ARGUMENTS]]",
+            help="Instead: which pieces of this script's step replicas compute by rows, and which on all rows. "
+            "It runs up to its first step; its own options follow --.",
+        ),
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False
     fix: Annotated[
         bool, typer.Option("--fix", help="Print a shell script that fixes what was found. Nothing is run.")
@@ -81,11 +89,15 @@ class Options:
         "tfgpu doctor\n\n"
         "tfgpu doctor --fix > fix.sh\n\n"
         "tfgpu doctor --train --workers host1,host2\n\n"
-        "tfgpu doctor --bundle --run runs/best"
+        "tfgpu doctor --bundle --run runs/best\n\n"
+        "tfgpu doctor train.py -- --epochs 3"
     ),
 )
 @with_options(Options)
 def doctor(options: Options) -> None:
+    if options.script:
+        _examine_script(options)
+        return
     if options.as_json and options.fix:
         raise InputError("--json and --fix exclude each other: --json includes each command. Give one of them.")
     _only_with("--train", options.train, {"--workers": options.workers, "--ssh": options.ssh})
@@ -117,6 +129,42 @@ def doctor(options: Options) -> None:
         Console(stderr=True, soft_wrap=True, highlight=False).print(words, markup=False)
     if stops_training(checks):
         raise typer.Exit(1)
+
+
+def _examine_script(options: Options) -> None:
+    """Shows what becomes of each piece of a script's step."""
+    others = replace(options, script=None, as_json=False)
+    if others != Options():
+        raise InputError("With a script, `tfgpu doctor` takes --json alone. Run it without a script for the machine.")
+    from tfgpu.doctor import pieces
+
+    script, *arguments = options.script or []
+    with Console(stderr=True).status("running the script up to its first step"):
+        found = pieces.rehearse(script, arguments, environ=dict(os.environ))
+    if options.as_json:
+        print(pieces.to_json(found))
+    else:
+        _show_pieces(found)
+    if found.failed:
+        raise typer.Exit(1)
+
+
+def _show_pieces(found: Any) -> None:
+    console = Console()
+    if found.pieces:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for heading in ("piece", "computed", "known by", "why", "travels"):
+            table.add_column(heading, overflow="fold")
+        for piece in found.pieces:
+            cells = (piece[name] for name in ("name", "verdict", "source", "why", "traffic"))
+            table.add_row(*map(escape, cells))
+        console.print(table)
+    if found.error:
+        complain(f"The script ended before its first step: {found.error}")
+    elif not found.replicas:
+        console.print("The script made no training step on several replicas: it needs `tfgpu.strategy`.")
+    elif not found.pieces:
+        console.print("Every piece of the step is Keras's own, and is computed by rows.")
 
 
 def _show_result(checks: Sequence[Any], options: Options, interrupted: bool) -> None:

@@ -72,6 +72,7 @@ class LoopBuilder:
         varying: for each kind of loop traced so far, whether a collective's shape varies between steps.
         collectives: per replica, in the step that was traced last.
         sees_whole_batch: the user's step mixes rows and sees the whole batch (`row_mixing.whole_batch`).
+        batch_rows: of a full batch, where the data says it.
         step_wrapper: runs the steps of wrapped kinds (`step_blocks.StepWrapper`).
         batch_count: counts the batches where workers make them themselves; else None.
     """
@@ -88,6 +89,7 @@ class LoopBuilder:
         self.varying: dict[LoopKind, bool] = {}
         self.collectives = 0.0
         self.sees_whole_batch = False
+        self.batch_rows: int | None = None
         self.step_wrapper = None
         self.batch_count = BatchCount() if replication.spans_processes(self._strategy) else None
         self.loop = functools.cache(lambda kind: self._compile(functools.partial(self._run_many, kind=kind)))
@@ -209,7 +211,7 @@ class LoopBuilder:
         with (
             self._meter.tracing(kind.local_updates),
             replica_attributes.of_model(self._model),
-            step_context.scope(step=facts),
+            step_context.scope(step=facts, batch_rows=self.batch_rows),
             step_context.xla_scope(facts),
             trace_choices.shared(self._choices),
             self._log_reader.recording() as results,

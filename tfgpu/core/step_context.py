@@ -109,6 +109,7 @@ class StepContext:
         draws_alike: random draws are the same on all replicas.
         draws_follow_input: random draws have the shape of a layer's input.
         draw_shard: the part of a draw that this device computes.
+        batch_rows: of a full batch, where the data says it.
         losses_are_plain: a metric computes a loss of Keras's, which is then one of this replica's rows alone.
         is_trying: a piece of code is tested on random rows; replicas must not communicate.
         trial_rows: which of the random rows the code is tested on; random draws go by row.
@@ -132,6 +133,7 @@ class StepContext:
     draws_alike: bool = False
     draws_follow_input: bool = False
     draw_shard: "DrawShard | None" = None
+    batch_rows: int | None = None
     losses_are_plain: bool = False
     is_trying: bool = False
     trial_rows: RowRange | None = None

@@ -94,6 +94,8 @@ class StepRunner:
         step_function: `model.train_step` or `model.test_step`.
 
     Attributes:
+        kind: "train" or "test".
+        strategy: the model's.
         pace: how long blocks are if no length was requested.
         logs: what the last call returned.
         log_reader: reads them.
@@ -105,18 +107,18 @@ class StepRunner:
     """
 
     def __init__(self, model: keras.Model, step_function: Callable):
-        self._model, self._strategy = model, model.distribute_strategy
-        self._is_replicated = replication.is_replicated(self._strategy)
-        self._kind = "train" if step_function == model.train_step else "test"
+        self._model, self.strategy = model, model.distribute_strategy
+        self._is_replicated = replication.is_replicated(self.strategy)
+        self.kind = "train" if step_function == model.train_step else "test"
         self._jit = bool(model.jit_compile) and not model.run_eagerly
         self._last = _Timed()
         self.pace, self.logs, self.done = step_blocks.Pace(), None, 0
         self.log_reader, self.traffic, self.trial = LogReader(model), traffic.Meter(), xla_trial.trial_of(model)
-        local = replication.local_training_of(self._strategy) if self._is_replicated else None
-        self.averager = local.averager(model) if local is not None and self._kind == "train" else None
+        local = replication.local_training_of(self.strategy) if self._is_replicated else None
+        self.averager = local.averager(model) if local is not None and self.kind == "train" else None
         self.loops = LoopBuilder(model, step_function, self.log_reader, self.averager, self.traffic)
-        self._needs_whole_batch = lambda spec: step_trial.needs_whole_batch(model, step_function, spec)
-        self._is_tried = not self._is_replicated or self._strategy.num_replicas_in_sync == 1 or local is not None
+        self._needs_whole_batch = lambda spec, rows: step_trial.needs_whole_batch(model, step_function, spec, rows)
+        self._is_tried = not self._is_replicated or self.strategy.num_replicas_in_sync == 1 or local is not None
 
     def __call__(self, batches: Any) -> dict:
         """Runs steps.
@@ -147,20 +149,21 @@ class StepRunner:
             began = time.perf_counter()
             kind = LoopKind(self._jit, local_updates=self._has_local_updates(), is_wrapped=_is_wrapped())
             self._try_step(batches if is_sharded else data)
-            data = data if is_sharded else batch_sharding.shard(self._strategy, data)
+            data = data if is_sharded else batch_sharding.shard(self.strategy, data)
             with self._around_call(kind, 1):
                 ballot = worker_vote.ballot(self._last.seconds)
                 logs, result = self.loops.single(kind)(data, ballot, self._since())
             self._count(1, kind)
             self.logs = logs
-            seconds = worker_vote.accept(self._strategy, result)
+            seconds = worker_vote.accept(self.strategy, result)
             self._last = _Timed(self._jit, 1, time.perf_counter() - began)
-            self._follow(seconds if replication.spans_processes(self._strategy) else self._last.seconds)
+            self._follow(seconds if replication.spans_processes(self.strategy) else self._last.seconds)
         if logs is None:
             raise _end_of_data()
         return logs
 
     def _run_block(self, block: Block) -> dict:
+        self.loops.batch_rows = block.rows
         self._try_step(block.iterator)
         self._begin(block)
         jit, began, block.done = self._chosen_jit(block), time.perf_counter(), 0
@@ -186,7 +189,7 @@ class StepRunner:
     def _run(self) -> step_blocks.Run | None:
         """The `fit` or `evaluate` whose steps these are."""
         run = step_blocks.current()
-        return run if run is not None and run.model is self._model and run.kind == self._kind else None
+        return run if run is not None and run.model is self._model and run.kind == self.kind else None
 
     def _begin(self, batches: Any) -> None:
         run = self._run()
@@ -217,7 +220,7 @@ class StepRunner:
         """Finds out, once, whether a step of the user's own must see the whole batch; `data` is one, or an iterator."""
         if not self._is_tried:
             spec = sharded_dataset.spec_of(data)
-            self._is_tried, self.loops.sees_whole_batch = True, self._needs_whole_batch(spec)
+            self._is_tried, self.loops.sees_whole_batch = True, self._needs_whole_batch(spec, self.loops.batch_rows)
 
     def _loop_of(self, block: Block, jit: bool) -> tuple[Any, LoopKind]:
         """The block's iterator as the compiled loop takes it, and the kind of loop."""
@@ -235,7 +238,7 @@ class StepRunner:
         Another trace costs as much as the first. So only those steps get one whose collectives have varying shapes.
         """
         is_full = block.rows is not None and (block.done or 0) < block.full
-        if not (is_full and self.loops.has_varying_shapes) or block.rows % self._strategy.num_replicas_in_sync:
+        if not (is_full and self.loops.has_varying_shapes) or block.rows % self.strategy.num_replicas_in_sync:
             return None
         return block.rows
 
@@ -256,8 +259,8 @@ class StepRunner:
     def _note_time(self, block: _Timed, result: tf.Tensor) -> None:
         """Records how long a block took; on several workers, how long they say that the previous one took."""
         before, self._last = self._last, block
-        seconds = worker_vote.accept(self._strategy, result)
-        if replication.spans_processes(self._strategy):
+        seconds = worker_vote.accept(self.strategy, result)
+        if replication.spans_processes(self.strategy):
             block = _Timed(before.jit, before.steps, seconds)
         in_a_call = self.loops.collectives and self.loops.collectives + 1  # metrics meet at a call's end
         self.pace.note(block.steps, block.seconds, in_a_call)
@@ -267,9 +270,9 @@ class StepRunner:
 
     @contextlib.contextmanager
     def _around_call(self, kind: LoopKind, count: int):
-        jit, set_by = self._jit or self.trial is not None, step_blocks.set_by(self._model, self._kind)
+        jit, set_by = self._jit or self.trial is not None, step_blocks.set_by(self._model, self.kind)
         with self.averager.running() if kind.local_updates else contextlib.nullcontext():
-            with profiling_hooks.steps_begin(self.done, count, self._kind, set_by, jit=jit), self._waiting(count):
+            with profiling_hooks.steps_begin(self.done, count, self.kind, set_by, jit=jit), self._waiting(count):
                 yield
 
     def _waiting(self, count: int) -> contextlib.AbstractContextManager:

@@ -8,6 +8,7 @@ workers must find the same, since they meet where it needs all rows: nothing in 
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import keras
 import tensorflow as tf
@@ -16,7 +17,7 @@ from tfgpu.compat import keras as private
 from tfgpu.compat import slots, training
 from tfgpu.compat.patch import wrap
 from tfgpu.core import replication, step_context
-from tfgpu.core.row_mixing import captures, choices, row_sums
+from tfgpu.core.row_mixing import captures, choices, row_sums, verdicts
 from tfgpu.core.row_mixing.loss_trial import LossTrial, Needs
 from tfgpu.core.state import layer_state
 from tfgpu.errors import InputError
@@ -193,6 +194,7 @@ def _needs(owner, function: Callable, what: str, y_true, y_pred) -> Needs:
     """What a function needs: `owner`, the loss or metric that has it, keeps what was found."""
     choice = choices.of(owner)
     if choice is not None:
+        _note(what, choice == choices.ON_ALL_ROWS, "", verdicts.MARKED, (y_true, y_pred))
         return Needs.ITS_ROWS if choice == choices.BY_ROWS else Needs.ALL_BY_SHAPE
     known = vars(slots.of(owner)).setdefault("needs", {})  # of plain values: a copy may go where no tfgpu is
     rows = y_true, y_pred
@@ -203,21 +205,37 @@ def _needs(owner, function: Callable, what: str, y_true, y_pred) -> Needs:
     if key not in known:
         trial = LossTrial(function, rows, captures.of(owner))
         found = trial.run()
-        known[key] = (_of_unproven(what, trial) if found is None else found).name
-        if found in (Needs.ALL, Needs.ALL_GIVES_ROWS):
-            _log.warning(
-                "The %s is not a mean over the rows of a batch. So that it is what one device computes, each replica "
-                "gets the labels and outputs of all, in every step. Where each row has a number of its own, let it "
-                "return those: nothing needs to travel then.",
-                what,
-            )
+        known[key] = (_of_unproven(what, trial, rows) if found is None else _told(what, found, rows)).name
     return Needs[known[key]]
 
 
-def _of_unproven(what: str, trial: LossTrial) -> Needs:
+def _note(what: str, needs_all: bool, why: str, source: str, rows: tuple) -> verdicts.Piece:
+    becomes = verdicts.ON_ALL_ROWS if needs_all else verdicts.BY_ROWS
+    size = verdicts.bytes_a_row(keras.tree.flatten(rows)) if needs_all else 0
+    return verdicts.note(verdicts.Piece(what, becomes, why, source, size, verdicts.rows_of_batch()))
+
+
+def _told(what: str, found: Needs, rows: tuple) -> Needs:
+    """Notes what was found, and says so where something travels."""
+    needs_all = found in (Needs.ALL, Needs.ALL_GIVES_ROWS)
+    piece = _note(what, needs_all, "it is no mean over rows" if needs_all else "", verdicts.TRIED, rows)
+    if needs_all:
+        _log.warning(
+            "The %s is not a mean over the rows of a batch. So that it is what one device computes, each replica "
+            "gets the labels and outputs of all, in every step (%s). Where each row has a number of its own, let it "
+            "return those: nothing needs to travel then.",
+            what,
+            piece.traffic,
+        )
+    return found
+
+
+def _of_unproven(what: str, trial: LossTrial, rows: tuple) -> Needs:
     """What becomes of a function that could not be tried, by the strategy's `unproven`."""
     way = choices.unproven()
+    piece = _note(what, way == "gather", trial.why, verdicts.UNPROVEN, rows)
     if way == "refuse":
+        verdicts.note(replace(piece, verdict=verdicts.REFUSED))
         raise InputError(
             f"Whether the {what} is a mean over the rows of a batch could not be tried ({trial.why}), and the "
             "strategy's `unproven` is 'refuse'. Let it return a number for each row and mark it with `tfgpu.by_rows`, "

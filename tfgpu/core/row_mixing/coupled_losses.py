@@ -14,9 +14,10 @@ from tfgpu.compat import targets
 from tfgpu.compat.keras import set_mask
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
-from tfgpu.core.row_mixing import row_sums
+from tfgpu.core.row_mixing import row_sums, verdicts
 
 _NAMES = ("dice", "tversky", "circle")
+_SUMS, _COMPARES = "it divides sums over the batch", "it compares rows"
 
 
 def mix_rows_of_all_replicas() -> None:
@@ -53,7 +54,7 @@ def _dice(stock, y_true, y_pred, axis=None):
     if not _crosses_rows(axis, y_pred):
         return stock(y_true, y_pred, axis)
     y_true = ops.cast(y_true, y_pred.dtype)
-    both, true, found = _sums(axis, y_true * y_pred, y_true, y_pred)
+    both, true, found = _sums("dice", axis, y_true * y_pred, y_true, y_pred)
     return 1 - 2.0 * both / (true + found + keras.config.epsilon())
 
 
@@ -62,7 +63,7 @@ def _tversky(stock, y_true, y_pred, alpha=0.5, beta=0.5, axis=None):
         return stock(y_true, y_pred, alpha, beta, axis)
     y_true = ops.cast(y_true, y_pred.dtype)
     # Keras 3.15 names these the other way round; alpha belongs to what is true and was not found.
-    both, missed, wrong = _sums(axis, y_true * y_pred, (1 - y_pred) * y_true, y_pred * (1 - y_true))
+    both, missed, wrong = _sums("tversky", axis, y_true * y_pred, (1 - y_pred) * y_true, y_pred * (1 - y_true))
     return 1 - both / (both + missed * alpha + wrong * beta + keras.config.epsilon())
 
 
@@ -70,6 +71,10 @@ def _circle(stock, y_true, y_pred, ref_labels=None, ref_embeddings=None, **optio
     if ref_labels is not None or ref_embeddings is not None:
         return stock(y_true, y_pred, ref_labels, ref_embeddings, **options)
     labels = ops.reshape(ops.cast(y_true, "int32"), [-1])
+    size = verdicts.bytes_a_row([labels, y_pred])
+    verdicts.note(
+        verdicts.Piece("loss 'circle'", verdicts.ON_ALL_ROWS, _COMPARES, verdicts.KNOWN, size, verdicts.rows_of_batch())
+    )
     loss = row_sums.own_rows(stock(row_sums.all_rows(labels), row_sums.all_rows(y_pred), **options), y_pred)
     set_mask(loss, loss > 0)
     return loss
@@ -80,5 +85,8 @@ def _crosses_rows(axis, value: tf.Tensor) -> bool:
     return any(a % value.shape.rank == 0 for a in axes)
 
 
-def _sums(axis, *values) -> list[tf.Tensor]:
-    return tf.unstack(row_sums.of_batch(tf.stack([ops.sum(value, axis=axis) for value in values])))
+def _sums(name: str, axis, *values) -> list[tf.Tensor]:
+    sums = tf.stack([ops.sum(value, axis=axis) for value in values])
+    size = (sums.shape.num_elements() or 0) * sums.dtype.size
+    verdicts.note(verdicts.Piece(f"loss {name!r}", verdicts.ON_ALL_ROWS, _SUMS, verdicts.KNOWN, fixed_bytes=size))
+    return tf.unstack(row_sums.of_batch(sums))

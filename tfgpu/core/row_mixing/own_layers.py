@@ -18,7 +18,7 @@ from tfgpu.compat import layers as private_layers
 from tfgpu.compat import slots, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.core import extensions, step_context
-from tfgpu.core.row_mixing import choices, fingerprints, gathering, isolation, layer_trial
+from tfgpu.core.row_mixing import choices, fingerprints, gathering, isolation, layer_trial, verdicts
 from tfgpu.core.row_mixing.layer_trial import LayerTrial, Needs, Verdict
 from tfgpu.core.state import layer_state
 from tfgpu.errors import InputError
@@ -101,13 +101,35 @@ def _needed(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
     _build(layer, args, kwargs)
     verdict = _verdict(layer, args, kwargs)
     is_spread = any(spread(layer) for spread in extensions.spread_layers)
+    piece = _piece(layer, verdict, args, kwargs, is_spread=is_spread)
     told = vars(slots.of(layer)).setdefault("rows_told", [])
     if verdict.why and verdict.why not in told:
         told.append(verdict.why)
-        (_tell_spread if is_spread else _tell)(layer, verdict, args, kwargs)
+        if is_spread:
+            _tell_spread(layer, verdict)
+        else:
+            _tell(layer, verdict, piece)
     if is_spread:
         return Verdict(Needs.ITS_ROWS)
-    return _of_unproven(layer, verdict, args, kwargs) if verdict.needs is Needs.UNKNOWN else verdict
+    return _of_unproven(layer, verdict, piece) if verdict.needs is Needs.UNKNOWN else verdict
+
+
+def _piece(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict, *, is_spread: bool):
+    """What is noted of a layer."""
+    needs, source = verdict.needs, verdicts.MARKED if choices.of(layer) else verdicts.TRIED
+    becomes = {
+        Needs.ITS_ROWS: verdicts.BY_ROWS,
+        Needs.ITS_PARTS: verdicts.BY_PARTS,
+        Needs.ALL: verdicts.ON_ALL_ROWS,
+    }.get(needs)
+    if needs is Needs.UNKNOWN:
+        way, source = _way(args, kwargs), verdicts.UNPROVEN
+        ways = {"warn": verdicts.BY_ROWS, "refuse": verdicts.REFUSED, "gather": verdicts.ON_ALL_ROWS}
+        becomes = ways[way]
+    becomes = verdicts.BY_ROWS if is_spread else becomes
+    size = verdicts.bytes_a_row(gathering.with_rows((args, kwargs))) if becomes == verdicts.ON_ALL_ROWS else 0
+    name = f"layer {layer.name!r} ({type(layer).__name__})"
+    return verdicts.note(verdicts.Piece(name, becomes, verdict.why, source, size, verdicts.rows_of_batch()))
 
 
 def _build(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> None:
@@ -142,19 +164,18 @@ def _way(args: tuple, kwargs: dict) -> str:
     return "warn" if way == "gather" and not gathering.can_travel((args, kwargs)) else way
 
 
-def _of_unproven(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict) -> Verdict:
+def _of_unproven(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Piece) -> Verdict:
     """What becomes of a layer that could not be tried."""
-    way = _way(args, kwargs)
-    if way == "refuse":
+    if piece.verdict == verdicts.REFUSED:
         raise InputError(
             f"{_named(layer)} could not be tried ({verdict.why}): does it give each row of a batch its own number? The "
             "strategy's `unproven` is 'refuse'. Mark its class with `tfgpu.by_rows` or `tfgpu.on_all_rows`, or use "
             "`unproven='gather'`."
         )
-    return Verdict(Needs.ITS_ROWS if way == "warn" else Needs.ALL)
+    return Verdict(Needs.ITS_ROWS if piece.verdict == verdicts.BY_ROWS else Needs.ALL)
 
 
-def _tell(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict) -> None:
+def _tell(layer: keras.layers.Layer, verdict: Verdict, piece: verdicts.Piece) -> None:
     """One line for a layer that is not simply right on each replica's rows."""
     named = _named(layer)
     if verdict.needs is Needs.ITS_ROWS and verdict.why == "random":
@@ -164,8 +185,8 @@ def _tell(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict
             named,
         )
     if verdict.needs is Needs.UNKNOWN:
-        way = _way(args, kwargs)
-        what = "each replica computes it from its own rows" if way == "warn" else "it is computed on all rows"
+        is_by_rows = piece.verdict == verdicts.BY_ROWS
+        what = "each replica computes it from its own rows" if is_by_rows else "it is computed on all rows"
         _log.warning(
             "%s could not be tried (%s). Does it give each row of a batch its own number? Without knowing, %s. Mark "
             "its class with `tfgpu.by_rows` or `tfgpu.on_all_rows`.",
@@ -179,12 +200,12 @@ def _tell(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict
             "on all rows, and its inputs travel in every step (%s). %s",
             named,
             verdict.why,
-            _size(args, kwargs),
+            piece.traffic,
             _advice(verdict.why),
         )
 
 
-def _tell_spread(layer: keras.layers.Layer, verdict: Verdict, args: tuple, kwargs: dict) -> None:
+def _tell_spread(layer: keras.layers.Layer, verdict: Verdict) -> None:
     if verdict.needs in (Needs.ALL, Needs.UNKNOWN):
         _log.warning(
             "%s may look at several rows of a batch: %s. It is on several devices (`tfgpu.parallel`), where each "
@@ -213,14 +234,6 @@ def _advice(why: str) -> str:
     if "add_loss" in why:
         return "A penalty that is a mean over rows needs nothing to travel."
     return "If you know that it needs its own rows only, mark its class with `tfgpu.by_rows`."
-
-
-def _size(args: tuple, kwargs: dict) -> str:
-    """How many bytes of each row travel."""
-    sizes = [(leaf.shape[1:].num_elements(), leaf.dtype.size) for leaf in gathering.with_rows((args, kwargs))]
-    if any(count is None for count, _ in sizes):
-        return "of a size that is not known before"
-    return f"{sum(count * size for count, size in sizes):,} bytes a row"
 
 
 def _named(layer: keras.layers.Layer) -> str:

@@ -6,6 +6,7 @@ mean) is found by a trial, as layers are; its `update_state` then gets all rows 
 """
 
 import logging
+from dataclasses import replace
 
 import keras
 import tensorflow as tf
@@ -13,7 +14,7 @@ import tensorflow as tf
 from tfgpu.compat import slots, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
-from tfgpu.core.row_mixing import captures, choices, comparison, draws, fingerprints, gathering, isolation
+from tfgpu.core.row_mixing import captures, choices, comparison, draws, fingerprints, gathering, isolation, verdicts
 from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
 from tfgpu.core.row_mixing.isolation import Part
 from tfgpu.core.row_mixing.row_sums import Meets
@@ -81,34 +82,47 @@ def _named(metric: keras.metrics.Metric) -> str:
 def _needs_all(stock, metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> bool:
     choice = choices.of(metric)
     if choice is not None:
+        _note(metric, choice == choices.ON_ALL_ROWS, "", verdicts.MARKED, args, kwargs)
         return choice == choices.ON_ALL_ROWS
     known = vars(slots.of(metric)).setdefault("needs_all", {})
     key = fingerprints.of_arguments(args, kwargs)
     if key not in known:
-        known[key] = _found(MetricTrial(stock, metric, args, kwargs), metric, gathering.can_travel((args, kwargs)))
+        known[key] = _found(MetricTrial(stock, metric, args, kwargs), metric, args, kwargs)
     return known[key]
 
 
-def _found(trial: "MetricTrial", metric: keras.metrics.Metric, can_travel: bool) -> bool:
+def _note(metric: keras.metrics.Metric, needs_all: bool, why: str, source: str, args, kwargs) -> verdicts.Piece:
+    name = f"metric {metric.name!r} ({type(metric).__name__})"
+    size = verdicts.bytes_a_row(gathering.with_rows((args, kwargs))) if needs_all else 0
+    becomes = verdicts.ON_ALL_ROWS if needs_all else verdicts.BY_ROWS
+    return verdicts.note(verdicts.Piece(name, becomes, why, source, size, verdicts.rows_of_batch()))
+
+
+def _found(trial: "MetricTrial", metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> bool:
     found = trial.run()
     if found is None:
-        return _of_unproven(metric, trial.why, can_travel)
+        return _of_unproven(metric, trial.why, args, kwargs)
+    why = "it keeps something else than a sum over rows" if found else ""
+    piece = _note(metric, found, why, verdicts.TRIED, args, kwargs)
     if found:
         _log.warning(
             "%s keeps something else than a sum over rows. So that it is what one device computes, its update gets the "
-            "rows of all replicas, which travel in every step. A metric that keeps sums and counts, and divides in "
-            "`result`, sends none.",
+            "rows of all replicas, which travel in every step (%s). A metric that keeps sums and counts, and divides "
+            "in `result`, sends none.",
             _named(metric),
+            piece.traffic,
         )
     return found
 
 
-def _of_unproven(metric: keras.metrics.Metric, why: str, can_travel: bool) -> bool:
+def _of_unproven(metric: keras.metrics.Metric, why: str, args: tuple, kwargs: dict) -> bool:
     """Whether a metric that could not be tried gets all rows, by the strategy's `unproven`."""
     way = choices.unproven()
-    if way == "gather" and not can_travel:
+    if way == "gather" and not gathering.can_travel((args, kwargs)):
         way = "warn"
+    piece = _note(metric, way == "gather", why, verdicts.UNPROVEN, args, kwargs)
     if way == "refuse":
+        verdicts.note(replace(piece, verdict=verdicts.REFUSED))
         raise InputError(
             f"{_named(metric)} could not be tried ({why}): does it keep sums over rows? The strategy's `unproven` is "
             "'refuse'. Mark its class with `tfgpu.by_rows` if it does, else with `tfgpu.on_all_rows`."

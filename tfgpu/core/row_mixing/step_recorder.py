@@ -1,5 +1,6 @@
 """Records what a step of the user's own does on random rows; nothing that it does stays."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import keras
@@ -32,6 +33,7 @@ class Recorder:
         assigned: Keras variables by `id`, with the value that they would have.
         derives_tensors: it took gradients with respect to something other than variables.
         draws: how often it drew numbers by `tf.random`.
+        bytes_a_row: of each row, in the outputs of layers that the step itself calls.
     """
 
     share: float
@@ -43,7 +45,9 @@ class Recorder:
     assigned: dict = field(default_factory=dict)
     derives_tensors: bool = False
     draws: int = 0
+    bytes_a_row: int = 0
     _is_sum: bool = False
+    _is_in_layer: bool = False
 
     def note_target(self, target: object, sources: object) -> None:
         """A tape is asked for a gradient: that of a vector is a sum over rows."""
@@ -59,6 +63,20 @@ class Recorder:
         draw = getattr(np.random.default_rng(self.draws), of)
         self.draws += 1
         return draw(size=[ROWS, *shape[1:]])[self.start : self.stop] if is_by_row else draw(size=shape)
+
+    def noting_outputs(self, call: Callable) -> object:
+        """Calls a layer; of one that the step itself calls, the outputs would travel if the step saw all rows."""
+        if self._is_in_layer:
+            return call()
+        self._is_in_layer = True
+        try:
+            outputs = call()
+        finally:
+            self._is_in_layer = False
+        for leaf in keras.tree.flatten(outputs):
+            size = leaf.shape.num_elements() * leaf.dtype.size if tf.is_tensor(leaf) and leaf.shape.rank else 0
+            self.bytes_a_row += size // (self.stop - self.start)
+        return outputs
 
     def note_update(self, gradients: list) -> None:
         """An optimizer is to apply gradients."""

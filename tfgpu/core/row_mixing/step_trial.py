@@ -19,7 +19,7 @@ from tfgpu.compat import layers, slots, training
 from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of
-from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation, step_outputs
+from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation, step_outputs, verdicts
 from tfgpu.core.row_mixing.step_recorder import ROWS, Apart, NotBuilt, Recorder
 from tfgpu.core.state.sharded_variable import shard_info
 from tfgpu.core.step_context import RowRange
@@ -70,17 +70,24 @@ def predictions(model: keras.Model, spec: object) -> Predictions:
         InputError: as `needs_whole_batch`.
     """
     have_rows: list = []
-    needs = needs_whole_batch(model, model.predict_step, spec, have_rows)
+    needs = needs_whole_batch(model, model.predict_step, spec, have_rows=have_rows)
     return Predictions(needs, tuple(have_rows) or None)
 
 
-def needs_whole_batch(model: keras.Model, step_function: Callable, spec: object, have_rows: list | None = None) -> bool:
+def needs_whole_batch(
+    model: keras.Model,
+    step_function: Callable,
+    spec: object,
+    rows: int | None = None,
+    have_rows: list | None = None,
+) -> bool:
     """Whether a step must see the whole batch for one device's result.
 
     Args:
         model: the compiled and built model.
         step_function: `model.train_step`, `model.test_step` or `model.predict_step`.
         spec: of a whole batch, as `tf.TensorSpec`s in the structure that the step gets.
+        rows: of a full batch, where that is known.
         have_rows: is given whether each output of a `predict_step` has rows, where the trial shows it.
 
     Raises:
@@ -91,7 +98,7 @@ def needs_whole_batch(model: keras.Model, step_function: Callable, spec: object,
     if not own:
         return False
     name = f"`{type(model).__name__}.{own[0]}`"
-    needs = _found(model, step_function, spec, own, name, have_rows)
+    needs = _found(model, step_function, spec, own, name, rows, have_rows)
     if needs and _is_over_replicas(model):
         raise InputError(
             f"{name} mixes rows and must see the whole batch, which is not possible if each replica holds a part of "
@@ -108,27 +115,43 @@ def _is_over_replicas(model: keras.Model) -> bool:
 
 
 def _found(
-    model: keras.Model, step_function: Callable, spec: object, own: list[str], name: str, have_rows: list | None
+    model: keras.Model,
+    step_function: Callable,
+    spec: object,
+    own: list[str],
+    name: str,
+    rows: int | None,
+    have_rows: list | None,
 ) -> bool:
     """What the user says of a step of their own, or a trial."""
+
+    def note(becomes: str, why: str, source: str, size: int | None = 0) -> verdicts.Piece:
+        piece = verdicts.Piece(f"step {name[1:-1]}", becomes, why, source, size, rows)
+        return verdicts.note(piece, model.distribute_strategy)
+
     chosen = {choices.of(function_of(getattr(model, each))) for each in own} - {None}
     if chosen:
-        return choices.ON_ALL_ROWS in chosen
+        needs = choices.ON_ALL_ROWS in chosen
+        note(verdicts.ON_ALL_ROWS if needs else verdicts.BY_ROWS, "", verdicts.MARKED, None if needs else 0)
+        return needs
     try:
         trial = _Trial(model, step_function, spec)
         differs = trial.differing()
         if have_rows is not None:
             have_rows += trial.have_rows
     except _CannotTry as error:
-        return _unproven(model, name, error, spec)
+        return _unproven(model, name, error, spec, note)
+    becomes, why = (verdicts.ON_ALL_ROWS, f"{differs} would differ") if differs else (verdicts.BY_ROWS, "")
+    piece = note(becomes, why, verdicts.TRIED, trial.bytes_a_row if differs else 0)
     if differs:
         _log.warning(
             "%s is not by rows (%s would differ between replicas and one device). So that it is what one device "
             "computes, it sees the whole batch on every replica; the model's layers still compute each replica's rows. "
-            "The outputs travel between the replicas in every step. Where this is not needed, mark the method with "
-            "`@tfgpu.by_rows`.",
+            "The outputs travel between the replicas in every step (%s). Where this is not needed, mark the method "
+            "with `@tfgpu.by_rows`.",
             name,
             differs,
+            piece.traffic,
         )
     elif trial.draws:
         _log.warning(
@@ -139,11 +162,13 @@ def _found(
     return differs is not None
 
 
-def _unproven(model: keras.Model, name: str, error: _CannotTry, spec: object) -> bool:
+def _unproven(model: keras.Model, name: str, error: _CannotTry, spec: object, note: Callable) -> bool:
     way = slots.get(model.distribute_strategy, "unproven", "gather")
     must_stay = name.endswith(".predict_step`") and (error.is_of_outputs or not step_outputs.can_travel(spec))
     way = "warn" if way == "gather" and (_is_over_replicas(model) or must_stay) else way
     said = f"Whether {name} gives each row its own number could not be tried ({error})."
+    becomes = {"gather": verdicts.ON_ALL_ROWS, "warn": verdicts.BY_ROWS, "refuse": verdicts.REFUSED}[way]
+    note(becomes, str(error), verdicts.UNPROVEN, None if way == "gather" else 0)
     if way == "refuse":
         raise InputError(f"{said} Mark the method with `@tfgpu.by_rows` or `@tfgpu.on_all_rows`.")
     becomes = "It sees the whole batch on every replica" if way == "gather" else "It runs on each replica's rows"
@@ -185,7 +210,7 @@ class _Trial:
         self._captured = captures.of(step_function)
         self._owners = {id(v): at for at, metric in enumerate(model.metrics) for v in metric.variables}
         self._ways: dict = {}
-        self.draws, self.have_rows = 0, []
+        self.draws, self.bytes_a_row, self.have_rows = 0, 0, []
         # Replicas weigh what passes its moments as a mean over rows. A gradient of something else is no such mean.
         self._normalizes = any(
             isinstance(each, keras.layers.BatchNormalization) for each in layers.layers_within(model)
@@ -227,7 +252,7 @@ class _Trial:
     def _difference(self, batch) -> str | None:
         """What differs, "" for nothing; None where the numbers that came out are not finite."""
         whole = self._recorded(batch, 0, ROWS)
-        self.draws = whole.draws
+        self.draws, self.bytes_a_row = whole.draws, whole.bytes_a_row
         if not _is_finite(whole):
             return None
         if whole.derives_tensors and self._normalizes:

@@ -60,7 +60,9 @@ def show_whole_batch() -> None:
 
     @wrap("keras.Layer.__call__")
     def call(stock, self, *args, **kwargs):
-        whole = _whole()
+        whole, recorder = _whole(), step_context.current().recorder
+        if recorder is not None and not _needs_no_rows(self):
+            return recorder.noting_outputs(functools.partial(stock, self, *args, **kwargs))
         if whole is None or _needs_no_rows(self):
             return stock(self, *args, **kwargs)
         return _call_by_rows(whole, functools.partial(stock, self), self, args, kwargs)

@@ -1,0 +1,148 @@
+"""Runs a script until its first training step has run, on replicas: `python -m tfgpu.doctor.first_step TOLD SCRIPT`.
+
+`tfgpu.doctor.pieces` starts it, and reads what it writes to the file TOLD.
+"""
+
+import contextlib
+import functools
+import json
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+_TWO = ["CPU:0", "CPU:1"]
+_OF_DEVICES = ("reduce_dtype", "top_k", "batch_norm", "unproven")
+"""Options of `tfgpu.strategy` that do not depend on which devices there are."""
+
+
+class _Stop(BaseException):
+    """The first step has run."""
+
+
+class _Rehearsal:
+    """Lets a script train on replicas, hears of its pieces, and stops it."""
+
+    def __init__(self):
+        self.pieces: dict = {}
+        self.replicas = 0
+        self._is_in_keras = False
+
+    def prepare(self) -> None:
+        """Before the script starts."""
+        import tensorflow as tf
+
+        import tfgpu
+        from tfgpu import environment, repairs, strategies
+        from tfgpu.core import extensions
+
+        has_gpus = len(tf.config.list_physical_devices("GPU")) > 1
+        if not has_gpus:
+            tf.config.set_visible_devices([], "GPU")
+            environment.set_logical_devices(2)
+        repairs.repair_keras()
+        extensions.verdict_listeners.register(self._hear)
+        if not has_gpus:
+            spread = _on_two(strategies.strategy)
+            for owner in (tfgpu, strategies):
+                owner.strategy = spread
+            _spread_mirrored()
+        self._stop_after_step()
+
+    def _hear(self, piece) -> None:
+        self.pieces[piece.name] = {**asdict(piece), "traffic": piece.traffic}
+
+    @contextlib.contextmanager
+    def _in_keras(self) -> Iterator[None]:
+        """What runs within is no loop of the script's own."""
+        before, self._is_in_keras = self._is_in_keras, True
+        try:
+            yield
+        finally:
+            self._is_in_keras = before
+
+    def _stop_after_step(self) -> None:
+        import tensorflow as tf
+
+        from tfgpu.compat.patch import wrap
+        from tfgpu.core import step_loop
+        from tfgpu.core.replication import is_replicated, replica_context
+
+        @wrap(step_loop.StepRunner, "__call__")
+        def call(stock, runner, batches):
+            with self._in_keras():
+                logs = stock(runner, batches)
+            if runner.kind == "train":
+                self.replicas = runner.strategy.num_replicas_in_sync
+                raise _Stop
+            return logs
+
+        @wrap("TensorFlowTrainer.predict")
+        def predict(stock, *args, **kwargs):
+            with self._in_keras():
+                return stock(*args, **kwargs)
+
+        @wrap("tf.distribute.Strategy.run")
+        def run(stock, strategy, fn, args=(), kwargs=None, options=None):
+            found = stock(strategy, fn, args, kwargs, options)
+            has_data = any(
+                isinstance(each, tf.distribute.DistributedValues) for each in tf.nest.flatten((args, kwargs or {}))
+            )
+            if not self._is_in_keras and has_data and is_replicated(strategy) and replica_context() is None:
+                self.replicas = strategy.num_replicas_in_sync
+                raise _Stop
+            return found
+
+
+def _on_two(stock):
+    """`tfgpu.strategy` with two logical devices in the place of this machine's, or of a cluster's."""
+
+    @functools.wraps(stock)
+    def strategy(kind="auto", devices=None, **options):
+        if kind not in ("auto", "one_device", "mirrored", "multi_worker"):
+            return stock(kind, devices, **options)
+        kept = {name: value for name, value in options.items() if name in _OF_DEVICES}
+        return stock("mirrored", _TWO, **kept)
+
+    return strategy
+
+
+def _spread_mirrored() -> None:
+    """A `MirroredStrategy` of the script's own has two replicas too."""
+    import tensorflow as tf
+
+    from tfgpu.compat.patch import wrap
+
+    @wrap(tf.distribute.MirroredStrategy, "__init__")
+    def initialize(stock, self, devices=None, *args, **kwargs):
+        stock(self, devices or _TWO, *args, **kwargs)
+
+
+def main(words: Sequence[str]) -> None:
+    """Runs the script, and writes what was found.
+
+    Args:
+        words: the file to write, the script, and its arguments.
+    """
+    told, script, *arguments = words
+    rehearsal, error = _Rehearsal(), ""
+    rehearsal.prepare()
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except _Stop:
+        pass
+    except SystemExit as ended:
+        error = f"the script ended with {ended.code}" if ended.code else ""
+    except BaseException as failed:
+        error = "".join(traceback.format_exception_only(failed)).strip()
+        traceback.print_exc()
+    found = {"pieces": list(rehearsal.pieces.values()), "replicas": rehearsal.replicas, "error": error}
+    Path(told).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
