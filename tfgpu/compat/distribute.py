@@ -16,6 +16,18 @@ from tensorflow.python.ops import collective_ops
 __all__ = ["CollectiveAllReduce", "DistributedVariable", "Mirrored", "PerReplica"]
 
 
+@contextmanager
+def as_replicas(strategy: tf.distribute.Strategy, count: int) -> Iterator[None]:
+    """Inside the block, code that asks a strategy for its number of replicas hears another one."""
+    owner = distribute_lib.StrategyBase
+    stock = owner.num_replicas_in_sync
+    owner.num_replicas_in_sync = property(lambda self: count if self is strategy else stock.fget(self))
+    try:
+        yield
+    finally:
+        owner.num_replicas_in_sync = stock
+
+
 def worker_index(strategy: tf.distribute.Strategy) -> int:
     """The index of this process in a multi-worker strategy."""
     return strategy.extended._id_in_cluster

@@ -2,8 +2,8 @@
 
 import types
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
@@ -102,6 +102,22 @@ def with_autograph(function: Callable) -> Callable:
 def with_autograph_of_caller(function: Callable) -> Callable:
     """A function that autograph converts if it converts the caller, as `strategy.run` does."""
     return autograph.tf_convert(function, ag_ctx.control_status_ctx(), convert_by_default=False)
+
+
+def with_body(function: object, body: Callable) -> Callable:
+    """A `tf.function` with another's options, and a body of its own."""
+    return function._clone(python_function=body)
+
+
+@contextmanager
+def functions_run_eagerly() -> Iterator[None]:
+    """Inside the block, a `tf.function` runs its Python code."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
 
 
 def autograph_status() -> AbstractContextManager:

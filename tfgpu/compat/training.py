@@ -136,6 +136,11 @@ def metric_function(metric: MeanMetricWrapper) -> tuple[Callable, dict]:
     return metric._fn, metric._fn_kwargs
 
 
+def set_metric_function(metric: MeanMetricWrapper, function: Callable) -> None:
+    """Gives a metric another function of labels and outputs."""
+    metric._fn = function
+
+
 @contextmanager
 def without_strategy(model: keras.Model) -> Iterator[None]:
     """Inside the block, a model looks to Keras as if it were made under no strategy."""

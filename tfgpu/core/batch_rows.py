@@ -55,13 +55,27 @@ def known_rows() -> RowRange | None:
     In a hand-written loop the first call exchanges the numbers of rows, in the graph in which the replicas began and
     outside any condition or loop in it. Inside a tf.function that a replica calls, the result is None.
     """
-    found = step_context.current().given_rows
+    context = step_context.current()
+    found = context.given_rows
+    if context.recorder is not None and context.recorder.parts:
+        return context.trial_rows
     if step_context.step() is not None or found is None or replica_context() is None or not _is_within(found.graph):
         return step_context.rows()
     if found.range is None:
         with contextlib.nullcontext() if found.graph is None else found.graph.as_default():
             found.range = RowRange(found.local, *_exchanged_place(found.local))
     return found.range
+
+
+def local_rows() -> tf.Tensor | None:
+    """How many rows this replica holds (int32 scalar): the step's, else those that a `strategy.run` was given, or None.
+
+    It costs no collective.
+    """
+    found = step_context.current().given_rows
+    if step_context.step() is not None:
+        return step_context.rows().local
+    return None if found is None or replica_context() is None else found.local
 
 
 def known_share() -> tf.Tensor | None:

@@ -8,6 +8,7 @@
 - `run_starts`: `start(run)` is called when `fit` or `evaluate` begins, and may add to the run's lists
   (`step_blocks.Run`).
 - `spread_layers`: `is_spread(layer)` says that a layer is on several devices, where it cannot be computed on all rows.
+- `run_observers`: `observe(strategy, function, args, kwargs)` hears of each `strategy.run` on rows, before it runs.
 - `verdict_listeners`: `listen(piece)` hears what was found of each piece of a step (`row_mixing.verdicts.Piece`).
 """
 
@@ -46,4 +47,5 @@ state_providers: Registry = Registry()
 xla_obstacles: Registry = Registry()
 spread_layers: Registry = Registry()
 run_starts: Registry = Registry()
+run_observers: Registry = Registry()
 verdict_listeners: Registry = Registry()

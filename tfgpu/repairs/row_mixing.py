@@ -3,7 +3,15 @@
 import keras
 import tensorflow as tf
 
-from tfgpu.core.row_mixing import all_rows, coupled_losses, own_layers, own_metrics, step_recorder, whole_batch
+from tfgpu.core.row_mixing import (
+    all_rows,
+    coupled_losses,
+    own_layers,
+    own_metrics,
+    run_trial,
+    step_recorder,
+    whole_batch,
+)
 from tfgpu.repairs import probing
 from tfgpu.repairs.repair import Repair
 
@@ -21,6 +29,7 @@ def own_dice_differs() -> bool:
 def show_whole_batch() -> None:
     """Steps of the user's own are tried, and see the whole batch if they mix rows."""
     step_recorder.isolate_trials()
+    run_trial.try_functions_of_run()
     whole_batch.show_whole_batch()
 
 

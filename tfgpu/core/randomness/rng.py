@@ -21,14 +21,18 @@ those of the first tensor among its distributed arguments; without such argument
 Not repaired: under XLA, TensorFlow's kernels may fold a draw with a constant seed and a static shape into a constant.
 """
 
+import weakref
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
 
 from tfgpu.compat import keras as private
+from tfgpu.compat import slots
 from tfgpu.compat import tensorflow as private_tf
 from tfgpu.compat.distribute import PerReplica
 from tfgpu.compat.patch import wrap
-from tfgpu.core import batch_rows, batch_sharding, replication, step_context
+from tfgpu.core import batch_rows, batch_sharding, extensions, replication, step_context
 from tfgpu.core.randomness import row_draws, trace_choices
 from tfgpu.core.randomness.row_draws import DrawShard
 from tfgpu.core.randomness.tensor_origin import CONSTANTS, WEIGHTS, origin_of
@@ -74,6 +78,12 @@ def _wrap_run() -> None:
         is_distributed = [isinstance(v, PerReplica) for v in given]
         if not replication.is_replicated(self) or not any(is_distributed):
             return stock(self, fn, args, kwargs, options)
+        if (
+            isinstance(fn, private_tf.Function) and tf.executing_eagerly()
+        ):  # replicas meet within it, as in stock TensorFlow
+            return _run_within(self, fn)(*args, **(kwargs or {}))
+        for observe in extensions.run_observers:
+            observe(self, fn, args, kwargs or {})
         fn = private_tf.with_autograph_of_caller(fn)  # as `run` does, which then has nothing left to convert
         choices = []
 
@@ -84,6 +94,15 @@ def _wrap_run() -> None:
                 return fn(*args, **kwargs)
 
         return stock(self, with_rows, args, kwargs, options)
+
+
+def _run_within(strategy: tf.distribute.Strategy, function: Callable) -> Callable:
+    """A `tf.function` that runs another's Python code on each replica; kept, for it is traced once."""
+    kept = vars(slots.of(strategy)).setdefault("run_within", weakref.WeakKeyDictionary())
+    if function not in kept:
+        body = function.python_function
+        kept[function] = private_tf.with_body(function, lambda *args, **kwargs: strategy.run(body, args, kwargs))
+    return kept[function]
 
 
 def _uniform(rows: row_draws.RowDraw, minval, maxval, dtype, seed: tf.Tensor) -> tf.Tensor:

@@ -6,6 +6,7 @@ result for the whole is not what the parts say is computed from the rows of all 
 workers must find the same, since they meet where it needs all rows: nothing in a try depends on time or on the data.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,8 +17,8 @@ import tensorflow as tf
 from tfgpu.compat import keras as private
 from tfgpu.compat import slots, training
 from tfgpu.compat.patch import wrap
-from tfgpu.core import replication, step_context
-from tfgpu.core.row_mixing import captures, choices, row_sums, verdicts
+from tfgpu.core import batch_rows, step_context
+from tfgpu.core.row_mixing import captures, choices, gathering, row_sums, step_recorder, verdicts
 from tfgpu.core.row_mixing.loss_trial import LossTrial, Needs
 from tfgpu.core.state import layer_state
 from tfgpu.errors import InputError
@@ -49,16 +50,19 @@ def give_own_losses_all_rows() -> None:
     @wrap("loss_module.reduce_weighted_values")
     def reduce_weighted_values(stock, values, sample_weight=None, mask=None, *args, **kwargs):
         """A number of the batch is multiplied by weights of rows: each replica multiplies the whole batch's."""
-        if _may_meet() and (sample_weight is not None or mask is not None):
+        if gathering.may_meet() and batch_rows.can_communicate() and (sample_weight is not None or mask is not None):
             values = keras.ops.convert_to_tensor(values, dtype=kwargs.get("dtype"))
             if values.shape.rank == 0:
-                (values,) = row_sums.over_replicas([step_context.times_share(values)])
+                share = tf.cast(batch_rows.known_share(), values.dtype)
+                (values,) = row_sums.over_replicas([tf.math.multiply_no_nan(values, share)])
         return stock(values, sample_weight, mask, *args, **kwargs)
 
     @wrap("MeanMetricWrapper.update_state")
     def update_state(stock, self, y_true, y_pred, sample_weight=None):
         function, arguments = training.metric_function(self)
-        if not _is_own(function) or not _may_meet():
+        if step_recorder.is_by_hand() and _is_own(function):
+            return None  # it is tried by itself
+        if not _is_own(function) or not gathering.may_meet():
             return stock(self, y_true, y_pred, sample_weight)
         y_true, y_pred = keras.tree.map_structure(keras.ops.convert_to_tensor, (y_true, y_pred))
 
@@ -68,7 +72,7 @@ def give_own_losses_all_rows() -> None:
         needs = _needs(self, of_rows, f"metric {_name(function)!r}", y_true, y_pred)
         values = _computed(needs, of_rows, y_true, y_pred)
         if not _gives_rows(needs) and values.shape.rank:  # numbers of the batch: over all replicas they count once
-            weight = tf.fill(tf.shape(values), tf.cast(step_context.share(), values.dtype))
+            weight = tf.fill(tf.shape(values), tf.cast(batch_rows.known_share(), values.dtype))
             sample_weight = weight if sample_weight is None else sample_weight * weight
         # Nothing meets from here on, so that no other replica's thread sees the stand-in.
         with training.metric_values(self, values):
@@ -93,6 +97,8 @@ def _hold_loss_classes() -> None:
     @wrap("Loss.__call__")
     def call_loss(stock, self, *args, **kwargs):
         _take_hold_of(type(self))
+        if (recorder := step_recorder.splitting()) is not None:
+            return recorder.by_parts(functools.partial(stock, self), args, kwargs, is_sum=True)
         return stock(self, *args, **kwargs)
 
 
@@ -114,6 +120,9 @@ def _take_hold_of(cls: type) -> None:
 
             @wrap(each, "__call__")
             def reduce(stock, self, y_true, y_pred, sample_weight=None, **more):
+                if (recorder := step_recorder.splitting()) is not None:
+                    call = functools.partial(type(self).__call__, self)
+                    return recorder.by_parts(call, (y_true, y_pred, sample_weight), more, is_sum=True)
                 return _reduced(self, lambda *rows: stock(self, *rows, **more), y_true, y_pred, sample_weight)
 
             slots.of(each.__dict__["__call__"]).gets_all_rows = True
@@ -122,7 +131,7 @@ def _take_hold_of(cls: type) -> None:
 def _reduced(loss: keras.losses.Loss, function: Callable, y_true, y_pred, sample_weight):
     """What a loss with a `__call__` of its own says; weights of rows are rows, like labels."""
     has_weights = sample_weight is not None
-    if not _may_meet():
+    if not gathering.may_meet():
         return function(y_true, y_pred, *[sample_weight] * has_weights)
     labels, outputs = keras.tree.map_structure(
         keras.ops.convert_to_tensor, ((y_true, sample_weight) if has_weights else (y_true,), y_pred)
@@ -145,33 +154,28 @@ def _name(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _may_meet() -> bool:
-    return (
-        step_context.step() is not None
-        and not step_context.has_local_forward()
-        and replication.replica_context().num_replicas_in_sync > 1
-    )
-
-
 def _of_batch(loss: keras.losses.Loss, function: Callable, name: str, y_true, y_pred):
     """What a loss says of a replica's rows, or of the whole batch where it needs that."""
-    if not _may_meet():
-        return function(y_true, y_pred)
+    if not gathering.may_meet():
+        return gathering.part_by_hand(tf.convert_to_tensor(function(y_true, y_pred)), loss.reduction)
     needs = _needs(loss, function, f"loss {name!r}", y_true, y_pred)
     values = _computed(needs, function, y_true, y_pred)
+    if step_context.step() is None:
+        values = gathering.part_by_hand(tf.convert_to_tensor(values), loss.reduction)
     if _gives_rows(needs) or loss.reduction not in ("sum", "none", None) or not tf.convert_to_tensor(values).shape.rank:
         return values
     # Several numbers of the batch, which the replicas add up: each has its share of the gradient.
-    part = values * tf.cast(step_context.share(), values.dtype)
+    part = values * tf.cast(batch_rows.known_share(), values.dtype)
     return part if loss.reduction == "sum" else part + tf.stop_gradient(values - part)
 
 
 def _computed(needs: Needs, function: Callable, y_true, y_pred):
     if needs in (Needs.ITS_ROWS, Needs.ITS_MEAN):
         return function(y_true, y_pred)
+    gathering.check_can_meet("A loss or metric of your own")
     rows = keras.tree.map_structure(_all_rows, (y_true, y_pred))
     with (
-        step_context.as_one_device(step_context.rows().total),
+        step_context.as_one_device(batch_rows.known_rows().total),
         layer_state.assigning_alike(),
     ):  # what is within needs nothing of others
         values = function(*rows)

@@ -10,11 +10,11 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tfgpu.compat import targets
+from tfgpu.compat import targets, training
 from tfgpu.compat.keras import set_mask
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
-from tfgpu.core.row_mixing import row_sums, verdicts
+from tfgpu.core.row_mixing import gathering, row_sums, verdicts
 
 _NAMES = ("dice", "tversky", "circle")
 _SUMS, _COMPARES = "it divides sums over the batch", "it compares rows"
@@ -33,17 +33,27 @@ def mix_rows_of_all_replicas() -> None:
         for name in _NAMES:
             wrap(owner, name)(_in_a_step(whole[name]))
 
+    coupled = [getattr(keras_losses, name) for name in _NAMES]
+
     @wrap("LossFunctionWrapper.call")
     def call(stock, self, y_true, y_pred):
         if id(self.fn) in by_stock:  # made before the repair, or found by its name
             self.fn = getattr(keras_losses, by_stock[id(self.fn)])
-        return stock(self, y_true, y_pred)
+        found = stock(self, y_true, y_pred)
+        return gathering.part_by_hand(found, self.reduction) if self.fn in coupled else found
+
+    @wrap("MeanMetricWrapper.update_state")
+    def update_state(stock, self, *args, **kwargs):
+        if name := by_stock.get(id(training.metric_function(self)[0])):
+            training.set_metric_function(self, getattr(keras_losses, name))
+        return stock(self, *args, **kwargs)
 
 
 def _in_a_step(whole):
     def loss(stock, y_true, y_pred, *args, **kwargs):
-        if step_context.step() is None:
+        if step_context.step() is None and not gathering.may_meet():
             return stock(y_true, y_pred, *args, **kwargs)
+        gathering.check_can_meet("A loss that mixes rows")
         y_pred = ops.convert_to_tensor(y_pred)
         return whole(stock, y_true, y_pred, *args, **kwargs)
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import keras as private
-from tfgpu.core import step_context
+from tfgpu.core import batch_rows, step_context
 from tfgpu.core.row_mixing import draws
 from tfgpu.core.row_mixing.isolation import Part
 
@@ -48,7 +48,8 @@ def rows_each(tensor: tf.Tensor) -> int | None:
     """
     if tensor.shape.rank in (0, None):
         return None
-    leading, held = tensor.shape[0], tf.get_static_value(step_context.rows().local)
+    local = batch_rows.local_rows()
+    leading, held = tensor.shape[0], None if local is None else tf.get_static_value(local)
     if leading is None:
         return 1
     if held is None:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat import keras as private
-from tfgpu.core import collectives, replication, step_context
+from tfgpu.core import batch_rows, collectives, replication, step_context
 from tfgpu.core.row_mixing import row_sums
 from tfgpu.core.row_mixing.drawn_inputs import rows_each
 from tfgpu.core.state import layer_state
@@ -16,10 +16,15 @@ from tfgpu.errors import InputError
 
 
 def may_meet() -> bool:
-    """Whether this is a replica of several in a step, and sees its own rows."""
+    """Whether this is a replica of several in a step, or in a `strategy.run` by hand, and sees its own rows."""
     context = replication.replica_context()
     is_one_of_several = context is not None and context.num_replicas_in_sync > 1
-    return is_one_of_several and step_context.step() is not None and not step_context.has_local_forward()
+    return is_one_of_several and batch_rows.local_rows() is not None and not step_context.has_local_forward()
+
+
+def is_in_step() -> bool:
+    """Whether this thread runs a replica's step, or one of a `strategy.run` by hand."""
+    return batch_rows.local_rows() is not None
 
 
 def check_can_meet(named: str) -> None:
@@ -32,7 +37,8 @@ def check_can_meet(named: str) -> None:
         InputError: replicas cannot meet here.
     """
     graph = getattr(threading.current_thread(), "graph", None)
-    if not tf.executing_eagerly() and graph is not tf.compat.v1.get_default_graph():
+    is_apart = not tf.executing_eagerly() and graph is not tf.compat.v1.get_default_graph()
+    if is_apart or not batch_rows.can_communicate():
         raise InputError(
             f"{named} needs all rows of a batch, and is called in a tf.cond, a loop or a tf.function, where replicas "
             "cannot meet. Call it outside, or mark its class with `tfgpu.by_rows` if it may see one replica's rows."
@@ -91,7 +97,7 @@ def own_rows(leaf: object, has_rows: bool | None = None) -> object:
     """
     if not tf.is_tensor(leaf) or isinstance(leaf, tf.Variable) or not leaf.shape.rank:
         return leaf
-    facts = step_context.rows()
+    facts = batch_rows.known_rows()
     total, local = tf.get_static_value(facts.total), tf.get_static_value(facts.local)
     leading = leaf.shape[0]
     if has_rows is None:
@@ -109,6 +115,22 @@ def own_rows(leaf: object, has_rows: bool | None = None) -> object:
     return found
 
 
+def part_by_hand(value: tf.Tensor, reduction: str | None) -> tf.Tensor:
+    """This replica's part of a loss that is one number, where a loop by hand sums the replicas' gradients.
+
+    Keras returns one number unchanged, which such a loop would count once for each replica. A mean that Keras takes
+    counts by the replica's share already.
+
+    Args:
+        value: what a loss's `call` returns.
+        reduction: the loss's.
+    """
+    share = None
+    if step_context.step() is None and value.shape.rank == 0 and reduction not in (None, "none"):
+        share = batch_rows.known_share()
+    return value if share is None else tf.math.multiply_no_nan(value, tf.cast(share, value.dtype))
+
+
 @contextlib.contextmanager
 def as_whole_batch(variables: Iterable[keras.Variable]) -> Iterator[None]:
     """Within the block this replica computes what one device does, from all rows.
@@ -121,7 +143,7 @@ def as_whole_batch(variables: Iterable[keras.Variable]) -> Iterator[None]:
     held = collectives.all_reduce([tf.identity(layer_state.own(each)) for each in summed]) if summed else []
     for variable, value in zip(summed, held, strict=True):
         layer_state.put_own(variable, value)
-    facts = step_context.rows()
+    facts = batch_rows.known_rows()
     with step_context.as_one_device(facts.total), layer_state.assigning_alike():
         yield
     is_first = tf.logical_and(facts.local > 0, facts.offset == 0)

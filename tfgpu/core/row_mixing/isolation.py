@@ -65,7 +65,9 @@ def run(function: Callable[[], Any]) -> Any:
     def work():
         private.thread_state().update(state)
         try:
-            replica = tf.distribute.ReplicaContext(context.strategy, context.replica_id_in_sync_group)
+            replica = contextlib.nullcontext()
+            if context is not None:
+                replica = tf.distribute.ReplicaContext(context.strategy, context.replica_id_in_sync_group)
             with step_context.scope(is_trying=True), kept_draws(), replica, tf.device("CPU:0"):
                 found.append((function(), None))
         except BaseException as error:

@@ -8,6 +8,7 @@ depends on time or on the data.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 
@@ -17,8 +18,8 @@ import tensorflow as tf
 from tfgpu.compat import layers as private_layers
 from tfgpu.compat import slots, variables
 from tfgpu.compat.patch import wrap
-from tfgpu.core import extensions, step_context
-from tfgpu.core.row_mixing import choices, fingerprints, gathering, isolation, layer_trial, verdicts
+from tfgpu.core import batch_rows, extensions, step_context
+from tfgpu.core.row_mixing import choices, fingerprints, gathering, isolation, layer_trial, step_recorder, verdicts
 from tfgpu.core.row_mixing.layer_trial import LayerTrial, Needs, Verdict
 from tfgpu.core.state import layer_state
 from tfgpu.errors import InputError
@@ -38,7 +39,10 @@ def give_own_layers_all_rows() -> None:
 
     @wrap("keras.layers.Layer.__call__")
     def call(stock, self, *args, **kwargs):
-        if step_context.current().step is None or _is_proven.get():
+        recorder = step_recorder.splitting()
+        if recorder is not None and is_own(self):
+            return recorder.by_parts(functools.partial(stock, self), args, kwargs)
+        if _is_proven.get() or not gathering.is_in_step():
             return stock(self, *args, **kwargs)
         if step_context.current().is_trying:
             return layer_trial.within_trial(stock, self, args, kwargs) if is_own(self) else stock(self, *args, **kwargs)
@@ -139,7 +143,7 @@ def _build(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> None:
     slots.of(layer).rows_built = True
 
     def call():
-        with step_context.as_one_device(step_context.rows().local), layer_state.assigning_alike():
+        with step_context.as_one_device(batch_rows.local_rows()), layer_state.assigning_alike():
             layer(*args, **kwargs)
 
     tf.function(call, autograph=False).get_concrete_function()

@@ -14,7 +14,17 @@ import tensorflow as tf
 from tfgpu.compat import slots, variables
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
-from tfgpu.core.row_mixing import captures, choices, comparison, draws, fingerprints, gathering, isolation, verdicts
+from tfgpu.core.row_mixing import (
+    captures,
+    choices,
+    comparison,
+    draws,
+    fingerprints,
+    gathering,
+    isolation,
+    step_recorder,
+    verdicts,
+)
 from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
 from tfgpu.core.row_mixing.isolation import Part
 from tfgpu.core.row_mixing.row_sums import Meets
@@ -59,6 +69,8 @@ def _take_hold_of(cls: type) -> None:
 
 
 def _updated(stock, metric: keras.metrics.Metric, args: tuple, kwargs: dict):
+    if step_recorder.is_by_hand():
+        return None  # it is tried by itself
     if step_context.current().is_trying or not gathering.may_meet():
         return stock(metric, *args, **kwargs)
     args, kwargs = keras.tree.map_structure(_as_tensor, (args, kwargs))

@@ -94,7 +94,8 @@ def of_batch(value: tf.Tensor) -> tf.Tensor:
         value: a sum over this replica's rows, a tensor of floats.
 
     Returns:
-        The sum over all replicas' rows; `value` itself on one device and outside a step of `fit` or `evaluate`. With
+        The sum over all replicas' rows; `value` itself on one device and outside a step (of `fit`, `evaluate` or a
+        `strategy.run` by hand). With
         `tfgpu.strategy("averaging")`, where replicas do not communicate in a step, an estimate: this replica's sum
         divided by its share of the batch.
 
@@ -104,7 +105,7 @@ def of_batch(value: tf.Tensor) -> tf.Tensor:
         >>> float(of_batch(tf.constant(3.0)))  # one device sees all rows
         3.0
     """
-    if step_context.step() is None:
+    if step_context.step() is None and not batch_rows.can_communicate():
         return value
     if step_context.has_local_forward():
         return tf.math.divide_no_nan(value, tf.cast(step_context.share(), value.dtype))

@@ -8,9 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import variables
-from tfgpu.compat.keras import StatelessScope
+from tfgpu.compat.keras import StatelessScope, get_stateless_scope
 from tfgpu.compat.patch import wrap
 from tfgpu.core import step_context
+from tfgpu.core.step_context import RowRange
 
 ROWS = 7
 """That are drawn in all."""
@@ -22,29 +23,37 @@ class NotBuilt(Exception):
 
 @dataclass
 class Recorder:
-    """What a step did on some rows.
+    """What a step did on some rows of a few.
 
     Attributes:
         share: the rows as a fraction of all.
         start, stop: which rows.
+        total: how many rows there are in all.
+        parts: the rows of each replica, in a trial of a function that `strategy.run` runs; () in one of a `train_step`.
+            Its gradients are summed as they are. Layers, losses and metrics within are tried by themselves: where it
+            runs on all rows, they run on each part's.
         updates: for each call of an optimizer, the gradients as replicas would weigh them.
         logs: numbers of the logs that are no metric results.
         outputs: what a `predict_step` returned.
         assigned: Keras variables by `id`, with the value that they would have.
         derives_tensors: it took gradients with respect to something other than variables.
         draws: how often it drew numbers by `tf.random`.
+        is_split: a piece runs on a part's rows, in a run on all rows.
         bytes_a_row: of each row, in the outputs of layers that the step itself calls.
     """
 
     share: float
     start: int
     stop: int
+    total: int = ROWS
+    parts: tuple[tuple[int, int], ...] = ()
     updates: list[list] = field(default_factory=list)
     logs: list[np.ndarray] = field(default_factory=list)
     outputs: list[np.ndarray] = field(default_factory=list)
     assigned: dict = field(default_factory=dict)
     derives_tensors: bool = False
     draws: int = 0
+    is_split: bool = False
     bytes_a_row: int = 0
     _is_sum: bool = False
     _is_in_layer: bool = False
@@ -62,7 +71,7 @@ class Recorder:
         is_by_row = bool(shape) and shape[0] == self.stop - self.start
         draw = getattr(np.random.default_rng(self.draws), of)
         self.draws += 1
-        return draw(size=[ROWS, *shape[1:]])[self.start : self.stop] if is_by_row else draw(size=shape)
+        return draw(size=[self.total, *shape[1:]])[self.start : self.stop] if is_by_row else draw(size=shape)
 
     def noting_outputs(self, call: Callable) -> object:
         """Calls a layer; of one that the step itself calls, the outputs would travel if the step saw all rows."""
@@ -78,12 +87,77 @@ class Recorder:
             self.bytes_a_row += size // (self.stop - self.start)
         return outputs
 
+    def _own_rows(self, leaf: object) -> object:
+        """The rows of a tensor that has one or several for each row of the batch; anything else as it is."""
+        if not tf.is_tensor(leaf) or not leaf.shape.rank or leaf.shape[0] % self.total:
+            return leaf
+        each = leaf.shape[0] // self.total
+        return leaf[self.start * each : self.stop * each]
+
     def note_update(self, gradients: list) -> None:
         """An optimizer is to apply gradients."""
-        weight = 1.0 if self._is_sum else self.share
+        weight = 1.0 if self._is_sum or self.parts else self.share
         self._is_sum = False
         dense = [None if g is None else np.asarray(tf.convert_to_tensor(g), "float64") for g in gradients]
         self.updates.append([None if g is None else weight * g for g in dense])
+
+    def by_parts(self, call: Callable, args: tuple, kwargs: dict, *, is_sum: bool = False) -> object:
+        """Calls a piece on each part's rows, as replicas would, and puts together what it returns and assigns.
+
+        Args:
+            call: the piece.
+            args, kwargs: of all rows.
+            is_sum: one number is a sum over the parts, as a loss's is; else a mean.
+        """
+        scope, whole, draws, found, states = get_stateless_scope(), (self.start, self.stop), self.draws, [], []
+        before, self.is_split = dict(scope.state_mapping), True
+        for start, stop in self.parts:
+            scope.state_mapping.clear()
+            scope.state_mapping.update(before)
+            self.start, self.stop, self.draws = start, stop, draws
+            rows = RowRange(*(tf.constant(number, tf.int32) for number in (stop - start, start, self.total)))
+            own, options = keras.tree.map_structure(self._own_rows, (args, kwargs))
+            with step_context.scope(trial_rows=rows):
+                found.append(call(*own, **options))
+            states.append(dict(scope.state_mapping))
+        self.is_split = False
+        (self.start, self.stop), shares = whole, [(stop - start) / self.total for start, stop in self.parts]
+        scope.state_mapping.update(_average(states, before, shares))
+        weights = [1.0] * len(shares) if is_sum else shares
+        return keras.tree.map_structure(lambda *leaves: _together(leaves, weights), *found)
+
+
+def _together(leaves: tuple, weights: list[float]) -> object:
+    if not tf.is_tensor(leaves[0]):
+        return leaves[0]
+    if leaves[0].shape.rank:
+        return tf.concat(leaves, 0)
+    if not leaves[0].dtype.is_floating:
+        return leaves[0]
+    return tf.add_n([leaf * tf.cast(weight, leaf.dtype) for leaf, weight in zip(leaves, weights, strict=True)])
+
+
+def _average(states: list[dict], before: dict, shares: list[float]) -> dict:
+    """What replicas make of a variable that each has assigned: of floats, the average."""
+    found = {}
+    for key in {key for state in states for key, value in state.items() if before.get(key) is not value}:
+        values = [state.get(key) for state in states]
+        is_float = all(value is not None and tf.convert_to_tensor(value).dtype.is_floating for value in values)
+        parts = [value * share for value, share in zip(values, shares, strict=True)] if is_float else []
+        found[key] = tf.add_n(parts) if is_float else values[-1]
+    return found
+
+
+def is_by_hand() -> bool:
+    """Whether a function is tried that `strategy.run` runs."""
+    recorder = step_context.current().recorder
+    return recorder is not None and bool(recorder.parts)
+
+
+def splitting() -> "Recorder | None":
+    """The recorder of such a trial where it runs on all rows, so that pieces within run on each part's."""
+    recorder = step_context.current().recorder
+    return recorder if is_by_hand() and recorder.stop - recorder.start == recorder.total else None
 
 
 def isolate_trials() -> None:

@@ -7,7 +7,6 @@ put together as replicas put them together, are the whole, the step runs by rows
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,20 +15,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import layers, slots, training
-from tfgpu.compat.tensorflow import NoneTensorSpec
 from tfgpu.core import step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of
-from tfgpu.core.row_mixing import captures, choices, comparison, draws, isolation, step_outputs, verdicts
-from tfgpu.core.row_mixing.step_recorder import ROWS, Apart, NotBuilt, Recorder
+from tfgpu.core.row_mixing import captures, choices, comparison, isolation, step_outputs, verdicts
+from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, drawn_batches
+from tfgpu.core.row_mixing.step_recorder import ROWS, Apart, Recorder
 from tfgpu.core.state.sharded_variable import shard_info
 from tfgpu.core.step_context import RowRange
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
-_FIRST = 3  # rows of the first part, of 7: no fraction of the one is one of the other
-_CLOSE_FOR_BIASES, _CLOSE_IN_16_BITS = 1e-2, 2e-2
-_NOISY, _TIMES_NOISE = 1e-3, 8.0  # what rounding may do to two runs; how much more it may do to the parts
-_SMALL = 1e-2  # of the largest gradient: what is smaller is rounding
+_CLOSE_IN_16_BITS = 2e-2
 _METHODS = (
     "train_step",
     "test_step",
@@ -38,12 +34,6 @@ _METHODS = (
     "get_metrics_result",
     "stateless_compute_loss",
 )
-
-
-class _CannotTry(Exception):
-    """The step does not run on drawn rows."""
-
-    is_of_outputs = False  # what it returns are no numbers
 
 
 @dataclass(frozen=True)
@@ -135,11 +125,11 @@ def _found(
         note(verdicts.ON_ALL_ROWS if needs else verdicts.BY_ROWS, "", verdicts.MARKED, None if needs else 0)
         return needs
     try:
-        trial = _Trial(model, step_function, spec)
+        trial = _StepTrial(model, step_function, spec)
         differs = trial.differing()
         if have_rows is not None:
             have_rows += trial.have_rows
-    except _CannotTry as error:
+    except CannotTry as error:
         return _unproven(model, name, error, spec, note)
     becomes, why = (verdicts.ON_ALL_ROWS, f"{differs} would differ") if differs else (verdicts.BY_ROWS, "")
     piece = note(becomes, why, verdicts.TRIED, trial.bytes_a_row if differs else 0)
@@ -162,7 +152,7 @@ def _found(
     return differs is not None
 
 
-def _unproven(model: keras.Model, name: str, error: _CannotTry, spec: object, note: Callable) -> bool:
+def _unproven(model: keras.Model, name: str, error: CannotTry, spec: object, note: Callable) -> bool:
     way = slots.get(model.distribute_strategy, "unproven", "gather")
     must_stay = name.endswith(".predict_step`") and (error.is_of_outputs or not step_outputs.can_travel(spec))
     way = "warn" if way == "gather" and (_is_over_replicas(model) or must_stay) else way
@@ -200,17 +190,15 @@ def _is_of_keras(function: Callable | None) -> bool:
     return function is not None and (function.__module__ or "").split(".")[0] in ("keras", "tfgpu")
 
 
-class _Trial:
-    """Runs a step on drawn rows, whole and in two parts, outside any replica."""
+class _StepTrial(Trial):
+    """Runs a step on drawn rows, outside any replica."""
 
     def __init__(self, model: keras.Model, step_function: Callable, spec: object):
+        super().__init__(captures.of(step_function))
         self._model, self._spec = model, spec
         self._step = training.without_optionals(model, step_function)
         self._predicts = step_function == model.predict_step
-        self._captured = captures.of(step_function)
         self._owners = {id(v): at for at, metric in enumerate(model.metrics) for v in metric.variables}
-        self._ways: dict = {}
-        self.draws, self.bytes_a_row, self.have_rows = 0, 0, []
         # Replicas weigh what passes its moments as a mean over rows. A gradient of something else is no such mean.
         self._normalizes = any(
             isinstance(each, keras.layers.BatchNormalization) for each in layers.layers_within(model)
@@ -218,50 +206,9 @@ class _Trial:
         is_narrow = tf.as_dtype(model.compute_dtype).size < 4
         self._close = _CLOSE_IN_16_BITS if is_narrow else comparison.CLOSE
 
-    def differing(self) -> str | None:
-        """What of the whole the parts do not make; None if they make everything.
-
-        Raises:
-            _CannotTry: the step ran on no drawn rows.
-        """
-        passing = NotBuilt, step_outputs.NoNumbers
-        try:
-            found = draws.judged(self._draws(), self._difference, is_last=bool, passing=(*passing, _CannotTry))
-        except passing as error:
-            refused = _CannotTry(str(error))
-            refused.is_of_outputs = isinstance(error, step_outputs.NoNumbers)
-            raise refused from None
-        if found.verdict is None:
-            raise _CannotTry(found.why or "its data cannot be drawn")
-        return found.verdict or None
-
-    def _draws(self) -> Iterator[object]:
-        """Batches of drawn rows: normal and positive numbers, few and many classes, labels that stand for none."""
-        draw = np.random.default_rng(0)
-        nones = [*draws.NONES, *(int(n) for n in self._captured.numbers if n == int(n) and n not in draws.NONES)]
-        has_labels = any(getattr(each, "dtype", tf.string).is_integer for each in tf.nest.flatten(self._spec)[1:])
-        nones = nones if has_labels else []
-        kinds = [("normal", 2, None), ("positive", 8, None), *(("normal", 2, none) for none in nones)]
-        for numbers, classes, none in kinds:
-            leaves = tf.nest.flatten(self._spec)
-            drawn = [_drawn(draw, spec, numbers, classes, none if at else None) for at, spec in enumerate(leaves)]
-            if any(value is _UNKNOWN for value in drawn):
-                raise _CannotTry("its data cannot be drawn")
-            yield tf.nest.pack_sequence_as(self._spec, drawn)
-
-    def _difference(self, batch) -> str | None:
-        """What differs, "" for nothing; None where the numbers that came out are not finite."""
-        whole = self._recorded(batch, 0, ROWS)
-        self.draws, self.bytes_a_row = whole.draws, whole.bytes_a_row
-        if not _is_finite(whole):
-            return None
-        if whole.derives_tensors and self._normalizes:
-            return "gradients of inputs through BatchNormalization"
-        again = self._recorded(tf.nest.map_structure(_nudged, batch), 0, ROWS, seed=1)
-        if self._what_differs(whole, [again], again, close=max(_NOISY, self._close)) is not None:
-            raise ValueError("it draws random numbers with tf.random; use keras.random")
-        parts = [self._recorded(batch, 0, _FIRST), self._recorded(batch, _FIRST, ROWS)]
-        return self._what_differs(whole, parts, again, close=self._close) or ""
+    def _batches(self) -> Iterator[object]:
+        for leaves in drawn_batches(tf.nest.flatten(self._spec), self._captured.numbers, ROWS):
+            yield tf.nest.pack_sequence_as(self._spec, leaves)
 
     def _recorded(self, batch, start: int, stop: int, *, seed: int = 0) -> Recorder:
         rows = tf.nest.map_structure(
@@ -291,122 +238,3 @@ class _Trial:
         return [
             np.asarray(value, "float64") for value in reader.other_values(logs, results, keras.ops.convert_to_numpy)
         ]
-
-    def _what_differs(self, whole: Recorder, parts: list[Recorder], again: Recorder, *, close: float) -> str | None:
-        """What of the whole is not the parts', put together; `again` is the whole with other rounding."""
-        if any(
-            len(each.updates) != len(whole.updates) or len(each.logs) != len(whole.logs) for each in (*parts, again)
-        ):
-            return "the number of updates"
-        for at, gradients in enumerate(whole.updates):
-            together = [_total([part.updates[at][place] for part in parts]) for place in range(len(gradients))]
-            if not _are_close(gradients, together, again.updates[at], close):
-                return "the gradients"
-        if not self._are_outputs(whole, parts, again, close):
-            return "what it returns"
-        shares = [part.share for part in parts]
-        for at, value in enumerate(whole.logs):
-            together = sum(share * part.logs[at] for share, part in zip(shares, parts, strict=True))
-            if not _are_close([value], [together], [again.logs[at]], close):
-                return "a number in the logs"
-        for key, (variable, before, after) in whole.assigned.items():
-            found = [part.assigned.get(key, (variable, before, before))[2] for part in parts]
-            noisy = again.assigned.get(key, (variable, before, before))[2]
-            ways = _ways_together(variable, before, after, found, shares)
-            ways = {way for way, value in ways.items() if _are_close([after], [value], [noisy], close)}
-            owner = self._owners.get(key, key)  # the variables of a metric go together
-            if len(parts) > 1:
-                ways = self._ways[owner] = self._ways.get(owner, ways) & ways
-            if not ways:
-                return f"the variable {variable.path!r}"
-        return None
-
-    def _are_outputs(self, whole: Recorder, parts: list[Recorder], again: Recorder, close: float) -> bool:
-        """Whether the parts' predictions are the whole's: rows one after another, and else the same of each."""
-        if any(len(each.outputs) != len(whole.outputs) for each in (*parts, again)):
-            return False
-        for at, value in enumerate(whole.outputs):
-            found = [part.outputs[at] for part in parts]
-            has_rows = step_outputs.have_rows(value, found, [each.stop - each.start for each in parts])
-            if len(parts) > 1:
-                self.have_rows = [*self.have_rows[:at], has_rows, *self.have_rows[at + 1 :]]
-            together = [np.concatenate(found)] if has_rows else found
-            if not all(_are_close([value], [each], [again.outputs[at]], close) for each in together):
-                return False
-        return True
-
-
-def _ways_together(variable, before, after, found: list, shares: list[float]) -> dict[str, np.ndarray]:
-    """What replicas may make of their values of a variable: a sum, an average or the same value."""
-    ways = {"same": found[0]}
-    if np.issubdtype(after.dtype, np.floating):
-        ways["average"] = sum(share * value for share, value in zip(shares, found, strict=True))
-    if variable.aggregation == "sum":
-        ways["sum"] = before + sum(value - before for value in found)
-    return ways
-
-
-def _are_close(values: list, others: list, again: list, close: float) -> bool:
-    """Whether numbers are as good as equal, by the rounding that another run of the whole shows."""
-    if any(
-        (a is None) != (b is None) or (a is not None and a.shape != b.shape)
-        for a, b in zip(values, others, strict=True)
-    ):
-        return False
-    kept = [at for at, value in enumerate(values) if value is not None]
-    # A bias's gradient is a sum over all places of an image, which TensorFlow's CPU kernel adds up one by one. What
-    # mixes rows shows in the kernels' gradients, too.
-    has_kernels = any(values[at].ndim > 1 for at in kept)
-    largest = max((_size(values[at], others[at]) for at in kept), default=0.0)
-    for at in kept:
-        size = max(_size(values[at], others[at]), _SMALL * largest)
-        noise = _size(values[at] - again[at]) if values[at].dtype.kind == "f" else 0.0
-        by = _CLOSE_FOR_BIASES if has_kernels and values[at].ndim < 2 else close
-        if np.any(np.abs(values[at] - others[at]) > max(max(by, close) * size, _TIMES_NOISE * noise)):
-            return False
-    return math.isfinite(largest)
-
-
-def _nudged(value):
-    """A tensor of floats moved by less than the data's own precision, so that all sums round otherwise."""
-    if not tf.is_tensor(value) or not value.dtype.is_floating or value.dtype.size < 4:
-        return value
-    return value * tf.cast(1 + 2.0**-20, value.dtype)
-
-
-_UNKNOWN = object()
-
-
-def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, none: int | None):
-    """A tensor of drawn rows for a spec, or `_UNKNOWN` where none can be drawn."""
-    if spec is None or isinstance(spec, (NoneTensorSpec, tf.OptionalSpec)):
-        return None
-    if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
-        return _UNKNOWN
-    known = [draws.UNKNOWN if size is None else size for size in spec.shape[1:]]
-    shape = [ROWS, *known] if spec.shape.rank else []
-    if spec.dtype.is_floating:
-        values = draws.values(draw, shape, numbers)
-    elif spec.dtype.is_integer:
-        values = draws.values(draw, shape, "whole", below=classes)
-        if none is not None and spec.dtype.min <= none <= spec.dtype.max:
-            values = draws.with_special(draw, values, none, 0.3)
-    elif spec.dtype.is_bool:
-        values = draw.random(shape) < 0.5
-    else:
-        return _UNKNOWN
-    return draws.cast(values, spec.dtype)
-
-
-def _total(gradients: list):
-    present = [each for each in gradients if each is not None]
-    return sum(present) if present else None
-
-
-def _size(*values: np.ndarray) -> float:
-    return max(float(np.abs(each).max(initial=0.0)) for each in values)
-
-
-def _is_finite(found: Recorder) -> bool:
-    gradients = [each for update in found.updates for each in update if each is not None]
-    return all(np.isfinite(each).all() for each in [*gradients, *found.logs, *found.outputs])

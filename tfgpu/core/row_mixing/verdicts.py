@@ -11,7 +11,8 @@ import tensorflow as tf
 from tfgpu.compat import slots
 from tfgpu.core import extensions, step_context
 
-BY_ROWS, BY_PARTS, ON_ALL_ROWS, REFUSED = "by rows", "layers within on all rows", "on all rows", "refused"
+BY_ROWS, BY_PARTS, ON_ALL_ROWS = "by rows", "layers within on all rows", "on all rows"
+REFUSED, NOT_AS_ONE = "refused", "by rows, not as one device"
 TRIED, MARKED, KNOWN, UNPROVEN = "trial", "your mark", "Keras's own", "not tried"
 
 
@@ -21,7 +22,7 @@ class Piece:
 
     Attributes:
         name: with its kind, such as "layer 'center' (Center)".
-        verdict: `BY_ROWS`, `BY_PARTS`, `ON_ALL_ROWS` or `REFUSED`.
+        verdict: `BY_ROWS`, `BY_PARTS`, `ON_ALL_ROWS`, `REFUSED` or, of a function of `strategy.run`, `NOT_AS_ONE`.
         why: "" where there is nothing to say.
         source: `TRIED`, `MARKED` (`tfgpu.by_rows`, `tfgpu.on_all_rows`), `KNOWN` (from the table of Keras's own) or
             `UNPROVEN` (it could not be tried, and the strategy's `unproven` decides).

@@ -69,7 +69,9 @@ def show_whole_batch() -> None:
 
     @wrap("keras.Layer.add_loss")
     def add_loss(stock, self, loss):
-        facts = step_context.step()
+        facts, recorder = step_context.step(), step_context.current().recorder
+        if recorder is not None and recorder.is_split:
+            loss = keras.tree.map_structure(lambda each: each * (recorder.stop - recorder.start) / recorder.total, loss)
         if facts is not None and facts.is_within_whole and _can_meet():
             loss = keras.tree.map_structure(_mean_by_rows, loss)
         return stock(self, loss)

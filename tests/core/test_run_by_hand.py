@@ -1,0 +1,207 @@
+"""Loops that call `strategy.run` by hand: pieces that look at several rows get all; a function that does is named."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+import tfgpu
+from tfgpu import InputError
+from tfgpu.core.row_mixing import verdicts
+
+X = (0.3 * np.random.default_rng(0).normal(size=(11, 5))).astype("float32")
+Y = np.abs(X[:, :3])
+
+
+class Centered(keras.layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, 0)
+
+
+class Pairs(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        true, found = (ops.sum(ops.square(each[:, None] - each[None]), -1) for each in (y_true, y_pred))
+        return ops.mean(ops.square(true - found))
+
+
+class Largest(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="largest")
+        self.most = self.add_variable((), "zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.most.assign(ops.maximum(self.most, ops.max(y_pred)))
+
+    def result(self):
+        return self.most + 0.0
+
+
+def ratio(y_true, y_pred):
+    return ops.sum(y_true * y_pred) / ops.sum(y_true)
+
+
+class Loop:
+    """A model, and a step on it that is written by hand."""
+
+    def __init__(self, strategy, *, layer=keras.layers.Identity, loss=keras.losses.MeanSquaredError):
+        keras.utils.set_random_seed(0)
+        self.strategy = strategy
+        with strategy.scope():
+            self.model = keras.Sequential(
+                [keras.Input((5,)), keras.layers.Dense(4), layer(), keras.layers.Dropout(0.2), keras.layers.Dense(3)]
+            )
+            self.optimizer, self.loss = keras.optimizers.SGD(0.1), loss()
+            self.optimizer.build(self.model.trainable_variables)
+            self.metrics = [Largest(), keras.metrics.MeanMetricWrapper(ratio, name="ratio")]
+
+    def loss_of(self, y, outputs):
+        return self.loss(y, outputs)
+
+    def changed(self, gradients):
+        return gradients
+
+    def step(self, x, y):
+        with tf.GradientTape() as tape:
+            outputs = self.model(x, training=True)
+            loss = self.loss_of(y, outputs)
+        variables = self.model.trainable_variables
+        self.optimizer.apply_gradients(zip(self.changed(tape.gradient(loss, variables)), variables, strict=True))
+        for metric in self.metrics:
+            metric.update_state(y, outputs)
+        return loss
+
+    def run(self, step=None, *, eagerly=False):
+        """Trains on batches of 8 and 3 rows; returns the weights and results."""
+        step = step or self.step
+        data = self.strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8))
+
+        def run(x, y):
+            return self.strategy.run(step, args=(x, y))
+
+        run = run if eagerly else tf.function(run)
+        for x, y in data:
+            run(x, y)
+        return [*self.model.get_weights(), *(np.array(metric.result()) for metric in self.metrics)]
+
+
+class Normalized(Loop):
+    def loss_of(self, y, outputs):
+        mask = ops.cast(y > 0.1, "float32")
+        return ops.sum(ops.square(y - outputs) * mask) / (1.0 + ops.sum(mask))
+
+
+class Clipped(Loop):
+    def changed(self, gradients):
+        norm = tf.linalg.global_norm(gradients)
+        return [gradient / tf.maximum(norm, 0.1) for gradient in gradients]
+
+
+class Divided(Loop):
+    """As TensorFlow's guide has it."""
+
+    def loss_of(self, y, outputs):
+        return tf.nn.compute_average_loss(ops.mean(ops.square(y - outputs), -1), global_batch_size=8)
+
+
+class Gathered(Loop):
+    def loss_of(self, y, outputs):
+        y, outputs = tfgpu.gather(y), tfgpu.gather(outputs)
+        return ops.sum(ops.square(y - outputs)) / ops.sum(y) / self.strategy.num_replicas_in_sync
+
+
+def one_device():
+    return tfgpu.strategy("one_device", devices=["CPU:0"])
+
+
+def two_devices(**how):
+    return tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"], **how)
+
+
+def functions(strategy):
+    return [piece.verdict for piece in verdicts.of(strategy) if piece.name.startswith("function")]
+
+
+def assert_alike(one, other):
+    for here, there in zip(one, other, strict=True):
+        np.testing.assert_allclose(here, there, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        {"layer": Centered, "loss": Pairs},
+        pytest.param({"loss": keras.losses.Dice}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_pieces_that_mix_rows_get_all(pieces, caplog):
+    strategy = two_devices()
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        assert_alike(Loop(one_device(), **pieces).run(), Loop(strategy, **pieces).run())
+    assert functions(strategy) == [verdicts.BY_ROWS] and "strategy.run" not in caplog.text
+
+
+@pytest.mark.slow
+def test_pieces_that_mix_rows_get_all_eagerly_and_in_a_function():
+    expected = Loop(one_device(), layer=Centered, loss=Pairs).run()
+    assert_alike(expected, Loop(two_devices(), layer=Centered, loss=Pairs).run(eagerly=True))
+    loop = Loop(two_devices(), layer=Centered, loss=Pairs)
+    assert_alike(expected, loop.run(tf.function(loop.step), eagerly=True))
+
+
+@pytest.mark.parametrize("kind", [Clipped, pytest.param(Normalized, marks=pytest.mark.slow)])
+def test_a_function_that_mixes_rows_is_named_once(kind, caplog):
+    strategy = two_devices()
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        kind(strategy).run()
+    said = [record.getMessage() for record in caplog.records if "strategy.run" in record.getMessage()]
+    assert len(said) == 1 and "`step`" in said[0] and "the gradients would differ" in said[0]
+    assert "tfgpu.gather" in said[0] and functions(strategy) == [verdicts.NOT_AS_ONE]
+
+
+@pytest.mark.parametrize("kind", [Divided, pytest.param(Gathered, marks=pytest.mark.slow)])
+def test_nothing_is_said_of_a_function_that_is_right(kind, caplog):
+    strategy = two_devices()
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        kind(strategy).run()
+    assert functions(strategy) == [verdicts.BY_ROWS] and "strategy.run" not in caplog.text
+
+
+def test_a_function_that_mixes_rows_is_refused_where_that_is_asked_for():
+    loop = Clipped(two_devices(unproven="refuse"))
+    before = [weight.copy() for weight in loop.model.get_weights()]
+    loop.metrics = []
+    with pytest.raises(InputError, match=r"`step` of `strategy.run`.*'refuse'.*tfgpu\.gather"):
+        loop.run(eagerly=True)
+    assert_alike(before, loop.model.get_weights())
+
+
+def test_marks_of_a_function(caplog):
+    loop = Clipped(two_devices())
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        loop.run(tfgpu.by_rows(loop.step))
+    assert "strategy.run" not in caplog.text and functions(loop.strategy) == [verdicts.BY_ROWS]
+    with pytest.raises(InputError, match=r"on_all_rows.*does not apply.*tfgpu\.gather"):
+        loop.run(tfgpu.on_all_rows(lambda x, y: loop.step(x, y)), eagerly=True)
+
+
+@pytest.mark.slow
+def test_a_function_that_cannot_be_tried_is_named(caplog):
+    class Reads(Loop):
+        def loss_of(self, y, outputs):
+            if tf.executing_eagerly():
+                raise ValueError("on drawn numbers")
+            return super().loss_of(y, outputs)
+
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        Reads(two_devices()).run()
+    assert "could not be tried (ValueError: on drawn numbers)" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_trial_leaves_no_trace():
+    """The generator of dropout, the metrics and the weights: one device's, which runs no trial."""
+    assert_alike(Loop(one_device()).run(), Loop(two_devices()).run())

@@ -1,0 +1,260 @@
+"""A trial of a whole step: it runs on a few rows, at once and in parts, and what it would do is compared.
+
+Compared are the gradients that reach an optimizer, the numbers of the logs and what is assigned to variables. Nothing
+that the step does stays: variables, random states, metrics and optimizers are as they were.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat.tensorflow import NoneTensorSpec
+from tfgpu.core.row_mixing import captures, comparison, draws, step_outputs
+from tfgpu.core.row_mixing.step_recorder import ROWS, NotBuilt, Recorder
+
+_FIRST = 3  # rows of the first part, of 7: no fraction of the one is one of the other
+_CLOSE_FOR_BIASES = 1e-2
+_NOISY, _TIMES_NOISE = 1e-3, 8.0  # what rounding may do to two runs; how much more it may do to the parts
+_SMALL = 1e-2  # of the largest gradient: what is smaller is rounding
+
+
+class CannotTry(Exception):
+    """The step does not run on drawn rows."""
+
+    is_of_outputs = False  # what it returns are no numbers
+
+
+class Trial:
+    """Runs code on rows, whole and in two parts, and compares what it would do.
+
+    Args:
+        captured: what the code captures.
+
+    Attributes:
+        draws: how often it drew numbers by `tf.random`.
+        bytes_a_row: of each row, in the outputs of the layers that it calls.
+        log: the numbers that it gives, in words.
+        have_rows: of each of its outputs, whether it has rows of the batch.
+    """
+
+    log = "a number in the logs"
+
+    def __init__(self, captured: captures.Captures):
+        self._captured = captured
+        self._ways: dict = {}
+        self._owners: dict = {}
+        self.draws, self.bytes_a_row, self.have_rows = 0, 0, []
+        self._close = comparison.CLOSE
+        self._normalizes = self._has_again = False
+
+    def differing(self) -> str | None:
+        """What of the whole the parts do not make; None if they make everything.
+
+        Raises:
+            CannotTry: it ran on no rows.
+        """
+        cannot = NotBuilt, step_outputs.NoNumbers
+        try:
+            passing = (*cannot, CannotTry, *self._passing())
+            found = draws.judged(self._batches(), self._difference, is_last=bool, passing=passing)
+        except cannot as error:
+            refused = CannotTry(str(error))
+            refused.is_of_outputs = isinstance(error, step_outputs.NoNumbers)
+            raise refused from error
+        if found.verdict is None:
+            raise CannotTry(found.why or "its data cannot be drawn")
+        return found.verdict or None
+
+    def _passing(self) -> tuple[type[Exception], ...]:
+        """Errors that end the trial."""
+        return ()
+
+    def _batches(self) -> Iterator:
+        """Rows to run on, one batch after another."""
+        raise NotImplementedError
+
+    def _parts(self) -> tuple[tuple[int, int], ...]:
+        """The first row of each part, and the one after its last."""
+        return (0, _FIRST), (_FIRST, ROWS)
+
+    def _recorded(self, batch, start: int, stop: int, *, seed: int = 0) -> Recorder:
+        """What the code does on some of the rows; nothing that it does stays."""
+        raise NotImplementedError
+
+    def _difference(self, batch) -> str | None:
+        """What differs, "" for nothing; None where the numbers that came out are not finite."""
+        parts = self._parts()
+        total = parts[-1][1]
+        whole = self._recorded(batch, 0, total)
+        self.draws, self.bytes_a_row = whole.draws, whole.bytes_a_row
+        if not _is_finite(whole):
+            return None
+        if whole.derives_tensors and self._normalizes:
+            return "gradients of inputs through BatchNormalization"
+        found = [self._recorded(batch, *part) for part in parts]
+        # Another run shows what rounding does, and whether it draws: the first time, and where that may matter.
+        if self._has_again and self._what_differs(whole, found, whole, close=self._close, keeps=False) is None:
+            return self._what_differs(whole, found, whole, close=self._close) or ""
+        again = self._recorded(tf.nest.map_structure(_nudged, batch), 0, total, seed=1)
+        if self._what_differs(whole, [again], again, close=max(_NOISY, self._close)) is not None:
+            raise ValueError("it draws random numbers with tf.random; use keras.random")
+        self._has_again = True
+        return self._what_differs(whole, found, again, close=self._close) or ""
+
+    def _gradients_together(self, parts: list) -> list[list]:
+        """What replicas may make of their gradients."""
+        return [[_total(values) for values in zip(*parts, strict=True)]]
+
+    def _log_together(self, values: list[np.ndarray], shares: list[float]) -> list[np.ndarray]:
+        """What replicas may make of their values of a number in the logs."""
+        return [sum(share * value for share, value in zip(shares, values, strict=True))]
+
+    def _what_differs(
+        self, whole: Recorder, parts: list[Recorder], again: Recorder, *, close: float, keeps: bool = True
+    ) -> str | None:
+        """What of the whole is not the parts', put together; `again` is the whole with other rounding.
+
+        It keeps how a variable of the parts makes that of the whole: another batch must show the same way.
+        """
+        if any(
+            len(each.updates) != len(whole.updates) or len(each.logs) != len(whole.logs) for each in (*parts, again)
+        ):
+            return "the number of updates"
+        for at, gradients in enumerate(whole.updates):
+            ways = self._gradients_together([part.updates[at] for part in parts])
+            if not any(_are_close(gradients, each, again.updates[at], close) for each in ways):
+                return "the gradients"
+        if not self._are_outputs(whole, parts, again, close):
+            return "what it returns"
+        shares = [part.share for part in parts]
+        for at, value in enumerate(whole.logs):
+            ways = self._log_together([part.logs[at] for part in parts], shares)
+            if not any(_are_close([value], [each], [again.logs[at]], close) for each in ways):
+                return self.log
+        for key, (variable, before, after) in whole.assigned.items():
+            found = [part.assigned.get(key, (variable, before, before))[2] for part in parts]
+            noisy = again.assigned.get(key, (variable, before, before))[2]
+            ways = _ways_together(variable, before, after, found, shares)
+            ways = {way for way, value in ways.items() if _are_close([after], [value], [noisy], close)}
+            owner = self._owners.get(key, key)  # the variables of a metric go together
+            if len(parts) > 1:
+                ways = self._ways.get(owner, ways) & ways
+                if keeps:
+                    self._ways[owner] = ways
+            if not ways:
+                return f"the variable {variable.path!r}"
+        return None
+
+    def _are_outputs(self, whole: Recorder, parts: list[Recorder], again: Recorder, close: float) -> bool:
+        """Whether the parts' predictions are the whole's: rows one after another, and else the same of each."""
+        if any(len(each.outputs) != len(whole.outputs) for each in (*parts, again)):
+            return False
+        for at, value in enumerate(whole.outputs):
+            found = [part.outputs[at] for part in parts]
+            has_rows = step_outputs.have_rows(value, found, [each.stop - each.start for each in parts])
+            if len(parts) > 1:
+                self.have_rows = [*self.have_rows[:at], has_rows, *self.have_rows[at + 1 :]]
+            together = [np.concatenate(found)] if has_rows else found
+            if not all(_are_close([value], [each], [again.outputs[at]], close) for each in together):
+                return False
+        return True
+
+
+def drawn_batches(specs: list, numbers: list[float], rows: int) -> Iterator[list]:
+    """Batches of drawn rows: normal and positive numbers, few and many classes, labels that stand for none.
+
+    Args:
+        specs: of each tensor of a batch; the first one's are no labels.
+        numbers: whole numbers in the code, which may stand for none.
+        rows: of each batch.
+
+    Raises:
+        CannotTry: no numbers can be drawn for one of them.
+    """
+    draw = np.random.default_rng(0)
+    nones = [*draws.NONES, *(int(n) for n in numbers if n == int(n) and n not in draws.NONES)]
+    has_labels = any(getattr(each, "dtype", tf.string).is_integer for each in specs[1:])
+    kinds = [("normal", 2, None), ("positive", 8, None), *(("normal", 2, none) for none in nones if has_labels)]
+    for how, classes, none in kinds:
+        drawn = [_drawn(draw, spec, how, classes, none if at else None, rows) for at, spec in enumerate(specs)]
+        if any(value is _UNKNOWN for value in drawn):
+            raise CannotTry("its data cannot be drawn")
+        yield drawn
+
+
+def _ways_together(variable, before, after, found: list, shares: list[float]) -> dict[str, np.ndarray]:
+    """What replicas may make of their values of a variable: a sum, an average or the same value."""
+    ways = {"same": found[0]}
+    if np.issubdtype(after.dtype, np.floating):
+        ways["average"] = sum(share * value for share, value in zip(shares, found, strict=True))
+    if variable.aggregation == "sum":
+        ways["sum"] = before + sum(value - before for value in found)
+    return ways
+
+
+def _are_close(values: list, others: list, again: list, close: float) -> bool:
+    """Whether numbers are as good as equal, by the rounding that another run of the whole shows."""
+    if any(
+        (a is None) != (b is None) or (a is not None and a.shape != b.shape)
+        for a, b in zip(values, others, strict=True)
+    ):
+        return False
+    kept = [at for at, value in enumerate(values) if value is not None]
+    # A bias's gradient is a sum over all places of an image, which TensorFlow's CPU kernel adds up one by one. What
+    # mixes rows shows in the kernels' gradients, too.
+    has_kernels = any(values[at].ndim > 1 for at in kept)
+    largest = max((_size(values[at], others[at]) for at in kept), default=0.0)
+    for at in kept:
+        size = max(_size(values[at], others[at]), _SMALL * largest)
+        noise = _size(values[at] - again[at]) if values[at].dtype.kind == "f" else 0.0
+        by = _CLOSE_FOR_BIASES if has_kernels and values[at].ndim < 2 else close
+        if np.any(np.abs(values[at] - others[at]) > max(max(by, close) * size, _TIMES_NOISE * noise)):
+            return False
+    return math.isfinite(largest)
+
+
+def _nudged(value):
+    """A tensor of floats moved by less than the data's own precision, so that all sums round otherwise."""
+    if not tf.is_tensor(value) or not value.dtype.is_floating or value.dtype.size < 4:
+        return value
+    return value * tf.cast(1 + 2.0**-20, value.dtype)
+
+
+_UNKNOWN = object()
+
+
+def _drawn(draw: np.random.Generator, spec, numbers: str, classes: int, none: int | None, rows: int):
+    """A tensor of drawn rows for a spec, or `_UNKNOWN` where none can be drawn."""
+    if spec is None or isinstance(spec, (NoneTensorSpec, tf.OptionalSpec)):
+        return None
+    if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+        return _UNKNOWN
+    known = [draws.UNKNOWN if size is None else size for size in spec.shape[1:]]
+    shape = [rows, *known] if spec.shape.rank else []
+    if spec.dtype.is_floating:
+        values = draws.values(draw, shape, numbers)
+    elif spec.dtype.is_integer:
+        values = draws.values(draw, shape, "whole", below=classes)
+        if none is not None and spec.dtype.min <= none <= spec.dtype.max:
+            values = draws.with_special(draw, values, none, 0.3)
+    elif spec.dtype.is_bool:
+        values = draw.random(shape) < 0.5
+    else:
+        return _UNKNOWN
+    return draws.cast(values, spec.dtype)
+
+
+def _total(gradients: list):
+    present = [each for each in gradients if each is not None]
+    return sum(present) if present else None
+
+
+def _size(*values: np.ndarray) -> float:
+    return max(float(np.abs(each).max(initial=0.0)) for each in values)
+
+
+def _is_finite(found: Recorder) -> bool:
+    gradients = [each for update in found.updates for each in update if each is not None]
+    return all(np.isfinite(each).all() for each in [*gradients, *found.logs, *found.outputs])

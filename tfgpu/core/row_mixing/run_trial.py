@@ -1,0 +1,196 @@
+"""Whether a function that `strategy.run` runs by hand gives on replicas what it gives on one device.
+
+Layers, losses and metrics within are tried by themselves, and get all rows where they need them. What the function does
+besides (a sum over rows that divides another, a gradient that it clips) is tried once, before its first call: on eight
+rows, of its own first arguments where they have numbers yet, all at once and in two parts. Where the parts do not add
+up to the whole a warning names it: a function as a whole cannot be given all rows.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import distribute, slots
+from tfgpu.compat import tensorflow as private
+from tfgpu.core import extensions, replication, step_context, worker_rows
+from tfgpu.core.row_mixing import captures, choices, isolation, row_sums, verdicts
+from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, drawn_batches
+from tfgpu.core.row_mixing.step_recorder import Apart, NotBuilt, Recorder
+from tfgpu.core.step_context import RowRange
+from tfgpu.errors import InputError
+
+_log = logging.getLogger(__name__)
+_ROWS, _PARTS = 8, ((0, 4), (4, 8))
+_LIBRARIES = ("tfgpu", "keras", "tensorflow")
+
+
+def try_functions_of_run() -> None:
+    """Tries each function before its first `strategy.run`.
+
+    Under stock TensorFlow, code that divides by something of its own rows is silently another one on replicas.
+    """
+
+    extensions.run_observers.register(_observe)
+
+
+def _observe(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict) -> None:
+    if _is_new(strategy, fn, args, kwargs):
+        _judge(strategy, fn, args, kwargs)
+
+
+def _is_new(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether this is the first call of a function of the user's, on rows, outside `fit` and from no replica."""
+    context = step_context.current()
+    if context.is_trying or context.run is not None or replication.replica_context() is not None:
+        return False
+    body = getattr(fn, "python_function", fn)
+    if (getattr(body, "__module__", None) or "").split(".")[0] in _LIBRARIES or _code(fn) is None:
+        return False
+    has_rows = any(isinstance(each, distribute.PerReplica) for each in tf.nest.flatten((args, kwargs)))
+    if not has_rows or not replication.is_replicated(strategy) or strategy.num_replicas_in_sync == 1:
+        return False
+    return _code(fn) not in vars(slots.of(strategy)).setdefault("tried_functions", set())
+
+
+def _code(fn: Callable) -> object:
+    """What tells one function from another: a lambda is another object in each call."""
+    return getattr(getattr(fn, "python_function", fn), "__code__", None)
+
+
+def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: dict) -> None:
+    """Tries a function, keeps what was found, and says so where it would be something else on replicas.
+
+    Raises:
+        InputError: `unproven="refuse"`, and it would, or could not be tried; or it is marked with `on_all_rows`.
+    """
+    name, tried = f"`{getattr(fn, '__name__', type(fn).__name__)}`", slots.of(strategy).tried_functions
+    choice, why, differs = choices.of(fn), "", None
+    if choice == choices.ON_ALL_ROWS:
+        raise InputError(
+            f"`tfgpu.on_all_rows` does not apply to {name}, which `strategy.run` runs on each replica's rows. Take "
+            "what needs all rows from `tfgpu.gather(x)` in it."
+        )
+    try:
+        if choice is None:
+            differs = _RunTrial(strategy, fn, (args, kwargs)).run()
+    except row_sums.Meets:
+        why = "it brings the replicas' rows together by itself"
+    except CannotTry as error:
+        if isinstance(error.__cause__, NotBuilt):
+            return  # a later call finds the layers built
+        why = str(error)
+        _note(strategy, name, verdicts.BY_ROWS, why, verdicts.UNPROVEN)
+        _tell_untried(strategy, name, why)
+        tried.add(_code(fn))
+        return
+    tried.add(_code(fn))
+    source = verdicts.TRIED if choice is None else verdicts.MARKED
+    if not differs:
+        _note(strategy, name, verdicts.BY_ROWS, why, source)
+        return
+    _note(strategy, name, verdicts.NOT_AS_ONE, f"{differs} would differ", source)
+    _tell(strategy, name, differs)
+
+
+def _note(strategy: tf.distribute.Strategy, name: str, becomes: str, why: str, source: str) -> None:
+    verdicts.note(verdicts.Piece(f"function {name[1:-1]}", becomes, why, source), strategy)
+
+
+def _tell(strategy: tf.distribute.Strategy, name: str, differs: str) -> None:
+    said = (
+        f"{name} of `strategy.run` looks at several rows of a batch, or works on gradients: {differs} would differ "
+        "between replicas, which each run it on their own rows, and one device."
+    )
+    advice = (
+        "Take what it computes from several rows from `tfgpu.gather(x)`, move it into a loss, metric or layer of your "
+        "own, which gets all rows, or train by `fit`."
+    )
+    if slots.get(strategy, "unproven") == "refuse":
+        raise InputError(f"{said} The strategy's `unproven` is 'refuse'. {advice}")
+    _log.warning("%s %s Where it is meant, mark the function with `@tfgpu.by_rows`.", said, advice)
+
+
+def _tell_untried(strategy: tf.distribute.Strategy, name: str, why: str) -> None:
+    said = f"Whether {name} of `strategy.run` gives on replicas what it gives on one device could not be tried ({why})."
+    if slots.get(strategy, "unproven") == "refuse":
+        raise InputError(f"{said} Mark the function with `@tfgpu.by_rows` if it does.")
+    _log.warning("%s Each replica runs it on its own rows. Mark it with `@tfgpu.by_rows` if that is right.", said)
+
+
+class _RunTrial(Trial):
+    """Runs a function on rows, whole and in two parts, as one device and as replicas."""
+
+    log = "what it returns"
+
+    def __init__(self, strategy: tf.distribute.Strategy, fn: Callable, arguments: tuple):
+        function = getattr(fn, "python_function", fn)
+        super().__init__(captures.of(function))
+        self._strategy, self._function, self._structure = strategy, function, arguments
+        leaves = tf.nest.flatten(arguments)
+        self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, distribute.PerReplica)]
+        self._leaves = leaves
+        self._divides = strategy.num_replicas_in_sync in self._captured.numbers
+
+    def run(self) -> str | None:
+        """What would differ; None if nothing would.
+
+        Raises:
+            CannotTry: it ran on none of the rows.
+            Meets: it brings the replicas' rows together by itself.
+        """
+        return isolation.run(self.differing)
+
+    def _passing(self) -> tuple[type[Exception], ...]:
+        return (row_sums.Meets,)
+
+    def _batches(self) -> Iterator[list]:
+        held = [self._strategy.experimental_local_results(self._leaves[at]) for at in self._at]
+        if all(tf.is_tensor(each) and hasattr(each, "numpy") for rows in held for each in rows):
+            whole = [tf.concat(rows, 0) if rows[0].shape.rank else rows[0] for rows in held]
+            if all(not each.shape.rank or each.shape[0] >= _ROWS for each in whole):
+                yield [each[:_ROWS] if each.shape.rank else each for each in whole]
+        specs = [tf.type_spec_from_value(rows[0]) for rows in held]
+        yield from drawn_batches(specs, self._captured.numbers, _ROWS)
+
+    def _parts(self) -> tuple[tuple[int, int], ...]:
+        return _PARTS
+
+    def _recorded(self, batch: list, start: int, stop: int, *, seed: int = 0) -> Recorder:
+        rows = [worker_rows.sliced(each, start, stop - start) if each.shape.rank else each for each in batch]
+        leaves = list(self._leaves)
+        for at, value in zip(self._at, rows, strict=True):
+            leaves[at] = value
+        args, kwargs = tf.nest.pack_sequence_as(self._structure, leaves)
+        found, scope = Recorder((stop - start) / _ROWS, start, stop, _ROWS, _PARTS), Apart()
+        numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, _ROWS))
+        count = 1 if stop - start == _ROWS else len(_PARTS)
+        with (
+            isolation.kept_draws(seed),
+            self._captured.preserving_variables(),
+            step_context.scope(recorder=found, trial_rows=RowRange(*numbers), given_rows=None),
+            distribute.as_replicas(self._strategy, count),
+            private.functions_run_eagerly(),
+            tf.device("CPU:0"),
+            scope,
+        ):
+            outputs = self._function(*args, **kwargs)
+            tensors = [each for each in tf.nest.flatten(outputs) if tf.is_tensor(each) and each.dtype.is_floating]
+            found.logs = [np.asarray(keras.ops.convert_to_numpy(each), "float64") for each in tensors]
+        found.assigned = scope.assigned()
+        return found
+
+    def _gradients_together(self, parts: list) -> list[list]:
+        """The sum over the parts; and half of it, of a function that divides by the number of replicas."""
+        found = super()._gradients_together(parts)
+        halves = [None if each is None else each / len(parts) for each in found[0]]
+        return [*found, halves] if self._divides and len(parts) > 1 else found
+
+    def _log_together(self, values: list[np.ndarray], shares: list[float]) -> list[np.ndarray]:
+        """What the caller may make of the replicas' outputs: a sum, a mean, or their rows together."""
+        ways = [sum(values), sum(share * value for share, value in zip(shares, values, strict=True))]
+        if values[0].ndim:
+            ways.append(np.concatenate(values))
+        return ways
