@@ -188,6 +188,20 @@ def test_marks_of_a_function(caplog):
         loop.run(tfgpu.on_all_rows(lambda x, y: loop.step(x, y)), eagerly=True)
 
 
+def test_a_loss_of_one_number_must_not_be_divided_too(caplog):
+    """The trial cannot tell a loss that is divided by 2 replicas from one that is half as large on one device."""
+
+    class Halved(Loop):
+        def loss_of(self, y, outputs):
+            return super().loss_of(y, outputs) / self.replicas_here
+
+    loop = Halved(two_devices(), loss=Pairs)
+    loop.replicas_here, loop.metrics = 2, []
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        loop.run()
+    assert "divides it by the number of replicas too (`replicas_here`), remove that" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_function_that_cannot_be_tried_is_named(caplog):
     class Reads(Loop):

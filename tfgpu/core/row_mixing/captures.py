@@ -76,6 +76,35 @@ def of(thing: object) -> Captures:
     return found
 
 
+def names_of(thing: object, number: int) -> list[str]:
+    """The names by which the user's functions that `of` searches hold a whole number: global, free or an attribute.
+
+    Example:
+        >>> replicas = 2
+        >>> names_of(lambda loss: loss / replicas, 2)
+        ['replicas']
+    """
+    left, seen, found = [thing], set(), []
+    while left and len(seen) < _THINGS:
+        each = left.pop(0)
+        if id(each) in seen or isinstance(each, (int, float)):
+            continue
+        seen.add(id(each))
+        found += [name for name, value in _named(each).items() if type(value) is int and value == number]
+        left += _parts(each)
+    return list(dict.fromkeys(found))
+
+
+def _named(thing: object) -> dict[str, object]:
+    """What a function finds by a name, and the attributes of an object."""
+    if isinstance(thing, types.FunctionType) and not _is_of_library(thing):
+        known = inspect.getclosurevars(thing)
+        return {**known.globals, **known.nonlocals}
+    if isinstance(thing, (type, types.ModuleType, types.CodeType)) or _is_of_library(type(thing)):
+        return {}
+    return dict(getattr(thing, "__dict__", {}))
+
+
 def _parts(thing: object) -> list:
     if isinstance(thing, (list, tuple)):
         return list(thing[:_NUMBERS])

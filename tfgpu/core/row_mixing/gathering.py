@@ -128,6 +128,8 @@ def part_by_hand(value: tf.Tensor, reduction: str | None) -> tf.Tensor:
     share = None
     if step_context.step() is None and value.shape.rank == 0 and reduction not in (None, "none"):
         share = batch_rows.known_share()
+    if share is not None and (recorder := step_context.current().recorder) is not None:
+        recorder.has_shares = True
     return value if share is None else tf.math.multiply_no_nan(value, tf.cast(share, value.dtype))
 
 

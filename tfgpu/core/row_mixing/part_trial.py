@@ -37,6 +37,7 @@ class Trial:
         bytes_a_row: of each row, in the outputs of the layers that it calls.
         log: the numbers that it gives, in words.
         have_rows: of each of its outputs, whether it has rows of the batch.
+        has_shares: a loss that is one number counted by the share of its rows.
     """
 
     log = "a number in the logs"
@@ -45,7 +46,7 @@ class Trial:
         self._captured = captured
         self._ways: dict = {}
         self._owners: dict = {}
-        self.draws, self.bytes_a_row, self.have_rows = 0, 0, []
+        self.draws, self.bytes_a_row, self.have_rows, self.has_shares = 0, 0, [], False
         self._close = comparison.CLOSE
         self._normalizes = self._has_again = False
 
@@ -88,7 +89,7 @@ class Trial:
         parts = self._parts()
         total = parts[-1][1]
         whole = self._recorded(batch, 0, total)
-        self.draws, self.bytes_a_row = whole.draws, whole.bytes_a_row
+        self.draws, self.bytes_a_row, self.has_shares = whole.draws, whole.bytes_a_row, whole.has_shares
         if not _is_finite(whole):
             return None
         if whole.derives_tensors and self._normalizes:

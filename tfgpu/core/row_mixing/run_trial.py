@@ -75,7 +75,9 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
         )
     try:
         if choice is None:
-            differs = _RunTrial(strategy, fn, (args, kwargs)).run()
+            trial = _RunTrial(strategy, fn, (args, kwargs))
+            differs = trial.run()
+            _tell_division(name, [] if differs else trial.divisors())
     except row_sums.Meets:
         why = "it brings the replicas' rows together by itself"
     except CannotTry as error:
@@ -120,6 +122,17 @@ def _tell_untried(strategy: tf.distribute.Strategy, name: str, why: str) -> None
     _log.warning("%s Each replica runs it on its own rows. Mark it with `@tfgpu.by_rows` if that is right.", said)
 
 
+def _tell_division(name: str, divisors: list[str]) -> None:
+    """Stock TensorFlow leaves it to the function to divide a loss that is one number; here it counts by its share."""
+    if divisors:
+        _log.warning(
+            "A loss of your own in %s gives one number, which counts by its replica's share of the batch: the sum over "
+            "replicas is one device's. If the function divides it by the number of replicas too (%s), remove that.",
+            name,
+            ", ".join(f"`{each}`" for each in divisors),
+        )
+
+
 class _RunTrial(Trial):
     """Runs a function on rows, whole and in two parts, as one device and as replicas."""
 
@@ -142,6 +155,10 @@ class _RunTrial(Trial):
             Meets: it brings the replicas' rows together by itself.
         """
         return isolation.run(self.differing)
+
+    def divisors(self) -> list[str]:
+        """Names that hold the number of replicas, where the function has a loss that counts by its share already."""
+        return captures.names_of(self._function, self._strategy.num_replicas_in_sync) if self.has_shares else []
 
     def _passing(self) -> tuple[type[Exception], ...]:
         return (row_sums.Meets,)

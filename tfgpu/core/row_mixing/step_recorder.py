@@ -40,6 +40,7 @@ class Recorder:
         draws: how often it drew numbers by `tf.random`.
         is_split: a piece runs on a part's rows, in a run on all rows.
         bytes_a_row: of each row, in the outputs of layers that the step itself calls.
+        has_shares: a loss that is one number counted by its rows' share.
     """
 
     share: float
@@ -55,6 +56,7 @@ class Recorder:
     draws: int = 0
     is_split: bool = False
     bytes_a_row: int = 0
+    has_shares: bool = False
     _is_sum: bool = False
     _is_in_layer: bool = False
 
