@@ -78,7 +78,7 @@ def test_weights_by_hand():
 
 
 def test_only_training_is_balanced():
-    data = pipeline("digits", global_batch=64, balance="weights")
+    data = pipeline("digits", global_batch=64, balance="weights", validation=0.1)
     assert len(data.validation.element_spec) == 2 and len(data.train.element_spec) == 3
 
 

@@ -11,6 +11,8 @@ from tfgpu.cluster import Cluster
 from tfgpu.data import pipeline, position
 from tfgpu.errors import InputError
 
+PARTS = {"validation": 0.1, "test": 0.2}
+
 STAGES = ["flip", "crop", "noise", "cutout"]
 
 
@@ -34,7 +36,7 @@ def same(one, two):
 
 
 def test_digits_by_hand_counted_numbers():
-    data = pipeline("digits", global_batch=100)
+    data = pipeline("digits", global_batch=100, **PARTS)
     info = data.info
     assert (info.name, info.input_shape, info.classes) == ("digits", (8, 8, 1), 10)
     assert info.class_names == tuple("0123456789")
@@ -71,7 +73,7 @@ def test_each_example_once_an_epoch_in_an_order_of_seed_and_epoch(count, batch, 
 @pytest.mark.parametrize("memory_bytes", [1 << 30, 0])
 def test_a_resumed_run_repeats_the_straight_one(tmp_path, memory_bytes):
     source = _folder(tmp_path, 14)
-    make = lambda: pipeline(source, global_batch=6, augment=STAGES, seed=7, memory_bytes=memory_bytes)  # noqa: E731
+    make = lambda: pipeline(source, global_batch=6, augment=STAGES, seed=7, memory_bytes=memory_bytes, **PARTS)  # noqa: E731
     data = make()
     straight = [batches(data.train) for _ in range(3)]
     assert not same(straight[0], straight[1])
@@ -84,7 +86,7 @@ def test_a_resumed_run_repeats_the_straight_one(tmp_path, memory_bytes):
 
 def test_examples_in_memory_and_on_disk_are_the_same(tmp_path):
     source = _folder(tmp_path, 20)
-    memory, disk = (pipeline(source, global_batch=6, augment=STAGES, memory_bytes=m) for m in (1 << 30, 0))
+    memory, disk = (pipeline(source, global_batch=6, augment=STAGES, memory_bytes=m, **PARTS) for m in (1 << 30, 0))
     assert memory.info == disk.info and (memory.info.cache, disk.info.cache) == ("memory", "none")
     for part in ("train", "validation", "test"):
         assert same(batches(getattr(memory, part)), batches(getattr(disk, part)))
@@ -99,7 +101,7 @@ def test_another_seed_is_another_order_and_no_shuffle_is_the_source_s():
 
 def test_the_seed_leaves_the_split_alone_and_the_split_seed_the_size():
     first, second, third = (
-        pipeline("digits", global_batch=64, seed=a, split_seed=b) for a, b in ((0, 0), (1, 0), (0, 1))
+        pipeline("digits", global_batch=64, seed=a, split_seed=b, **PARTS) for a, b in ((0, 0), (1, 0), (0, 1))
     )
     assert same(batches(first.test), batches(second.test))
     assert not same(batches(first.test), batches(third.test))
@@ -107,7 +109,7 @@ def test_the_seed_leaves_the_split_alone_and_the_split_seed_the_size():
 
 
 def test_peek_leaves_the_epoch_where_it_is():
-    data = pipeline(numbered(30), global_batch=10, seed=3)
+    data = pipeline(numbered(30), global_batch=10, seed=3, **PARTS)
     straight = [numbers(data.train) for _ in range(2)]
     data.seek(0)
     assert data.peek()[0].numpy()[:, 0].tolist() == straight[0][0]
@@ -115,7 +117,7 @@ def test_peek_leaves_the_epoch_where_it_is():
 
 
 def test_only_training_is_augmented():
-    plain, changed = (pipeline("digits", global_batch=64, augment=a) for a in ((), "auto"))
+    plain, changed = (pipeline("digits", global_batch=64, augment=a, **PARTS) for a in ((), "auto"))
     assert [name for name, _ in changed.info.augment] == ["shift", "rotate", "zoom"]
     assert same(batches(plain.validation), batches(changed.validation))
     assert same(batches(plain.test), batches(changed.test))
@@ -124,7 +126,7 @@ def test_only_training_is_augmented():
 
 
 def test_augmentation_does_not_depend_on_the_batch():
-    one, two = (pipeline("digits", global_batch=b, augment="auto", seed=5) for b in (64, 100))
+    one, two = (pipeline("digits", global_batch=b, augment="auto", seed=5, **PARTS) for b in (64, 100))
     x, u = (np.concatenate([x for x, _ in batches(d.train)]) for d in (one, two))
     np.testing.assert_allclose(x, u, atol=1e-6)  # the same numbers; vector instructions round the last bit
 
@@ -133,7 +135,7 @@ def test_the_source_s_own_parts_are_used(caplog):
     x, y = numbered(40)
     parts = {"train": (x[:30], y[:30]), "test": (x[25:], y[25:])}
     with caplog.at_level(logging.INFO):
-        data = pipeline(parts, global_batch=5, validation=0.2)
+        data = pipeline(parts, global_batch=5, validation=0.2, test=0.2)
     assert sum(numbers(data.test), []) == list(range(25, 40))
     assert sorted(sum(numbers(data.train) + numbers(data.validation), [])) == list(range(30))
     assert data.info.validation_examples == 6
@@ -153,7 +155,7 @@ def test_empty_parts_are_none():
     [
         ({"global_batch": 0}, "whole number from 1"),
         ({"global_batch": 2.5}, "whole number from 1"),
-        ({"global_batch": 15}, "larger than the training split.*14 training"),
+        ({"global_batch": 21}, "larger than the training split.*20 training"),
         ({"global_batch": 2, "validation": 1.5}, "at least 0 and below 1"),
         ({"global_batch": 2, "validation": 0.5, "test": 0.5}, "no training examples"),
         ({"global_batch": 2, "seed": -1}, "`seed`"),
@@ -173,7 +175,7 @@ def test_an_invalid_setting_names_the_fix(options, message):
 @pytest.mark.parametrize("epoch", [-1, 1.5, True, "one"])
 def test_a_wrong_epoch_is_refused(epoch):
     with pytest.raises(InputError, match="whole number from 0"):
-        pipeline(numbered(20), global_batch=2).seek(epoch)
+        pipeline(numbered(20), global_batch=2, **PARTS).seek(epoch)
 
 
 @pytest.mark.sample(1)
@@ -194,7 +196,7 @@ def test_four_replicas_get_the_one_device_batch_in_order(tmp_path, count, memory
 
 
 def test_keras_fits_on_it_and_counts_its_steps():
-    data = pipeline("digits", global_batch=256)
+    data = pipeline("digits", global_batch=256, **PARTS)
     model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     history = model.fit(data.train, validation_data=data.validation, epochs=2, verbose=0)

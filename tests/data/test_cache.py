@@ -29,7 +29,7 @@ def photos(tmp_path):
 
 
 def read(source, **settings):
-    data = pipeline(source, global_batch=4, seed=3, augment=["flip"], validation=0, **settings)
+    data = pipeline(source, global_batch=4, seed=3, augment=["flip"], test=0.2, **settings)
     return data.info.cache, [(x.numpy(), y.numpy()) for part in (data.train, data.test) for x, y in part]
 
 

@@ -71,7 +71,7 @@ def test_no_setting_changes_the_batches(settings):
 
 
 def test_batches_are_copied_to_the_device():
-    data = pipeline(numbered(30), global_batch=7, validation=0, prefetch_to_device="CPU:1", prefetch=1)
+    data = pipeline(numbered(30), global_batch=7, test=0.2, prefetch_to_device="CPU:1", prefetch=1)
     for part in (data.train, data.test):
         assert all(t.device.endswith("CPU:1") for t in next(iter(part)))
 

@@ -7,6 +7,8 @@ from tfgpu.data import pipeline
 from tfgpu.data.augmentation import mixing
 from tfgpu.data.position import Numbers
 
+PARTS = {"validation": 0.1, "test": 0.2}
+
 
 class Fixed:
     """Hand-chosen random numbers."""
@@ -75,7 +77,7 @@ def test_the_kept_share_follows_the_beta_distribution(alpha):
 
 @pytest.mark.slow
 def test_mixed_batches_repeat_and_their_labels_fit_the_loss():
-    data = pipeline("digits", global_batch=256, augment=["mixup", "cutmix"], seed=3, balance="weights")
+    data = pipeline("digits", global_batch=256, augment=["mixup", "cutmix"], seed=3, balance="weights", **PARTS)
     assert data.info.labels == "one_hot"
     (x, y, w), (again, _, _) = (data.peek() for _ in range(2))
     assert np.array_equal(x, again)

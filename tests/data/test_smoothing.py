@@ -8,11 +8,12 @@ import tfgpu
 from tfgpu.data import pipeline
 from tfgpu.errors import InputError
 
+PARTS = {"validation": 0.1, "test": 0.2}
 X, Y = np.arange(80, dtype="float32").reshape(40, 2), np.arange(40) % 4
 
 
 def test_training_labels_are_smoothed_and_the_others_are_not():
-    data = pipeline((X, Y), global_batch=8, label_smoothing=0.2)
+    data = pipeline((X, Y), global_batch=8, label_smoothing=0.2, **PARTS)
     labels = data.peek()[1].numpy()
     np.testing.assert_allclose(np.sort(labels, axis=1), [[0.05, 0.05, 0.05, 0.85]] * 8, rtol=1e-6)
     assert data.info.labels == "one_hot" and data.info.label_smoothing == 0.2
@@ -57,7 +58,8 @@ def test_sequences_are_refused():
 def test_two_replicas_learn_from_mixed_and_smoothed_labels_what_one_device_learns():
     found = []
     for devices in (["CPU:0"], ["CPU:0", "CPU:1"]):
-        data = pipeline((X.reshape(40, 2, 1, 1) / 80, Y), global_batch=8, augment="mixup", label_smoothing=0.1)
+        given = {"augment": "mixup", "label_smoothing": 0.1, **PARTS}
+        data = pipeline((X.reshape(40, 2, 1, 1) / 80, Y), global_batch=8, **given)
         keras.utils.set_random_seed(1)
         with tfgpu.strategy("mirrored" if len(devices) > 1 else "one_device", devices=devices).scope():
             model = tfgpu.models.mlp((2, 1, 1), 4, widths=[8])

@@ -50,7 +50,8 @@ def test_columns_become_examples_and_labels(tmp_path, end):
 def test_a_table_larger_than_memory_gives_the_same_batches(tmp_path, end):
     table = pa.concat_tables([flowers(), flowers(10)])  # with copies
     source = write(tmp_path / f"flowers.{end}", table) + "#species"
-    memory, disk = (pipeline(source, global_batch=8, seed=2, memory_bytes=m) for m in (1 << 30, 100))
+    given = {"global_batch": 8, "seed": 2, "validation": 0.1, "test": 0.2}
+    memory, disk = (pipeline(source, memory_bytes=m, **given) for m in (1 << 30, 100))
     assert memory.info == disk.info
     for part in ("train", "validation", "test"):
         for (x, y), (u, v) in zip(getattr(memory, part), getattr(disk, part), strict=True):

@@ -19,14 +19,15 @@ strategy = tfgpu.strategy()
 got = []
 for global_batch in map(int, sys.argv[3:]):
     with strategy.scope():
-        data = pipeline("digits", global_batch=global_batch, augment="auto", seed=4)
+        data = pipeline("digits", global_batch=global_batch, augment="auto", seed=4, validation=0.1, test=0.2)
     data.seek(2)
     for part in (data.train, data.test):
         for batch in strategy.experimental_distribute_dataset(part):
             got.append([[p.numpy() for p in strategy.experimental_local_results(t)] for t in batch])
 keras.utils.set_random_seed(0)
 with strategy.scope():
-    own = pipeline(sys.argv[2], global_batch=256, memory_bytes=0, sharding="file", augment="auto")
+    parts = {"validation": 0.1, "test": 0.2}
+    own = pipeline(sys.argv[2], global_batch=256, memory_bytes=0, sharding="file", augment="auto", **parts)
     model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)])
     model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 labels = [
@@ -66,7 +67,7 @@ def run_workers(addresses, tmp_path, shards, *global_batches):
 
 
 def check_files_of_their_own(own, other):
-    whole = pipeline("digits", global_batch=256)
+    whole = pipeline("digits", global_batch=256, validation=0.1, test=0.2)
     read = [np.concatenate(each["labels"]) for each in (own, other)]
     expected = np.concatenate([y for _, y in whole.train])
     assert np.bincount(np.concatenate(read)).tolist() == np.bincount(expected).tolist()
@@ -86,7 +87,7 @@ def test_the_workers_parts_in_order_are_the_one_device_batches(tmp_path, address
     check_files_of_their_own(own, other)
     expected = []
     for size in sizes:
-        data = pipeline("digits", global_batch=size, augment="auto", seed=4)
+        data = pipeline("digits", global_batch=size, augment="auto", seed=4, validation=0.1, test=0.2)
         data.seek(2)
         expected += [batch for part in (data.train, data.test) for batch in part]
     assert len(expected[-2][1]) == 1 or len(expected[6][1]) == 1

@@ -96,8 +96,8 @@ def pipeline(
     augment: str | Iterable[Any] = (),
     seed: int = 0,
     split_seed: int = 0,
-    validation: float = 0.1,
-    test: float = 0.2,
+    validation: float = 0.0,
+    test: float = 0.0,
     shuffle: bool = True,
     image_size: int | tuple[int, int] | None = None,
     length: int | None = None,
@@ -133,8 +133,8 @@ def pipeline(
             `info.augment`; `"none"` or `()` changes nothing.
         seed: determines the order and the augmentation of every epoch.
         split_seed: determines which examples are in which split.
-        validation, test: fractions (default 0.1 and 0.2) of the examples to set aside, stratified by class; exact
-            copies stay in one split. A split that the source provides is used as it is, and its fraction is ignored.
+        validation, test: fractions of the examples to set aside, stratified by class; exact copies stay in one split.
+            Default: none. A split that the source provides is used as it is, and its fraction is ignored.
         shuffle: False keeps the source's order in training.
         image_size: side, or (height, width), in pixels to resize image files to.
         length: bytes per text, which is truncated or padded, or per sequence of a corpus. Default 256.
@@ -173,7 +173,7 @@ def pipeline(
         MachineError: `cache="disk"`, and the disk has no room.
 
     Example:
-        >>> data = pipeline("digits", global_batch=32, augment="auto", seed=1)
+        >>> data = pipeline("digits", global_batch=32, augment="auto", seed=1, validation=0.1, test=0.2)
         >>> data.info.train_examples, data.info.steps_per_epoch
         (1258, 40)
     """
