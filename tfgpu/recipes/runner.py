@@ -36,6 +36,7 @@ from tfgpu.recipes.watch import (
     terminable,
     unstarted,
 )
+from tfgpu.serving.stock import stock_model
 
 _log = logging.getLogger(__name__)
 
@@ -288,5 +289,6 @@ def _advice(model: keras.Model) -> list[str]:
 
 
 def _save(model: keras.Model, path: Path) -> None:
+    """Saves the model as one that opens where tfgpu is not installed."""
     with atomic.replacing(path) as aside:
-        model.save(aside)
+        stock_model(model).save(aside)

@@ -3,3 +3,4 @@ from tfgpu.serving.exporting import Exported as Exported
 from tfgpu.serving.exporting import export as export
 from tfgpu.serving.formats import FORMATS as FORMATS
 from tfgpu.serving.running import run as run
+from tfgpu.serving.stock import stock_model as stock_model
