@@ -141,9 +141,29 @@ def rows_and_range(data) -> tuple[Any, tf.Tensor, tuple | None]:
     Data that is not in a `ReplicaBatch` gets a stand-in row if it is empty.
     """
     if isinstance(data, ReplicaBatch):
-        return data.data, data.local, (data.offset, data.total)
+        return *_with_static_rows(data), (data.offset, data.total)
     local = num_rows(data)
     return data if tf.get_static_value(local) else tf.nest.map_structure(with_stand_in_row, data), local, None
+
+
+def _with_static_rows(batch: ReplicaBatch) -> tuple[Any, tf.Tensor]:
+    """A replica's data and its number of rows: the shapes and the number say the same of the rows.
+
+    Where a batch is an argument of a traced function (`train_on_batch`), shapes are known and the number is not. One
+    row may be one that stands in; more are the replica's own.
+    """
+    held = tf.get_static_value(num_rows(batch.data))
+    if held is None or tf.get_static_value(batch.local) is not None:
+        return batch.data, batch.local
+    if held > 1:
+        return batch.data, tf.constant(int(held))
+    return tf.nest.map_structure(_of_unknown_rows, batch.data), batch.local
+
+
+def _of_unknown_rows(value):
+    if not isinstance(value, tf.Tensor) or not value.shape.rank or value.shape[0] is None:
+        return value
+    return tf.compat.v1.placeholder_with_default(value, [None, *value.shape[1:]])
 
 
 def num_rows(data) -> tf.Tensor:

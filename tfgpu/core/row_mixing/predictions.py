@@ -44,8 +44,6 @@ def on_replica(model: keras.Model, step: Callable, data: object, tried: Predicti
         InputError: an output without rows depends on rows in a way that is not known.
     """
     rows, local, place = batch_sharding.rows_and_range(data)
-    if tf.get_static_value(local) is None:
-        rows = tf.nest.map_structure(_of_unknown_rows, rows)
     facts = batch_rows.begin_step(local, place)
     with replica_attributes.of_model(model), step_context.scope(step=facts), own_layers.noting_plain_outputs() as plain:
         found = whole_batch.run(step, data) if tried.need_whole_batch else step(rows)
@@ -93,13 +91,6 @@ def of_one_batch(model: keras.Model, found: object) -> object:
         return found
     leaves = [leaf.reshape(()) if is_scalar else leaf for leaf, is_scalar in zip(leaves, scalars, strict=True)]
     return keras.tree.pack_sequence_as(found, leaves)
-
-
-def _of_unknown_rows(value: object) -> object:
-    """A tensor whose shape says no more about its rows than the step knows: how many they are differs by replica."""
-    if not isinstance(value, tf.Tensor) or not value.shape.rank or value.shape[0] is None or tf.executing_eagerly():
-        return value
-    return tf.compat.v1.placeholder_with_default(value, [None, *value.shape[1:]])
 
 
 def _may_have_rows(leaf: object, batch: int | None) -> bool:
