@@ -20,6 +20,7 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ["TFGPU_CACHE"] = "off"  # each test makes its own trials
 
 import tensorflow as tf
 

@@ -79,6 +79,7 @@ def start(job, folder, names):
     for rank in range(count):
         (folder / f"{rank}.jsonl").unlink(missing_ok=True)
         env = {**os.environ, "PYTHONFAULTHANDLER": "1", "TFGPU_REPAIR": "0" if job.repair == "stock" else "1"}
+        env["TFGPU_CACHE"] = "off"
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
         env.pop("TF_CONFIG", None)
         if count > 1:

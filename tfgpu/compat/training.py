@@ -30,6 +30,12 @@ def compiled_parts(model: keras.Model) -> list:
     return [*model._flatten_layers(), model._compile_metrics, model._compile_loss, getattr(model, "optimizer", None)]
 
 
+def given_metrics(model: keras.Model) -> list:
+    """The `metrics` and `weighted_metrics` that `compile` was given."""
+    found = model._compile_metrics
+    return [] if found is None else [found._user_metrics, found._user_weighted_metrics]
+
+
 def build_symbolically(model: keras.Model, batch: object) -> None:
     """Creates all variables that a step on a batch of this structure would create.
 

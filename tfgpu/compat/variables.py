@@ -1,6 +1,7 @@
 """What a Keras variable holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import keras
 import numpy as np
@@ -23,6 +24,17 @@ def held(variable: keras.Variable) -> tf.Variable | None:
 def set_held(variable: keras.Variable, value: tf.Variable | None) -> None:
     """Replaces the TensorFlow variable of a Keras variable; None frees its memory."""
     variable._value = value
+
+
+@contextmanager
+def shaped_as(variable: keras.Variable, shape: Sequence[int]) -> Iterator[None]:
+    """Inside the block a Keras variable says that it has another shape."""
+    before = variable._shape
+    variable._shape = tuple(shape)
+    try:
+        yield
+    finally:
+        variable._shape = before
 
 
 def has_copies(variable: keras.Variable) -> bool:

@@ -6,6 +6,7 @@ way, or surround the update, register a `GradientExtension`.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -127,7 +128,7 @@ def _weigh_losses() -> None:
     @wrap("tf.GradientTape.gradient")
     def gradient(stock, self, target, sources, *args, **kwargs):
         if (recorder := step_context.current().recorder) is not None:
-            recorder.note_target(target, sources)
+            return recorder.gradient(functools.partial(stock, self), target, sources, *args, **kwargs)
         facts = step_context.step()
         is_vector = facts is not None and tf.is_tensor(target) and _is_sum(facts, target)
         if is_vector and any(isinstance(source, private.Variable) for source in tf.nest.flatten(sources)):

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from tfgpu.compat import keras as private
 from tfgpu.compat import layers as private_layers
 from tfgpu.compat import slots, variables
 from tfgpu.compat.patch import wrap
@@ -22,6 +23,7 @@ from tfgpu.core import batch_rows, extensions, step_context
 from tfgpu.core.row_mixing import choices, fingerprints, gathering, isolation, layer_trial, step_recorder, verdicts
 from tfgpu.core.row_mixing.layer_trial import LayerTrial, Needs, Verdict
 from tfgpu.core.state import layer_state
+from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -158,8 +160,24 @@ def _verdict(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
     known = vars(slots.of(type(layer))).setdefault("verdicts", {})
     key = fingerprints.of_call(layer, args, kwargs)
     if key not in known:
-        known[key] = LayerTrial(layer, args, kwargs, _verdict).run()
+        known[key] = _tried(layer, args, kwargs)
     return known[key]
+
+
+def _tried(layer: keras.layers.Layer, args: tuple, kwargs: dict) -> Verdict:
+    """What the trial of a layer finds, in this run or in an earlier one."""
+
+    def pack(verdict: Verdict) -> dict | None:
+        is_known = verdict.needs is not Needs.UNKNOWN
+        return {"needs": verdict.needs.name, "why": verdict.why, "have_rows": verdict.have_rows} if is_known else None
+
+    return store.found(
+        "layer",
+        (layer, code_digest.rows_of((args, kwargs)), private.is_training()),
+        LayerTrial(layer, args, kwargs, _verdict).run,
+        pack,
+        lambda needs, why, have_rows: Verdict(Needs[needs], why, tuple(have_rows)),
+    )
 
 
 def _way(args: tuple, kwargs: dict) -> str:

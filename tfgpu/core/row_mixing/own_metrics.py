@@ -28,6 +28,7 @@ from tfgpu.core.row_mixing import (
 from tfgpu.core.row_mixing.drawn_inputs import Drawn, DrawnInputs
 from tfgpu.core.row_mixing.isolation import Part
 from tfgpu.core.row_mixing.row_sums import Meets
+from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -111,7 +112,13 @@ def _note(metric: keras.metrics.Metric, needs_all: bool, why: str, source: str, 
 
 
 def _found(trial: "MetricTrial", metric: keras.metrics.Metric, args: tuple, kwargs: dict) -> bool:
-    found = trial.run()
+    found = store.found(
+        "metric",
+        (metric, code_digest.rows_of((args, kwargs))),
+        trial.run,
+        lambda found: None if found is None else {"needs_all": found},
+        lambda needs_all: bool(needs_all),
+    )
     if found is None:
         return _of_unproven(metric, trial.why, args, kwargs)
     why = "it keeps something else than a sum over rows" if found else ""

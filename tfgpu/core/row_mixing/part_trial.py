@@ -6,12 +6,13 @@ that the step does stays: variables, random states, metrics and optimizers are a
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat.tensorflow import NoneTensorSpec
-from tfgpu.core.row_mixing import captures, comparison, draws, step_outputs
+from tfgpu.core.row_mixing import captures, comparison, draws, isolation, step_outputs
 from tfgpu.core.row_mixing.step_recorder import ROWS, NotBuilt, Recorder
 
 _FIRST = 3  # rows of the first part, of 7: no fraction of the one is one of the other
@@ -26,6 +27,25 @@ class CannotTry(Exception):
     is_of_outputs = False  # what it returns are no numbers
 
 
+@dataclass(frozen=True)
+class Tried:
+    """What a trial has found.
+
+    Attributes:
+        differs: what of the whole the parts do not make; None if they make everything.
+        draws: how often the code drew numbers by `tf.random`.
+        bytes_a_row: of each row, in the outputs of the layers that it calls.
+        have_rows: of each of its outputs, whether it has rows of the batch.
+        has_shares: a loss that is one number counted by the share of its rows.
+    """
+
+    differs: str | None
+    draws: int
+    bytes_a_row: int
+    have_rows: list[bool]
+    has_shares: bool
+
+
 class Trial:
     """Runs code on rows, whole and in two parts, and compares what it would do.
 
@@ -33,11 +53,7 @@ class Trial:
         captured: what the code captures.
 
     Attributes:
-        draws: how often it drew numbers by `tf.random`.
-        bytes_a_row: of each row, in the outputs of the layers that it calls.
         log: the numbers that it gives, in words.
-        have_rows: of each of its outputs, whether it has rows of the batch.
-        has_shares: a loss that is one number counted by the share of its rows.
     """
 
     log = "a number in the logs"
@@ -46,16 +62,20 @@ class Trial:
         self._captured = captured
         self._ways: dict = {}
         self._owners: dict = {}
-        self.draws, self.bytes_a_row, self.have_rows, self.has_shares = 0, 0, [], False
+        self._draws, self._bytes_a_row, self._have_rows, self._has_shares = 0, 0, [], False
         self._close = comparison.CLOSE
         self._normalizes = self._has_again = False
 
-    def differing(self) -> str | None:
-        """What of the whole the parts do not make; None if they make everything.
+    def run(self) -> Tried:
+        """Tries the code.
 
         Raises:
             CannotTry: it ran on no rows.
         """
+        differs = isolation.run(self._differing)
+        return Tried(differs, self._draws, self._bytes_a_row, self._have_rows, self._has_shares)
+
+    def _differing(self) -> str | None:
         cannot = NotBuilt, step_outputs.NoNumbers
         try:
             passing = (*cannot, CannotTry, *self._passing())
@@ -89,7 +109,7 @@ class Trial:
         parts = self._parts()
         total = parts[-1][1]
         whole = self._recorded(batch, 0, total)
-        self.draws, self.bytes_a_row, self.has_shares = whole.draws, whole.bytes_a_row, whole.has_shares
+        self._draws, self._bytes_a_row, self._has_shares = whole.draws, whole.bytes_a_row, whole.has_shares
         if not _is_finite(whole):
             return None
         if whole.derives_tensors and self._normalizes:
@@ -156,7 +176,7 @@ class Trial:
             found = [part.outputs[at] for part in parts]
             has_rows = step_outputs.have_rows(value, found, [each.stop - each.start for each in parts])
             if len(parts) > 1:
-                self.have_rows = [*self.have_rows[:at], has_rows, *self.have_rows[at + 1 :]]
+                self._have_rows = [*self._have_rows[:at], has_rows, *self._have_rows[at + 1 :]]
             together = [np.concatenate(found)] if has_rows else found
             if not all(_are_close([value], [each], [again.outputs[at]], close) for each in together):
                 return False

@@ -6,6 +6,7 @@ rows, of its own first arguments where they have numbers yet, all at once and in
 up to the whole a warning names it: a function as a whole cannot be given all rows.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 
@@ -17,9 +18,10 @@ from tfgpu.compat import distribute, slots
 from tfgpu.compat import tensorflow as private
 from tfgpu.core import extensions, replication, step_context, worker_rows
 from tfgpu.core.row_mixing import captures, choices, isolation, row_sums, verdicts
-from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, drawn_batches
+from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches
 from tfgpu.core.row_mixing.step_recorder import Apart, NotBuilt, Recorder
 from tfgpu.core.step_context import RowRange
+from tfgpu.core.trial_cache import code_digest, store
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -75,9 +77,10 @@ def _judge(strategy: tf.distribute.Strategy, fn: Callable, args: tuple, kwargs: 
         )
     try:
         if choice is None:
-            trial = _RunTrial(strategy, fn, (args, kwargs))
-            differs = trial.run()
-            _tell_division(name, [] if differs else trial.divisors())
+            tried_now = _RunTrial(strategy, fn, (args, kwargs)).found()
+            differs = tried_now.differs
+            if tried_now.has_shares and not differs:
+                _tell_division(name, captures.names_of(fn, strategy.num_replicas_in_sync))
     except row_sums.Meets:
         why = "it brings the replicas' rows together by itself"
     except CannotTry as error:
@@ -147,30 +150,41 @@ class _RunTrial(Trial):
         self._leaves = leaves
         self._divides = strategy.num_replicas_in_sync in self._captured.numbers
 
-    def run(self) -> str | None:
-        """What would differ; None if nothing would.
+    def found(self) -> Tried:
+        """What the trial finds, in this run or in an earlier one.
 
         Raises:
             CannotTry: it ran on none of the rows.
             Meets: it brings the replicas' rows together by itself.
         """
-        return isolation.run(self.differing)
-
-    def divisors(self) -> list[str]:
-        """Names that hold the number of replicas, where the function has a loss that counts by its share already."""
-        return captures.names_of(self._function, self._strategy.num_replicas_in_sync) if self.has_shares else []
+        others = [None if at in self._at else leaf for at, leaf in enumerate(self._leaves)]
+        arguments = tf.nest.pack_sequence_as(self._structure, others)
+        things = self._function, self._strategy, self._specs(), self._own_rows(), code_digest.rows_of(arguments)
+        return store.found("function", things, self.run, dataclasses.asdict, Tried, weights=True)
 
     def _passing(self) -> tuple[type[Exception], ...]:
         return (row_sums.Meets,)
 
     def _batches(self) -> Iterator[list]:
-        held = [self._strategy.experimental_local_results(self._leaves[at]) for at in self._at]
-        if all(tf.is_tensor(each) and hasattr(each, "numpy") for rows in held for each in rows):
-            whole = [tf.concat(rows, 0) if rows[0].shape.rank else rows[0] for rows in held]
-            if all(not each.shape.rank or each.shape[0] >= _ROWS for each in whole):
-                yield [each[:_ROWS] if each.shape.rank else each for each in whole]
-        specs = [tf.type_spec_from_value(rows[0]) for rows in held]
-        yield from drawn_batches(specs, self._captured.numbers, _ROWS)
+        if (own := self._own_rows()) is not None:
+            yield own
+        yield from drawn_batches(self._specs(), self._captured.numbers, _ROWS)
+
+    def _held(self) -> list[tuple]:
+        return [self._strategy.experimental_local_results(self._leaves[at]) for at in self._at]
+
+    def _specs(self) -> list[tf.TypeSpec]:
+        return [tf.type_spec_from_value(rows[0]) for rows in self._held()]
+
+    def _own_rows(self) -> list[tf.Tensor] | None:
+        """The first rows of the function's arguments, where they have numbers yet, and enough of them."""
+        held = self._held()
+        if not all(tf.is_tensor(each) and hasattr(each, "numpy") for rows in held for each in rows):
+            return None
+        whole = [tf.concat(rows, 0) if rows[0].shape.rank else rows[0] for rows in held]
+        if not all(not each.shape.rank or each.shape[0] >= _ROWS for each in whole):
+            return None
+        return [each[:_ROWS] if each.shape.rank else each for each in whole]
 
     def _parts(self) -> tuple[tuple[int, int], ...]:
         return _PARTS

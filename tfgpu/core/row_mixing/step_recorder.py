@@ -41,6 +41,9 @@ class Recorder:
         is_split: a piece runs on a part's rows, in a run on all rows.
         bytes_a_row: of each row, in the outputs of layers that the step itself calls.
         has_shares: a loss that is one number counted by its rows' share.
+        shards: the `id`s of variables of which each replica holds a piece, in a model that trains no others. Replicas
+            sum their gradients as a tape takes them: these are its updates then.
+        applied: what reaches an optimizer of such a model.
     """
 
     share: float
@@ -57,15 +60,23 @@ class Recorder:
     is_split: bool = False
     bytes_a_row: int = 0
     has_shares: bool = False
+    shards: frozenset[int] = frozenset()
+    applied: list[list] = field(default_factory=list)
     _is_sum: bool = False
     _is_in_layer: bool = False
 
-    def note_target(self, target: object, sources: object) -> None:
+    def gradient(self, take: Callable, target: object, sources: object, *args, **kwargs) -> object:
         """A tape is asked for a gradient: that of a vector is a sum over rows."""
+        flat = tf.nest.flatten(sources)
         is_vector = tf.is_tensor(target) and bool(target.shape.rank) and target.shape.num_elements() != 1
-        are_variables = [isinstance(source, (keras.Variable, tf.Variable)) for source in tf.nest.flatten(sources)]
+        are_variables = [isinstance(source, (keras.Variable, tf.Variable)) for source in flat]
         self._is_sum |= is_vector and any(are_variables)
         self.derives_tensors |= not all(are_variables)
+        found = take(target, sources, *args, **kwargs)
+        pairs = zip(flat, tf.nest.flatten(found), strict=True)
+        if of_shards := [gradient for source, gradient in pairs if id(source) in self.shards]:
+            self.updates.append(_weighed(of_shards, 1.0 if is_vector else self.share))
+        return found
 
     def drawn(self, shape, of: str) -> np.ndarray:
         """What `tf.random` would draw: for the rows of the batch, the numbers of those rows."""
@@ -100,8 +111,10 @@ class Recorder:
         """An optimizer is to apply gradients."""
         weight = 1.0 if self._is_sum or self.parts else self.share
         self._is_sum = False
-        dense = [None if g is None else np.asarray(tf.convert_to_tensor(g), "float64") for g in gradients]
-        self.updates.append([None if g is None else weight * g for g in dense])
+        if self.shards:
+            self.applied.append(_weighed(gradients, 1.0))
+        else:
+            self.updates.append(_weighed(gradients, weight))
 
     def by_parts(self, call: Callable, args: tuple, kwargs: dict, *, is_sum: bool = False) -> object:
         """Calls a piece on each part's rows, as replicas would, and puts together what it returns and assigns.
@@ -127,6 +140,11 @@ class Recorder:
         scope.state_mapping.update(_average(states, before, shares))
         weights = [1.0] * len(shares) if is_sum else shares
         return keras.tree.map_structure(lambda *leaves: _together(leaves, weights), *found)
+
+
+def _weighed(gradients: list, weight: float) -> list[np.ndarray | None]:
+    dense = [None if each is None else np.asarray(tf.convert_to_tensor(each), "float64") for each in gradients]
+    return [None if each is None else weight * each for each in dense]
 
 
 def _together(leaves: tuple, weights: list[float]) -> object:
@@ -191,6 +209,17 @@ class Apart(StatelessScope):
     def __init__(self):
         super().__init__(collect_losses=True)
         self._variables: dict = {}
+        self._begun: dict = {}
+
+    def begin_with(self, variable: keras.Variable, value: tf.Variable) -> None:
+        """The step sees another value of a variable than the one that it has."""
+        self.state_mapping[id(variable)] = value
+        self._begun[id(variable)] = tf.identity(value)
+
+    def get_current_value(self, variable: keras.Variable) -> object | None:
+        """The value that the step would see, also where nothing was assigned: Keras gives it to regularizers."""
+        found = super().get_current_value(variable)
+        return variables.held(variable) if found is None else found
 
     def add_update(self, update: tuple) -> None:
         self._variables[id(update[0])] = update[0]
@@ -204,7 +233,10 @@ class Apart(StatelessScope):
                     variable,
                     *(
                         np.asarray(tf.convert_to_tensor(v))
-                        for v in (variables.held(variable), self.get_current_value(variable))
+                        for v in (
+                            self._begun.get(key, variables.held(variable)),
+                            self.get_current_value(variable),
+                        )
                     ),
                 ]
             )

@@ -6,6 +6,8 @@ are the gradients that reach an optimizer, the numbers of the logs and what is a
 put together as replicas put them together, are the whole, the step runs by rows.
 """
 
+import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,11 +19,11 @@ import tensorflow as tf
 from tfgpu.compat import layers, slots, training
 from tfgpu.core import step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of
-from tfgpu.core.row_mixing import captures, choices, comparison, isolation, step_outputs, verdicts
-from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, drawn_batches
+from tfgpu.core.row_mixing import captures, choices, comparison, isolation, shard_trial, step_outputs, verdicts
+from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches
 from tfgpu.core.row_mixing.step_recorder import ROWS, Apart, Recorder
-from tfgpu.core.state.sharded_variable import shard_info
 from tfgpu.core.step_context import RowRange
+from tfgpu.core.trial_cache import store
 from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -82,88 +84,107 @@ def needs_whole_batch(
 
     Raises:
         InputError: the step could not be tried, and the strategy asks for an error then; or it must see the whole
-            batch, and each replica holds a part of the weights.
+            batch (or may have to, if it could not be tried), and each replica holds a part of the weights.
     """
     own = _own_methods(model, step_function)
-    if not own:
+    return bool(own) and _Question(model, step_function, spec, own, rows).answer(have_rows)
+
+
+class _Question:
+    """Whether a step of the user's own needs the whole batch: by what the user says of it, or by a trial."""
+
+    def __init__(self, model: keras.Model, step_function: Callable, spec: object, own: list[str], rows: int | None):
+        self._model, self._step_function, self._spec, self._own, self._rows = model, step_function, spec, own, rows
+        self._name = f"`{type(model).__name__}.{own[0]}`"
+        self._is_sharded = bool(shard_trial.over_replicas(model))
+
+    def answer(self, have_rows: list | None) -> bool:
+        """Notes what is found, and says it where the step does not simply run by rows."""
+        chosen = {choices.of(function_of(getattr(self._model, each))) for each in self._own} - {None}
+        if chosen:
+            return self._marked(choices.ON_ALL_ROWS in chosen)
+        try:
+            tried = self._tried()
+            if have_rows is not None:
+                have_rows += tried.have_rows
+        except CannotTry as error:
+            return self._unproven(error)
+        if tried.differs:
+            self._tell_whole(tried)
+            return True
+        self._note(verdicts.BY_ROWS, "", verdicts.TRIED, 0)
+        if tried.draws:
+            _log.warning(
+                "%s draws random numbers by tf.random: each replica draws its own. With `keras.random` and a "
+                "`keras.random.SeedGenerator` each row gets the numbers that one device draws for it.",
+                self._name,
+            )
         return False
-    name = f"`{type(model).__name__}.{own[0]}`"
-    needs = _found(model, step_function, spec, own, name, rows, have_rows)
-    if needs and _is_over_replicas(model):
-        raise InputError(
-            f"{name} mixes rows and must see the whole batch, which is not possible if each replica holds a part of "
-            "the weights. Use `parallel.shard(model, stage=2)`, or mark the method with "
-            "`@tfgpu.by_rows` if it does not mix rows."
-        )
-    return needs
 
+    def _tried(self) -> Tried:
+        """What the trial finds, in this run or in an earlier one."""
+        trial = _StepTrial(self._model, self._step_function, self._spec)
+        if self._is_sharded:
+            return trial.run()
+        things = self._step_function.__name__, self._model, self._spec
+        return store.found("step", things, trial.run, dataclasses.asdict, Tried, weights=True)
 
-def _is_over_replicas(model: keras.Model) -> bool:
-    """Whether each replica holds a part of the weights (ZeRO, stage 3)."""
-    infos = [shard_info(variable) for variable in model.variables]
-    return any(info is not None and info.sharding.over_replicas for info in infos)
+    def _note(self, becomes: str, why: str, source: str, size: int | None = 0) -> verdicts.Piece:
+        piece = verdicts.Piece(f"step {self._name[1:-1]}", becomes, why, source, size, self._rows)
+        return verdicts.note(piece, self._model.distribute_strategy)
 
-
-def _found(
-    model: keras.Model,
-    step_function: Callable,
-    spec: object,
-    own: list[str],
-    name: str,
-    rows: int | None,
-    have_rows: list | None,
-) -> bool:
-    """What the user says of a step of their own, or a trial."""
-
-    def note(becomes: str, why: str, source: str, size: int | None = 0) -> verdicts.Piece:
-        piece = verdicts.Piece(f"step {name[1:-1]}", becomes, why, source, size, rows)
-        return verdicts.note(piece, model.distribute_strategy)
-
-    chosen = {choices.of(function_of(getattr(model, each))) for each in own} - {None}
-    if chosen:
-        needs = choices.ON_ALL_ROWS in chosen
-        note(verdicts.ON_ALL_ROWS if needs else verdicts.BY_ROWS, "", verdicts.MARKED, None if needs else 0)
+    def _marked(self, needs: bool) -> bool:
+        if needs:
+            self._check_can_see_all("it is marked with `tfgpu.on_all_rows`", verdicts.MARKED)
+        becomes = verdicts.ON_ALL_ROWS if needs else verdicts.BY_ROWS
+        self._note(becomes, "", verdicts.MARKED, None if needs else 0)
         return needs
-    try:
-        trial = _StepTrial(model, step_function, spec)
-        differs = trial.differing()
-        if have_rows is not None:
-            have_rows += trial.have_rows
-    except CannotTry as error:
-        return _unproven(model, name, error, spec, note)
-    becomes, why = (verdicts.ON_ALL_ROWS, f"{differs} would differ") if differs else (verdicts.BY_ROWS, "")
-    piece = note(becomes, why, verdicts.TRIED, trial.bytes_a_row if differs else 0)
-    if differs:
+
+    def _check_can_see_all(self, why: str, source: str) -> None:
+        """Refuses a step that must see the whole batch where each replica holds a part of the weights."""
+        if not self._is_sharded:
+            return
+        self._note(verdicts.REFUSED, why, source)
+        raise InputError(
+            f"{self._name} must see the whole batch ({why}), and it cannot, because each replica holds a part of the "
+            "weights (`parallel.shard`, stage 3). Use `parallel.shard(model, stage=2)`, or mark the method with "
+            "`@tfgpu.by_rows` if it gives each row its own number."
+        )
+
+    def _tell_whole(self, tried: Tried) -> None:
+        why = f"{tried.differs} would differ"
+        self._check_can_see_all(why, verdicts.TRIED)
+        piece = self._note(verdicts.ON_ALL_ROWS, why, verdicts.TRIED, tried.bytes_a_row)
         _log.warning(
-            "%s is not by rows (%s would differ between replicas and one device). So that it is what one device "
+            "%s is not by rows (%s between replicas and one device). So that it is what one device "
             "computes, it sees the whole batch on every replica; the model's layers still compute each replica's rows. "
             "The outputs travel between the replicas in every step (%s). Where this is not needed, mark the method "
             "with `@tfgpu.by_rows`.",
-            name,
-            differs,
+            self._name,
+            why,
             piece.traffic,
         )
-    elif trial.draws:
-        _log.warning(
-            "%s draws random numbers by tf.random: each replica draws its own. With `keras.random` and a "
-            "`keras.random.SeedGenerator` each row gets the numbers that one device draws for it.",
-            name,
-        )
-    return differs is not None
 
+    def _unproven(self, error: CannotTry) -> bool:
+        """What becomes of a step that could not be tried."""
+        way = self._way(error)
+        said = f"Whether {self._name} gives each row its own number could not be tried ({error})."
+        if way == "gather":
+            self._check_can_see_all(f"it could not be tried: {error}", verdicts.UNPROVEN)
+        becomes = {"gather": verdicts.ON_ALL_ROWS, "warn": verdicts.BY_ROWS, "refuse": verdicts.REFUSED}[way]
+        self._note(becomes, str(error), verdicts.UNPROVEN, None if way == "gather" else 0)
+        if way == "refuse":
+            raise InputError(f"{said} Mark the method with `@tfgpu.by_rows` or `@tfgpu.on_all_rows`.")
+        becomes = "It sees the whole batch on every replica" if way == "gather" else "It runs on each replica's rows"
+        _log.warning("%s %s. Mark it with `@tfgpu.by_rows` or `@tfgpu.on_all_rows`.", said, becomes)
+        return way == "gather"
 
-def _unproven(model: keras.Model, name: str, error: CannotTry, spec: object, note: Callable) -> bool:
-    way = slots.get(model.distribute_strategy, "unproven", "gather")
-    must_stay = name.endswith(".predict_step`") and (error.is_of_outputs or not step_outputs.can_travel(spec))
-    way = "warn" if way == "gather" and (_is_over_replicas(model) or must_stay) else way
-    said = f"Whether {name} gives each row its own number could not be tried ({error})."
-    becomes = {"gather": verdicts.ON_ALL_ROWS, "warn": verdicts.BY_ROWS, "refuse": verdicts.REFUSED}[way]
-    note(becomes, str(error), verdicts.UNPROVEN, None if way == "gather" else 0)
-    if way == "refuse":
-        raise InputError(f"{said} Mark the method with `@tfgpu.by_rows` or `@tfgpu.on_all_rows`.")
-    becomes = "It sees the whole batch on every replica" if way == "gather" else "It runs on each replica's rows"
-    _log.warning("%s %s. Mark it with `@tfgpu.by_rows` or `@tfgpu.on_all_rows`.", said, becomes)
-    return way == "gather"
+    def _way(self, error: CannotTry) -> str:
+        """The strategy's `unproven`; predictions that cannot travel are computed by rows."""
+        way = slots.get(self._model.distribute_strategy, "unproven", "gather")
+        is_of_outputs = error.is_of_outputs or not step_outputs.can_travel(self._spec)
+        must_stay = self._step_function == self._model.predict_step and is_of_outputs
+        return "warn" if way == "gather" and must_stay else way
 
 
 def has_own_predictions(model: keras.Model) -> bool:
@@ -203,6 +224,11 @@ class _StepTrial(Trial):
         self._normalizes = any(
             isinstance(each, keras.layers.BatchNormalization) for each in layers.layers_within(model)
         )
+        shards = shard_trial.over_replicas(model)
+        self._stand_ins = shard_trial.StandIns(shards) if shards else None
+        self._shards = frozenset(map(id, shards))
+        if not all(id(each) in self._shards for each in model.trainable_variables):
+            self._shards = frozenset()
         is_narrow = tf.as_dtype(model.compute_dtype).size < 4
         self._close = _CLOSE_IN_16_BITS if is_narrow else comparison.CLOSE
 
@@ -210,11 +236,18 @@ class _StepTrial(Trial):
         for leaves in drawn_batches(tf.nest.flatten(self._spec), self._captured.numbers, ROWS):
             yield tf.nest.pack_sequence_as(self._spec, leaves)
 
-    def _recorded(self, batch, start: int, stop: int, *, seed: int = 0) -> Recorder:
+    def _difference(self, batch) -> str | None:
+        found = super()._difference(batch)
+        if found != "" or self._stand_ins is None:
+            return found
+        whole, *pieces = (self._recorded(batch, 0, ROWS, piece=at) for at in (None, *range(shard_trial.PIECES)))
+        return shard_trial.differing(self._stand_ins, whole, pieces, self._close) or ""
+
+    def _recorded(self, batch, start: int, stop: int, *, seed: int = 0, piece: int | None = None) -> Recorder:
         rows = tf.nest.map_structure(
             lambda v: worker_rows.sliced(v, start, stop - start) if tf.is_tensor(v) else v, batch
         )
-        found, scope = Recorder((stop - start) / ROWS, start, stop), Apart()
+        found, scope = Recorder((stop - start) / ROWS, start, stop, shards=self._shards), Apart()
         numbers = (tf.constant(n, tf.int32) for n in (stop - start, start, ROWS))
         with (
             isolation.kept_draws(seed),
@@ -222,6 +255,7 @@ class _StepTrial(Trial):
             step_context.scope(is_trying=True, recorder=found, trial_rows=RowRange(*numbers)),
             tf.device("CPU:0"),
             scope,
+            contextlib.nullcontext() if self._stand_ins is None else self._stand_ins.seen(scope, piece),
         ):
             if self._predicts:
                 found.outputs = step_outputs.as_numbers(self._step(rows))

@@ -25,6 +25,7 @@ from tfgpu.compat import tensorflow as private
 from tfgpu.compat.keras import get_stateless_scope, in_stateless_scope, in_symbolic_scope, tree
 from tfgpu.compat.patch import wrap
 from tfgpu.core import collectives, gradient_weights, replication, step_context
+from tfgpu.core.row_mixing import shard_trial
 from tfgpu.core.state import layer_state, sharded_variable
 from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.errors import InputError
@@ -60,7 +61,9 @@ class GatheredVariable(variables.VirtualVariable):
                 reads.add(id(self))
             return found
         if replication.replica_context() is None:
-            return _full_value(sharded_variable.shard_of(self))
+            shard = sharded_variable.shard_of(self)
+            tried = shard_trial.value_of(shard)
+            return _full_value(shard) if tried is None else tried
         return _all_gather([self], {id(self)})[0]
 
     def write(self, value: np.ndarray | ArraySlices) -> None:

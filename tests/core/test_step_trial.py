@@ -1,0 +1,147 @@
+"""Trials of steps of the user's own: where replicas hold pieces of the weights, and within a scope."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+import tfgpu
+from tfgpu.core.row_mixing import verdicts
+from tfgpu.errors import InputError
+
+X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(11, 3)).astype("float32")
+TWO = ["CPU:0", "CPU:1"]
+
+
+class ByTape(keras.Model):
+    """Takes gradients by a tape, of a loss that is a mean over rows."""
+
+    def loss_of(self, y, outputs):
+        return ops.mean(ops.square(y - outputs))
+
+    def changed(self, gradients):
+        return gradients
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self(x, training=True)) + sum(self.losses)
+        gradients = self.changed(tape.gradient(loss, self.trainable_variables))
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class ByNumber(ByTape):
+    """What it does with a gradient is the same for a piece of it, and no sum over rows: the sum comes first."""
+
+    def changed(self, gradients):
+        return [ops.clip(gradient, -0.01, 0.01) for gradient in gradients]
+
+
+class ByNorm(ByTape):
+    def changed(self, gradients):
+        norm = tf.linalg.global_norm(gradients)
+        return [gradient / tf.maximum(norm, 0.1) for gradient in gradients]
+
+
+class ByKernel(ByTape):
+    """What it does depends on the shape that a weight has on one device."""
+
+    def changed(self, gradients):
+        ranks = [len(variable.shape) for variable in self.trainable_variables]
+        return [gradient * (0.5 if rank > 1 else 1.0) for gradient, rank in zip(gradients, ranks, strict=True)]
+
+
+class Divides(ByTape):
+    def loss_of(self, y, outputs):
+        chosen = ops.cast(y > 0, "float32")
+        return ops.sum(ops.square(y - outputs) * chosen) / (1.0 + ops.sum(chosen))
+
+
+class Logs(ByTape):
+    def train_step(self, data):
+        return {**super().train_step(data), "size": ops.sum(ops.square(self.trainable_variables[0]))}
+
+
+class Reads(ByTape):
+    """Cannot be tried."""
+
+    def loss_of(self, y, outputs):
+        return super().loss_of(y, outputs) + (float("nan") if tf.executing_eagerly() else 0.0)
+
+
+def made(kind, strategy, stage=None):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        inputs = keras.Input((5,))
+        x = keras.layers.Dense(4, activation="tanh", kernel_regularizer="l2")(inputs)
+        model = kind(inputs, keras.layers.Dense(3)(x))
+    if stage:
+        model = tfgpu.parallel.shard(model, stage=stage)
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.5, momentum=0.9))
+    return model
+
+
+def fitted(model):
+    logs = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    return [*model.get_weights(), np.array(logs["loss"])]
+
+
+def two_devices(**how):
+    return tfgpu.strategy("mirrored", devices=TWO, **how)
+
+
+def verdict_of(strategy):
+    (step,) = [piece for piece in verdicts.of(strategy) if piece.name.startswith("step")]
+    return step.verdict
+
+
+@pytest.mark.parametrize("kind", [ByNumber, pytest.param(ByTape, marks=pytest.mark.slow)])
+def test_a_step_by_rows_on_pieces_of_the_weights(kind, caplog):
+    alone, strategy = fitted(made(kind, tfgpu.strategy("one_device", devices=TWO[:1]))), two_devices()
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        spread = fitted(made(kind, strategy, stage=3))
+    for one, other in zip(alone, spread, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+    assert verdict_of(strategy) == verdicts.BY_ROWS and kind.__name__ not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Divides, "the gradients would differ"),
+        (ByNorm, "what it does with the gradients of a piece of the weights would differ"),
+        (ByKernel, "what it does with the gradients of a piece of the weights would differ"),
+        (Logs, "a number in the logs, of a piece of the weights or gradients, would differ"),
+        (Reads, "it could not be tried"),
+    ],
+)
+def test_a_step_that_is_not_by_rows_is_refused_on_pieces_of_the_weights(kind, why):
+    strategy = two_devices()
+    model = made(kind, strategy, stage=3)
+    before = model.get_weights()
+    with pytest.raises(InputError, match=rf"{kind.__name__}.train_step.*{why}.*stage=2.*by_rows"):
+        fitted(model)
+    assert verdict_of(strategy) == verdicts.REFUSED
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_tried_runs_on_pieces_of_the_weights_where_that_is_asked_for(caplog):
+    strategy = two_devices(unproven="warn")
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        fitted(made(Reads, strategy, stage=3))
+    assert verdict_of(strategy) == verdicts.BY_ROWS and "It runs on each replica's rows" in caplog.text
+
+
+def test_within_a_scope(caplog):
+    strategy = two_devices()
+    with strategy.scope(), caplog.at_level(logging.WARNING, logger="tfgpu"):
+        made(ByTape, strategy).fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    assert verdict_of(strategy) == verdicts.BY_ROWS and "ByTape" not in caplog.text

@@ -1,0 +1,144 @@
+"""Weights for the trial of a step whose replicas hold a piece of each (ZeRO, stage 3).
+
+One device's step sees each variable whole, in its shape. A replica's step sees a flat piece of it, and that piece of
+the gradient, which is the sum over replicas by then. So such a step is right by rows if the gradients that it takes are
+sums over rows, and if what it does with them is the same for a piece as for the whole. The trial runs it on parts of
+the rows with whole weights, and on all rows with pieces of the weights, which are drawn: reading the replicas' own
+would be a collective.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.compat import variables
+from tfgpu.core import step_context
+from tfgpu.core.row_mixing import comparison
+from tfgpu.core.row_mixing.step_recorder import Apart, Recorder
+from tfgpu.core.state.sharded_variable import shard_info
+
+PIECES = 2
+
+
+def over_replicas(model: keras.Model) -> list[keras.Variable]:
+    """The variables of which each replica holds a piece."""
+    found = [(variable, shard_info(variable)) for variable in model.variables]
+    return [variable for variable, info in found if info is not None and info.sharding.over_replicas]
+
+
+class StandIns:
+    """Drawn values in the place of variables of which each replica holds a piece.
+
+    Args:
+        shards: the variables.
+    """
+
+    def __init__(self, shards: Sequence[keras.Variable]):
+        self._shards = list(shards)
+        self._shapes = {id(each): tuple(shard_info(each).sharding.shape([each])) for each in shards}
+        self._values = {id(each): _drawn(at, each, self._shapes[id(each)]) for at, each in enumerate(shards)}
+
+    @property
+    def ids(self) -> set[int]:
+        """The `id` of each variable."""
+        return set(self._shapes)
+
+    @contextlib.contextmanager
+    def seen(self, scope: Apart, piece: int | None) -> Iterator[None]:
+        """Within the block the step sees the values.
+
+        Args:
+            scope: in which the step runs.
+            piece: which piece of each it sees; None shows them whole.
+        """
+        with contextlib.ExitStack() as stack:
+            for shard in self._shards:
+                value = self._values[id(shard)] if piece is None else self._pieces(shard)[piece]
+                held = tf.Variable(value, trainable=shard.trainable)
+                scope.begin_with(shard, held)
+                stack.enter_context(variables.shaped_as(shard, value.shape))
+            stack.enter_context(_seen.set_to((self, scope, piece)))
+            yield
+
+    def whole(self, shard: keras.Variable, scope: Apart, piece: int | None) -> tf.Tensor:
+        """The whole value of a variable that a layer reads; its gradient goes to what the step sees of it."""
+        own = tf.convert_to_tensor(scope.get_current_value(shard))
+        if piece is None:
+            return own
+        parts = self._pieces(shard)
+        parts[piece] = own
+        return self._together(id(shard), parts)
+
+    def whole_of(self, pieces: list[np.ndarray], whole: np.ndarray) -> list[np.ndarray]:
+        """What the pieces' values may be for the whole: one after another, or each as it is."""
+        flat = np.concatenate([each.reshape(-1) for each in pieces])
+        is_cut = len(flat) == PIECES * -(-whole.size // PIECES)
+        together = [flat[: whole.size].reshape(whole.shape)] if is_cut else []
+        alike = pieces[:1] if all(np.array_equal(each, pieces[0], equal_nan=True) for each in pieces) else []
+        return [each for each in (*together, *alike) if each.shape == whole.shape]
+
+    def _pieces(self, shard: keras.Variable) -> list[tf.Tensor]:
+        flat = tf.reshape(self._values[id(shard)], [-1])
+        size = -(-int(flat.shape[0]) // PIECES)
+        return tf.split(tf.pad(flat, [[0, PIECES * size - int(flat.shape[0])]]), PIECES)
+
+    def _together(self, key: int, pieces: list[tf.Tensor]) -> tf.Tensor:
+        shape = self._shapes[key]
+        return tf.reshape(tf.concat(pieces, 0)[: math.prod(shape)], shape)
+
+
+def value_of(shard: keras.Variable) -> tf.Tensor | None:
+    """The value of a variable in a step that is tried, whole; None outside of one."""
+    seen = _seen.get()
+    if seen is None:
+        return None
+    stand_ins, scope, piece = seen
+    return stand_ins.whole(shard, scope, piece) if id(shard) in stand_ins.ids else None
+
+
+def differing(stand_ins: StandIns, whole: Recorder, pieces: list[Recorder], close: float) -> str | None:
+    """What of a step on whole weights the steps on their pieces do not make; None if they make everything.
+
+    Args:
+        stand_ins: the weights.
+        whole: the step on whole weights.
+        pieces: on each piece of them.
+        close: by how much of the largest number two may differ that are as good as equal.
+    """
+
+    def is_close(one: np.ndarray, other: np.ndarray) -> bool:
+        return comparison.is_close(one, other, close)
+
+    def is_made(value: np.ndarray | None, found: list) -> bool:
+        if value is None or any(each is None for each in found):
+            return value is None and all(each is None for each in found)
+        return any(is_close(value, each) for each in stand_ins.whole_of(found, value))
+
+    if any(len(each.applied) != len(whole.applied) or len(each.logs) != len(whole.logs) for each in pieces):
+        return "the number of updates"
+    for at, gradients in enumerate(whole.applied):
+        for number, value in enumerate(gradients):
+            if not is_made(value, [each.applied[at][number] for each in pieces]):
+                return "what it does with the gradients of a piece of the weights"
+    for at, value in enumerate(whole.logs):
+        if not all(is_close(value, each.logs[at]) for each in pieces):
+            return "a number in the logs, of a piece of the weights or gradients,"
+    for key, (variable, before, after) in whole.assigned.items():
+        if not is_made(after, [each.assigned.get(key, (variable, before, before))[2] for each in pieces]):
+            return f"the variable {variable.path!r}, of a piece of the weights or gradients,"
+    return None
+
+
+_seen = step_context.Slot("row_mixing.stand_ins")
+
+
+def _drawn(seed: int, shard: keras.Variable, shape: tuple[int, ...]) -> tf.Tensor:
+    """Numbers of the size that initializers give."""
+    dtype = variables.storage_dtype(shard)
+    if len(shape) < 2:
+        return tf.cast(tf.random.stateless_uniform(shape, [seed, 0], 0.2, 1.0), dtype)
+    return tf.cast(tf.random.stateless_normal(shape, [seed, 1], stddev=math.prod(shape[:-1]) ** -0.5), dtype)
