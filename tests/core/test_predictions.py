@@ -11,6 +11,7 @@ from keras import layers, ops
 import tfgpu
 
 X = np.random.default_rng(0).normal(size=(17, 4)).astype("float32")
+TWO = ["CPU:0", "CPU:1"]
 
 
 class Center(layers.Layer):
@@ -197,5 +198,31 @@ def test_a_mark_settles_it(caplog):
 
 def test_a_refusal_where_a_step_cannot_be_tried():
     strategy = tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"], unproven="refuse")
-    with pytest.raises(tfgpu.InputError, match=r"OwnStep\.predict_step.*could not be tried"):
-        built(OwnStep, strategy, {}).predict(X, verbose=0)
+    with pytest.raises(tfgpu.InputError, match=r"Words\.predict_step.*could not be tried"):
+        built(lambda: functional(Words), strategy, {}).predict(X, verbose=0)
+
+
+@pytest.mark.parametrize("how", [{"run_eagerly": True}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
+def test_a_model_that_was_never_called_is_built_before_the_replicas_run(how, caplog):
+    class Never(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.head = layers.Dense(5), layers.Dense(3)
+
+        def call(self, x):
+            return self.head(self.hidden(x))
+
+        def predict_step(self, data):
+            return 2 * super().predict_step(data)
+
+    def predicted(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = Never()
+            model.compile(**how)
+        return model.predict(X, batch_size=6, verbose=0)
+
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        one, two = (predicted(tfgpu.strategy(*each)) for each in (("one_device", TWO[:1]), ("mirrored", TWO)))
+    np.testing.assert_allclose(one, two, atol=1e-6)
+    assert "could not be tried" not in caplog.text

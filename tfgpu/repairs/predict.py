@@ -1,11 +1,13 @@
 """`predict` under replicas: each predicts its own rows, none an empty batch, and what has no rows comes once."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 
 import keras
+import tensorflow as tf
 
-from tfgpu.compat import slots
+from tfgpu.compat import layers, slots
 from tfgpu.compat.keras import TensorFlowTrainer
 from tfgpu.compat.patch import wrap
 from tfgpu.core import batch_sharding, replication, step_context
@@ -77,7 +79,23 @@ def _tried(model: keras.Model, data) -> Predictions:
         return Predictions()
     on_batch = _of_predict_on_batch(data)
     spec = sharded_dataset.spec_of(data if on_batch is None else on_batch)
-    return step_trial.predictions(model, spec if on_batch is None else (spec,))
+    spec = spec if on_batch is None else (spec,)
+    _build(model, spec)
+    return step_trial.predictions(model, spec)
+
+
+def _build(model: keras.Model, spec) -> None:
+    """Makes the variables of a model that was not called yet, before the replicas run: each would make them.
+
+    A model that cannot be called on symbols, or takes texts, ragged or sparse tensors, is left as it is.
+    """
+    if all(layer.built for layer in layers.layers_within(model)):
+        return
+    inputs, *_ = keras.utils.unpack_x_y_sample_weight(spec)
+    if not all(isinstance(leaf, tf.TensorSpec) and leaf.dtype != tf.string for leaf in tf.nest.flatten(inputs)):
+        return
+    with contextlib.suppress(Exception), model.distribute_strategy.scope():
+        model(keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype.name), inputs))
 
 
 def _of_predict_on_batch(data) -> batch_sharding.ReplicaBatch | None:
