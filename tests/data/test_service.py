@@ -12,6 +12,7 @@ import psutil
 import pytest
 import tensorflow as tf
 
+from tfgpu.core import worker_rows
 from tfgpu.data import pipeline, service
 from tfgpu.errors import InputError
 
@@ -76,6 +77,26 @@ def test_the_same_batches_in_the_same_order(photos, shared):
     there.seek(1)
     here.seek(1)
     same([here.peek()], [there.peek()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [["flip"], ["mixup"]])
+def test_each_worker_asks_for_its_own_rows(photos, shared, caplog, stages):
+    """Three workers with a shard each: a batch of 8 is 3, 3 and 2 rows."""
+    options = {"global_batch": 8, "augment": stages, "seed": 3, "cache": "none", "test": 0}
+    here, there = (pipeline(str(photos), **options, **more) for more in ({}, {"service": shared[0]}))
+    same([here.peek()], [worker_rows.of(there.train).first()])
+    whole = list(here.train)
+    asked = 0
+    for worker in range(3):
+        ranges = worker_rows.Ranges((worker,), 3)
+        there.seek(0)
+        found = list(worker_rows.of(there.train).make(ranges))
+        assert [int(total) for _, total in found] == [len(y) for _, y in whole]
+        same([ranges.take(batch)[0] for batch in whole], [rows for rows, _ in found])
+        asked += sum(len(y) for (_, y), _ in found)
+    assert asked == here.info.epoch_examples
+    assert "did not arrive" not in caplog.text
 
 
 @pytest.fixture

@@ -96,3 +96,53 @@ def test_the_workers_parts_in_order_are_the_one_device_batches(tmp_path, address
         assert abs(len(one[1][0]) - len(two[1][0])) <= 1
         np.testing.assert_array_equal(x, np.concatenate([*one[0], *two[0]]))
         np.testing.assert_array_equal(y, np.concatenate([*one[1], *two[1]]))
+
+
+TRAINING = """
+import collections, hashlib, json, sys
+import keras, numpy as np, tensorflow as tf, tfgpu
+from tfgpu.data import pipeline
+from tfgpu.data.examples import Examples
+
+loads = collections.Counter()
+
+
+def load(index):
+    def one(i):
+        loads[int(i)] += 1
+        return np.random.default_rng(i).integers(0, 256, [6, 6, 3], dtype=np.uint8)
+
+    return tf.ensure_shape(tf.numpy_function(one, [index], tf.uint8), [6, 6, 3])
+
+
+strategy = tfgpu.strategy(sys.argv[1])
+keras.utils.set_random_seed(0)
+own = {"train": np.arange(70), "validation": np.arange(70, 93)}
+source = Examples("counted", np.arange(93) % 3, (6, 6, 3), ("a", "b", "c"), load=load, own=own)
+data = pipeline(source, global_batch=16, augment=sys.argv[2:], seed=5, test=0, prefetch=1)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((6, 6, 3)), keras.layers.Flatten(), keras.layers.Dense(3)])
+    kind = "CategoricalCrossentropy" if data.info.labels == "one_hot" else "SparseCategoricalCrossentropy"
+    model.compile(keras.optimizers.SGD(0.05), getattr(keras.losses, kind)(from_logits=True))
+logs = model.fit(data.train, validation_data=data.validation, epochs=3, verbose=0, shuffle=False).history
+weights = [np.asarray(w).tolist() for w in model.get_weights()]
+print(json.dumps({"weights": weights, "logs": logs, "loads": loads.total()}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("stages", [["flip", "noise"], ["mixup", "cutmix"]])
+def test_two_workers_learn_what_one_device_learns_and_each_reads_its_share(together, stages):
+    alone = together(TRAINING, {"worker": 1}, "one_device", *stages)["worker0"]
+    both = together(TRAINING, {"worker": 2}, "multi_worker", *stages)
+    assert both["worker0"]["weights"] == both["worker1"]["weights"]
+    for one, two in zip(alone["weights"], both["worker0"]["weights"], strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+    for name, values in alone["logs"].items():
+        np.testing.assert_allclose(values, both["worker1"]["logs"][name], rtol=1e-5)
+    whole = alone["loads"]
+    assert whole == 3 * 93
+    for worker in both.values():  # and the first batch, which is compared whole
+        share = (worker["loads"] - 16) / (whole / 2)
+        assert share == pytest.approx(1.0, abs=0.03) if "mixup" not in stages else 1.3 < share < 2.0

@@ -23,6 +23,7 @@ app = typer.Typer(
 OWN = {
     "config": (Path | None, None, ["--config", "-c"], "FILE", "Settings from a YAML file; flags override it."),
     "allow_code": ALLOW_CODE,
+    "workers": (int, 1, ["--workers"], "INTEGER", "Measure the input of one of so many workers instead [1]."),
     "seconds": (float, 1.0, ["--seconds"], "NUMBER", "Length of each measurement [1]."),
     "repeats": (int, 3, ["--repeats"], "INTEGER", "Measurements of each rate [3]."),
     "as_json": (bool, False, ["--json"], None, "Print everything that was measured as JSON."),
@@ -40,12 +41,13 @@ def _group() -> None:
     epilog=(
         "[bold]Examples[/]\n\n"
         "tfgpu bench input --data photos/ --image-size 224 --model resnet --global-batch 64\n\n"
-        "tfgpu bench input --config runs/best/config.yaml --json"
+        "tfgpu bench input --config runs/best/config.yaml --json\n\n"
+        "tfgpu bench input --data photos/ --image-size 224 --workers 4"
     ),
 )
 @with_settings(OWN)
 def bench_input(
-    *, config: Path | None, allow_code: bool, seconds: float, repeats: int, as_json: bool, **flags: Any
+    *, config: Path | None, allow_code: bool, workers: int, seconds: float, repeats: int, as_json: bool, **flags: Any
 ) -> None:
     flags, settings = given(flags), recipes.read(config) if config else {}
     refuse_code(settings, str(config), allow=allow_code, given=flags)
@@ -54,16 +56,21 @@ def bench_input(
     rates.check(seconds, repeats)
     with Console(stderr=True).status("starting TensorFlow") as status:
         start_tensorflow()
-        measured = imported("tfgpu.measure.input").measure_input(
-            recipe,
-            seconds=seconds,
-            repeats=repeats,
-            progress=lambda text: status.update(f"measuring: {text}"),
-        )
+        options = {
+            "seconds": seconds,
+            "repeats": repeats,
+            "progress": lambda text: status.update(f"measuring: {text}"),
+        }
+        if workers == 1:
+            measured = imported("tfgpu.measure.input").measure_input(recipe, **options)
+        else:
+            measured = imported("tfgpu.measure.workers").measure_workers(recipe, workers, **options)
     if as_json:
         print(json.dumps(measured.as_json(), indent=2))
-    else:
+    elif workers == 1:
         _show_input(measured)
+    else:
+        _show_workers(measured)
 
 
 def _show_input(measured: Any) -> None:
@@ -96,3 +103,33 @@ def _show_input(measured: Any) -> None:
             f"[dim]{escape(trial.note)}[/]",
         )
     console.print(tried)
+
+
+def _show_workers(measured: Any) -> None:
+    console, about = Console(highlight=False), measured.facts
+    shape = "×".join(str(n) for n in about["input_shape"])
+    console.print(
+        f"The input of {measured.recipe.data} on one of {measured.workers} workers: examples of {shape}, global "
+        f"batches of {about['global_batch']:,}, {about['cores']} CPU cores\n",
+        markup=False,
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading, justify in (("", "left"), ("examples/s", "right"), ("spread", "right"), ("CPU µs each", "right")):
+        table.add_column(heading, justify=justify, overflow="fold")
+    for name, label in (("alone", "one device"), ("worker", "a worker")):
+        rate = getattr(measured, name)
+        table.add_row(
+            f"[bold]{label}[/]", f"{rate.median:,.0f}", f"{rate.spread:.0%}", f"{measured.cpu_us[name].median:,.0f}"
+        )
+    console.print(table)
+    console.print(
+        f"\n{measured.workers} such workers, each with a machine like this, supply {measured.supply:,.0f} examples/s.\n"
+    )
+    done = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading, justify in (("stage", "left"), ("work / share", "right"), ("", "left")):
+        done.add_column(heading, justify=justify, overflow="fold")
+    for stage in measured.stages:
+        everywhere = "on every worker" if stage.work == measured.workers else ""
+        note = ", ".join(filter(None, (everywhere, stage.note)))
+        done.add_row(stage.name, f"{stage.work:.2f}", f"[dim]{escape(note)}[/]")
+    console.print(done)

@@ -85,3 +85,17 @@ def weights(labels: np.ndarray, classes: int) -> np.ndarray:
     counts = np.bincount(labels, minlength=classes)
     present = np.count_nonzero(counts)
     return np.where(counts > 0, len(labels) / (present * np.maximum(counts, 1)), 0.0).astype(np.float32)
+
+
+def weights_of(labels: tf.Tensor, weights: np.ndarray) -> tf.Tensor:
+    """The weight of each example: of its class, or by its shares of the classes, float32 [batch].
+
+    Args:
+        labels: int [batch], or float32 [batch, classes]. Each row's sum is the same to the bit whatever rows are beside
+            it: a product of matrices would not be, nor the sum of a row that is alone.
+        weights: float32 [classes].
+    """
+    if labels.dtype.is_integer:
+        return tf.gather(weights, labels)
+    two = tf.cond(tf.shape(labels)[0] == 1, lambda: tf.concat([labels, labels], 0), lambda: labels)
+    return tf.reduce_sum(two * weights, axis=1)[: tf.shape(labels)[0]]

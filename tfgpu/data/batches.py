@@ -14,6 +14,7 @@ from tfgpu.data import balance as balancing
 from tfgpu.data import cache as caching
 from tfgpu.data import epoch, position, shards, sources, splits
 from tfgpu.data import service as remote
+from tfgpu.data.assembly.plan import Plan
 from tfgpu.data.augmentation import augment as augmentation
 from tfgpu.data.augmentation import stages as augmentations
 from tfgpu.data.decoding import Reading, check_length, check_size
@@ -154,14 +155,13 @@ def pipeline(
             private thread pool, and how many batches are prefetched. Default: tf.data tunes them.
         prefetch_to_device: copies batches ahead of time to a device, `"GPU:0"`, or `"auto"`: the first GPU, if any.
             Only for training without a strategy; strategies do this themselves.
-        sharding: how training examples are divided among workers. `"data"`: each worker makes the global batches and
-            keeps its rows, so the result does not depend on the number of workers. `"file"`: each reads its own files
-            (see `tfgpu.data.shards`); batches then depend on the number of workers, hold at most `global_batch`
-            examples, and the dataset has no known length. `"auto"`: by file if the data is read from disk and its
-            files divide evenly.
+        sharding: how training examples are divided among workers. `"data"` or `"auto"`: each worker reads, decodes and
+            augments its rows of the global batches, so the result does not depend on the number of workers. `"file"`:
+            each reads its own files (see `tfgpu.data.shards`); batches then depend on the number of workers, hold at
+            most `global_batch` examples, and the dataset has no known length.
         service: the address of a tf.data service, as printed by `tfgpu data serve`. Its workers decode and augment the
             training examples; they need the source's files under the same paths. Batches and their order stay the
-            same. For examples that are decoded on demand. Each training process fetches whole batches.
+            same. For examples that are decoded on demand. Each training process asks for its rows.
         cluster: this process's role; only the chief logs. Default: all processes log, and `sharding` reads the
             environment.
 
@@ -200,10 +200,11 @@ def _data(examples, parts, share, settings: epoch.Settings, feed: Feed, service:
     count, order = epoch.order(examples, share, settings)
     _check_batch(examples, settings.global_batch, count if share.by == "data" else len(parts["train"]))
     counter, change = position.Counter(), epoch.change_of(examples, parts["train"], settings, share.first)
+    plan = Plan(examples, order, count, share.batch, change)
     if service is None:
-        train = batches(examples, counter.epochs(), order, count, share.batch, change, feed)
+        train = batches(plan, counter.epochs(), feed, next_epoch=lambda: counter.next)
     else:
-        train = remote.batches(examples, counter, order, count, share.batch, change, feed, service)
+        train = remote.batches(plan, counter, feed, service)
     return Data(
         train=shards.own(train, share),
         validation=epoch.fixed(examples, parts["validation"], settings, feed),

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfgpu.data import balance as balancing
 from tfgpu.data import position, shards
+from tfgpu.data.assembly.plan import Part, Plan
 from tfgpu.data.augmentation import augment as augmentation
 from tfgpu.data.augmentation import stages as augmentations
 from tfgpu.data.examples import Examples
@@ -59,20 +60,51 @@ def order(examples: Examples, share: shards.Share, settings: Settings) -> tuple[
 
 def change_of(examples: Examples, indices, settings: Settings, first: int) -> Callable:
     """Returns the function that augments and weights a batch of training examples and smooths its labels."""
-    classes, soft, smoothing = len(examples.class_names), settings.soft, settings.smoothing
+    classes = len(examples.class_names)
     weights = balancing.weights(examples.labels[indices], classes) if settings.balance == "weights" else None
+    return Change(settings, classes, weights, first)
 
-    def change(epoch, places, x, y):
-        y = tf.one_hot(y, classes) if soft else y
+
+@dataclass(frozen=True)
+class Change:
+    """What happens to a batch of training examples.
+
+    Attributes:
+        settings: the stages and the smoothing.
+        classes: the number of classes.
+        weights: each class's weight, or None.
+        first: the position in the epoch of this dataset's first example.
+    """
+
+    settings: Settings
+    classes: int
+    weights: np.ndarray | None
+    first: int
+
+    @property
+    def pairs(self) -> int:
+        """How many stages mix examples."""
+        return sum(name in augmentations.MIXING for name, _ in self.settings.stages)
+
+    def __call__(self, epoch, places, x, y, part: Part | None = None):
+        """Changes a batch, or a part of it, whose examples are those of the rows `needed`."""
+        settings, smoothing = self.settings, self.settings.smoothing
+        y = tf.one_hot(y, self.classes) if settings.soft else y
         if settings.stages:
-            numbers = position.Numbers(seed=settings.seed, epoch=epoch, start=first + places, count=tf.shape(x)[0])
-            x, y = augmentation.apply(x, y, settings.stages, numbers)
-        smooth = y * (1.0 - smoothing) + smoothing / classes if smoothing else y
-        if weights is None:
+            count, rows = (tf.shape(x)[0], None) if part is None else (part.total, part.rows)
+            x, y = augmentation.apply(x, y, settings.stages, self._numbers(epoch, places, count), rows)
+        smooth = y * (1.0 - smoothing) + smoothing / self.classes if smoothing else y
+        if self.weights is None:
             return x, smooth
-        return x, smooth, tf.linalg.matvec(y, weights) if soft else tf.gather(weights, y)
+        return x, smooth, balancing.weights_of(y, self.weights)
 
-    return change
+    def needed(self, epoch, place, part: Part) -> tf.Tensor:
+        """The rows of a batch that a part is made of: its own and their partners, int64."""
+        numbers = self._numbers(epoch, place, part.total)
+        return augmentation.needed(self.settings.stages, numbers, part.rows)
+
+    def _numbers(self, epoch, places, count) -> position.Numbers:
+        return position.Numbers(seed=self.settings.seed, epoch=epoch, start=self.first + places, count=count)
 
 
 def fixed(examples: Examples, indices, settings: Settings, feed: Feed) -> tf.data.Dataset | None:
@@ -83,8 +115,9 @@ def fixed(examples: Examples, indices, settings: Settings, feed: Feed) -> tf.dat
     with tf.device("CPU:0"):
         indices = tf.constant(indices)
 
-    def change(epoch, places, x, y):
+    def change(epoch, places, x, y, part=None):
         return x, tf.one_hot(y, classes) if settings.soft else y
 
     epochs = tf.data.Dataset.from_tensors(np.int64(0))
-    return batches(examples, epochs, lambda epoch: indices, len(indices), settings.global_batch, change, feed)
+    plan = Plan(examples, lambda epoch: indices, len(indices), settings.global_batch, change)
+    return batches(plan, epochs, feed)

@@ -1,14 +1,20 @@
-"""From ordered examples to batches: fetch, batch, change, prefetch."""
+"""From ordered examples to batches: fetch, batch, change, prefetch.
+
+Each dataset is registered with a way to make one worker's rows of its batches alone (`tfgpu.core.worker_rows`).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import tensorflow as tf
 
-from tfgpu.data.examples import Examples, to_model
+from tfgpu.core import worker_rows
+from tfgpu.data.assembly import corrupt, own_rows
+from tfgpu.data.assembly.ahead import fetched_ahead
+from tfgpu.data.assembly.plan import Plan
+from tfgpu.data.examples import to_model
 from tfgpu.errors import InputError, unknown, whole_number
-
-_BATCHES_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,7 @@ class Feed:
 
 
 def batches(
-    examples: Examples,
-    epochs: tf.data.Dataset,
-    order: Callable[[tf.Tensor], tf.Tensor],
-    count: int,
-    global_batch: int,
-    change: Callable,
-    feed: Feed,
+    plan: Plan, epochs: tf.data.Dataset, feed: Feed, *, next_epoch: Callable[[], int] = lambda: 0
 ) -> tf.data.Dataset:
     """Turns one element, the number of an epoch, into that epoch's batches.
 
@@ -79,65 +79,105 @@ def batches(
     makes an epoch two to three times as slow (measured; noticeable with steps of 100 us).
 
     Args:
-        examples: what the indices refer to.
+        plan: what the batches are made of. Its `change` gets int64 places: the position in the epoch of the first
+            example, or of each if they may overtake one another.
         epochs: a dataset of that one element, an int64 scalar.
-        order: maps it to the indices of the epoch's examples, int64 [count].
-        count: examples in the epoch.
-        global_batch: examples in a batch.
-        change: `(epoch, places, x, y)` -> the batch. `places` is int64: the position in the epoch of the first example,
-            or of each if they may overtake one another.
         feed: how batches are prepared ahead.
+        next_epoch: the number of the epoch that the next iteration reads.
     """
-    with tf.device("CPU:0"):
-        labels = tf.constant(examples.labels)
-    steps = -(-count // global_batch)
-    if examples.load is None:
+
+    def rows(epoch):
+        return rows_of(epoch, plan.order(epoch), plan.count, plan.global_batch)
+
+    if plan.examples.load is not None:
+        made = _loaded(plan, epochs, feed)
+
+        def part(ranges, rows):
+            return own_rows.loaded(plan, rows, feed, ranges)
+    else:
         with tf.device("CPU:0"):
-            array = tf.constant(examples.array) if examples.stored is None else examples.stored()
+            array = tf.constant(plan.examples.array) if plan.examples.stored is None else plan.examples.stored()
+        made = by_rows(epochs, rows, own_rows.in_memory(plan, array), plan.steps, feed)
 
-        def fetch(epoch, start, row):
-            index = row[: count - start]  # the last row may be padded
-            x = tf.ensure_shape(to_model(tf.gather(array, index)), [None, *array.shape[1:]])
-            return change(epoch, start, x, tf.gather(labels, index))
+        def part(ranges, rows):
+            return rows.map(own_rows.in_memory(plan, array, ranges), num_parallel_calls=feed.calls)
 
-        return by_rows(epochs, lambda epoch: rows_of(epoch, order(epoch), count, global_batch), fetch, steps, feed)
+    return _with_parts(made, part, epochs, rows, plan.steps, feed, next_epoch)
+
+
+def _with_parts(made, part, epochs, rows, steps: int, feed: Feed, next_epoch: Callable[[], int]) -> tf.data.Dataset:
+    """Registers how to make one worker's rows of a dataset.
+
+    Args:
+        made: the whole batches.
+        part: maps `ranges` and a dataset of the rows that describe the batches to one of `(rows, total)`.
+        epochs, rows, steps, feed, next_epoch: as for `by_rows`.
+    """
+    if not feed.deterministic or feed.prefetch_to_device is not None:
+        return made
+
+    def make(ranges):
+        rewrites = made.options().experimental_optimization.apply_default_optimizations
+        return finish(part(ranges, epochs.map(rows).unbatch()), steps, feed, rewrites=rewrites)
+
+    def first():
+        epoch = tf.data.Dataset.from_tensors(np.int64(next_epoch()))
+        whole, _ = next(iter(part(_WHOLE, epoch.map(rows).unbatch().take(1))))
+        return whole
+
+    return worker_rows.register(made, worker_rows.WorkerRows(make, first))
+
+
+_WHOLE = worker_rows.Ranges((0,), 1)
+
+
+def _loaded(plan: Plan, epochs: tf.data.Dataset, feed: Feed) -> tf.data.Dataset:
+    """Batches of examples that are read on demand."""
+    examples, size = plan.examples, plan.global_batch
 
     # Each component of a dataset's elements costs some microseconds per example, compared with 300 for a small JPEG
-    # (measured): epoch, position and index are one tensor.
+    # (measured): epoch, index and position are one tensor.
     def singles(epoch):
-        return tf.stack([tf.repeat(epoch, count), tf.range(count, dtype=tf.int64), order(epoch)], axis=1)
+        count = plan.count
+        return tf.stack([tf.repeat(epoch, count), plan.order(epoch), tf.range(count, dtype=tf.int64)], axis=1)
 
     def load(key):
-        return key, examples.load(key[2])
+        return key, examples.load(key[1])
 
     def assemble(key, x):
-        places = key[0, 1] if feed.deterministic else key[:, 1]
-        return change(key[0, 0], places, to_model(x), tf.gather(labels, key[:, 2]))
+        places = key[0, 2] if feed.deterministic else key[:, 2]
+        return plan.change(key[0, 0], places, to_model(x), tf.gather(plan.labels, key[:, 1]))
+
+    def expected(number):
+        return number * size + tf.range(plan.total(number * size))
+
+    def index(epoch, place):
+        return tf.gather(plan.order(epoch), place)
 
     keys = epochs.map(singles).unbatch()
     if examples.ahead is not None:
-        keys = _fetched_ahead(keys, examples.ahead, global_batch)
+        keys = fetched_ahead(keys.batch(size), examples.ahead, 1).unbatch()
     loaded = keys.map(load, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
     if examples.where is None or not feed.deterministic:
-        cut = loaded.batch(global_batch)
+        cut = loaded.batch(size)
     else:
-        cut = _named(loaded.ignore_errors().batch(global_batch), examples.where, order, count, global_batch)
+        whole = loaded.ignore_errors().batch(size)
+        cut = corrupt.named(whole, expected=expected, index=index, where=examples.where)
     assembled = cut.map(assemble, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
     # Fused with batching, loading would fix each example's position in advance, so none could overtake another.
-    return finish(assembled, steps, feed, rewrites=feed.deterministic)
+    return finish(assembled, plan.steps, feed, rewrites=feed.deterministic)
 
 
-def _fetched_ahead(keys: tf.data.Dataset, ahead: Callable, global_batch: int) -> tf.data.Dataset:
-    """Begins to fetch remote examples some batches before they are read."""
-
-    def begin(key):
-        with tf.control_dependencies([ahead(key[:, 2])]):
-            return tf.identity(key)
-
-    return keys.batch(global_batch).map(begin).prefetch(_BATCHES_AHEAD).unbatch()
-
-
-def by_rows(epochs: tf.data.Dataset, rows: Callable, fetch: Callable, steps: int, feed: Feed) -> tf.data.Dataset:
+def by_rows(
+    epochs: tf.data.Dataset,
+    rows: Callable,
+    fetch: Callable,
+    steps: int,
+    feed: Feed,
+    *,
+    total: Callable | None = None,
+    next_epoch: Callable[[], int] = lambda: 0,
+) -> tf.data.Dataset:
     """Makes an epoch's batches from rows that describe one batch each.
 
     Args:
@@ -146,9 +186,20 @@ def by_rows(epochs: tf.data.Dataset, rows: Callable, fetch: Callable, steps: int
         fetch: maps one row of each to the batch.
         steps: the number of batches.
         feed: how batches are prepared ahead.
+        total: maps one row of each to the number of examples in the batch, if `fetch(..., own=rows)` makes the rows
+            `rows` (int64) of the batch alone.
+        next_epoch: the number of the epoch that the next iteration reads.
     """
     made = epochs.map(rows).unbatch().map(fetch, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
-    return finish(made, steps, feed)
+    made = finish(made, steps, feed)
+
+    def part(ranges, rows):
+        def fetch_own(*row):
+            return fetch(*row, own=ranges.indices(total(*row))), tf.cast(total(*row), tf.int32)
+
+        return rows.map(fetch_own, num_parallel_calls=feed.calls)
+
+    return made if total is None else _with_parts(made, part, epochs, rows, steps, feed, next_epoch)
 
 
 def rows_of(epoch, indices, count: int, global_batch: int):
@@ -172,7 +223,7 @@ def finish(made: tf.data.Dataset, steps: int, feed: Feed, *, rewrites: bool = Fa
     options = tf.data.Options()
     options.deterministic = feed.deterministic
     options.experimental_optimization.apply_default_optimizations = rewrites
-    # Each worker makes the same global batches and keeps its rows: files would be divided unevenly.
+    # All workers have the same global batches, of which each gets its rows: files would be divided unevenly.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     if feed.threads is not None:
         options.threading.private_threadpool_size = feed.threads
@@ -184,28 +235,3 @@ def finish(made: tf.data.Dataset, steps: int, feed: Feed, *, rewrites: bool = Fa
     if device is None:
         return made
     return made.apply(tf.data.experimental.prefetch_to_device(f"/{device}", feed.prefetch))
-
-
-def _named(cut: tf.data.Dataset, where: Callable, order: Callable, count: int, global_batch: int) -> tf.data.Dataset:
-    """Stops at the first gap in the positions, where a corrupt example was dropped, and names that example.
-
-    A decoder's error names no file. Catching it per example, in a dataset of one, costs ten times as much as decoding a
-    JPEG (measured); finding a gap costs nothing.
-    """
-
-    def look(number, batch):
-        key, x = batch
-        places = key[:, 1]
-        expected = tf.range(number * global_batch, tf.minimum((number + 1) * global_batch, count))
-        got = tf.pad(places, [[0, tf.size(expected) - tf.size(places)]], constant_values=-1)
-        missing = expected[tf.argmax(got != expected)]
-        whole = tf.reduce_all(got == expected)
-
-        def stop():
-            name = where(tf.gather(order(key[0, 0]), missing))
-            with tf.control_dependencies([tf.debugging.Assert(whole, ["Corrupt:", name])]):
-                return tf.identity(key)
-
-        return tf.cond(whole, lambda: key, stop), x
-
-    return cut.enumerate().map(look)

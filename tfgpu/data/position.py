@@ -4,6 +4,7 @@ All three depend only on the seed, the epoch and the position in the epoch. A re
 of replicas, therefore sees the same examples in the same order with the same augmentation.
 """
 
+import copy
 import threading
 
 import numpy as np
@@ -126,6 +127,12 @@ class Numbers:
     def normal(self, width: int, *, stream: int) -> tf.Tensor:
         """Draws float32 [count, width] with mean 0 and standard deviation 1."""
         return self._draw(tf.raw_ops.StatelessRandomNormalV2, width, stream)
+
+    def at(self, rows: tf.Tensor) -> "Numbers":
+        """The numbers of some of these examples: of the rows `rows` (int64) alone, in that order."""
+        some = copy.copy(self)
+        some.count, some._start = tf.size(rows), self._start + tf.cast(rows, tf.uint64)
+        return some
 
     def _draw(self, operation, width: int, stream: int) -> tf.Tensor:
         groups = -(-width // self._PER_COUNT)

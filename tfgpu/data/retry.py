@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfgpu.core import worker_rows
 from tfgpu.errors import InputError, MachineError, is_number, whole_number
 
 _LASTING = (
@@ -57,13 +58,20 @@ def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.d
     """
     _check(data, limit, wait_s)
     counter = getattr(data, "tfgpu_epochs", None)
-    elements = functools.partial(_elements, data, counter, limit, wait_s)
-    found = tf.data.Dataset.from_generator(elements, output_signature=data.element_spec)
-    if int(data.cardinality()) != tf.data.UNKNOWN_CARDINALITY:
-        found = found.apply(tf.data.experimental.assert_cardinality(data.cardinality()))
-    found = found.with_options(data.options())  # above all, how workers shard it
+
+    def again(data: tf.data.Dataset) -> tf.data.Dataset:
+        elements = functools.partial(_elements, data, counter, limit, wait_s)
+        found = tf.data.Dataset.from_generator(elements, output_signature=data.element_spec)
+        if int(data.cardinality()) != tf.data.UNKNOWN_CARDINALITY:
+            found = found.apply(tf.data.experimental.assert_cardinality(data.cardinality()))
+        return found.with_options(data.options())  # above all, how workers shard it
+
+    found = again(data)
     if counter is not None:
         found.tfgpu_epochs = counter
+    own = worker_rows.of(data)
+    if own is not None:
+        worker_rows.register(found, worker_rows.WorkerRows(lambda ranges: again(own.make(ranges)), own.first))
     return found
 
 

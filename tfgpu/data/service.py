@@ -16,11 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import tensorflow as tf
 
+from tfgpu.core import worker_rows
+from tfgpu.data.assembly.plan import Plan
 from tfgpu.data.examples import Examples, to_model
 from tfgpu.data.feed import Feed, finish
 from tfgpu.data.position import Counter
@@ -67,37 +69,50 @@ def check(examples: Examples) -> None:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The batches of one epoch by number.
+    """The batches of one epoch by number, or one worker's rows of them.
 
     Attributes:
-        examples: what the indices refer to.
+        plan: what the batches are made of.
         number: the epoch's number.
         indices: int64 [count], in the epoch's order.
-        global_batch: examples in a batch.
-        change: `(epoch, place, x, y)` -> the batch.
         feed: how batches are prepared ahead.
+        ranges: the worker's rows; None: whole batches. With it an element is `(rows, total)`.
     """
 
-    examples: Examples
+    plan: Plan
     number: int
     indices: tf.Tensor
-    global_batch: int
-    change: Callable
     feed: Feed
+    ranges: worker_rows.Ranges | None = None
 
     @property
     def steps(self) -> int:
-        return -(-int(self.indices.shape[0]) // self.global_batch)
+        return -(-int(self.indices.shape[0]) // self.plan.global_batch)
 
     def batch(self, step: tf.Tensor) -> tf.data.Dataset:
         """The dataset of one batch, whose examples are decoded in parallel."""
-        start = step * self.global_batch
-        index = self.indices[start : start + self.global_batch]
-        labels = tf.gather(tf.constant(self.examples.labels), index)
+        plan, start, index = self.plan, step * self.plan.global_batch, self._index(step)
+        labels = tf.gather(plan.labels, index)
         one_by_one = tf.data.Dataset.from_tensor_slices(index)
-        loaded = one_by_one.map(self.examples.load, num_parallel_calls=self.feed.calls, deterministic=True)
-        whole = loaded.batch(self.global_batch)
-        return whole.map(lambda x: self.change(tf.constant(self.number, tf.int64), start, to_model(x), labels))
+        loaded = one_by_one.map(plan.examples.load, num_parallel_calls=self.feed.calls, deterministic=True)
+
+        def change(x):
+            place = tf.constant(self.number, tf.int64), start
+            if self.ranges is None:
+                return plan.change(*place, to_model(x), labels)
+            part = plan.part(start, self.ranges)
+            return plan.change(*place, to_model(x), labels, part), tf.cast(part.total, tf.int32)
+
+        return loaded.batch(plan.global_batch).map(change)
+
+    def _index(self, step: tf.Tensor) -> tf.Tensor:
+        """The examples that a batch, or the worker's rows of it, are made of."""
+        start = step * self.plan.global_batch
+        index = self.indices[start : start + self.plan.global_batch]
+        if self.ranges is None:
+            return index
+        part = self.plan.part(start, self.ranges)
+        return tf.gather(index, self.plan.needed(tf.constant(self.number, tf.int64), start, part))
 
     def numbered(self) -> tf.data.Dataset:
         """All batches with their numbers, in the order in which they become ready."""
@@ -122,36 +137,37 @@ class Epoch:
             raise
 
     def _name_what_is_corrupt(self, step: int) -> None:
-        for index in self.indices[step * self.global_batch : (step + 1) * self.global_batch]:
+        for index in self._index(tf.constant(step, tf.int64)):
             try:
-                self.examples.load(index)
+                self.plan.examples.load(index)
             except tf.errors.OpError as error:
-                where = self.examples.where
+                where = self.plan.examples.where
                 name = f"example {index}" if where is None else where(index).numpy().decode()
                 raise tf.errors.InvalidArgumentError(None, None, f"Corrupt: {name}") from error
 
 
-def batches(
-    examples: Examples,
-    counter: Counter,
-    order: Callable[[tf.Tensor], tf.Tensor],
-    count: int,
-    global_batch: int,
-    change: Callable,
-    feed: Feed,
-    service: str,
-) -> tf.data.Dataset:
-    """Like `feed.batches`, but made by a service, and with the epoch counter instead of a dataset of epochs."""
+def batches(plan: Plan, counter: Counter, feed: Feed, service: str) -> tf.data.Dataset:
+    """Like `feed.batches`, but made by a service, and with the epoch counter instead of a dataset of epochs.
 
-    def epoch(number: int) -> Epoch:
+    Each training process asks for its own rows, so that all of them together have each example decoded once.
+    """
+
+    def epoch(number: int, ranges: worker_rows.Ranges | None) -> Epoch:
         with tf.device("CPU:0"):
-            return Epoch(examples, number, order(tf.constant(number, tf.int64)), global_batch, change, feed)
+            return Epoch(plan, number, plan.order(tf.constant(number, tf.int64)), feed, ranges)
 
-    def generate():
-        yield from in_order(epoch(counter.take()), service)
+    def made(ranges: worker_rows.Ranges | None) -> tf.data.Dataset:
+        def generate():
+            yield from in_order(epoch(counter.take(), ranges), service)
 
-    spec = epoch(0).numbered().element_spec[1]
-    return finish(tf.data.Dataset.from_generator(generate, output_signature=spec), -(-count // global_batch), feed)
+        spec = epoch(0, ranges).numbered().element_spec[1]
+        found = tf.data.Dataset.from_generator(generate, output_signature=spec)
+        return finish(found, plan.steps, feed)
+
+    whole = made(None)
+    if feed.prefetch_to_device is None:
+        worker_rows.register(whole, worker_rows.WorkerRows(made, lambda: epoch(counter.next, None).make(0)))
+    return whole
 
 
 def in_order(epoch: Epoch, service: str, *, patience_s: float = PATIENCE_S, ahead: int = AHEAD) -> Iterator:

@@ -1,8 +1,8 @@
 """How the training examples are divided among workers: by data or by file.
 
-By data, every worker makes every global batch and keeps its rows, so the result equals one device's; each worker reads
-everything. By file, each worker reads only its own files, in its own order. Each example is still read once per epoch,
-but which examples share a batch, and the size of the last batch, depend on the number of workers.
+By data, each worker reads its rows of every global batch, so the result equals one device's. By file, each worker reads
+only its own files, in its own order. Each example is still read once per epoch, but which examples share a batch, and
+the size of the last batch, depend on the number of workers.
 """
 
 import heapq
@@ -16,7 +16,6 @@ from tfgpu.data.examples import Examples
 from tfgpu.errors import InputError, unknown
 
 CHOICES = ("data", "file", "auto")
-_EVEN = 1.05  # `auto` shards by file if no worker has more than 5% above the mean
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ def share(examples: Examples, indices: np.ndarray, *, sharding: str, global_batc
     Args:
         examples: the source.
         indices: the training examples.
-        sharding: `"data"`; `"file"`; or `"auto"`: by file if the examples are read from files on demand and the files
-            divide evenly, within 5%.
+        sharding: `"data"`; `"file"`; or `"auto"`: by data, since every source is read by place.
         global_batch: examples in a batch over all replicas.
         cluster: the workers, and which of them this is.
 
@@ -77,22 +75,18 @@ def share(examples: Examples, indices: np.ndarray, *, sharding: str, global_batc
     everything = Share("data", indices, 0, global_batch, -(-count // global_batch), "")
     if workers == 1:
         return everything
-    problem = "each worker keeps its rows of every global batch" if sharding == "data" else _problem(examples, cluster)
+    if sharding != "file":
+        reason = _of_coordinator(cluster) or "each worker reads its rows of every global batch"
+        return Share(**{**vars(everything), "reason": reason})
+    problem = _problem(examples, cluster)
     if problem is None:
         files, file_of = np.unique(examples.file_of[indices], return_inverse=True)
         owner = plan(np.bincount(file_of), workers)
         counts = np.bincount(owner[file_of], minlength=workers)
-        uneven = counts.max() * workers / count
         if len(files) < workers or not counts.all():
             problem = f"{len(files)} files are too few for {workers} workers"
-        elif sharding == "auto" and uneven > _EVEN:
-            problem = f"one worker would have {uneven - 1:.0%} more than the mean"
-        elif sharding == "auto" and examples.load is None:
-            problem = "all examples are in memory"
     if problem is not None:
-        if sharding == "file":
-            raise InputError(f"{examples.name} cannot be sharded by file: {problem}. Use sharding='data'.")
-        return Share(**{**vars(everything), "reason": problem})
+        raise InputError(f"{examples.name} cannot be sharded by file: {problem}. Use sharding='data'.")
     elements = -(-int(counts.max()) // global_batch)
     return Share(
         by="file",
@@ -143,8 +137,12 @@ def plan(counts: np.ndarray, workers: int) -> np.ndarray:
 
 
 def _problem(examples: Examples, cluster: Cluster) -> str | None:
-    if cluster.parameter_servers or cluster.rank < 0:
-        return "the coordinator distributes the data to a parameter server's workers"
     if examples.file_of is None:
         return "it is not read from files at random, as TFRecord files, image folders and tfds are"
+    return _of_coordinator(cluster)
+
+
+def _of_coordinator(cluster: Cluster) -> str | None:
+    if cluster.parameter_servers or cluster.rank < 0:
+        return "the coordinator distributes the data to a parameter server's workers"
     return None

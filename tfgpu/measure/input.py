@@ -26,6 +26,7 @@ from tfgpu.data.names import parse_source
 from tfgpu.data.sources import open_source
 from tfgpu.errors import InputError
 from tfgpu.measure.rates import Rate, alternate, check
+from tfgpu.measure.reading import Reader, drawing
 from tfgpu.recipes import building, facts, runner
 from tfgpu.recipes.recipe import Recipe
 
@@ -129,9 +130,9 @@ def measure_input(
         sample = None if examples.load is None else _sample(examples)
         variants = _variants(what, examples, sample, job.data, cluster)
         progress(f"the input alone, and {len(variants)} settings of it")
-        draw = tf.function(_draw)  # One for all, since their batches have the same shapes.
+        draw = drawing(lambda batch: batch[1])
         opened = {"": job.data} | {name: data for name, (data, _) in variants.items()}
-        readers = {name: _Reader(data, draw) for name, data in opened.items()}
+        readers = {name: Reader(data.train, data.info.steps_per_epoch, draw) for name, data in opened.items()}
         for reader in readers.values():
             reader(seconds / 2)  # warm-up: tf.data tunes itself, and functions are traced
         rates = alternate({name: lambda r=r: r(seconds) for name, r in readers.items()}, repeats=repeats)
@@ -219,34 +220,6 @@ def _cold_disk(what: Recipe, sample: Examples, cluster: Cluster, folder: str) ->
         return Rate((data.info.epoch_examples / (time.perf_counter() - begun),))
     finally:
         cache.remove(where)
-
-
-class _Reader:
-    """Reads and discards batches, epoch after epoch."""
-
-    def __init__(self, data: Data, draw: Callable):
-        self._data, self._draw = data, draw
-        self._iterator, self._left, self._count = None, 0, 1
-
-    def __call__(self, seconds: float) -> float:
-        """Reads for about this long; returns examples per second."""
-        begun, seen = time.perf_counter(), 0
-        while (passed := time.perf_counter() - begun) < seconds:
-            if not self._left:
-                self._iterator, self._left = iter(self._data.train), self._data.info.steps_per_epoch
-            count = min(self._left, self._count)
-            seen += int(self._draw(self._iterator, tf.constant(count)))
-            self._left -= count
-            if time.perf_counter() - begun - passed < seconds / 50:  # A call costs as much as a small batch.
-                self._count *= 2
-        return seen / (time.perf_counter() - begun)
-
-
-def _draw(iterator, count):
-    seen = tf.constant(0)
-    for _ in tf.range(count):
-        seen += tf.shape(next(iterator)[1])[0]
-    return seen
 
 
 class _Clock(keras.callbacks.Callback):

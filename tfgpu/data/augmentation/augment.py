@@ -28,6 +28,7 @@ import math
 import tensorflow as tf
 
 from tfgpu.data.augmentation import color, geometry, mixing, randaugment
+from tfgpu.data.augmentation.rows import of_rows
 from tfgpu.data.augmentation.stages import COLOR, MIXING
 from tfgpu.data.position import Numbers
 from tfgpu.errors import InputError
@@ -86,19 +87,27 @@ def check(stages: tuple[tuple[str, dict], ...], *, name: str, shape: tuple, labe
             )
 
 
-def apply(images: tf.Tensor, labels: tf.Tensor, stages: tuple[tuple[str, dict], ...], numbers: Numbers):
-    """Runs the stages on a batch.
+def apply(
+    images: tf.Tensor,
+    labels: tf.Tensor,
+    stages: tuple[tuple[str, dict], ...],
+    numbers: Numbers,
+    rows: tf.Tensor | None = None,
+):
+    """Runs the stages on a batch, or on some of its rows, with the same result to the bit.
 
     Adjacent geometric stages with one `fill` become a single transformation, so the image is resampled once.
 
     Args:
-        images: float32 [batch, height, width, channels].
-        labels: [batch], or float32 [batch, classes] if a stage mixes examples; only such stages change them.
+        images: float32 [batch, height, width, channels]; with `rows` those of `needed(stages, numbers, rows)`.
+        labels: [batch], or float32 [batch, classes] if a stage mixes examples; only such stages change them. Of the
+            same rows as the images.
         stages: complete `(name, options)` pairs, as returned by `stages.parse_stages`.
-        numbers: the random numbers of these examples.
+        numbers: the random numbers of the whole batch.
+        rows: int64, the rows of the batch to make, in any order; None: all.
 
     Returns:
-        Images and labels of the same shapes.
+        Images and labels of the rows, of the same shapes but for their number.
 
     Example:
         >>> from tfgpu.data.augmentation.stages import parse_stages
@@ -108,18 +117,43 @@ def apply(images: tf.Tensor, labels: tf.Tensor, stages: tuple[tuple[str, dict], 
         >>> images.shape, labels.numpy().tolist()
         (TensorShape([2, 8, 8, 1]), [3, 7])
     """
-    stream, shape = 0, images.shape
+    held = _held(stages, numbers, rows)  # before each stage that mixes, and in the end
+    stream, shape, have = 0, images.shape, held.pop(0)
     for block in _blocks(stages):
         name, options = block[0]
         if name in geometry.STAGES:
-            images = geometry.transform(images, block, numbers, stream)
+            images = geometry.transform(images, block, numbers, stream, have)
         elif name in MIXING:
-            images, labels = mixing.apply(name, images, labels, options, numbers, stream)
+            wanted = held.pop(0)
+            moved = None if rows is None else (have, wanted)
+            images, labels = mixing.apply(name, images, labels, options, numbers, stream, moved)
+            shape, have = shape if rows is None else [None, *shape[1:]], wanted
         else:
-            images = _PIXEL_STAGES[name](images, options, numbers, stream)
+            images = _PIXEL_STAGES[name](images, options, numbers, stream, have)
         images = tf.ensure_shape(images, shape)
         stream += len(block)
     return images, labels
+
+
+def needed(stages: tuple[tuple[str, dict], ...], numbers: Numbers, rows: tf.Tensor) -> tf.Tensor:
+    """The rows of a batch that `apply` needs to make `rows`: with stages that mix, their partners too.
+
+    Args:
+        stages, numbers, rows: as for `apply`.
+
+    Returns:
+        int64; `rows` itself if no stage mixes examples, else increasing and each once.
+    """
+    return _held(stages, numbers, rows)[0]
+
+
+def _held(stages, numbers: Numbers, rows: tf.Tensor | None) -> list:
+    """Which rows are needed before each stage that mixes examples, from the first to the last, and after it."""
+    streams = [stream for stream, (name, _) in enumerate(stages) if name in MIXING]
+    found = [rows]
+    for stream in reversed(streams):
+        found.insert(0, None if rows is None else mixing.with_partners(found[0], numbers, stream))
+    return found
 
 
 def _blocks(stages):
@@ -144,32 +178,32 @@ def _factor(options, numbers, stream):
     return 1.0 + geometry.spread(numbers.uniform(1, stream=stream)[:, 0], options["fraction"])
 
 
-def _brightness(images, options, numbers, stream):
-    return color.brighten(images, _factor(options, numbers, stream))
+def _brightness(images, options, numbers, stream, rows):
+    return color.brighten(images, of_rows(_factor(options, numbers, stream), rows))
 
 
-def _contrast(images, options, numbers, stream):
-    return color.contrast(images, _factor(options, numbers, stream))
+def _contrast(images, options, numbers, stream, rows):
+    return color.contrast(images, of_rows(_factor(options, numbers, stream), rows))
 
 
-def _saturation(images, options, numbers, stream):
-    return color.saturate(images, _factor(options, numbers, stream))
+def _saturation(images, options, numbers, stream, rows):
+    return color.saturate(images, of_rows(_factor(options, numbers, stream), rows))
 
 
-def _hue(images, options, numbers, stream):
-    return color.turn_hue(images, _factor(options, numbers, stream) - 1.0)
+def _hue(images, options, numbers, stream, rows):
+    return color.turn_hue(images, of_rows(_factor(options, numbers, stream) - 1.0, rows))
 
 
-def _noise(images, options, numbers, stream):
+def _noise(images, options, numbers, stream, rows):
     pixels = math.prod(images.shape[1:])
-    noise = tf.reshape(numbers.normal(pixels, stream=stream), tf.shape(images))
-    return images + options["stddev"] * noise
+    noise = (numbers if rows is None else numbers.at(rows)).normal(pixels, stream=stream)  # as large as the images
+    return images + options["stddev"] * tf.reshape(noise, tf.shape(images))
 
 
-def _cutout(images, options, numbers, stream):
+def _cutout(images, options, numbers, stream, rows):
     height, width = images.shape[1:3]
     lengths = [max(1, round(options["fraction"] * side)) for side in (height, width)]
-    blank = geometry.boxes((height, width), numbers.uniform(2, stream=stream), lengths)
+    blank = geometry.boxes((height, width), of_rows(numbers.uniform(2, stream=stream), rows), lengths)
     return tf.where(blank[..., None], 0.0, images)
 
 

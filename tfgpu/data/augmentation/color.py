@@ -9,6 +9,7 @@ itself.
 import tensorflow as tf
 
 _GRAY = (0.299, 0.587, 0.114)  # ITU-R BT.601 luma
+_FEW_CHANNELS = 3
 
 
 def brighten(images: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
@@ -23,7 +24,7 @@ def brighten(images: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
 
 def contrast(images: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
     """Scales the distance to the image's mean, per channel."""
-    return _blend(tf.reduce_mean(images, axis=[1, 2], keepdims=True), images, factor)
+    return _blend(_means(images), images, factor)
 
 
 def saturate(images: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
@@ -83,6 +84,19 @@ def equalize(images: tf.Tensor) -> tf.Tensor:
     table = tf.where(step > 0, tf.minimum(table, 255), tf.range(256)[None, :])
     planes = tf.cast(tf.gather(table, planes, batch_dims=1), tf.float32) / 255.0
     return tf.transpose(tf.reshape(planes, [shape[0], shape[3], shape[1], shape[2]]), [0, 2, 3, 1])
+
+
+def _means(images: tf.Tensor) -> tf.Tensor:
+    """Each image's mean by channel, [batch, 1, 1, channels], the same to the bit whatever images are beside it.
+
+    TensorFlow sums in another order where one image is alone, and where it takes several channels at a time.
+    """
+    one_more = tf.cond(tf.shape(images)[0] == 1, lambda: tf.concat([images, images], 0), lambda: images)
+    if images.shape[-1] <= _FEW_CHANNELS:
+        means = tf.reduce_mean(one_more, axis=[1, 2], keepdims=True)
+    else:
+        means = tf.reduce_mean(tf.transpose(one_more, [0, 3, 1, 2]), axis=[2, 3])[:, None, None, :]
+    return means[: tf.shape(images)[0]]
 
 
 def _blend(without: tf.Tensor, images: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:

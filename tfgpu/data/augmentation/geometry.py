@@ -4,48 +4,55 @@ import math
 
 import tensorflow as tf
 
+from tfgpu.data.augmentation.rows import of_rows
+
 STAGES = ("flip", "crop", "shift", "rotate", "zoom")
 
 
-def transform(images: tf.Tensor, block, numbers, stream: int) -> tf.Tensor:
+def transform(images: tf.Tensor, block, numbers, stream: int, rows: tf.Tensor | None = None) -> tf.Tensor:
     """Applies a block of geometric stages that share one `fill` to a batch, with a single resampling.
 
     Args:
         images: float32 [batch, height, width, channels].
         block: `(name, options)` pairs, with names from `STAGES`.
-        numbers: the random numbers of these examples.
+        numbers: the random numbers of the whole batch.
         stream: the first stage's stream of numbers; each stage uses one.
+        rows: int64, which rows of the batch the images are; None: all.
     """
     shape = tf.shape(images)
     size = tf.cast(shape[1], tf.float32), tf.cast(shape[2], tf.float32)
-    ones = tf.ones([shape[0]])
+    draws = [numbers.uniform(2, stream=stream + offset) for offset in range(len(block))]
+    ones = tf.ones_like(draws[0][:, 0])
     total = matrix(ones, 1, 0, 0, 0, 1, 0)
-    for offset, (name, options) in enumerate(block):
-        draw = numbers.uniform(2, stream=stream + offset)
+    for draw, (name, options) in zip(draws, block, strict=True):
         total = total @ _MATRICES[name](ones, draw[:, 0], draw[:, 1], size, options)
     fills = [options["fill"] for _, options in block if "fill" in options]
-    return warp(images, total, fills[0] if fills else "nearest")
+    return warp(images, of_rows(centered(total, shape), rows), fills[0] if fills else "nearest")
+
+
+def centered(matrices: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
+    """Makes matrices [batch, 3, 3] turn about the center of images of `shape`, [batch, height, width, channels]."""
+    ones = tf.ones([tf.shape(matrices)[0]])
+    middle_y, middle_x = ((tf.cast(side, tf.float32) - 1.0) / 2.0 for side in (shape[1], shape[2]))
+    return matrix(ones, 1, 0, middle_x, 0, 1, middle_y) @ matrices @ matrix(ones, 1, 0, -middle_x, 0, 1, -middle_y)
 
 
 def warp(images: tf.Tensor, matrices: tf.Tensor, fill: str) -> tf.Tensor:
-    """Resamples each image about its center by its own matrix, with bilinear interpolation.
+    """Resamples each image by its own matrix, with bilinear interpolation.
 
     Args:
         images: float32 [batch, height, width, channels].
-        matrices: float32 [batch, 3, 3]; each maps an output pixel (x, y, 1) to the input pixel that it shows.
+        matrices: float32 [batch, 3, 3]; each maps an output pixel (x, y, 1) to the input pixel that it shows, counted
+            from the corner (see `centered`).
         fill: how to fill beyond the border: `constant` (0), `reflect` or `nearest`.
 
     Returns:
         float32, the same shape.
     """
-    shape = tf.shape(images)
-    ones = tf.ones([shape[0]])
-    middle_y, middle_x = ((tf.cast(side, tf.float32) - 1.0) / 2.0 for side in (shape[1], shape[2]))
-    total = matrix(ones, 1, 0, middle_x, 0, 1, middle_y) @ matrices @ matrix(ones, 1, 0, -middle_x, 0, 1, -middle_y)
     return tf.raw_ops.ImageProjectiveTransformV3(
         images=images,
-        transforms=tf.reshape(total, [-1, 9])[:, :8],
-        output_shape=shape[1:3],
+        transforms=tf.reshape(matrices, [-1, 9])[:, :8],
+        output_shape=tf.shape(images)[1:3],
         fill_value=0.0,
         interpolation="BILINEAR",
         fill_mode=fill.upper(),

@@ -13,11 +13,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.data.augmentation import geometry
+from tfgpu.data.augmentation.rows import of_rows
 
 _STEPS = 4096  # of the quantile table
 
 
-def apply(name: str, images: tf.Tensor, labels: tf.Tensor, options: dict, numbers, stream: int):
+def apply(name: str, images: tf.Tensor, labels: tf.Tensor, options: dict, numbers, stream: int, rows=None):
     """Mixes each example with a partner.
 
     Args:
@@ -25,25 +26,41 @@ def apply(name: str, images: tf.Tensor, labels: tf.Tensor, options: dict, number
         images: float32 [batch, height, width, channels].
         labels: float32 [batch, classes], each row the shares of the classes.
         options: `alpha` of the Beta distribution of the kept share, and the `probability` of mixing.
-        numbers: the random numbers of these examples.
+        numbers: the random numbers of the whole batch.
         stream: which stream of them to use.
+        rows: `(given, wanted)`, int64: which rows of the batch the images are, increasing, and which of them to mix,
+            whose partners are given too; None: all.
 
     Returns:
-        Images and labels of the same shapes.
+        Images and labels of the rows that were wanted.
     """
     draw = numbers.uniform(5, stream=stream)
     partner = partners(draw[:, 0])
     kept = tf.where(draw[:, 2] < options["probability"], _beta(draw[:, 1], options["alpha"]), 1.0)
-    other = tf.gather(images, partner)
+    side = tf.sqrt(1.0 - kept)
+    if rows is not None:
+        given, wanted = rows
+        draw, kept, side = (of_rows(values, wanted) for values in (draw, kept, side))
+        partner = tf.searchsorted(given, tf.cast(of_rows(partner, wanted), given.dtype))
+        own = tf.searchsorted(given, wanted)
+        images, other = tf.gather(images, own), tf.gather(images, partner)
+        labels, others = tf.gather(labels, own), tf.gather(labels, partner)
+    else:
+        other, others = tf.gather(images, partner), tf.gather(labels, partner)
     if name == "mixup":
         mixed = _between(other, images, kept)
     else:
         height, width = images.shape[1:3]
-        side = tf.sqrt(1.0 - kept)
         inside = geometry.boxes((height, width), draw[:, 3:5], (tf.floor(height * side), tf.floor(width * side)))
         mixed = tf.where(inside[..., None], other, images)
         kept = 1.0 - tf.reduce_mean(tf.cast(inside, tf.float32), axis=[1, 2])  # of the clipped box
-    return mixed, _between(tf.gather(labels, partner), labels, kept)
+    return mixed, _between(others, labels, kept)
+
+
+def with_partners(rows: tf.Tensor, numbers, stream: int) -> tf.Tensor:
+    """The rows of a batch that `apply` needs to mix `rows`: they and their partners, int64, increasing, each once."""
+    partner = tf.cast(partners(numbers.uniform(5, stream=stream)[:, 0]), tf.int64)
+    return tf.sort(tf.unique(tf.concat([rows, tf.gather(partner, rows)], 0)).y)
 
 
 def partners(u: tf.Tensor) -> tf.Tensor:

@@ -10,6 +10,7 @@ import math
 import tensorflow as tf
 
 from tfgpu.data.augmentation import color, geometry
+from tfgpu.data.augmentation.rows import of_rows
 
 _GREATEST = 30.0
 _MOVES = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
@@ -20,14 +21,15 @@ CHANGES = (
 )
 
 
-def apply(images: tf.Tensor, options: dict, numbers, stream: int) -> tf.Tensor:
+def apply(images: tf.Tensor, options: dict, numbers, stream: int, rows: tf.Tensor | None = None) -> tf.Tensor:
     """Changes each image of a batch `num_ops` times.
 
     Args:
         images: float32 [batch, height, width, channels] in [0, 1]; some operations clip values outside.
         options: `num_ops`, `magnitude` and `fill`, as returned by `stages.parse_stages`.
-        numbers: the random numbers of these examples.
+        numbers: the random numbers of the whole batch.
         stream: which stream of them to use.
+        rows: int64, which rows of the batch the images are; None: all.
 
     Returns:
         float32, the same shape, in [0, 1].
@@ -38,25 +40,28 @@ def apply(images: tf.Tensor, options: dict, numbers, stream: int) -> tf.Tensor:
     for i in range(count):
         choice = tf.cast(tf.floor(draw[:, 2 * i] * len(CHANGES)), tf.int32)
         sign = tf.where(draw[:, 2 * i + 1] < 0.5, -1.0, 1.0)
-        images = _change(images, choice, sign, strength, options["fill"])
+        moves = of_rows(_moves(choice, sign, strength, tf.shape(images), images.shape[1:3]), rows)
+        images = _change(images, of_rows(choice, rows), of_rows(sign, rows), strength, moves, options["fill"])
     return images
 
 
-def _change(images, choice, sign, strength, fill):
+_FIRST_MOVE = len(CHANGES) - len(_MOVES)
+
+
+def _change(images, choice, sign, strength, moves, fill):
     """Runs each operation only on the images that drew it: one operation per image, not fourteen."""
-    first_move = len(CHANGES) - len(_MOVES)
-    kind = tf.minimum(choice, first_move)  # all moves are one resampling
-    rows, parts = [], []
-    for number, name in enumerate((*CHANGES[:first_move], "move")):
+    kind = tf.minimum(choice, _FIRST_MOVE)  # all moves are one resampling
+    places, parts = [], []
+    for number, name in enumerate((*CHANGES[:_FIRST_MOVE], "move")):
         chosen = tf.where(kind == number)[:, 0]
         part, signs = tf.gather(images, chosen), tf.gather(sign, chosen)
         if name == "move":
-            part = _move(part, tf.gather(choice, chosen) - first_move, signs * strength, fill)
+            part = geometry.warp(part, tf.gather(moves, chosen), fill)
         else:
             part = tf.clip_by_value(_recolor(name, part, 1.0 + 0.9 * strength * signs, strength), 0.0, 1.0)
-        rows.append(tf.cast(chosen, tf.int32))
+        places.append(tf.cast(chosen, tf.int32))
         parts.append(part)
-    return tf.ensure_shape(tf.dynamic_stitch(rows, parts), images.shape)
+    return tf.ensure_shape(tf.dynamic_stitch(places, parts), images.shape)
 
 
 def _recolor(name, images, factor, strength):
@@ -77,9 +82,16 @@ def _recolor(name, images, factor, strength):
     return blends[name](images, factor) if name in blends else images
 
 
-def _move(images, which, strength, fill):
-    """Builds each image's matrix from the move that it drew; the sign of `strength` [batch] is the direction."""
-    height, width = images.shape[1:3]
+def _moves(choice, sign, strength: float, shape, size) -> tf.Tensor:
+    """The matrix [batch, 3, 3] of each image that drew a move; 0 for the others. The sign is the direction."""
+    chosen = tf.where(choice >= _FIRST_MOVE)
+    which, signed = tf.gather_nd(choice, chosen) - _FIRST_MOVE, tf.gather_nd(sign, chosen) * strength
+    matrices = geometry.centered(_matrices(which, signed, size), shape)
+    return tf.scatter_nd(chosen, matrices, tf.concat([tf.shape(choice, tf.int64), [3, 3]], 0))
+
+
+def _matrices(which, strength, size):
+    height, width = size
 
     def amount(name, greatest):
         return tf.where(which == _MOVES.index(name), strength * greatest, 0.0)
@@ -88,4 +100,4 @@ def _move(images, which, strength, fill):
     turn = geometry.turned(ones, amount("rotate", math.radians(30.0)))
     across, down = amount("translate_x", 0.45 * width), amount("translate_y", 0.45 * height)
     rest = geometry.matrix(ones, 1, amount("shear_x", 0.3), across, amount("shear_y", 0.3), 1, down)
-    return geometry.warp(images, turn @ rest, fill)
+    return turn @ rest

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.data import position
+from tfgpu.data.augmentation.rows import of_rows
 from tfgpu.data.feed import Feed, by_rows, rows_of
 from tfgpu.errors import InputError, whole_number
 
@@ -96,12 +97,15 @@ def bucket(
         by_bucket = tf.gather(drawn, tf.argsort(tf.gather(bucket_of, drawn), stable=True))
         return tf.gather(by_bucket, tf.gather(firsts, turns)), tf.gather(counts, turns), tf.gather(lengths, turns)
 
-    def fetch(row, count, length):
-        x, mask, y, weight = tokens.padded(row[:count], length)
+    def fetch(row, count, length, own=None):
+        x, mask, y, weight = tokens.padded(of_rows(row[:count], own), length)
         x = {"token_ids": x, "padding_mask": mask}
         return (x, y) if weight is None else (x, y, weight)
 
-    return _made(tokens, rows, fetch, plan.steps, len(which), plan.padded, feed)
+    def total(row, count, length):
+        return count
+
+    return _made(tokens, rows, fetch, total, plan.steps, len(which), plan.padded, feed)
 
 
 def pack(
@@ -164,12 +168,15 @@ def pack(
         drawn = position.order(drawn, seed=seed, epoch=epoch) if shuffle else drawn
         return rows_of(epoch, drawn, count, global_batch)
 
-    def fetch(epoch, start, row):
-        row = row[: count - start]
+    def fetch(epoch, start, row, own=None):
+        row = of_rows(row[: count - start], own)
         x = {name: tf.gather(array, row) for name, array in arrays.items()}
         return x, x.pop("y"), tf.gather(weights, row)
 
-    return _made(tokens, rows, fetch, -(-count // global_batch), count, count * length, feed)
+    def total(epoch, start, row):
+        return tf.minimum(count - start, global_batch)
+
+    return _made(tokens, rows, fetch, total, -(-count // global_batch), count, count * length, feed)
 
 
 def attention_mask(segment_ids: tf.Tensor, *, causal: bool = False) -> tf.Tensor:
@@ -331,10 +338,12 @@ def _best_fit(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray,
     return row, offset, segment
 
 
-def _made(tokens: _Tokens, rows, fetch, steps: int, count: int, places: int, feed: Feed | None) -> Sequences:
+def _made(tokens: _Tokens, rows, fetch, total, steps: int, count: int, places: int, feed: Feed | None) -> Sequences:
     counter = position.Counter()
     return Sequences(
-        train=by_rows(counter.epochs(), rows, fetch, steps, feed or Feed()),
+        train=by_rows(
+            counter.epochs(), rows, fetch, steps, feed or Feed(), total=total, next_epoch=lambda: counter.next
+        ),
         examples=len(tokens.lengths),
         rows=count,
         steps_per_epoch=steps,

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.data import position
+from tfgpu.data.augmentation.rows import of_rows
 from tfgpu.data.columns import LABELS, has_columns
 from tfgpu.data.feed import Feed, by_rows, rows_of
 from tfgpu.data.text.sequences import NEXT, Sequences, doubling, increasing
@@ -84,12 +85,13 @@ def tokenized(
         drawn = tf.range(count, dtype=tf.int64)
         return rows_of(epoch, position.order(drawn, seed=seed, epoch=epoch) if shuffle else drawn, count, global_batch)
 
-    def fetch(epoch, start, row):
+    def fetch(epoch, start, row, own=None):
         row = row[: count - start]
-        own = tf.gather(sizes, row)
-        length = stops[tf.searchsorted(stops, [tf.reduce_max(own)])[0]]
+        longest = tf.reduce_max(tf.gather(sizes, row))  # of the whole batch
+        row = of_rows(row, own)
+        length = stops[tf.searchsorted(stops, [longest])[0]]
         places = tf.range(length)[None, :]
-        inside = places < own[:, None]
+        inside = places < tf.gather(sizes, row)[:, None]
         flat = tf.minimum(tf.gather(starts, row)[:, None] + places, int(table.lengths.sum()) - 1)
         batch = {name: tf.gather(tensors[name], row) for name in table.single}
         for name in table.tokens:
@@ -97,8 +99,12 @@ def tokenized(
             batch[name] = tf.where(inside, tf.gather(tensors[name], flat), padding)
         return table.split(batch)
 
+    def total(epoch, start, row):
+        return tf.minimum(count - start, global_batch)
+
     counter = position.Counter()
-    train = by_rows(counter.epochs(), rows, fetch, steps, feed or Feed())
+    next_epoch = lambda: counter.next  # noqa: E731
+    train = by_rows(counter.epochs(), rows, fetch, steps, feed or Feed(), total=total, next_epoch=next_epoch)
     filled = float(table.lengths.mean()) / float(rising[np.searchsorted(rising, table.lengths)].mean())
     return Sequences(train, count, count, steps, filled, counter)
 

@@ -1,0 +1,72 @@
+"""What the batches of an epoch are made of, and which part of each a worker makes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+
+from tfgpu.core.worker_rows import Ranges
+from tfgpu.data.examples import Examples
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the batches of an epoch are made of.
+
+    Args:
+        examples: what the indices refer to.
+        order: maps the epoch's number to the indices of its examples, int64 [count].
+        count: examples in an epoch.
+        global_batch: examples in a batch.
+        change: `(epoch, place, x, y)` -> the batch, and `(epoch, place, x, y, part)` -> the rows of a part of it.
+
+    Attributes:
+        labels: the examples' labels, a tensor.
+    """
+
+    examples: Examples
+    order: Callable[[tf.Tensor], tf.Tensor]
+    count: int
+    global_batch: int
+    change: Callable
+    labels: tf.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        with tf.device("CPU:0"):
+            object.__setattr__(self, "labels", tf.constant(self.examples.labels))
+
+    @property
+    def steps(self) -> int:
+        """Batches in an epoch."""
+        return -(-self.count // self.global_batch)
+
+    def total(self, start: tf.Tensor) -> tf.Tensor:
+        """Examples in the batch that begins at the place `start` of the epoch, int64."""
+        return tf.minimum(self.count - start, self.global_batch)
+
+    def part(self, start: tf.Tensor, ranges: Ranges) -> "Part":
+        """The worker's part of that batch."""
+        total = self.total(start)
+        return Part(total, ranges.indices(total))
+
+    def needed(self, epoch: tf.Tensor, start: tf.Tensor, part: "Part") -> tf.Tensor:
+        """The rows of the batch to fetch for the part."""
+        return part.rows if pairs(self.change) == 0 else self.change.needed(epoch, start, part)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a batch.
+
+    Attributes:
+        total: rows of the batch, int64 scalar.
+        rows: which of them are made, int64, in the order in which the worker's devices get them.
+    """
+
+    total: tf.Tensor
+    rows: tf.Tensor
+
+
+def pairs(change: Callable) -> int:
+    """How many stages mix examples."""
+    return getattr(change, "pairs", 0)
