@@ -44,14 +44,27 @@ def replacing(path: str | os.PathLike, *, suffix: str | None = None) -> Iterator
     aside = target.with_name(f".{target.name[:_LONGEST]}.{secrets.token_hex(4)}{end}")
     try:
         yield aside
-        _flush_all(aside)
-        if aside.is_dir() and target.is_dir():
-            _replace_folder(aside, target)
-        else:
-            os.rename(aside, target)
-        _flush_folder(target.parent)
+        put(aside, target)
     finally:
         remove(aside)
+
+
+def put(aside: Path, target: Path) -> None:
+    """Flushes a file or a folder to the disk and gives it a name, where it replaces what is there.
+
+    Args:
+        aside: the file or folder; what it replaces may be there in the end.
+        target: its new name, in the same folder.
+
+    Raises:
+        OSError: it could not be written; what was there before is still there.
+    """
+    _flush_all(aside)
+    if aside.is_dir() and target.is_dir():
+        _replace_folder(aside, target)
+    else:
+        os.rename(aside, target)
+    _flush_folder(target.parent)
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> None:
@@ -88,7 +101,7 @@ def remove(path: Path) -> None:
 
 def _replace_folder(aside: Path, target: Path) -> None:
     if _exchange(aside, target):
-        return  # `replacing` removes what is aside now, which is the old folder
+        return  # the old folder is aside now
     old = aside.with_name(aside.name + OLD)
     os.rename(target, old)
     try:

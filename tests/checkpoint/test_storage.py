@@ -1,21 +1,27 @@
 """Checkpoints on disk: reading returns what was written or reports damage; a full disk loses nothing."""
 
 import errno
+import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tfgpu import atomic
-from tfgpu.checkpoint import storage
+from tfgpu.checkpoint import disks, storage
 from tfgpu.checkpoint.best import Best
-from tfgpu.checkpoint.storage import FACTS, Damaged, Position, found
+from tfgpu.checkpoint.fetching import fetch
+from tfgpu.checkpoint.storage import FACTS, STATE, Damaged, Position, found
+from tfgpu.core.state import parts
 from tfgpu.errors import InputError, MachineError
 
 ARRAYS = {"weights/0000": np.arange(6, dtype="float32").reshape(2, 3), "optimizer/0000": np.array(7, "int64")}
@@ -33,52 +39,81 @@ plain = st.recursive(
 
 def write(folder, position=POSITION, memory=None):
     path = Path(folder) / position.name
-    storage.write(path, *storage.encode(position, ARRAYS, memory))
+    storage.write(path, position, parts.whole(ARRAYS), memory)
     return path
 
 
 @given(memory=plain)
 @settings(suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_written_is_read(memory):
-    read = storage.decode(*storage.encode(POSITION, ARRAYS, memory), Path("there"))
-    assert repr(read.memory) == repr(memory)  # by their text, so that a NaN is a NaN
-    assert read.position.directory == Path("there") and read.position.name == POSITION.name
-    assert read.arrays.keys() == ARRAYS.keys()
-    assert all(read.arrays[name].tobytes() == ARRAYS[name].tobytes() for name in ARRAYS)
+    with tempfile.TemporaryDirectory() as folder:
+        read = storage.read(write(folder, memory=memory))
+        assert repr(read.memory) == repr(memory)  # by their text, so that a NaN is a NaN
+        assert read.position.directory == Path(folder) / POSITION.name and read.position.name == POSITION.name
+    assert read.arrays.keys() == ARRAYS.keys()  # though the files are gone
+    assert all(np.asarray(read.arrays[name]).tobytes() == ARRAYS[name].tobytes() for name in ARRAYS)
 
 
-def test_arrays_and_numbers_of_numpy_keep_their_kind():
+def test_arrays_and_numbers_of_numpy_keep_their_kind(tmp_path):
     import tensorflow as tf
 
     narrow = np.array([1.5, -2.0], tf.bfloat16.as_numpy_dtype)
     memory = {"EarlyStopping/0": {"best": np.float32(0.1), "best_weights": [narrow, np.zeros((2, 0))]}}
-    read = storage.decode(*storage.encode(POSITION, ARRAYS, memory), Path("there")).memory["EarlyStopping/0"]
+    read = storage.read(write(tmp_path, memory=memory)).memory["EarlyStopping/0"]
     assert type(read["best"]) is np.float32 and read["best"] == np.float32(0.1)
     assert read["best_weights"][0].dtype == narrow.dtype and (read["best_weights"][0] == narrow).all()
     assert read["best_weights"][1].shape == (2, 0)
 
 
+def test_a_checkpoint_of_format_2_is_read(tmp_path):
+    """One file with all arrays, whose hash the facts have, as tfgpu wrote until now."""
+    arrays = {**ARRAYS, "memory/0000": np.array([1.0, 2.0])}
+    content = safetensors.numpy.save(arrays)
+    facts = {"format": 2, "epoch": 3, "step": 25, "done": 4, "first": 0, "over_at": None, "data_epoch": 0, "logs": None}
+    facts |= {"history": [{"loss": 0.1}], "memory": {"wait": {"!": "array", "at": "memory/0000", "dtype": "float64"}}}
+    facts["sha256"] = hashlib.sha256(content).hexdigest()
+    path = tmp_path / POSITION.name
+    path.mkdir()
+    (path / STATE).write_bytes(content)
+    whole = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    (path / FACTS).write_text(json.dumps({"facts": facts, "sha256": whole}))
+    read = storage.newest(tmp_path)
+    assert read.position == Position(3, ({"loss": 0.1},), path, step=25, done=4)
+    assert read.memory["wait"].tolist() == [1.0, 2.0] and read.arrays.keys() == ARRAYS.keys()
+    assert all(np.asarray(read.arrays[name]).tobytes() == ARRAYS[name].tobytes() for name in ARRAYS)
+    (path / STATE).write_bytes(content[:-1] + b"\1")
+    with pytest.raises(Damaged, match="state.safetensors does not match the hash"):
+        storage.read(path)
+
+
 @given(data=st.data())
 @settings(max_examples=200)
 def test_every_flipped_bit_is_detected(data):
-    files = [bytearray(part) for part in storage.encode(POSITION, ARRAYS, {"wait": 2})]
-    part = files[data.draw(st.integers(0, 1))]
-    part[data.draw(st.integers(0, len(part) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    try:
-        read = storage.decode(*map(bytes, files), Path("there"))
-    except Damaged:
-        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(folder, memory={"wait": 2})
+        part = path / data.draw(st.sampled_from([STATE, FACTS]))
+        content = bytearray(part.read_bytes())
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        part.write_bytes(content)
+        try:
+            read = storage.read(path)
+        except Damaged:
+            return
     # A space that JSON has between its words says nothing.
     assert read.memory == {"wait": 2} and read.position.step == 25
-    assert all((read.arrays[name] == ARRAYS[name]).all() for name in ARRAYS)
+    assert all((np.asarray(read.arrays[name]) == ARRAYS[name]).all() for name in ARRAYS)
 
 
 @given(length=st.integers(0, 400))
 def test_every_truncated_file_is_detected(length):
-    content, text = storage.encode(POSITION, ARRAYS, None)
-    for cut in ((content[: min(length, len(content) - 1)], text), (content, text[: min(length, len(text) - 2)])):
-        with pytest.raises(Damaged):
-            storage.decode(*cut, Path("there"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(folder)
+        for name in (STATE, FACTS):
+            content = (path / name).read_bytes()
+            (path / name).write_bytes(content[: min(length, len(content) - 2)])
+            with pytest.raises(Damaged):
+                storage.read(path)
+            (path / name).write_bytes(content)
 
 
 def test_the_names_give_the_order_and_the_clock_does_not(tmp_path):
@@ -167,11 +202,12 @@ from pathlib import Path
 import numpy as np
 from tfgpu.callbacks import Writer
 from tfgpu.checkpoint import storage
+from tfgpu.core.state import parts
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = Path(sys.argv[1])
 def write(epoch, writer):
-    files = storage.encode(storage.Position(epoch), {"w": np.zeros(40_000, "float32")}, None)
-    writer.put(folder / f"epoch-{epoch:04d}", lambda: storage.write(folder / f"epoch-{epoch:04d}", *files))
+    path, arrays = folder / f"epoch-{epoch:04d}", parts.whole({"w": np.zeros(40_000, "float32")})
+    writer.put(path, lambda: storage.write(path, storage.Position(epoch), arrays, None))
 with Writer() as writer:
     write(1, writer)
     writer.wait()
@@ -211,10 +247,8 @@ def test_a_full_disk_loses_nothing(tmp_path):
         assert whole == list(range(len(whole), 0, -1)) and len(whole) >= 4
         assert not list(tmp_path.glob(".epoch-*"))
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
-        from tfgpu.checkpoint.fetching import fetch
-
         with pytest.raises(MachineError, match="cannot be written to .*Read-only file system"):
-            fetch(None, tmp_path, prepare=True)
+            disks.compare(None, tmp_path)
         assert fetch(None, tmp_path).position.epoch == len(whole)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

@@ -10,6 +10,7 @@ import tfgpu
 from tfgpu.checkpoint import storage, verification
 from tfgpu.checkpoint.storage import Position
 from tfgpu.cli import _execute
+from tfgpu.core.state import parts
 from tfgpu.errors import InputError
 
 ROWS = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
@@ -21,8 +22,8 @@ def write(folder, *places, **changed):
         position = Position(epoch, step=step, done=done)
         kernel = np.array([1.0, 2.0, changed.get(position.name.replace("-", "_"), 3.0)], "float32")
         arrays = {"weights/0001": kernel, "optimizer/0000": np.array(epoch)}
-        content = storage.encode(position, arrays, {"paths": {"weights/0001": "dense/kernel"}})
-        storage.write(folder / position.name, *content)
+        memory = {"paths": {"weights/0001": "dense/kernel"}}
+        storage.write(folder / position.name, position, parts.whole(arrays), memory)
     return folder
 
 

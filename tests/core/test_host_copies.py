@@ -27,17 +27,32 @@ def test_all_variables_are_read_by_one_function_that_is_kept(model):
     for value, variable in zip(found, variables, strict=True):
         np.testing.assert_array_equal(value, variable.numpy())
         assert value.dtype == variable.numpy().dtype
-    reader = slots.get(model, "reader")
+    (reader,) = slots.get(model, "readers")
     assert len(reader.variables) == len(variables)
-    host_copies.copy(model, variables)
-    assert slots.get(model, "reader") is reader and reader.read.experimental_get_tracing_count() == 1
-    host_copies.copy(model, variables[:2])
-    assert slots.get(model, "reader") is not reader
+    for _ in range(2):
+        host_copies.copy(model, variables)
+        host_copies.copy(model, variables[:2])
+    assert len(slots.get(model, "readers")) == 2 and slots.get(model, "readers")[1] is reader
+    assert reader.read.experimental_get_tracing_count() == 1
+    host_copies.copy(model, variables[1:])
+    assert reader not in slots.get(model, "readers")
+
+
+@pytest.mark.parametrize("stretch", [(0, 6), (2, 5), (3, 3)])
+def test_stretches_are_copied_alone(model, stretch):
+    kernel = model.layers[0].kernel
+    (found,) = host_copies.copy(model, [kernel], stretches=[stretch])
+    expected = kernel.numpy().reshape(-1)[stretch[0] : stretch[1]]
+    np.testing.assert_array_equal(found.reshape(-1), expected)
+    assert found.base is None or found.base.nbytes == found.nbytes  # no more is held
+    before = found.copy()
+    kernel.assign_add(np.ones((3, 2)))
+    np.testing.assert_array_equal(found, before)
 
 
 def test_each_value_is_read_where_it_is_and_put_on_the_host(model):
     host_copies.copy(model, model.variables)
-    graph = slots.get(model, "reader").read.get_concrete_function().graph
+    graph = slots.get(model, "readers")[0].read.get_concrete_function().graph
     (copied,) = {output.op.inputs[0].op.name for output in graph.outputs}
     copied = graph.get_operation_by_name(copied)
     assert "CPU:0" in copied.device and [each.op.type for each in copied.inputs] == ["ReadVariableOp"] * 4

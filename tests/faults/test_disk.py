@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tfgpu.checkpoint import storage
+from tfgpu.checkpoint import manifest, storage
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -175,7 +175,7 @@ def test_a_folder_without_the_right_to_write(tmp_path, cut, whole, result):
     stays_locked(no_right_to_write, os.strerror(errno.EACCES), folder, cut, whole(1), result, under=PLAIN_USER)
 
 
-@pytest.mark.parametrize(("workers", "file"), [(1, storage.FACTS), (2, storage.STATE)])
+@pytest.mark.parametrize(("workers", "file"), [(1, storage.FACTS), (2, manifest.file_name(1, 2))])
 def test_a_bit_of_the_newest_flips(workers, file, tmp_path, cut, whole, result):
     expected = whole(workers)
     run = cut(workers)

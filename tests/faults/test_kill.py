@@ -28,7 +28,7 @@ KILLS = {
 }
 OPTIONS = {
     "multi-step": {"every_steps": None},
-    "workers-trainer": {"every_steps": 2, "own_disk": True},  # only the chief's has checkpoints
+    "workers-trainer": {"every_steps": 2, "own_disk": True},
 }
 
 
@@ -48,8 +48,7 @@ def kill_again_and_again(variant: str, kinds: list[str], folder, group, result, 
         assert found_in[-1] is not None, cut.said()
         time.sleep(rng.choice([0, 0.3]) if workers > 1 else 0)  # the other worker finds out, or does not
         cut.end()
-        for path in storage.found(folder / "cut" / ("checkpoints0" if "own_disk" in options else "checkpoints")):
-            storage.read(path)  # whole, each of them
+        check_disks(folder / "cut", own="own_disk" in options)
     cut = group(folder / "cut", variant, workers=workers, **options)
     assert cut.wait() == [0] * workers, cut.said()
     assert whole.wait() == [0] * workers, whole.said()
@@ -67,6 +66,19 @@ def kill_again_and_again(variant: str, kinds: list[str], folder, group, result, 
     assert each_once
     assert reads.tobytes() == np.load(folder / "whole" / "reads.npy").tobytes()
     print(f"{(time.monotonic() - began) / (len(kinds) + 1):.1f} s a start")
+
+
+def check_disks(folder, *, own: bool) -> None:
+    """Each checkpoint is whole; where each worker has a disk, at least the newest, whose files they have together."""
+    if not own:
+        for path in storage.found(folder / "checkpoints"):
+            storage.read(path)
+        return
+    for path in storage.found(folder / "checkpoints0")[:1]:
+        other, files = folder / "checkpoints1" / path.name, storage.read_facts(path).files
+        assert (other / storage.FACTS).read_bytes() == (path / storage.FACTS).read_bytes()
+        for name, at in zip(sorted(files), (path, other), strict=True):
+            assert storage.why_not_whole(at / name, files[name]) is None
 
 
 def table(variant: str, kills: Counter, differences: str, same_history: bool, each_once: bool) -> None:

@@ -72,7 +72,7 @@ def main(variant: str, folder: str, *options: str) -> None:
 
     import tfgpu
     from tfgpu import environment
-    from tfgpu.checkpoint import storage
+    from tfgpu.checkpoint.parts_writer import PartsWriter
 
     what = {**VARIANTS[variant], **{name: json.loads(value) for name, value in (o.split("=") for o in options)}}
     folder, devices = Path(folder), what.get("devices", 1)
@@ -84,8 +84,8 @@ def main(variant: str, folder: str, *options: str) -> None:
     if what.get("slow_disk"):
         for name in ("fsync", "rename"):
             setattr(os, name, slowed(getattr(os, name), what["slow_disk"]))
-    storage.write = told(storage.write, phases, before=b"W")
-    storage.prune = told(storage.prune, phases, after=b"w")
+    make_job = PartsWriter.job
+    PartsWriter.job = lambda *args: told(make_job(*args), phases, before=b"W", after=b"w")
     if devices and devices > 1:
         environment.set_logical_devices(devices)
     kinds = {None: "multi_worker", 1: "one_device"}

@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 
 from tfgpu import serving
-from tfgpu.checkpoint import storage
+from tfgpu.checkpoint import manifest, storage
 from tfgpu.data import cache
 from tfgpu.data.names import parse_source
 from tfgpu.data.sources import open_source
@@ -137,11 +137,28 @@ def test_a_file_that_is_no_checkpoint_is_damaged(facts, tmp_path):
 
 
 def test_a_checkpoint_whose_hashes_are_right_and_whose_facts_are_not(tmp_path):
-    content = safetensors.numpy.save({"a": np.zeros(2)})
-    for facts in ({}, {"sha256": storage.hashlib.sha256(content).hexdigest()}):
-        text = json.dumps({"facts": facts, "sha256": storage._hash(facts)}).encode()
+    content = safetensors.numpy.save({"a": np.zeros(2), "b[0:9]": np.zeros(2)})
+    hash_of_content = manifest.hashlib.sha256(content).hexdigest()
+    file = {"sha256": hash_of_content, "bytes": len(content)}
+    plain = {**dict.fromkeys(("epoch", "step", "done", "first", "over_at", "data_epoch"), 0), "format": 3}
+    plain |= {"logs": None, "history": [], "memory": None, "axes": {}, "cut": {}}
+    (tmp_path / storage.STATE).write_bytes(content)
+    (tmp_path.parent / storage.STATE).write_bytes(content)
+    for facts in (
+        {},
+        {"format": "x"},
+        {"format": 2, "sha256": hash_of_content},
+        {**plain, "files": {}},
+        {**plain, "files": {"../" + storage.STATE: file}},  # no file outside the folder is opened
+        {**plain, "files": {storage.STATE: file}, "cut": {"b": [9]}},  # two numbers that claim to be nine
+        {**plain, "files": {storage.STATE: file}, "cut": {"c": [1]}},
+        {**plain, "files": {storage.STATE: file}, "axes": {"a": 0}},
+        {**plain, "files": {storage.STATE: file}, "memory": {"!": "array", "at": "memory/0", "dtype": "float32"}},
+    ):
+        text = json.dumps({"facts": facts, "sha256": manifest._hash(facts)}).encode()
+        (tmp_path / storage.FACTS).write_bytes(text)
         with pytest.raises(storage.Damaged):
-            storage.decode(content, text, tmp_path)
+            storage.read(tmp_path)
 
 
 class Trap:

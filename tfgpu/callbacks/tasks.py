@@ -11,15 +11,15 @@ import keras
 import numpy as np
 
 from tfgpu import repairs
-from tfgpu.checkpoint import storage
+from tfgpu.checkpoint import disks, storage
 from tfgpu.checkpoint.callback import Checkpoint
 from tfgpu.checkpoint.extra_state import ExtraState
 from tfgpu.checkpoint.fetching import fail_together, fetch
+from tfgpu.checkpoint.parts_writer import PartsWriter
 from tfgpu.checkpoint.storage import Damaged, Position, Snapshot
-from tfgpu.core.state import training_state
+from tfgpu.core.state import parts, training_state
 from tfgpu.errors import InputError, MachineError, whole_number
 from tfgpu.optim import parameter_groups
-from tfgpu.repairs import saving
 from tfgpu.training.incremental import names, tracing
 
 _SETTING = "task"
@@ -113,7 +113,9 @@ class Tasks:
             raise InputError("`begin` is for the start of the script. Call `end(model)` when a task is done.")
         if not isinstance(model, keras.Model) or not model.built or not model.compiled:
             raise InputError(f"`model` must be a built and compiled model. Received: {model!r}.")
-        read = fetch(model.distribute_strategy, self._begun, prepare=saving.writes(model))
+        self._disks = disks.compare(model.distribute_strategy, self._begun)
+        self._writer = PartsWriter(self._begun, self._disks)
+        read = fetch(model.distribute_strategy, self._begun)
         found = 0 if read is None else read.position.epoch
         if self._told not in (None, found):
             raise InputError(
@@ -166,32 +168,35 @@ class Tasks:
 
     def _save(self, model: keras.Model) -> None:
         at = self.done
-        writes = saving.writes(model)
-        places = training_state.trained_weights(model)
-        arrays = training_state.copy_state(model, wanted=writes)
+        places, saved = training_state.trained_weights(model), parts.copy(model)
         random = training_state.random_states()
 
-        def save() -> None:
-            if not writes:
-                return
+        def prepare() -> dict[str, Any]:
             setting = {"trainable": _trainable(model), "rate": _rate(model), "places": places}
             memory = {"callbacks": {}, "random": random, "random_at_epoch": random, _SETTING: setting}
-            memory |= self._extra_state.take()
+            if self._disks.is_chief:
+                memory |= self._extra_state.take()
+            if self._disks.is_leader:
+                # A folder of this task is left over from an attempt whose saved beginning was damaged.
+                shutil.rmtree(self._task(), ignore_errors=True)
+            return memory
+
+        strategy, what = model.distribute_strategy, f"Saving to {self._begun}"
+        memory = fail_together(strategy, prepare, what)
+        write = self._writer.job(Position(at, tuple(self._rows)), saved, memory, self._prune)
+
+        def save() -> None:
             try:
-                self._write(Position(at, tuple(self._rows)), arrays, memory)
+                write()
             except OSError as error:
                 raise MachineError(
                     f"{self._begun} cannot be written: {error}. Free space, grant write access, or choose another "
                     "directory. Restart the script to resume from the last saved state."
                 ) from error
 
-        fail_together(model.distribute_strategy, save, f"Saving to {self._begun}")
+        fail_together(strategy, save, what)
 
-    def _write(self, position: Position, arrays: dict[str, Any], memory: dict[str, Any]) -> None:
-        # A folder of this task is left over from an attempt whose saved beginning was damaged.
-        shutil.rmtree(self._task(), ignore_errors=True)
-        path = self._begun / position.name
-        storage.write(path, *storage.encode(position, arrays, memory))
+    def _prune(self, path: Path) -> None:
         storage.prune(self._begun, path, keep=self._keep, best=None)
         oldest = min(map(storage.epoch_of, storage.found(self._begun)))
         for task in self._directory.glob("task-*"):

@@ -7,22 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfgpu import repairs
-from tfgpu.checkpoint import callback_hooks, data_position, storage
+from tfgpu.checkpoint import callback_hooks, data_position, disks, storage
 from tfgpu.checkpoint.background_writer import Writer
 from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.callback_state import CallbackStates
 from tfgpu.checkpoint.extra_state import ExtraState
 from tfgpu.checkpoint.fetching import fail_together, fetch, load
+from tfgpu.checkpoint.parts_writer import PartsWriter
 from tfgpu.checkpoint.preemption import Preemption
 from tfgpu.checkpoint.run_progress import DataSeeker, RunProgress, plain_logs
 from tfgpu.checkpoint.storage import Position, Snapshot
 from tfgpu.core import replication, step_blocks
-from tfgpu.core.state import training_state
+from tfgpu.core.state import parts, training_state
 from tfgpu.errors import InputError, whole_number
-from tfgpu.repairs import saving
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class Checkpoint(keras.callbacks.Callback):
     A checkpoint holds the weights, the optimizer (with its loss scale, averages and accumulated gradients), the metrics
     of the running epoch, the random draws, the data position, the state of the other callbacks, and the history. The
     arrays are copied immediately and written in the background. On several workers, every worker needs the callback:
-    the chief writes, and all workers get what the chief reads, whatever their own disks hold.
+    each writes its part, and reads what it needs. Without a shared disk workers get files from those that have them.
 
     Args:
         directory: where the checkpoints go; one directory per `fit`.
@@ -49,7 +48,8 @@ class Checkpoint(keras.callbacks.Callback):
         leave_on: signals on which to save and end the process. Python handles signals in the main thread only.
         data: an object with `seek(epoch)`, called at the beginning of each epoch. A `tfgpu.data` dataset that is given
             to `fit` unchanged needs none.
-        is_chief: whether this worker writes; None asks the strategy.
+        is_chief: whether this worker decides what a checkpoint is; None asks the strategy. Without any such worker
+            nothing is written.
         writer: writes the files; may be shared. By default the callback creates one.
         remember: further state, by name: objects with `state()`, which returns copies of plain values and arrays, and
             `put(state, model)`, such as `Replay` and `ElasticWeights`. For several `fit`s in a row, see
@@ -65,7 +65,7 @@ class Checkpoint(keras.callbacks.Callback):
         >>> with tfgpu.strategy("one_device").scope():
         ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
-        >>> x = np.ones((4, 1))
+        >>> x = keras.ops.ones((4, 1))
         >>> history = model.fit(x, x, epochs=2, verbose=0, callbacks=[Checkpoint("run")])
         >>> history = model.fit(x, x, epochs=5, verbose=0, callbacks=[Checkpoint("run")])  # resumes with the third
         >>> len(history.history["loss"])
@@ -137,8 +137,8 @@ class Checkpoint(keras.callbacks.Callback):
             self._data.seek(read.position.epoch)
         return read and read.position
 
-    def _load(self, model: keras.Model, best: Best | None = None, *, prepare: bool = False) -> Snapshot | None:
-        read = self._read = fetch(model.distribute_strategy, self._directory, best=best, prepare=prepare)
+    def _load(self, model: keras.Model, best: Best | None = None) -> Snapshot | None:
+        read = self._read = fetch(model.distribute_strategy, self._directory, best=best)
         if read is not None:
             load(read, model)  # without the metrics: `on_epoch_begin` fills them
             self._extra_state.put(read, model)
@@ -154,7 +154,8 @@ class Checkpoint(keras.callbacks.Callback):
             )
         if self._run.stop_request is not None:
             raise InputError("Give `fit` one Checkpoint only: each one resumes the training.")
-        self._writes = saving.writes(self.model) if self._is_chief is None else self._is_chief
+        self._disks = disks.compare(self.model.distribute_strategy, self._directory, is_chief=self._is_chief)
+        self._parts = PartsWriter(self._directory, self._disks)
         spans = replication.spans_processes(self.model.distribute_strategy)
         self._preemption = self._run.stop_request = Preemption(spans=spans, go_on=self.go_on)
         self._run.exits.enter_context(self._preemption.listening(self._leave_on))
@@ -166,7 +167,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._seeker = DataSeeker(self._data, self._source)
         traced = self.model.train_function
         if self._read is None and self._resumes:
-            self._load(self.model, prepare=self._writes)
+            self._load(self.model)
         if traced is not None and self.model.train_function is None:  # restoring has added a penalty to the model
             self.model.make_train_function()
         if self._read is not None and self._resumes:
@@ -266,33 +267,31 @@ class Checkpoint(keras.callbacks.Callback):
             return
         self._saved = position.name
         callback_hooks.settle(callbacks)
-        arrays = training_state.copy_state(self.model, metrics=metrics, wanted=self._writes)
+        if not self._disks.writes:
+            training_state.settle(self.model)
+            return
+        saved = parts.copy(self.model, metrics=metrics, instead=draws)
+        strategy, what = self.model.distribute_strategy, f"Saving {self._directory / position.name}"
+        memory = fail_together(strategy, lambda: self._memory(random) if self._disks.is_chief else None, what)
+        write = self._parts.job(position, saved, memory, lambda path: self._prune(path, position))
+        fail_together(strategy, lambda: self._writer.put(self._directory / position.name, write), what)
 
-        def save() -> None:
-            if self._writes:
-                self._hand_over(position, {**arrays, **(draws or {})}, random)
-
-        fail_together(self.model.distribute_strategy, save, f"Saving {self._directory / position.name}")
-
-    def _hand_over(self, position: Position, arrays: dict[str, np.ndarray], random) -> None:
-        memory = {
+    def _memory(self, random) -> dict[str, Any]:
+        return {
             "callbacks": self._callback_states.take(),
             "random": random or training_state.random_states(),
             "random_at_epoch": self._random,
             "paths": training_state.paths(self.model),
             **self._extra_state.take(),
         }
-        self._writer.put(self._directory / position.name, lambda: self._write(position, arrays, memory))
 
-    def _write(self, position: Position, arrays: dict[str, np.ndarray], memory: dict[str, Any]) -> None:
-        path = self._directory / position.name
-        storage.write(path, *storage.encode(position, arrays, memory))
+    def _prune(self, path: Path, position: Position) -> None:
         at = self._best.place(position.history)
         best = None if at is None else position.epoch - len(position.history) + at + 1
         storage.prune(self._directory, path, keep=self._keep, best=best)
 
     def _leave(self) -> None:
-        """Ends the process once the chief has written.
+        """Ends the process once all is written.
 
         Raises:
             Preempted: always.

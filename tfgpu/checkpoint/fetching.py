@@ -1,50 +1,62 @@
-"""Checkpoints on several workers: one reads for all, and a failure on one fails all."""
+"""Reading a checkpoint, and what several workers do together: a failure on one fails all.
 
+On several workers the chief's folder says which checkpoints there are. Each worker tells which of a checkpoint's files
+its disk has. Workers that see the same disk share the work of verifying it; what a disk lacks, its workers get from
+others. Then each worker reads the slices that it needs.
+"""
+
+import contextlib
+import json
+import logging
+import shutil
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import keras
 import tensorflow as tf
 
-from tfgpu.checkpoint import data_position, storage
+from tfgpu.checkpoint import data_position, storage, streamed, transfer
 from tfgpu.checkpoint.best import Best
+from tfgpu.checkpoint.manifest import FACTS, Manifest, parse
 from tfgpu.checkpoint.storage import Damaged, Snapshot
+from tfgpu.compat import distribute
 from tfgpu.core import collectives, replication
 from tfgpu.core.state import broadcast, training_state
 from tfgpu.errors import InputError, MachineError
 
+_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
-def fetch(
-    strategy: tf.distribute.Strategy, directory: Path, *, best: Best | None = None, prepare: bool = False
-) -> Snapshot | None:
-    """Returns the chief's newest undamaged checkpoint, on every worker. On several workers, each must call it.
-
-    The workers' own disks may hold other checkpoints, or none.
+def fetch(strategy: tf.distribute.Strategy, directory: Path, *, best: Best | None = None) -> Snapshot | None:
+    """Returns the newest undamaged checkpoint. On several workers, each must call it; the chief's folder decides.
 
     Args:
         strategy: of the model that gets it.
         directory: where the checkpoints are.
         best: take the checkpoint of the best epoch instead of the newest.
-        prepare: remove what a killed process left, and check that checkpoints can be written.
 
     Raises:
         InputError: all checkpoints are damaged.
-        MachineError: the directory cannot be written; or, on the other workers, the chief failed.
+        MachineError: another worker could not read.
     """
-    is_chief = not replication.spans_processes(strategy) or strategy.extended.should_checkpoint
-    look = (lambda: _look(directory, best, prepare)) if is_chief else (lambda: None)
-    read = fail_together(strategy, look, f"Using the checkpoints in {directory}")
-    if not replication.spans_processes(strategy):
-        return read
-    (is_there,) = broadcast.sum_from_chief(strategy, [read is not None])
-    if not is_there:
-        return None
-    parts = (*read.files, read.position.directory.name.encode()) if read else (b"", b"", b"")
-    content, text, name = (broadcast.bytes_from_chief(strategy, part) for part in parts)
-    return read or storage.decode(content, text, directory / name.decode())
+    if not replication.spans_processes(strategy) or distribute.num_workers(strategy) == 1:
+        try:
+            newest = storage.newest(directory)
+            return storage.read(directory / _best_name(newest, best)) if best and newest else newest
+        except Damaged as error:
+            raise InputError(str(error)) from error
+    group = _Readers(strategy, directory)
+    newest = group.newest()
+    if newest is None or best is None:
+        return newest
+    try:
+        return group.read(_best_name(newest, best))
+    except Damaged as error:
+        raise InputError(f"{directory / _best_name(newest, best)} is damaged: {error}.") from error
 
 
 def load(read: Snapshot, model: keras.Model) -> None:
@@ -88,27 +100,158 @@ def fail_together(strategy: tf.distribute.Strategy, act: Callable[[], _Result], 
     return result
 
 
-def _look(directory: Path, best: Best | None, prepare: bool) -> Snapshot | None:
-    if prepare:
-        try:
-            storage.check_writable(directory)
-        except OSError as error:
-            raise MachineError(
-                f"Checkpoints cannot be written to {directory}: {error}. Grant write access there, free space, or "
-                "choose another directory."
-            ) from error
-        storage.sweep(directory)
-    try:
-        newest = storage.newest(directory)
-        return _best(directory, newest, best) if best and newest else newest
-    except Damaged as error:
-        raise InputError(str(error)) from error
-
-
-def _best(directory: Path, newest: Snapshot, best: Best) -> Snapshot:
+def _best_name(newest: Snapshot, best: Best) -> str:
     rows = newest.position.history
     at = best.place(rows)
     if at is None:
         raise InputError(f"{newest.position.directory} knows no best epoch: its logs do not have the entry.")
-    epoch = newest.position.epoch - len(rows) + at + 1
-    return storage.read(directory / storage.Position(epoch).name)
+    return storage.Position(newest.position.epoch - len(rows) + at + 1).name
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a worker has of a checkpoint: a name of its disk that no other has, and the files that are there."""
+
+    disk: str
+    files: tuple[str, ...]
+
+
+class _Readers:
+    """The workers that read a checkpoint together; each makes the same calls.
+
+    Args:
+        strategy: of the workers.
+        directory: of this worker's checkpoints.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, directory: Path):
+        self._strategy, self._directory = strategy, directory
+        self._rank = distribute.worker_index(strategy)
+
+    def newest(self) -> Snapshot | None:
+        """The newest undamaged checkpoint, or None if the chief has none; the chief warns of damaged ones."""
+        mine = json.dumps([path.name for path in storage.found(self._directory)])
+        names = json.loads(self._texts(mine)[0])
+        for name in names:
+            try:
+                return self.read(name)
+            except Damaged as error:
+                if self._rank == 0:
+                    path = self._directory / name
+                    _log.warning("Checkpoint %s is damaged (%s); using the previous one.", path, error)
+        if names:
+            raise InputError(
+                f"All checkpoints in {self._directory} are damaged. Choose another directory, or empty this one to "
+                "start over."
+            )
+        return None
+
+    def read(self, name: str) -> Snapshot:
+        """Verifies one checkpoint and opens it.
+
+        Raises:
+            Damaged: it cannot be read, or is not what was written; on all workers.
+        """
+        path = self._directory / name
+        manifest = self._facts(path)
+        held = [_Held(disk, tuple(files)) for disk, files in map(json.loads, self._texts(self._mine(path, manifest)))]
+        good, reasons = self._verified(path, manifest, held)
+        for file in manifest.files:
+            if not any(file in good[each.disk] for each in held):
+                raise Damaged(reasons.get(file, f"{file} is missing"))
+        lacking = [[file for file in manifest.files if file not in good[each.disk]] for each in held]
+        with contextlib.ExitStack() as stack:
+            paths = {file: path / file for file in manifest.files}
+            if any(lacking):
+                wanted = lacking[self._rank]
+                folder = stack.enter_context(self._room(name)) if wanted else None
+                paths |= {file: folder / file for file in wanted}
+                senders = self._senders(manifest, held, good, lacking)
+                self._receive(path, manifest, senders, {file: paths[file] for file in wanted})
+            return self._together(lambda: manifest.open(path, paths), f"Reading {path}")  # files that go stay readable
+
+    def _facts(self, path: Path) -> Manifest:
+        """The chief's facts of a checkpoint, on all workers."""
+        manifest, reason = None, b""
+        if self._rank == 0:
+            try:
+                manifest = storage.read_facts(path)
+            except Damaged as error:
+                reason = str(error).encode()
+        reason = broadcast.bytes_from_chief(self._strategy, reason)
+        if reason:
+            raise Damaged(reason.decode())
+        text = broadcast.bytes_from_chief(self._strategy, manifest.text if manifest else b"")
+        return manifest or parse(text)
+
+    def _mine(self, path: Path, manifest: Manifest) -> str:
+        """What this worker has, as JSON. Files that belong to other facts do not count."""
+        try:
+            known = (path / FACTS).stat()
+            if (path / FACTS).read_bytes() != manifest.text:
+                return json.dumps([f"none {self._rank}", []])
+            disk = f"{known.st_ino} {known.st_ctime_ns}"  # of one file, whatever the machines call its disk
+        except OSError:
+            return json.dumps([f"none {self._rank}", []])
+        return json.dumps([disk, [name for name in manifest.files if (path / name).is_file()]])
+
+    def _verified(self, path: Path, manifest: Manifest, held: list[_Held]) -> tuple[dict[str, set], dict[str, str]]:
+        """The undamaged files of each disk, and what is wrong with others. A disk's workers verify it by turns."""
+        mine = held[self._rank]
+        here = [rank for rank, each in enumerate(held) if each.disk == mine.disk]
+        turn, reasons = here.index(self._rank), {}
+        for file in mine.files[turn :: len(here)]:
+            if (reason := storage.why_not_whole(path / file, manifest.files[file])) is not None:
+                reasons[file] = reason
+        good = {each.disk: set(each.files) for each in held}
+        known: dict[str, str] = {}
+        for each, text in zip(held, self._texts(json.dumps(reasons)), strict=True):
+            found = json.loads(text)
+            good[each.disk] -= found.keys()
+            known |= found
+        return good, known
+
+    def _senders(self, manifest: Manifest, held: list[_Held], good: dict, lacking: list) -> dict[str, int]:
+        """For each file that a disk lacks, a worker that has it and sends little else."""
+        load = [0] * len(held)
+        senders = {}
+        for file in sorted({file for files in lacking for file in files}):
+            rank = min((r for r, each in enumerate(held) if file in good[each.disk]), key=load.__getitem__)
+            load[rank] += manifest.files[file].size or 0
+            senders[file] = rank
+        return senders
+
+    def _receive(self, path: Path, manifest: Manifest, senders: dict[str, int], wanted: dict[str, Path]) -> None:
+        """Gets files from workers that have them, and verifies what came."""
+        mine = {file: path / file for file, rank in senders.items() if rank == self._rank}
+        found = self._texts(json.dumps({file: where.stat().st_size for file, where in mine.items()}))
+        sizes = {file: size for text in found for file, size in json.loads(text).items()}
+        if self._rank == 0:
+            _log.info("%s: %d bytes go to workers whose disks lack them.", path, sum(sizes.values()))
+
+        def receive() -> None:
+            transfer.send(self._strategy, self._rank, senders, sizes, mine, wanted)
+            for file, where in wanted.items():
+                if streamed.hash_of(where) != manifest.files[file].sha256:
+                    raise MachineError(f"{file} of {path} was damaged on its way. Start again.")
+
+        self._together(receive, f"Getting the files of {path}")
+
+    @contextlib.contextmanager
+    def _room(self, name: str):
+        """A folder for files of others, beside the checkpoints where that can be written."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=self._directory))
+        except OSError:
+            folder = Path(tempfile.mkdtemp())
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _texts(self, mine: str) -> list[str]:
+        return broadcast.texts_of_all_workers(self._strategy, mine)
+
+    def _together(self, act: Callable[[], _Result], what: str) -> _Result:
+        return fail_together(self._strategy, act, what)

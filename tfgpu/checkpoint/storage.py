@@ -1,82 +1,37 @@
 """Checkpoints on disk: one folder each, complete or absent, verified by hashes, listed newest first.
 
-    epoch-0003/                     three epochs are done
-    epoch-0003-step-0000120/        and part of the fourth: 120 steps since the run began
-        state.safetensors           the arrays; the format cannot hold code
-        facts.json                  the position of the run, the hash of the arrays, and a hash of these facts
+    epoch-0003/                             three epochs are done
+    epoch-0003-step-0000120/                and part of the fourth: 120 steps since the run began
+        state.safetensors                   the arrays; the format cannot hold code
+        facts.json                          the position of the run, the files' hashes, and a hash of these facts
+    epoch-0004/                             of two workers: each has written what it holds
+        state-00001-of-00002.safetensors
+        state-00002-of-00002.safetensors
+        facts.json
 
 A folder is written under a temporary name, flushed to the disk, and renamed. The order comes from
 the names, not from file times, so a clock that jumps does no harm.
 """
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
 import re
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import keras
-import numpy as np
-import safetensors.numpy
-import tensorflow as tf
-
-from tfgpu import atomic, packing
+from tfgpu import atomic
+from tfgpu.checkpoint import manifest, streamed
+from tfgpu.checkpoint.manifest import FACTS, STATE, Damaged, Manifest, Position, Snapshot
+from tfgpu.core.state import parts
 
 _log = logging.getLogger(__name__)
 
-STATE, FACTS = "state.safetensors", "facts.json"
 ASIDE = ".aside"
 """Suffix of folders that were moved out of the way."""
 _GONE = ".gone"
-_FORMAT = 2
 _NAME = re.compile(r"epoch-(\d{4,})(?:-step-(\d{7,}))?")
-_MEMORY = "memory"
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far a run has come.
-
-    Attributes:
-        epoch: the next epoch to run, from 0, which is the number of epochs done.
-        history: the logs of the latest epochs, one mapping each.
-        directory: the checkpoint that it was read from.
-        step: steps done since the run began.
-        done: steps of `epoch` done; 0 between epochs.
-        first: the epoch with which the run began.
-        over_at: the `epochs` of a `fit` that stopped early, as with EarlyStopping; else None.
-        logs: the training logs of the epoch, if it was interrupted in its validation.
-        data_epoch: the number of the run's first epoch in data that counts its epochs.
-    """
-
-    epoch: int
-    history: tuple[dict[str, Any], ...] = field(default=(), repr=False)
-    directory: Path | None = None
-    step: int = 0
-    done: int = 0
-    first: int = 0
-    over_at: int | None = None
-    logs: dict[str, Any] | None = None
-    data_epoch: int = 0
-
-    @property
-    def name(self) -> str:
-        """The name of the checkpoint's folder.
-
-        Example:
-            >>> Position(3).name, Position(3, step=120, done=20).name
-            ('epoch-0003', 'epoch-0003-step-0000120')
-        """
-        return f"epoch-{self.epoch:04d}" + (f"-step-{self.step:07d}" if self.done else "")
-
-
-class Damaged(ValueError):
-    """A checkpoint cannot be read, or does not contain what was written."""
 
 
 def place_of(checkpoint: Path) -> tuple[int, int] | None:
@@ -108,89 +63,42 @@ def found(directory: str | Path) -> list[Path]:
     return sorted(filter(place_of, folder.iterdir()), key=place_of, reverse=True)
 
 
-def encode(position: Position, arrays: dict[str, np.ndarray], memory: Any) -> tuple[bytes, bytes]:
-    """Returns the contents of the two files.
-
-    Args:
-        position: how far the run has come.
-        arrays: the state, by name.
-        memory: plain values and arrays in lists, tuples and dicts.
-
-    Returns:
-        Of `STATE` and of `FACTS`.
-    """
-    arrays = dict(arrays)
-    facts = {
-        "format": _FORMAT,
-        "epoch": position.epoch,
-        "step": position.step,
-        "done": position.done,
-        "first": position.first,
-        "over_at": position.over_at,
-        "data_epoch": position.data_epoch,
-        "logs": packing.to_json(position.logs, arrays, under=_MEMORY),
-        "history": packing.to_json(list(position.history), arrays, under=_MEMORY),
-        _MEMORY: packing.to_json(memory, arrays, under=_MEMORY),
-        "versions": {"keras": keras.__version__, "tensorflow": tf.__version__},
-    }
-    content = safetensors.numpy.save(arrays)
-    facts["sha256"] = hashlib.sha256(content).hexdigest()
-    return content, json.dumps({"facts": facts, "sha256": _hash(facts)}, indent=1).encode()
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A checkpoint that was read and verified.
-
-    Attributes:
-        position: how far the run has come.
-        arrays: the state, by name.
-        memory: as given to `encode`.
-        files: the contents of `STATE` and of `FACTS`.
-    """
-
-    position: Position
-    arrays: dict[str, np.ndarray] = field(repr=False)
-    memory: Any = field(repr=False)
-    files: tuple[bytes, bytes] = field(repr=False)
-
-
-def decode(content: bytes, text: bytes, source: Path) -> Snapshot:
-    """Reverses `encode`.
-
-    Raises:
-        Damaged: the contents are not what was written.
-    """
-    try:
-        found = json.loads(text)
-        facts = found["facts"]
-        if _hash(facts) != found["sha256"]:
-            raise Damaged(f"{FACTS} does not match its own hash")
-        if hashlib.sha256(content).hexdigest() != facts["sha256"]:
-            raise Damaged(f"{STATE} does not match the hash in {FACTS}")
-        arrays = safetensors.numpy.load(content)
-        plain = {name: facts[name] for name in ("epoch", "step", "done", "first", "over_at", "data_epoch")}
-        history, logs = tuple(packing.from_json(facts["history"], arrays)), packing.from_json(facts["logs"], arrays)
-        position = Position(directory=source, history=history, logs=logs, **plain)
-        state = {name: array for name, array in arrays.items() if not name.startswith(_MEMORY)}
-        return Snapshot(position, state, packing.from_json(facts[_MEMORY], arrays), (content, text))
-    except Damaged:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
-        raise Damaged(f"{type(error).__name__}: {error}") from error
-
-
 def read(path: Path) -> Snapshot:
-    """Reads one checkpoint.
+    """Verifies one checkpoint and opens it.
 
     Raises:
         Damaged: it cannot be read, or is not what was written.
     """
+    found = read_facts(path)
+    for name, file in found.files.items():
+        if (reason := why_not_whole(path / name, file)) is not None:
+            raise Damaged(reason)
+    return found.open(path, {name: path / name for name in found.files})
+
+
+def read_facts(path: Path) -> Manifest:
+    """Reads a checkpoint's facts alone.
+
+    Raises:
+        Damaged: they cannot be read, or are not what was written.
+    """
     try:
-        content, text = (path / STATE).read_bytes(), (path / FACTS).read_bytes()
+        return manifest.parse((path / FACTS).read_bytes())
     except OSError as error:
         raise Damaged(f"{type(error).__name__}: {error}") from error
-    return decode(content, text, path)
+
+
+def why_not_whole(path: Path, file: manifest.File) -> str | None:
+    """What is wrong with one of a checkpoint's files, or None. Reads all of it."""
+    try:
+        size = path.stat().st_size
+        if file.size not in (None, size):
+            return f"{path.name} has {size} bytes, {file.size} were written"
+        return None if streamed.hash_of(path) == file.sha256 else f"{path.name} does not match the hash in {FACTS}"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def newest(directory: Path) -> Snapshot | None:
@@ -215,8 +123,14 @@ def newest(directory: Path) -> Snapshot | None:
     return None
 
 
-def write(path: Path, content: bytes, text: bytes) -> None:
-    """Writes one checkpoint folder: aside, flushed to the disk, then renamed.
+def write(path: Path, position: Position, saved: parts.StateParts, memory: Any) -> None:
+    """Writes one checkpoint folder of one process: aside, flushed to the disk, then renamed.
+
+    Args:
+        path: the folder.
+        position: how far the run has come.
+        saved: the state. Its list is emptied.
+        memory: plain values and arrays in lists, tuples and dicts.
 
     Raises:
         OSError: it could not be written; what was there before is still there.
@@ -224,8 +138,10 @@ def write(path: Path, content: bytes, text: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic.replacing(path) as aside:
         aside.mkdir()
-        (aside / STATE).write_bytes(content)
-        (aside / FACTS).write_bytes(text)
+        facts, more = manifest.facts_of(position, memory, saved)
+        saved.own.extend(more)
+        written = streamed.write(aside / STATE, saved.own)
+        (aside / FACTS).write_bytes(manifest.text_of(facts, {STATE: written}))
 
 
 def prune(directory: Path, newest: Path, *, keep: int, best: int | None) -> None:
@@ -269,10 +185,6 @@ def check_writable(directory: Path) -> None:
     probe = directory / f".epoch-probe.{os.getpid()}"
     probe.mkdir()
     probe.rmdir()
-
-
-def _hash(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _put_back(old: Path, path: Path) -> None:

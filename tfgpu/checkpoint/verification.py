@@ -97,7 +97,7 @@ def _compare(where, one: dict, other: dict, paths: dict, rtol: float, atol: floa
         if name not in one or name not in other:
             return count, Parting(where, variable, f"only the {'first' if name in one else 'second'} has it")
         count += 1
-        reason = _difference(one[name], other[name], rtol, atol)
+        reason = _difference(np.asarray(one[name]), np.asarray(other[name]), rtol, atol)
         if reason is not None:
             return count, Parting(where, variable, reason)
     return count, None

@@ -9,6 +9,7 @@ Sources: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", 2018 (https:
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +17,7 @@ import tensorflow as tf
 from tfgpu.compat import slots
 from tfgpu.core import collectives, extensions, gradient_weights, gradients, replication
 from tfgpu.core.state import replica_values, training_state
+from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.errors import InputError
 
 
@@ -77,15 +79,14 @@ def sum_largest(update: gradients.Update, parts: list) -> list:
 class ResidualState(training_state.StateProvider):
     """The residuals of all replicas in a checkpoint, as `residual/OPTIMIZER/0000`: float32 [replicas, numbers]."""
 
-    def arrays(self, model) -> dict[str, np.ndarray]:
-        strategy = model.distribute_strategy
+    def each_replica(self, model) -> dict[str, tf.Variable]:
         return {
-            f"residual/{name}/{at:04d}": replica_values.gather(strategy, residual)
+            f"residual/{name}/{at:04d}": residual
             for name, optimizer in training_state.optimizers(model).items()
             for at, residual in enumerate(residuals(optimizer))
         }
 
-    def put_arrays(self, model, arrays: dict[str, np.ndarray]) -> None:
+    def put_arrays(self, model, arrays: Mapping[str, np.ndarray | ArraySlices]) -> None:
         for name, optimizer in training_state.optimizers(model).items():
             saved = [arrays[key] for key in sorted(arrays) if key.startswith(f"residual/{name}/")]
             restore_residuals(model.distribute_strategy, optimizer, saved)
@@ -99,7 +100,7 @@ def residuals(optimizer) -> list[tf.Variable]:
     return list(slots.get(_inner(optimizer), "residuals", {}).values())
 
 
-def restore_residuals(strategy: tf.distribute.Strategy, optimizer, saved: list[np.ndarray]) -> None:
+def restore_residuals(strategy: tf.distribute.Strategy, optimizer, saved: list[np.ndarray | ArraySlices]) -> None:
     """Restores an optimizer's residuals; one that is not made yet gets its value when it is made.
 
     Args:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 from rich.console import Console
 
 from tfgpu import atomic, precision
@@ -21,6 +22,8 @@ from tfgpu.callbacks.progress import Progress
 from tfgpu.checkpoint.background_writer import Writer
 from tfgpu.checkpoint.callback import Checkpoint
 from tfgpu.cluster import Cluster
+from tfgpu.core import replication
+from tfgpu.core.state import broadcast
 from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import building, compiling, directory, endings, facts, monitored, recipe
 from tfgpu.recipes.confusion import confusion
@@ -121,8 +124,8 @@ def run(
         tracker = _tracker(track, project, what, path)
         if tracker:
             held.enter_context(tracker)
-        # A worker that is not the chief reads the chief's checkpoints and writes nothing.
-        shared = path or (Path(output) if output else None)
+        # A worker that is not the chief writes its parts of the checkpoints, and nothing else.
+        shared = _shared(job.strategy, path, output)
         more = [*([tracker] if tracker else []), *callbacks]
         rows = _train(job, path, shared, about, made=made, resume=resume, console=console, more=more)
         try:
@@ -268,8 +271,15 @@ def _tracker(track: str | None, project: str, what: Recipe, path: Path | None) -
     )
 
 
+def _shared(strategy: tf.distribute.Strategy, path: Path | None, output: str | Path | None) -> Path | None:
+    """The run's directory, as this worker finds it; the chief alone has chosen the name of a new one."""
+    if output or not replication.spans_processes(strategy):
+        return path or (Path(output) if output else None)
+    return Path(broadcast.bytes_from_chief(strategy, str(path or "").encode()).decode())
+
+
 def _checkpoint(job: building.Job, path: Path | None, writer: Writer, *, resume: bool) -> Checkpoint:
-    """Returns the callback that every worker needs; without a directory it only takes part in the chief's reads."""
+    """Returns the callback that every worker needs."""
     checkpoint = Checkpoint(
         (path or Path()) / directory.CHECKPOINTS,
         every_steps=job.recipe.checkpoint_steps or None,

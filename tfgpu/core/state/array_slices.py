@@ -43,6 +43,18 @@ class ArraySlices:
     def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
         return tf.convert_to_tensor(np.asarray(self), dtype, name=name)
 
+    def stretch(self, start: int, stop: int) -> np.ndarray:
+        """Its numbers from `start` to before `stop` in row-major order; rows that hold them are read."""
+        if not self.shape:
+            return np.asarray(self).reshape(-1)[start:stop]
+        row = math.prod(self.shape[1:])
+        first = start // row
+        return self[first : -(-stop // row)].reshape(-1)[start - first * row : stop - first * row]
+
+    def viewed(self, dtype: np.dtype) -> "ArraySlices":
+        """The same bits as numbers of another dtype of the same size."""
+        return _Viewed(self, dtype)
+
     def transposed(self, axes: Sequence[int]) -> "ArraySlices":
         """The same array with its axes in another order, as `numpy.transpose` would return it."""
         axes = tuple(axes)
@@ -54,6 +66,15 @@ class ArraySlices:
             return np.transpose(self._read(tuple(stored)), axes)
 
         return ArraySlices([self.shape[axis] for axis in axes], self.dtype, read)
+
+
+class _Viewed(ArraySlices):
+    def __init__(self, array: ArraySlices, dtype: np.dtype):
+        super().__init__(array.shape, dtype, lambda index: array[index].view(dtype))
+        self._array = array
+
+    def stretch(self, start: int, stop: int) -> np.ndarray:
+        return self._array.stretch(start, stop).view(self.dtype)
 
 
 def flat_part(value: np.ndarray | ArraySlices, start: int, count: int) -> np.ndarray:
@@ -71,16 +92,13 @@ def flat_part(value: np.ndarray | ArraySlices, start: int, count: int) -> np.nda
         >>> flat_part(np.arange(6).reshape(2, 3), 4, 3).tolist()
         [4, 5, 0]
     """
-    found = np.zeros(count, value.dtype)
     stop = min(start + count, math.prod(value.shape))
     if start >= stop:
-        return found
-    if isinstance(value, np.ndarray) or not value.shape:
-        numbers, first = np.asarray(value).reshape(-1), 0
-    else:
-        row = math.prod(value.shape[1:])
-        first = start // row
-        numbers = value[first : -(-stop // row)].reshape(-1)
-        first *= row
-    found[: stop - start] = numbers[start - first : stop - first]
+        return np.zeros(count, value.dtype)
+    is_in_file = isinstance(value, ArraySlices)
+    numbers = value.stretch(start, stop) if is_in_file else np.asarray(value).reshape(-1)[start:stop]
+    if stop - start == count:
+        return numbers
+    found = np.zeros(count, value.dtype)
+    found[: stop - start] = numbers
     return found

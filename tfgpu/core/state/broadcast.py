@@ -6,8 +6,9 @@ TensorFlow sums integers exactly, so bytes and the bits of floats arrive unchang
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import distribute
+from tfgpu.compat import distribute, slots
 from tfgpu.core import collectives
+from tfgpu.core.workers import ledger
 
 CHUNK = 1 << 24
 """Bytes in one all-reduce."""
@@ -49,6 +50,44 @@ def of_all_workers(strategy: tf.distribute.Strategy, mine: np.ndarray) -> np.nda
             received[worker].append(from_words(row, len(piece)))
     found = b"".join(b"".join(worker) for worker in received)
     return np.frombuffer(found, mine.dtype).reshape(count, *mine.shape)
+
+
+def texts_of_all_workers(strategy: tf.distribute.Strategy, text: str) -> list[str]:
+    """Every worker's text, in the order of the workers. Every worker must call it."""
+    content = text.encode()
+    sizes = of_all_workers(strategy, np.array([len(content)], "int64")).reshape(-1)
+    padded = np.frombuffer(content.ljust(int(sizes.max()), b"\0"), "uint8")
+    rows = of_all_workers(strategy, padded)
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def blocks_of_all_workers(strategy: tf.distribute.Strategy, mine: np.ndarray) -> np.ndarray:
+    """Every worker's 32-bit integers, stacked in the order of the workers: an all-gather. Every worker must call it.
+
+    Args:
+        strategy: of several workers.
+        mine: int32; all have one length.
+    """
+    count = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+    kept = slots.of(strategy)
+    if not hasattr(kept, "gather_blocks"):
+
+        @tf.autograph.experimental.do_not_convert
+        def each(values):
+            """A row is marked with its worker's number; the other replicas of the worker have rows marked 0."""
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            is_first = tf.cast(replica % len(strategy.extended.worker_devices) == 0, values.dtype)
+            return collectives.all_gather(values * is_first)
+
+        kept.gather_blocks = tf.function(
+            lambda values: strategy.run(each, args=(values,)), autograph=False, reduce_retracing=True
+        )
+    marked = np.concatenate([np.array([distribute.worker_index(strategy) + 1], "int32"), mine])
+    with ledger.waiting():
+        found = kept.gather_blocks(tf.constant(marked))
+        rows = strategy.experimental_local_results(found)[0].numpy()
+    by_worker = {int(row[0]) - 1: row[1:] for row in rows if row[0]}
+    return np.stack([by_worker[worker] for worker in range(count)])
 
 
 def as_words(content: bytes) -> np.ndarray:

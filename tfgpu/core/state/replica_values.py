@@ -1,5 +1,6 @@
 """Reads, assigns and aggregates variables that hold another value on each replica."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -8,6 +9,7 @@ import tensorflow as tf
 from tfgpu.compat import distribute
 from tfgpu.core import replication
 from tfgpu.core.state import broadcast
+from tfgpu.core.state.array_slices import ArraySlices, flat_part
 
 
 def gather(strategy: tf.distribute.Strategy, variable) -> np.ndarray:
@@ -21,7 +23,7 @@ def gather(strategy: tf.distribute.Strategy, variable) -> np.ndarray:
     return broadcast.of_all_workers(strategy, mine).reshape(-1, *mine.shape[1:])
 
 
-def assign(strategy: tf.distribute.Strategy, variable, values: np.ndarray, aggregation: str) -> None:
+def assign(strategy: tf.distribute.Strategy, variable, values: np.ndarray | ArraySlices, aggregation: str) -> None:
     """Assigns this process's replicas their values.
 
     If the number of replicas has changed, the first replica gets the aggregate and the others get zeros; for a mean,
@@ -30,14 +32,21 @@ def assign(strategy: tf.distribute.Strategy, variable, values: np.ndarray, aggre
     Args:
         strategy: the variable's.
         variable: holds another value on each replica.
-        values: what `gather` returned, perhaps on another number of replicas.
+        values: what `gather` returned, perhaps on another number of replicas. Of slices, no more is read than needed.
         aggregation: as for `aggregate`.
     """
-    count = strategy.num_replicas_in_sync
-    if len(values) != count:
-        whole = aggregate(values, aggregation)
-        values = np.stack([whole] + [whole if aggregation == "mean" else np.zeros_like(whole)] * (count - 1))
-    assign_each(strategy, variable, lambda replica: values[replica])
+    dtype, shape = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype), values.shape[1:]
+    if values.shape[0] == strategy.num_replicas_in_sync:
+        size = math.prod(shape)
+        assign_each(
+            strategy,
+            variable,
+            lambda replica: from_bits(flat_part(values, replica * size, size), dtype).reshape(shape),
+        )
+        return
+    whole = aggregate(from_bits(np.asarray(values), dtype), aggregation)
+    zeros = whole if aggregation == "mean" else np.zeros_like(whole)
+    assign_each(strategy, variable, lambda replica: zeros if replica else whole)
 
 
 def assign_each(strategy: tf.distribute.Strategy, variable, value_of: Callable[[int], np.ndarray]) -> None:

@@ -17,7 +17,9 @@ ends in `@` and how one device's value follows from the replicas': `sum`, `mean`
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +30,7 @@ from tfgpu.compat.keras import BaseOptimizer, LossScaleOptimizer
 from tfgpu.compat.variables import has_copies, held
 from tfgpu.core import extensions
 from tfgpu.core.state import host_copies, replica_values, sharded_variable
+from tfgpu.core.state.array_slices import ArraySlices
 from tfgpu.errors import InputError
 
 _REPLICAS = "@"
@@ -48,12 +51,16 @@ class StateProvider:
         """The feature's variables by names such as `group/0000`; saved and restored as weights are."""
         return {}
 
+    def each_replica(self, model) -> dict[str, tf.Variable]:
+        """TensorFlow variables with a value of its own on each replica, whose values are saved as an array."""
+        return {}
+
     def arrays(self, model) -> dict[str, np.ndarray]:
         """State outside variables that are the same on every replica, by names such as `group/...`."""
         return {}
 
-    def put_arrays(self, model, arrays: dict[str, np.ndarray]) -> None:
-        """Restores what `arrays` returned, on any number of replicas.
+    def put_arrays(self, model, arrays: Mapping[str, np.ndarray | ArraySlices]) -> None:
+        """Restores what `arrays` and `each_replica` returned, on any number of replicas.
 
         Args:
             model: the compiled and built model.
@@ -148,6 +155,41 @@ def name_group(name: str, variables: Sequence) -> dict:
     return {f"{name}/{at:04d}": variable for at, variable in enumerate(variables)}
 
 
+@dataclass(frozen=True)
+class EachReplica:
+    """A variable with a value of its own on each replica, as one array [replicas, ...].
+
+    Attributes:
+        variable: the TensorFlow variable, with this process's copies in `values`.
+    """
+
+    variable: Any
+
+
+def sources(model, *, metrics: bool) -> dict[str, Any]:
+    """Where the state is, by the names of its arrays: Keras variables, `EachReplica`s and arrays. Copies nothing.
+
+    Args:
+        model: the compiled and built model, after `settle`.
+        metrics: whether to include the metrics.
+    """
+    pending, found = _pending_sums(model), {}
+    for name, variable in variables(model, metrics=metrics).items():
+        if not _differs_by_replica(variable):
+            found[name] = variable
+        elif id(variable) in pending and not pending[id(variable)]:
+            found[name] = np.zeros(variable.shape, dtype_of(variable))
+        else:
+            found[f"{name}{_REPLICAS}{variable.aggregation}"] = EachReplica(held(variable))
+    for name, optimizer in other_optimizers(model).items():
+        if optimizer.built:
+            found[name + _TRAINED] = _trained_weights(model, optimizer)
+    for provider in extensions.state_providers:
+        found |= {name: EachReplica(variable) for name, variable in provider.each_replica(model).items()}
+        found |= provider.arrays(model)
+    return found
+
+
 def copy_state(model, *, metrics: bool = False, wanted: bool = True) -> dict[str, np.ndarray]:
     """Copies the state of a training as it is now, after `settle`.
 
@@ -160,40 +202,34 @@ def copy_state(model, *, metrics: bool = False, wanted: bool = True) -> dict[str
         Arrays by name; empty if not `wanted`. bfloat16 and similar types are integers of the same bits.
     """
     settle(model)
-    pending = _pending_sums(model)
-    all_variables = variables(model, metrics=metrics)
-    found = _copy_shared(model, all_variables, wanted)
-    for name, variable in all_variables.items():
-        if not _differs_by_replica(variable):
-            continue
-        if id(variable) in pending and not pending[id(variable)]:
-            found[name] = np.zeros(variable.shape, _dtype(variable)) if wanted else None
-        else:
-            values = replica_values.gather(model.distribute_strategy, held(variable))
-            found[f"{name}{_REPLICAS}{variable.aggregation}"] = values
-    for name, optimizer in other_optimizers(model).items():
-        if optimizer.built:
-            found[name + _TRAINED] = _trained_weights(model, optimizer)
-    for provider in extensions.state_providers:
-        found |= provider.arrays(model)
-    return found if wanted else {}
+    found = sources(model, metrics=metrics)
+    arrays = _copy_shared(model, {name: each for name, each in found.items() if _is_shared(each)}, wanted)
+    for name, source in found.items():
+        if isinstance(source, EachReplica):
+            arrays[name] = replica_values.gather(model.distribute_strategy, source.variable)
+        elif isinstance(source, np.ndarray):
+            arrays[name] = source
+    return arrays if wanted else {}
 
 
-def _copy_shared(model, all_variables: dict, wanted: bool) -> dict[str, np.ndarray]:
+def _is_shared(source) -> bool:
+    return not isinstance(source, (EachReplica, np.ndarray))
+
+
+def _copy_shared(model, shared: dict, wanted: bool) -> dict[str, np.ndarray]:
     """Copies the variables that are the same on all replicas."""
-    shared = {name: variable for name, variable in all_variables.items() if not _differs_by_replica(variable)}
     if not wanted:  # reading it is a collective
         shared = {name: variable for name, variable in shared.items() if getattr(variable, "is_over_replicas", False)}
     arrays = host_copies.copy(model, list(shared.values()))
     return dict(zip(shared, map(replica_values.to_bits, arrays), strict=True))
 
 
-def restore_state(model, arrays: dict[str, np.ndarray], source: str) -> None:
-    """Restores the state that `copy_state` copied, on any number of replicas.
+def restore_state(model, arrays: Mapping[str, np.ndarray | ArraySlices], source: str) -> None:
+    """Restores the state that `copy_state` copied or a checkpoint has, on any number of replicas.
 
     Args:
         model: the compiled and built model.
-        arrays: all arrays that it returned; those of groups that this training does not have are ignored.
+        arrays: all arrays of that state; those of groups that this training does not have are ignored.
         source: where they come from, for the error message.
 
     Raises:
@@ -226,22 +262,17 @@ def restore_state(model, arrays: dict[str, np.ndarray], source: str) -> None:
                 "Resume with the model, the optimizer and the metrics of the run, or choose another directory."
             )
     for name, variable in known.items():
-        value = replica_values.from_bits(given[name], _dtype(variable))
-        if name in kinds:
-            _assign_replicas(model, variable, value, kinds[name])
-        else:
-            variable.assign(value)
+        _assign(model, variable, given[name], kinds.get(name))
 
 
-def restore_metrics(model, arrays: dict[str, np.ndarray]) -> None:
+def restore_metrics(model, arrays: Mapping[str, np.ndarray | ArraySlices]) -> None:
     """Restores only the metrics: Keras resets them at the beginning of an epoch."""
     kinds = _kinds(arrays)
     for name, variable in name_group("metrics", model.metrics_variables).items():
         if name in kinds:
-            value = replica_values.from_bits(arrays[f"{name}{_REPLICAS}{kinds[name]}"], _dtype(variable))
-            _assign_replicas(model, variable, value, kinds[name])
+            _assign(model, variable, arrays[f"{name}{_REPLICAS}{kinds[name]}"], kinds[name])
         elif name in arrays:
-            variable.assign(replica_values.from_bits(arrays[name], _dtype(variable)))
+            _assign(model, variable, arrays[name], None)
 
 
 def trained_weights(model) -> np.ndarray | None:
@@ -279,7 +310,8 @@ def restore_random_states(states: dict) -> None:
     np.random.set_state(tuple(states["numpy"]))
 
 
-def _dtype(variable) -> np.dtype:
+def dtype_of(variable) -> np.dtype:
+    """The dtype of a variable's values."""
     return np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
 
 
@@ -290,12 +322,12 @@ def _trained_weights(model, optimizer) -> np.ndarray:
     return np.array([numbers.get(id(variable), -1) for variable in trained], "int64")
 
 
-def _build_others(model, arrays: dict[str, np.ndarray], source: str) -> None:
+def _build_others(model, arrays: Mapping[str, np.ndarray | ArraySlices], source: str) -> None:
     """Builds optimizers that would otherwise be built by their first step."""
     for name, optimizer in other_optimizers(model).items():
-        trained = arrays.get(name + _TRAINED)
-        if optimizer.built or trained is None:
+        if optimizer.built or name + _TRAINED not in arrays:
             continue
+        trained = np.asarray(arrays[name + _TRAINED])
         weights = model.weights
         if (trained < 0).any() or (trained >= len(weights)).any():
             raise InputError(
@@ -326,8 +358,21 @@ def _kinds(arrays) -> dict[str, str]:
     return {name: kind for name, mark, kind in (name.partition(_REPLICAS) for name in arrays) if mark}
 
 
-def _assign_replicas(model, variable, values: np.ndarray, aggregation: str) -> None:
-    if _differs_by_replica(variable):
-        replica_values.assign(model.distribute_strategy, held(variable), values, aggregation)
+def _assign(model, variable, saved: np.ndarray | ArraySlices, kind: str | None) -> None:
+    """Restores a variable; of an array that can be read in stretches, it reads what this process needs.
+
+    Args:
+        model: the variable's.
+        variable: a Keras variable or a `ShardedVariable`.
+        saved: bits of its value, or of the replicas' values.
+        kind: how one device's value follows from the replicas'; None for one value.
+    """
+    dtype = dtype_of(variable)
+    if kind is not None and _differs_by_replica(variable):
+        replica_values.assign(model.distribute_strategy, held(variable), saved, kind)
+    elif kind is not None:
+        variable.assign(replica_values.aggregate(replica_values.from_bits(np.asarray(saved), dtype), kind))
+    elif isinstance(variable, sharded_variable.ShardedVariable) and isinstance(saved, ArraySlices):
+        variable.assign(saved.viewed(dtype) if dtype.kind == "V" else saved)
     else:
-        variable.assign(replica_values.aggregate(values, aggregation))
+        variable.assign(replica_values.from_bits(np.asarray(saved), dtype))

@@ -48,7 +48,7 @@ class FlatSharding:
         """The full value; on several workers every one must call this."""
         value = variables.held(shards[0])
         bits = replica_values.gather(value.distribute_strategy, value)
-        flat = replica_values.from_bits(bits, tf.as_dtype(value.dtype).as_numpy_dtype().dtype).reshape(-1)
+        flat = replica_values.from_bits(bits, np.dtype(tf.as_dtype(value.dtype).as_numpy_dtype)).reshape(-1)
         return flat[: int(np.prod(self.sizes))].reshape(self.sizes)
 
     def write(self, shards: Sequence, value: np.ndarray | ArraySlices) -> None:

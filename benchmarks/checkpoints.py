@@ -1,0 +1,239 @@
+"""What each worker of a training does for a checkpoint: `python -m benchmarks.checkpoints`.
+
+Workers are processes on this machine, with one CPU device each: two with whole weights, four with ZeRO stage 3. For
+each it prints the bytes that it writes over all bytes, the growth of its memory (without pages of files) while it saves
+and loads, the milliseconds that the step waits for a save beside those of the copy alone and of the write; medians, and
+the largest growth, over the saves.
+
+`--kills N` instead ends any one of two workers by SIGKILL at a random moment, N times, and counts the starts after
+which the newest checkpoint could not be read.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CASES = {"whole weights, 2 workers": (2, 0), "ZeRO stage 3, 4 workers": (4, 3)}
+TIMEOUT_S = 900
+ENDLESS = 100_000
+app = typer.Typer()
+
+
+class Growth:
+    """The growth of this process's memory in a block: of its own pages, not those of files."""
+
+    def __enter__(self) -> "Growth":
+        self._before, self._most, self._is_over = self._now(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.bytes = self._most - self._before
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.001):
+            self._most = max(self._most, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon"):
+                return int(line.split()[1]) * 1024
+        raise RuntimeError("This system does not tell the pages of a process that are its own.")
+
+
+def build(strategy, stage: int, width: int):
+    """A model whose weights and Adam's slots take 24 bytes times the square of its width, about."""
+    import keras
+
+    import tfgpu
+
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        layers = [keras.layers.Dense(width, "relu") for _ in range(2)]
+        model = keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(1)])
+        if stage:
+            model = tfgpu.parallel.shard(model, stage)
+        model.compile(keras.optimizers.Adam(1e-4), "mse", jit_compile=False)
+    return model
+
+
+@app.command(hidden=True)
+def worker(folder: Path, stage: int, width: int, saves: int) -> None:
+    """One of the workers; prints its figures as JSON."""
+    import numpy as np
+
+    import tfgpu
+    from tfgpu.callbacks import Checkpoint, Writer
+    from tfgpu.core.state import parts
+
+    strategy = tfgpu.strategy("multi_worker", devices=["CPU:0"])
+    model, again = build(strategy, stage, width), build(strategy, stage, width)
+    found = {"waits": [], "copies": [], "writes": [], "growth": []}
+
+    class Timed(Checkpoint):
+        def _save(self, *args, **kwargs):
+            began = time.perf_counter()
+            parts.copy(self.model, metrics=True)
+            found["copies"].append(time.perf_counter() - began)
+            with Growth() as growth:
+                began = time.perf_counter()
+                super()._save(*args, **kwargs)
+                found["waits"].append(time.perf_counter() - began)
+                self._finish_writing(self.model)
+            found["growth"].append(growth.bytes)
+
+    class Timing(Writer):
+        def put(self, what, write):
+            def timed():
+                began = time.perf_counter()
+                write()
+                found["writes"].append(time.perf_counter() - began)
+
+            super().put(what, timed)
+
+    rows = 8
+    x, y = np.ones((rows, width), "float32"), np.ones((rows, 1), "float32")
+    model.fit(x, y, rows, epochs=saves + 1, verbose=0, callbacks=[Timed(folder, best=None, writer=Timing(most=1))])
+    with Growth() as growth:
+        Checkpoint(folder).restore(again)
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    own = list((folder / f"epoch-{saves + 1:04d}").glob(f"state-{rank + 1:05d}-*"))
+    found = {name: values[1:] for name, values in found.items()}  # the first copy makes the function that reads
+    print(json.dumps({**found, "load": growth.bytes, "bytes": own[0].stat().st_size}))
+
+
+@app.command(hidden=True)
+def victim(folder: Path, width: int) -> None:
+    """One of the workers that are killed: it saves after each step, and goes on from the newest checkpoint."""
+    import numpy as np
+
+    import tfgpu
+    from tfgpu.callbacks import Checkpoint
+
+    strategy = tfgpu.strategy("multi_worker", devices=["CPU:0"])
+    model, x = build(strategy, 2, width), np.ones((8, width), "float32")
+    print("ready", flush=True)
+    model.fit(x, x[:, :1], 8, epochs=ENDLESS, verbose=0, callbacks=[Checkpoint(folder, best=None, every_steps=1)])
+
+
+def start(count: int, *command: str) -> list[subprocess.Popen]:
+    """The processes of so many workers on this machine."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    for each in sockets:
+        each.close()
+    common = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.checkpoints", *map(str, command)],
+            env={**common, "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": task})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for task in ({"type": "worker", "index": at} for at in range(count))
+    ]
+
+
+def end(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def measure(name: str, width: int, saves: int) -> None:
+    workers, stage = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start(workers, "worker", folder, stage, width, saves)
+        try:
+            answers = []
+            for process in processes:
+                out, err = process.communicate(timeout=TIMEOUT_S)
+                if process.returncode:
+                    raise RuntimeError(err[-3000:])
+                answers.append(json.loads(out.splitlines()[-1]))
+        finally:
+            end(processes)
+    total = sum(answer["bytes"] for answer in answers)
+    print(f"\n{name}: a checkpoint of {total / 1e6:.1f} MB, {saves} saves")
+    print("| worker | writes | grows to save | grows to load | step waits | copy alone | write |")
+    for rank, answer in enumerate(answers):
+        milliseconds = [1000 * statistics.median(answer[key]) for key in ("waits", "copies", "writes")]
+        grows = [f"{size / 1e6:.1f} MB ({size / total:.2f})" for size in (max(answer["growth"]), answer["load"])]
+        waits = [f"{each:.1f} ms" for each in milliseconds]
+        print("|", " | ".join([str(rank), f"{answer['bytes'] / total:.1%}", *grows, *waits]), "|")
+
+
+def kill(count: int, width: int) -> None:
+    from tfgpu.checkpoint import storage
+
+    chance, lost, kept = random.Random(0), 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        for at in range(count):
+            processes = start(2, "victim", folder, width)
+            try:
+                for process in processes:
+                    process.stdout.readline()
+                before = newest_name(folder)
+                until = time.monotonic() + TIMEOUT_S
+                while newest_name(folder) == before:  # it has saved once
+                    if time.monotonic() > until or any(process.poll() is not None for process in processes):
+                        raise RuntimeError("\n".join(process.communicate()[1][-2000:] for process in processes))
+                    time.sleep(0.002)
+                time.sleep(chance.uniform(0, 0.5))
+                processes[chance.randrange(2)].send_signal(signal.SIGKILL)
+                time.sleep(chance.uniform(0, 0.2))
+            finally:
+                end(processes)
+            try:
+                found = storage.read(storage.found(folder)[0])
+                kept.append(found.position.epoch)
+            except storage.Damaged as error:
+                lost += 1
+                print(f"kill {at + 1}: {error}")
+    assert kept == sorted(kept), kept
+    print(f"{count} kills, the newest checkpoint unreadable after {lost}; {kept[-1]} saves")
+
+
+def newest_name(folder: str) -> str:
+    from tfgpu.checkpoint import storage
+
+    return next((path.name for path in storage.found(folder)), "")
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    width: Annotated[int, typer.Option(help="Units of a hidden layer.")] = 2048,
+    saves: Annotated[int, typer.Option(help="Saves that are measured.")] = 5,
+    kills: Annotated[int, typer.Option(help="How often a worker is killed; 0 measures instead.")] = 0,
+) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    if kills:
+        kill(kills, width)
+        return
+    for name in CASES:
+        measure(name, width, saves)
+
+
+if __name__ == "__main__":
+    app()
