@@ -34,13 +34,7 @@ def give_own_losses_all_rows() -> None:
     """
     _hold_loss_classes()
 
-    for name in ("merge_call", "all_reduce", "all_gather"):
-
-        @wrap(f"tf.distribute.ReplicaContext.{name}")
-        def meet(stock, self, *args, **kwargs):
-            if step_context.current().is_trying:
-                raise row_sums.Meets
-            return stock(self, *args, **kwargs)
+    _note_meetings()
 
     @wrap("LossFunctionWrapper.call")
     def call_function(stock, self, y_true, y_pred):
@@ -78,6 +72,26 @@ def give_own_losses_all_rows() -> None:
         # Nothing meets from here on, so that no other replica's thread sees the stand-in.
         with training.metric_values(self, values):
             return stock(self, y_true, y_pred, sample_weight)
+
+
+def _note_meetings() -> None:
+    """A trial has one replica, which meets no other; and `all_gather` in a step gives the rows of the batch."""
+
+    for name in ("merge_call", "all_reduce"):
+
+        @wrap(f"tf.distribute.ReplicaContext.{name}")
+        def meet(stock, self, *args, **kwargs):
+            if step_context.current().is_trying:
+                raise row_sums.Meets
+            return stock(self, *args, **kwargs)
+
+    @wrap("tf.distribute.ReplicaContext.all_gather")
+    def all_gather(stock, self, value, axis, *args, **kwargs):
+        if step_context.current().is_trying:
+            raise row_sums.Meets
+        if step_context.step() is None or not gathering.are_rows(value, axis):
+            return stock(self, value, axis, *args, **kwargs)
+        return tf.nest.map_structure(gathering.by_replica, value)
 
 
 def _hold_loss_classes() -> None:

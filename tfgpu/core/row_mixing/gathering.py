@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat import keras as private
-from tfgpu.core import batch_rows, collectives, replication, step_context
+from tfgpu.core import batch_rows, collectives, replication, step_context, worker_rows
 from tfgpu.core.row_mixing import row_sums
 from tfgpu.core.row_mixing.drawn_inputs import rows_each
 from tfgpu.core.state import layer_state
@@ -86,6 +86,27 @@ def _with_mask(rows: tf.Tensor) -> tf.Tensor:
     if mask is not None:
         private.set_mask(found, row_sums.all_rows(mask))
     return found
+
+
+def are_rows(value: object, axis: object) -> bool:
+    """Whether these are rows of the step's batch, which `ReplicaContext.all_gather` puts one after another."""
+    leaves = tf.nest.flatten(value)
+    return tf.get_static_value(axis) == 0 and all(isinstance(v, tf.Tensor) and rows_each(v) is not None for v in leaves)
+
+
+def by_replica(rows: tf.Tensor) -> tf.Tensor:
+    """What `ReplicaContext.all_gather` gives in a step: all rows, those of replica 0 first.
+
+    TensorFlow's own knows no uneven rows, has the gradient of a sum of the replicas' losses, and fails in a loop.
+    """
+    context, facts, table = replication.replica_context(), step_context.rows(), row_sums.all_rows(rows)
+    count = context.num_replicas_in_sync
+    places = [replication.shard_index(context.strategy, replica) for replica in range(count)]
+    if step_context.has_local_forward() or places == sorted(places):
+        return table
+    each = tf.maximum(tf.shape(rows)[0] // tf.maximum(facts.local, 1), 1)
+    ranges = [worker_rows.row_range(facts.total, place, count) for place in places]
+    return tf.gather(table, tf.concat([tf.range(at * each, (at + local) * each) for local, at, *_ in ranges], 0))
 
 
 def own_rows(leaf: object, has_rows: bool | None = None) -> object:

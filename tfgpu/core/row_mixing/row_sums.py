@@ -42,7 +42,8 @@ def _linear(forward: Callable[[list], list], backward: Callable[[list], list]) -
 
     @tf.custom_gradient
     def apply(*values):
-        return forward(list(values)), lambda *upstream: _linear(backward, forward)(*upstream)
+        # Who takes some rows of a sum (`tf.gather`) gives slices.
+        return forward(list(values)), lambda *upstream: _linear(backward, forward)(*map(tf.convert_to_tensor, upstream))
 
     return apply
 

@@ -19,7 +19,16 @@ import tensorflow as tf
 from tfgpu.compat import layers, slots, training
 from tfgpu.core import step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of
-from tfgpu.core.row_mixing import captures, choices, comparison, isolation, shard_trial, step_outputs, verdicts
+from tfgpu.core.row_mixing import (
+    captures,
+    choices,
+    comparison,
+    isolation,
+    row_sums,
+    shard_trial,
+    step_outputs,
+    verdicts,
+)
 from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches
 from tfgpu.core.row_mixing.step_recorder import ROWS, Apart, Recorder
 from tfgpu.core.step_context import RowRange
@@ -28,6 +37,7 @@ from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
 _CLOSE_IN_16_BITS = 2e-2
+_MEETS = "it brings the replicas' rows together by itself"
 _METHODS = (
     "train_step",
     "test_step",
@@ -109,6 +119,8 @@ class _Question:
                 have_rows += tried.have_rows
         except CannotTry as error:
             return self._unproven(error)
+        except row_sums.Meets:
+            return self._meets()
         if tried.differs:
             self._tell_whole(tried)
             return True
@@ -164,6 +176,20 @@ class _Question:
             why,
             piece.traffic,
         )
+
+    def _meets(self) -> bool:
+        """What becomes of a step that is written for replicas: it knows that it sees one's rows."""
+        if slots.get(self._model.distribute_strategy, "unproven") == "refuse":
+            return self._unproven(CannotTry(_MEETS))
+        self._note(verdicts.BY_ROWS, _MEETS, verdicts.UNPROVEN)
+        _log.warning(
+            "%s calls `all_reduce`, `all_gather` or `merge_call` of TensorFlow: %s, so it runs on each replica's rows, "
+            "and what else it does with them is not tried. With `tfgpu.gather` in their place it is tried. Mark it "
+            "with `@tfgpu.by_rows` if it is right.",
+            self._name,
+            _MEETS,
+        )
+        return False
 
     def _unproven(self, error: CannotTry) -> bool:
         """What becomes of a step that could not be tried."""
@@ -231,6 +257,9 @@ class _StepTrial(Trial):
             self._shards = frozenset()
         is_narrow = tf.as_dtype(model.compute_dtype).size < 4
         self._close = _CLOSE_IN_16_BITS if is_narrow else comparison.CLOSE
+
+    def _passing(self) -> tuple[type[Exception], ...]:
+        return (row_sums.Meets,)
 
     def _batches(self) -> Iterator[object]:
         for leaves in drawn_batches(tf.nest.flatten(self._spec), self._captured.numbers, ROWS):
