@@ -53,7 +53,8 @@ def measure(commands: dict[str, list[str]], folder: Path, workers: int, images: 
     found: dict[str, list[list[dict]]] = {side: [] for side in commands}
     for number in range(repeats):
         for side in list(commands)[:: 1 if number % 2 == 0 else -1]:
-            each = [run(commands[side], folder, side, worker, workers, batch) for worker in range(workers)]
+            different = 1 if side == "whole" else workers  # there all workers do the same
+            each = [run(commands[side], folder, side, worker, workers, batch) for worker in range(different)]
             found[side].append(each)
     share = images / workers
     sides = {}

@@ -129,6 +129,12 @@ def test_images_that_are_decoded_on_demand(photos, stages, batch, topologies):
     check(data.train, topologies, seek=lambda: data.seek(2))
 
 
+def test_turns_of_many_rows():
+    """Sines of a worker's rows alone would have another last bit in two of these pictures."""
+    data = pipeline("digits", global_batch=100, augment=["rotate"], seed=5)
+    check(data.train, [(2, 1)], seek=lambda: data.seek(0))
+
+
 def test_mixtures():
     data = pipeline(mixture([(images(30), 3), (images(12), 1)]), global_batch=16, seed=1, validation=0, test=0)
     check(data.train, [(2, 1)], seek=lambda: data.seek(2))
