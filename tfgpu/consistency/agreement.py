@@ -20,7 +20,7 @@ from tfgpu.errors import InputError
 
 _log = logging.getLogger(__name__)
 _SAME_DATA = (
-    "Every worker makes the whole batch and keeps its rows, so all must make the same: set the same seed on every "
+    "The workers make rows of the same batches, so the data must be the same on all: set the same seed on every "
     "worker, and number labels in an order that does not change (`sorted(set(...))`). If each worker has data of its "
     "own, set `experimental_distribute.auto_shard_policy` in the dataset's options to OFF."
 )

@@ -102,7 +102,7 @@ def shard_rows(
             batch = tf.nest.map_structure(lambda v: worker_rows.with_rows(v, held), batch)
         found = worker_rows.common_rows([v for v in tf.nest.flatten(batch) if v is not None and v.shape.rank != 0])
         with tf.control_dependencies(_is_as_many(found, held)):
-            number = tf.identity(total)
+            number = tf.identity(total) if rows is None else tf.constant(total)
 
     def of_replica(context):
         at = replication.shard_index(strategy, context.replica_id_in_sync_group)

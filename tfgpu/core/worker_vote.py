@@ -27,7 +27,7 @@ def check_same_run(strategy: tf.distribute.Strategy, length: int, *, same_data: 
     Args:
         strategy: a strategy of several workers.
         length: batches of this worker's dataset; negative if unknown.
-        same_data: all workers have the same dataset, and each makes the whole batch.
+        same_data: all workers have the same dataset, of which each makes whole batches or its rows of them.
 
     Raises:
         InputError: raised on all workers if their datasets differ in length or shuffle seed, or if some lack a callback

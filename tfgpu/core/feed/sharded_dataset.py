@@ -16,6 +16,7 @@ from tfgpu.compat import distribute, slots, training
 from tfgpu.compat.patch import wrap
 from tfgpu.core import nested_functions, replication, step_blocks, step_context, worker_rows, worker_vote
 from tfgpu.core.batch_sharding import ReplicaBatch, on_host, ranges_of, replica_batch, shard, shard_rows
+from tfgpu.core.feed import early_cut
 from tfgpu.core.row_mixing import step_trial
 from tfgpu.core.workers import ledger
 
@@ -98,7 +99,7 @@ class ShardedDataset:
     def __init__(self, strategy: tf.distribute.Strategy, dataset: tf.data.Dataset, gives_row_ranges: bool):
         self.strategy, self.gives_row_ranges, self.dataset = strategy, gives_row_ranges, dataset
         is_shared = replication.spans_processes(strategy) and distribute.num_workers(strategy) > 1
-        self.worker_rows = worker_rows.of(dataset) if is_shared else None
+        self.worker_rows = _worker_rows(strategy, dataset) if is_shared else None
         self._read: dict[Given, tf.data.Dataset] = {}
 
     @functools.cached_property
@@ -108,11 +109,10 @@ class ShardedDataset:
 
     @functools.cached_property
     def batch_rows(self) -> int | None:
-        """Rows of each whole batch, if their shapes say it, and replicas share them evenly."""
+        """Rows of each whole batch, if its shapes say it."""
         specs = [spec for spec in tf.nest.flatten(self.dataset.element_spec) if hasattr(spec, "shape")]
         sizes = {spec.shape[0] for spec in specs if spec.shape.rank}
-        rows = sizes.pop() if len(sizes) == 1 and all(spec.shape.rank is not None for spec in specs) else None
-        return rows if rows and rows % self.strategy.num_replicas_in_sync == 0 else None
+        return sizes.pop() if len(sizes) == 1 and all(spec.shape.rank is not None for spec in specs) else None
 
     def __iter__(self):
         kind = Given.WHOLE if self.worker_rows is None else _given(self.worker_rows)
@@ -124,6 +124,10 @@ class ShardedDataset:
                 Given.SHOWN: lambda: self.worker_rows.make_showing(ranges, 0),
             }[kind]()
         return ShardedIterator(self, kind, iter(self._read[kind]))
+
+
+def _worker_rows(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> worker_rows.WorkerRows | None:
+    return worker_rows.of(dataset) or early_cut.rows_of(dataset, ranges_of(strategy))
 
 
 class Given(Enum):

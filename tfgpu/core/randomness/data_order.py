@@ -1,9 +1,10 @@
 """One order of the data for all workers: if the script sets no seed, the chief chooses one.
 
-Every worker makes the whole batch and keeps its shard. Workers that shuffle differently would keep shards of different
-batches: some examples would be read twice per epoch, others never.
+Workers make rows of the same batches. Those that shuffle differently would make rows of different batches: some
+examples would be read twice per epoch, others never.
 """
 
+import functools
 import random
 import zlib
 from dataclasses import dataclass
@@ -68,9 +69,11 @@ def agree_on_data_order() -> None:
     def get_tf_dataset(stock, self):
         # With a seed, Keras shuffles arrays alike in every epoch; a script without one expects a new order each time.
         agreed = _agreed_seed()
-        if training.shuffles(self) is not True or agreed is None:
-            return stock(self)
-        return _shuffle_each_epoch(self, agreed.seed)
+        is_shuffled_here = training.shuffles(self) is True and agreed is not None
+        found = _shuffle_each_epoch(self, agreed.seed) if is_shuffled_here else stock(self)
+        if all(isinstance(value, np.ndarray | tf.Tensor) for value in tree.flatten(training.arrays_of(self))):
+            slots.of(found).first_batch = functools.partial(_first_rows, self)
+        return found
 
 
 def _agreed_seed() -> AgreedSeed | None:
@@ -109,7 +112,7 @@ def refuse_seeds(strategy: tf.distribute.Strategy) -> InputError:
     told = "; ".join(f"{seed} on {name}" for name, seed in list(seeds.items())[:_MOST_NAMED])
     return InputError(
         f"The workers have set different seeds: {told}{'; ...' if len(seeds) > _MOST_NAMED else ''}. Every worker "
-        "makes the whole batch and keeps its shard, so all must shuffle alike: otherwise some rows are skipped and "
+        "makes rows of the same batches, so all must shuffle alike: otherwise some rows are skipped and "
         "others read twice. Set the same seed on every worker; if each has its own data, set "
         "`experimental_distribute.auto_shard_policy` in the dataset's options to OFF."
     )
@@ -151,6 +154,12 @@ def _is_same_on_all(strategy: tf.distribute.Strategy, state) -> bool:
 
 def _from_chief(strategy: tf.distribute.Strategy, number: int) -> int:
     return int(collectives.sum_over_workers(strategy, [number if strategy.extended.should_checkpoint else 0])[0])
+
+
+def _first_rows(adapter) -> object:
+    """A batch of the first rows of the arrays: enough to compare workers, which shuffle alike."""
+    rows = training.batch_size_of(adapter)
+    return tree.map_structure(lambda array: tf.convert_to_tensor(array[:rows]), training.arrays_of(adapter))
 
 
 def _shuffle_each_epoch(adapter, seed: int) -> tf.data.Dataset:
