@@ -16,8 +16,9 @@ from tensorflow.python.data.ops import (
     repeat_op,
     skip_op,
     take_op,
+    zip_op,
 )
-from tensorflow.python.data.util import structure
+from tensorflow.python.data.util import nest, structure
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 from tensorflow.python.framework.func_graph import FuncGraph
 
@@ -113,6 +114,25 @@ class Batch:
         return dataset.padded_batch(rows, (shapes, []), (values, zero), self.drop_remainder)
 
 
+@dataclass(frozen=True)
+class Zip:
+    """`Dataset.zip`, and so `Dataset.enumerate`.
+
+    Attributes:
+        datasets: what it puts together, in the structure of its elements.
+    """
+
+    datasets: object
+
+    def parts(self, element: object) -> list:
+        """What each of the datasets has given of an element."""
+        return nest.flatten_up_to(self.datasets, element)
+
+    def packed(self, parts: Sequence) -> object:
+        """The element, from what each of the datasets has given; or the structure, of other datasets."""
+        return nest.pack_sequence_as(self.datasets, list(parts))
+
+
 Stage = Counted | Options | Map | Batch
 
 
@@ -132,6 +152,11 @@ def stage_of(dataset: tf.data.Dataset) -> tuple[Stage, tf.data.Dataset] | None:
     else:
         stage = None
     return None if stage is None else (stage, dataset._input_dataset)
+
+
+def zip_of(dataset: tf.data.Dataset) -> Zip | None:
+    """What a dataset puts together; None if it is not `Dataset.zip`."""
+    return Zip(dataset._datasets) if type(dataset) is zip_op._ZipDataset else None
 
 
 def name_of(dataset: tf.data.Dataset) -> str:

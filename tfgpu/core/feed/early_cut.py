@@ -8,7 +8,7 @@ so does all that comes before it:
     every worker      | one worker's elements            one worker's rows
 
 Before `batch` the cut takes elements out of windows of a batch's size; after it, rows out of batches. `repeat`, `take`
-and `skip` beyond the cut do the same before it, where they cost less.
+and `skip` beyond the cut do the same before it, where they cost less; so does `zip`, and thus `enumerate`, of elements.
 """
 
 import functools
@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfgpu.compat import datasets, slots
 from tfgpu.compat import tensorflow as private
-from tfgpu.compat.datasets import Batch, Counted, Map, Stage
+from tfgpu.compat.datasets import Batch, Counted, Map, Stage, Zip
 from tfgpu.core import worker_rows
 from tfgpu.core.feed import notes, row_functions
 from tfgpu.core.feed.notes import Obstacle
@@ -46,8 +46,27 @@ class Cut:
     """
 
     base: tf.data.Dataset
-    stages: tuple[Stage, ...]
+    stages: tuple["Stage | Branches", ...]
     have_rows: tuple[bool, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The maps of datasets that `Dataset.zip` puts together, as one that runs after it.
+
+    Attributes:
+        zipped: what they were.
+        maps: of each, in order.
+    """
+
+    zipped: Zip
+    maps: tuple[tuple[Map, ...], ...]
+
+    @property
+    def parallel_calls(self) -> int | None:
+        """`num_parallel_calls` of the map that runs all: the largest, or tf.data's own choice."""
+        calls = [stage.parallel_calls for each in self.maps for stage in each if stage.parallel_calls is not None]
+        return (min if tf.data.AUTOTUNE in calls else max)(calls, default=None)
 
 
 def rows_of(dataset: tf.data.Dataset, ranges: Ranges) -> WorkerRows | None:
@@ -115,7 +134,34 @@ def find(dataset: tf.data.Dataset) -> tuple[Cut | None, Obstacle | None]:
             return best, obstacle
         passed.insert(0, stage)
         dataset = source
+    branches = _branches_of(dataset) if batch is not None else None
+    if branches is not None:
+        base, stage = branches
+        return Cut(base, (stage, *passed)), Obstacle.ORDER
     return best, Obstacle.ORDER
+
+
+def _branches_of(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, Branches] | None:
+    """A `zip` of datasets without their last maps, and those maps; None if it has none."""
+    zipped = datasets.zip_of(dataset)
+    found = [] if zipped is None else [_without_maps(each) for each in tf.nest.flatten(zipped.datasets)]
+    if not any(maps for _, maps in found):
+        return None
+    base = tf.data.Dataset.zip(zipped.packed([before for before, _ in found]))
+    return (base, Branches(zipped, tuple(maps for _, maps in found))) if _is_plain(base.element_spec) else None
+
+
+def _without_maps(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, tuple[Map, ...]]:
+    """The dataset before its last maps, with the stages among them that choose by place, and those maps."""
+    best, passed, at = (dataset, ()), [], dataset
+    while (found := datasets.stage_of(at)) is not None:
+        stage, at = found
+        if isinstance(stage, Batch) or (isinstance(stage, Map) and not _is_one_to_one(stage)):
+            break
+        passed.insert(0, stage)
+        if isinstance(stage, Map):
+            best = _counted(at, passed), tuple(each for each in passed if isinstance(each, Map))
+    return best
 
 
 def _is_one_to_one(stage: Map) -> bool:
@@ -227,10 +273,26 @@ def _followed(dataset: tf.data.Dataset, stages: Sequence[Stage], by_rows: bool =
             dataset = stage.apply(dataset)
         elif isinstance(stage, Map):
             dataset = dataset.map(_beside_total(stage, by_rows), **_parallel(stage))
+        elif isinstance(stage, Branches):
+            dataset = dataset.map(_of_branches(stage), **_parallel(stage))
     return dataset
 
 
-def _parallel(stage: Map) -> dict:
+def _of_branches(stage: Branches) -> Callable:
+    maps = [[(each, datasets.imported(each.function)) for each in branch] for branch in stage.maps]
+
+    @tf.autograph.experimental.do_not_convert
+    def call(element, total):
+        parts = stage.zipped.parts(element)
+        for at, branch in enumerate(maps):
+            for each, called in branch:
+                parts[at] = each.call(parts[at], called)
+        return stage.zipped.packed(parts), total
+
+    return call
+
+
+def _parallel(stage: Map | Branches) -> dict:
     """Arguments of `Dataset.map`. An element that overtakes another would get into its batch."""
     return {} if stage.parallel_calls is None else {"num_parallel_calls": stage.parallel_calls, "deterministic": True}
 
