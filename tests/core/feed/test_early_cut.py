@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfgpu.core import worker_rows
 from tfgpu.core.feed import early_cut
 from tfgpu.core.worker_rows import Ranges
 
@@ -166,6 +167,24 @@ def test_one_batch_is_shown_whole_besides(name, number):
 
 def mixed(x, y):
     return x - tf.reduce_mean(x, 0), y
+
+
+def test_rows_of_a_registered_dataset_are_taken_further():
+    made, base = [], source().batch(5)
+
+    def make(ranges):
+        made.append(ranges)
+        return base.map(lambda *batch: ranges.take(batch))
+
+    worker_rows.register(base, worker_rows.WorkerRows(make, lambda: "first"))
+    whole = base.map(by_rows).skip(1).prefetch(1)
+    expected, rows = list(whole), early_cut.rows_of(whole, Ranges((1,), 2))
+    found = list(rows.make(Ranges((1,), 2)))
+    for (ours, total), batch in zip(found, expected, strict=True):
+        same(ours, Ranges((1,), 2).take(batch)[0])
+        assert int(total) == len(batch[0])
+    assert made == [Ranges((1,), 2)] and rows.first() == "first"
+    assert early_cut.rows_of(base.map(mixed), Ranges((1,), 2)) is None
 
 
 WHOLE = {
