@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import ops
 
 import tfgpu
-from tfgpu.core.row_mixing import verdicts
+from tfgpu.core.row_mixing import part_trial, verdicts
 from tfgpu.errors import InputError
 
 X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
@@ -138,6 +138,42 @@ def test_what_cannot_be_tried_runs_on_pieces_of_the_weights_where_that_is_asked_
     with caplog.at_level(logging.WARNING, logger="tfgpu"):
         fitted(made(Reads, strategy, stage=3))
     assert verdict_of(strategy) == verdicts.BY_ROWS and "It runs on each replica's rows" in caplog.text
+
+
+class Rare(ByTape):
+    """Compares rows where a number is large, as none of those that are drawn is."""
+
+    def loss_of(self, y, outputs):
+        rare = ops.cast(y > 50, "float32")
+        return super().loss_of(y, outputs) / (1.0 + ops.sum(rare)) ** 2
+
+
+def test_the_user_s_own_rows_are_tried(caplog):
+    strategy, labels = two_devices(), np.where(Y > 0, Y + 100, Y)
+    with caplog.at_level(logging.WARNING, logger="tfgpu"):
+        made(Rare, strategy).fit(X.astype("float64"), labels, batch_size=8, verbose=0)
+    assert verdict_of(strategy) == verdicts.ON_ALL_ROWS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_given"),
+    [
+        ({"x": X, "y": Y}, True),
+        ({"x": tf.constant(X), "y": Y.astype("float64")}, True),
+        ({"x": X, "y": Y, "sample_weight": Y[:, 0]}, False),  # not what the step gets
+        ({"x": X[:6], "y": Y[:6]}, False),
+        ({"x": X, "y": Y.astype(str)}, False),
+        ({"x": tf.data.Dataset.from_tensors((X, Y))}, False),
+        ({}, False),
+    ],
+)
+def test_which_data_give_rows_to_try(arguments, is_given):
+    spec = tf.TensorSpec((None, 5)), tf.TensorSpec((8, 3))
+    found = part_trial.given_rows(arguments, spec, 7)
+    assert (found is not None) == is_given
+    for given, own, each in zip(found or (), (X, Y), spec, strict=False):
+        np.testing.assert_array_equal(given, own[:7])
+        assert given.dtype == each.dtype
 
 
 def test_within_a_scope(caplog):

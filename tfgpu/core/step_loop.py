@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ class StepRunner:
         local = replication.local_training_of(self.strategy) if self._is_replicated else None
         self.averager = local.averager(model) if local is not None and self.kind == "train" else None
         self.loops = LoopBuilder(model, step_function, self.log_reader, self.averager, self.traffic)
-        self._needs_whole_batch = lambda spec, rows: step_trial.needs_whole_batch(model, step_function, spec, rows)
+        self._needs_whole_batch = functools.partial(step_trial.needs_whole_batch, model, step_function)
         self._is_tried = not self._is_replicated or self.strategy.num_replicas_in_sync == 1 or local is not None
 
     def __call__(self, batches: Any) -> dict:
@@ -219,8 +220,10 @@ class StepRunner:
     def _try_step(self, data: object) -> None:
         """Finds out, once, whether a step of the user's own must see the whole batch; `data` is one, or an iterator."""
         if not self._is_tried:
-            spec = sharded_dataset.spec_of(data)
-            self._is_tried, self.loops.sees_whole_batch = True, self._needs_whole_batch(spec, self.loops.batch_rows)
+            self._is_tried, run = True, self._run()
+            self.loops.sees_whole_batch = self._needs_whole_batch(
+                sharded_dataset.spec_of(data), self.loops.batch_rows, arguments=run.arguments if run is not None else {}
+            )
 
     def _loop_of(self, block: Block, jit: bool) -> tuple[Any, LoopKind]:
         """The block's iterator as the compiled loop takes it, and the kind of loop."""

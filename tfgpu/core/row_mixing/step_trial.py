@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.compat import layers, slots, training
-from tfgpu.core import step_context, worker_rows
+from tfgpu.core import replication, step_context, worker_rows
 from tfgpu.core.metric_logs import LogReader, function_of
 from tfgpu.core.row_mixing import (
     captures,
@@ -29,7 +29,7 @@ from tfgpu.core.row_mixing import (
     step_outputs,
     verdicts,
 )
-from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches
+from tfgpu.core.row_mixing.part_trial import CannotTry, Trial, Tried, drawn_batches, given_rows
 from tfgpu.core.row_mixing.step_recorder import ROWS, Apart, Recorder
 from tfgpu.core.step_context import RowRange
 from tfgpu.core.trial_cache import store
@@ -82,6 +82,7 @@ def needs_whole_batch(
     spec: object,
     rows: int | None = None,
     have_rows: list | None = None,
+    arguments: dict | None = None,
 ) -> bool:
     """Whether a step must see the whole batch for one device's result.
 
@@ -91,13 +92,15 @@ def needs_whole_batch(
         spec: of a whole batch, as `tf.TensorSpec`s in the structure that the step gets.
         rows: of a full batch, where that is known.
         have_rows: is given whether each output of a `predict_step` has rows, where the trial shows it.
+        arguments: of the `fit` or `evaluate`, by name. Of arrays among them the first rows are tried, and then drawn
+            ones. On several workers drawn ones are: all must find the same, whatever each has read.
 
     Raises:
         InputError: the step could not be tried, and the strategy asks for an error then; or it must see the whole
             batch (or may have to, if it could not be tried), and each replica holds a part of the weights.
     """
     own = _own_methods(model, step_function)
-    return bool(own) and _Question(model, step_function, spec, own, rows).answer(have_rows)
+    return bool(own) and _Question(model, step_function, spec, own, rows).answer(have_rows, arguments or {})
 
 
 class _Question:
@@ -108,13 +111,13 @@ class _Question:
         self._name = f"`{type(model).__name__}.{own[0]}`"
         self._is_sharded = bool(shard_trial.over_replicas(model))
 
-    def answer(self, have_rows: list | None) -> bool:
+    def answer(self, have_rows: list | None, arguments: dict) -> bool:
         """Notes what is found, and says it where the step does not simply run by rows."""
         chosen = {choices.of(function_of(getattr(self._model, each))) for each in self._own} - {None}
         if chosen:
             return self._marked(choices.ON_ALL_ROWS in chosen)
         try:
-            tried = self._tried()
+            tried = self._tried(arguments)
             if have_rows is not None:
                 have_rows += tried.have_rows
         except CannotTry as error:
@@ -133,12 +136,14 @@ class _Question:
             )
         return False
 
-    def _tried(self) -> Tried:
+    def _tried(self, arguments: dict) -> Tried:
         """What the trial finds, in this run or in an earlier one."""
-        trial = _StepTrial(self._model, self._step_function, self._spec)
+        is_alone = not replication.spans_processes(self._model.distribute_strategy)
+        given = given_rows(arguments, self._spec, ROWS) if is_alone else None
+        trial = _StepTrial(self._model, self._step_function, self._spec, given)
         if self._is_sharded:
             return trial.run()
-        things = self._step_function.__name__, self._model, self._spec
+        things = self._step_function.__name__, self._model, self._spec, given
         return store.found("step", things, trial.run, dataclasses.asdict, Tried, weights=True)
 
     def _note(self, becomes: str, why: str, source: str, size: int | None = 0) -> verdicts.Piece:
@@ -238,10 +243,11 @@ def _is_of_keras(function: Callable | None) -> bool:
 
 
 class _StepTrial(Trial):
-    """Runs a step on drawn rows, outside any replica."""
+    """Runs a step on a few rows, the user's own and drawn ones, outside any replica."""
 
-    def __init__(self, model: keras.Model, step_function: Callable, spec: object):
+    def __init__(self, model: keras.Model, step_function: Callable, spec: object, given: object | None = None):
         super().__init__(captures.of(step_function))
+        self._given = given
         self._model, self._spec = model, spec
         self._step = training.without_optionals(model, step_function)
         self._predicts = step_function == model.predict_step
@@ -262,6 +268,8 @@ class _StepTrial(Trial):
         return (row_sums.Meets,)
 
     def _batches(self) -> Iterator[object]:
+        if self._given is not None:
+            yield self._given
         for leaves in drawn_batches(tf.nest.flatten(self._spec), self._captured.numbers, ROWS):
             yield tf.nest.pack_sequence_as(self._spec, leaves)
 
