@@ -3,7 +3,7 @@
 Workers are processes on this machine, with one CPU device each: two with whole weights, four with ZeRO stage 3. For
 each it prints the bytes that it writes over all bytes, the growth of its memory (without pages of files) while it saves
 and loads, the milliseconds that the step waits for a save beside those of the copy alone and of the write; medians, and
-the largest growth, over the saves.
+the largest growth, over the saves. glibc gives freed arrays back at once here, so that growth is what is in use.
 
 `--kills N` instead ends any one of two workers by SIGKILL at a random moment, N times, and counts the starts after
 which the newest checkpoint could not be read.
@@ -141,6 +141,7 @@ def start(count: int, *command: str) -> list[subprocess.Popen]:
     for each in sockets:
         each.close()
     common = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    common |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
     return [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.checkpoints", *map(str, command)],

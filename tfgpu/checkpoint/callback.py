@@ -15,7 +15,7 @@ from tfgpu.checkpoint.best import Best
 from tfgpu.checkpoint.callback_state import CallbackStates
 from tfgpu.checkpoint.extra_state import ExtraState
 from tfgpu.checkpoint.fetching import fail_together, fetch, load
-from tfgpu.checkpoint.parts_writer import PartsWriter
+from tfgpu.checkpoint.parts_writer import Agreement, PartsWriter
 from tfgpu.checkpoint.preemption import Preemption
 from tfgpu.checkpoint.run_progress import DataSeeker, RunProgress, plain_logs
 from tfgpu.checkpoint.storage import Position, Snapshot
@@ -271,10 +271,16 @@ class Checkpoint(keras.callbacks.Callback):
             training_state.settle(self.model)
             return
         saved = parts.copy(self.model, metrics=metrics, instead=draws)
-        strategy, what = self.model.distribute_strategy, f"Saving {self._directory / position.name}"
-        memory = fail_together(strategy, lambda: self._memory(random) if self._disks.is_chief else None, what)
-        write = self._parts.job(position, saved, memory, lambda path: self._prune(path, position))
-        fail_together(strategy, lambda: self._writer.put(self._directory / position.name, write), what)
+        path, strategy = self._directory / position.name, self.model.distribute_strategy
+        agreed = Agreement(is_open=self._disks.count == 1)
+
+        def save() -> None:
+            memory = self._memory(random) if self._disks.is_chief else None
+            write = self._parts.job(position, saved, memory, lambda path: self._prune(path, position))
+            self._writer.put(path, lambda: agreed.wait() and write())
+
+        with agreed:
+            fail_together(strategy, save, f"Saving {path}")
 
     def _memory(self, random) -> dict[str, Any]:
         return {

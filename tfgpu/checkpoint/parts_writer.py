@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,33 @@ from tfgpu.checkpoint.manifest import FACTS, Position
 from tfgpu.checkpoint.messages import Messages
 from tfgpu.core.state.parts import StateParts
 from tfgpu.errors import MachineError
+
+
+class Agreement:
+    """Lets threads write only if all workers have got as far as this one.
+
+    As a context manager: the block is what may fail on some worker, and then fails on all.
+
+    Args:
+        is_open: there is nobody to agree with.
+    """
+
+    def __init__(self, *, is_open: bool = False):
+        self._is_made, self._decided = is_open, threading.Event()
+        if is_open:
+            self._decided.set()
+
+    def wait(self) -> bool:
+        """Whether to write; waits until that is known."""
+        self._decided.wait()
+        return self._is_made
+
+    def __enter__(self) -> "Agreement":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._is_made |= kind is None
+        self._decided.set()
 
 
 class PartsWriter:
