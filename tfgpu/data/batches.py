@@ -17,9 +17,11 @@ from tfgpu.data import service as remote
 from tfgpu.data.assembly.plan import Plan
 from tfgpu.data.augmentation import augment as augmentation
 from tfgpu.data.augmentation import stages as augmentations
+from tfgpu.data.augmentation import targets as moving
 from tfgpu.data.decoding import Reading, check_length, check_size
 from tfgpu.data.examples import Examples
 from tfgpu.data.feed import Feed, batches
+from tfgpu.data.structure.arrays import check_task
 from tfgpu.errors import InputError, is_number, whole_number
 
 _log = logging.getLogger(__name__)
@@ -31,8 +33,8 @@ class Info:
 
     Attributes:
         name: the source's name.
-        input_shape: one example's shape, such as (8, 8, 1).
-        classes, class_names: the number of classes, and one name per class.
+        input_shape: one example's shape, such as (8, 8, 1); a dict of shapes for named inputs.
+        classes, class_names: the number of classes, and one name per class; 0 and none for numbers and named targets.
         train_examples, validation_examples, test_examples: the number in each split.
         epoch_examples: the number that a training epoch reads; differs from `train_examples` if classes are balanced by
             sampling.
@@ -41,15 +43,15 @@ class Info:
         skipped: the number of corrupt examples that were skipped.
         augment: the training stages with all their options; `"auto"` is resolved.
         labels: `"class"`, the class index; `"one_hot"`, float32 [classes] in all splits, which mixing stages and label
-            smoothing need, with the loss `CategoricalCrossentropy`; or `"tokens"`, a class at each position of a
-            sequence.
+            smoothing need, with the loss `CategoricalCrossentropy`; `"tokens"`, a class at each position of a sequence;
+            `"numbers"` to predict, float32; or `"named"`, a dict of targets.
         label_smoothing: the share of a training label that is spread over all classes.
         balance: how the classes were balanced, or None.
         cache: where decoded examples are kept: `memory`, `disk` or `none`; the data is the same.
     """
 
     name: str
-    input_shape: tuple[int | None, ...]
+    input_shape: Any
     classes: int
     class_names: tuple[str, ...]
     train_examples: int
@@ -116,6 +118,7 @@ def pipeline(
     sharding: str = "data",
     service: str | None = None,
     cluster: Cluster | None = None,
+    task: str | None = None,
 ) -> Data:
     """Opens a source and makes its train, validation and test batches.
 
@@ -162,6 +165,8 @@ def pipeline(
         service: the address of a tf.data service, as printed by `tfgpu data serve`. Its workers decode and augment the
             training examples; they need the source's files under the same paths. Batches and their order stay the
             same. For examples that are decoded on demand. Each training process asks for its rows.
+        task: `"classification"`: labels are classes; `"regression"`: numbers to predict, float32. Default: classes,
+            unless labels are floats that are not all whole, or several a row.
         cluster: this process's role; only the chief logs. Default: all processes log, and `sharding` reads the
             environment.
 
@@ -180,6 +185,7 @@ def pipeline(
     stages = augment if augment == "auto" else augmentations.parse_stages(augment)
     _check_numbers(global_batch, seed, split_seed, cluster)
     splits.check_fractions(validation, test)
+    check_task(task)
     shards.check(sharding)
     balancing.check(balance, shuffle=shuffle)
     caching.check(cache, cache_directory)
@@ -188,7 +194,7 @@ def pipeline(
     service = None if service is None else remote.address(service)
     quiet = cluster is not None and not cluster.is_chief
     size, length = check_size(image_size), check_length(length)
-    reading = Reading(size, skip_corrupt, cache, cache_directory, memory_bytes, length=length)
+    reading = Reading(size, skip_corrupt, cache, cache_directory, memory_bytes, length=length, task=task)
     examples = _open(source, reading, label_smoothing, service, quiet)
     parts = _parts(examples, validation, test, split_seed, quiet)
     settings = epoch.Settings(int(global_batch), _stages(stages, examples), seed, shuffle, balance, label_smoothing)
@@ -262,7 +268,7 @@ def _open(source: Any, reading: Reading, smoothing: float, service: str | None, 
 def _check_smoothing(share: float, examples: Examples) -> None:
     if not is_number(share) or not 0 <= share < 1:
         raise InputError(f"`label_smoothing` must be at least 0 and below 1. Received: {share!r}. Try 0.1.")
-    if share and examples.labels.ndim != 1:
+    if share and (examples.labels.ndim != 1 or not examples.has_classes):
         raise InputError(
             f"`label_smoothing` needs one class per example. Received: {share} for labels of shape "
             f"{examples.labels.shape} in {examples.name}. Remove it."
@@ -270,9 +276,24 @@ def _check_smoothing(share: float, examples: Examples) -> None:
 
 
 def _stages(stages, examples: Examples) -> tuple[tuple[str, dict[str, Any]], ...]:
+    if stages == "auto" and isinstance(examples.shape, dict):
+        return ()
     if stages == "auto":
         stages = augmentations.parse_stages(augmentation.automatic(examples.name, examples.shape))
+    given = examples.structure
+    if stages and isinstance(examples.shape, dict):
+        raise InputError(
+            f"`augment` needs one image per example. Received: {examples.name} with named inputs. Remove it."
+        )
+    mixes = augmentations.mixes(stages)
+    if mixes and given is not None:
+        raise InputError(
+            f"MixUp and CutMix need one class per example and no sample weights. Received: {examples.name} with others."
+            " Remove them from `augment`."
+        )
     augmentation.check(stages, name=examples.name, shape=examples.shape, labels_rank=examples.labels.ndim)
+    if stages and given is not None:
+        moving.check(given.targets, examples.shape, examples.name)
     return stages
 
 
@@ -324,9 +345,11 @@ def _warn_of_copies(examples: Examples, originals, parts: dict[str, np.ndarray],
 
 def _info(examples: Examples, parts, share, count: int, settings: epoch.Settings) -> Info:
     labels = "one_hot" if settings.soft else "class" if examples.labels.ndim == 1 else "tokens"
+    if not examples.has_classes:
+        labels = "named" if isinstance(examples.structure.targets, dict) else "numbers"
     return Info(
         name=examples.name,
-        input_shape=tuple(examples.shape),
+        input_shape=examples.shape if isinstance(examples.shape, dict) else tuple(examples.shape),
         classes=len(examples.class_names),
         class_names=examples.class_names,
         train_examples=len(parts["train"]),

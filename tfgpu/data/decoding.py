@@ -31,6 +31,7 @@ class Reading:
             read, with its name.
         any_size: images may have different sizes, for copying them as they are.
         length: bytes per text, or per sequence of a corpus; None: the default, or not text.
+        task: `classification` or `regression`; None: found from the labels.
     """
 
     image_size: tuple[int, int] | None = None
@@ -41,6 +42,7 @@ class Reading:
     examine_bytes: int = 2 << 30
     any_size: bool = False
     length: int | None = None
+    task: str | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tfgpu.data import position, shards
 from tfgpu.data.assembly.plan import Part, Plan
 from tfgpu.data.augmentation import augment as augmentation
 from tfgpu.data.augmentation import stages as augmentations
-from tfgpu.data.examples import Examples
+from tfgpu.data.examples import Examples, to_model
 from tfgpu.data.feed import Feed, batches
 from tfgpu.errors import InputError
 
@@ -37,7 +37,7 @@ class Settings:
 def order(examples: Examples, share: shards.Share, settings: Settings) -> tuple[int, Callable]:
     """Returns the number of examples per epoch and the function from an epoch's number to their order."""
     indices, balance, seed = share.indices, settings.balance, settings.seed
-    if balance is not None and examples.labels.ndim != 1:
+    if balance is not None and (examples.labels.ndim != 1 or not examples.has_classes):
         raise InputError(
             f"`balance` needs one class per example. Received: labels of shape {examples.labels.shape} in "
             f"{examples.name}. Remove it."
@@ -62,7 +62,23 @@ def change_of(examples: Examples, indices, settings: Settings, first: int) -> Ca
     """Returns the function that augments and weights a batch of training examples and smooths its labels."""
     classes = len(examples.class_names)
     weights = balancing.weights(examples.labels[indices], classes) if settings.balance == "weights" else None
-    return Change(settings, classes, weights, first)
+    return Change(settings, classes, weights, first, gatherer(examples))
+
+
+def gatherer(examples: Examples) -> Callable | None:
+    """The function `(x, index)` -> inputs, targets and sample weights; None where those are the examples' classes."""
+    if examples.structure is None:
+        return None
+    gather = examples.structure.gatherer()
+    with tf.device("CPU:0"):
+        labels = tf.constant(examples.labels)
+
+    def named(x, index):
+        inputs, targets, weights = gather(index)
+        x = x if inputs is None else tf.nest.map_structure(to_model, inputs)
+        return x, tf.gather(labels, index) if targets is None else targets, weights
+
+    return named
 
 
 @dataclass(frozen=True)
@@ -74,12 +90,14 @@ class Change:
         classes: the number of classes.
         weights: each class's weight, or None.
         first: the position in the epoch of this dataset's first example.
+        gather: as `gatherer` returns it.
     """
 
     settings: Settings
     classes: int
     weights: np.ndarray | None
     first: int
+    gather: Callable | None = None
 
     @property
     def pairs(self) -> int:
@@ -89,14 +107,16 @@ class Change:
     def __call__(self, epoch, places, x, y, part: Part | None = None):
         """Changes a batch, or a part of it, whose examples are those of the rows `needed`."""
         settings, smoothing = self.settings, self.settings.smoothing
+        x, y, own = (x, y, None) if self.gather is None else self.gather(x, y)
         y = tf.one_hot(y, self.classes) if settings.soft else y
         if settings.stages:
             count, rows = (tf.shape(x)[0], None) if part is None else (part.total, part.rows)
             x, y = augmentation.apply(x, y, settings.stages, self._numbers(epoch, places, count), rows)
         smooth = y * (1.0 - smoothing) + smoothing / self.classes if smoothing else y
-        if self.weights is None:
-            return x, smooth
-        return x, smooth, balancing.weights_of(y, self.weights)
+        if self.weights is not None:
+            of_classes = balancing.weights_of(y, self.weights)
+            own = of_classes if own is None else own * of_classes
+        return (x, smooth) if own is None else (x, smooth, own)
 
     def needed(self, epoch, place, part: Part) -> tf.Tensor:
         """The rows of a batch that a part is made of: its own and their partners, int64."""
@@ -111,12 +131,14 @@ def fixed(examples: Examples, indices, settings: Settings, feed: Feed) -> tf.dat
     """Batches a validation or test split in a fixed order; None if it is empty."""
     if not len(indices):
         return None
-    classes = len(examples.class_names)
+    classes, gather = len(examples.class_names), gatherer(examples)
     with tf.device("CPU:0"):
         indices = tf.constant(indices)
 
     def change(epoch, places, x, y, part=None):
-        return x, tf.one_hot(y, classes) if settings.soft else y
+        x, y, own = (x, y, None) if gather is None else gather(x, y)
+        y = tf.one_hot(y, classes) if settings.soft else y
+        return (x, y) if own is None else (x, y, own)
 
     epochs = tf.data.Dataset.from_tensors(np.int64(0))
     plan = Plan(examples, lambda epoch: indices, len(indices), settings.global_batch, change)

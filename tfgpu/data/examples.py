@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.data.structure.arrays import Structure, has_numbers, numbers
 from tfgpu.errors import InputError
 
 
@@ -30,6 +31,7 @@ class Examples:
         skipped: the names of the corrupt examples that were skipped.
         ahead: indices (int64 [n]) -> a tensor; begins to fetch what `load` will read of examples that are far away.
         blend: how several sources make an epoch (`tfgpu.data.mixture`).
+        structure: arrays beside the classes, gathered by index; where it has targets, `labels` are all 0.
     """
 
     name: str
@@ -47,6 +49,12 @@ class Examples:
     skipped: tuple[str, ...] = ()
     ahead: Callable[[tf.Tensor], tf.Tensor] | None = None
     blend: Any = None
+    structure: Structure | None = None
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether what the model learns is the class of an example, or classes along a sequence."""
+        return self.structure is None or self.structure.targets is None
 
     @property
     def cache(self) -> str:
@@ -54,17 +62,20 @@ class Examples:
         return "memory" if self.array is not None else "disk" if self.stored is not None else "none"
 
 
-def from_arrays(x, y, *, name: str, own: Mapping[str, np.ndarray] | None = None, class_names=None) -> Examples:
+def from_arrays(
+    x, y, *, name: str, own: Mapping[str, np.ndarray] | None = None, class_names=None, task: str | None = None
+) -> Examples:
     """Checks arrays and makes them `Examples`.
 
     Args:
         x: [n, ...] numbers. uint8 of [n, height, width] or [n, height, width, channels] are images, which become
             float32 in [0, 1]. float64 becomes float32; other integers (tokens) stay as they are.
         y: [n] integers from 0, or strings (sorted into classes); [n, 1] is flattened; [n, length] integers are for
-            sequence models.
+            sequence models. Floats that are not all whole, or several a row, are numbers to predict.
         name: the source's name.
         own: the source's own splits, as indices.
         class_names: one name per class, if known.
+        task: `"classification"` or `"regression"`; None: found from `y`.
 
     Returns:
         Examples in memory.
@@ -78,13 +89,29 @@ def from_arrays(x, y, *, name: str, own: Mapping[str, np.ndarray] | None = None,
         (('cat', 'dog'), [0, 1, 0])
     """
     x = features(np.asarray(x), name=name)
-    labels, class_names = labels_of(np.asarray(y), name=name, class_names=class_names)
+    labels, class_names, structure = labeled(np.asarray(y), name=name, class_names=class_names, task=task)
     if len(x) != len(labels):
         raise InputError(
             f"{name}: x and y must have one row per example. Received: {len(x)} rows in x, {len(labels)} in y."
         )
     own = own or {"train": np.arange(len(x))}
-    return Examples(name, labels, x.shape[1:], class_names, array=x, own=own)
+    return Examples(name, labels, x.shape[1:], class_names, array=x, own=own, structure=structure)
+
+
+def labeled(
+    y: np.ndarray, *, name: str, class_names=None, task: str | None = None
+) -> tuple[np.ndarray, tuple[str, ...], Structure | None]:
+    """Labels as classes, or as numbers to predict.
+
+    Returns:
+        int64 labels, all 0 for numbers; the classes' names, none for numbers; and the numbers, if any.
+
+    Raises:
+        InputError: labels that are neither.
+    """
+    if class_names is None and has_numbers(y, task, name):
+        return np.zeros(len(y), np.int64), (), Structure(targets=numbers(y, "regression", name))
+    return (*labels_of(y, name=name, class_names=class_names), None)
 
 
 def labels_of(y: np.ndarray, *, name: str, class_names=None) -> tuple[np.ndarray, tuple[str, ...]]:

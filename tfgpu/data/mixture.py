@@ -176,7 +176,15 @@ def joined(mix: Mixture, opened: Sequence[Examples]) -> Examples:
         for part in PARTS
         if any(part in each.own for each in opened)
     }
+    structures = [each.structure for each in opened]
+    if any(each is None for each in structures) and any(each is not None for each in structures):
+        raise InputError("All sources of a mixture must have the same structure: classes, numbers, names or weights.")
+    try:
+        structure = None if structures[0] is None else structures[0].joined(*structures[1:])
+    except (ValueError, TypeError) as error:
+        raise InputError(f"All sources of a mixture must have the same structure: {error}.") from error
     facts = {
+        "structure": structure,
         "name": "+".join(each.name for each in opened),
         "labels": np.concatenate([each.labels for each in opened]),
         "shape": first.shape,

@@ -1,6 +1,7 @@
 """Opens a source of examples by name, or arrays and datasets that are passed directly."""
 
 import importlib
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from tfgpu.data.names import parse_source
 from tfgpu.data.splits import PARTS
 from tfgpu.data.storage import remote_records
 from tfgpu.data.storage.remote_files import Remote, is_url
+from tfgpu.data.structure.opening import is_structured, open_structured, stacked
 from tfgpu.data.text import texts
 from tfgpu.errors import InputError, unknown
 
@@ -95,6 +97,8 @@ def open_source(source, reading: Reading | None = None) -> Examples:
 
 def _check_classes(examples: Examples) -> None:
     """With a single class there is nothing to learn."""
+    if not examples.has_classes:
+        return
     present = np.unique(examples.labels[examples.own["train"]])
     if len(present) < 2:
         raise InputError(
@@ -147,13 +151,24 @@ def _from_values(values, *, name: str, reading: Reading) -> Examples:
     if "train" not in parts:
         raise InputError(f"{name}: the dict of splits needs 'train'. Received: {', '.join(parts) or 'nothing'}.")
     kinds = {_kind(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
+    if kinds == {"stream"}:
+        parts = {part: _examples(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
+        structured, parts = _structured_streams(parts)
+        if structured:
+            parts = {part: stacked(value, name=name, reading=reading) for part, value in parts.items()}
+            kinds = {"structured"}
+    if kinds == {"structured"}:
+        check_unsized(name, reading.image_size)
+        return open_structured(parts, name=name, reading=reading)
     if kinds != {"columns"}:
         check_unsized(name, reading.image_size)
     if kinds == {"columns"}:
         return columns.open_columns(parts, name=name, reading=reading)
     if kinds == {"arrays"}:
         pairs = {part: _arrays(value, name if whole else f"{name}, {part}") for part, value in parts.items()}
-        return from_arrays(*pairs["train"], name=name) if whole else _joined(pairs, name)
+        return from_arrays(*pairs["train"], name=name, task=reading.task) if whole else _joined(pairs, name, reading)
+    if "structured" in kinds:
+        raise InputError(f"{name}: all splits must have the same structure, with or without names and sample weights.")
     if "columns" in kinds:
         mixed = f"{name}: all splits or none must be Hugging Face datasets."
         raise InputError(f"{mixed} Received: {', '.join(parts)}.")
@@ -172,13 +187,16 @@ def _kind(value, name: str) -> str:
     """Returns what was passed: arrays, a stream of examples, or named columns."""
     if columns.has_columns(value):
         return "columns"
+    if is_structured(value):
+        return "structured"
     if isinstance(value, (tuple, list)) and len(value) == 2:
         return "arrays"
     if isinstance(value, (tf.data.Dataset, Iterator)) or callable(value):
         return "stream"
     raise InputError(
-        f"{name}: data must be (x, y) arrays, a tf.data.Dataset of (x, y) examples, a Hugging Face dataset, a "
-        f"function that yields (x, y) examples, or a dict of these, one per split. Received: {type(value).__name__}."
+        f"{name}: data must be (x, y) or (x, y, sample_weight) of arrays or dicts of arrays, a tf.data.Dataset of such "
+        f"examples, a Hugging Face dataset, a function that yields such examples, or a dict of these, one per split. "
+        f"Received: {type(value).__name__}."
     )
 
 
@@ -191,7 +209,18 @@ def _arrays(value, name: str) -> tuple[np.ndarray, np.ndarray]:
         ) from error
 
 
-def _joined(parts: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str) -> Examples:
+def _structured_streams(parts: Mapping[str, Iterator]) -> tuple[bool, dict[str, Iterator]]:
+    """Whether the streams have named arrays or sample weights, and the streams from their beginning."""
+    whole, found = {}, False
+    for part, elements in parts.items():
+        elements = iter(elements)
+        first = list(itertools.islice(elements, 1))
+        found = found or (bool(first) and is_structured(first[0]))
+        whole[part] = itertools.chain(first, elements)
+    return found, whole
+
+
+def _joined(parts: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str, reading: Reading) -> Examples:
     parts = {part: xy for part, xy in parts.items() if part == "train" or len(xy[0])}
     own, start = {}, 0
     for part, (x, y) in parts.items():
@@ -205,7 +234,7 @@ def _joined(parts: Mapping[str, tuple[np.ndarray, np.ndarray]], name: str) -> Ex
     if len(set(shapes.values())) > 1:
         raise InputError(f"{name}: all splits must have examples of one shape. Received: {shapes}.")
     x, y = (np.concatenate([xy[i] for xy in parts.values()]) for i in (0, 1))
-    return from_arrays(x, y, name=name, own=own)
+    return from_arrays(x, y, name=name, own=own, task=reading.task)
 
 
 def _chunks(value, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -246,9 +275,11 @@ def _stacked(pairs, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _check_dataset(dataset: tf.data.Dataset, name: str) -> None:
     spec = dataset.element_spec
-    if not isinstance(spec, tuple) or len(spec) != 2 or not all(isinstance(s, tf.TensorSpec) for s in spec):
+    is_row = isinstance(spec, tuple) and len(spec) in (2, 3)
+    if not is_row or not all(isinstance(each, tf.TensorSpec) for each in tf.nest.flatten(spec)):
         raise InputError(f"{name}: the dataset must yield (x, y) examples. Received: elements {spec}.")
-    if spec[1].shape.rank and spec[1].shape[0] is None:
+    labels = tf.nest.flatten(spec[1])[0].shape
+    if labels.rank and labels[0] is None:
         raise InputError(f"{name}: the dataset must yield single examples, not batches. Use dataset.unbatch().")
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise InputError(f"{name}: the dataset is infinite. Remove repeat(), or add take(n).")

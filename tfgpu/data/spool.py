@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu.data.decoding import Files, Reading, decode_image, open_files
-from tfgpu.data.examples import Examples, features, from_arrays, labels_of
+from tfgpu.data.examples import Examples, features, from_arrays, labeled
 from tfgpu.data.records import Index
 from tfgpu.data.splits import PARTS, first_of
 from tfgpu.errors import InputError, MachineError
@@ -60,15 +60,17 @@ def keep_rows(
         raise InputError(f"{name} has no examples. Provide at least one example and its label.")
     y = np.concatenate(labels)
     if rows.path is None:
-        return from_arrays(np.concatenate(rows.chunks), y, name=name, own=own, class_names=class_names)
-    labels, class_names = labels_of(y, name=name, class_names=class_names)
+        x = np.concatenate(rows.chunks)
+        return from_arrays(x, y, name=name, own=own, class_names=class_names, task=reading.task)
+    labels, class_names, structure = labeled(y, name=name, class_names=class_names, task=reading.task)
     shape, dtype, path = rows.shape, rows.dtype, str(rows.path)
 
     def stored() -> tf.Tensor:
         with tf.device("CPU:0"):
             return tf.raw_ops.ImmutableConst(dtype=dtype, shape=(len(labels), *shape), memory_region_name=path)
 
-    return Examples(name, labels, shape, class_names, stored=stored, own=own, copies=rows.finish())
+    copies = rows.finish()
+    return Examples(name, labels, shape, class_names, stored=stored, own=own, copies=copies, structure=structure)
 
 
 def keep_images(

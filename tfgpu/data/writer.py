@@ -68,6 +68,11 @@ def write_shards(
     path = manifest.check_output(out, overwrite=overwrite)
     reading = Reading(image_size=check_size(image_size), skip_corrupt=skip_corrupt, any_size=True)
     examples = sources.open_source(source, reading)
+    if examples.structure is not None:
+        raise InputError(
+            f"Shards hold an array or image and its class. Received: {examples.name} with numbers to predict, named "
+            "arrays or sample weights. Keep it in its own format, and pass it to `pipeline`."
+        )
     if examples.skipped:
         _log.warning("%s: skipped %d corrupt: %s", examples.name, len(examples.skipped), ", ".join(examples.skipped))
     resized = image_size is not None

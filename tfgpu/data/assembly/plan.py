@@ -21,7 +21,7 @@ class Plan:
         change: `(epoch, place, x, y)` -> the batch, and `(epoch, place, x, y, part)` -> the rows of a part of it.
 
     Attributes:
-        labels: the examples' labels, a tensor.
+        labels: the examples' labels, a tensor; their numbers, from 0, where `change` gathers arrays by them.
     """
 
     examples: Examples
@@ -33,7 +33,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         with tf.device("CPU:0"):
-            object.__setattr__(self, "labels", tf.constant(self.examples.labels))
+            count, is_plain = len(self.examples.labels), self.examples.structure is None
+            labels = tf.constant(self.examples.labels) if is_plain else tf.range(count, dtype=tf.int64)
+            object.__setattr__(self, "labels", labels)
 
     @property
     def steps(self) -> int:

@@ -27,7 +27,7 @@ import math
 
 import tensorflow as tf
 
-from tfgpu.data.augmentation import color, geometry, mixing, randaugment
+from tfgpu.data.augmentation import color, geometry, mixing, randaugment, targets
 from tfgpu.data.augmentation.rows import of_rows
 from tfgpu.data.augmentation.stages import COLOR, MIXING
 from tfgpu.data.position import Numbers
@@ -100,8 +100,8 @@ def apply(
 
     Args:
         images: float32 [batch, height, width, channels]; with `rows` those of `needed(stages, numbers, rows)`.
-        labels: [batch], or float32 [batch, classes] if a stage mixes examples; only such stages change them. Of the
-            same rows as the images.
+        labels: [batch], or float32 [batch, classes] if a stage mixes examples; only such stages change them. Or a dict
+            of targets, in which boxes and masks move with the images (see `targets`). Of the same rows as the images.
         stages: complete `(name, options)` pairs, as returned by `stages.parse_stages`.
         numbers: the random numbers of the whole batch.
         rows: int64, the rows of the batch to make, in any order; None: all.
@@ -122,7 +122,9 @@ def apply(
     for block in _blocks(stages):
         name, options = block[0]
         if name in geometry.STAGES:
-            images = geometry.transform(images, block, numbers, stream, have)
+            matrices, fill = geometry.moves(images, block, numbers, stream, have)
+            labels = targets.follow(labels, matrices, fill, tf.shape(images))
+            images = geometry.warp(images, matrices, fill)
         elif name in MIXING:
             wanted = held.pop(0)
             moved = None if rows is None else (have, wanted)

@@ -9,8 +9,8 @@ from tfgpu.data.augmentation.rows import of_rows
 STAGES = ("flip", "crop", "shift", "rotate", "zoom")
 
 
-def transform(images: tf.Tensor, block, numbers, stream: int, rows: tf.Tensor | None = None) -> tf.Tensor:
-    """Applies a block of geometric stages that share one `fill` to a batch, with a single resampling.
+def moves(images: tf.Tensor, block, numbers, stream: int, rows: tf.Tensor | None = None) -> tuple[tf.Tensor, str]:
+    """What a block of geometric stages that share one `fill` does to each image of a batch: one matrix for `warp`.
 
     Args:
         images: float32 [batch, height, width, channels].
@@ -18,6 +18,9 @@ def transform(images: tf.Tensor, block, numbers, stream: int, rows: tf.Tensor | 
         numbers: the random numbers of the whole batch.
         stream: the first stage's stream of numbers; each stage uses one.
         rows: int64, which rows of the batch the images are; None: all.
+
+    Returns:
+        float32 [batch, 3, 3], and the fill.
     """
     shape = tf.shape(images)
     size = tf.cast(shape[1], tf.float32), tf.cast(shape[2], tf.float32)
@@ -27,7 +30,7 @@ def transform(images: tf.Tensor, block, numbers, stream: int, rows: tf.Tensor | 
     for draw, (name, options) in zip(draws, block, strict=True):
         total = total @ _MATRICES[name](ones, draw[:, 0], draw[:, 1], size, options)
     fills = [options["fill"] for _, options in block if "fill" in options]
-    return warp(images, of_rows(centered(total, shape), rows), fills[0] if fills else "nearest")
+    return of_rows(centered(total, shape), rows), fills[0] if fills else "nearest"
 
 
 def centered(matrices: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:

@@ -1,0 +1,1 @@
+"""Examples with numbers to predict, named inputs and targets, or sample weights."""

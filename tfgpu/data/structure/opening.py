@@ -1,0 +1,110 @@
+"""Opens arrays and streams with named inputs or targets, several outputs, or sample weights."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfgpu.data import splits
+from tfgpu.data.decoding import Reading
+from tfgpu.data.examples import Examples, features, from_arrays, labeled
+from tfgpu.data.structure.arrays import Structure, numbers
+from tfgpu.errors import InputError
+
+
+def is_structured(value: object) -> bool:
+    """Whether `(x, y)` or `(x, y, sample_weight)` has more than an array of examples and one of labels."""
+    is_row = isinstance(value, (tuple, list)) and len(value) in (2, 3)
+    return is_row and (len(value) == 3 or any(isinstance(each, Mapping) for each in value))
+
+
+def open_structured(parts: Mapping[str, tuple], *, name: str, reading: Reading) -> Examples:
+    """Opens `(x, y)` or `(x, y, sample_weight)` of arrays and dicts of arrays, for each split.
+
+    Args:
+        parts: by split; has `train`.
+        name: the source's name.
+        reading: with the task.
+
+    Raises:
+        InputError: arrays of different lengths, splits of different structures, values that are not finite.
+    """
+    ordered = sorted(parts, key=splits.PARTS.index)
+    opened = [_rows(parts[part], name if len(parts) == 1 else f"{name}, {part}") for part in ordered]
+    ends = np.cumsum([0, *(count for _, count in opened)])
+    own = {part: np.arange(start, end) for part, start, end in zip(ordered, ends, ends[1:], strict=False)}
+    try:
+        arrays = opened[0][0].joined(*(structure for structure, _ in opened[1:]))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{name}: all splits must have the same structure: {error}.") from error
+    return _examples(arrays, own, name, reading.task)
+
+
+def stacked(elements: Iterable, *, name: str, reading: Reading) -> tuple:
+    """The elements of a stream as arrays in the same structure.
+
+    Raises:
+        InputError: no elements, elements of different structures or shapes, or more than `memory_bytes`.
+    """
+    found, size = [], 0
+    for element in elements:
+        found.append(tf.nest.map_structure(np.asarray, tuple(element)))
+        size += sum(each.nbytes for each in tf.nest.flatten(found[-1]))
+        if size > reading.memory_bytes:
+            raise InputError(
+                f"{name}: streams with named arrays or sample weights are kept in memory, and this one does not fit in "
+                f"memory_bytes={reading.memory_bytes}. Increase it."
+            )
+    if not found:
+        raise InputError(f"{name} has no examples. Provide at least one example and its label.")
+    try:
+        return tf.nest.map_structure(lambda *rows: np.stack(rows), *found)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{name}: all examples must have one structure and shape: {error}.") from error
+
+
+def _rows(value: tuple, name: str) -> tuple[Structure, int]:
+    """A split's arrays, checked, and its number of rows."""
+    x, y, weights = (*value, None)[:3]
+    x, y = (_arrays(each, f"{name}: {what}") for each, what in ((x, "x"), (y, "y")))
+    flat = [*tf.nest.flatten(x), *tf.nest.flatten(y)]
+    if weights is not None:
+        weights = np.asarray(weights, np.float32)
+        if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0).any():
+            raise InputError(f"{name}: sample weights must be a number from 0 per example. Received: {weights.shape}.")
+        flat.append(weights)
+    counts = {len(each) if each.ndim else 0 for each in flat}
+    if len(counts) != 1 or 0 in counts:
+        raise InputError(f"{name}: x, y and sample weights must have one row per example. Received: {sorted(counts)}.")
+    return Structure(x, y, weights), counts.pop()
+
+
+def _arrays(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _arrays(each, f"{name}[{key!r}]") for key, each in value.items()}
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise InputError(f"{name}: all rows must have one shape. Pad them.") from error
+
+
+def _examples(arrays: Structure, own: Mapping[str, np.ndarray], name: str, task: str | None) -> Examples:
+    x, y, inputs, copies = arrays.inputs, arrays.targets, None, None
+    if isinstance(y, np.ndarray):
+        labels, class_names, structure = labeled(y, name=name, task=task)
+        targets = None if structure is None else structure.targets
+    else:
+        targets = tf.nest.map_structure(lambda each: numbers(each, task, name), y)
+        labels, class_names = np.zeros(len(tf.nest.flatten(y)[0]), np.int64), ()
+    if isinstance(x, np.ndarray):
+        one = from_arrays(x, np.zeros(len(x), np.int64), name=name)
+        array, shape = one.array, one.shape
+    else:
+        inputs = tf.nest.map_structure(lambda each: features(each, name=name), x)
+        shape = tf.nest.map_structure(lambda each: each.shape[1:], inputs)
+        flat = tf.nest.flatten(inputs)
+        copies = splits.same(b"".join(splits.digest(each[row]) for each in flat) for row in range(len(labels)))
+        array = np.zeros([len(labels), 0], np.float32)
+    structure = Structure(inputs, targets, arrays.weights)
+    return Examples(name, labels, shape, class_names, array=array, own=own, copies=copies, structure=structure)
