@@ -1,5 +1,7 @@
 """The data position: the epoch and batch at which a resumed `fit` continues. It skips the batches up to there.
 
+Data of `tfgpu.data` that is read by place begins there, and reads nothing of the batches before.
+
 The resumed run sees the same batches if the data repeats them: datasets in a fixed order, `Dataset.shuffle` with a
 seed, and shuffled arrays after `keras.utils.set_random_seed` with the same seed. Data that every process
 draws anew cannot be resumed: the run then trains on as many batches as were missing. With `steps_per_epoch` one stream
@@ -101,9 +103,11 @@ def skip_trained_batches() -> None:
         for _ in range(position.first, position.epoch):
             _skip_epoch(self, lambda: stock(self))
         hooks.at_epoch()
+        is_there = _begin_there(self, position.done)
         for begin, end, iterator in stock(self):
             trained = min(max(position.done - begin, 0), end - begin + 1)
-            skip_batches(iterator, trained)
+            if not is_there:
+                skip_batches(iterator, trained)
             if not arrived and position.done <= end + 1:
                 hooks.at_position()
                 arrived = True
@@ -112,6 +116,16 @@ def skip_trained_batches() -> None:
                 step_blocks.current().block = iterator
             if begin <= end and position.done <= end:
                 yield begin, end, iterator
+
+
+def _begin_there(data, done: int) -> bool:
+    """Makes the next iteration of data that is read by place begin with a batch; False if it must be read up to it."""
+    adapter = data.data_adapter
+    found = adapter.get_tf_dataset() if isinstance(adapter, TFDatasetAdapter) else None
+    if data.steps_per_epoch or not done or not getattr(found, "tfgpu_begins_anywhere", False):
+        return False
+    found.tfgpu_epochs.step = done
+    return True
 
 
 def _skip_epoch(data, enumerate_epoch) -> None:

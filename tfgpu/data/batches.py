@@ -208,7 +208,7 @@ def _data(examples, parts, share, settings: epoch.Settings, feed: Feed, service:
     counter, change = position.Counter(), epoch.change_of(examples, parts["train"], settings, share.first)
     plan = Plan(examples, order, count, share.batch, change)
     if service is None:
-        train = batches(plan, counter.epochs(), feed, next_epoch=lambda: counter.next)
+        train = batches(plan, counter.positions(), feed, next_epoch=lambda: counter.next)
     else:
         train = remote.batches(plan, counter, feed, service)
     return Data(

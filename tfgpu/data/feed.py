@@ -14,6 +14,7 @@ from tfgpu.data.assembly import corrupt, own_rows
 from tfgpu.data.assembly.ahead import fetched_ahead
 from tfgpu.data.assembly.plan import Plan
 from tfgpu.data.examples import to_model
+from tfgpu.data.position import parted
 from tfgpu.errors import InputError, unknown, whole_number
 
 
@@ -86,8 +87,10 @@ def batches(
         next_epoch: the number of the epoch that the next iteration reads.
     """
 
-    def rows(epoch):
-        return rows_of(epoch, plan.order(epoch), plan.count, plan.global_batch)
+    def rows(position):
+        epoch, first = _begun(position, plan.steps)
+        _, starts, indices = rows_of(epoch, plan.order(epoch), plan.count, plan.global_batch)
+        return tf.repeat(position, plan.steps - first), starts[first:], indices[first:]
 
     if plan.examples.load is not None:
         made = _loaded(plan, epochs, feed)
@@ -137,16 +140,17 @@ def _loaded(plan: Plan, epochs: tf.data.Dataset, feed: Feed) -> tf.data.Dataset:
 
     # Each component of a dataset's elements costs some microseconds per example, compared with 300 for a small JPEG
     # (measured): epoch, index and position are one tensor.
-    def singles(epoch):
-        count = plan.count
-        return tf.stack([tf.repeat(epoch, count), plan.order(epoch), tf.range(count, dtype=tf.int64)], axis=1)
+    def singles(position):
+        epoch, first = _begun(position, plan.steps)
+        places = tf.range(plan.count, dtype=tf.int64)[first * size :]
+        return tf.stack([tf.fill(tf.shape(places), position), plan.order(epoch)[first * size :], places], axis=1)
 
     def load(key):
         return key, examples.load(key[1])
 
     def assemble(key, x):
         places = key[0, 2] if feed.deterministic else key[:, 2]
-        return plan.change(key[0, 0], places, to_model(x), tf.gather(plan.labels, key[:, 1]))
+        return plan.change(parted(key[0, 0])[0], places, to_model(x), tf.gather(plan.labels, key[:, 1]))
 
     def expected(number):
         return number * size + tf.range(plan.total(number * size))
@@ -190,7 +194,13 @@ def by_rows(
             `rows` (int64) of the batch alone.
         next_epoch: the number of the epoch that the next iteration reads.
     """
-    made = epochs.map(rows).unbatch().map(fetch, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
+
+    def rows_from(position):
+        epoch, first = _begun(position, steps)
+        return tuple(each[first:] for each in rows(epoch))
+
+    described = epochs.map(rows_from).unbatch()
+    made = described.map(fetch, num_parallel_calls=feed.calls, deterministic=feed.deterministic)
     made = finish(made, steps, feed)
 
     def part(ranges, rows):
@@ -199,7 +209,7 @@ def by_rows(
 
         return rows.map(fetch_own, num_parallel_calls=feed.calls)
 
-    return made if total is None else _with_parts(made, part, epochs, rows, steps, feed, next_epoch)
+    return made if total is None else _with_parts(made, part, epochs, rows_from, steps, feed, next_epoch)
 
 
 def rows_of(epoch, indices, count: int, global_batch: int):
@@ -227,7 +237,7 @@ def finish(made: tf.data.Dataset, steps: int, feed: Feed, *, rewrites: bool = Fa
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     if feed.threads is not None:
         options.threading.private_threadpool_size = feed.threads
-    made = made.apply(tf.data.experimental.assert_cardinality(steps))
+    made = _of_length(made, steps)
     if feed.prefetch != 0:
         made = made.prefetch(feed.prefetch or tf.data.AUTOTUNE)
     made = made.with_options(options)
@@ -235,3 +245,26 @@ def finish(made: tf.data.Dataset, steps: int, feed: Feed, *, rewrites: bool = Fa
     if device is None:
         return made
     return made.apply(tf.data.experimental.prefetch_to_device(f"/{device}", feed.prefetch))
+
+
+def _begun(position: tf.Tensor, steps: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """The epoch and the first batch of an iteration, at most the number of batches."""
+    epoch, first = parted(position)
+    return epoch, tf.minimum(first, steps)
+
+
+def _of_length(made: tf.data.Dataset, steps: int) -> tf.data.Dataset:
+    """Says how many elements a dataset has, which may be fewer in an iteration that begins later.
+
+    `assert_cardinality` raises an error for those. The second dataset, which is never read, makes the length of both
+    infinite, and so that of `take` known.
+    """
+    if not all(isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(made.element_spec)):
+        return made.apply(tf.data.experimental.assert_cardinality(steps))
+
+    def empty(spec: tf.TensorSpec) -> tf.Tensor:
+        return tf.zeros([side or 0 for side in spec.shape], spec.dtype)
+
+    never = tf.data.Dataset.from_tensors(0).map(lambda _: tf.nest.map_structure(empty, made.element_spec)).repeat()
+    always_first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
+    return tf.data.Dataset.choose_from_datasets([made, never], always_first, stop_on_empty_dataset=True).take(steps)

@@ -6,27 +6,48 @@ of replicas, therefore sees the same examples in the same order with the same au
 
 import copy
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.errors import whole_number
+from tfgpu.errors import InputError, whole_number
 
 _ORDER, _NUMBERS, _BATCHES, _BALANCE = 1, 2, 3, 4  # each use has separate random numbers
+_EPOCH_BITS = 31  # of a position: the others hold the first batch
 
 
 class Counter:
-    """Counts the epochs: `next` is the epoch of the next iteration of the training data, from 0."""
+    """Counts the epochs.
+
+    Attributes:
+        next: the epoch of the next iteration of the training data, from 0.
+        step: the batch with which the next iteration begins; the one after it begins with the first again.
+        begins_anywhere: whether iterations can begin with another batch than the first, without reading those before.
+    """
 
     def __init__(self):
-        self.next = 0
+        self.next = self.step = 0
+        self.begins_anywhere = False
         self._one_at_a_time = threading.Lock()
 
     def take(self) -> int:
         """Returns the next epoch's number and advances."""
         with self._one_at_a_time:
-            self.next += 1
+            self.next, self.step = self.next + 1, 0
             return self.next - 1
+
+    def take_position(self) -> int:
+        """Returns the next iteration's epoch and first batch as one number (see `parted`), and advances."""
+        with self._one_at_a_time:
+            epoch, step = self.next, self.step
+            self.next, self.step = self.next + 1, 0
+            return epoch | step << _EPOCH_BITS
+
+    def positions(self) -> tf.data.Dataset:
+        """As `epochs`, of sources that are read by place: epoch and first batch as one number (see `parted`)."""
+        self.begins_anywhere = True
+        return self._taken(self.take_position)
 
     def epochs(self) -> tf.data.Dataset:
         """Makes a dataset of one element, the number of the epoch that starts with this iteration.
@@ -38,13 +59,21 @@ class Counter:
         a constant.
         """
 
+        return self._taken(self.take)
+
+    def _taken(self, take_next: Callable[[], int]) -> tf.data.Dataset:
         def take(_) -> np.int64:
-            return np.int64(self.take())
+            return np.int64(take_next())
 
         def start(n: tf.Tensor) -> tf.Tensor:
             return tf.ensure_shape(tf.numpy_function(take, [n], tf.int64, stateful=False), [])
 
         return tf.data.Dataset.range(1).map(start)
+
+
+def parted(position: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """The epoch and the first batch, int64, of an element of `Counter.positions`; of an epoch alone, batch 0."""
+    return tf.bitwise.bitwise_and(position, (1 << _EPOCH_BITS) - 1), tf.bitwise.right_shift(position, _EPOCH_BITS)
 
 
 class Epochs:
@@ -55,22 +84,32 @@ class Epochs:
 
     def __post_init__(self) -> None:
         self.train.tfgpu_epochs = self._counter  # lets a resumed `fit`, which gets only `train`, seek
+        self.train.tfgpu_begins_anywhere = self._counter.begins_anywhere
 
-    def seek(self, epoch: int) -> None:
+    def seek(self, epoch: int, step: int = 0) -> None:
         """Makes epoch number `epoch` (from 0) the next iteration of `train`, as a resumed run needs.
+
+        With `step`, that iteration begins with batch number `step` (from 0), and nothing of those before is read.
 
         A training loop that seeks at the start of each epoch is exact even if something has read from `train` before.
 
         Raises:
-            InputError: `epoch` is not a whole number from 0.
+            InputError: `epoch` or `step` is not a whole number from 0, or batches of this source are made one after
+                another.
         """
-        self._counter.next = whole_number("epoch", epoch, minimum=0)
+        epoch, step = whole_number("epoch", epoch, minimum=0), whole_number("step", step, minimum=0)
+        if step and not self._counter.begins_anywhere:
+            raise InputError(
+                f"Batches of this source are made one after another. Received: step={step}. Leave them out yourself: "
+                "itertools.islice(data.train, step, None)."
+            )
+        self._counter.next, self._counter.step = epoch, step
 
     def peek(self):
         """Returns the first batch of the next epoch without advancing."""
-        epoch = self._counter.next
+        epoch, step = self._counter.next, self._counter.step
         batch = next(iter(self.train))
-        self.seek(epoch)
+        self.seek(epoch, step)
         return batch
 
 

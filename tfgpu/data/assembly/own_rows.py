@@ -13,12 +13,14 @@ from tfgpu.data.assembly import corrupt
 from tfgpu.data.assembly.ahead import fetched_ahead
 from tfgpu.data.assembly.plan import Plan, pairs
 from tfgpu.data.examples import to_model
+from tfgpu.data.position import parted
 
 
 def in_memory(plan: Plan, array: tf.Tensor, ranges: Ranges | None = None) -> Callable:
     """The function from a batch's row of indices to the batch, or to `(rows, total)`, for examples in memory."""
 
-    def fetch(epoch, start, row):
+    def fetch(position, start, row):
+        epoch, _ = parted(position)
         index = row[: plan.count - start]  # the last row may be padded
         if ranges is None:
             return plan.change(epoch, start, gathered(index), tf.gather(plan.labels, index))
@@ -41,19 +43,19 @@ def loaded(plan: Plan, rows: tf.data.Dataset, feed, ranges: Ranges) -> tf.data.D
 
     Args:
         plan: what the batches are made of.
-        rows: one element per batch: the epoch, the place of its first example, and the indices.
+        rows: one element per batch: the position of `Counter.positions`, the place of its first example, the indices.
         feed: how examples are prepared ahead.
         ranges: which rows are the worker's.
     """
     load, most = plan.examples.load, _most(plan, ranges)
     pads = pairs(plan.change) > 0
 
-    def keys(epoch, start, row):
-        needed = plan.needed(epoch, start, plan.part(start, ranges))
-        key = tf.stack([tf.fill(tf.shape(needed), epoch), start + needed, tf.gather(row, needed)], axis=1)
+    def keys(position, start, row):
+        needed = plan.needed(parted(position)[0], start, plan.part(start, ranges))
+        key = tf.stack([tf.fill(tf.shape(needed), position), start + needed, tf.gather(row, needed)], axis=1)
         if pads:
             key = tf.pad(key, [[0, most - tf.size(needed)], [0, 0]], constant_values=-1)
-            key = tf.concat([tf.fill([most, 1], epoch), key[:, 1:]], axis=1)
+            key = tf.concat([tf.fill([most, 1], position), key[:, 1:]], axis=1)
         numbers = start // plan.global_batch * most + tf.range(tf.shape(key, tf.int64)[0])
         return tf.concat([key, numbers[:, None]], axis=1)
 
@@ -61,7 +63,7 @@ def loaded(plan: Plan, rows: tf.data.Dataset, feed, ranges: Ranges) -> tf.data.D
         if pads:
             real = tf.math.count_nonzero(key[:, 2] >= 0)
             key, x = key[:real], x[:real]
-        epoch, start = key[0, 0], key[0, 1] // plan.global_batch * plan.global_batch
+        epoch, start = parted(key[0, 0])[0], key[0, 1] // plan.global_batch * plan.global_batch
         part = plan.part(start, ranges)
         made = plan.change(epoch, start, to_model(x), tf.gather(plan.labels, key[:, 2]), part)
         return made, tf.cast(part.total, tf.int32)

@@ -342,7 +342,7 @@ def _made(tokens: _Tokens, rows, fetch, total, steps: int, count: int, places: i
     counter = position.Counter()
     return Sequences(
         train=by_rows(
-            counter.epochs(), rows, fetch, steps, feed or Feed(), total=total, next_epoch=lambda: counter.next
+            counter.positions(), rows, fetch, steps, feed or Feed(), total=total, next_epoch=lambda: counter.next
         ),
         examples=len(tokens.lengths),
         rows=count,

@@ -104,7 +104,7 @@ def tokenized(
 
     counter = position.Counter()
     next_epoch = lambda: counter.next  # noqa: E731
-    train = by_rows(counter.epochs(), rows, fetch, steps, feed or Feed(), total=total, next_epoch=next_epoch)
+    train = by_rows(counter.positions(), rows, fetch, steps, feed or Feed(), total=total, next_epoch=next_epoch)
     filled = float(table.lengths.mean()) / float(rising[np.searchsorted(rising, table.lengths)].mean())
     return Sequences(train, count, count, steps, filled, counter)
 
@@ -175,7 +175,7 @@ def collated(
 
     alone = Feed(**{**vars(feed or Feed()), "parallel_calls": 1})  # a random collator draws in the batches' order
     counter = position.Counter()
-    train = by_rows(counter.epochs(), rows, fetch, steps, alone)
+    train = by_rows(counter.positions(), rows, fetch, steps, alone)
     return Sequences(train, count, count, steps, float("nan"), counter)
 
 
