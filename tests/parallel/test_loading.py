@@ -151,6 +151,15 @@ def test_names_and_axes_of_another_library(tmp_path):
         np.testing.assert_array_equal(mine, other)
 
 
+def test_the_model_s_own_name_may_be_left_out(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2, name="head")], name="stack")
+    assert model.weights[0].path == "stack/head/kernel"
+    arrays = {"head.kernel": np.ones((3, 2), "float32"), "other": np.full(2, 5, "float32")}
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+    load(model, tmp_path / "a.safetensors", names={"head/bias": "other"})
+    assert [v.numpy().max() for v in model.weights] == [1, 5]
+
+
 def test_what_does_not_match_is_listed_and_nothing_is_assigned(tmp_path, caplog):
     model = made()
     before = model.get_weights()

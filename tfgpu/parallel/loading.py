@@ -36,7 +36,7 @@ def load(model: keras.Model, path: str | Path, *, names: Names | None = None, pa
         names: for safetensors: what the file calls each variable, by the variable's path (`{"dense/kernel":
             "fc.weight"}`, or a function). A name with axes, `("fc.weight", (1, 0))`, transposes the array: PyTorch's
             linear layers are saved as (outputs, inputs), Keras's as (inputs, outputs). Variables without an entry go by
-            their path, in which "." and "/" are the same.
+            their path, in which "." and "/" are the same. The model's own name may be left out of a path.
         partial: for safetensors: load what fits, and name the rest in the log.
 
     Returns:
@@ -101,7 +101,7 @@ def _load_named(
     variables = {variable.path: variable for variable in sharded_variable.merged(model.weights)}
     if len(variables) < len(sharded_variable.merged(model.weights)):
         raise InputError(f"{model.name!r} has several variables of one path. Give its layers names of their own.")
-    found = {each: _array_for(each, arrays, names) for each in variables}
+    found = {each: _array_for(each, model.name, arrays, names) for each in variables}
     other_shapes = {
         each: (array.shape, tuple(variables[each].shape))
         for each, (_, array) in found.items()
@@ -114,7 +114,9 @@ def _load_named(
     lines = [
         _listed("variables that the file does not have", absent),
         _listed("arrays that the model does not have", left),
-        _listed("other shapes", [f"{k}: {mine} in the file, {model_}" for k, (mine, model_) in other_shapes.items()]),
+        _listed(
+            "other shapes", [f"{name}: {there} in the file, {here}" for name, (there, here) in other_shapes.items()]
+        ),
     ]
     text = "; ".join(filter(None, lines))
     if text and not partial:
@@ -129,12 +131,17 @@ def _load_named(
             variables[each].assign(array)
 
 
-def _array_for(path: str, arrays: Mapping[str, ArraySlices], names: Names | None) -> tuple[str, ArraySlices | None]:
+def _array_for(
+    path: str, model_name: str, arrays: Mapping[str, ArraySlices], names: Names | None
+) -> tuple[str, ArraySlices | None]:
     """What a file calls a variable, and the array, if it is there."""
-    wanted = (names(path) if callable(names) else names.get(path)) if names is not None else None
+    paths = list(dict.fromkeys((path, path.removeprefix(f"{model_name}/"))))
+    asked = () if names is None else (names(each) if callable(names) else names.get(each) for each in paths)
+    wanted = next((each for each in asked if each is not None), None)
     name, axes = wanted if isinstance(wanted, tuple) else (wanted, None)
     if name is None:
-        name = next((other for other in (path, path.replace("/", ".")) if other in arrays), path)
+        spelled = [form for each in paths for form in (each, each.replace("/", "."))]
+        name = next((each for each in spelled if each in arrays), path)
     array = arrays.get(name)
     if array is not None and axes is not None:
         if sorted(axes) != list(range(array.ndim)):
