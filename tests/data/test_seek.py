@@ -59,6 +59,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.sample("files", "named")
 @pytest.mark.parametrize("name", SOURCES)
 def test_an_iteration_begins_with_any_batch(name):
     source, settings = SOURCES[name]
@@ -75,6 +76,7 @@ def test_an_iteration_begins_with_any_batch(name):
     assert_same(batches(data), whole[3:])
 
 
+@pytest.mark.sample("arrays")
 @pytest.mark.parametrize("name", ["arrays", "mixup of files"])
 def test_a_worker_s_rows_begin_there_too(name):
     source, settings = SOURCES[name]
@@ -109,6 +111,7 @@ class Stops(keras.callbacks.Callback):
             raise InterruptedError
 
 
+@pytest.mark.sample("1")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_resumed_fit_reads_only_what_is_left(tmp_path, devices):
     """Two epochs of 8 batches; the first run ends after batch 14, saved after 13: 6 rows of two batches are left."""

@@ -116,6 +116,7 @@ def test_each_worker_makes_its_rows():
             tf.nest.map_structure(lambda a, b, part=part: np.testing.assert_array_equal(a, b[part]), rows, batch)
 
 
+@pytest.mark.slow
 def test_keras_fits_a_model_of_two_inputs_and_outputs():
     data = made((NAMED, {name: TARGETS[name] for name in ("kind", "price")}, W), validation=0.2)
     with tfgpu.strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():

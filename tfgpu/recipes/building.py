@@ -77,6 +77,9 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
     return Job(what, cluster, strategy, data, model, schedule.callbacks, endings.callbacks(what, data), trainer)
 
 
+_LEARNED = {"numbers": "numbers to predict", "named": "named targets"}
+
+
 def strategy_of(what: Recipe, cluster: Cluster) -> tf.distribute.Strategy:
     """Creates a recipe's strategy.
 
@@ -114,6 +117,11 @@ def open_data(what: Recipe, cluster: Cluster, *, source=None) -> Data:
 
 
 def _check_parts(data: Data, what: Recipe) -> None:
+    if data.info.labels in ("numbers", "named"):
+        raise InputError(
+            f"A recipe trains a classifier, and {what.data} has {_LEARNED[data.info.labels]}. Train on it in Python: "
+            "model.fit(tfgpu.data.pipeline(...).train). Classes are whole numbers from 0, or strings."
+        )
     for name, part in (("validation", data.validation), ("test", data.test)):
         if part is None:
             raise InputError(
