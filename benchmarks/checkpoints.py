@@ -204,14 +204,15 @@ def kill(count: int, width: int) -> None:
                 time.sleep(chance.uniform(0, 0.2))
             finally:
                 end(processes)
+            newest = storage.found(folder)[0]
             try:
-                found = storage.read(storage.found(folder)[0])
-                kept.append(found.position.epoch)
+                kept.append(storage.read(newest).position.epoch)
+                print(f"kill {at + 1}: {newest.name} is whole", flush=True)
             except storage.Damaged as error:
                 lost += 1
-                print(f"kill {at + 1}: {error}")
-    assert kept == sorted(kept), kept
-    print(f"{count} kills, the newest checkpoint unreadable after {lost}; {kept[-1]} saves")
+                print(f"kill {at + 1}: {newest.name} is damaged: {error}", flush=True)
+    assert kept == sorted(kept), kept  # each start went on from the one before
+    print(f"{count} kills, the newest checkpoint damaged after {lost}; {kept[-1]} epochs of one step done")
 
 
 def newest_name(folder: str) -> str:

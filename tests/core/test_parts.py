@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import tfgpu
 from tfgpu.checkpoint import storage, streamed
 from tfgpu.checkpoint.storage import Position
+from tfgpu.compat import slots
 from tfgpu.core.state import parts, sharded_variable, training_state
 
 SIZES = st.lists(st.tuples(st.integers(0, 300_000), st.sampled_from([1, 2, 4, 8])), max_size=12)
@@ -90,3 +91,16 @@ def test_pieces_are_written_as_they_are_and_any_layout_reads_them(tmp_path, repl
         other.fit(x, x[:, :3], 6, verbose=0)
         training_state.restore_state(other, read.arrays, "the checkpoint")
         assert values(other) == values(model)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_what_differs_by_replica_the_chief_saves_the_first(rank):
+    model = build(2)
+    layout = parts._Layout(model.distribute_strategy)
+    layout._workers, layout._rank = 2, rank
+    first, *others = model.weights
+    for copy in first.value.values:
+        slots.of(copy).differs_by_replica = True
+    for at, variable in enumerate((*others, first)):  # the last share is the second worker's
+        layout.add(f"weights/{at}", variable)
+    assert (f"weights/{len(others)}" in [each.key for each in layout.copied(model).own]) == (rank == 0)

@@ -1,8 +1,10 @@
 """What each worker saves of a training's state: what lives with it, and its share of what all workers have.
 
 An array is a row of numbers (in C order) in stretches. A piece of a variable that is sharded over replicas, and a
-replica's own value, are saved by the worker that has them. What all workers have is laid end to end and cut into one
-equal stretch per worker; small arrays stay whole. Shards along an axis are saved one by one, as `NAME~0`, `NAME~1`.
+replica's own value, are saved by the worker that has them. Of what differs between replicas but counts for the first
+alone, as statistics under `batch_norm="replica"`, the chief saves the first one's. What all workers have is laid end to
+end and cut into one equal stretch per worker; small arrays stay whole. Shards along an axis are saved one by one, as
+`NAME~0`, `NAME~1`.
 
 Every worker computes the whole layout, from shapes alone, and copies its own stretches.
 """
@@ -13,11 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.compat import distribute
-from tfgpu.compat.variables import held
+from tfgpu.compat import distribute, slots
+from tfgpu.compat.variables import has_copies, held
 from tfgpu.core import replication
 from tfgpu.core.state import host_copies, replica_values, training_state
 from tfgpu.core.state.sharded_variable import AxisSharding, ShardedVariable
@@ -134,6 +137,10 @@ class _Layout:
                 self.add(f"{name}~{at}", shard)
         elif isinstance(source, ShardedVariable) and source.sharding.over_replicas:
             self._add_copies(name, tuple(source.shape), held(source.shards[0]).values)
+        elif _is_of_first_replica(source):
+            shape = tuple(source.shape)
+            stretch = _Stretch(0, 0, math.prod(shape), source)
+            self._arrays.append(_Array(name, shape, _bits_dtype(source), (stretch,)))
         else:
             self._arrays.append(_Array(name, tuple(source.shape), _bits_dtype(source), source=source))
 
@@ -219,6 +226,13 @@ def _copies(model, stretches: list[_Stretch]) -> list[np.ndarray]:
             begin, end = ranges[at]
             found[at] = np.reshape(stretch.source, -1)[begin:end]
     return [replica_values.to_bits(found[at]) for at in range(len(stretches))]
+
+
+def _is_of_first_replica(source: Any) -> bool:
+    """Whether replicas may hold other values, and the first one's is saved: so the chief saves it."""
+    if not isinstance(source, keras.Variable) or held(source) is None or not has_copies(source):
+        return False
+    return any(slots.get(copy, "differs_by_replica") for copy in held(source).values)
 
 
 def _bits_dtype(source: Any) -> np.dtype:
