@@ -135,9 +135,9 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_training_is_the_same_to_the_bit(together, tmp_path):
-    answers = together(SAME, {"worker": 2}, '["CPU:0", "CPU:1"]', tmp_path, timeout=380)
+    answers = together(SAME, {"worker": 2}, '["CPU:0", "CPU:1"]', tmp_path, timeout=580)
     for rank in range(2):
         said, mine = answers[f"worker{rank}"], str(Ranges((rank, 2 + rank), 4))
         for name in ("by rows", "even", "mixed"):

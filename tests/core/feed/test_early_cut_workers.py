@@ -88,9 +88,9 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 def test_training_is_the_same_to_the_bit_and_work_is_shared(together):
-    answers = together(SAME, {"worker": 2}, timeout=480)
+    answers = together(SAME, {"worker": 2}, timeout=580)
     for said in answers.values():
         for name in ("pipeline", "static", "late", "arrays", "even arrays"):
             assert said[f"{name} cut"] == said[f"{name} whole"], name
