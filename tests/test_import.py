@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tfgpu"
 
 # The design's table: each part, and those it may import besides `errors`, `lazy` and `redact`; `cli` may import all.
-FEATURES = {"repairs", "optim", "checkpoint", "consistency", "parallel", "parameter_server"}
+FEATURES = {"attention", "repairs", "optim", "checkpoint", "consistency", "parallel", "parameter_server"}
 ENGINE = {"compat", "core", *FEATURES}
 ALLOWED = {
     "errors": set(),

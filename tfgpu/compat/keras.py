@@ -226,3 +226,9 @@ def is_training() -> bool | None:
     """What the outermost layer that is being called in this thread was told of `training`; None outside a call."""
     context = call_context()
     return None if context is None else context.get_value("training")
+
+
+def has_enabled_flash_attention() -> bool:
+    """Whether this thread has called `keras.config.enable_flash_attention()`, which leaves a value of None behind."""
+    kept = vars(global_state.GLOBAL_STATE_TRACKER)
+    return "flash_attention" in kept and kept["flash_attention"] is None

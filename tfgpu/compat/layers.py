@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import keras
 
@@ -148,3 +149,47 @@ def change_activity_regularizers(change: Callable[[Callable], Callable], *, by: 
     owner = targets.owner("Layer")
     owner.activity_regularizer = None
     patch.replace("Layer.activity_regularizer", property(get, put), by=by)
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How an attention layer of Keras computes its scores.
+
+    Attributes:
+        scale: of the scores.
+        dropout: rate of the probabilities' dropout.
+        seed: what its dropout draws from.
+        window: how far from a query its keys may be, or None.
+        flash: its argument `flash_attention`; None leaves it to Keras's setting.
+        gives_scores: whether the layer always returns its scores.
+    """
+
+    scale: float
+    dropout: float
+    seed: keras.random.SeedGenerator | None
+    window: int | None
+    flash: bool | None
+    gives_scores: bool
+
+
+def attention_settings(
+    layer: keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention,
+) -> AttentionSettings:
+    """The settings of a built attention layer."""
+    is_grouped = isinstance(layer, keras.layers.GroupQueryAttention)
+    return AttentionSettings(
+        scale=layer._inverse_sqrt_head_dim if is_grouped else layer._inverse_sqrt_key_dim,
+        dropout=layer.dropout if is_grouped else layer._dropout,
+        seed=getattr(getattr(layer, "_dropout_layer", None), "seed_generator", None),
+        window=getattr(layer, "sliding_window" if is_grouped else "_sliding_window", None),
+        flash=layer._flash_attention,
+        gives_scores=is_grouped and layer._return_attention_scores,
+    )
+
+
+def has_own_attention(layer: keras.layers.Layer) -> bool:
+    """Whether an attention layer computes attention by code of its own class instead of Keras's."""
+    return all(
+        type(layer)._compute_attention is not kind._compute_attention
+        for kind in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+    )

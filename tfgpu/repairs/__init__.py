@@ -39,6 +39,7 @@ MODULES = (
     "tfgpu.repairs.aug_mix",
     "tfgpu.repairs.seed_generator",
     "tfgpu.parallel.repairs",
+    "tfgpu.attention.repairs",
     "tfgpu.repairs.distribution_lib",
     "tfgpu.repairs.saving",
     "tfgpu.checkpoint.repairs",

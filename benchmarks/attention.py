@@ -1,0 +1,98 @@
+"""What attention by blocks costs and saves: `python -m benchmarks.attention`.
+
+One causal attention layer with padding, forward and backward, on one CPU device. Memory: how far the process's peak
+grows in the steps, in a process for each length and way. Time: both ways take turns in one process; printed is the
+median of the ratios with the least and the most.
+"""
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from benchmarks.children import ROOT
+
+WAYS = ("plain", "blocks")
+
+
+def step(length: int, way: str, width: int, heads: int):
+    """A function that does one training step."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import tfgpu
+
+    tfgpu.repair_keras()
+    (keras.config.enable_flash_attention if way == "blocks" else keras.config.disable_flash_attention)()
+    keras.utils.set_random_seed(0)
+    layer = keras.layers.MultiHeadAttention(heads, width // heads)
+    x = tf.constant(np.random.default_rng(0).normal(size=(1, length, width)), tf.float32)
+    seen = tf.sequence_mask([length - 3], length)
+    layer(x, x, use_causal_mask=True)
+
+    @tf.function
+    def run():
+        with tf.GradientTape() as tape:
+            output = layer(x, x, key_mask=seen, value_mask=seen, use_causal_mask=True)
+            loss = tf.reduce_sum(output**2)
+        return tape.gradient(loss, layer.trainable_variables)
+
+    run()  # traced while the way is chosen
+    return run
+
+
+def memory(length: int, way: str, width: int, heads: int) -> None:
+    """Prints the MiB by which the peak grows from a short sequence to this one."""
+    step(64, way, width, heads)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step(length, way, width, heads)()
+    print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+
+
+def in_process(*words: object) -> float:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-m", "benchmarks.attention", "--child", ",".join(map(str, words))]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(
+    lengths: Annotated[str, typer.Option(help="Lengths for the memory, by comma.")] = "1024,2048,4096",
+    length: Annotated[int, typer.Option(help="Length for the time.")] = 1024,
+    width: Annotated[int, typer.Option()] = 512,
+    heads: Annotated[int, typer.Option()] = 8,
+    rounds: Annotated[int, typer.Option()] = 15,
+    child: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    if child:
+        at, way, *sizes = child.split(",")
+        memory(int(at), way, *map(int, sizes))
+        return
+    print(f"{heads} heads, width {width}, one sequence; peak of the process over its peak before, MiB")
+    for way in WAYS:
+        print(f"{way:8}", *(f"{at}: {in_process(at, way, width, heads):.0f}" for at in map(int, lengths.split(","))))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    runs = {way: step(length, way, width, heads) for way in WAYS}
+    ratios = []
+    for number in range(rounds):
+        seconds = {}
+        for way in WAYS if number % 2 else WAYS[::-1]:
+            began = time.perf_counter()
+            runs[way]()
+            seconds[way] = time.perf_counter() - began
+        ratios.append(seconds["blocks"] / seconds["plain"])
+    print(
+        f"step time at {length}: blocks over plain {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f}), {rounds} rounds"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,249 @@
+"""Attention by blocks of queries.
+
+The scores of all queries and keys are never whole: a block of queries meets all keys, its output is kept and its scores
+are not. The backward pass computes them again. Each row of the softmax is whole, so the numbers are those of plain
+attention but for the order in which gradients of keys and values add up.
+
+Source: M. Rabe and C. Staats, "Self-attention Does Not Need O(n^2) Memory", 2021, arXiv:2112.05682.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+
+BLOCK = 256
+"""Queries in a block."""
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Which keys a query sees: those that every mask allows. True allows.
+
+    Attributes:
+        queries: bool [batch, queries], or None.
+        keys: bool [batch, keys] each.
+        pairs: bool, broadcastable to [batch, heads, queries, keys], or None. It is as long as the square of the length.
+        is_causal: a query sees keys up to its own position.
+        window: a query sees keys less than this far from it, or None.
+    """
+
+    queries: tf.Tensor | None = None
+    keys: Sequence[tf.Tensor] = ()
+    pairs: tf.Tensor | None = None
+    is_causal: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """What is left out of the probabilities in training.
+
+    Attributes:
+        rate: from 0 to below 1.
+        seed: of this call, two integers.
+    """
+
+    rate: float
+    seed: tf.Tensor
+
+
+def attention(
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
+    *,
+    scale: float | tf.Tensor,
+    bias: tf.Tensor | None = None,
+    masks: Masks = Masks(),
+    soft_cap: float | None = None,
+    dropout: Dropout | None = None,
+    block: int = BLOCK,
+) -> tf.Tensor:
+    """Computes `softmax(scale * query @ key + bias) @ value` by blocks of queries.
+
+    Args:
+        query: [batch, queries, heads, size].
+        key: [batch, keys, heads, size]; a divisor of the heads is enough: each is then shared by as many queries' heads
+            as follow one another.
+        value: [batch, keys, heads, value size], with as many heads as `key`.
+        scale: of the scores.
+        bias: added to the scores; broadcastable to [batch, heads, queries, keys].
+        masks: which keys a query sees.
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
+        dropout: of the probabilities.
+        block: queries in a block.
+
+    Returns:
+        [batch, queries, heads, value size], of the inputs' dtype.
+
+    Example:
+        >>> x = tf.ones([2, 5, 4, 8])
+        >>> attention(x, x, x, scale=0.35, masks=Masks(is_causal=True), block=2).shape
+        TensorShape([2, 5, 4, 8])
+    """
+    heads, shared = query.shape[2], key.shape[2]
+    if heads is not None and shared is not None and heads > shared > 1:
+        key, value = (tf.repeat(each, heads // shared, axis=2) for each in (key, value))
+    given = [query, key, value, *([] if bias is None else [bias])]
+    run = _Blocks(query, key, masks, scale, soft_cap, dropout, block, bias is not None)
+
+    @tf.custom_gradient
+    def whole(*given):
+        return run.forward(given), lambda upstream: run.backward(given, upstream)
+
+    output = whole(*given)
+    output.set_shape([*query.shape[:3], value.shape[3]])
+    return output
+
+
+class _Blocks:
+    """One call of `attention`."""
+
+    def __init__(self, query, key, masks, scale, soft_cap, dropout, block, has_bias):
+        self._masks, self._scale, self._soft_cap = masks, scale, soft_cap
+        self._dropout, self._has_bias = dropout, has_bias
+        length = query.shape[1]
+        self._size = min(block, length) if length else block
+        self._length = tf.shape(query)[1] if length is None else length
+        self._keys = tf.shape(key)[1] if key.shape[1] is None else key.shape[1]
+        self._count = -(-self._length // self._size)
+        self._padding = self._count * self._size - self._length
+
+    def forward(self, given: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The output for all queries."""
+        query, key, value, *bias = given
+        query, bias = self._padded(query, 1), [self._padded(each, 2) for each in bias]
+        outputs = tf.TensorArray(value.dtype, size=self._count, element_shape=self._shape_of(query, value))
+
+        def step(at, outputs):
+            rows = self._rows(query, at, 1)
+            return at + 1, outputs.write(at, self._block(at, rows, key, value, [self._rows(b, at, 2) for b in bias]))
+
+        _, outputs = self._loop(step, (0, outputs))
+        return self._joined(outputs, 1)
+
+    def backward(self, given: Sequence[tf.Tensor], upstream: tf.Tensor) -> list[tf.Tensor]:
+        """The gradients of what was given."""
+        query, key, value, *bias = given
+        padded, upstream = self._padded(query, 1), self._padded(upstream, 1)
+        biases = [self._padded(each, 2) for each in bias]
+        by_rows = [query, *(each for each in bias if _has_rows(each))]
+        added = [key, value, *(each for each in bias if not _has_rows(each))]
+        arrays = [tf.TensorArray(each.dtype, size=self._count) for each in by_rows]
+        # Sums of many blocks in 16 bits would lose what one sum does not.
+        sums = [tf.zeros(tf.shape(each), _wide(each.dtype)) for each in added]
+
+        def step(at, arrays, sums):
+            rows, pieces = self._rows(padded, at, 1), [self._rows(each, at, 2) for each in biases]
+            with tf.GradientTape() as tape:
+                tape.watch([rows, key, value, *pieces])
+                output = self._block(at, rows, key, value, pieces)
+            of_query, of_key, of_value, *of_bias = tape.gradient(
+                output, [rows, key, value, *pieces], self._rows(upstream, at, 1)
+            )
+            has_rows = [_has_rows(each) for each in bias]
+            mine = [of_query, *(each for each, own in zip(of_bias, has_rows, strict=True) if own)]
+            more = [of_key, of_value, *(each for each, own in zip(of_bias, has_rows, strict=True) if not own)]
+            arrays = [array.write(at, each) for array, each in zip(arrays, mine, strict=True)]
+            return at + 1, arrays, [total + tf.cast(each, total.dtype) for total, each in zip(sums, more, strict=True)]
+
+        _, arrays, sums = self._loop(step, (0, arrays, sums))
+        sums = [tf.cast(total, each.dtype) for total, each in zip(sums, added, strict=True)]
+        joined = [self._joined(array, 1 if at == 0 else 2) for at, array in enumerate(arrays)]
+        of_bias = joined[1:] + sums[2:]
+        return [joined[0], *sums[:2], *of_bias]
+
+    def _block(self, at, query, key, value, bias: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The output for one block of queries, as Keras computes it for all."""
+        scores = tf.cast(tf.einsum("BTNH,BSNH->BNTS", query, key), _wide(query.dtype))
+        scores *= tf.cast(self._scale, scores.dtype)
+        for each in bias:
+            scores += tf.cast(each, scores.dtype)
+        if self._soft_cap is not None:
+            scores = self._soft_cap * tf.tanh(scores / self._soft_cap)
+        allowed = self._allowed(at)
+        if allowed is not None:
+            scores = tf.where(allowed, scores, tf.constant(-0.7 * 3.38953e38, scores.dtype))
+        chances = tf.cast(tf.nn.softmax(scores), key.dtype)
+        if self._dropout is not None:
+            chances = keras.random.dropout(chances, self._dropout.rate, seed=_Seed(self._dropout.seed, at))
+        return tf.einsum("BNTS,BSNH->BTNH", chances, value)
+
+    def _allowed(self, at) -> tf.Tensor | None:
+        """Which keys the queries of a block see: broadcastable to [batch, heads, queries, keys]; None for all."""
+        masks, found = self._masks, [keys[:, None, None, :] for keys in self._masks.keys]
+        if masks.queries is not None:
+            found.append(self._rows(self._padded(masks.queries, 1), at, 1)[:, None, :, None])
+        if masks.pairs is not None:
+            found.append(self._rows(self._padded(masks.pairs, 2), at, 2))
+        if masks.is_causal or masks.window is not None:
+            rows, columns = at * self._size + tf.range(self._size)[:, None], tf.range(self._keys)[None, :]
+            if masks.is_causal:
+                found.append((columns <= rows)[None, None])
+            if masks.window is not None:
+                found.append((tf.abs(rows - columns) < masks.window)[None, None])
+        if not found:
+            return None
+        whole = found[0]
+        for each in found[1:]:
+            whole = tf.logical_and(whole, each)
+        return whole
+
+    def _loop(self, step, state):
+        """Runs a step for each block, one after another, so that the scores of one are there at a time."""
+        return tf.while_loop(
+            lambda at, *_: at < self._count, step, state, parallel_iterations=1, maximum_iterations=self._count
+        )
+
+    def _padded(self, value: tf.Tensor, axis: int) -> tf.Tensor:
+        """Whole blocks along an axis, the last one filled up; a value that is the same for all queries stays."""
+        if axis == 2 and not _has_rows(value):
+            return value
+        if isinstance(self._padding, int) and not self._padding:
+            return value
+        widths = [[0, self._padding if at == axis else 0] for at in range(value.shape.rank)]
+        return tf.pad(value, widths)
+
+    def _rows(self, value: tf.Tensor, at, axis: int) -> tf.Tensor:
+        """The rows of a block."""
+        if axis == 2 and not _has_rows(value):
+            return value
+        shape = tf.shape(value)  # XLA needs the size of a slice as a constant, which `value[begin:end]` has not
+        begin = [at * self._size if axis == other else 0 for other in range(value.shape.rank)]
+        size = [self._size if axis == other else shape[other] for other in range(value.shape.rank)]
+        found = tf.slice(value, begin, size)
+        found.set_shape([*value.shape[:axis], self._size, *value.shape[axis + 1 :]])
+        return found
+
+    def _shape_of(self, query: tf.Tensor, value: tf.Tensor) -> tf.TensorShape:
+        return tf.TensorShape([query.shape[0], self._size, query.shape[2], value.shape[3]])
+
+    def _joined(self, blocks: tf.TensorArray, axis: int) -> tf.Tensor:
+        """The blocks one after another along an axis, without what filled up the last."""
+        stacked = blocks.stack()
+        order = [*range(1, axis + 1), 0, *range(axis + 1, stacked.shape.rank)]
+        stacked = tf.transpose(stacked, order)
+        shape = tf.shape(stacked)
+        whole = tf.reshape(stacked, tf.concat([shape[:axis], [self._count * self._size], shape[axis + 2 :]], 0))
+        return whole[(slice(None),) * axis + (slice(self._length),)]
+
+
+class _Seed(keras.random.SeedGenerator):
+    """The seed of one block: the same whenever the block is computed."""
+
+    def __init__(self, seed: tf.Tensor, at):
+        self._value = seed + tf.stack([tf.zeros([], seed.dtype), tf.cast(at * 0x5851F42D, seed.dtype)])
+
+    def next(self, ordered: bool = True) -> tf.Tensor:
+        return self._value
+
+
+def _has_rows(value: tf.Tensor) -> bool:
+    """Whether a value of [batch, heads, queries, keys] differs by query."""
+    return value.shape[2] != 1
+
+
+def _wide(dtype: tf.DType) -> tf.DType:
+    return dtype if dtype.size >= 4 else tf.float32
