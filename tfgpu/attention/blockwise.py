@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import keras
 import tensorflow as tf
 
+from tfgpu.core import step_context
+
 BLOCK = 256
 """Queries in a block."""
 
@@ -84,7 +86,7 @@ def attention(
         TensorShape([2, 5, 4, 8])
     """
     heads, shared = query.shape[2], key.shape[2]
-    if heads is not None and shared is not None and heads > shared > 1:
+    if heads is not None and shared is not None and heads > shared:
         key, value = (tf.repeat(each, heads // shared, axis=2) for each in (key, value))
     given = [query, key, value, *([] if bias is None else [bias])]
     run = _Blocks(query, key, masks, scale, soft_cap, dropout, block, bias is not None)
@@ -110,6 +112,9 @@ class _Blocks:
         self._keys = tf.shape(key)[1] if key.shape[1] is None else key.shape[1]
         self._count = -(-self._length // self._size)
         self._padding = self._count * self._size - self._length
+        # A query whose keys are all masked gives all of them the same weight, also those behind it.
+        only_causal = masks.is_causal and not masks.keys and masks.queries is masks.pairs is masks.window is None
+        self._skips_later_keys = only_causal and not step_context.is_in_xla()  # XLA needs one size for all blocks
 
     def forward(self, given: Sequence[tf.Tensor]) -> tf.Tensor:
         """The output for all queries."""
@@ -157,13 +162,18 @@ class _Blocks:
 
     def _block(self, at, query, key, value, bias: Sequence[tf.Tensor]) -> tf.Tensor:
         """The output for one block of queries, as Keras computes it for all."""
+        keys = self._keys
+        if self._skips_later_keys:
+            keys = tf.minimum(keys, (at + 1) * self._size)
+            key, value = key[:, :keys], value[:, :keys]
+            bias = [each if each.shape[3] == 1 else each[..., :keys] for each in bias]
         scores = tf.cast(tf.einsum("BTNH,BSNH->BNTS", query, key), _wide(query.dtype))
         scores *= tf.cast(self._scale, scores.dtype)
         for each in bias:
             scores += tf.cast(each, scores.dtype)
         if self._soft_cap is not None:
             scores = self._soft_cap * tf.tanh(scores / self._soft_cap)
-        allowed = self._allowed(at)
+        allowed = self._allowed(at, keys)
         if allowed is not None:
             scores = tf.where(allowed, scores, tf.constant(-0.7 * 3.38953e38, scores.dtype))
         chances = tf.cast(tf.nn.softmax(scores), key.dtype)
@@ -171,7 +181,7 @@ class _Blocks:
             chances = keras.random.dropout(chances, self._dropout.rate, seed=_Seed(self._dropout.seed, at))
         return tf.einsum("BNTS,BSNH->BTNH", chances, value)
 
-    def _allowed(self, at) -> tf.Tensor | None:
+    def _allowed(self, at, keys) -> tf.Tensor | None:
         """Which keys the queries of a block see: broadcastable to [batch, heads, queries, keys]; None for all."""
         masks, found = self._masks, [keys[:, None, None, :] for keys in self._masks.keys]
         if masks.queries is not None:
@@ -179,7 +189,7 @@ class _Blocks:
         if masks.pairs is not None:
             found.append(self._rows(self._padded(masks.pairs, 2), at, 2))
         if masks.is_causal or masks.window is not None:
-            rows, columns = at * self._size + tf.range(self._size)[:, None], tf.range(self._keys)[None, :]
+            rows, columns = at * self._size + tf.range(self._size)[:, None], tf.range(keys)[None, :]
             if masks.is_causal:
                 found.append((columns <= rows)[None, None])
             if masks.window is not None:
