@@ -29,6 +29,7 @@ ALLOWED = {
     "compat": set(),
     "core": {"compat"},
     "repairs": {"compat", "core"},
+    "attention": {"compat", "core", "repairs"},
     "optim": {"compat", "core", "repairs"},
     "checkpoint": {"compat", "core", "repairs", "packing"},
     "consistency": {"compat", "core", "repairs"},

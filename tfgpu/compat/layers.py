@@ -183,7 +183,7 @@ def attention_settings(
         seed=getattr(getattr(layer, "_dropout_layer", None), "seed_generator", None),
         window=getattr(layer, "sliding_window" if is_grouped else "_sliding_window", None),
         flash=layer._flash_attention,
-        gives_scores=is_grouped and layer._return_attention_scores,
+        gives_scores=is_grouped and getattr(layer, "_return_attention_scores", False),
     )
 
 
