@@ -137,6 +137,10 @@ class _Layout:
                 self.add(f"{name}~{at}", shard)
         elif isinstance(source, ShardedVariable) and source.sharding.over_replicas:
             self._add_copies(name, tuple(source.shape), held(source.shards[0]).values)
+        elif not isinstance(source, np.ndarray) and training_state.differs_by_replica(source):
+            # A shard along an axis, as of a gradient that waits: the value of one device, on all workers.
+            value = replica_values.to_bits(np.array(source.numpy()))
+            self._arrays.append(_Array(name, value.shape, value.dtype, source=value))
         elif _is_of_first_replica(source):
             shape = tuple(source.shape)
             stretch = _Stretch(0, 0, math.prod(shape), source)

@@ -175,7 +175,7 @@ def sources(model, *, metrics: bool) -> dict[str, Any]:
     """
     pending, found = _pending_sums(model), {}
     for name, variable in variables(model, metrics=metrics).items():
-        if not _differs_by_replica(variable):
+        if not differs_by_replica(variable):
             found[name] = variable
         elif id(variable) in pending and not pending[id(variable)]:
             found[name] = np.zeros(variable.shape, dtype_of(variable))
@@ -338,7 +338,8 @@ def _build_others(model, arrays: Mapping[str, np.ndarray | ArraySlices], source:
             optimizer.build([weights[at] for at in trained])
 
 
-def _differs_by_replica(variable) -> bool:
+def differs_by_replica(variable) -> bool:
+    """Whether a variable has a value of its own on each replica, which one device's follows from."""
     return has_copies(variable) and held(variable).synchronization == tf.VariableSynchronization.ON_READ
 
 
@@ -368,7 +369,7 @@ def _assign(model, variable, saved: np.ndarray | ArraySlices, kind: str | None) 
         kind: how one device's value follows from the replicas'; None for one value.
     """
     dtype = dtype_of(variable)
-    if kind is not None and _differs_by_replica(variable):
+    if kind is not None and differs_by_replica(variable):
         replica_values.assign(model.distribute_strategy, held(variable), saved, kind)
     elif kind is not None:
         variable.assign(replica_values.aggregate(replica_values.from_bits(np.asarray(saved), dtype), kind))
