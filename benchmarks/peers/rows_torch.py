@@ -31,6 +31,7 @@ class Pictures(Dataset):
 
 
 def main(folder: str, side: str, worker: int, workers: int, batch: int) -> None:
+    torch.set_num_threads(1)  # as in the loader's own worker processes
     pictures = Pictures(folder)
     sampler = DistributedSampler(pictures, num_replicas=workers, rank=worker, shuffle=True, seed=1)
     loader = DataLoader(pictures, batch_size=batch // workers, sampler=sampler)

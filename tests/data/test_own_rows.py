@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import json
+import logging
 
 import numpy as np
 import pytest
@@ -217,10 +219,15 @@ def test_a_corrupt_example_is_named_by_the_worker_that_reads_it(photos, stages):
             assert len(list(made)) == 3
 
 
-def test_what_cannot_be_made_by_rows_is_not_registered():
+def test_what_cannot_be_made_by_rows_is_not_registered(monkeypatch, caplog):
+    cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    caplog.set_level(logging.INFO)
     pairs = [{"a": i, "labels": i % 2} for i in range(9)]
     stack = lambda rows: {name: np.array([row[name] for row in rows]) for name in rows[0]}  # noqa: E731
     assert worker_rows.of(collated(pairs, stack, global_batch=4).train) is None
+    assert "Every worker collates whole batches" in caplog.text
+    monkeypatch.delenv("TF_CONFIG")
     overtaking = pipeline(images(20), global_batch=8, deterministic=False)
     assert worker_rows.of(overtaking.train) is None
     assert worker_rows.of(pack([[1, 2], [3]], length=4, global_batch=1, feed=Feed(deterministic=False)).train) is None

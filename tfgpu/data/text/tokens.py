@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.cluster import Cluster
 from tfgpu.data import position
 from tfgpu.data.augmentation.rows import of_rows
 from tfgpu.data.columns import LABELS, has_columns
@@ -173,6 +174,8 @@ def collated(
             batch[name].set_shape([None] * first[name].ndim)
         return _with_labels(batch, labels if labels in names else None, by_token)
 
+    if (cluster := Cluster.from_environment()).is_multi_worker and cluster.is_chief:
+        _log.info("Every worker collates whole batches and keeps its rows: `collate` needs all rows of a batch.")
     alone = Feed(**{**vars(feed or Feed()), "parallel_calls": 1})  # a random collator draws in the batches' order
     counter = position.Counter()
     train = by_rows(counter.positions(), rows, fetch, steps, alone)
