@@ -153,7 +153,7 @@ def _environment(
     for name in ("TF_CONFIG", "TFGPU_REPAIR", "XLA_FLAGS"):
         environment.pop(name, None)
     environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "tensorflow"}
-    environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": str(threads)}
+    environment |= {"TFGPU_CACHE": "off", "TF_CPP_MIN_LOG_LEVEL": "2", "OMP_NUM_THREADS": str(threads)}
     # No compilers that wait beside the training, and a first step that is one.
     environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     if topology.strategy == "workers":

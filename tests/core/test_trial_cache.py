@@ -110,6 +110,18 @@ def test_changed_code_makes_its_trials(trials):
     assert sorted(trials) == ["LossTrial", "_StepTrial"]
 
 
+def test_modules_that_an_outer_function_imports_are_as_those_of_the_file():
+    def outer(power):
+        import keras as library
+
+        def function(x):
+            return library.ops.sum(x) ** power
+
+        return function
+
+    assert code_digest.of(outer(2)) == code_digest.of(outer(2)) != code_digest.of(outer(3))
+
+
 def entry(tmp_path, value="a"):
     return store.found("kind", (value,), lambda: ["tried"], lambda found: {"word": found[0]}, lambda word: [word])
 

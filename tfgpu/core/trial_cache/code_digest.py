@@ -156,9 +156,13 @@ class _Writer:
             return self._add_of_library(function) if inner is None else self.add(inner)
         self._add_code(function.__code__)
         self._add_all("defaults", [function.__defaults__, function.__kwdefaults__, _choice(function)])
-        for cell in function.__closure__ or ():
-            self.add(_content(cell))
-        for code in _codes(function.__code__):
+        codes = list(_codes(function.__code__))
+        for value in map(_content, function.__closure__ or ()):
+            if not isinstance(value, types.ModuleType):
+                self.add(value)
+            for code in codes if isinstance(value, types.ModuleType) else ():  # imported within an outer function
+                self._add_module(value, code)
+        for code in codes:
             self._add_globals(code, function.__globals__)
         return None
 
