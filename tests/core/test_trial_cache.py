@@ -261,7 +261,7 @@ def imports(x):
 @pytest.mark.parametrize(
     "thing",
     [reads_a_file, reads_the_environment, imports, iter([1]), tf.data.Dataset.range(3), keras.Input((3,)), object()],
-    ids=str,
+    ids=["file", "environment", "import", "iterator", "dataset", "tensor", "object"],
 )
 def test_what_is_not_known_has_no_digest(thing):
     with pytest.raises(code_digest.Unknown):
