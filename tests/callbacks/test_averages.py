@@ -114,6 +114,7 @@ def test_running_statistics_are_the_averages_over_the_batches_by_hand(averaged, 
     np.testing.assert_allclose(second.moving_variance, variance, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_replicas_end_as_one_device(averaged):
     for a, b in zip(averaged[1][0].get_weights(), averaged[2][0].get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
@@ -216,6 +217,7 @@ def test_averages_by_hand(moving):
     np.testing.assert_allclose(model.layers[-1].kernel, average, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stop_during_validation_keeps_averages_out_of_training(tmp_path, moving, replicas):
     build = (lambda: [EvaluateAverages()], {**EMA, "replicas": replicas})

@@ -60,7 +60,7 @@ def assert_equal(a, b) -> None:
     ("devices", "policy", "options"),
     [
         pytest.param(1, "float32", {}, marks=pytest.mark.slow),
-        (2, "float32", {}),
+        pytest.param(2, "float32", {}, marks=pytest.mark.slow),
         pytest.param(3, "float32", {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         pytest.param(2, "mixed_float16", {}, marks=pytest.mark.slow),
     ],

@@ -107,6 +107,7 @@ def test_of_two_that_differ_none_is_taken_for_right(model_of):
     assert raised.value.replicas == (0, 1) and raised.value.step == 3
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_the_chiefs_weights(model_of, caplog):
     model, flipped = model_of(2, every=1, goes_on=True), Flip("weights/0000", 1, 2, step=2)
     with caplog.at_level(logging.WARNING):

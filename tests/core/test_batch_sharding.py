@@ -105,6 +105,7 @@ def test_the_replicas_of_a_process_get_their_shards_in_order():
     assert [[int(p) for p in batch.offset.values] for batch in batches] == [[0, 2, 4, 5], [0, 2, 3, 4]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_none", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_model_learns_the_same_from_data_that_the_user_has_distributed(has_none):
     tfgpu.repair_keras()

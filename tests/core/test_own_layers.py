@@ -204,7 +204,7 @@ class Counts(layers.Layer):
         return x
 
 
-@pytest.mark.sample("1-8-2-Seen")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Counts, Seen, Queue, Largest, PlainVariable, OwnNorm], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(("rows", "batch", "replicas"), [(9, 8, 4), (7, 3, 4), (1, 8, 2)])
 def test_rows_that_stand_in(kind, rows, batch, replicas):

@@ -120,6 +120,7 @@ with strategy.scope():
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_s_cell_that_runs_again_gives_the_same():
     names, found = {"X": X}, []
     for _ in range(2):

@@ -142,7 +142,7 @@ def gathered(monkeypatch):
     return found
 
 
-@pytest.mark.sample("Ratio")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [WeightedMean, Largest, LargestOfOne, Latest, Ratio], ids=lambda kind: kind.__name__)
 def test_metrics_that_keep_no_sum(kind):
     check(metrics=(kind,))

@@ -129,13 +129,9 @@ def assert_alike(one, other):
         np.testing.assert_allclose(here, there, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "pieces",
-    [
-        {"layer": Centered, "loss": Pairs},
-        pytest.param({"loss": keras.losses.Dice}, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "pieces", [{"layer": Centered, "loss": Pairs}, {"loss": keras.losses.Dice}], ids=["own", "dice"]
 )
 def test_pieces_that_mix_rows_get_all(pieces, caplog):
     strategy = two_devices()

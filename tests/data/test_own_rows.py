@@ -120,7 +120,7 @@ def test_examples_in_memory(options):
     "stages, batch, topologies",
     [
         ((), 28, [(3, 1), (2, 2)]),  # 29 = 28 + 1: the last batch has one row for all workers
-        (["mixup", "noise"], 8, [(2, 1)]),
+        pytest.param(["mixup", "noise"], 8, [(2, 1)], marks=pytest.mark.slow),
         pytest.param(ALL, 8, TOPOLOGIES, marks=pytest.mark.slow),
         pytest.param(ALL, 28, TOPOLOGIES, marks=pytest.mark.slow),
     ],
@@ -153,6 +153,7 @@ def test_files_of_records_and_caches(tmp_path):
         check(data.validation, [(2, 1)])
 
 
+@pytest.mark.slow
 def test_texts(tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be, " * 40)
     corpus = pipeline(f"corpus:{tmp_path}/a.txt", global_batch=7, length=16, validation=0, test=0)
@@ -201,7 +202,7 @@ def test_a_worker_reads_its_share(stages, most):
     assert len(every) == 96 and (stages == ["mixup"]) == (every.total() > 96)
 
 
-@pytest.mark.parametrize("stages", [(), ["mixup"]])
+@pytest.mark.parametrize("stages", [(), pytest.param(["mixup"], marks=pytest.mark.slow)])
 def test_a_corrupt_example_is_named_by_the_worker_that_reads_it(photos, stages):
     examples = open_source(str(photos), Reading(examine_bytes=0, memory_bytes=0))
     bad = sorted(photos.rglob("*.png"))[11]

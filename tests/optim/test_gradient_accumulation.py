@@ -77,6 +77,7 @@ def _collectives(nodes):
     return sum("CollectiveReduce" in node.op or "CollectiveGather" in node.op for node in nodes)
 
 
+@pytest.mark.slow
 def test_an_overflow_on_one_replica_skips_the_batch_on_all(strategy):
     keras.config.set_dtype_policy("mixed_float16")
     try:

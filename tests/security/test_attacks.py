@@ -55,7 +55,7 @@ def test_yaml_makes_no_objects(text, tmp_path, monkeypatch):
     assert not (tmp_path / "mark").exists()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["model: evil:run", "data: evil:run", "model: os:system\nmodel_options: {command: x}"])
 def test_a_recipe_s_functions_are_not_called(line, tmp_path):
     (tmp_path / "evil.py").write_text(EVIL)

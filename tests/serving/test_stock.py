@@ -73,7 +73,7 @@ def check(model, x, folder):
     return again
 
 
-@pytest.mark.sample("cnn-True", "vit-True")
+@pytest.mark.sample("mlp-True")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", models.BUILDERS)
 def test_the_outputs_are_the_model_s(name, recompute, tmp_path):

@@ -60,8 +60,8 @@ def compute_by_blocks() -> None:
             soft_cap=more.get("attn_logits_soft_cap"),
         )
 
-    for layer in ("MultiHeadAttention", "GroupedQueryAttention"):
-        _wrap_layer(layer)
+    _wrap_masks()
+    _wrap_attention()
 
 
 def _wrap_switch(name: str, value: bool) -> None:
@@ -71,48 +71,54 @@ def _wrap_switch(name: str, value: bool) -> None:
         stock()
 
 
-def _wrap_layer(name: str) -> None:
-    @wrap(f"{name}.compute_attention_mask")
-    def compute_attention_mask(
-        stock,
-        self,
-        query,
-        value,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        use_causal_mask=False,
-    ):
-        given = (query_mask, value_mask, key_mask, attention_mask, use_causal_mask)
-        merged = functools.partial(stock, self, query, value, *given)
-        if not _is_asked(self) or layers.has_own_attention(self):
-            return merged()
-        masks = blockwise.Masks(
-            queries=None if query_mask is None else tf.cast(query_mask, tf.bool),
-            keys=tuple(tf.cast(mask, tf.bool) for mask in (value_mask, key_mask) if mask is not None),
-            pairs=_pairs(attention_mask),
-            is_causal=use_causal_mask,
-            window=layers.attention_settings(self).window,
-        )
-        return _Apart(masks, merged)
+def _wrap_masks() -> None:
+    for name in ("MultiHeadAttention", "GroupedQueryAttention"):
 
-    @wrap(f"{name}.compute_attention")
-    def compute_attention(stock, self, query, key, value, attention_mask=None, training=None, *args, **more):
-        settings = layers.attention_settings(self)
-        gives_scores = args[0] if args else more.get("return_attention_scores", settings.gives_scores)
-        if not _is_asked(self) or gives_scores or len(query.shape) != 4:
+        @wrap(f"{name}.compute_attention_mask")
+        def compute_attention_mask(
+            stock,
+            self,
+            query,
+            value,
+            query_mask=None,
+            value_mask=None,
+            key_mask=None,
+            attention_mask=None,
+            use_causal_mask=False,
+        ):
+            given = (query_mask, value_mask, key_mask, attention_mask, use_causal_mask)
+            merged = functools.partial(stock, self, query, value, *given)
+            if not _is_asked(self) or layers.has_own_attention(self):
+                return merged()
+            masks = blockwise.Masks(
+                queries=None if query_mask is None else tf.cast(query_mask, tf.bool),
+                keys=tuple(tf.cast(mask, tf.bool) for mask in (value_mask, key_mask) if mask is not None),
+                pairs=_pairs(attention_mask),
+                is_causal=use_causal_mask,
+                window=layers.attention_settings(self).window,
+            )
+            return _Apart(masks, merged)
+
+
+def _wrap_attention() -> None:
+    for name in ("MultiHeadAttention", "GroupedQueryAttention"):
+
+        @wrap(f"{name}.compute_attention")
+        def compute_attention(stock, self, query, key, value, attention_mask=None, training=None, *args, **more):
+            settings = layers.attention_settings(self)
+            gives_scores = args[0] if args else more.get("return_attention_scores", settings.gives_scores)
+            if not _is_asked(self) or gives_scores or len(query.shape) != 4:
+                if isinstance(attention_mask, _Apart):
+                    attention_mask = attention_mask.merged()
+                return stock(self, query, key, value, attention_mask, training, *args, **more)
             if isinstance(attention_mask, _Apart):
-                attention_mask = attention_mask.merged()
-            return stock(self, query, key, value, attention_mask, training, *args, **more)
-        if isinstance(attention_mask, _Apart):
-            masks = attention_mask.masks
-        else:
-            masks = blockwise.Masks(pairs=_pairs(attention_mask), is_causal=more.get("use_causal_mask", False))
-        dropout = None
-        if settings.dropout and training:
-            dropout = blockwise.Dropout(settings.dropout, settings.seed.next())
-        return blockwise.attention(query, key, value, scale=settings.scale, masks=masks, dropout=dropout), None
+                masks = attention_mask.masks
+            else:
+                masks = blockwise.Masks(pairs=_pairs(attention_mask), is_causal=more.get("use_causal_mask", False))
+            dropout = None
+            if settings.dropout and training:
+                dropout = blockwise.Dropout(settings.dropout, settings.seed.next())
+            return blockwise.attention(query, key, value, scale=settings.scale, masks=masks, dropout=dropout), None
 
 
 def _is_asked(layer: keras.layers.Layer) -> bool:

@@ -83,6 +83,11 @@ def reaches_out(data: object) -> bool:
     return kept.reaches_out
 
 
+def keep_reach(data: tf.data.Dataset, source: tf.data.Dataset) -> None:
+    """Notes that a dataset has side effects only if the one that it is made from has them."""
+    slots.of(data).reaches_out = reaches_out(source)
+
+
 def _reaches_out(data: object) -> bool:
     kind = type(data)
     if not isinstance(data, tf.data.Dataset) or not kind.__module__.startswith("tensorflow."):

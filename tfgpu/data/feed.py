@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.core import worker_rows
+from tfgpu.core import iterator_end, worker_rows
 from tfgpu.data.assembly import corrupt, own_rows
 from tfgpu.data.assembly.ahead import fetched_ahead
 from tfgpu.data.assembly.plan import Plan
@@ -267,4 +267,6 @@ def _of_length(made: tf.data.Dataset, steps: int) -> tf.data.Dataset:
 
     never = tf.data.Dataset.from_tensors(0).map(lambda _: tf.nest.map_structure(empty, made.element_spec)).repeat()
     always_first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
-    return tf.data.Dataset.choose_from_datasets([made, never], always_first, stop_on_empty_dataset=True).take(steps)
+    chosen = tf.data.Dataset.choose_from_datasets([made, never], always_first, stop_on_empty_dataset=True)
+    iterator_end.keep_reach(chosen, made)  # what TensorFlow makes of `always_first` hides that it has no effects
+    return chosen.take(steps)

@@ -39,6 +39,7 @@ def stream(batches=7):
         yield draw.normal(size=(5, 2)).astype("float32"), draw.integers(0, 3, 5)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_as_if_uninterrupted(tmp_path):
     settings = {"window": 10, "global_batch": 4, "epochs": 2, "verbose": 0}
     whole, replay = model_of(), incremental.Replay(8, seed=1)

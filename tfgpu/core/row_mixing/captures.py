@@ -80,8 +80,8 @@ def names_of(thing: object, number: int) -> list[str]:
     """The names by which the user's functions that `of` searches hold a whole number: global, free or an attribute.
 
     Example:
-        >>> replicas = 2
-        >>> names_of(lambda loss: loss / replicas, 2)
+        >>> import types
+        >>> names_of(types.SimpleNamespace(replicas=2), 2)
         ['replicas']
     """
     left, seen, found = [thing], set(), []
