@@ -165,8 +165,8 @@ print(json.dumps(said))
 def test_workers_that_begin_differently_are_told_so_on_all(together):
     answers = together(BEGIN, {"worker": 2}, timeout=280)
     expected = {
-        "epochs": "differ in their arguments of `fit`: `epochs` is 2 on worker 0, 3 on worker 1.",
-        "validation": '`validation_data` is "given" on worker 0, null on worker 1.',
+        "epochs": "The workers called `fit`, but not alike: epochs=2 on worker 0 (",
+        "validation": "The workers called `fit`, but not alike: validation_data=given on worker 0 (",
         "optimizer": "arguments of `compile`: `optimizer.config.beta_1` is 0.9 on worker 0, 0.8 on worker 1.",
         "patience": "callbacks: `EarlyStopping.patience` is 3 on worker 0, 4 on worker 1.",
         "schedule": "callbacks: `LearningRateScheduler.schedule` is ",

@@ -107,10 +107,11 @@ class _End:
 
     def by_error(self, error: BaseException) -> None:
         """Notes the error that ends the script; to one of TensorFlow's it adds who does something else."""
-        self._event, note = sentences.of_error("ended its script", error), str(self._ledger.failure)
-        is_other = isinstance(error, tf.errors.OpError) and self._ledger.failure is not None
-        if is_other and note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+        self._event = sentences.of_error("ended its script", error)
+        # The end of a worker's process may end a collective before this worker's thread has heard of it.
+        failure = explained(error, None) if isinstance(error, tf.errors.OpError) else None
+        if failure is not None and str(failure) not in getattr(error, "__notes__", ()):
+            error.add_note(str(failure))
 
     def tell(self) -> None:
         """Tells the others; the first worker waits until they have read it, because its process holds the texts."""
@@ -139,18 +140,23 @@ def note_error(error: BaseException) -> None:
         end.by_error(error)
 
 
-def explained(error: tf.errors.OpError, model) -> Exception | None:
+def explained(error: tf.errors.OpError, model: object) -> Exception | None:
     """The error to raise in place of TensorFlow's where the workers did different things; else None."""
     mine = ledger.current()
     if mine is None or not (_COLLECTIVE in error.message or isinstance(error, _OF_PEERS)):
         return None
-    if mine.failure is not None or not mine.is_open:
+    if mine.failure is not None:
         return mine.failure
-    try:
-        return _asked(mine, user_line.of_error(error.__traceback__) or user_line.of_thread())
-    except coordination.Unreachable:
-        mine.is_open = False
-        return None
+    line = user_line.of_error(error.__traceback__) or user_line.of_thread()
+    if mine.is_open:
+        try:
+            return _asked(mine, line)
+        except coordination.Unreachable:
+            mine.is_open = False
+    if mine.ended is not None:  # The texts have ended with the first worker; this one has heard so much.
+        rank, event = mine.ended
+        mine.failure = sentences.apart(mine.names[rank], event, mine.name, mine.here(line))
+    return mine.failure
 
 
 extensions.error_explanations.register(explained, order=10)
