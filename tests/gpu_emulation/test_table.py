@@ -12,7 +12,9 @@ FAST = [row for row in traced_rows.TABLE if row.fast]
 ADVICE = "If the change is meant, run `python tests/gpu_emulation/record.py` and commit table.json."
 
 
-@pytest.mark.parametrize("row", FAST, ids=str)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * str(row).endswith("rest")) for row in FAST], ids=str
+)
 def test_a_step_does_what_the_table_says(row):
     found = json.loads(json.dumps(traced_rows.measure(row)))
     changed = record.difference(str(row), record.read().get(str(row)), found)

@@ -1,4 +1,4 @@
-"""A fast slice of the equivalence matrix: the cases that were hardest to make equal, in real processes."""
+"""A slice of the equivalence matrix: the cases that were hardest to make equal, in real processes."""
 
 import importlib
 import sys
@@ -37,7 +37,7 @@ def run(monkeypatch):
 @pytest.mark.parametrize(
     ("topologies", "cases", "gpu_way"),
     [
-        (["workers-2x1"], CASES[:2], False),
+        pytest.param(["workers-2x1"], CASES[:2], False, marks=pytest.mark.slow),
         pytest.param(["mirrored-4", "workers-2x1"], CASES, False, marks=pytest.mark.slow),
         pytest.param(["mirrored-2", "workers-2x1"], CASES, True, marks=pytest.mark.slow),
     ],

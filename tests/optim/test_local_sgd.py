@@ -146,7 +146,7 @@ def deep(strategy, optimizer, **compiled):
     return model
 
 
-@pytest.mark.sample("plain")
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [None, keras.optimizers.SGD(1.0)], ids=["plain", "outer"])
 def test_every_update_with_sgd_is_one_device_s_training(outer):
     """Batches of 12 and one of 2 for four replicas, dropout and BatchNormalization."""

@@ -177,8 +177,9 @@ def _targets_in(argument: ast.expr, words: set[object]) -> list[str]:
     if isinstance(first, ast.Constant):
         return [target for target in targets.TARGETS if target.startswith(first.value)]
     if isinstance(last, ast.Constant):
-        found = [target for target in targets.TARGETS if target.endswith(last.value)]
-        return [target for target in found if target.removesuffix(last.value) in words]
+        parted = [(target, *target.rpartition(".")) for target in targets.TARGETS]
+        name = last.value.removeprefix(".")
+        return [target for target, owner, _, its in parted if its in (name, f"_{name}") and owner in words]
     return []
 
 

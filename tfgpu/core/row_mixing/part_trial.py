@@ -4,6 +4,7 @@ Compared are the gradients that reach an optimizer, the numbers of the logs and 
 that the step does stays: variables, random states, metrics and optimizers are as they were.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,8 +73,13 @@ class Trial:
         Raises:
             CannotTry: it ran on no rows.
         """
-        differs = isolation.run(self._differing)
-        return Tried(differs, self._draws, self._bytes_a_row, self._have_rows, self._has_shares)
+        return Tried(self._found(), self._draws, self._bytes_a_row, self._have_rows, self._has_shares)
+
+    def _found(self) -> str | None:
+        """Tries it in this thread, so that variables that the code makes in its first call are there, then apart."""
+        with contextlib.suppress(CannotTry):
+            return self._differing()
+        return isolation.run(self._differing)
 
     def _differing(self) -> str | None:
         cannot = NotBuilt, step_outputs.NoNumbers
