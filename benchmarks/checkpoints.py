@@ -120,7 +120,7 @@ def worker(folder: Path, stage: int, width: int, saves: int) -> None:
 
 @app.command(hidden=True)
 def victim(folder: Path, width: int) -> None:
-    """One of the workers that are killed: it saves after each step, and goes on from the newest checkpoint."""
+    """A worker to kill: it saves after each step and resumes from the newest checkpoint."""
     import numpy as np
 
     import tfgpu

@@ -50,7 +50,7 @@ def replacing(path: str | os.PathLike, *, suffix: str | None = None) -> Iterator
 
 
 def put(aside: Path, target: Path) -> None:
-    """Flushes a file or a folder to the disk and gives it a name, where it replaces what is there.
+    """Flushes a file or a folder to the disk, then renames it and replaces what had that name.
 
     Args:
         aside: the file or folder; what it replaces may be there in the end.

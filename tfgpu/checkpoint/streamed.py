@@ -46,7 +46,7 @@ def write(path: Path, tensors: list[Stored]) -> tuple[str, int]:
     """Writes a file and flushes it to the disk.
 
     Args:
-        path: the file; what is there is replaced.
+        path: the file to write; an existing one is replaced.
         tensors: what to write. The list is emptied, so that each array's memory is freed once it is written.
 
     Returns:

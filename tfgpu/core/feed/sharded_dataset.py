@@ -199,7 +199,7 @@ class ShardedIterator:
 
 
 def _whole(shown: tf.data.Iterator) -> object:
-    """The batch that `WorkerRows.make_showing` shows; None if there is none."""
+    """The whole batch that `WorkerRows.make_showing` adds, or None."""
     with on_host():
         part, total = next(shown, (None, 0))
         if not total:

@@ -106,7 +106,7 @@ def _versions() -> tuple:
 
 
 def _read(path: Path) -> dict | None:
-    """What a file says; None where there is none, or it is damaged."""
+    """Reads an entry; None if the file is missing or damaged."""
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
         return entry["found"] if entry["check"] == _check(entry["found"]) else None
