@@ -147,6 +147,24 @@ def memory_is_given_back(process_memory):
 
 
 @pytest.fixture
+def stops_after():
+    """`stops_after(n)`: a callback that ends a `fit` by an `InterruptedError` after `n` batches."""
+    import keras
+
+    class Stops(keras.callbacks.Callback):
+        def __init__(self, after):
+            super().__init__()
+            self.left = after
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.left -= 1
+            if self.left == 0:
+                raise InterruptedError
+
+    return Stops
+
+
+@pytest.fixture
 def together():
     """`run_together`: a script in several real processes, each with its TF_CONFIG."""
     return run_together

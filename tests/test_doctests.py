@@ -20,7 +20,9 @@ MODULES = [name.removesuffix(".__init__") for name in NAMES if not name.startswi
 
 
 # It measures for seconds; tests/measure has the same.
-SLOW = dict.fromkeys(("tfgpu.measure.input", "tfgpu.serving", "tfgpu.recipes.runner"), pytest.mark.slow)
+SLOW = dict.fromkeys(
+    ("tfgpu.measure.input", "tfgpu.measure.workers", "tfgpu.serving", "tfgpu.recipes.runner"), pytest.mark.slow
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in MODULES])

@@ -120,6 +120,7 @@ def test_two_replicas_end_as_one_device(averaged):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_training_itself_is_unchanged(averaged):
     model, weights = make(), Weights()
     assert fit(model, weights) == averaged[1][2]

@@ -56,20 +56,9 @@ def make(strategy):
     return model
 
 
-class Stops(keras.callbacks.Callback):
-    def __init__(self, after):
-        super().__init__()
-        self.left = after
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.left -= 1
-        if self.left == 0:
-            raise InterruptedError
-
-
 def run(strategy, feed, *, backup=None, stops=None, by_trainer=False):
     model = make(strategy)
-    callbacks = ([backup] if backup else []) + ([Stops(stops)] if stops else [])
+    callbacks = ([backup] if backup else []) + ([stops] if stops else [])
     fit = tfgpu.Trainer(model).fit if by_trainer else model.fit
     try:
         return model, fit(**feed(), epochs=3, callbacks=callbacks, verbose=0).history
@@ -102,14 +91,20 @@ FAST = [("arrays", 1, False), ("arrays", 2, False)]
     ("feed", "devices", "by_trainer"),
     [pytest.param(*way, marks=[] if way in FAST else pytest.mark.slow) for way in WAYS],
 )
-def test_resumes_in_the_second_epoch(tmp_path, feed, devices, by_trainer):
+def test_resumes_in_the_second_epoch(tmp_path, feed, devices, by_trainer, stops_after):
     strategy, feed = strategy_of(devices), FEEDS[feed]
     whole = run(strategy, feed, by_trainer=by_trainer)
 
     def backup():
         return keras.callbacks.BackupAndRestore(tmp_path, save_freq=2)
 
-    run(strategy, feed, backup=backup(), stops=5 if "steps_per_epoch" in feed() else 8, by_trainer=by_trainer)
+    run(
+        strategy,
+        feed,
+        backup=backup(),
+        stops=stops_after(5 if "steps_per_epoch" in feed() else 8),
+        by_trainer=by_trainer,
+    )
     assert json.loads((tmp_path / "training_metadata.json").read_text())["epoch"] == 1
     model, history = run(strategy, feed, backup=backup(), by_trainer=by_trainer)
     assert len(history["loss"]) == 2
@@ -119,25 +114,25 @@ def test_resumes_in_the_second_epoch(tmp_path, feed, devices, by_trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_trainer", [False, True])
-def test_a_run_that_stopped_after_an_epochs_last_batch_has_its_metrics(tmp_path, by_trainer):
+def test_a_run_that_stopped_after_an_epochs_last_batch_has_its_metrics(tmp_path, by_trainer, stops_after):
     strategy, feed = strategy_of(1), FEEDS["arrays"]
     whole = run(strategy, feed)
 
     def backup():
         return keras.callbacks.BackupAndRestore(tmp_path, save_freq=STEPS)
 
-    run(strategy, feed, backup=backup(), stops=STEPS, by_trainer=by_trainer)
+    run(strategy, feed, backup=backup(), stops=stops_after(STEPS), by_trainer=by_trainer)
     model, history = run(strategy, feed, backup=backup(), by_trainer=by_trainer)
     assert len(history["loss"]) == 3
     same(model, history, *whole)
 
 
 @pytest.mark.slow
-def test_a_second_interruption_and_the_next_fit(tmp_path):
+def test_a_second_interruption_and_the_next_fit(tmp_path, stops_after):
     strategy, feed = strategy_of(1), FEEDS["arrays"]
     whole = run(strategy, feed)
-    for stops in (8, 4):  # in the second epoch, and four batches after its second: in the third
-        run(strategy, feed, backup=keras.callbacks.BackupAndRestore(tmp_path, save_freq=1), stops=stops)
+    for after in (8, 4):  # in the second epoch, and four batches after its second: in the third
+        run(strategy, feed, backup=keras.callbacks.BackupAndRestore(tmp_path, save_freq=1), stops=stops_after(after))
     model, history = run(strategy, feed, backup=keras.callbacks.BackupAndRestore(tmp_path, save_freq=1))
     assert len(history["loss"]) == 1
     same(model, history, *whole)

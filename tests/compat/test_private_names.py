@@ -24,22 +24,24 @@ OTHERS = {
 FORMATS = {"tensorflow.core.framework", "tensorflow.core.protobuf", "tensorflow.core.util", "tensorflow.core.profiler"}
 
 
+NAMING = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Name | ast.Attribute | ast.Import | ast.ImportFrom
+NAMELESS = ast.Constant | ast.expr_context | ast.operator | ast.cmpop | ast.boolop | ast.unaryop
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def defined(tree: ast.AST) -> set[str]:
+def defined(nodes: list[tuple[ast.AST, bool]]) -> set[str]:
     """The underscored names that a file defines: functions, classes, variables, attributes of `self` and fields."""
     found = set()
-    for node in ast.walk(tree):
+    for node, in_class in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
-    for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-        for node in ast.walk(cls):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
-                found.add(node.attr)
+        elif in_class and isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
+            found.add(node.attr)
     return {name for name in found if is_private(name)}
 
 
@@ -47,10 +49,22 @@ def of_self(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
+def walked(tree: ast.Module) -> list[tuple[ast.AST, bool]]:
+    """The nodes that can hold a name, each with whether it stands in a class."""
+    found, left = [], [(tree, False)]
+    while left:
+        node, in_class = left.pop()
+        if isinstance(node, NAMING):
+            found.append((node, in_class))
+        in_class = in_class or isinstance(node, ast.ClassDef)
+        left += [(child, in_class) for child in ast.iter_child_nodes(node) if not isinstance(child, NAMELESS)]
+    return found
+
+
 @cache
-def parsed(path: Path) -> tuple[ast.Module, frozenset[str]]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return tree, frozenset(defined(tree))
+def parsed(path: Path) -> tuple[list[tuple[ast.AST, bool]], frozenset[str]]:
+    nodes = walked(ast.parse(path.read_text(encoding="utf-8")))
+    return nodes, frozenset(defined(nodes))
 
 
 @cache
@@ -58,14 +72,21 @@ def defined_anywhere() -> frozenset[str]:
     return frozenset().union(*(parsed(path)[1] for path in sorted(PACKAGE.rglob("*.py"))))
 
 
-def private_modules(tree: ast.Module) -> list[tuple[int, str]]:
+def root_of(node: ast.expr) -> str | None:
+    """The name that a chain of attributes begins with."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def private_modules(path: Path) -> list[tuple[int, str]]:
     found = []
-    for node in ast.walk(tree):
+    for node, _ in parsed(path)[0]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and root_of(node) in ("keras", "tensorflow", "tf"):
             names = [ast.unparse(node).replace("tf.python", "tensorflow.python")]
         else:
             continue
@@ -76,13 +97,12 @@ def private_modules(tree: ast.Module) -> list[tuple[int, str]]:
 
 
 def private_attributes(path: Path) -> list[tuple[int, str]]:
-    tree, own = parsed(path)
-    in_class = {id(node) for cls in ast.walk(tree) if isinstance(cls, ast.ClassDef) for node in ast.walk(cls)}
+    nodes, own = parsed(path)
     found = []
-    for node in ast.walk(tree):
+    for node, in_class in nodes:
         if not isinstance(node, ast.Attribute) or not is_private(node.attr) or node.attr in OTHERS:
             continue
-        if of_self(node) and id(node) in in_class:
+        if of_self(node) and in_class:
             known = own | defined_anywhere()  # by the class, or by one of ours that it derives from
         else:
             known = own
@@ -92,7 +112,7 @@ def private_attributes(path: Path) -> list[tuple[int, str]]:
 
 
 def test_no_private_name_stands_outside_compat():
-    found = {path: sorted(set(private_modules(parsed(path)[0]) + private_attributes(path))) for path in FILES}
+    found = {path: sorted(set(private_modules(path) + private_attributes(path))) for path in FILES}
     lines = [f"{path.relative_to(PACKAGE.parent)}:{line}: {name}" for path in FILES for line, name in found[path]]
     parsed.cache_clear()  # some 60 MB
     assert not lines, "add an accessor to tfgpu/compat for:\n" + "\n".join(lines)
@@ -105,6 +125,6 @@ def test_a_private_name_is_found(tmp_path):
         "class Own:\n    def __init__(self):\n        self._mine = 1\n\n    def g(self, other):\n"
         "        return self._mine, other._mine, keras.src.tree, self._not_there_at_all\n"
     )
-    modules = {name for _, name in private_modules(parsed(path)[0])}
+    modules = {name for _, name in private_modules(path)}
     assert modules == {"keras.src.backend", "keras.src.tree", "keras.src"}
     assert {name for _, name in private_attributes(path)} == {"self._x", "v._value", "self._not_there_at_all"}

@@ -148,7 +148,8 @@ def test_pieces_that_mix_rows_get_all_eagerly_and_in_a_function():
     assert_alike(expected, loop.run(tf.function(loop.step), eagerly=True))
 
 
-@pytest.mark.parametrize("kind", [Clipped, pytest.param(Normalized, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Clipped, Normalized])
 def test_a_function_that_mixes_rows_is_named_once(kind, caplog):
     strategy = two_devices()
     with caplog.at_level(logging.WARNING, logger="tfgpu"):

@@ -69,8 +69,9 @@ def photos(tmp_path):
     return tmp_path / "photos"
 
 
+@pytest.mark.sample("3-mixup", "3-flip", "3-randaugment")
 @pytest.mark.parametrize("stage", sorted(STAGES))
-@pytest.mark.parametrize("channels", [3, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("channels", [3, 9])
 def test_each_stage_changes_some_rows_as_it_changes_the_whole_batch(stage, channels):
     """TensorFlow rounds the last bit of a sine or a product of matrices by the place in the tensor."""
     if channels != 3 and stage in ("hue", "saturation"):
@@ -102,7 +103,7 @@ def test_only_stages_that_mix_need_other_rows():
 @pytest.mark.parametrize(
     "options",
     [
-        {"balance": "oversample", "label_smoothing": 0.1},
+        pytest.param({"balance": "oversample", "label_smoothing": 0.1}, marks=pytest.mark.slow),
         pytest.param({"augment": ALL, "balance": "weights"}, marks=pytest.mark.slow),
     ],
 )
@@ -131,6 +132,7 @@ def test_images_that_are_decoded_on_demand(photos, stages, batch, topologies):
     check(data.train, topologies, seek=lambda: data.seek(2))
 
 
+@pytest.mark.slow
 def test_turns_of_many_rows():
     """Sines of a worker's rows alone would have another last bit in two of these pictures."""
     data = pipeline("digits", global_batch=100, augment=["rotate"], seed=5)
@@ -186,7 +188,7 @@ def counted(count, loads):
     return Examples("counted", np.arange(count) % 3, (6, 6, 3), ("a", "b", "c"), load=load, ahead=ahead, own=own)
 
 
-@pytest.mark.parametrize("stages, most", [(["flip"], 1.0), (["mixup"], 1.9)])
+@pytest.mark.parametrize("stages, most", [(["flip"], 1.0), pytest.param(["mixup"], 1.9, marks=pytest.mark.slow)])
 def test_a_worker_reads_its_share(stages, most):
     """Of 3 workers each reads a third. One that mixes reads the partners too, each example once a batch."""
     every = collections.Counter()

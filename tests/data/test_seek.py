@@ -98,22 +98,9 @@ def test_nothing_before_is_read(step):
     assert source.reads == ROWS - step * BATCH
 
 
-class Stops(keras.callbacks.Callback):
-    """Ends a `fit` by an error after some batches."""
-
-    def __init__(self, after):
-        super().__init__()
-        self.left = after
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.left -= 1
-        if not self.left:
-            raise InterruptedError
-
-
 @pytest.mark.sample("1")
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_resumed_fit_reads_only_what_is_left(tmp_path, devices):
+def test_a_resumed_fit_reads_only_what_is_left(tmp_path, devices, stops_after):
     """Two epochs of 8 batches; the first run ends after batch 14, saved after 13: 6 rows of two batches are left."""
 
     def build():
@@ -128,7 +115,7 @@ def test_a_resumed_fit_reads_only_what_is_left(tmp_path, devices):
     straight.fit(made(Counted().examples()).train, epochs=2, verbose=0)
     saves = lambda: tfgpu.callbacks.Checkpoint(tmp_path / "run", every_steps=13)  # noqa: E731
     with pytest.raises(InterruptedError):
-        build().fit(made(Counted().examples()).train, epochs=2, verbose=0, callbacks=[saves(), Stops(14)])
+        build().fit(made(Counted().examples()).train, epochs=2, verbose=0, callbacks=[saves(), stops_after(14)])
     source = Counted()
     data, resumed = made(source.examples(), prefetch=0, parallel_calls=1), build()
     source.reads = 0
