@@ -36,7 +36,7 @@ def test_a_wrong_source_names_the_fix(text, message):
 
 def test_a_file_that_is_no_record_is_refused(tmp_path):
     (tmp_path / "a.xls").touch()
-    with pytest.raises(InputError, match="not a .tfrecord, .csv or .parquet file"):
+    with pytest.raises(InputError, match="not a .tfrecord, .csv, .parquet or .npz file"):
         parse_source(str(tmp_path / "a.xls"))
 
 

@@ -196,7 +196,12 @@ def test_numbers_and_names_mix_and_are_not_written_as_shards(tmp_path):
     [
         ((NAMED, TARGETS, W[:7]), {}, "one row per example"),
         ((NAMED, TARGETS, -W), {}, "number from 0"),
-        ((NAMED, {"name": ["a"] * 30}), {}, "must be numbers"),
+        ((NAMED, {"day": np.zeros(30, "datetime64[D]")}), {}, "must be numbers"),
+        ((NAMED, TARGETS), {"task": {"prise": "regression"}}, "Did you mean 'price'"),
+        ((X, NUMBERS), {"task": {"price": "regression"}}, "needs named targets"),
+        ((NAMED, {"price": [*"12345" * 6]}), {"task": {"price": "regression"}}, "needs numbers as labels"),
+        ((X, [*map(str, NUMBERS[:29]), "cheap"]), {}, "'cheap' in example 29, of 1 text"),
+        ((X, [*"ab" * 15]), {"task": "regression"}, "needs numbers as labels. Received: 'a' in example 0"),
         ({"train": (NAMED, TARGETS), "test": (X, NUMBERS)}, {}, "same structure"),
         ({"train": (NAMED, TARGETS), "test": ({"left": X}, TARGETS)}, {}, "same structure"),
         ((NAMED, TARGETS), {"augment": ["flip"]}, "named inputs"),

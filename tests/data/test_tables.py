@@ -118,3 +118,59 @@ def test_files_that_are_not_alike_or_not_there_are_named(tmp_path):
         open_source(str(tmp_path / "c.parquet"))
     with pytest.raises(InputError, match="image files"):
         open_source(str(tmp_path / "a.csv"), Reading(image_size=(4, 4)))
+
+
+def homes(count=40):
+    random = np.random.default_rng(1)
+    columns = {"rooms": random.integers(1, 6, count), "kind": ["flat", "house"] * (count // 2)}
+    return pa.table({**columns, "price": random.normal(size=count), "sample_weight": random.uniform(1, 2, count)})
+
+
+@pytest.mark.parametrize("end", ["csv", "parquet"])
+def test_several_columns_are_named_targets_and_one_weighs(tmp_path, end):
+    table = homes()
+    source = write(tmp_path / f"homes.{end}", table)
+    data = pipeline(source + "#kind,price", global_batch=40, shuffle=False)
+    (x, y, weight) = next(iter(data.train))
+    np.testing.assert_array_equal(x[:, 0], table["rooms"].to_numpy())
+    np.testing.assert_array_equal(y["price"], table["price"].to_numpy().astype("float32"))
+    np.testing.assert_array_equal(y["kind"], np.arange(40) % 2)
+    np.testing.assert_array_equal(weight, table["sample_weight"].to_numpy().astype("float32"))
+    assert data.info.targets["kind"].class_names == ("flat", "house")
+    assert data.info.targets["price"].kind == "numbers" and data.info.input_shape == (1,)
+    whole = pipeline(source + "#kind,rooms", global_batch=8, task={"rooms": "regression"}).info.targets
+    assert whole["rooms"].kind == "numbers"
+
+
+def test_lists_are_numbers_to_predict(tmp_path):
+    table = pa.table({"a": [1.0, 2.0, 3.0], "place": [[0.5, 1], [1.5, 2], [2.5, 3]]})
+    data = pipeline(write(tmp_path / "a.parquet", table) + "#place", global_batch=3, shuffle=False)
+    assert next(iter(data.train))[1].numpy().tolist() == [[0.5, 1], [1.5, 2], [2.5, 3]]
+
+
+def test_labels_that_are_whole_at_first_may_be_numbers_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_CSV_BLOCK", 64)
+    (tmp_path / "a.csv").write_text("a,y,b\n" + "".join(f"{i},{i % 2},1\n" for i in range(50)) + "3,0.5,1\n")
+    assert pipeline(f"{tmp_path}/a.csv", global_batch=8).info.labels == "numbers"
+    assert pipeline(f"{tmp_path}/a.csv#y,b", global_batch=8).info.targets["y"].kind == "numbers"
+
+
+@pytest.mark.parametrize(
+    ("row", "label", "message"),
+    [
+        ("1,dear,flat,1", "#price,kind", "'dear' in data row 50"),
+        ("many,1,flat,1", "#price,kind", "'many' in data row 50"),
+        ("1,1,flat,heavy", "#price,kind", "'heavy' in data row 50"),
+        ("1,,flat,1", "#price,kind", "'price' has 1 missing value.*row 50"),
+        ("1,1,flat,-1", "#price,kind", "sample weights must be a number from 0"),
+        ("1,1,flat,1", "#prise,kind", "Did you mean 'price'"),
+        ("1,1,flat,1", "#kind,kind", "named once"),
+    ],
+)
+def test_a_bad_row_is_named_by_column_and_row(tmp_path, monkeypatch, row, label, message):
+    monkeypatch.setattr(tables, "_CSV_BLOCK", 128)  # the row is not in the first block, which decides the types
+    rows = "".join(f"{i},{i / 7},{['flat', 'hut'][i % 2]},1\n" for i in range(50))
+    (tmp_path / "a.csv").write_text(f"rooms,price,kind,sample_weight\n{rows}{row}\n")
+    with pytest.raises(InputError, match=message) as caught:
+        open_source(f"{tmp_path}/a.csv{label}")
+    assert "\n" not in str(caught.value)

@@ -9,6 +9,7 @@ import pytest
 from tfgpu.callbacks import EvaluateAverages, StochasticWeightAverage
 from tfgpu.errors import InputError
 from tfgpu.recipes import agreement, compiling, endings
+from tfgpu.recipes.heads import Head
 from tfgpu.recipes.recipe import make
 from tfgpu.training.optimizers import LARS
 
@@ -90,10 +91,10 @@ def test_decay_shrinks_what_the_recipe_says(decay, bias):
 )
 def test_a_metric_that_is_never_reported_is_not_waited_for(settings, labels, message):
     if message is None:
-        compiling.check_monitors(make(settings), labels=labels)
+        compiling.check_monitors(make(settings), heads=[Head(labels, 3)])
         return
     with pytest.raises(InputError, match=message):
-        compiling.check_monitors(make(settings), labels=labels)
+        compiling.check_monitors(make(settings), heads=[Head(labels, 3)])
 
 
 def test_the_callbacks_of_the_ending():

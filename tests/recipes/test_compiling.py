@@ -3,6 +3,7 @@ import pytest
 
 from tfgpu.errors import InputError
 from tfgpu.recipes import compiling
+from tfgpu.recipes.heads import Head
 from tfgpu.recipes.recipe import Recipe, make
 
 
@@ -120,5 +121,5 @@ def test_accumulation_leaves_the_rates_of_the_epochs_as_they_are(name):
 )
 def test_the_loss_fits_the_labels(labels, kind):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-    compiling.compile_model(model, Recipe(), learning_rate=0.1, labels=labels)
+    compiling.compile_model(model, Recipe(), learning_rate=0.1, heads=[Head(labels, 3)])
     assert isinstance(model.loss, kind)

@@ -50,20 +50,20 @@ def test_workers_and_epochs(folder):
 
 def test_the_page_has_it(folder, tmp_path):
     rows = [{"loss": 1.0, "accuracy": 0.5, "step_time_s": 0.02}] * 2
-    page = render(Report("cnn on digits", "", 0.9, rows=rows, monitor=monitored.read(folder)))
+    page = render(Report("cnn on digits", "", {"accuracy": 0.9}, rows=rows, monitor=monitored.read(folder)))
     for words in ("The machine", "GPU and CPU, busy", "Waiting for data", "Energy per example, J", "Power of the GPUs"):
         assert words in page
     assert "Limited by the input: the step waits for data 30% of the time. The curves are worker 0's." in page
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    assert "The machine" not in render(Report("cnn on digits", "", 0.9, rows=rows))
+    assert "The machine" not in render(Report("cnn on digits", "", {"accuracy": 0.9}, rows=rows))
 
 
 def test_without_a_gpu_there_is_no_word_of_one(tmp_path):
     Table(tmp_path / "monitor-epochs-worker0.csv").append(
         {"epoch": 1, "cpu_share_mean": 0.5, "memory_bytes_max": 2**30, "gpu_energy_j": None, "limit": "CPU", "why": "x"}
     )
-    page = render(Report("a", "", 0.9, rows=[{"loss": 1.0}], monitor=monitored.read(tmp_path)))
+    page = render(Report("a", "", {"accuracy": 0.9}, rows=[{"loss": 1.0}], monitor=monitored.read(tmp_path)))
     section = page.partition("The machine")[2].partition("Recipe")[0]
     assert "CPU, busy (of its cores)" in section and "GPU" not in section
 

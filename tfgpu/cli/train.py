@@ -16,6 +16,7 @@ from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import ready
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.trust import refuse_code
+from tfgpu.recipes.wording import score
 
 app = typer.Typer()
 OWN = {
@@ -109,9 +110,9 @@ def train(
     how = dict(output=output, resume=resume, overwrite=overwrite, show=True, track=track, project=project)
     result = _run(recipe, debug=debug, **how)
     if result.run_directory is not None:
-        if "test_perplexity" in result.facts:
-            print(f"test perplexity: {result.facts['test_perplexity']:.2f}")
-        print(f"test accuracy: {result.accuracy:.1%}")
+        for name in sorted(result.metrics, key=lambda name: name != "perplexity"):
+            if name != "loss" or len(result.metrics) == 1:
+                print(score(f"test_{name}", result.metrics[name]))
         print(result.run_directory)
 
 

@@ -1,7 +1,7 @@
 """From a source to batches: splits, balancing, order, augmentation."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from tfgpu.data.augmentation import targets as moving
 from tfgpu.data.decoding import Reading, check_length, check_size
 from tfgpu.data.examples import Examples
 from tfgpu.data.feed import Feed, batches
-from tfgpu.data.structure.arrays import check_task
+from tfgpu.data.structure.arrays import Task, check_task
+from tfgpu.data.structure.facts import Target, targets_of
 from tfgpu.errors import InputError, is_number, whole_number
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Info:
         labels: `"class"`, the class index; `"one_hot"`, float32 [classes] in all splits, which mixing stages and label
             smoothing need, with the loss `CategoricalCrossentropy`; `"tokens"`, a class at each position of a sequence;
             `"numbers"` to predict, float32; or `"named"`, a dict of targets.
+        targets: what the model learns of numbers, a `Target`, or of named targets, one by each name; else None.
         label_smoothing: the share of a training label that is spread over all classes.
         balance: how the classes were balanced, or None.
         cache: where decoded examples are kept: `memory`, `disk` or `none`; the data is the same.
@@ -66,6 +68,7 @@ class Info:
     balance: str | None
     label_smoothing: float
     cache: str = field(compare=False)
+    targets: Target | Mapping[str, Target] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def pipeline(
     sharding: str = "data",
     service: str | None = None,
     cluster: Cluster | None = None,
-    task: str | None = None,
+    task: Task = None,
 ) -> Data:
     """Opens a source and makes its train, validation and test batches.
 
@@ -166,7 +169,7 @@ def pipeline(
             training examples; they need the source's files under the same paths. Batches and their order stay the
             same. For examples that are decoded on demand. Each training process asks for its rows.
         task: `"classification"`: labels are classes; `"regression"`: numbers to predict, float32. Default: classes,
-            unless labels are floats that are not all whole, or several a row.
+            unless labels are floats that are not all whole, or several a row. For named targets a dict of these.
         cluster: this process's role; only the chief logs. Default: all processes log, and `sharding` reads the
             environment.
 
@@ -252,6 +255,8 @@ def _open(source: Any, reading: Reading, smoothing: float, service: str | None, 
     """Opens the source and checks that the settings suit its examples."""
     examples = source if isinstance(source, Examples) else sources.open_source(source, reading)
     _check_smoothing(smoothing, examples)
+    if reading.task == "regression" and examples.has_classes:
+        raise InputError(f"task='regression' needs numbers as labels. Received: {examples.name}, which has classes.")
     is_kept = examples.array is not None and examples.copies is None  # decoded files have `copies`
     if reading.cache not in ("auto", examples.cache) or (reading.cache_directory is not None and is_kept):
         raise InputError(
@@ -364,4 +369,5 @@ def _info(examples: Examples, parts, share, count: int, settings: epoch.Settings
         balance=settings.balance,
         label_smoothing=settings.smoothing,
         cache=examples.cache,
+        targets=targets_of(examples.structure),
     )

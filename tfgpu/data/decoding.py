@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfgpu.data import cache, splits
 from tfgpu.data.examples import Examples, labels_of
+from tfgpu.data.structure.arrays import Task
 from tfgpu.errors import InputError, MachineError, whole_number
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class Reading:
             read, with its name.
         any_size: images may have different sizes, for copying them as they are.
         length: bytes per text, or per sequence of a corpus; None: the default, or not text.
-        task: `classification` or `regression`; None: found from the labels.
+        task: `classification` or `regression`, or one by each target's name; None: found from the labels.
     """
 
     image_size: tuple[int, int] | None = None
@@ -42,7 +43,7 @@ class Reading:
     examine_bytes: int = 2 << 30
     any_size: bool = False
     length: int | None = None
-    task: str | None = None
+    task: Task = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfgpu.data.structure.arrays import Structure, has_numbers, numbers
+from tfgpu.data.structure.arrays import Structure, Task, has_numbers, numbers
 from tfgpu.errors import InputError
 
 
@@ -59,11 +59,13 @@ class Examples:
     @property
     def cache(self) -> str:
         """Where decoded examples are kept: `memory`, `disk` or `none`."""
+        if self.structure is not None and self.structure.is_mapped:
+            return "none"
         return "memory" if self.array is not None else "disk" if self.stored is not None else "none"
 
 
 def from_arrays(
-    x, y, *, name: str, own: Mapping[str, np.ndarray] | None = None, class_names=None, task: str | None = None
+    x, y, *, name: str, own: Mapping[str, np.ndarray] | None = None, class_names=None, task: Task = None
 ) -> Examples:
     """Checks arrays and makes them `Examples`.
 
@@ -99,7 +101,7 @@ def from_arrays(
 
 
 def labeled(
-    y: np.ndarray, *, name: str, class_names=None, task: str | None = None
+    y: np.ndarray, *, name: str, class_names=None, task: Task = None
 ) -> tuple[np.ndarray, tuple[str, ...], Structure | None]:
     """Labels as classes, or as numbers to predict.
 

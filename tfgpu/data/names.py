@@ -7,8 +7,16 @@ from pathlib import Path
 
 from tfgpu.errors import InputError, unknown
 
+TASKS = ("classification", "regression")
+
 _CHOICES = (
-    *("digits", "tfds:NAME", "a folder of images by class", "a .tfrecord, .csv or .parquet file", "module:function"),
+    *(
+        "digits",
+        "tfds:NAME",
+        "a folder of images by class",
+        "a .tfrecord, .csv, .parquet or .npz file",
+        "module:function",
+    ),
     *("text:PATH", "corpus:PATH", "s3://BUCKET/FOLDER/"),
 )
 _TEXT = ("text", "corpus")
@@ -24,7 +32,7 @@ class SourceName:
     """A parsed `--data` argument.
 
     Attributes:
-        kind: digits, tfds, function, records, csv, parquet, text, corpus, folder or remote.
+        kind: digits, tfds, function, records, csv, parquet, npz, text, corpus, folder or remote.
         value: the path or the name.
         label: the label column of a table, if given.
     """
@@ -39,9 +47,10 @@ def parse_source(text: str) -> SourceName:
 
     Args:
         text: `"digits"`, `"tfds:NAME"`, `"text:PATH"` (texts by class), `"corpus:PATH"` (plain text),
-            `"module:function"`, a folder of images by class, or a file, glob or folder of `.tfrecord`, `.csv` or
-            `.parquet` files, also a remote one (`"s3://BUCKET/FOLDER/"`). The prefix `csv:` or `parquet:` sets the
-            format of files with other extensions; the suffix `#COLUMN` names a table's label.
+            `"module:function"`, a folder of images by class, or a file, glob or folder of `.tfrecord`, `.csv`,
+            `.parquet` or `.npz` files, also a remote one (`"s3://BUCKET/FOLDER/"`). The prefix `csv:` or `parquet:`
+            sets the format of files with other extensions; the suffix `#COLUMN` names a table's label, and
+            `#COLUMN,COLUMN` several targets.
 
     Returns:
         The kind and the value: a path, a tfds name, or `module:function`.
@@ -79,13 +88,15 @@ def parse_source(text: str) -> SourceName:
     if table is not None:
         return table
     path = Path(text).expanduser()
+    if path.name.lower().endswith(".npz") or path.is_dir() and _holds(path, ".npz"):
+        return SourceName("npz", str(path))
     if path.is_dir():
         return SourceName("records" if _holds(path, ".tfrecord") else "folder", str(path))
     if ".tfrecord" in path.name:
         return SourceName("records", str(path))
     if path.exists():
         raise InputError(
-            f"Cannot read {text!r} as data: it is not a .tfrecord, .csv or .parquet file. "
+            f"Cannot read {text!r} as data: it is not a .tfrecord, .csv, .parquet or .npz file. "
             "Use one of these, a folder of images by class, or module:function."
         )
     if _FUNCTION.fullmatch(text):

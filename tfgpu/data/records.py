@@ -36,7 +36,7 @@ from tfgpu.data.splits import PARTS
 from tfgpu.errors import InputError
 
 _X_NAMES = ("image/encoded", "image", "x")
-_KINDS = {".tfrecord": "TFRecord", ".csv": "CSV", ".parquet": "Parquet"}
+_KINDS = {".tfrecord": "TFRecord", ".csv": "CSV", ".parquet": "Parquet", ".npz": "NPZ"}
 _Y_NAMES = ("image/class/label", "label", "y")
 
 _log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from tfgpu.data.names import parse_source
 from tfgpu.data.splits import PARTS
 from tfgpu.data.storage import remote_records
 from tfgpu.data.storage.remote_files import Remote, is_url
+from tfgpu.data.structure import npz
 from tfgpu.data.structure.opening import is_structured, open_structured, stacked
 from tfgpu.data.text import texts
 from tfgpu.errors import InputError, unknown
@@ -88,6 +89,10 @@ def open_source(source, reading: Reading | None = None) -> Examples:
         return prepared.open_tfds(name.value, reading)
     if name.kind in ("csv", "parquet"):
         examples = tables.open_tables(name, reading)
+        _check_classes(examples)
+        return examples
+    if name.kind == "npz":
+        examples = npz.open_npz(name.value, reading)
         _check_classes(examples)
         return examples
     examples = _from_values(_call(name.value), name=name.value, reading=reading)

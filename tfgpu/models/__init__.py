@@ -53,7 +53,11 @@ def applications() -> Mapping[str, Callable[..., keras.Model]]:
 
 
 def build(
-    name: str, *, input_shape: Sequence[int | None], classes: int, options: Mapping[str, object] | None = None
+    name: str,
+    *,
+    input_shape: Sequence[int | None] | Mapping[str, Sequence[int | None]],
+    classes: int | Mapping[str, int],
+    options: Mapping[str, object] | None = None,
 ) -> keras.Model:
     """Builds a model by name for a given input shape and number of classes.
 
@@ -61,8 +65,8 @@ def build(
         name: a builder's name (`cnn`, `mlp`, `resnet`, `textcnn`, `transformer`, `vit`), a name in `keras.applications`
             (random weights; not case-sensitive), or `module:function`, also from the current directory. The function
             gets `input_shape` and `classes` if it takes them, and returns a Keras model with logits.
-        input_shape: shape of one example, without the batch dimension.
-        classes: number of outputs.
+        input_shape: shape of one example, without the batch dimension; for a function also a dict of shapes.
+        classes: number of outputs; for a function also a dict of these by the outputs' names.
         options: further arguments of the builder, by name. Default: none.
 
     Returns:
@@ -173,7 +177,8 @@ def _build_application(name, function, input_shape, classes, options) -> keras.M
 def _build_from_module(name, input_shape, classes, options) -> keras.Model:
     with _current_directory_importable():
         function = _find_function(name)
-        given = {"input_shape": tuple(input_shape), "classes": classes}
+        shape = dict(input_shape) if isinstance(input_shape, Mapping) else tuple(input_shape)
+        given = {"input_shape": shape, "classes": classes}
         if _takes_any(function):
             arguments = {**given, **options}
         else:

@@ -6,11 +6,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfgpu import environment, models, precision, rendezvous, strategies
+from tfgpu import environment, precision, rendezvous, strategies
 from tfgpu.cluster import Cluster
 from tfgpu.data import Data, pipeline
 from tfgpu.errors import InputError
-from tfgpu.recipes import compiling, endings, recipe
+from tfgpu.recipes import compiling, endings, heads, recipe
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.rendezvous.facts import of_settings
 from tfgpu.training import Trainer
@@ -25,6 +25,7 @@ class Job:
     strategy: tf.distribute.Strategy
     data: Data
     model: keras.Model
+    heads: tuple[heads.Head, ...]
     schedule_callbacks: tuple[keras.callbacks.Callback, ...]
     ending_callbacks: tuple[keras.callbacks.Callback, ...]
     trainer: Any
@@ -62,22 +63,15 @@ def build(what: Recipe, cluster: Cluster, *, source=None) -> Job:
         )
     data = open_data(what, cluster, source=source)
     _check_parts(data, what)
-    compiling.check_monitors(what, labels=data.info.labels)
+    ends = heads.heads_of(data.info)
+    compiling.check_monitors(what, heads=ends, has_validation=data.validation is not None)
     schedule = compiling.schedule(what, steps_per_epoch=data.info.steps_per_epoch)
     with strategy.scope():
-        model = models.build(
-            what.model,
-            input_shape=data.info.input_shape,
-            classes=data.info.classes,
-            options=what.builder_options,
-        )
-        _check_outputs(model, what, data)
-        compiling.compile_model(model, what, learning_rate=schedule.learning_rate, labels=data.info.labels)
+        model = heads.build(what.model, data.info, ends, what.builder_options)
+        compiling.compile_model(model, what, learning_rate=schedule.learning_rate, heads=ends)
     trainer = Trainer(model) if what.path == "loop" else model
-    return Job(what, cluster, strategy, data, model, schedule.callbacks, endings.callbacks(what, data), trainer)
-
-
-_LEARNED = {"numbers": "numbers to predict", "named": "named targets"}
+    ending = endings.callbacks(what, data)
+    return Job(what, cluster, strategy, data, model, ends, schedule.callbacks, ending, trainer)
 
 
 def strategy_of(what: Recipe, cluster: Cluster) -> tf.distribute.Strategy:
@@ -112,34 +106,21 @@ def open_data(what: Recipe, cluster: Cluster, *, source=None) -> Data:
         skip_corrupt=what.skip_corrupt,
         balance=None if what.balance == "none" else what.balance,
         **{name: getattr(what, name) for name in recipe.INPUT},
+        task=what.task,
         cluster=cluster,
     )
 
 
 def _check_parts(data: Data, what: Recipe) -> None:
-    if data.info.labels in ("numbers", "named"):
-        raise InputError(
-            f"A recipe trains a classifier, and {what.data} has {_LEARNED[data.info.labels]}. Train on it in Python: "
-            "model.fit(tfgpu.data.pipeline(...).train). Classes are whole numbers from 0, or strings."
-        )
     for name, part in (("validation", data.validation), ("test", data.test)):
-        if part is None:
+        if part is None and getattr(what, name):
             raise InputError(
                 f"{what.data} has too few examples for {name}. Received: {name}={getattr(what, name)}. Increase it."
             )
+    if what.classes is not None and data.info.targets is not None:
+        raise InputError(f"`classes` needs one class per example. Received: classes={what.classes} for {what.data}.")
     if what.classes not in (None, data.info.classes):
         raise InputError(
             f"`classes` must be the number of classes in {what.data}. Received: classes={what.classes}, found "
             f"{data.info.classes}. Use --classes {data.info.classes}, or remove it."
-        )
-
-
-def _check_outputs(model: keras.Model, what: Recipe, data: Data) -> None:
-    """Rejects a user's model with a wrong number of outputs, which would fail late or train nonsense."""
-    shape = getattr(model, "output_shape", None) if model.built else None
-    classes = data.info.classes
-    if isinstance(shape, tuple) and shape and shape[-1] != classes:
-        raise InputError(
-            f"The model {what.model!r} must have one output per class. Received: {shape[-1]} outputs, "
-            f"{classes} classes in {what.data}. Use the function's argument `classes`."
         )

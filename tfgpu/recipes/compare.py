@@ -13,8 +13,9 @@ from markupsafe import Markup
 
 from tfgpu import atomic
 from tfgpu.errors import InputError
-from tfgpu.recipes import directory
+from tfgpu.recipes import directory, wording
 from tfgpu.recipes.reading import read, read_facts
+from tfgpu.recipes.wording import is_rising
 from tfgpu.redact import printable
 
 _MARK = '<meta name="generator" content="tfgpu compare">'
@@ -46,11 +47,13 @@ class Run:
     def results(self) -> dict[str, float]:
         """Accuracy, loss and perplexity (test, and best validation), and speed."""
         found = {}
-        for name, pick in (("val_accuracy", max), ("val_loss", min), ("val_perplexity", min)):
+        validated = dict.fromkeys(name for row in self.rows for name in row if name.startswith("val_"))
+        for name in sorted(validated, key=lambda name: name not in ("val_accuracy", "val_loss")):
             values = [row[name] for row in self.rows if math.isfinite(row.get(name, math.nan))]
             if values:
-                found[f"best {name}"] = pick(values)
-        for name in ("test_accuracy", "test_loss", "test_perplexity"):
+                found[f"best {name}"] = (max if is_rising(name) else min)(values)
+        tested = [name for name in self.facts if name.startswith("test_") and name != "test_examples"]
+        for name in sorted(tested, key=lambda name: name not in ("test_accuracy", "test_loss")):
             if _is_number(self.facts.get(name)):
                 found[name] = float(self.facts[name])
         found["epochs"] = len(self.rows)
@@ -206,7 +209,7 @@ def text(name: str, value: float | None) -> str:
 
 def _title(name: str) -> str:
     titles = {"step_ms": "ms per step", "training_s": "training", "epochs": "epochs done"}
-    return titles.get(name, name.replace("val_", "validation ").replace("_", " "))
+    return titles.get(name) or wording.title(name)
 
 
 _COLORS = 10
@@ -252,7 +255,7 @@ def _best(name: str, runs: Sequence[Run]) -> float | None:
     values = [run.results[name] for run in runs if name in run.results]
     if len(values) < 2 or name in ("epochs", "training_s"):
         return None
-    return max(values) if "accuracy" in name or name == "examples/s" else min(values)
+    return max(values) if is_rising(name) or name == "examples/s" else min(values)
 
 
 def _read(path: Path, name: str) -> Run:

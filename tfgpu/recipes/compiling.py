@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -10,10 +10,10 @@ import keras
 
 from tfgpu.errors import InputError, is_number, unknown
 from tfgpu.recipes import agreement
+from tfgpu.recipes.heads import CLASSES, Head, metric_names
 from tfgpu.recipes.recipe import OWN_SETTINGS, Recipe
 from tfgpu.training import schedules
 from tfgpu.training.optimizers import OPTIMIZERS
-from tfgpu.training.perplexity import Perplexity
 
 # Further names for Keras optimizers with preset options.
 NAMED = MappingProxyType({"momentum": ("sgd", MappingProxyType({"momentum": 0.9}))})
@@ -135,49 +135,52 @@ def optimizer(recipe: Recipe, *, learning_rate: schedules.Rate) -> keras.optimiz
         raise InputError(f"Keras's {kind.__name__} rejects the options {settings}: {reason}") from None
 
 
-def metrics_for(labels: str) -> list:
-    """Returns a run's metrics for its kind of labels (see `data.info.labels`)."""
-    return ["accuracy", Perplexity()] if labels == "tokens" else ["accuracy"]
-
-
-def check_monitors(recipe: Recipe, *, labels: str) -> None:
+def check_monitors(recipe: Recipe, *, heads: Sequence[Head] = CLASSES, has_validation: bool = True) -> None:
     """Rejects monitoring a metric that the run does not report.
+
+    Args:
+        recipe: the recipe.
+        heads: the model's outputs.
+        has_validation: whether there are examples to validate on.
 
     Raises:
         InputError: names the setting and the metrics.
     """
-    names = ["loss", *(metric if isinstance(metric, str) else metric.name for metric in metrics_for(labels))]
+    losses = [f"{head.name}_loss" for head in heads if head.name]
+    names = ["loss", *losses, *metric_names(heads)]
     names = [f"{part}{name}" for part in ("val_", "") for name in names]
     stopping = agreement.early_stopping(recipe)
     asked = {"early_stopping": stopping.monitor} if stopping else {}
-    if recipe.schedule == "plateau" and "monitor" in recipe.schedule_options:
-        asked["schedule plateau"] = recipe.schedule_options["monitor"]
+    if recipe.schedule == "plateau":
+        asked["schedule plateau"] = recipe.schedule_options.get("monitor", "val_loss")
     for where, monitor in asked.items():
         if monitor not in names:
             raise unknown(f"monitor of {where}", monitor, names)
+        if not has_validation and monitor.startswith("val_"):
+            raise InputError(
+                f"{where} looks at {monitor}, and nothing is held back for validation. Received: validation="
+                f"{recipe.validation:g}. Use --validation 0.1, or another monitor, such as {monitor[4:]}."
+            )
 
 
-def compile_model(model: keras.Model, recipe: Recipe, *, learning_rate: schedules.Rate, labels: str = "class") -> None:
-    """Compiles a classifier, of examples or of each position of a sequence, whose outputs are logits.
+def compile_model(
+    model: keras.Model, recipe: Recipe, *, learning_rate: schedules.Rate, heads: Sequence[Head] = CLASSES
+) -> None:
+    """Compiles a model for its outputs: classes, whose logits it returns, and numbers.
 
     Args:
-        model: the classifier.
+        model: the model.
         recipe: its optimizer's settings and precision.
         learning_rate: the optimizer's.
-        labels: as in `data.info.labels`: `"class"` indices, `"one_hot"` for mixed examples or smoothed labels, or
-            `"tokens"`.
+        heads: the outputs; several are named.
     """
-    kinds = {
-        "class": keras.losses.SparseCategoricalCrossentropy,
-        "one_hot": keras.losses.CategoricalCrossentropy,
-        "tokens": keras.losses.SparseCategoricalCrossentropy,
-    }
     made = optimizer(recipe, learning_rate=learning_rate)
     if recipe.decay == "kernels":
         made.exclude_from_weight_decay([v for v in model.trainable_variables if len(v.shape) < 2])
+    is_named = bool(heads[0].name)
     model.compile(
         optimizer=made,
-        loss=kinds[labels](from_logits=True),
-        metrics=metrics_for(labels),
+        loss={head.name: head.loss for head in heads} if is_named else heads[0].loss,
+        metrics={head.name: head.metrics for head in heads} if is_named else heads[0].metrics,
         jit_compile=recipe.jit,
     )

@@ -20,7 +20,7 @@ from tfgpu.data.names import parse_source
 from tfgpu.data.prepared import shape_of as shape_of_tfds
 from tfgpu.data.text.texts import LENGTH, VOCABULARY
 from tfgpu.errors import InputError
-from tfgpu.recipes import building, facts, runner
+from tfgpu.recipes import building, facts, heads, runner
 from tfgpu.recipes.recipe import Recipe
 
 UPDATES = 2
@@ -136,7 +136,7 @@ def _small(what: Recipe) -> Recipe:
 def _train(job: building.Job) -> dict[str, float]:
     history = job.trainer.fit(
         job.data.train.take(UPDATES * job.recipe.accumulate),
-        validation_data=job.data.validation.take(1),
+        validation_data=None if job.data.validation is None else job.data.validation.take(1),
         epochs=1,
         callbacks=[*job.schedule_callbacks, *job.ending_callbacks, Memory()],
         shuffle=False,
@@ -151,20 +151,18 @@ def _lines(what: Recipe, job: building.Job, logs: dict[str, float], *, is_real: 
     batch, steps = job.recipe.global_batch, min(UPDATES * what.accumulate, info.steps_per_epoch)
     cut = f" (cut from {what.global_batch:,} for CPUs)" if batch < what.global_batch else ""
     size = {name: value for name, value in logs.items() if name in ("loss", "val_loss")}
+    learns = f"{info.classes:,} classes" if info.targets is None else facts.learned_text(info.targets)
+    outputs = heads.output_shapes(model) or model.output_shape[1:]
     where = "the recipe's data" if is_real else "synthetic data"
     return [
         f"dry run of {what.model} on {what.data}, with {where}; nothing is written",
-        f"examples of {_shape(info.input_shape)}, {info.classes:,} classes; outputs {_shape(model.output_shape[1:])}",
+        f"examples of {facts.shape_text(info.input_shape)}, {learns}; outputs {facts.shape_text(outputs)}",
         f"{facts.where(about)}, {about['precision']}, {about['parameters']:,} parameters",
         f"{_size(model.weights)} of weights, {_size(model.optimizer.variables)} of {what.optimizer}'s state; built in "
         f"{built_s:.1f} s",
         f"{steps} steps of {batch:,} examples{cut} and a validation: {line(size)}",
         f"peak memory {line(peaks())}",
     ]
-
-
-def _shape(shape: tuple) -> str:
-    return "×".join(str(n) for n in shape)
 
 
 def _size(variables: list[keras.Variable]) -> str:

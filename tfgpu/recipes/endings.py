@@ -9,6 +9,7 @@ import keras
 from tfgpu.callbacks.averages import EvaluateAverages, StochasticWeightAverage
 from tfgpu.recipes import agreement
 from tfgpu.recipes.recipe import Recipe
+from tfgpu.recipes.wording import is_rising
 
 BEGINNING = 0.1
 """A moving average with a larger share of the first step's weights has seen too few steps."""
@@ -126,4 +127,4 @@ def _rounded_down(momentum: float) -> float:
 def _mode(stopping: agreement.EarlyStopping) -> str:
     if stopping.mode != "auto":
         return stopping.mode
-    return "max" if stopping.monitor.endswith("accuracy") else "min"
+    return "max" if is_rising(stopping.monitor) else "min"

@@ -15,6 +15,7 @@ from tfgpu import environment, strategies
 from tfgpu.callbacks.memory import is_peak
 from tfgpu.callbacks.progress import line
 from tfgpu.data import Info
+from tfgpu.recipes import wording
 from tfgpu.recipes.directory import git_commit
 from tfgpu.recipes.monitored import Monitored
 from tfgpu.recipes.recipe import Recipe
@@ -38,8 +39,9 @@ def collect(
         "precision": model.dtype_policy.name,
         "parameters": model.count_params(),
         "data": info.name,
-        "input_shape": list(info.input_shape),
+        "input_shape": _plain_shape(info.input_shape),
         "classes": info.classes,
+        **({} if info.targets is None else {"targets": _learned(info.targets)}),
         "train_examples": info.train_examples,
         "validation_examples": info.validation_examples,
         "test_examples": info.test_examples,
@@ -65,7 +67,7 @@ def versions() -> dict[str, str]:
 
 def headline(recipe: Recipe, facts: Mapping[str, Any]) -> list[str]:
     """Describes a run in two lines before it starts."""
-    shape = "×".join(str(n) for n in facts["input_shape"])
+    shape = shape_text(facts["input_shape"])
     skipped = f", {facts['skipped_examples']} corrupt skipped" if facts["skipped_examples"] else ""
     counts = (
         f"{facts['train_examples']:,} training, {facts['validation_examples']:,} validation, "
@@ -82,7 +84,8 @@ def report(
     facts: Mapping[str, Any],
     *,
     rows: Sequence[Mapping[str, float]],
-    accuracy: float,
+    tested: Mapping[str, float],
+    metrics: Sequence[str],
     advice: Sequence[str],
     confusion: Sequence[Sequence[int]] | None,
     class_names: Sequence[str],
@@ -96,14 +99,14 @@ def report(
     return Report(
         title=f"{recipe.model} on {recipe.data}",
         subtitle=f"{facts['started'].replace('T', ' ')} · {where(facts)}",
-        accuracy=accuracy,
-        perplexity=facts.get("test_perplexity"),
+        tested=tested,
+        metrics=metrics,
         rows=rows,
-        cards=_cards(recipe, facts, rows),
+        cards=_cards(recipe, facts, rows, metrics),
         facts={
             "Hardware": _hardware(facts),
             "Data": _data(facts),
-            "Result": _result(facts, rows, accuracy),
+            "Result": _result(facts, rows, tested),
             "Versions": {**facts["versions"], "git commit": facts["git_commit"] or "-"},
         },
         settings=settings,
@@ -124,19 +127,22 @@ def _hardware(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(facts: Mapping[str, Any]) -> dict[str, Any]:
-    counts = ("train_examples", "validation_examples", "test_examples", "skipped_examples", "classes")
+    learns = facts.get("targets")
+    counts = ("train_examples", "validation_examples", "test_examples", "skipped_examples")
+    counts = counts if learns else (*counts, "classes")
     return {
         **{name.replace("_", " "): f"{facts[name]:,}" for name in counts},
-        "input shape": " × ".join(str(n) for n in facts["input_shape"]),
+        **({"learns": _text(learns)} if learns else {}),
+        "input shape": shape_text(facts["input_shape"], " × "),
         "augmentation": _text(facts["augment"]),
     }
 
 
-def _result(facts: Mapping[str, Any], rows: Sequence[Mapping[str, float]], accuracy: float) -> dict[str, Any]:
+def _result(
+    facts: Mapping[str, Any], rows: Sequence[Mapping[str, float]], tested: Mapping[str, float]
+) -> dict[str, Any]:
     return {
-        "test accuracy": f"{accuracy:.2%}",
-        "test loss": f"{facts['test_loss']:.4f}",
-        **({"test perplexity": f"{facts['test_perplexity']:.3f}"} if "test_perplexity" in facts else {}),
+        **{wording.title(f"test_{name}"): _digits(name, number) for name, number in tested.items()},
         "weights": facts["final_weights"],
         "training time": _seconds(facts["training_time_s"]),
         **_peaks(rows),
@@ -145,7 +151,15 @@ def _result(facts: Mapping[str, Any], rows: Sequence[Mapping[str, float]], accur
     }
 
 
-def _cards(recipe: Recipe, facts: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
+def _digits(name: str, number: float) -> str:
+    return (
+        f"{number:.2%}" if name.endswith("accuracy") else f"{number:.3f}" if name == "perplexity" else f"{number:.4f}"
+    )
+
+
+def _cards(
+    recipe: Recipe, facts: Mapping[str, Any], rows: Sequence[Mapping[str, float]], metrics: Sequence[str]
+) -> list[tuple[str, str, str]]:
     best = best_epoch(rows)
     step_s = statistics.median(row["step_time_s"] for row in rows)
     cards = [
@@ -162,6 +176,11 @@ def _cards(recipe: Recipe, facts: Mapping[str, Any], rows: Sequence[Mapping[str,
         cards.insert(0, ("best validation perplexity", f"{rows[lowest]['val_perplexity']:.2f}", f"epoch {lowest + 1}"))
     elif best and "val_accuracy" in rows[best - 1]:
         cards.insert(0, ("best validation accuracy", f"{rows[best - 1]['val_accuracy']:.1%}", f"epoch {best}"))
+    elif best:
+        own = [name for name in metrics if f"val_{name}" in rows[best - 1]]
+        for at, name in enumerate(own[:6]):
+            number = wording.value(name, rows[best - 1][f"val_{name}"])
+            cards.insert(at, (wording.title(f"val_{name}"), number, f"epoch {best}, of the lowest loss"))
     return cards
 
 
@@ -170,6 +189,36 @@ def _peaks(rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
     names = dict.fromkeys(name for row in rows for name in row if is_peak(name))
     most = {name: max(row.get(name, 0) for row in rows) for name in names}
     return {"peak memory": line(most)} if most else {}
+
+
+def shape_text(shape: Any, times: str = "×") -> str:
+    """A shape, or the shapes of named inputs, in a line.
+
+    Example:
+        >>> shape_text((8, 8, 1)), shape_text({"left": [4], "ids": [2]})
+        ('8×8×1', 'left 4, ids 2')
+    """
+    if isinstance(shape, Mapping):
+        return ", ".join(f"{name} {shape_text(each, times)}" for name, each in shape.items())
+    return times.join(str(n) for n in shape)
+
+
+def _plain_shape(shape: Any) -> Any:
+    return {name: _plain_shape(each) for name, each in shape.items()} if isinstance(shape, Mapping) else list(shape)
+
+
+def learned_text(targets: Any) -> str:
+    """What the model learns, in a line."""
+    return _text(_learned(targets))
+
+
+def _learned(targets: Any) -> Any:
+    """What the model learns, in words."""
+    if isinstance(targets, Mapping):
+        return {name: _learned(each) for name, each in targets.items()}
+    if targets.kind == "class":
+        return f"{targets.classes} classes"
+    return "a number" if targets.shape in ((), (1,)) else f"{shape_text(targets.shape)} numbers"
 
 
 def now() -> datetime:

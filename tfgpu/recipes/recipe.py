@@ -47,6 +47,7 @@ def _field(default: Any, panel: str, description: str, *, flag: str | None = Non
 Stages = Annotated[tuple[str | dict[str, dict[str, Any]], ...], BeforeValidator(values.stages)]
 Devices = Annotated[int | tuple[str, ...] | None, BeforeValidator(values.devices)]
 Size = Annotated[tuple[int, int] | None, BeforeValidator(values.size)]
+Task = Annotated[str | dict[str, str] | None, BeforeValidator(values.task)]
 Options = dict[str, Any]
 
 
@@ -70,6 +71,12 @@ class Recipe(BaseModel):
         "`corpus:PATH` (plain text, for a language model), or `module:function`.",
         min_length=1,
     )
+    task: Task = _field(
+        None,
+        "Data",
+        "What labels are: `classification` or `regression`, or one for each named target, such as "
+        "`price=regression,kind=classification`. Default: taken from the data; whole numbers and texts are classes.",
+    )
     augment: Stages = _field(
         ("auto",),
         "Data",
@@ -89,8 +96,8 @@ class Recipe(BaseModel):
     label_smoothing: float = _field(
         0.0, "Data", "Share of a training label to spread evenly over all classes.", ge=0, lt=1
     )
-    validation: float = _field(0.1, "Data", "Share of the examples to use for validation.", gt=0, lt=1)
-    test: float = _field(0.2, "Data", "Share of the examples to use for the final test.", gt=0, lt=1)
+    validation: float = _field(0.1, "Data", "Share of the examples to use for validation; 0: none.", ge=0, lt=1)
+    test: float = _field(0.2, "Data", "Share of the examples to use for the final test; 0: none.", ge=0, lt=1)
     skip_corrupt: bool = _field(False, "Data", "Skip examples that cannot be read, and report their number.")
     balance: Literal["none", "oversample", "undersample", "weights"] = _field(
         "none",

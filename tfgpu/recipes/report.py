@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter
 
-from tfgpu.recipes import drawing, monitored
+from tfgpu.recipes import drawing, monitored, wording
 from tfgpu.recipes.monitored import Monitored
 
 MOST_CLASSES = 20  # larger confusion matrices are hard to read
@@ -19,7 +19,7 @@ class Report:
     Args:
         title: such as `"cnn on digits"`.
         subtitle: one line below it: date and devices.
-        accuracy: on the test split, 0 to 1.
+        tested: the metrics on the test split by name; empty without one.
         rows: one mapping per epoch, with the columns of `metrics.csv`.
         cards: the key numbers, as (label, value, remark).
         facts: sections of the table of facts: name -> (label -> value).
@@ -27,13 +27,13 @@ class Report:
         advice: sentences about layer sizes and Tensor Cores.
         confusion: counts [true class][predicted class], or None.
         class_names: one per row of `confusion`.
-        perplexity: a language model's, on the test split; its main score.
+        metrics: the names of the metrics in `rows`, but the loss, the main one first.
         monitor: the machines' resource use during training; None if it was not monitored.
     """
 
     title: str
     subtitle: str
-    accuracy: float
+    tested: Mapping[str, float]
     rows: Sequence[Mapping[str, float]]
     cards: Sequence[tuple[str, str, str]] = ()
     facts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -41,15 +41,21 @@ class Report:
     advice: Sequence[str] = ()
     confusion: Sequence[Sequence[int]] | None = None
     class_names: Sequence[str] = ()
-    perplexity: float | None = None
+    metrics: Sequence[str] = ("accuracy",)
     monitor: Monitored | None = None
 
     @property
     def score(self) -> tuple[str, str]:
-        """The main score and its name."""
-        if self.perplexity is not None:
-            return f"{self.perplexity:.2f}", "test perplexity"
-        return f"{self.accuracy:.1%}", "test accuracy"
+        """The main score and its name: of the test split, or of the last epoch without one."""
+        order = ("perplexity", "accuracy", *self.metrics, "loss")
+        if len(self.metrics) > 1 and not {"perplexity", "accuracy", "mae"} & set(self.metrics):
+            order = ("loss",)  # several targets: no metric stands for all
+        for numbers, prefix in ((self.tested, "test_"), (self.rows[-1] if self.rows else {}, "")):
+            for name in order:
+                if name in numbers:
+                    words = wording.title(f"{prefix}{name}")
+                    return wording.value(name, numbers[name]), words if prefix else f"training {words}"
+        return "-", "no test part"
 
 
 def render(report: Report) -> str:
@@ -62,13 +68,13 @@ def render(report: Report) -> str:
         HTML with embedded style and charts.
 
     Example:
-        >>> "<html" in render(Report("cnn on digits", "", 0.99, rows=[{"loss": 0.1}]))
+        >>> "<html" in render(Report("cnn on digits", "", {"accuracy": 0.99}, rows=[{"loss": 0.1}]))
         True
     """
     template = drawing.environment().get_template("report.html.j2")
     return template.render(
         report=report,
-        charts=_charts(report.rows),
+        charts=_charts(report.rows, report.metrics),
         confusion=_confusion(report.confusion, report.class_names),
         confused=_most_confused(report.confusion, report.class_names),
         machine=monitored.shown(report.monitor) if report.monitor else None,
@@ -84,15 +90,18 @@ def best_epoch(rows: Sequence[Mapping[str, float]]) -> int | None:
     return None
 
 
-def _charts(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+def _charts(rows: Sequence[Mapping[str, float]], metrics: Sequence[str]) -> list[dict[str, Any]]:
     percent = FuncFormatter(lambda value, _: f"{value:.4g}%")
     best = best_epoch(rows)
-    labels = {"accuracy": "training", "loss": "training", "val_accuracy": "validation", "val_loss": "validation"}
+
+    def both(name: str) -> dict[str, Any] | None:
+        words = wording.title(name)
+        labels = {name: "training", f"val_{name}": "validation"}
+        style = {"scale": 100, "ticks": percent} if name.endswith("accuracy") else {}
+        return drawing.chart(words[0].upper() + words[1:], rows, tuple(labels), labels=labels, best=best, **style)
+
     drawn = [
-        drawing.chart(
-            "Accuracy", rows, ("accuracy", "val_accuracy"), labels=labels, best=best, scale=100, ticks=percent
-        ),
-        drawing.chart("Loss", rows, ("loss", "val_loss"), labels=labels, best=best),
+        *(both(name) for name in (*metrics, "loss") if name != "perplexity"),
         drawing.chart("Learning rate", rows, ("learning_rate",)),
         drawing.chart("Step time, ms", rows, ("step_time_s",), scale=1000, from_zero=True),
     ]

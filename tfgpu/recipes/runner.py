@@ -27,6 +27,7 @@ from tfgpu.core.state import broadcast
 from tfgpu.errors import InputError, Preempted
 from tfgpu.recipes import building, compiling, directory, endings, facts, monitored, recipe
 from tfgpu.recipes.confusion import confusion
+from tfgpu.recipes.heads import metric_names
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.recipes.report import render
 from tfgpu.recipes.watch import (
@@ -49,18 +50,20 @@ class Result:
     """The result of a run.
 
     Args:
-        accuracy: on the test split, 0 to 1.
-        loss: on the test split.
+        accuracy: on the test split, 0 to 1; None for other tasks, or without a test split.
+        loss: on the test split; None without one.
         history: one mapping per epoch, as in `metrics.csv`.
         run_directory: the run's files; None on a worker that is not the chief.
         facts: the section `run` of `config.yaml`.
+        metrics: all metrics on the test split by name; empty without one.
     """
 
-    accuracy: float
-    loss: float
+    accuracy: float | None
+    loss: float | None
     history: tuple[Mapping[str, float], ...]
     run_directory: Path | None
     facts: Mapping[str, Any] = field(repr=False)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def run(
@@ -90,7 +93,7 @@ def run(
         callbacks: further callbacks, called after all but the checkpoint's; `config.yaml` does not record them.
 
     Returns:
-        The result on the test split.
+        The result, with the metrics on the test split.
 
     Raises:
         InputError: something in the recipe or the output directory is invalid.
@@ -132,7 +135,7 @@ def run(
             with terminable():
                 result = _finish(job, path, about, rows)
             if tracker and path:
-                tracker.log({"test_accuracy": result.accuracy, "test_loss": result.loss}, step=len(rows))
+                tracker.log({f"test_{name}": value for name, value in result.metrics.items()}, step=len(rows))
                 tracker.add(path / name for name in (directory.CONFIG, directory.METRICS, directory.REPORT))
             return result
         except KeyboardInterrupt as interrupt:
@@ -233,25 +236,25 @@ def _fit(job: building.Job, first: int, callbacks: list[keras.callbacks.Callback
 
 def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: list[dict[str, float]]) -> Result:
     """Tests the trained model, and writes the model, the report and the final facts."""
-    tested = job.trainer.evaluate(job.data.test, verbose=0, return_dict=True)
-    accuracy, loss = float(tested["accuracy"]), float(tested["loss"])
+    tested = {} if job.data.test is None else job.trainer.evaluate(job.data.test, verbose=0, return_dict=True)
+    tested = {name: float(tested[name]) for name in (*metric_names(job.heads), "loss") if name in tested}
     about = {
         **about,
         "finished": datetime.now().isoformat(timespec="seconds"),
         "training_time_s": round(sum(row["epoch_time_s"] for row in rows), 3),
-        "test_accuracy": accuracy,
-        "test_loss": loss,
-        **({"test_perplexity": float(tested["perplexity"])} if "perplexity" in tested else {}),
+        **{f"test_{name}": value for name, value in tested.items()},
         "final_weights": endings.ends_with(job.ending_callbacks),
     }
-    matrix = None if job.cluster.is_multi_worker else confusion(job.trainer, job.data)
+    can_predict = job.data.test is not None and not job.cluster.is_multi_worker
+    matrix = confusion(job.trainer, job.data) if can_predict else None
     if path:
         _save(job.model, path / directory.MODEL)
         page = facts.report(
             job.recipe,
             about,
             rows=rows,
-            accuracy=accuracy,
+            tested=tested,
+            metrics=metric_names(job.heads),
             advice=_advice(job.model),
             confusion=matrix,
             class_names=job.data.info.class_names,
@@ -259,7 +262,7 @@ def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: l
         )
         atomic.write_text(path / directory.REPORT, render(page))
         directory.write_config(path, job.recipe, about)
-    return Result(accuracy, loss, tuple(rows), path, about)
+    return Result(tested.get("accuracy"), tested.get("loss"), tuple(rows), path, about, tested)
 
 
 def _tracker(track: str | None, project: str, what: Recipe, path: Path | None) -> tracking.Track | None:

@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from tfgpu.data.names import TASKS
+from tfgpu.errors import unknown
 from tfgpu.recipes.reading import parse_value
 
 
@@ -36,6 +38,17 @@ def devices(value: Any) -> Any:
     if names and all(re.fullmatch(r"\S*[A-Za-z]+:\d+", name) for name in names):
         return names
     raise ValueError("should be a number of devices, at least 1, or names such as GPU:0,GPU:1")
+
+
+def task(value: Any) -> Any:
+    """Converts `"price=regression,kind=classification"` to a dict; a single task and None stay."""
+    if isinstance(value, str) and "=" in value:
+        value = dict(pair.strip().split("=", 1) for pair in value.split(",") if "=" in pair)
+    given = value.values() if isinstance(value, dict) else [value]
+    for each in given:
+        if each not in (None, *TASKS):
+            raise ValueError(str(unknown("task", each, TASKS)).removesuffix("."))
+    return value
 
 
 def size(value: Any) -> Any:

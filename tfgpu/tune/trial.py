@@ -60,8 +60,13 @@ def value_of(row: Mapping[str, float], monitor: str) -> float:
         >>> value_of({"val_accuracy": 0.75, "val_loss": 0.9}, "val_error")
         0.25
     """
-    if monitor == "val_error":
+    if monitor == "val_error" and "val_accuracy" in row:
         return 1.0 - float(row["val_accuracy"])
+    if monitor == "val_error":
+        raise InputError(
+            "The logs do not contain 'val_accuracy', of which val_error is made. Use another monitor "
+            f"(--monitor val_loss). They contain: {', '.join(sorted(row))}."
+        )
     if monitor not in row:
         raise InputError(f"The logs do not contain {monitor!r}. They contain: {', '.join(sorted(row))}.")
     return float(row[monitor])
@@ -76,12 +81,13 @@ def last_of(rows: Sequence[Mapping[str, float]], what: Any, monitor: str) -> Map
         monitor: what the study minimizes.
     """
     from tfgpu.recipes import agreement
+    from tfgpu.recipes.wording import is_rising
 
     stopping = agreement.early_stopping(what)
     if stopping is None or not stopping.restore_best:
         return rows[-1]
     name = stopping.monitor
-    falls = stopping.mode == "min" or stopping.mode == "auto" and not name.endswith("accuracy")
+    falls = stopping.mode == "min" or stopping.mode == "auto" and not is_rising(name)
     counted = rows[stopping.start_epoch - 1 :] or rows[-1:]
     return (min if falls else max)(counted, key=lambda row: row[name])
 
@@ -136,8 +142,8 @@ def _run(task: Mapping[str, Any], line: Line) -> dict[str, Any]:
     return {
         "end": "complete",
         "value": value_of(row, monitor),
-        "val_loss": float(row["val_loss"]),
-        "test_accuracy": float(result.accuracy),
+        "val_loss": float(row["val_loss"]) if "val_loss" in row else None,
+        "test_accuracy": result.accuracy,
     }
 
 

@@ -1,19 +1,19 @@
 """Arrays beside the classes of examples: numbers to predict, named inputs and targets, sample weights.
 
-They lie in memory and are gathered by index when a batch is made, so order, splits, balancing and each worker's own
-rows are those of every source.
+They lie in memory, or in files that are read by rows (`Mapped`), and are gathered by index when a batch is made, so
+order, splits, balancing and each worker's own rows are those of every source.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.data.names import TASKS
+from tfgpu.data.structure.mapped import Mapped
 from tfgpu.errors import InputError, unknown
-
-TASKS = ("classification", "regression")
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Structure:
         inputs: nested dicts of arrays; None: the examples themselves.
         targets: the same for what the model learns; None: the classes.
         weights: float32 [n], or None.
+        class_names: the names of a target's classes, by the target's name, where labels were texts.
 
     Example:
         >>> structure = Structure(targets=np.array([0.5, 1.5, 2.5]))
@@ -34,19 +35,31 @@ class Structure:
     inputs: Any = None
     targets: Any = None
     weights: np.ndarray | None = None
+    class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def gatherer(self) -> Callable[[tf.Tensor], tuple[Any, Any, Any]]:
         """Returns a function from indices to inputs, targets and weights; None for what there is not."""
-        with tf.device("CPU:0"):
-            tensors = [None if each is None else tf.nest.map_structure(tf.constant, each) for each in self.all()]
+
+        def reader(values: np.ndarray | Mapped) -> Callable[[tf.Tensor], tf.Tensor]:
+            if isinstance(values, Mapped):
+                return values.gather
+            with tf.device("CPU:0"):
+                tensor = tf.constant(values)
+            return lambda index: tf.gather(tensor, index)
+
+        readers = [None if each is None else tf.nest.map_structure(reader, each) for each in self.all()]
 
         def gather(index: tf.Tensor) -> tuple[Any, Any, Any]:
             return tuple(
-                None if each is None else tf.nest.map_structure(lambda value: tf.gather(value, index), each)
-                for each in tensors
+                None if each is None else tf.nest.map_structure(lambda read: read(index), each) for each in readers
             )
 
         return gather
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether inputs are read from files."""
+        return any(isinstance(each, Mapped) for each in tf.nest.flatten(self.inputs))
 
     def joined(self, *others: "Structure") -> "Structure":
         """This structure's rows, and then those of others; raises `ValueError` or `TypeError` if they do not match."""
@@ -57,7 +70,7 @@ class Structure:
             if each[0] is None:
                 found.append(None)
             else:
-                found.append(tf.nest.map_structure(lambda *rows: np.concatenate(rows), *each))
+                found.append(tf.nest.map_structure(_joined, *each))
         return Structure(*found)
 
     def all(self) -> tuple[Any, Any, Any]:
@@ -65,13 +78,31 @@ class Structure:
         return self.inputs, self.targets, self.weights
 
 
-def check_task(task: str | None) -> None:
-    """Raises `InputError` for an unknown task."""
-    if task is not None and task not in TASKS:
-        raise unknown("task", task, TASKS)
+def _joined(first: np.ndarray | Mapped, *others: np.ndarray | Mapped) -> np.ndarray | Mapped:
+    return first.joined(others) if isinstance(first, Mapped) else np.concatenate([first, *others])
 
 
-def has_numbers(y: np.ndarray, task: str | None, name: str) -> bool:
+Task = str | Mapping[str, str] | None
+
+
+def check_task(task: Task) -> None:
+    """Raises `InputError` for an unknown task, of all labels or of those of one name."""
+    for each in task.values() if isinstance(task, Mapping) else (task,):
+        if each is not None and each not in TASKS:
+            raise unknown("task", each, TASKS)
+
+
+def task_of(task: Task, target: str | None = None) -> str | None:
+    """The task of a target; None: it is found from the labels.
+
+    Example:
+        >>> task_of({"price": "regression"}, "price"), task_of("regression", "price"), task_of({"price": "regression"})
+        ('regression', 'regression', None)
+    """
+    return task.get(target) if isinstance(task, Mapping) else task
+
+
+def has_numbers(y: np.ndarray, task: Task, name: str) -> bool:
     """Whether labels are numbers to predict, not classes.
 
     Args:
@@ -80,12 +111,19 @@ def has_numbers(y: np.ndarray, task: str | None, name: str) -> bool:
         name: the source's name, for errors.
 
     Raises:
-        InputError: rows that look like one-hot classes, where nothing was said; no numbers for regression.
+        InputError: rows that look like one-hot classes, where nothing was said; no numbers for regression; texts among
+            numbers.
 
     Example:
         >>> has_numbers(np.array([1.0, 2.0]), None, "a"), has_numbers(np.array([1.0, 2.5]), None, "a")
         (False, True)
     """
+    if isinstance(task, Mapping):
+        raise InputError(
+            f"{name}: a task by name needs named targets. Received: {', '.join(task)}, for one unnamed array of labels."
+        )
+    if y.dtype.kind in "USO" and task != "classification" and y.ndim:
+        _check_texts(y, task, name)
     if task == "regression":
         if y.dtype.kind not in "fiub":
             raise InputError(f"{name}: task='regression' needs numbers as labels. Received: {y.dtype}.")
@@ -102,8 +140,41 @@ def has_numbers(y: np.ndarray, task: str | None, name: str) -> bool:
     return True
 
 
-def numbers(y: np.ndarray, task: str | None, name: str) -> np.ndarray:
+def _check_texts(y: np.ndarray, task: str | None, name: str) -> None:
+    """Refuses texts as numbers, and a few texts among numbers that are not whole, which would become classes."""
+    parsed = np.array([number_of(text) for text in y.ravel().tolist()])
+    is_text = np.isnan(parsed)
+    among = ~is_text & (parsed != np.floor(parsed))
+    if is_text.any() and (task == "regression" or among.any() and is_text.sum() * 2 < is_text.size):
+        row = int(np.flatnonzero(is_text)[0])
+        raise InputError(
+            f"{name}: regression needs numbers as labels. Received: {str(y.ravel()[row])!r} in example "
+            f"{row // (y.size // len(y))}, of {is_text.sum()} text(s) among {y.size} labels. Correct or remove these "
+            "rows, or use task='classification' (--task classification) if the texts are classes."
+        )
+
+
+def number_of(text: Any) -> float:
+    """The number that a text spells; NaN if none.
+
+    Example:
+        >>> number_of("2.5"), number_of("cheap")
+        (2.5, nan)
+    """
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return float("nan")
+
+
+def numbers(y: np.ndarray, task: str | None, name: str, *, first: int = 0) -> np.ndarray:
     """Numbers to predict: float32 of any float, or for regression of all; int64 of integers; uint8 masks as they are.
+
+    Args:
+        y: rows of numbers.
+        task: what was said of them.
+        name: the source's, for errors.
+        first: the number of the first row, for errors.
 
     Raises:
         InputError: no numbers, or NaN or Inf.
@@ -115,5 +186,7 @@ def numbers(y: np.ndarray, task: str | None, name: str) -> np.ndarray:
     y = y.astype(np.float32)
     if not np.isfinite(y).all():
         row = int(np.flatnonzero(~np.isfinite(y).reshape(len(y), -1).all(1))[0])
-        raise InputError(f"{name}: y must be finite. Received: NaN or Inf in example {row}. Remove or correct it.")
+        raise InputError(
+            f"{name}: y must be finite. Received: NaN or Inf in example {first + row}. Remove or correct it."
+        )
     return y

@@ -1,5 +1,6 @@
 """Opens arrays and streams with named inputs or targets, several outputs, or sample weights."""
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,9 +9,10 @@ import tensorflow as tf
 
 from tfgpu.data import splits
 from tfgpu.data.decoding import Reading
-from tfgpu.data.examples import Examples, features, from_arrays, labeled
-from tfgpu.data.structure.arrays import Structure, numbers
-from tfgpu.errors import InputError
+from tfgpu.data.examples import Examples, features, from_arrays, labeled, labels_of
+from tfgpu.data.structure.arrays import Structure, Task, has_numbers, numbers, task_of
+from tfgpu.data.structure.mapped import Mapped
+from tfgpu.errors import InputError, unknown
 
 
 def is_structured(value: object) -> bool:
@@ -83,28 +85,76 @@ def _rows(value: tuple, name: str) -> tuple[Structure, int]:
 def _arrays(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _arrays(each, f"{name}[{key!r}]") for key, each in value.items()}
+    if isinstance(value, Mapped):
+        return value
     try:
         return np.asarray(value)
     except ValueError as error:
         raise InputError(f"{name}: all rows must have one shape. Pad them.") from error
 
 
-def _examples(arrays: Structure, own: Mapping[str, np.ndarray], name: str, task: str | None) -> Examples:
-    x, y, inputs, copies = arrays.inputs, arrays.targets, None, None
-    if isinstance(y, np.ndarray):
-        labels, class_names, structure = labeled(y, name=name, task=task)
-        targets = None if structure is None else structure.targets
-    else:
-        targets = tf.nest.map_structure(lambda each: numbers(each, task, name), y)
-        labels, class_names = np.zeros(len(tf.nest.flatten(y)[0]), np.int64), ()
+def _examples(arrays: Structure, own: Mapping[str, np.ndarray], name: str, task: Task) -> Examples:
+    x, y, copies = arrays.inputs, arrays.targets, None
+    labels, class_names, targets, named = _learned(y, task, name)
     if isinstance(x, np.ndarray):
         one = from_arrays(x, np.zeros(len(x), np.int64), name=name)
-        array, shape = one.array, one.shape
+        inputs, array, shape = None, one.array, one.shape
     else:
-        inputs = tf.nest.map_structure(lambda each: features(each, name=name), x)
-        shape = tf.nest.map_structure(lambda each: each.shape[1:], inputs)
-        flat = tf.nest.flatten(inputs)
-        copies = splits.same(b"".join(splits.digest(each[row]) for each in flat) for row in range(len(labels)))
+        digests: list[list[bytes]] = []
+        inputs = tf.nest.map_structure(lambda each: _features(each, name, digests), x)
+        shape = tf.nest.map_structure(lambda each: tuple(each.shape[1:]), inputs)
+        copies = splits.same(map(b"".join, zip(*digests, strict=True)))
         array = np.zeros([len(labels), 0], np.float32)
-    structure = Structure(inputs, targets, arrays.weights)
+    structure = Structure(inputs, targets, arrays.weights, named)
     return Examples(name, labels, shape, class_names, array=array, own=own, copies=copies, structure=structure)
+
+
+def _features(values: np.ndarray | Mapped, name: str, digests: list[list[bytes]]) -> np.ndarray | Mapped:
+    """Rows as the model sees them; appends a hash of each."""
+    if not isinstance(values, Mapped):
+        found = features(values, name=name)
+        digests.append([splits.digest(row) for row in found])
+        return found
+    digests.append([])
+    for first, rows in values.chunks():
+        digests[-1] += [splits.digest(row) for row in features(rows, name=name, first=first)]
+    return values.converted(lambda rows: features(rows, name=name))
+
+
+def _learned(y: Any, task: Task, name: str) -> tuple[np.ndarray, tuple[str, ...], Any, dict[str, tuple[str, ...]]]:
+    """Labels (all 0 where there are targets), the names of their classes, targets, and the names of theirs."""
+    if isinstance(y, Mapping):
+        targets, named = _named(y, task, name)
+        return np.zeros(len(tf.nest.flatten(y)[0]), np.int64), (), targets, named
+    if isinstance(y, Mapped) and task == "regression" or isinstance(y, Mapped) and y.dtype.kind == "f" and y.ndim > 2:
+        return np.zeros(len(y), np.int64), (), _numbers(y, "regression", name), {}
+    y = y.rows(np.arange(len(y))) if isinstance(y, Mapped) else y
+    labels, class_names, structure = labeled(y, name=name, task=task)
+    return labels, class_names, None if structure is None else structure.targets, {}
+
+
+def _named(y: Mapping[str, Any], task: Task, name: str) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """Named targets as numbers, and the names of the classes where labels were texts."""
+    if isinstance(task, Mapping):
+        for each in task:
+            if each not in y:
+                raise unknown(f"target of {name}", each, y)
+    found, class_names = {}, {}
+    for target, value in y.items():
+        said, where = task_of(task, target), f"{name}: y[{target!r}]"
+        is_array = isinstance(value, np.ndarray)
+        if is_array and value.dtype.kind in "USO" and not has_numbers(value, said, where):
+            found[target], class_names[target] = labels_of(value, name=where)
+        elif is_array and said == "classification" and value.ndim == 1:
+            found[target], _ = labels_of(value, name=where)
+        else:
+            found[target] = tf.nest.map_structure(functools.partial(_numbers, task=said, name=where), value)
+    return found, class_names
+
+
+def _numbers(values: np.ndarray | Mapped, task: str | None, name: str) -> np.ndarray | Mapped:
+    if not isinstance(values, Mapped):
+        return numbers(values, task, name)
+    for first, rows in values.chunks():
+        numbers(rows, task, name, first=first)
+    return values.converted(lambda rows: numbers(rows, task, name))

@@ -1,0 +1,120 @@
+"""Named arrays in `.npz` files: in memory, or read by rows where they exceed it."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfgpu.core import worker_rows
+from tfgpu.data import pipeline
+from tfgpu.data.structure.mapped import Mapped
+from tfgpu.errors import InputError
+
+RNG = np.random.default_rng(0)
+COUNT = 30
+FLAT = {
+    "x/picture": RNG.integers(0, 256, (COUNT, 6, 6, 3), dtype=np.uint8),
+    "x/ids": RNG.integers(0, 9, (COUNT, 2)),
+    "y/kind": np.array(["flat", "hut", "tower"])[np.arange(COUNT) % 3],
+    "y/place": RNG.normal(size=(COUNT, 2)),
+    "y/bounding_boxes/boxes": RNG.uniform(size=(COUNT, 4, 4)),
+    "sample_weight": RNG.uniform(0.5, 2, COUNT),
+}
+NESTED = (
+    {"picture": FLAT["x/picture"], "ids": FLAT["x/ids"]},
+    {
+        "kind": FLAT["y/kind"],
+        "place": FLAT["y/place"],
+        "bounding_boxes": {"boxes": FLAT["y/bounding_boxes/boxes"]},
+    },
+    FLAT["sample_weight"],
+)
+SETTINGS = {"global_batch": 8, "seed": 3, "validation": 0.2}
+
+
+def batches(part) -> list[list[np.ndarray]]:
+    return [[each.numpy() for each in tf.nest.flatten(batch)] for batch in part]
+
+
+def same(left, right) -> bool:
+    pairs = zip(batches(left), batches(right), strict=True)
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for one, two in pairs for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 100], ids=["memory", "by-place"])
+def test_named_arrays_are_those_in_memory_to_the_bit(tmp_path, memory_bytes):
+    np.savez(tmp_path / "a.npz", **FLAT)
+    given = pipeline(NESTED, **SETTINGS)
+    found = pipeline(f"{tmp_path}/a.npz", memory_bytes=memory_bytes, **SETTINGS)
+    assert found.info.targets == given.info.targets and found.info.targets["kind"].class_names[1] == "hut"
+    assert found.info.input_shape == {"picture": (6, 6, 3), "ids": (2,)}
+    assert found.info.cache == ("none" if memory_bytes == 100 else "memory")
+    for part in ("train", "validation"):
+        assert same(getattr(found, part), getattr(given, part)), part
+
+
+def test_each_worker_reads_its_own_rows_alone(tmp_path, monkeypatch):
+    np.savez(tmp_path / "a.npz", **FLAT)
+    whole = pipeline(NESTED, global_batch=8, seed=3)
+    data = pipeline(f"{tmp_path}/a.npz", global_batch=8, seed=3, memory_bytes=100)
+    expected = batches(whole.train)
+    read, rows = [], Mapped.rows
+
+    def counted(self, index):
+        read.append((self.shape, len(index)))
+        return rows(self, index)
+
+    monkeypatch.setattr(Mapped, "rows", counted)
+    for shard in (0, 1):
+        ranges, read[:] = worker_rows.Ranges((shard,), 2), []
+        data.seek(0)
+        made = worker_rows.of(data.train).make(ranges)
+        for (part, total), batch in zip(made, expected, strict=True):
+            own = ranges.indices(tf.constant(int(total), tf.int64)).numpy()
+            for a, b in zip(tf.nest.flatten(part), batch, strict=True):
+                np.testing.assert_array_equal(a, b[own])
+        of_pictures = sum(count for shape, count in read if shape == (COUNT, 6, 6, 3) and count)
+        assert of_pictures == COUNT // 2
+
+
+def test_parts_are_named_in_the_file_or_by_files(tmp_path):
+    x, y = RNG.normal(size=(9, 4)), np.arange(9) % 3
+    np.savez(tmp_path / "one.npz", x_train=x, y_train=y, x_test=x[:6], y_test=y[:6])
+    (tmp_path / "set").mkdir()
+    np.savez(tmp_path / "set" / "train-0.npz", x=x[:5], y=y[:5])
+    np.savez_compressed(tmp_path / "set" / "train-1.npz", x=x[5:], y=y[5:])
+    np.savez(tmp_path / "set" / "test.npz", x=x[:6], y=y[:6])
+    one, several = (pipeline(f"{tmp_path}/{name}", global_batch=3, seed=1) for name in ("one.npz", "set"))
+    assert (one.info.train_examples, one.info.test_examples, one.info.labels) == (9, 6, "class")
+    assert same(one.train, several.train) and same(one.test, several.test)
+    one.seek(0)
+    assert same(one.train, pipeline({"train": (x, y), "test": (x[:6], y[:6])}, global_batch=3, seed=1).train)
+    by_place = pipeline(f"{tmp_path}/one.npz", global_batch=3, seed=1, memory_bytes=10)
+    one.seek(0)
+    assert same(one.train, by_place.train) and by_place.info.class_names == one.info.class_names
+
+
+@pytest.mark.parametrize(
+    ("arrays", "memory_bytes", "message"),
+    [
+        ({"x": FLAT["x/ids"]}, 1 << 30, "has no array 'y'"),
+        ({"x": FLAT["x/ids"], "x/ids": FLAT["x/ids"], "y": np.arange(COUNT)}, 1 << 30, "holds .*Keep one"),
+        ({"x_test": FLAT["x/ids"], "y_test": np.arange(COUNT)}, 1 << 30, "no training examples"),
+        ({"x": np.full((COUNT, 2), np.inf), "y": np.arange(COUNT) % 2}, 10, "x must be finite.*example 0"),
+        ({"x": FLAT["x/ids"], "y/p": np.where(np.eye(COUNT) > 0, np.nan, 1.0)}, 10, "y must be finite.*example 0"),
+        ({"x": FLAT["x/ids"], "y": np.zeros(COUNT, int)}, 1 << 30, "at least two classes"),
+    ],
+    ids=range(6),
+)
+def test_what_is_wrong_is_named(tmp_path, arrays, memory_bytes, message):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(InputError, match=message):
+        pipeline(f"{tmp_path}/a.npz", global_batch=8, memory_bytes=memory_bytes)
+
+
+def test_damaged_and_compressed_files_are_named(tmp_path):
+    (tmp_path / "a.npz").write_bytes(b"PK nothing")
+    with pytest.raises(InputError, match="Cannot read .*a.npz as npz"):
+        pipeline(f"{tmp_path}/a.npz", global_batch=8)
+    np.savez_compressed(tmp_path / "b.npz", x=FLAT["x/picture"], y=np.arange(COUNT) % 2)
+    with pytest.raises(InputError, match="compressed and does not fit.*numpy.savez"):
+        pipeline(f"{tmp_path}/b.npz", global_batch=8, memory_bytes=1000)
