@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfgpu import packing
 from tfgpu.checkpoint.callback_state import CallbackStates, Unknown, plain
 
 
@@ -66,6 +67,27 @@ def test_types_of_values():
     copy = plain([array, tf.constant(2.0)])
     array[0] = 9
     assert copy[0].tolist() == [0, 1, 2] and copy[1] == np.float32(2.0)
-    for wrong in (open, object(), {1, 2}, np.array(["a"]), [lambda: 0]):
+    for wrong in (open, object(), {1, 2}, np.array(["a"]), [lambda: 0], 10**5000, np.ones(2, "complex64")):
         with pytest.raises(Unknown):
             plain(wrong)
+    for array in (np.zeros(2, [("a", "f4")]), np.ones(2, np.longdouble)):
+        with pytest.raises(Unknown, match="ndarray of"):
+            plain(array)
+
+
+def test_lists_without_end_are_settings():
+    mine = Mine(3)
+    mine.endless = [mine.seen]
+    mine.endless.append(mine.endless)
+    states = CallbackStates([mine])
+    mine.seen.append({"of": mine.endless})
+    mine.limit = 4
+    assert states.take() == {"Mine/0": {"limit": 4}}
+
+
+@pytest.mark.parametrize("dtype", [">f4", "<f8", ">i8", "bool", tf.bfloat16.as_numpy_dtype])
+def test_what_is_copied_can_be_written(dtype, tmp_path):
+    value = np.array([0, 1], dtype)
+    packing.write(tmp_path / "file", "numbers", plain([value, value[1]]))
+    read, one = packing.read(tmp_path / "file", "numbers")
+    assert read.tolist() == value.tolist() and one == value[1]

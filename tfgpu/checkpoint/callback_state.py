@@ -19,10 +19,12 @@ _log = logging.getLogger(__name__)
 
 _SET_BY_FIT = {"params", "_model", "model", "validation_data"}
 _LARGE = 1 << 24  # bytes
+_DEEPEST = 100  # of lists in lists: JSON's reader ends at some hundreds, and a list that holds itself has no end
+_LONGEST_BITS = 1 << 12  # of a whole number: JSON's writer ends at 4,300 digits
 
 
 class Unknown(TypeError):
-    """A value of a type that cannot be saved."""
+    """A value that cannot be saved; the message names its type."""
 
 
 class CallbackStates:
@@ -92,30 +94,50 @@ def _large(callback) -> dict[str, Any]:
     return found
 
 
-def _bytes_of(value) -> int:
+def _bytes_of(value, depth: int = 0) -> int:
     if isinstance(value, np.ndarray):
         return value.nbytes
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(_bytes_of, parts))
+    return sum(_bytes_of(part, depth + 1) for part in parts) if depth <= _DEEPEST else 0
 
 
-def plain(value):
+def plain(value, *, depth: int = 0):
     """Copies a value that consists of None, bool, int, float, str, NumPy arrays and scalars, lists, tuples and dicts.
 
+    Args:
+        value: the value.
+        depth: how many lists, tuples and dicts are around it.
+
     Raises:
-        Unknown: it contains something else.
+        Unknown: it contains something else, a number that no file holds, or lists in lists without end.
     """
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, float, str) or (type(value) is int and _is_short(value)):
         return value
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufV":  # V: bfloat16 and similar
-        return value.copy()
+    if isinstance(value, (np.ndarray, np.generic)) and _is_stored(value.dtype):
+        return value.copy() if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
     if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
         return plain(np.array(value.numpy()))
-    if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
-    if type(value) is dict and all(type(key) in (str, int, float, bool) for key in value):
-        return {key: plain(item) for key, item in value.items()}
-    raise Unknown(type(value).__name__)
+    if depth < _DEEPEST and type(value) in (list, tuple):
+        return type(value)(plain(item, depth=depth + 1) for item in value)
+    if depth < _DEEPEST and type(value) is dict and all(type(key) in (str, int, float, bool) for key in value):
+        return {key: plain(item, depth=depth + 1) for key, item in value.items()}
+    kind = type(value).__name__
+    raise Unknown(f"{kind} of {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else kind)
+
+
+def _is_short(value: int) -> bool:
+    return value.bit_length() <= _LONGEST_BITS
+
+
+def _is_stored(dtype: np.dtype) -> bool:
+    """Whether checkpoints hold such numbers: not complex ones, records, or floats of 128 bits."""
+    if dtype.kind not in "biufV":  # V: bfloat16 and similar
+        return False
+    try:
+        tf.as_dtype(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 def _equal(a, b) -> bool:
