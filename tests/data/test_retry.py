@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tfgpu
 from tfgpu.callbacks import Checkpoint
+from tfgpu.compat import slots
 from tfgpu.data import retry
 
 ROWS = np.arange(24, dtype="float32").reshape(12, 2) / 10
@@ -114,7 +115,7 @@ def test_epochs_of_a_pipeline_repeat_their_order():
 
     seen = []
     flaky = data.train.map(fail_once)
-    flaky.tfgpu_epochs = data.train.tfgpu_epochs
+    slots.of(flaky).epochs = slots.get(data.train, "epochs")
     again = retry(flaky, wait_s=0)
     assert int(again.cardinality()) == len(whole) // 2
     assert [x.numpy().tobytes() for _ in range(2) for x, _ in again] == whole and fails["left"] == 0

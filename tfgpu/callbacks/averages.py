@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from tfgpu import repairs
+from tfgpu.compat import slots
 from tfgpu.core.state import sharded_variable, training_state
 from tfgpu.errors import InputError, whole_number
 from tfgpu.optim import batch_norm_statistics
@@ -148,7 +149,7 @@ class StochasticWeightAverage(keras.callbacks.Callback):
     def _renew(self) -> None:
         if self._data is None:
             return
-        counter = getattr(getattr(self._data, "train", self._data), "tfgpu_epochs", None)
+        counter = slots.get(getattr(self._data, "train", self._data), "epochs")
         before = None if counter is None else counter.next
         if counter is not None:
             counter.next = 0  # whichever epoch the training ended with

@@ -122,9 +122,9 @@ def _begin_there(data, done: int) -> bool:
     """Makes the next iteration of data that is read by place begin with a batch; False if it must be read up to it."""
     adapter = data.data_adapter
     found = adapter.get_tf_dataset() if isinstance(adapter, TFDatasetAdapter) else None
-    if data.steps_per_epoch or not done or not getattr(found, "tfgpu_begins_anywhere", False):
+    if data.steps_per_epoch or not done or not slots.get(found, "begins_anywhere"):
         return False
-    found.tfgpu_epochs.step = done
+    slots.get(found, "epochs").step = done
     return True
 
 
@@ -210,7 +210,7 @@ def source_of(model) -> DataSource:
         return DataSource(None, False, None)
     adapter, why = data.data_adapter, None
     found = adapter.get_tf_dataset() if isinstance(adapter, TFDatasetAdapter) else None
-    counter = getattr(found, "tfgpu_epochs", None)
+    counter = slots.get(found, "epochs")
     if isinstance(adapter, GeneratorDataAdapter):
         why = "a generator starts from its beginning, and must yield the same batches in every process"
     elif counter is None and not data_order.is_seeded() and not _is_in_order(adapter):

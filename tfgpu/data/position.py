@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
+from tfgpu.compat import slots
 from tfgpu.errors import InputError, whole_number
 
 _ORDER, _NUMBERS, _BATCHES, _BALANCE = 1, 2, 3, 4  # each use has separate random numbers
@@ -83,8 +84,8 @@ class Epochs:
     _counter: Counter
 
     def __post_init__(self) -> None:
-        self.train.tfgpu_epochs = self._counter  # lets a resumed `fit`, which gets only `train`, seek
-        self.train.tfgpu_begins_anywhere = self._counter.begins_anywhere
+        kept = slots.of(self.train)  # lets a resumed `fit`, which gets only `train`, seek
+        kept.epochs, kept.begins_anywhere = self._counter, self._counter.begins_anywhere
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Makes epoch number `epoch` (from 0) the next iteration of `train`, as a resumed run needs.

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfgpu.compat import slots
 from tfgpu.core import worker_rows
 from tfgpu.errors import InputError, MachineError, is_number, whole_number
 
@@ -57,7 +58,7 @@ def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.d
         [1, 2, 3]
     """
     _check(data, limit, wait_s)
-    counter = getattr(data, "tfgpu_epochs", None)
+    counter = slots.get(data, "epochs")
 
     def again(data: tf.data.Dataset) -> tf.data.Dataset:
         elements = functools.partial(_elements, data, counter, limit, wait_s)
@@ -68,7 +69,7 @@ def retry(data: tf.data.Dataset, limit: int = 3, *, wait_s: float = 1.0) -> tf.d
 
     found = again(data)
     if counter is not None:
-        found.tfgpu_epochs = counter
+        slots.of(found).epochs = counter
     own = worker_rows.of(data)
     if own is not None:
         worker_rows.register(found, worker_rows.WorkerRows(lambda ranges: again(own.make(ranges)), own.first))

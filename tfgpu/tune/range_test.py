@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfgpu import strategies
 from tfgpu.checkpoint import data_position
+from tfgpu.compat import slots
 from tfgpu.core.state import training_state
 from tfgpu.errors import InputError, whole_number
 from tfgpu.optim import parameter_groups
@@ -122,7 +123,8 @@ def learning_rate(
     batches = _batches(data)
     data_position.build(model)
     state, random = training_state.copy_state(model), training_state.random_states()
-    epoch = getattr(getattr(batches, "tfgpu_epochs", None), "next", None)
+    counter = slots.get(batches, "epochs")
+    epoch = None if counter is None else counter.next
     optimizer = parameter_groups.inner_of(model.optimizer)
     schedule = parameter_groups.schedule_of(optimizer)
     sweep = _Sweep(lowest, highest, steps)
@@ -141,7 +143,7 @@ def learning_rate(
         model.reset_metrics()
         model.stop_training = False
         if epoch is not None:
-            batches.tfgpu_epochs.next = epoch
+            counter.next = epoch
     if not sweep.losses:
         raise InputError("The dataset is empty. Give one with at least one batch.")
     if ran_out:

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfgpu import packing
+from tfgpu.compat import slots
 from tfgpu.errors import InputError, is_number, whole_number
 from tfgpu.training.incremental import reservoirs
 
@@ -169,9 +170,9 @@ class Replay:
             return tf.nest.pack_sequence_as(batch, both)
 
         mixed = tf.data.Dataset.zip(data, seeds).map(join, num_parallel_calls=tf.data.AUTOTUNE)
-        counter = getattr(data, "tfgpu_epochs", None)
+        counter = slots.get(data, "epochs")
         if counter is not None:
-            mixed.tfgpu_epochs = counter
+            slots.of(mixed).epochs = counter
         return mixed
 
     def _rows(self):
