@@ -36,7 +36,7 @@ ALLOWED = {
     "parallel": {"compat", "core", "repairs", "cluster", "environment", "rendezvous"},
     "parameter_server": {"compat", "core", "repairs", "parallel"},
     "strategies": {"cluster", "environment", "rendezvous", "callbacks", *ENGINE},
-    "data": {"cluster", "core"},  # core: how one worker makes its rows is registered there
+    "data": {"cluster", "compat", "core"},  # slots on datasets; how one worker makes its rows is registered in core
     "launch": {"cluster", "environment", *ENGINE},
     "models": {"precision", *ENGINE},
     "training": {"data", "precision", "packing", *ENGINE},

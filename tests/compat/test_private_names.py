@@ -24,7 +24,19 @@ OTHERS = {
 FORMATS = {"tensorflow.core.framework", "tensorflow.core.protobuf", "tensorflow.core.util", "tensorflow.core.profiler"}
 
 
-NAMING = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Name | ast.Attribute | ast.Import | ast.ImportFrom
+# Functions that take an attribute's, or a module's, name as a text.
+BY_TEXT = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "import_module", "__import__"}
+
+NAMING = (
+    ast.FunctionDef
+    | ast.AsyncFunctionDef
+    | ast.ClassDef
+    | ast.Name
+    | ast.Attribute
+    | ast.Call
+    | ast.Import
+    | ast.ImportFrom
+)
 NAMELESS = ast.Constant | ast.expr_context | ast.operator | ast.cmpop | ast.boolop | ast.unaryop
 
 
@@ -79,6 +91,15 @@ def root_of(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
+def texts_of(node: ast.Call) -> list[str]:
+    """The names that a call of `getattr` or `import_module` gets as a text, or what such a text begins with."""
+    function = node.func
+    called = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+    found = [part.values[0] if isinstance(part, ast.JoinedStr) and part.values else part for part in node.args]
+    texts = [part.value for part in found if isinstance(part, ast.Constant)]
+    return [text for text in texts if isinstance(text, str)] if called in BY_TEXT else []
+
+
 def private_modules(path: Path) -> list[tuple[int, str]]:
     found = []
     for node, _ in parsed(path)[0]:
@@ -86,6 +107,8 @@ def private_modules(path: Path) -> list[tuple[int, str]]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call):
+            names = [text for text in texts_of(node) if text.startswith(MODULES)]
         elif isinstance(node, ast.Attribute) and root_of(node) in ("keras", "tensorflow", "tf"):
             names = [ast.unparse(node).replace("tf.python", "tensorflow.python")]
         else:
@@ -100,6 +123,10 @@ def private_attributes(path: Path) -> list[tuple[int, str]]:
     nodes, own = parsed(path)
     found = []
     for node, in_class in nodes:
+        if isinstance(node, ast.Call):
+            named = [text for text in texts_of(node) if is_private(text)]
+            foreign = [text for text in named if text == "_" or not any(each.startswith(text) for each in own)]
+            found += [(node.lineno, f"{text!r} in {ast.unparse(node)}") for text in foreign]
         if not isinstance(node, ast.Attribute) or not is_private(node.attr) or node.attr in OTHERS:
             continue
         if of_self(node) and in_class:
@@ -123,8 +150,17 @@ def test_a_private_name_is_found(tmp_path):
     path.write_text(
         "from keras.src import backend\nimport keras\n\n\ndef f(self, v):\n    self._x = 1\n    return v._value\n\n\n"
         "class Own:\n    def __init__(self):\n        self._mine = 1\n\n    def g(self, other):\n"
-        "        return self._mine, other._mine, keras.src.tree, self._not_there_at_all\n"
+        "        return self._mine, other._mine, keras.src.tree, self._not_there_at_all\n\n"
+        "    def h(self, other, name):\n"
+        "        getattr(other, 'public'), getattr(self, '_mine'), getattr(other, f'_{name}')\n"
+        "        return getattr(other, '_by_text', None), importlib.import_module('keras.src.backend')\n"
     )
     modules = {name for _, name in private_modules(path)}
     assert modules == {"keras.src.backend", "keras.src.tree", "keras.src"}
-    assert {name for _, name in private_attributes(path)} == {"self._x", "v._value", "self._not_there_at_all"}
+    assert {name for _, name in private_attributes(path)} == {
+        "self._x",
+        "v._value",
+        "self._not_there_at_all",
+        "'_' in getattr(other, f'_{name}')",
+        "'_by_text' in getattr(other, '_by_text', None)",
+    }

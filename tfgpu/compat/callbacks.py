@@ -37,6 +37,11 @@ def backup_epoch(callback: keras.callbacks.BackupAndRestore) -> int:
     return callback._current_epoch
 
 
+def traces_batches(callback: keras.callbacks.Callback) -> bool:
+    """Whether a `TensorBoard` profiles batches."""
+    return getattr(callback, "_should_trace", False)
+
+
 def set_backup_position(callback: keras.callbacks.BackupAndRestore, epoch: int, batch: int) -> None:
     """Sets the epoch and the batch, from 0, that a `BackupAndRestore` counts from."""
     callback._current_epoch, callback._last_batch_seen = epoch, batch

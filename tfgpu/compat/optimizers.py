@@ -1,7 +1,11 @@
 """What a Keras optimizer holds."""
 
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
+
+from tfgpu.compat.keras import BaseOptimizer
 
 
 def trained(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
@@ -69,6 +73,11 @@ def own_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]
     return list(optimizer._variables)
 
 
+def lists_variables(attribute: str) -> bool:
+    """Whether an optimizer's attribute lists its variables, or those that it trains, rather than slots."""
+    return attribute in ("_variables", "_trainable_variables")
+
+
 def track(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:
     """Makes a variable one of an optimizer's, as `add_variable` does."""
     optimizer._track_variable(variable)
@@ -83,6 +92,22 @@ def show_to_checkpoints(optimizer: keras.optimizers.Optimizer, variables: list[k
 def apply_without_overflow_check(optimizer: keras.optimizers.Optimizer, grads: list, variables: list | None):
     """`apply` of an optimizer that scales its loss, without the check for overflow."""
     return optimizer._common_apply(grads, variables)
+
+
+def plain_method(name: str) -> Callable:
+    """A private method of Keras's own optimizer, without what TensorFlow's backend adds for strategies.
+
+    Args:
+        name: without the underscore.
+    """
+    return getattr(BaseOptimizer, f"_{name}")
+
+
+class WeightDecayHook:
+    """A base class before Keras's: an optimizer's weight decay goes through `decay_variables(variables, stock)`."""
+
+    def _apply_weight_decay(self, variables):
+        self.decay_variables(variables, super()._apply_weight_decay)
 
 
 def copy_decay_exclusions(

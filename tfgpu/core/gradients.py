@@ -268,7 +268,7 @@ def apply_on_every_replica() -> None:
 
 
 def _make_local(name: str) -> None:
-    plain = getattr(BaseOptimizer, f"_{name}")
+    plain = optimizers.plain_method(name)
 
     @wrap(f"TFOptimizer.{name}")
     def local(stock, self, *args):

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfgpu.compat import tensorflow as private
 from tfgpu.compat import training
+from tfgpu.compat.callbacks import traces_batches
 from tfgpu.compat.keras import ArrayDataAdapter, CallbackList, TFDatasetAdapter
 from tfgpu.compat.patch import wrap
 from tfgpu.core import error_messages, extensions, step_context
@@ -226,7 +227,7 @@ def needs_every_batch(callback, kind: str = "train") -> bool:
         return False
     for attribute in ("save_freq", "update_freq"):  # ModelCheckpoint, BackupAndRestore, TensorBoard
         if hasattr(callback, attribute):
-            return getattr(callback, attribute) != "epoch" or getattr(callback, "_should_trace", False)
+            return getattr(callback, attribute) != "epoch" or traces_batches(callback)
     stock = keras.callbacks.Callback()
     hooks = [f"on_{kind}_batch_begin", f"on_{kind}_batch_end"]
     hooks += ["on_batch_begin", "on_batch_end"] if kind == "train" else []

@@ -20,7 +20,7 @@ from tfgpu.errors import InputError
 _decaying = contextvars.ContextVar("decaying", default=1.0)
 
 
-class ParameterGroups:
+class ParameterGroups(optimizers.WeightDecayHook):
     """Multiplies an optimizer's learning rate by a factor, for the variables whose paths are in `factors`.
 
     A model that is loaded or cloned may have other paths: `saved_factors` holds the factors of the variables that the
@@ -62,14 +62,14 @@ class ParameterGroups:
         factor = self.factor_of(variable)
         super().update_step(gradient, variable, learning_rate if factor == 1.0 else learning_rate * factor)
 
-    def _apply_weight_decay(self, variables):
+    def decay_variables(self, variables, stock):
         groups: dict[float, list] = {}
         for variable in variables:
             groups.setdefault(self.factor_of(variable), []).append(variable)
         for factor, group in groups.items():
             before = _decaying.set(factor)
             try:
-                super()._apply_weight_decay(group)
+                stock(group)
             finally:
                 _decaying.reset(before)
 
@@ -227,7 +227,7 @@ def _slots(optimizer) -> tuple[dict, list]:
     taken = set()
     for name, value in sorted(vars(inner).items()):
         items = list(value) if isinstance(value, (list, tuple)) else []
-        is_slots = name not in ("_variables", "_trainable_variables") and len(items) == len(trained)
+        is_slots = not optimizers.lists_variables(name) and len(items) == len(trained)
         if is_slots and all(item is None or isinstance(item, keras.Variable) for item in items):
             for variable, item in zip(trained, items, strict=True):
                 if item is not None and id(item) not in taken:

@@ -15,7 +15,7 @@ from tfgpu.errors import InputError
 
 
 @keras.saving.register_keras_serializable(package="tfgpu")
-class LARS(keras.optimizers.Optimizer):
+class LARS(private_optimizers.WeightDecayHook, keras.optimizers.Optimizer):
     """LARS: momentum SGD with a learning rate scaled per layer, for very large batches.
 
     A kernel w with gradient g is updated by
@@ -135,7 +135,7 @@ class LARS(keras.optimizers.Optimizer):
         named = any(word in getattr(variable, "path", variable.name) for word in self.exclude)
         return len(variable.shape) > 1 and not named and private_optimizers.uses_weight_decay(self, variable)
 
-    def _apply_weight_decay(self, variables):
+    def decay_variables(self, variables, stock):
         """Does nothing: the decay is part of the gradient, which the ratio includes."""
 
 
