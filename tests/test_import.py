@@ -33,9 +33,10 @@ ALLOWED = {
     "optim": {"compat", "core", "repairs"},
     "checkpoint": {"compat", "core", "repairs", "packing"},
     "consistency": {"compat", "core", "repairs"},
-    "parallel": {"compat", "core", "repairs", "cluster", "environment", "rendezvous"},
+    "parallel": {"compat", "core", "repairs", "attention", "cluster", "environment", "rendezvous"},
     "parameter_server": {"compat", "core", "repairs", "parallel"},
     "strategies": {"cluster", "environment", "rendezvous", "callbacks", *ENGINE},
+    "losses": {"compat", "core"},
     "data": {"cluster", "compat", "core"},  # slots on datasets; how one worker makes its rows is registered in core
     "launch": {"cluster", "environment", *ENGINE},
     "models": {"precision", *ENGINE},

@@ -297,6 +297,19 @@ def test_a_library_s_model_learns_on_two_replicas_what_it_learns_on_one_device(l
         np.testing.assert_allclose(other[1][name], values, atol=1e-5, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("make", [gpt2, gemma], ids=["gpt2", "gemma"])
+def test_a_loss_by_chunks_of_tokens_learns_what_all_logits_teach(make):
+    pytest.importorskip("keras_hub")
+
+    def by_chunks():
+        model, data = make()
+        return compiled(model, tfgpu.losses.ChunkedCrossentropy(5)), data
+
+    expected, found = learned(make, None), learned(by_chunks, ["CPU:0", "CPU:1"])
+    for here, there in zip(expected[0], found[0], strict=True):
+        np.testing.assert_allclose(there, here, atol=1e-5, rtol=1e-5)
+
+
 def test_weights_of_hugging_face_go_to_shards_as_kerashub_maps_them(tmp_path):
     """A folder of Hugging Face's GPT-2, two files and their index: what `from_preset` reads, and `load` with ZeRO 3."""
     pytest.importorskip("keras_hub")

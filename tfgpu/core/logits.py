@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
+from tfgpu.compat import slots
 from tfgpu.compat.keras import logits_of, with_logits
 
 _OPERATIONS = {
@@ -56,3 +57,33 @@ def find_all(values: list) -> tuple[list, str] | None:
     if None in found or len({one.operation for one in found}) > 1:
         return None
     return [one.tensor for one in found], found[0].operation
+
+
+def noted(value: object, name: str) -> object | None:
+    """What `slots.of(tensor)` holds under a name, for a tensor of a graph or for the one that it is a copy of.
+
+    A copy is the tensor itself, or its cast to as many bits or more.
+    """
+    while isinstance(value, tf.Tensor) and hasattr(value, "graph"):
+        found = slots.get(value, name)
+        if found is not None:
+            return found
+        made_by = value.op
+        if made_by.type not in ("Cast", "Identity") or has_own_gradient(made_by):
+            return None
+        if value.dtype.size < made_by.inputs[0].dtype.size:
+            return None
+        value = made_by.inputs[0]
+    return None
+
+
+def origin(value: tf.Tensor) -> tf.Tensor:
+    """The tensor of a graph that this one has the numbers of, in whatever dtype."""
+    while value.op.type in ("Cast", "Identity", "Squeeze") and not has_own_gradient(value.op):
+        value = value.op.inputs[0]
+    return value
+
+
+def has_own_gradient(made_by: tf.Operation) -> bool:
+    """Whether the operation marks the end of a function with a gradient of its own."""
+    return "_gradient_op_type" in made_by.node_def.attr

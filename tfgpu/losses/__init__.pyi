@@ -1,0 +1,1 @@
+from tfgpu.losses.chunked_crossentropy import ChunkedCrossentropy as ChunkedCrossentropy

@@ -1,0 +1,132 @@
+"""The cross-entropy of a large vocabulary by chunks of rows: the logits of all rows are never there at once.
+
+A chunk's logits are computed, its losses are kept and the logits are not. The backward pass computes them again and
+adds up the gradients of the weights over the chunks, in 32 bits. Each row's softmax is whole, so the losses are those
+of the whole logits, and the gradients but for the order of their sums.
+
+Sources: P.-L. Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv:2410.10989 (chunks of
+rows); E. Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, arXiv:2411.09009 (logits computed
+again in the backward pass).
+"""
+
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfgpu.losses.heads import Head
+
+NUMBERS = 2**24
+"""Logits in a chunk, unless its rows are given: 64 MiB in 32 bits."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is known of all rows without their logits.
+
+    Attributes:
+        target: int64 [...], the classes.
+        smoothing: of the labels.
+        losses: float [...], the cross-entropy of each row.
+        best: int64 [...], the class with the largest logit.
+    """
+
+    target: tf.Tensor
+    smoothing: float
+    losses: tf.Tensor
+    best: tf.Tensor
+
+
+def compute(head: Head, target: tf.Tensor, dtype: tf.DType, *, smoothing: float = 0.0, size: int | None = None) -> Rows:
+    """The cross-entropy of each row.
+
+    Args:
+        head: made the logits.
+        target: integers [...], the class of each row.
+        dtype: of the losses, and of the softmax.
+        smoothing: the share of each label that all classes get in equal parts.
+        size: rows in a chunk; None takes as many as give `NUMBERS` logits.
+    """
+    shape, width = tf.shape(target), head.inputs.shape[-1]
+    flat = tf.reshape(head.inputs, [-1, width])
+    given = [flat, *head.weights()]
+    run = _Chunks(head, tf.reshape(target, [-1]), flat, dtype, smoothing, size or max(1, NUMBERS // head.vocabulary))
+
+    @tf.custom_gradient
+    def whole(*given):
+        return run.forward(*given), lambda losses, best: run.backward(given, losses)
+
+    losses, best = (tf.reshape(each, shape) for each in whole(*given))
+    for each in (losses, best):
+        each.set_shape(target.shape)
+    return Rows(target, smoothing, losses, best)
+
+
+class _Chunks:
+    """One pass over all rows."""
+
+    def __init__(self, head: Head, target: tf.Tensor, rows: tf.Tensor, dtype, smoothing: float, size: int):
+        self._head, self._dtype, self._smoothing = head, dtype, smoothing
+        length = rows.shape[0] if rows.shape[0] is not None else target.shape[0]
+        self._size = min(size, length) if length else size
+        self._length = tf.shape(rows)[0] if length is None else length
+        self._count = -(-self._length // self._size)
+        self._padding = self._count * self._size - self._length
+        self._target = self._padded(target)
+
+    def forward(self, rows: tf.Tensor, *weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """The losses and the best classes, [rows] each."""
+        rows, weights = self._padded(rows), [self._head.cast(each) for each in weights]
+        arrays = [tf.TensorArray(dtype, self._count, element_shape=[self._size]) for dtype in (self._dtype, tf.int64)]
+
+        def step(at, losses, best):
+            logits = self._logits(self._chunk(rows, at), weights)
+            losses = losses.write(at, self._losses(logits, self._chunk(self._target, at)))
+            return at + 1, losses, best.write(at, tf.argmax(logits, -1))
+
+        _, *arrays = self._loop(step, (0, *arrays))
+        return tuple(tf.reshape(array.stack(), [-1])[: self._length] for array in arrays)
+
+    def backward(self, given: tuple[tf.Tensor, ...], upstream: tf.Tensor) -> list[tf.Tensor]:
+        """The gradients of the rows and of the weights."""
+        rows, weights = self._padded(given[0]), [self._head.cast(each) for each in given[1:]]
+        upstream, width = self._padded(upstream), given[0].shape[-1]
+        array = tf.TensorArray(rows.dtype, self._count, element_shape=[self._size, width])
+        sums = [tf.zeros(tf.shape(each), each.dtype if each.dtype.size >= 4 else tf.float32) for each in given[1:]]
+
+        def step(at, array, sums):
+            chunk = self._chunk(rows, at)
+            with tf.GradientTape() as tape:
+                tape.watch([chunk, *weights])
+                losses = self._losses(self._logits(chunk, weights), self._chunk(self._target, at))
+            of_rows, *of_weights = tape.gradient(losses, [chunk, *weights], self._chunk(upstream, at))
+            added = [total + tf.cast(each, total.dtype) for total, each in zip(sums, of_weights, strict=True)]
+            return at + 1, array.write(at, of_rows), added
+
+        _, array, sums = self._loop(step, (0, array, sums))
+        of_rows = tf.reshape(array.stack(), [-1, width])[: self._length]
+        return [of_rows, *(tf.cast(total, each.dtype) for total, each in zip(sums, given[1:], strict=True))]
+
+    def _logits(self, rows: tf.Tensor, weights: list[tf.Tensor]) -> tf.Tensor:
+        return tf.cast(self._head.logits(self._head.cast(rows), *weights), self._dtype)
+
+    def _losses(self, logits: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(target, logits)
+        if not self._smoothing:
+            return losses
+        own = tf.gather(logits, target, batch_dims=1)
+        return losses + self._smoothing * (own - tf.reduce_mean(logits, -1))
+
+    def _loop(self, step, state):
+        """Runs a step for each chunk, one after another, so that the logits of one are there at a time."""
+        return tf.while_loop(
+            lambda at, *_: at < self._count, step, state, parallel_iterations=1, maximum_iterations=self._count
+        )
+
+    def _padded(self, value: tf.Tensor) -> tf.Tensor:
+        """Whole chunks of rows, the last one filled up."""
+        if isinstance(self._padding, int) and not self._padding:
+            return value
+        return tf.pad(value, [[0, self._padding], *([0, 0] for _ in value.shape[1:])])
+
+    def _chunk(self, value: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+        return tf.slice(value, [at * self._size, *(0 for _ in value.shape[1:])], [self._size, *value.shape[1:]])
