@@ -65,6 +65,7 @@ class Files:
         labels: [count], if they are known without reading.
         paths: the files; a cache on disk uses them to detect changes.
         ahead: indices (int64 [n]) -> a tensor; begins to fetch examples that are far away.
+        planes: how many of an image's last channels are masks; `read` then returns images of their last size.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Files:
     labels: np.ndarray | None = None
     paths: tuple[Path, ...] = ()
     ahead: Callable[[tf.Tensor], tf.Tensor] | None = None
+    planes: int = 0
 
 
 def check_size(image_size) -> tuple[int, int] | None:
@@ -137,8 +139,10 @@ def _decode_scaled(encoded: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
     return tf.switch_case(which, [lambda r=ratio: tf.io.decode_jpeg(encoded, ratio=r) for ratio in (1, 2, 4, 8)])
 
 
-def with_channels(image: tf.Tensor, channels: int) -> tf.Tensor:
-    """Gives a uint8 image 1 or 3 channels; alpha is dropped, and gray is repeated."""
+def with_channels(image: tf.Tensor, channels: int, planes: int = 0) -> tf.Tensor:
+    """Gives a uint8 image 1 or 3 channels, and keeps the masks behind them; alpha is dropped, and gray is repeated."""
+    if planes:
+        return tf.concat([with_channels(image[..., :-planes], channels), image[..., -planes:]], axis=-1)
     own = tf.shape(image)[-1]
     wanted = tf.where(own < 3, [0, 0, 0], [0, 1, 2]) if channels == 3 else tf.constant([0])
     # Gathering channels takes as long as decoding a JPEG (measured), so it is skipped if they are right already.
@@ -215,7 +219,7 @@ def _examine(files: Files, reading: Reading) -> Examples:
             f"{files.name}: {len(labels)} decoded examples of shape {shape} do not fit in memory_bytes="
             f"{reading.memory_bytes}. Increase it, or use cache='auto' or 'disk'."
         )
-    as_they_are = whole and {s[2] for s in survey.shapes if len(s) == 3} <= {channels}
+    as_they_are = whole and {s[2] for s in survey.shapes if len(s) == 3} <= {channels + files.planes}
     load, where = _loader(files, survey.good, shape, 0 if as_they_are else channels, reading)
     facts["ahead"] = _ahead(files, survey.good)
     return Examples(files.name, load=load, where=None if whole else where, **facts)
@@ -247,7 +251,8 @@ class _Survey:
         self.shapes: dict[tuple[int, ...], int] = {}  # shape -> index of the first example that has it
         good, labels, size = [], [], 0
         known = files.labels is not None and not whole  # a million labels, one by one, take minutes
-        for index, x, label in () if known else _readable(files, reading.image_size, whole):
+        size_to = None if files.planes else reading.image_size
+        for index, x, label in () if known else _readable(files, size_to, whole):
             good.append(index)
             labels.append(label)
             self.shapes.setdefault(x.shape, int(index))
@@ -283,17 +288,18 @@ class _Survey:
             if len(self.shapes) > 1:
                 raise InputError(f"{self._files.name}: all examples must have one shape. Received: {self._seen()}.")
             return next(iter(self.shapes)), 0
-        channels = 1 if all(s[2] < 3 for s in self.shapes) else 3
+        planes = self._files.planes
+        channels = 1 if all(s[2] - planes < 3 for s in self.shapes) else 3
         sizes = {s[:2] for s in self.shapes}
         if size is None and any_size:
-            return (None, None, channels), channels
+            return (None, None, channels + planes), channels
         if size is None and len(sizes) > 1:
             raise InputError(
                 f"{self._files.name}: the images have different sizes. Received: {self._seen()}. "
                 "Choose one with image_size (--image-size), such as 224."
             )
         height, width = size or sizes.pop()
-        return (height, width, channels), channels
+        return (height, width, channels + planes), channels
 
     def _seen(self) -> str:
         seen = sorted({s[:2] if len(s) == 3 else s for s in self.shapes})
@@ -305,8 +311,11 @@ class _Survey:
             return None
         if not channels:
             return np.stack(self._kept)
-        pick = [0, 1, 2] if channels == 3 else [0]
-        return np.stack([x[..., pick if x.shape[-1] >= 3 else [0] * channels] for x in self._kept])
+        planes, pick = self._files.planes, [0, 1, 2] if channels == 3 else [0]
+        masks = [*range(-planes, 0)]
+        return np.stack(
+            [x[..., [*(pick if x.shape[-1] - planes >= 3 else [0] * channels), *masks]] for x in self._kept]
+        )
 
 
 def _readable(files: Files, size, whole: bool):
@@ -356,8 +365,8 @@ def _loader(files: Files, good, shape, channels: int, reading: Reading):
     def load(place):
         x = files.read(index(place))[0]
         if channels:
-            x = with_channels(x, channels)
-        if reading.image_size is not None and x.dtype == tf.uint8:
+            x = with_channels(x, channels, files.planes)
+        if reading.image_size is not None and not files.planes and x.dtype == tf.uint8:
             x = resize(x, reading.image_size)
         return tf.ensure_shape(x, shape)
 

@@ -12,6 +12,7 @@ from tfgpu.data import position, shards
 from tfgpu.data.assembly.plan import Part, Plan
 from tfgpu.data.augmentation import augment as augmentation
 from tfgpu.data.augmentation import stages as augmentations
+from tfgpu.data.augmentation.targets import MASKS
 from tfgpu.data.examples import Examples, to_model
 from tfgpu.data.feed import Feed, batches
 from tfgpu.errors import InputError
@@ -69,13 +70,16 @@ def gatherer(examples: Examples) -> Callable | None:
     """The function `(x, index)` -> inputs, targets and sample weights; None where those are the examples' classes."""
     if examples.structure is None:
         return None
-    gather = examples.structure.gatherer()
+    gather, planes = examples.structure.gatherer(), examples.structure.planes
     with tf.device("CPU:0"):
         labels = tf.constant(examples.labels)
 
     def named(x, index):
         inputs, targets, weights = gather(index)
         x = x if inputs is None else tf.nest.map_structure(to_model, inputs)
+        if planes:  # uint8 that `to_model` has divided by 255, which rounding undoes
+            masks = tf.cast(tf.round(x[..., -planes] * 255.0), tf.uint8)
+            x, targets = x[..., :-planes], {**targets, MASKS: masks}
         return x, tf.gather(labels, index) if targets is None else targets, weights
 
     return named

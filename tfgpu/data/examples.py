@@ -57,6 +57,12 @@ class Examples:
         return self.structure is None or self.structure.targets is None
 
     @property
+    def decoded_shape(self) -> tuple[int | None, ...]:
+        """The shape of one example as it is read: with its masks, which lie behind an image's channels."""
+        planes = 0 if self.structure is None else self.structure.planes
+        return (*self.shape[:-1], self.shape[-1] + planes) if planes else self.shape
+
+    @property
     def cache(self) -> str:
         """Where decoded examples are kept: `memory`, `disk` or `none`."""
         if self.structure is not None and self.structure.is_mapped:

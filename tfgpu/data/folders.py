@@ -84,11 +84,11 @@ def _find(root: Path) -> dict[str, dict[str, list[Path]]]:
     folders = _folders(root)
     parts = [f for f in folders if f.name in PARTS]
     if any(f.name == "train" for f in parts) and len(parts) == len(folders):
-        found = {f.name: {c.name: _images(c) for c in _folders(f)} for f in parts}
+        found = {f.name: {c.name: images_below(c) for c in _folders(f)} for f in parts}
     else:
-        found = {"train": {c.name: _images(c) for c in folders}}
+        found = {"train": {c.name: images_below(c) for c in folders}}
     if not any(files for by_class in found.values() for files in by_class.values()):
-        loose = " It has images at its top level: move them into one folder per class." if _images(root) else ""
+        loose = " It has images at its top level: move them into one folder per class." if images_below(root) else ""
         raise InputError(
             f"No images in {str(root)!r} by class.{loose} "
             f"Expected FOLDER/CLASS/*{'|'.join(SUFFIXES)} or FOLDER/train/CLASS/..."
@@ -123,7 +123,8 @@ def _folders(root: Path) -> list[Path]:
     return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _images(folder: Path) -> list[Path]:
+def images_below(folder: Path) -> list[Path]:
+    """Lists the images below a folder, sorted, except hidden ones."""
     return _files(folder, SUFFIXES)
 
 

@@ -242,7 +242,7 @@ def _of_source(examples: Examples, index: tf.Tensor, name: str) -> tf.Tensor:
         return examples.load(index)
     with tf.device("CPU:0"):
         array = tf.constant(examples.array) if examples.stored is None else examples.stored()
-    return tf.ensure_shape(array[index], examples.shape)
+    return tf.ensure_shape(array[index], examples.decoded_shape)
 
 
 def _dtype(examples: Examples) -> str:

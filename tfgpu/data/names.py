@@ -17,9 +17,11 @@ _CHOICES = (
         "a .tfrecord, .csv, .parquet or .npz file",
         "module:function",
     ),
+    *("images:TABLE.csv#COLUMN", "coco:FILE.json#FOLDER", "masks:FOLDER"),
     *("text:PATH", "corpus:PATH", "s3://BUCKET/FOLDER/"),
 )
 _TEXT = ("text", "corpus")
+_PICTURES = ("images", "coco", "masks")
 _TABLE = re.compile(r"(?:(csv|parquet):)?(.+?)(?:#([^#/]+))?")
 _TABLE_ENDS = {".csv": "csv", ".csv.gz": "csv", ".parquet": "parquet"}
 _TFDS = re.compile(r"\w+(?:/[\w.\-]+)?(?::(?:[\d*]+(?:\.[\d*]+)*|experimental_latest))?")
@@ -32,9 +34,10 @@ class SourceName:
     """A parsed `--data` argument.
 
     Attributes:
-        kind: digits, tfds, function, records, csv, parquet, npz, text, corpus, folder or remote.
+        kind: digits, tfds, function, records, csv, parquet, npz, images, coco, masks, text, corpus,
+            folder or remote.
         value: the path or the name.
-        label: the label column of a table, if given.
+        label: what stands after the #, if anything: the label columns of a table, the folder of pictures.
     """
 
     kind: str
@@ -47,10 +50,10 @@ def parse_source(text: str) -> SourceName:
 
     Args:
         text: `"digits"`, `"tfds:NAME"`, `"text:PATH"` (texts by class), `"corpus:PATH"` (plain text),
-            `"module:function"`, a folder of images by class, or a file, glob or folder of `.tfrecord`, `.csv`,
-            `.parquet` or `.npz` files, also a remote one (`"s3://BUCKET/FOLDER/"`). The prefix `csv:` or `parquet:`
-            sets the format of files with other extensions; the suffix `#COLUMN` names a table's label, and
-            `#COLUMN,COLUMN` several targets.
+            `"images:TABLE.csv#COLUMN"`, `"coco:FILE.json#FOLDER"`, `"masks:FOLDER"`, `"module:function"`, a folder of
+            images by class, or a file, glob or folder of `.tfrecord`, `.csv`, `.parquet` or `.npz` files, also a remote
+            one (`"s3://BUCKET/FOLDER/"`). The prefix `csv:` or `parquet:` sets the format of files with other
+            extensions; the suffix `#COLUMN` names a table's label, and `#COLUMN,COLUMN` several targets.
 
     Returns:
         The kind and the value: a path, a tfds name, or `module:function`.
@@ -82,6 +85,8 @@ def parse_source(text: str) -> SourceName:
     if _URL.match(text):
         return SourceName("remote", text)
     kind, _, value = text.partition(":")
+    if kind in _PICTURES:
+        return _pictures(kind, value, text)
     if kind in _TEXT:
         return _text(kind, value, text)
     table = _table(text)
@@ -117,6 +122,17 @@ def check_encodable(paths: Iterable[Path]) -> None:
             str(path).encode()
         except UnicodeEncodeError:
             raise InputError(f"The name {str(path)!r} is not valid UTF-8. Rename it.") from None
+
+
+def _pictures(kind: str, value: str, text: str) -> SourceName:
+    path, _, label = value.partition("#")
+    place = Path(path).expanduser()
+    if not path or not (place.exists() or any(place.parent.glob(place.name))):
+        shown = {"images": "images:TABLE.csv#COLUMN", "coco": "coco:ANNOTATIONS.json#FOLDER", "masks": "masks:FOLDER"}
+        raise InputError(f"There is nothing at {text!r}. Use {shown[kind]}, relative to {Path.cwd()}.")
+    if kind == "masks" and (label or not place.is_dir()):
+        raise InputError(f"`masks:` takes a folder that holds images/ and masks/. Received: {text!r}.")
+    return SourceName(kind, str(place), label or None)
 
 
 def _text(kind: str, value: str, text: str) -> SourceName:

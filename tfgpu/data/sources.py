@@ -17,7 +17,7 @@ from tfgpu.data.names import parse_source
 from tfgpu.data.splits import PARTS
 from tfgpu.data.storage import remote_records
 from tfgpu.data.storage.remote_files import Remote, is_url
-from tfgpu.data.structure import npz
+from tfgpu.data.structure import npz, pictures
 from tfgpu.data.structure.opening import is_structured, open_structured, stacked
 from tfgpu.data.text import texts
 from tfgpu.errors import InputError, unknown
@@ -89,6 +89,10 @@ def open_source(source, reading: Reading | None = None) -> Examples:
         return prepared.open_tfds(name.value, reading)
     if name.kind in ("csv", "parquet"):
         examples = tables.open_tables(name, reading)
+        _check_classes(examples)
+        return examples
+    if name.kind in ("images", "coco", "masks"):
+        examples = pictures.open_pictures(name, reading)
         _check_classes(examples)
         return examples
     if name.kind == "npz":

@@ -168,7 +168,7 @@ def _counted(examples: Examples, count: int, loads: Counter) -> Examples:
             return np.zeros([], np.uint8)
 
         noted = tf.cast(tf.numpy_function(note, [index], tf.uint8), kind)
-        return tf.fill([1 if side is None else side for side in examples.shape], noted)
+        return tf.fill([1 if side is None else side for side in examples.decoded_shape], noted)
 
     own = {"train": np.arange(count)}
     return replace(examples, array=None, stored=None, load=load, where=None, encoded=None, copies=None, own=own)

@@ -67,7 +67,8 @@ class Recipe(BaseModel):
         "digits",
         "Data",
         "The dataset: `digits`, `tfds:NAME`, a folder with one folder of images per class, "
-        "`.tfrecord`, `.csv` or `.parquet` files (`FILE#COLUMN` names a table's label), `text:PATH` (texts by class), "
+        "`.tfrecord`, `.csv`, `.parquet` or `.npz` files (`FILE#COLUMN` names a table's label, `FILE#COLUMN,COLUMN` "
+        "several targets), `images:FILE#COLUMN` (a table that names pictures), `text:PATH` (texts by class), "
         "`corpus:PATH` (plain text, for a language model), or `module:function`.",
         min_length=1,
     )

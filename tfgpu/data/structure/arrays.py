@@ -25,6 +25,7 @@ class Structure:
         targets: the same for what the model learns; None: the classes.
         weights: float32 [n], or None.
         class_names: the names of a target's classes, by the target's name, where labels were texts.
+        planes: how many of an image's last channels are masks, which become the target `segmentation_masks`.
 
     Example:
         >>> structure = Structure(targets=np.array([0.5, 1.5, 2.5]))
@@ -36,6 +37,7 @@ class Structure:
     targets: Any = None
     weights: np.ndarray | None = None
     class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    planes: int = 0
 
     def gatherer(self) -> Callable[[tf.Tensor], tuple[Any, Any, Any]]:
         """Returns a function from indices to inputs, targets and weights; None for what there is not."""

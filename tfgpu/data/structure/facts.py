@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tfgpu.data.augmentation.targets import MASKS
 from tfgpu.data.structure.arrays import Structure
 
 
@@ -16,8 +17,8 @@ class Target:
     Attributes:
         kind: `"class"`, one per example; `"numbers"`; or `"other"`: sequences, boxes, masks.
         shape: of one example's; () for a class and for one number.
-        classes: the number of classes, for `"class"`.
-        class_names: one name per class, for `"class"`.
+        classes: the number of classes, for `"class"`, and of boxes whose classes have names.
+        class_names: one name for each of them.
     """
 
     kind: str
@@ -37,12 +38,13 @@ def targets_of(structure: Structure | None) -> Target | Mapping[str, Target] | N
         return None
     if not isinstance(structure.targets, Mapping):
         return _target(structure.targets, ())
-    return {name: _target(each, structure.class_names.get(name, ())) for name, each in structure.targets.items()}
+    found = {name: _target(each, structure.class_names.get(name, ())) for name, each in structure.targets.items()}
+    return found | {MASKS: Target("other")} if structure.planes else found
 
 
 def _target(values: Any, class_names: tuple[str, ...]) -> Target:
     if isinstance(values, Mapping) or values.dtype == np.uint8:
-        return Target("other", () if isinstance(values, Mapping) else values.shape[1:])
+        return Target("other", () if isinstance(values, Mapping) else values.shape[1:], len(class_names), class_names)
     if values.dtype.kind == "f":
         return Target("numbers", values.shape[1:])
     if values.ndim > 1 or values.min() < 0:

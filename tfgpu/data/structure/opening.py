@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,14 +73,22 @@ def _rows(value: tuple, name: str) -> tuple[Structure, int]:
     x, y = (_arrays(each, f"{name}: {what}") for each, what in ((x, "x"), (y, "y")))
     flat = [*tf.nest.flatten(x), *tf.nest.flatten(y)]
     if weights is not None:
-        weights = np.asarray(weights, np.float32)
-        if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0).any():
-            raise InputError(f"{name}: sample weights must be a number from 0 per example. Received: {weights.shape}.")
+        weights = _weights(weights, name)
         flat.append(weights)
     counts = {len(each) if each.ndim else 0 for each in flat}
     if len(counts) != 1 or 0 in counts:
         raise InputError(f"{name}: x, y and sample weights must have one row per example. Received: {sorted(counts)}.")
     return Structure(x, y, weights), counts.pop()
+
+
+def _weights(given: Any, name: str) -> np.ndarray:
+    try:
+        weights = np.asarray(given, np.float32)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{name}: sample weights must be numbers. Received: {error}.") from error
+    if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0).any():
+        raise InputError(f"{name}: sample weights must be a number from 0 per example. Received: {weights.shape}.")
+    return weights
 
 
 def _arrays(value: Any, name: str) -> Any:
@@ -107,6 +116,29 @@ def _examples(arrays: Structure, own: Mapping[str, np.ndarray], name: str, task:
         array = np.zeros([len(labels), 0], np.float32)
     structure = Structure(inputs, targets, arrays.weights, named)
     return Examples(name, labels, shape, class_names, array=array, own=own, copies=copies, structure=structure)
+
+
+def with_targets(examples: Examples, y: Any, weights: np.ndarray | None, *, task: Task) -> Examples:
+    """Examples whose labels are row numbers, with what those rows say.
+
+    Args:
+        examples: read by place; some rows may be missing, as those of corrupt files.
+        y: the labels of all rows, or nested dicts of arrays.
+        weights: a number from 0 for each row, or None.
+        task: as for `pipeline`.
+
+    Raises:
+        InputError: labels or weights that cannot be used.
+    """
+    rows, name = examples.labels, examples.name
+    if isinstance(y, np.ndarray) or y:
+        labels, class_names, targets, named = _learned(y, task, name)
+    else:
+        labels, class_names, targets, named = np.zeros(int(rows.max()) + 1, np.int64), (), {}, {}
+    targets = None if targets is None else tf.nest.map_structure(lambda each: each[rows], targets)
+    weights = None if weights is None else _weights(weights, name)[rows]
+    structure = None if targets is None and weights is None else Structure(None, targets, weights, named)
+    return replace(examples, labels=labels[rows], class_names=class_names, structure=structure)
 
 
 def _features(values: np.ndarray | Mapped, name: str, digests: list[list[bytes]]) -> np.ndarray | Mapped:
