@@ -1,9 +1,9 @@
-"""The check of whole numbers."""
+"""The checks of numbers."""
 
 import numpy as np
 import pytest
 
-from tfgpu.errors import InputError, is_number, whole_number
+from tfgpu.errors import InputError, is_number, positive, whole_number
 
 
 @pytest.mark.parametrize("value", [1, 7, np.int64(7), np.uint8(7)])
@@ -28,6 +28,17 @@ def test_the_maximum_is_allowed_and_named():
     assert whole_number("shards", 9, maximum=9) == 9
     with pytest.raises(InputError, match="from 1 to 9. Received: 10."):
         whole_number("shards", 10, maximum=9)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, np.float32(2), np.int64(3), 10**400, float("inf")])
+def test_numbers_above_0(value):
+    assert positive("timeout_s", value) is value
+
+
+@pytest.mark.parametrize("value", [0, -1, True, np.True_, "3", None, [1], float("nan"), 1j])
+def test_all_but_numbers_above_0_is_refused(value):
+    with pytest.raises(InputError, match="^`timeout_s` must be above 0. Received: "):
+        positive("timeout_s", value)
 
 
 @pytest.mark.parametrize("value", [0, -1.5, np.float32(2), np.int64(3), 10**400])

@@ -111,4 +111,4 @@ def test_a_script_is_checked_through_the_lazy_names(tmp_path):
     assert "devices: int | str" in revealed[3]
     assert revealed[4].endswith('is "int"') and revealed[5].endswith('is "str"')
     wrong = {line for severity, line, _ in said if severity == "error"}
-    assert wrong == {6, 7, 8}  # an argument of another type, and two names that are misspelt
+    assert wrong == {6, 7, 8}  # an argument of another type, and two names that are misspelled

@@ -90,6 +90,28 @@ def whole_number(name: str, value: object, *, minimum: int = 1, maximum: int | N
     return int(value)
 
 
+def positive(name: str, value: object) -> float:
+    """Checks that an argument is a number above 0, Python's or NumPy's; True is not, infinity is.
+
+    Args:
+        name: the argument's name.
+        value: what was received.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: it is something else.
+
+    Example:
+        >>> positive("timeout_s", 3)
+        3
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0:
+        raise InputError(f"`{name}` must be above 0. Received: {value!r}.")
+    return value
+
+
 def is_number(value: object) -> bool:
     """Whether a value is a finite real number, Python's or NumPy's; True and False are not.
 

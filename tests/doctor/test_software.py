@@ -206,7 +206,7 @@ def test_batch_normalization_by_replicas_is_named(scope, status):
     (check,) = doctor.batch_norm(model)
     assert (check.name, check.status) == ("BatchNormalization", status)
     found = {
-        "ok": "2 layers normalize by the whole batch: on several replicas 4 collectives a step",
+        "ok": "2 layers normalize by the whole batch: on several replicas up to 4 collectives a step",
         "warning": "1 layer normalizes by each replica's own rows: the result depends on the number of replicas",
     }
     assert check.found == found[status] and ("synchronized=True" in check.fix) == (status == "warning")

@@ -60,9 +60,9 @@ class MeanTeacher(keras.Model):
         known = ops.cast(x[:, 0] > 0, "float32")
         with tf.GradientTape() as tape:
             made, wanted = self.student(noisy, training=True), self.teacher(x, training=False)
-            labelled = ops.sum(ENTROPY(y, made, from_logits=True) * known) / ops.maximum(ops.sum(known), 1.0)
+            labeled = ops.sum(ENTROPY(y, made, from_logits=True) * known) / ops.maximum(ops.sum(known), 1.0)
             share = ops.minimum(self.steps / 5.0, 1.0)
-            loss = labelled + share * ops.mean(ops.square(ops.softmax(made) - ops.softmax(wanted)))
+            loss = labeled + share * ops.mean(ops.square(ops.softmax(made) - ops.softmax(wanted)))
         logs = update(self, tape, loss, self.student)
         self.steps.assign_add(1.0)
         follow(self.teacher, self.student, 0.9)

@@ -88,10 +88,10 @@ def vector_step(self, data):
 
 
 def paired_step(self, data):
-    """Reads `((x, y), unlabelled)`, which is no `(x, y)` of Keras's."""
-    (x, y), unlabelled = data
+    """Reads `((x, y), unlabeled)`, which is no `(x, y)` of Keras's."""
+    (x, y), unlabeled = data
     with tf.GradientTape() as tape:
-        loss = self.compute_loss(x, y, self(x, training=True)) + 0.1 * tf.reduce_mean(self(unlabelled) ** 2)
+        loss = self.compute_loss(x, y, self(x, training=True)) + 0.1 * tf.reduce_mean(self(unlabeled) ** 2)
     self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
     return {"loss": loss}
 

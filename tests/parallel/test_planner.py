@@ -278,6 +278,8 @@ def test_the_planner_finds_a_layout_for_gpt3():
         (dict(efficiency=0), "`efficiency` must be above 0"),
         (dict(headroom=1), "`headroom` must be"),
         (dict(flops=-1), "`flops` must be above 0"),
+        (dict(bandwidth="60"), "`bandwidth` must be above 0"),
+        (dict(headroom="0.1"), "`headroom` must be"),
         (dict(per_host=0), "`per_host` must be"),
     ],
 )

@@ -128,9 +128,10 @@ def test_without_new_checkpoints_it_ends_after_its_patience(tmp_path):
 
 
 @pytest.mark.parametrize("argument", ["poll_s", "patience_s"])
-def test_a_time_of_zero_is_refused(argument, tmp_path):
-    with pytest.raises(tfgpu.InputError, match=f"`{argument}` must be above 0. Received: 0"):
-        evaluate_checkpoints(build(), batches(), tmp_path, **{argument: 0})
+@pytest.mark.parametrize("value", [0, "5"])
+def test_a_time_that_is_none_is_refused(argument, value, tmp_path):
+    with pytest.raises(tfgpu.InputError, match=f"`{argument}` must be above 0. Received: {value!r}"):
+        evaluate_checkpoints(build(), batches(), tmp_path, **{argument: value})
 
 
 def test_checkpoints_of_another_model_are_named(tmp_path):

@@ -42,6 +42,7 @@ def environ():
         ({"trials": 0}, "`trials` must be a whole number from 1. Received: 0."),
         ({"parallel": True}, "`parallel` must be a whole number"),
         ({"timeout_s": 0}, "`timeout_s` must be above 0"),
+        ({"timeout_s": "60"}, "`timeout_s` must be above 0"),
         ({"sampler": "tpa"}, "Did you mean 'tpe'?"),
         ({"pruner": "medain"}, "Did you mean 'median'?"),
         ({"search": ["learning_rte=1..2"]}, "Did you mean 'learning_rate'?"),

@@ -12,7 +12,7 @@ import keras
 from tfgpu.callbacks.watcher import Places, Watcher
 from tfgpu.cluster import Cluster
 from tfgpu.core import input_stats, step_blocks
-from tfgpu.errors import InputError, whole_number
+from tfgpu.errors import InputError, is_number, whole_number
 from tfgpu.sensors import prometheus as prometheus_format
 from tfgpu.sensors.epochs import Epoch
 from tfgpu.sensors.sample import Value
@@ -77,7 +77,7 @@ class Monitor(keras.callbacks.Callback):
         worker: int | None = None,
     ):
         super().__init__()
-        if isinstance(every_s, bool) or not isinstance(every_s, int | float) or not 0.01 <= every_s < float("inf"):
+        if not is_number(every_s) or every_s < 0.01:
             raise InputError(f"`every_s` must be 0.01 seconds or more. Received: every_s={every_s!r}. Try 1.")
         if folder is None and (csv or prometheus is True):
             raise InputError("`csv` and `prometheus=True` write files. Received: folder=None. Give a folder.")

@@ -13,7 +13,7 @@ import keras
 from tfgpu.checkpoint import storage
 from tfgpu.checkpoint.fetching import load
 from tfgpu.checkpoint.storage import Damaged, Snapshot
-from tfgpu.errors import InputError
+from tfgpu.errors import positive
 
 RESULTS = "evaluations.jsonl"
 
@@ -58,8 +58,7 @@ def evaluate_checkpoints(
             tfgpu.asynchronous.evaluate_checkpoints(model, validation, "run/", last_epoch=10)
     """
     for name, value in (("poll_s", poll_s), ("patience_s", patience_s)):
-        if not value > 0:
-            raise InputError(f"`{name}` must be above 0. Received: {value!r}.")
+        positive(name, value)
     results, folder = [], Path(directory)
     for read in _unseen(folder, last_epoch, poll_s, patience_s):
         load(read, model)

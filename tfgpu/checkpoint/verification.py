@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 
 from tfgpu.checkpoint import storage
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, is_number
 
 _FILES = (".keras", ".h5")
 _IN_RUN = "checkpoints"
@@ -63,8 +63,8 @@ def verify(one: str | Path, other: str | Path, *, rtol: float = 0.0, atol: float
         >>> verify("runs/a", "runs/b").parting  # doctest: +SKIP
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
-        if not 0 <= value < float("inf"):
-            raise InputError(f"`{name}` must be a number from 0. Received: {value}.")
+        if not is_number(value) or not value >= 0:
+            raise InputError(f"`{name}` must be a number from 0. Received: {value!r}.")
     one, other = Path(one), Path(other)
     if one.suffix in _FILES or other.suffix in _FILES:
         count, parting = _compare(None, _of_file(one), _of_file(other), {}, rtol, atol)

@@ -123,7 +123,8 @@ def batch_norm(model: "keras.Model | str") -> list[Check]:
     if not found:
         return []
     if strategy is None or not has_replica_moments(strategy) or not by_replica:
-        text = f"{_count(found)} by the whole batch: on several replicas {2 * len(found)} collectives a step"
+        most = 2 * len(found)  # layers on parallel branches share theirs
+        text = f"{_count(found)} by the whole batch: on several replicas up to {most} collectives a step"
         return [Check("BatchNormalization", "ok", text)]
     text = f"{_count(by_replica)} by each replica's own rows: the result depends on the number of replicas"
     fix = 'Leave out batch_norm="replica", or set `synchronized=True` in layers that need the whole batch\'s moments.'

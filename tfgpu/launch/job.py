@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tfgpu.errors import InputError, whole_number
+from tfgpu.errors import InputError, is_number, positive, whole_number
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class Job:
         size = self.gpus_per_worker
         if size is not None:
             whole_number("gpus_per_worker", size, minimum=0)
-        if not self.startup_timeout_s > 0:
-            raise InputError(f"`startup_timeout_s` must be above 0. Received: {self.startup_timeout_s!r}.")
-        if not self.silence_s >= 0:
+        positive("startup_timeout_s", self.startup_timeout_s)
+        if not is_number(self.silence_s) or not self.silence_s >= 0:
             raise InputError(f"`silence_s` must be 0 (never) or more. Received: {self.silence_s!r}.")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfgpu.errors import InputError, MachineError, unknown
+from tfgpu.errors import InputError, MachineError, positive, unknown
 from tfgpu.launch.functions.group import Progress, run_until_done, work_of
 from tfgpu.launch.functions.links import EngineLink
 from tfgpu.launch.functions.relay import Message, Relay, Work
@@ -77,8 +77,7 @@ def ray_job(
     ray = _ray()
     if placement not in PLACEMENTS:
         raise unknown("placement", placement, PLACEMENTS)
-    if isinstance(cpus_per_worker, bool) or not cpus_per_worker > 0:
-        raise InputError(f"`cpus_per_worker` must be above 0. Received: {cpus_per_worker!r}.")
+    positive("cpus_per_worker", cpus_per_worker)
     work = work_of(
         train,
         arguments,

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tfgpu.errors import InputError, whole_number
+from tfgpu.errors import InputError, is_number, whole_number
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rate:
 def check(seconds: float, repeats: int) -> None:
     """Raises `InputError` if a number is out of range."""
     whole_number("repeats", repeats)
-    if not 0 < seconds < float("inf"):
+    if not is_number(seconds) or not seconds > 0:
         raise InputError(f"`seconds` must be above 0 and finite. Received: {seconds!r}. Try 1.")
 
 

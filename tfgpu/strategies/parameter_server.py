@@ -24,7 +24,7 @@ from tfgpu import environment, rendezvous, repairs
 from tfgpu.callbacks.watcher import watching
 from tfgpu.cluster import Cluster
 from tfgpu.compat.tensorflow import eager_context
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.parameter_server import embeddings, remote_steps
 from tfgpu.rendezvous import peers
 from tfgpu.strategies.cluster_resolver import describe_task, make_resolver
@@ -166,8 +166,8 @@ def _watching(cluster: Cluster, folder: str | Path | None) -> contextlib.Abstrac
 
 
 def _check_staleness(value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise InputError(f"`max_staleness` must be a whole number from 0, or None for no bound. Received: {value!r}.")
+    if value is not None:
+        whole_number("max_staleness", value, minimum=0)
 
 
 def _partitioner(value: Partitioner, servers: int) -> Callable | None:

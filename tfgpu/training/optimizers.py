@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfgpu.compat import optimizers as private_optimizers
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, is_number
 
 
 @keras.saving.register_keras_serializable(package="tfgpu")
@@ -84,9 +84,9 @@ class LARS(private_optimizers.WeightDecayHook, keras.optimizers.Optimizer):
             name=name,
             **kwargs,
         )
-        if not 0.0 <= momentum < 1.0:
+        if not is_number(momentum) or not 0 <= momentum < 1:
             raise InputError(f"`momentum` must be at least 0 and below 1. Received: momentum={momentum!r}.")
-        if not trust > 0.0:
+        if not is_number(trust) or not trust > 0:
             raise InputError(f"`trust` must be above 0. Received: trust={trust!r}. The paper's is 0.001.")
         if isinstance(exclude, str):
             raise InputError(f"`exclude` must be a list of strings. Received: {exclude!r}. Write [{exclude!r}].")

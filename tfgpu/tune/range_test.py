@@ -18,7 +18,7 @@ from tfgpu import strategies
 from tfgpu.checkpoint import data_position
 from tfgpu.compat import slots
 from tfgpu.core.state import training_state
-from tfgpu.errors import InputError, whole_number
+from tfgpu.errors import InputError, is_number, whole_number
 from tfgpu.optim import parameter_groups
 from tfgpu.training.incremental import tracing
 from tfgpu.training.incremental.continuing import From
@@ -263,8 +263,7 @@ def _run(model: keras.Model, batches: tf.data.Dataset, sweep: _Sweep, steps: int
 
 def _check(model: keras.Model, lowest: float, highest: float, steps: int) -> None:
     steps = whole_number("steps", steps, minimum=_LEAST_STEPS)
-    numbers = all(isinstance(rate, int | float) and not isinstance(rate, bool) for rate in (lowest, highest))
-    if not numbers or not 0 < lowest < highest < math.inf:
+    if not is_number(lowest) or not is_number(highest) or not 0 < lowest < highest:
         raise InputError(f"`lowest` must be above 0 and below `highest`. Received: {lowest!r} and {highest!r}.")
     if not getattr(model, "compiled", False) or model.optimizer is None:
         raise InputError("The model has no optimizer. Compile it first.")

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from tfgpu import atomic
-from tfgpu.errors import InputError, MachineError, unknown, whole_number
+from tfgpu.errors import InputError, MachineError, positive, unknown, whole_number
 from tfgpu.recipes import directory
 from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
@@ -335,5 +335,5 @@ def _check_styles(plan: Plan) -> None:
 def _check_numbers(*, trials: int, parallel: int, timeout_s: float | None) -> None:
     for name, value in (("trials", trials), ("parallel", parallel)):
         whole_number(name, value)
-    if timeout_s is not None and (isinstance(timeout_s, bool) or not timeout_s > 0):
-        raise InputError(f"`timeout_s` must be above 0. Received: {timeout_s!r}.")
+    if timeout_s is not None:
+        positive("timeout_s", timeout_s)

@@ -85,7 +85,7 @@ def run(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def kept_draws(seed: int = 0) -> Iterator[None]:
-    """What draws random numbers within leaves those that come afterwards as they would be."""
+    """What draws random numbers within leaves those that come afterward as they would be."""
     python, numpy, tensorflow = random.getstate(), np.random.get_state(), private_tf.eager_random()
     before = tensorflow.getstate() if tensorflow is not None else None
     if tensorflow is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tfgpu.errors import InputError, MachineError
+from tfgpu.errors import InputError, MachineError, is_number
 from tfgpu.launch import layout
 from tfgpu.launch.child import REPORT, RESULT
 from tfgpu.launch.functions import pickled
@@ -53,7 +53,7 @@ def work_of(
     Raises:
         InputError: a setting is out of range, or a function cannot be pickled.
     """
-    if not grace_s >= 0:
+    if not is_number(grace_s) or not grace_s >= 0:
         raise InputError(f"`grace_s` must be at least 0 seconds. Received: {grace_s!r}.")
     if isinstance(train, Job):
         given = {"arguments": arguments, "workers": workers, "gpus_per_worker": gpus_per_worker, "logs": logs}

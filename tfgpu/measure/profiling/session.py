@@ -10,7 +10,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from tfgpu.core import profiling_hooks
-from tfgpu.errors import InputError, MachineError, whole_number
+from tfgpu.errors import MachineError, positive, whole_number
 from tfgpu.measure.profiling import around, commands, trace, verdict, writing
 
 _LEAST, _LEAST_S, _MOST = 3, 0.3, 200
@@ -150,8 +150,7 @@ def profile(
         ('<lambda>', False)
     """
     skip, calls = whole_number("skip", skip, minimum=0), whole_number("calls", calls, minimum=2)
-    if not seconds > 0:
-        raise InputError(f"`seconds` must be above 0. Received: {seconds!r}.")
+    positive("seconds", seconds)
     writing.check_folder(Path(folder))
     if nvtx:
         commands.check_nvtx()

@@ -11,7 +11,7 @@ Pure arithmetic: no device is used, and a `Transformer` needs no TensorFlow. The
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, is_number, positive, whole_number
 from tfgpu.parallel.planning import footprint, hardware, layouts, timing
 from tfgpu.parallel.planning.footprint import Memory, Sent
 from tfgpu.parallel.planning.hardware import Device
@@ -205,8 +205,8 @@ def _workload(model, precision: str | None) -> Workload:
 def _device(device: str | Device, memory=None, flops=None, bandwidth=None, host_bandwidth=None) -> Device:
     found = device if isinstance(device, Device) else hardware.known(device)
     for name, value in {"flops": flops, "bandwidth": bandwidth, "host_bandwidth": host_bandwidth}.items():
-        if value is not None and not value > 0:
-            raise InputError(f"`{name}` must be above 0. Received: {value!r}.")
+        if value is not None:
+            positive(name, value)
     if memory is not None:
         found = replace(found, memory_bytes=hardware.bytes_of(memory))
     if flops is not None:
@@ -218,14 +218,12 @@ def _device(device: str | Device, memory=None, flops=None, bandwidth=None, host_
 
 def _check(**counts: int) -> None:
     for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise InputError(f"`{name}` must be a whole number from 1. Received: {value!r}.")
-        if value > _MAX_COUNT:
+        if whole_number(name, value) > _MAX_COUNT:
             raise InputError(f"`{name}` must be at most {_MAX_COUNT:,}. Received: {value:,}.")
 
 
 def _check_share(efficiency: float, headroom: float) -> None:
-    if not 0 < efficiency <= 1:
+    if not is_number(efficiency) or not 0 < efficiency <= 1:
         raise InputError(f"`efficiency` must be above 0 and at most 1. Received: {efficiency!r}. Try 0.5.")
-    if not 0 <= headroom < 1:
+    if not is_number(headroom) or not 0 <= headroom < 1:
         raise InputError(f"`headroom` must be at least 0 and below 1. Received: {headroom!r}. Try 0.1.")

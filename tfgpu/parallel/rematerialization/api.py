@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tfgpu.core.error_messages import in_units
-from tfgpu.errors import InputError
+from tfgpu.errors import InputError, whole_number
 from tfgpu.parallel import costs, model_graph
 from tfgpu.parallel.planning import hardware
 from tfgpu.parallel.rematerialization import budget, recomputed_layers, saved_tensors
@@ -82,8 +82,8 @@ def _check(model: keras.Model, where, memory, rows, batch) -> None:
         )
     if where not in ("blocks", "auto") and (rows is not None or batch is not None):
         raise InputError("`rows` and `batch` are for where='blocks' and where='auto', which measure the model.")
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-        raise InputError(f"`rows` must be a whole number from 1. Received: {rows!r}.")
+    if rows is not None:
+        whole_number("rows", rows)
     if rows is not None and batch is not None:
         raise InputError("Give `rows` or `batch`, not both: a batch has its own number of rows.")
     if getattr(model, "compiled", False):
