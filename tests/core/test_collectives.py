@@ -118,7 +118,7 @@ def test_one_replica_sends_nothing():
 
 
 def test_gradient_packs_wait_for_nothing_else():
-    """The last layers' gradients are ready first: their pack does not wait for those of the first layers, nor their packs."""
+    """The last layers' gradients are ready first: their pack does not wait for those of the first layers."""
     with gpu_way.gpu_way():
         strategy = tfgpu.strategy("mirrored", ["CPU:1", "CPU:2"], bytes_per_pack=399)
 

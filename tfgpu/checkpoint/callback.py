@@ -266,7 +266,7 @@ class Checkpoint(keras.callbacks.Callback):
         if position.name == self._saved:
             return
         self._saved = position.name
-        callback_hooks.settle(callbacks)
+        callback_hooks.wait(callbacks)
         if not self._disks.writes:
             training_state.settle(self.model)
             return

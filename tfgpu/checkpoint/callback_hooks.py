@@ -50,6 +50,6 @@ def _with(callbacks: CallbackList, name: str) -> list:
     return [callback for callback in callbacks.callbacks if hasattr(callback, name)]
 
 
-def settle(callbacks: CallbackList) -> None:
+def wait(callbacks: CallbackList) -> None:
     """Waits for hooks that Keras runs in other threads, as it does if no callback needs every batch."""
     training.wait_for_callbacks(callbacks)

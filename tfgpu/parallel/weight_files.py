@@ -152,7 +152,7 @@ def _in_archive(file: BinaryIO, stack: contextlib.ExitStack) -> BinaryIO:
     archive = stack.enter_context(zipfile.ZipFile(file))
     entry = archive.getinfo(_IN_KERAS)
     if entry.compress_type == zipfile.ZIP_STORED:
-        return _Part(file, _start_of(file, entry), entry.file_size)
+        return _FileSlice(file, _start_of(file, entry), entry.file_size)
     unpacked = stack.enter_context(tempfile.TemporaryFile())
     with archive.open(entry) as packed:
         shutil.copyfileobj(packed, unpacked)
@@ -166,7 +166,7 @@ def _start_of(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
     return entry.header_offset + 30 + sum(int.from_bytes(file.read(2), "little") for _ in range(2))
 
 
-class _Part:
+class _FileSlice:
     """Part of a file, as a file that h5py reads."""
 
     def __init__(self, file: BinaryIO, start: int, size: int):

@@ -73,7 +73,7 @@ def recipe_of(given: Recipe | str | Path | None, allow_code: bool) -> Recipe | N
     return recipes.make(settings, source=str(given))
 
 
-def settled(
+def plan_for(
     folder: Path,
     recipe: Recipe | None,
     search: Mapping[str, Any] | Sequence[str] | None,

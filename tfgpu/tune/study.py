@@ -18,7 +18,7 @@ from tfgpu.recipes import recipe as recipes
 from tfgpu.recipes.recipe import Recipe
 from tfgpu.tune import journal, process, space
 from tfgpu.tune.journal import PRUNERS, SAMPLERS, Journal
-from tfgpu.tune.plan import Plan, claimed, recipe_of, settled
+from tfgpu.tune.plan import Plan, claimed, plan_for, recipe_of
 from tfgpu.tune.results import StudyResult, TrialResult, best_of
 
 __all__ = ["StudyResult", "TrialResult", "study"]
@@ -93,7 +93,7 @@ def study(
     journal.optuna()
     given = {"sampler": sampler, "pruner": pruner, "monitor": monitor, "seed": seed}
     base = recipe_of(recipe, allow_code)
-    plan = settled(Path(folder), base, search, given, resume=resume, allow_code=allow_code)
+    plan = plan_for(Path(folder), base, search, given, resume=resume, allow_code=allow_code)
     _check(plan, parallel)
     where = process.places(parallel, use_ray=use_ray)
     try:

@@ -79,7 +79,7 @@ class BlockCache:
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             aside.write_bytes(content + _checksum(path.name, content))
-            os.replace(aside, path)
+            os.replace(aside, path)  # not synced: what a crash cuts short fails its checksum, and is fetched anew
         except OSError as error:
             _log.warning("The cache %s takes no more: %s.", self.directory, error.strerror)
             aside.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfgpu import atomic
 from tfgpu.errors import InputError, MachineError, no_script
 from tfgpu.launch.job import Job
 from tfgpu.launch.slurm.allocation import Allocation
@@ -138,7 +139,7 @@ def submit(job: Job, allocation: Allocation) -> Submitted:
     logs = Path(job.logs).absolute()
     logs.mkdir(parents=True, exist_ok=True)
     file = logs / f"{Path(job.script).stem}.sbatch"
-    file.write_text(text)
+    atomic.write_text(file, text)
     secrets = {name: value for name, value in job.environment.items() if is_secret(name)}
     done = subprocess.run(
         [sbatch, "--parsable", str(file)], env={**os.environ, **secrets}, capture_output=True, text=True

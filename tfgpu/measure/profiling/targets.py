@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfgpu import atomic
 from tfgpu import run as scripts
 from tfgpu.cluster import Cluster
 from tfgpu.errors import InputError, no_script
@@ -103,5 +104,5 @@ def _end(session: Session, target: str, arguments: Sequence[str]) -> Report | No
     if session.report is not None:
         found = commands.lines(target, arguments, session.folder)
         text = "".join(f"# {name}\n{line}\n" for name, line in found.items())
-        (session.folder / "commands.txt").write_text(text)
+        atomic.write_text(session.folder / "commands.txt", text)
     return session.report

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tfgpu import atomic
 from tfgpu.errors import InputError
 from tfgpu.measure.profiling import drawing
 from tfgpu.measure.profiling.reading import PARTS
@@ -36,11 +37,11 @@ def write(report: Report, trace: Trace, folder: Path) -> None:
         folder: the output folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "verdict.txt").write_text(text(report) + "\n")
-    (folder / "verdict.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    atomic.write_text(folder / "verdict.txt", text(report) + "\n")
+    atomic.write_text(folder / "verdict.json", json.dumps(report.as_json(), indent=2) + "\n")
     found = json.dumps(chrome(trace), separators=(",", ":"))  # dump() is ten times slower, since it writes small pieces
-    (folder / "trace.json.gz").write_bytes(gzip.compress(found.encode(), compresslevel=4, mtime=0))
-    (folder / "profile.html").write_text(drawing.page(report, text(report)))
+    atomic.write_bytes(folder / "trace.json.gz", gzip.compress(found.encode(), compresslevel=4, mtime=0))
+    atomic.write_text(folder / "profile.html", drawing.page(report, text(report)))
 
 
 def text(report: Report) -> str:
