@@ -284,4 +284,4 @@ def test_non_string_names_are_refused_before_training(tmp_path):
 def test_a_file_that_is_no_study_is_damaged(text, tmp_path):
     (tmp_path / "study.yaml").write_text(text)
     with pytest.raises(InputError, match="is damaged: `"):
-        plan.settled(tmp_path, None, None, {}, resume=True)
+        plan.plan_for(tmp_path, None, None, {}, resume=True)
