@@ -47,6 +47,7 @@ ALLOWED = {
 }
 ALLOWED["asynchronous"] = {"checkpoint", "optim", "parameter_server", "strategies"}
 ALLOWED["interop"] = {"cluster", "environment", "data", *ENGINE}
+ALLOWED["finetuning"] = {"data", *ENGINE}
 ALLOWED["recipes"] = {*ALLOWED}
 ALLOWED["measure"] = {*ALLOWED}
 ALLOWED["tune"] = {*ALLOWED}

@@ -13,6 +13,7 @@ from tfgpu.recipes import dry, ready, recipe
 ROOT = Path(__file__).parents[2]
 QUICK = ("cifar10", "digits", "language_model", "text")
 LARGE = ("imagenet", "imagenet_lars")
+PRETRAINED = ("finetune-text",)
 EXAMPLES = {"cifar10": "32×32×3, 10", "digits": "8×8×1, 10", "language_model": "256, 256", "text": "512, 2"}
 EXAMPLES |= dict.fromkeys(LARGE, "224×224×3, 1,000")
 
@@ -42,7 +43,7 @@ def check(names, done):
 
 
 def test_every_ready_recipe_is_valid_and_says_what_it_does():
-    assert set(ready.names()) == {*QUICK, *LARGE}
+    assert set(ready.names()) == {*QUICK, *LARGE, *PRETRAINED}
     for name in ready.names():
         recipe.make(ready.read(name), source=name)
         assert ready.describe(name).endswith(".") and not ready.describe(name).startswith("#")

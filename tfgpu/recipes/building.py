@@ -29,6 +29,7 @@ class Job:
     schedule_callbacks: tuple[keras.callbacks.Callback, ...]
     ending_callbacks: tuple[keras.callbacks.Callback, ...]
     trainer: Any
+    finetuned: Any = None  # of a pretrained model: what its run needs besides (`finetune.Finetuned`)
 
 
 def prepare(what: Recipe) -> precision.Precision:

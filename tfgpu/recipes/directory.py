@@ -25,6 +25,7 @@ except ImportError:  # on Windows, two runs in one directory are not detected
 
 CONFIG = "config.yaml"
 MODEL = "model.keras"
+PRESET = "preset"  # in place of MODEL where a pretrained model was trained
 METRICS = "metrics.csv"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
@@ -32,8 +33,8 @@ LOGS = "logs"
 TRACKER = "tracker.json"
 MONITOR = "monitor"
 NOTHING_WRITTEN = "Interrupted before the first step; nothing was written."
-_OWN = (MODEL, METRICS, REPORT, CHECKPOINTS, LOGS, MONITOR, TRACKER, CONFIG)
-_FREE = ("epochs", "recompute", "checkpoint_steps", "watch_machine")
+_OWN = (MODEL, PRESET, METRICS, REPORT, CHECKPOINTS, LOGS, MONITOR, TRACKER, CONFIG)
+_FREE = ("epochs", "recompute", "checkpoint_steps", "watch_machine", "samples", "sample_tokens")
 """Settings that a resumed run may change, besides `INPUT`."""
 _ASIDE = ".replaced"  # the earlier run, until the new one has completed a step
 _SETTLED = ".replaced-settled"  # the earlier run while it is being deleted

@@ -54,6 +54,11 @@ def run(what: Recipe) -> list[str]:
     Raises:
         InputError: something in the recipe is invalid, or the process is part of a cluster.
     """
+    if what.preset:
+        raise InputError(
+            "A dry run makes up its data, and a pretrained model's is text. Remove --dry-run, or try --epochs 1 on "
+            "a few lines."
+        )
     known = shape_of(what)
     cluster = runner.check(what, None, resume=False, overwrite=False, is_dry=known is not None)
     if cluster.is_multi_worker:

@@ -67,6 +67,8 @@ def versions() -> dict[str, str]:
 
 def headline(recipe: Recipe, facts: Mapping[str, Any]) -> list[str]:
     """Describes a run in two lines before it starts."""
+    if "pretrained" in facts:
+        return _headline_of_text(recipe, facts)
     shape = shape_text(facts["input_shape"])
     skipped = f", {facts['skipped_examples']} corrupt skipped" if facts["skipped_examples"] else ""
     counts = (
@@ -77,6 +79,24 @@ def headline(recipe: Recipe, facts: Mapping[str, Any]) -> list[str]:
         f"{recipe.model} on {recipe.data}: {counts} examples of {shape}{skipped}",
         f"{where(facts)}, {facts['precision']}, {facts['parameters']:,} parameters, seed {recipe.seed}",
     ]
+
+
+def _headline_of_text(recipe: Recipe, facts: Mapping[str, Any]) -> list[str]:
+    own = facts["pretrained"]
+    counts = ", ".join(f"{facts[f'{part}_examples']:,} {part}" for part in ("train", "validation", "test"))
+    rows = f"packed into {facts['epoch_examples']:,} rows" if own["packed"] else "one a row"
+    trained = f"{own['trainable_parameters']:,} of {facts['parameters']:,} parameters"
+    return [
+        f"{title(recipe)}: {counts} sequences, {rows} of {own['length']:,} tokens ({own['filled']:.0%} filled), "
+        f"template {own['template']}",
+        f"{own['layout']}, {where(facts)}, {facts['precision']}, trains {trained}, seed {recipe.seed}",
+    ]
+
+
+def title(recipe: Recipe) -> str:
+    """What is trained on what."""
+    model = Path(recipe.preset).name if recipe.preset else recipe.model
+    return f"{model} on {Path(recipe.data).name if recipe.preset else recipe.data}"
 
 
 def report(
@@ -90,6 +110,7 @@ def report(
     confusion: Sequence[Sequence[int]] | None,
     class_names: Sequence[str],
     monitor: Monitored | None = None,
+    samples: Sequence[Any] = (),
 ) -> Report:
     """Arranges a finished run's facts for the report."""
     defaults = Recipe().model_dump()
@@ -97,7 +118,7 @@ def report(
         name: f"{_text(value)}{'' if value == defaults[name] else ' *'}" for name, value in recipe.model_dump().items()
     }
     return Report(
-        title=f"{recipe.model} on {recipe.data}",
+        title=title(recipe),
         subtitle=f"{facts['started'].replace('T', ' ')} · {where(facts)}",
         tested=tested,
         metrics=metrics,
@@ -105,6 +126,7 @@ def report(
         cards=_cards(recipe, facts, rows, metrics),
         facts={
             "Hardware": _hardware(facts),
+            **({"Pretrained model": _pretrained(facts)} if "pretrained" in facts else {}),
             "Data": _data(facts),
             "Result": _result(facts, rows, tested),
             "Versions": {**facts["versions"], "git commit": facts["git_commit"] or "-"},
@@ -114,6 +136,7 @@ def report(
         confusion=confusion,
         class_names=class_names,
         monitor=monitor,
+        samples=samples,
     )
 
 
@@ -135,6 +158,17 @@ def _data(facts: Mapping[str, Any]) -> dict[str, Any]:
         **({"learns": _text(learns)} if learns else {}),
         "input shape": shape_text(facts["input_shape"], " × "),
         "augmentation": _text(facts["augment"]),
+    }
+
+
+def _pretrained(facts: Mapping[str, Any]) -> dict[str, Any]:
+    own = facts["pretrained"]
+    return {
+        **{name: own[name] for name in ("preset", "layout", "template")},
+        "trained parameters": f"{own['trainable_parameters']:,} of {facts['parameters']:,}",
+        "rows": f"{facts['epoch_examples']:,} of {own['length']:,} tokens, {own['filled']:.1%} filled",
+        "sequences": "packed" if own["packed"] else "one a row",
+        "learned tokens an epoch": f"{own['learned_tokens']:,}",
     }
 
 

@@ -8,21 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
 from tfgpu.data.augmentation.stages import parse_stages
 from tfgpu.data.names import parse_source
 from tfgpu.errors import InputError, unknown
-from tfgpu.recipes import agreement, values
+from tfgpu.recipes import agreement, pretrained, values
+from tfgpu.recipes.pretrained import setting as _field
 from tfgpu.recipes.reading import FACTS, parse_value, read, read_facts
 from tfgpu.recipes.trust import refuse_code
 
@@ -39,11 +31,6 @@ OWN_SETTINGS = {  # an optimizer's arguments and the settings of a recipe that r
 }
 
 
-def _field(default: Any, panel: str, description: str, *, flag: str | None = None, **bounds: Any) -> Any:
-    extra = {"panel": panel} | ({"flag": flag} if flag else {})
-    return Field(default, description=description, json_schema_extra=extra, **bounds)
-
-
 Stages = Annotated[tuple[str | dict[str, dict[str, Any]], ...], BeforeValidator(values.stages)]
 Devices = Annotated[int | tuple[str, ...] | None, BeforeValidator(values.devices)]
 Size = Annotated[tuple[int, int] | None, BeforeValidator(values.size)]
@@ -51,7 +38,7 @@ Task = Annotated[str | dict[str, str] | None, BeforeValidator(values.task)]
 Options = dict[str, Any]
 
 
-class Recipe(BaseModel):
+class Recipe(pretrained.Pretrained):
     """Everything that determines a run's result; repeated on the same CPUs, it gives the same weights.
 
     GPUs sum in varying order unless `deterministic` is set.
@@ -88,7 +75,8 @@ class Recipe(BaseModel):
     length: int | None = _field(
         None,
         "Data",
-        "Bytes per text, which is truncated or padded, or per sequence of a corpus. Default: 256.",
+        "Bytes per text, which is truncated or padded, or per sequence of a corpus; default: 256. Tokens per row with "
+        "`preset`; default: 1024, or the model's positions if these are fewer.",
         ge=2,
     )
     classes: int | None = _field(
@@ -124,7 +112,7 @@ class Recipe(BaseModel):
         "cnn",
         "Model",
         "The model: a builder's name (mlp, cnn, resnet, vit, textcnn, transformer), a `keras.applications` name, "
-        "or `module:function`.",
+        "`causal_lm` (the pretrained language model in `preset`), or `module:function`.",
         min_length=1,
     )
     model_options: Options = _field(
@@ -285,6 +273,7 @@ class Recipe(BaseModel):
         for name in sorted(OWN_SETTINGS.keys() & self.optimizer_options.keys()):
             raise ValueError(f"`optimizer_options` must not contain {name!r}. Use `{OWN_SETTINGS[name]}` instead")
         agreement.check(self)
+        pretrained.check(self, {name: field.default for name, field in type(self).model_fields.items()})
         return self
 
     @property
@@ -350,7 +339,9 @@ def check(recipe: Recipe, *, needs_data: bool = True) -> None:
     Raises:
         InputError: an unknown source or stage, or a missing path.
     """
-    if needs_data:
+    if recipe.model == pretrained.CAUSAL_LM:
+        pretrained.check_paths(recipe)
+    elif needs_data:
         parse_source(recipe.data)
     if recipe.augment != ("auto",):
         parse_stages(recipe.augment)

@@ -29,6 +29,7 @@ class Report:
         class_names: one per row of `confusion`.
         metrics: the names of the metrics in `rows`, but the loss, the main one first.
         monitor: the machines' resource use during training; None if it was not monitored.
+        samples: what a language model wrote: objects with `prompt`, `expected` and `written`.
     """
 
     title: str
@@ -43,6 +44,7 @@ class Report:
     class_names: Sequence[str] = ()
     metrics: Sequence[str] = ("accuracy",)
     monitor: Monitored | None = None
+    samples: Sequence[Any] = ()
 
     @property
     def score(self) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,7 +26,7 @@ from tfgpu.cluster import Cluster
 from tfgpu.core import replication
 from tfgpu.core.state import broadcast
 from tfgpu.errors import InputError, Preempted
-from tfgpu.recipes import building, compiling, directory, endings, facts, monitored, recipe
+from tfgpu.recipes import building, compiling, directory, endings, facts, finetune, monitored, recipe
 from tfgpu.recipes.confusion import confusion
 from tfgpu.recipes.heads import metric_names
 from tfgpu.recipes.recipe import Recipe
@@ -112,8 +113,9 @@ def run(
     with contextlib.ExitStack() as held:
         with unstarted():
             held.enter_context(building.prepare(what))
-            job = building.build(what, cluster)
+            job = (finetune if what.preset else building).build(what, cluster)
             about = facts.collect(what, strategy=job.strategy, model=job.model, info=job.data.info, started=started)
+            about |= {"pretrained": dict(job.finetuned.facts)} if job.finetuned else {}
         console = Console(highlight=False, soft_wrap=True) if show and cluster.is_chief else None
         if console:
             console.print("\n".join(facts.headline(what, about)), markup=False)
@@ -238,6 +240,8 @@ def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: l
     """Tests the trained model, and writes the model, the report and the final facts."""
     tested = {} if job.data.test is None else job.trainer.evaluate(job.data.test, verbose=0, return_dict=True)
     tested = {name: float(tested[name]) for name in (*metric_names(job.heads), "loss") if name in tested}
+    if job.finetuned and tested:  # over tokens, where Keras's is a mean over batches
+        tested["loss"] = math.log(tested["perplexity"])
     about = {
         **about,
         "finished": datetime.now().isoformat(timespec="seconds"),
@@ -247,8 +251,9 @@ def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: l
     }
     can_predict = job.data.test is not None and not job.cluster.is_multi_worker
     matrix = confusion(job.trainer, job.data) if can_predict else None
+    samples = job.finetuned.samples(job.model, job.recipe) if job.finetuned else ()
+    _save(job, path)
     if path:
-        _save(job.model, path / directory.MODEL)
         page = facts.report(
             job.recipe,
             about,
@@ -259,6 +264,7 @@ def _finish(job: building.Job, path: Path | None, about: dict[str, Any], rows: l
             confusion=matrix,
             class_names=job.data.info.class_names,
             monitor=monitored.read(path / directory.MONITOR) if job.recipe.watch_machine else None,
+            samples=samples,
         )
         atomic.write_text(path / directory.REPORT, render(page))
         directory.write_config(path, job.recipe, about)
@@ -301,7 +307,10 @@ def _advice(model: keras.Model) -> list[str]:
     return [f"{found.layer}: {found.dimension} = {found.size}. {found.suggestion}" for found in findings]
 
 
-def _save(model: keras.Model, path: Path) -> None:
+def _save(job: building.Job, path: Path | None) -> None:
     """Saves the model as one that opens where tfgpu is not installed."""
-    with atomic.replacing(path) as aside:
-        stock_model(model).save(aside)
+    if job.finetuned:
+        job.finetuned.save(path / directory.PRESET if path else None)
+    elif path:
+        with atomic.replacing(path / directory.MODEL) as aside:
+            stock_model(job.model).save(aside)

@@ -113,7 +113,7 @@ class _Question:
 
     def answer(self, have_rows: list | None, arguments: dict) -> bool:
         """Notes what is found, and says it where the step does not simply run by rows."""
-        chosen = {choices.of(function_of(getattr(self._model, each))) for each in self._own} - {None}
+        chosen = {choices.of(_function(self._model, each)) for each in self._own} - {None}
         if chosen:
             return self._marked(choices.ON_ALL_ROWS in chosen)
         try:
@@ -235,7 +235,13 @@ def _own_methods(model: keras.Model, step_function: Callable) -> list[str]:
     else:
         step = "train_step" if step_function == model.train_step else "test_step"
         names = [each for each in _METHODS if not each.endswith("_step") or each == step]
-    return [name for name in names if not _is_of_keras(function_of(getattr(model, name)))]
+    return [name for name in names if not _is_of_keras(_function(model, name))]
+
+
+def _function(model: keras.Model, name: str) -> Callable | None:
+    """The function of a method, also where `parallel` runs the method on devices of its own."""
+    method = getattr(model, name)
+    return function_of(getattr(method, "unplaced", method))
 
 
 def _is_of_keras(function: Callable | None) -> bool:

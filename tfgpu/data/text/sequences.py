@@ -20,9 +20,12 @@ import tensorflow as tf
 from tfgpu.data import position
 from tfgpu.data.augmentation.rows import of_rows
 from tfgpu.data.feed import Feed, by_rows, rows_of
-from tfgpu.errors import InputError, whole_number
+from tfgpu.errors import InputError, unknown, whole_number
 
 NEXT = "next"
+IGNORED = -100
+"""The target of an ignored token, as in `transformers`."""
+PACKED = ("token_ids", "segment_ids", "positions")
 _SHORTEST = 16  # the first of the default buckets
 
 
@@ -61,7 +64,8 @@ def bucket(
 
     Args:
         sequences: n sequences of token numbers: lists, arrays or a `tf.RaggedTensor`.
-        targets: `"next"`: the next token of each; a sequence of the same length for each; or [n], one target each.
+        targets: `"next"`: the next token of each; a sequence of the same length for each, in which -100 is a token that
+            does not count; or [n], one target each.
         global_batch: sequences in a batch; the last one of each bucket may be smaller.
         boundaries: the largest length of each bucket, increasing. Default: 16, 32, 64 and so on.
         seed: determines the order of every epoch.
@@ -114,6 +118,7 @@ def pack(
     *,
     length: int,
     global_batch: int,
+    names: Sequence[str] = PACKED,
     seed: int = 0,
     shuffle: bool = True,
     feed: Feed | None = None,
@@ -124,9 +129,11 @@ def pack(
 
     Args:
         sequences: n sequences of token numbers: lists, arrays or a `tf.RaggedTensor`.
-        targets: `"next"`: the next token of each (never another sequence's), or a sequence of the same length for each.
+        targets: `"next"`: the next token of each (never another sequence's), or a sequence of the same length for each,
+            in which -100 is a token that does not count.
         length: tokens in a row.
         global_batch: rows in a batch; the last one may be smaller.
+        names: which of the three arrays x has.
         seed: determines the order of every epoch.
         shuffle: False keeps the order of the packing.
         feed: how batches are prepared ahead of training.
@@ -149,11 +156,14 @@ def pack(
     tokens = _Tokens(sequences, targets)
     if tokens.one_each:
         raise InputError("pack() needs a target per token. Received: one per sequence. Use bucket().")
+    for name in names:
+        if name not in PACKED:
+            raise unknown("name of an array", name, PACKED)
     whole_number("global_batch", global_batch)
     tokens.check_longest(length, "length")
     row_of, offset, segment = _best_fit(tokens.lengths, length)
     count = int(row_of.max()) + 1
-    packed = {name: np.zeros([count, length], np.int32) for name in ("token_ids", "segment_ids", "positions", "y")}
+    packed = {name: np.zeros([count, length], np.int32) for name in (*PACKED, "y")}
     weight = np.zeros([count, length], np.float32)
     within = np.arange(len(tokens.values)) - np.repeat(tokens.starts, tokens.lengths)
     at = np.repeat(row_of, tokens.lengths), np.repeat(offset, tokens.lengths) + within
@@ -161,7 +171,8 @@ def pack(
     packed["segment_ids"][at] = np.repeat(segment, tokens.lengths)
     packed["y"][at], weight[at] = tokens.targets, tokens.weights
     with tf.device("CPU:0"):
-        arrays, weights = {name: tf.constant(a) for name, a in packed.items()}, tf.constant(weight)
+        arrays = {name: tf.constant(packed[name]) for name in (*names, "y")}
+        weights = tf.constant(weight)
 
     def rows(epoch):
         drawn = tf.range(count, dtype=tf.int64)
@@ -218,6 +229,8 @@ class _Tokens:
             self.targets, lengths = _flat(targets, "targets")
             if len(lengths) != len(self.lengths) or (lengths != self.lengths).any():
                 raise InputError("Each of `targets` must be as long as its sequence. Received: different lengths.")
+            is_ignored = self.targets == IGNORED
+            self.targets[is_ignored], self.weights[is_ignored] = 0, 0.0
         else:
             self.targets, self.one_each = np.asarray(targets), True
             if len(self.targets) != len(self.lengths):

@@ -17,12 +17,10 @@ from tfgpu.data import position
 from tfgpu.data.augmentation.rows import of_rows
 from tfgpu.data.columns import LABELS, has_columns
 from tfgpu.data.feed import Feed, by_rows, rows_of
-from tfgpu.data.text.sequences import NEXT, Sequences, doubling, increasing
+from tfgpu.data.text.sequences import IGNORED, NEXT, Sequences, doubling, increasing
 from tfgpu.errors import InputError, unknown, whole_number
 
 IDS, MASK = "input_ids", "attention_mask"
-IGNORED = -100
-"""The label of an ignored token, as in `transformers`."""
 _ROWS = 1000
 
 _log = logging.getLogger(__name__)

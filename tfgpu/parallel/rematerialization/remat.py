@@ -247,7 +247,8 @@ class _Call:
             return found
         # In a loop's body, Grappler lets the update of a weight overtake the second run, which reads the weight: no
         # weight's gradient is there before all of them are.
-        of_variables = found if tf.executing_eagerly() else tf.tuple(found)
+        is_frozen = all(gradient is None for gradient in found)
+        of_variables = found if is_frozen or tf.executing_eagerly() else tf.tuple(found)
         return found[: len(copies)], of_variables[len(copies) :]
 
     def _run_function(self, scope: StatelessScope, given) -> object:

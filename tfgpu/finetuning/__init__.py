@@ -1,0 +1,1 @@
+"""Fine-tuning of pretrained language models: conversations, templates, tokens, presets, layouts, samples."""

@@ -1,0 +1,208 @@
+"""From a recipe with a pretrained language model to the parts of a run."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfgpu import rendezvous
+from tfgpu.cluster import Cluster
+from tfgpu.data.feed import Feed
+from tfgpu.errors import InputError
+from tfgpu.finetuning import batches, conversations, graph, layouts, presets, samples, templates, tokens
+from tfgpu.parallel.rematerialization import api as rematerialization
+from tfgpu.parallel.zero import sharding
+from tfgpu.recipes import building, compiling, endings
+from tfgpu.recipes.building import Job
+from tfgpu.recipes.heads import Head
+from tfgpu.recipes.recipe import Recipe
+from tfgpu.rendezvous.facts import of_settings
+from tfgpu.training import Trainer
+from tfgpu.training.perplexity import Perplexity
+
+_log = logging.getLogger(__name__)
+_LENGTH = 1024  # default tokens per row
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """What a run with a pretrained model needs at its end, and its facts.
+
+    Attributes:
+        task: the `keras_hub.models.CausalLM`, whose layers are trained.
+        tokenizer: its tokenizer.
+        parts: the data.
+        names: the inputs where sequences are packed; None: they are padded.
+        facts: for `config.yaml` and the report.
+    """
+
+    task: keras.Model
+    tokenizer: tokens.Tokenizer
+    parts: batches.Parts
+    names: Sequence[str] | None
+    facts: Mapping[str, Any]
+
+    def samples(self, model: keras.Model, what: Recipe) -> list[samples.Sample]:
+        """What the model writes for prompts of the test part; every worker calls this."""
+        length = int(self.facts["length"])
+        settings = {"count": what.samples, "tokens": what.sample_tokens, "length": length}
+        return samples.write(model, self.tokenizer, self.parts.test, names=self.names, **settings)
+
+    def save(self, folder: Path) -> None:
+        """Saves the preset."""
+        presets.save(self.task, folder)
+
+
+def build(what: Recipe, cluster: Cluster) -> Job:
+    """Makes the layout, reads the data, and builds, spreads, loads and compiles the model.
+
+    Args:
+        what: a recipe with `model: causal_lm`.
+        cluster: the facts of the cluster.
+
+    Raises:
+        InputError: something in the recipe, the data or the preset is invalid.
+    """
+    preset = presets.find(what.preset)
+    presets.check_library()
+    path = Path(what.data)
+    records = conversations.read(path)
+    if cluster.is_multi_worker:
+        rendezvous.join(cluster, facts={**of_settings(what.model_dump()), "script": "tfgpu train"})
+    layout = _layout(what, cluster)
+    _check_batch(what, layout)
+    with layout.scope():
+        task = presets.build(preset)
+        if what.lora is not None:
+            presets.add_lora(task, what.lora)
+        names = _names(task, what)
+        model = graph.flat(task, names)
+        trained = sum(math.prod(variable.shape) for variable in task.trainable_variables)  # before they are cut
+    tokenizer = presets.tokenizer(task)
+    length, limit = _length(what, task)
+    template = templates.choose(what.template, preset.folder, tokenizer.has, tokenizer.text_of(tokenizer.start))
+    examples = tokens.encode(records, tokenizer, template, path=path, length=length, limit=limit)
+    parts = _parts(what, examples, task, path, length, names)
+    if what.recompute:
+        model = rematerialization.recompute(model, "layers")
+    model = layout.spread(model, batch=_zeros(model, what.global_batch, length))
+    presets.load(task, preset)
+    ends = (Head("tokens", parts.data.info.classes),)
+    compiling.check_monitors(what, heads=ends, has_validation=parts.data.validation is not None)
+    schedule = compiling.schedule(what, steps_per_epoch=parts.data.info.steps_per_epoch)
+    with layout.compile_scope(model):
+        _compile(model, what, schedule.learning_rate)
+    facts = {
+        "preset": str(preset.folder),
+        "layout": layout.name,
+        "length": length,
+        "template": template.name,
+        "packed": names is not None,
+        "filled": round(parts.filled, 4),
+        "learned_tokens": parts.learned,
+        "trainable_parameters": trained,
+    }
+    finetuned = Finetuned(task, tokenizer, parts, names, facts)
+    trainer = Trainer(model) if what.path == "loop" else model
+    ending = endings.callbacks(what, parts.data)
+    strategy = model.distribute_strategy
+    return Job(what, cluster, strategy, parts.data, model, ends, schedule.callbacks, ending, trainer, finetuned)
+
+
+def _layout(what: Recipe, cluster: Cluster) -> layouts.Layout:
+    def strategy_of(name: str):
+        return building.strategy_of(what.model_copy(update={"strategy": name}), cluster)
+
+    virtual = tuple(f"CPU:{at}" for at in range(what.virtual_devices)) or None
+    return layouts.make(
+        what.layout,
+        strategy_of=strategy_of,
+        devices=what.devices if what.devices is not None else virtual,
+        is_multi_worker=cluster.is_multi_worker,
+        microbatches=what.microbatches,
+    )
+
+
+def _check_batch(what: Recipe, layout: layouts.Layout) -> None:
+    count = len(layout.devices) if layout.name not in ("one", "pipeline", "tensor") else 1
+    if what.global_batch < count:
+        raise InputError(
+            f"`global_batch` must be at least the number of replicas. Received: global_batch={what.global_batch}, "
+            f"replicas={count}. Use {count} or more, or fewer devices."
+        )
+    if what.recompute and layout.name in ("zero3", "pipeline", "tensor"):
+        raise InputError(
+            f"The layout {layout.name} decides itself what is recomputed. Received: recompute. Remove --recompute."
+        )
+
+
+def _names(task: keras.Model, what: Recipe) -> tuple[str, ...] | None:
+    """The model's inputs for packed rows; None, with a line in the log, where it does not take them."""
+    if not what.packing:
+        return None
+    found = graph.packed_inputs(task)
+    if found is None:
+        _log.warning(
+            "%s takes no mask that keeps packed sequences apart: each sequence has a row of its own, padded.",
+            type(task).__name__,
+        )
+    return found
+
+
+def _length(what: Recipe, task: keras.Model) -> tuple[int, str]:
+    """The most tokens of a row, and where the number comes from."""
+    positions = presets.positions(task)
+    if what.length is None:
+        length = min(_LENGTH, positions or _LENGTH)
+        return length, "the model's positions" if length == positions else "the default"
+    if positions is not None and what.length > positions:
+        raise InputError(
+            f"`length` must be at most the model's positions. Received: length={what.length}, positions={positions}. "
+            f"Use --length {positions}."
+        )
+    return what.length, "--length"
+
+
+def _parts(
+    what: Recipe, examples: list[tokens.Example], task: keras.Model, path: Path, length: int, names: Any
+) -> batches.Parts:
+    return batches.make(
+        examples,
+        path=path,
+        vocabulary=task.backbone.vocabulary_size,
+        length=length,
+        global_batch=what.global_batch,
+        names=names,
+        validation=what.validation,
+        test=what.test,
+        seed=what.seed,
+        split_seed=what.split_seed,
+        feed=Feed(prefetch=what.prefetch),
+    )
+
+
+def _zeros(model: keras.Model, rows: int, length: int) -> dict[str, np.ndarray]:
+    return {name: np.ones((rows, length), np.int32) for name in model.input}
+
+
+def _rank(variable: keras.Variable) -> int:
+    """The rank of a variable, or of the one that it is a flat piece of."""
+    return len(sharding.full_shape(variable) if sharding.is_fully_sharded(variable) else variable.shape)
+
+
+def _compile(model: keras.Model, what: Recipe, learning_rate: Any) -> None:
+    """Compiles with a loss over the tokens that are learned; all metrics count tokens."""
+    optimizer = compiling.optimizer(what, learning_rate=learning_rate)
+    if what.decay == "kernels":
+        optimizer.exclude_from_weight_decay([v for v in model.trainable_variables if _rank(v) < 2])
+    model.compile(
+        optimizer=optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight"),
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy"), Perplexity()],
+        jit_compile=what.jit,
+    )

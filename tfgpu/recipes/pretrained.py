@@ -1,0 +1,89 @@
+"""Recipe settings for a pretrained language model (`model: causal_lm`). Imports no TensorFlow."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from tfgpu.errors import InputError
+
+CAUSAL_LM = "causal_lm"
+_OTHERS = (
+    *("augment", "image_size", "classes", "label_smoothing", "skip_corrupt", "balance", "cache", "cache_directory"),
+    *("memory_bytes", "parallel_calls", "model_options", "initializer", "normalization", "dropout", "strategy", "task"),
+)
+"""Settings of recipes whose model is built from scratch."""
+
+
+def setting(default: Any, panel: str, description: str, *, flag: str | None = None, **bounds: Any) -> Any:
+    """A field of the schema, with its panel in `--help` and its flag where that is not its name."""
+    extra = {"panel": panel} | ({"flag": flag} if flag else {})
+    return Field(default, description=description, json_schema_extra=extra, **bounds)
+
+
+class Pretrained(BaseModel):
+    """The settings; `Recipe` has all others."""
+
+    preset: str | None = setting(
+        None,
+        "Pretrained",
+        "A folder with a pretrained language model: a KerasHub preset, or a Hugging Face model that KerasHub converts.",
+        min_length=1,
+    )
+    lora: int | None = setting(
+        None, "Pretrained", "Freeze the model and train LoRA matrices of this rank. Default: train all weights.", ge=1
+    )
+    layout: Literal["one", "mirrored", "zero1", "zero2", "zero3", "pipeline", "tensor"] | None = setting(
+        None,
+        "Pretrained",
+        "How to lay the model out over the devices: one, mirrored, zero1, zero2, zero3, pipeline or tensor. Default: "
+        "mirrored, or one where there is one device.",
+    )
+    microbatches: int | None = setting(
+        None, "Pretrained", "Parts of a batch in a pipeline. Default: 4 per stage.", ge=1
+    )
+    packing: bool = setting(
+        True, "Pretrained", "Pack several sequences into a row where the model can keep them apart; else pad each."
+    )
+    template: str = setting(
+        "auto",
+        "Pretrained",
+        "The chat template: plain, chatml, gemma, llama3 or a file of Jinja; `auto` takes the preset's own, else the "
+        "one whose tokens the vocabulary has, else plain.",
+        min_length=1,
+    )
+    samples: int = setting(3, "Pretrained", "Prompts of the test part to continue for the report.", ge=0)
+    sample_tokens: int = setting(32, "Pretrained", "The most tokens to write for each of them.", ge=1)
+
+
+def check(what: Any, defaults: Mapping[str, Any]) -> None:
+    """Rejects settings that do not apply.
+
+    Args:
+        what: a recipe.
+        defaults: of all its settings.
+
+    Raises:
+        ValueError: names the setting and the fix.
+    """
+    is_pretrained = what.model == CAUSAL_LM
+    if is_pretrained and what.preset is None:
+        raise ValueError("`model: causal_lm` needs `preset`, the folder with the model. Add --preset DIR")
+    foreign = _OTHERS if is_pretrained else Pretrained.model_fields
+    given = next((name for name in foreign if getattr(what, name) != defaults[name]), None)
+    if given is None:
+        return
+    if is_pretrained:
+        raise ValueError(
+            f"`{given}` does not apply to a pretrained model. Received: {getattr(what, given)!r}. Remove it"
+        )
+    raise ValueError(f"`{given}` needs a pretrained model. Received: {getattr(what, given)!r}. Add --model causal_lm")
+
+
+def check_paths(what: Any) -> None:
+    """Raises `InputError` where the data is no file or the preset no folder; contents are checked later."""
+    if not Path(what.data).is_file():
+        raise InputError(f"There is no file {what.data!r}. Give --data a .jsonl file or a plain text.")
+    if not Path(what.preset).expanduser().is_dir():
+        raise InputError(f"There is no preset folder {what.preset!r}. Give --preset one of KerasHub or Hugging Face.")
