@@ -35,6 +35,7 @@ ENGINES = {
     "launch.ray_job(": ("ray", "Ray: pip install 'tfgpu[ray]'"),
     "import SparkSession": ("pyspark", "Spark: pip install 'tfgpu[spark]'"),
     "from nvidia.dali": ("nvidia.dali", "DALI: pip install 'tfgpu[dali]'"),
+    "import keras_hub\n": ("keras_hub", "KerasHub: pip install keras-hub"),
     'Track("mlflow"': ("mlflow", "MLflow: pip install 'tfgpu[track]'"),
 }
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import ops
 
 import tfgpu
-from tfgpu.core.row_mixing import part_trial, verdicts
+from tfgpu.core.row_mixing import part_trial, step_trial, verdicts
 from tfgpu.errors import InputError
 
 X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
@@ -181,3 +181,22 @@ def test_within_a_scope(caplog):
     with strategy.scope(), caplog.at_level(logging.WARNING, logger="tfgpu"):
         made(ByTape, strategy).fit(X[:8], Y[:8], batch_size=8, verbose=0)
     assert verdict_of(strategy) == verdicts.BY_ROWS and "ByTape" not in caplog.text
+
+
+class Marked(keras.Model):
+    @tfgpu.by_rows
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(y_pred)
+
+
+@pytest.mark.parametrize(("kind", "is_own"), [(keras.Model, False), (Marked, True)])
+def test_a_method_that_runs_on_devices_of_its_own_is_still_whose_it_is(kind, is_own):
+    """`apply` runs `compute_loss` where the last layer is; Keras's needs no trial, and a mark on the user's counts."""
+    inputs = keras.Input((5,))
+    model = kind(inputs, keras.layers.Dense(3)(inputs))
+    model = tfgpu.parallel.apply(model, tfgpu.parallel.Mesh(data=2, devices=TWO), zero=3)
+    model.compile("sgd", "mse")
+    assert step_trial.has_own_step(model, "train") == is_own
+    if is_own:
+        model.fit(X, X[:, :3], batch_size=8, verbose=0)
+        assert verdict_of(model.distribute_strategy) == verdicts.BY_ROWS

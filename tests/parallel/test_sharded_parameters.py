@@ -322,6 +322,32 @@ def test_a_mesh_that_has_data_alone_shards_a_model_that_was_made_elsewhere():
 
 
 @pytest.mark.slow
+def test_frozen_layers_and_lora_are_in_pieces_and_learn_what_one_device_learns():
+    """As in fine-tuning: a layer whose weights are all frozen has no gradient at all."""
+
+    def learned(replicas):
+        keras.utils.set_random_seed(1)
+        with tfgpu.strategy("mirrored", devices=replicas).scope():
+            frozen, adapted, head = layers.Embedding(11, 8), layers.Dense(16, "relu"), layers.Dense(1)
+            tokens = keras.Input((6,))
+            model = keras.Model(tokens, head(layers.Flatten()(adapted(frozen(tokens)))))
+            frozen.trainable = adapted.trainable = False
+            adapted.trainable = True
+            adapted.enable_lora(2)
+            if replicas > 1:
+                model = shard(model, 3)
+            model.compile(keras.optimizers.AdamW(0.01), "mse")
+        model.fit(WORDS, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        return model
+
+    one, two = learned(1), learned(2)
+    for expected, found in zip(one.get_weights(), two.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    sizes = [each["weights"] for each in memory_by_device(two).values()]
+    assert max(sizes) < 0.6 * sum(4 * v.size for v in one.get_weights())
+
+
+@pytest.mark.slow
 def test_what_is_exported_is_the_whole_model(tmp_path):
     model = made("nested", 3)
     predicted = fit(model, epochs=1)[1]

@@ -37,7 +37,7 @@ def test_the_page_has_every_setting_as_the_schema_says_it():
 def test_every_schedule_and_recipe_is_on_the_page():
     from tfgpu.recipes import ready
 
-    rows = set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text().partition(HEADING)[0], re.MULTILINE))
+    rows = set(re.findall(r"^\| `([\w-]+)` \|", PAGE.read_text().partition(HEADING)[0], re.MULTILINE))
     assert rows - {"schedule"} == {*choices("schedule"), *ready.names()}  # but for the head of the table
 
 

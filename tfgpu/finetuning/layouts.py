@@ -73,7 +73,7 @@ class Layout:
 
 
 def make(
-    name: str | None,
+    name: str,
     *,
     strategy_of: Callable[[str], tf.distribute.Strategy],
     devices: int | tuple[str, ...] | None,
@@ -83,7 +83,7 @@ def make(
     """The layout of a run.
 
     Args:
-        name: one of `LAYOUTS`; None: the replicas of all devices, or one device where there is one.
+        name: one of `LAYOUTS`; `"auto"`: the replicas of all devices, or one device where there is one.
         strategy_of: makes the strategy of a name.
         devices: how many or which; None: all.
         is_multi_worker: whether the run has several workers.
@@ -103,10 +103,12 @@ def make(
         chosen = tuple(device.name for device in connection.select(devices))
         _check_several(name, len(chosen))
         return Layout(name, None, chosen, microbatches)
-    strategy = strategy_of("one_device" if name == "one" else "auto" if name is None or is_multi_worker else "mirrored")
+    strategy = strategy_of(
+        "one_device" if name == "one" else "auto" if name == "auto" or is_multi_worker else "mirrored"
+    )
     specs = map(tf.DeviceSpec.from_string, strategy.extended.worker_devices)
     found = tuple(f"{spec.device_type}:{spec.device_index}" for spec in specs)
-    if name is None:
+    if name == "auto":
         name = "mirrored" if strategy.num_replicas_in_sync > 1 else "one"
     if name != "one":
         _check_several(name, strategy.num_replicas_in_sync)

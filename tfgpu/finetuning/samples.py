@@ -58,7 +58,7 @@ def write(
 
 
 def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    return [token for token in tokens if token not in (tokenizer.start, tokenizer.end)]
+    return [token for token in tokens if token not in {tokenizer.start, *tokenizer.stops()}]
 
 
 def _continued(
@@ -75,12 +75,13 @@ def _continued(
     ends = np.array([len(prompt) for prompt in prompts])
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = prompt
+    stops = tokenizer.stops()
     is_over, written = np.zeros(len(prompts), bool), [[] for _ in prompts]
     for _ in range(tokens):
         logits = model.predict(_inputs(rows, ends, names), batch_size=len(prompts), verbose=0)
         for at in np.flatnonzero(~is_over):
             token = int(np.argmax(logits[at, ends[at] - 1]))
-            is_over[at] = token == tokenizer.end
+            is_over[at] = token in stops
             if not is_over[at]:
                 written[at].append(token)
                 rows[at, ends[at]] = token

@@ -12,6 +12,8 @@ from tfgpu.errors import InputError
 from tfgpu.finetuning.conversations import Record, is_jsonl
 from tfgpu.finetuning.templates import Template
 
+_TURN_ENDS = ("<|eot_id|>", "<end_of_turn>", "<|im_end|>")
+
 
 @dataclass(frozen=True)
 class Example:
@@ -54,6 +56,11 @@ class Tokenizer:
         found = self.stock.detokenize([list(map(int, tokens))])
         first = np.asarray(found).reshape(-1)[0]
         return first.decode("utf-8", "replace") if isinstance(first, bytes) else str(first)
+
+    def stops(self) -> set[int]:
+        """The tokens that end a text or a turn."""
+        marks = {self.stock.token_to_id(mark) for mark in _TURN_ENDS if self.has(mark)}
+        return {*marks, *([] if self.end is None else [self.end])}
 
     def has(self, token: str) -> bool:
         """Whether the vocabulary has this token."""

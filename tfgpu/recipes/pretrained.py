@@ -34,11 +34,10 @@ class Pretrained(BaseModel):
     lora: int | None = setting(
         None, "Pretrained", "Freeze the model and train LoRA matrices of this rank. Default: train all weights.", ge=1
     )
-    layout: Literal["one", "mirrored", "zero1", "zero2", "zero3", "pipeline", "tensor"] | None = setting(
-        None,
+    layout: Literal["auto", "one", "mirrored", "zero1", "zero2", "zero3", "pipeline", "tensor"] = setting(
+        "auto",
         "Pretrained",
-        "How to lay the model out over the devices: one, mirrored, zero1, zero2, zero3, pipeline or tensor. Default: "
-        "mirrored, or one where there is one device.",
+        "How to lay the model out over the devices; `auto`: mirrored, or one where there is one device.",
     )
     microbatches: int | None = setting(
         None, "Pretrained", "Parts of a batch in a pipeline. Default: 4 per stage.", ge=1

@@ -114,8 +114,7 @@ def run(
         with unstarted():
             held.enter_context(building.prepare(what))
             job = (finetune if what.preset else building).build(what, cluster)
-            about = facts.collect(what, strategy=job.strategy, model=job.model, info=job.data.info, started=started)
-            about |= {"pretrained": dict(job.finetuned.facts)} if job.finetuned else {}
+            about = _about(job, started)
         console = Console(highlight=False, soft_wrap=True) if show and cluster.is_chief else None
         if console:
             console.print("\n".join(facts.headline(what, about)), markup=False)
@@ -169,6 +168,12 @@ def check(what: Recipe, output: str | Path | None, *, resume: bool, overwrite: b
             raise InputError("Resuming needs the run's directory. Pass it as the output.")
         directory.check_same(what, recipe.make(directory.recorded(output)), directory=output)
     return cluster
+
+
+def _about(job: building.Job, started: datetime) -> dict[str, Any]:
+    """The facts of a run before its first step."""
+    about = facts.collect(job.recipe, strategy=job.strategy, model=job.model, info=job.data.info, started=started)
+    return about | ({"pretrained": dict(job.finetuned.facts)} if job.finetuned else {})
 
 
 def _train(
